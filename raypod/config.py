@@ -1,0 +1,270 @@
+"""What the user asked for: defaults < YAML (`--config`) < flags and `section.key=value`, as frozen sections.
+
+Defaults live in the sections and nowhere else. A flag is the key with dashes (`--batch-size` sets
+`training.batch_size`); sums and products of these numbers belong to the plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Mapping, NoReturn, Optional, Sequence, Tuple, get_args
+
+import pydantic
+import yaml
+from pydantic import Field
+from pydantic.fields import FieldInfo
+from typing_extensions import Literal
+
+from raypod.errors import ConfigError
+
+
+class Section(pydantic.BaseModel):
+    """Base of the sections: frozen, and unknown keys are errors."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+
+class DataSection(Section):
+    """What to train on, and how it reaches the replicas."""
+
+    dataset: str = Field("digits", description="digits, synthetic, or module:function that gives (train, test)")
+    data_dir: Optional[str] = Field(None, description="folder handed to a data set of your own")
+    samples: int = Field(4096, ge=1, description="size of the synthetic data set")
+    image: str = Field("3x32x32", pattern=r"^\d+x\d+x\d+$", description="CxHxW of the synthetic images")
+    classes: int = Field(10, ge=2, description="classes of the synthetic data set")
+    augment: bool = Field(True, description="shift training images at random (digits, synthetic)")
+    num_workers: int = Field(0, ge=0, description="loader processes per instance for data sets not held in memory")
+    async_dataloader: bool = Field(False, description="prepare the next calls in the background")
+    eight_bit_io: bool = Field(False, description="send images as uint8 and normalise them on the device")
+
+
+class TrainingSection(Section):
+    """The arithmetic of the run: the model, the sizes, the optimizer."""
+
+    model: str = Field("resnet8", description="resnet8/14/20, resnet18/34/50/101, tiny, or module:function")
+    precision: Literal["16.16", "16.32", "32.32"] = Field("32.32", description="activations.weights, in bits")
+    batch_size: int = Field(8, ge=1, description="micro-batch: samples that forward sees")
+    gradient_accumulation: int = Field(1, ge=1, description="micro-batches per replica and update")
+    device_iterations: int = Field(1, ge=1, description="updates per call")
+    epochs: int = Field(15, ge=1, description="passes over the training split")
+    updates: Optional[int] = Field(None, ge=1, description="stop after this many updates")
+    optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="poptorch.optim class")
+    learning_rate: float = Field(0.1, gt=0, description="peak learning rate")
+    lr_schedule: Literal["constant", "cosine"] = Field("cosine", description="over the whole run")
+    warmup_updates: int = Field(20, ge=0, description="linear warm-up of the learning rate")
+    momentum: float = Field(0.9, ge=0, lt=1, description="of SGD")
+    weight_decay: float = Field(5e-4, ge=0, description="on all parameters of more than one dimension")
+    loss_scaling: float = Field(1.0, gt=0, description="multiplies the loss, divided out before the update")
+    reduction: Literal["sum", "mean"] = Field("mean", description="of gradients over accumulation and replicas")
+    seed: int = Field(42, ge=0, lt=2**31, description="of weights, sample order, augmentation and dropout")
+
+
+class PodSection(Section):
+    """Placement: replicas over instances over hosts. With equal replicas it never changes the result."""
+
+    replicas: int = Field(4, ge=1, description="model replicas, TOTAL over all instances")
+    num_instances: int = Field(2, ge=1, description="host processes; the replicas are divided between them")
+    ipus_per_replica: int = Field(1, ge=1, description="IPUs of one replica")
+    num_ipus: Optional[int] = Field(None, ge=1, description="IPUs in total; the replicas follow from it")
+    threads_per_replica: int = Field(1, ge=0, description="intra-op threads; 0: the host's cores / its replicas")
+    cluster: Optional[str] = Field(None, description="cluster YAML, the one of `ray up`; default: this host")
+    executable_cache_path: Optional[str] = Field(None, description="folder of compiled executables")
+
+
+class RunSection(Section):
+    """How the run is carried out, and where it leaves its files."""
+
+    device: Literal["auto", "ipu", "emulated"] = Field("auto", description="which SDK computes")
+    fleet: Literal["ray", "inline"] = Field("ray", description="inline: one instance, in this process, no Ray")
+    collectives: Literal["auto", "horovod", "gloo"] = Field("auto", description="auto: Horovod where installed")
+    run_dir: Optional[str] = Field(None, description="run folder (default runs/<time>-<name>)")
+    resume: Optional[str] = Field(None, description="run folder or checkpoint to go on from")
+    start_timeout_s: float = Field(120, gt=0, description="bound of every step of starting the instances")
+    report_timeout_s: float = Field(
+        1800, gt=0, description="bound of the wait for the next report (compiling included)"
+    )
+    stop_timeout_s: float = Field(10, gt=0, description="grace for an instance to end by itself")
+
+
+class Config(pydantic.BaseModel):
+    """All sections. `Config()` is the default run."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    data: DataSection = DataSection()
+    training: TrainingSection = TrainingSection()
+    pod: PodSection = PodSection()
+    run: RunSection = RunSection()
+
+    def to_yaml(self) -> str:
+        """The resolved config; `load_yaml` of it gives an equal object."""
+        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+
+
+_ALIASES = {"replicas": ["--num-replicas"]}
+
+
+def fields() -> Iterator[Tuple[str, str, FieldInfo]]:
+    """(section, key, field) of every key; keys are unique over all sections, so that flags can be flat."""
+    for section, info in Config.model_fields.items():
+        kind = info.annotation
+        assert kind is not None
+        for key, field in kind.model_fields.items():
+            yield section, key, field
+
+
+class FlagParser(argparse.ArgumentParser):
+    """argparse whose complaints are ConfigErrors: one line instead of a page of usage."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message.replace('argument ', '', 1)} ({self.prog} --help lists all flags)")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """`--config`, a flag for every key, and `section.key=value`."""
+    parser.add_argument("--config", metavar="FILE", help="YAML with the sections data, training, pod, run")
+    for section, key, field in fields():
+        names = ["--" + key.replace("_", "-"), *_ALIASES.get(key, [])]
+        choices = get_args(field.annotation) if isinstance(field.default, str) else ()
+        help_text = f"{field.description} [{field.default}]".replace("%", "%%")
+        target = f"{section}.{key}"
+        if isinstance(field.default, bool):
+            parser.add_argument(*names, dest=target, action="store_true", default=None, help=help_text)
+            parser.add_argument("--no-" + names[0][2:], dest=target, action="store_false", help=argparse.SUPPRESS)
+        else:
+            metavar = "{" + ",".join(choices) + "}" if choices else key.upper()
+            parser.add_argument(*names, dest=target, metavar=metavar, help=help_text)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="any key, by its full name")
+
+
+def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse; an unknown flag is a ConfigError that names its nearest neighbour."""
+    args, unknown = parser.parse_known_intermixed_args(list(argv))
+    for word in unknown:
+        known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+        raise ConfigError(f"unknown flag {word}{_nearest(word.split('=')[0], known)}; --help lists all")
+    return args
+
+
+def resolve(args: argparse.Namespace) -> Config:
+    """Merge defaults < YAML < flags and `section.key=value` (the last two of equal rank; both at once must agree)."""
+    values = _read_yaml(Path(args.config)) if args.config else {}
+    given: Dict[str, Any] = {}
+    for section, key, _ in fields():
+        value = getattr(args, f"{section}.{key}")
+        if value is not None:
+            given[f"{section}.{key}"] = value
+    for word in args.overrides:
+        name, equals, text = word.partition("=")
+        if not equals or name.count(".") != 1:
+            raise ConfigError(f"cannot read {word!r}: write section.key=value, as in training.batch_size=8")
+        value = _parse_value(word, text)
+        if name in given and str(given[name]) != str(value):
+            raise ConfigError(f"{name} is given twice: {given[name]} by its flag and {value} by {word!r}")
+        given[name] = value
+    for name, value in given.items():
+        section, _, key = name.partition(".")
+        values.setdefault(section, {})[key] = value
+    return from_values(values, source=args.config or "the command line")
+
+
+def load_yaml(path: Path) -> Config:
+    """A Config out of a YAML file alone."""
+    return from_values(_read_yaml(path), source=str(path))
+
+
+def from_values(values: Mapping[str, Mapping[str, Any]], source: str = "config") -> Config:
+    """Check keys and values, settle what follows from others, and check what contradicts itself."""
+    _check_keys(values, source)
+    try:
+        return Config.model_validate(_settle(values))
+    except pydantic.ValidationError as error:
+        raise ConfigError("; ".join(_tell(detail) for detail in error.errors())) from None
+
+
+def _read_yaml(path: Path) -> Dict[str, Dict[str, Any]]:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(part or {}, dict) for part in values.values()):
+        raise ConfigError(f"{path}: expected sections ({', '.join(Config.model_fields)}), each with its keys")
+    return {str(section): dict(part or {}) for section, part in values.items()}
+
+
+def _parse_value(word: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"cannot read the value of {word!r}") from None
+
+
+def _check_keys(values: Mapping[str, Mapping[str, Any]], source: str) -> None:
+    known = {f"{section}.{key}" for section, key, _ in fields()}
+    for section, part in values.items():
+        if section not in Config.model_fields:
+            raise ConfigError(f"unknown section {section!r} in {source}{_nearest(section, Config.model_fields)}")
+        for key in part:
+            name = f"{section}.{key}"
+            if name not in known:
+                raise ConfigError(f"unknown key {name} in {source}{_nearest(name, known)}")
+
+
+def _nearest(word: str, known: Any) -> str:
+    known = list(known)
+    key = word.partition(".")[2]
+    found = [name for name in known if key and name.partition(".")[2] == key]  # the right key in the wrong section
+    found = found or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {found[0]}?" if found else f"; known: {', '.join(sorted(known))}"
+
+
+def _settle(values: Mapping[str, Mapping[str, Any]]) -> Dict[str, Dict[str, Any]]:
+    """Numbers that follow from other numbers: replicas from IPUs, and the default count of instances."""
+    settled = {section: dict(part) for section, part in values.items()}
+    pod = settled.setdefault("pod", {})
+    per_replica = _number(pod.get("ipus_per_replica", 1))
+    num_ipus, replicas = _number(pod.get("num_ipus")), _number(pod.get("replicas"))
+    if num_ipus and per_replica:
+        if num_ipus % per_replica:
+            raise ConfigError(f"{num_ipus} IPUs are not a multiple of {per_replica} IPUs per replica")
+        if replicas and replicas * per_replica != num_ipus:
+            raise ConfigError(
+                f"{replicas} replicas x {per_replica} IPUs = {replicas * per_replica} IPUs, not --num-ipus {num_ipus}; "
+                "give one of --replicas and --num-ipus"
+            )
+        pod["replicas"] = replicas = num_ipus // per_replica
+    if pod.get("num_instances") is None:
+        total = replicas or PodSection().replicas
+        inline = settled.get("run", {}).get("fleet") == "inline"
+        pod["num_instances"] = 1 if inline or total % 2 else 2
+    return settled
+
+
+def _number(value: Any) -> Optional[int]:
+    """The value as a whole number, or None where the sections' own check will refuse it."""
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _tell(detail: Any) -> str:
+    name = ".".join(str(part) for part in detail["loc"])
+    message = detail["msg"][:1].lower() + detail["msg"][1:]
+    return f"{name} = {detail['input']!r}: {message}"
+
+
+def known_flags() -> List[str]:
+    """Every flag that sets a key, for the documentation and its test."""
+    return ["--" + key.replace("_", "-") for _, key, _ in fields()]

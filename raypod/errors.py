@@ -1,0 +1,83 @@
+"""The error tree. A user's mistake has its own branch, so that it ends in one line and exit code 2, never a traceback.
+
+    RaypodError
+    |-- UserError               exit code 2: something to correct in what was asked for
+    |   |-- ConfigError         a key, a value, or two values that contradict each other
+    |   |-- ClusterError        the pod does not have what the plan needs
+    |   `-- SdkError            the SDK that was asked for cannot be imported
+    `-- RunError                exit code 1: the run was right and failed
+        |-- InstanceFailed      one instance died or raised: host, instance, cause, log file
+        |-- WaitTimedOut        something did not happen within its stated bound
+        `-- WeightsDiffer       instances disagree on the weights they start from
+
+Errors cross processes: every field is positional, so that a pickled error arrives as what it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Dict
+
+
+class RaypodError(Exception):
+    """Base of all errors that raypod raises on purpose."""
+
+    exit_code = 1
+
+
+class UserError(RaypodError):
+    """Scene: somebody asked for what cannot be done; the message says what, where, and the way out."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """Scene: `--batch-sice 8`, or 6 replicas for 4 instances."""
+
+
+class ClusterError(UserError):
+    """Scene: the plan needs 64 IPUs and the pod has 16, or a host of the cluster file is not alive."""
+
+
+class SdkError(UserError):
+    """Scene: `--device ipu` where the Poplar SDK is not sourced; carries the original import error."""
+
+
+class RunError(RaypodError):
+    """Scene: the request was right, and something failed on the way."""
+
+
+@dataclasses.dataclass(eq=False)
+class InstanceFailed(RunError):
+    """Scene: the process of one instance was killed, or its program raised."""
+
+    instance: int
+    host: str
+    cause: str
+    log_file: str
+
+    def __str__(self) -> str:
+        return f"instance {self.instance} on host {self.host} failed: {self.cause}; its log: {self.log_file}"
+
+
+@dataclasses.dataclass(eq=False)
+class WaitTimedOut(RunError):
+    """Scene: an actor did not start, or a call did not report, within its bound."""
+
+    what: str
+    timeout_s: float
+    setting: str
+
+    def __str__(self) -> str:
+        return f"waited {self.timeout_s:g} s for {self.what}; {self.setting} sets this bound"
+
+
+@dataclasses.dataclass(eq=False)
+class WeightsDiffer(RunError):
+    """Scene: after seeding, the hash of the weights is not the same in all instances."""
+
+    hashes: Dict[int, str]
+
+    def __str__(self) -> str:
+        told = ", ".join(f"instance {index}: {value[:12]}" for index, value in sorted(self.hashes.items()))
+        return f"the instances start from different weights ({told})"

@@ -1,0 +1,117 @@
+"""The frozen records that go up: from an instance to the coordinator, and from the coordinator to whoever listens.
+
+Calls go down, records go up. Nobody below the command line knows the bar or the files that these records end in.
+All of them hold plain Python numbers and strings, so that they cross processes and land in JSON as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Optional, Tuple, Union
+
+# ---- from an instance to the coordinator ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class InstanceStarted:
+    """An instance has its process, its environment and its SDK, and has built what it will run."""
+
+    instance: int
+    host: str
+    pid: int
+    device: str  # "ipu" or "emulated"
+    device_line: str  # which SDK was found, in one line for people
+    parameters: int
+    seconds: Tuple[Tuple[str, float], ...]  # where the start-up time went, in order
+
+
+@dataclasses.dataclass(frozen=True)
+class CallReport:
+    """One call of one instance: for each of its updates, one value per local replica.
+
+    `losses[u][r]` is the mean loss over the micro-batches that replica r saw in update u; `correct[u][r]` counts its
+    right predictions.
+    """
+
+    instance: int
+    first_update: int
+    losses: Tuple[Tuple[float, ...], ...]
+    correct: Tuple[Tuple[int, ...], ...]
+    samples_per_replica: int  # per update
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationReport:
+    """What one instance saw of the test split."""
+
+    instance: int
+    samples: int
+    correct: int
+    loss_sum: float
+
+
+# ---- from the coordinator upwards -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class RunStarted:
+    """All instances are up and start from the same weights."""
+
+    device: str
+    device_line: str
+    first_update: int
+    parameters: int
+    seconds: Tuple[Tuple[str, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateDone:
+    """One weight update of the whole pod; a line of metrics.jsonl. `accuracy` is in percent."""
+
+    update: int  # 1-based: the number of updates done
+    epoch: int  # 1-based
+    loss: float
+    accuracy: float
+    samples: int  # seen since the start of the training, all replicas
+    samples_per_s: float
+    time_s: float  # since the run started
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochDone:
+    """Mean loss and accuracy (percent) over the updates of an epoch that this run did."""
+
+    epoch: int
+    loss: float
+    accuracy: float
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSaved:
+    """A checkpoint was written and renamed into place."""
+
+    update: int
+    path: str
+    weights_sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TestDone:
+    """The test split was evaluated; `accuracy` is in percent."""
+
+    samples: int
+    loss: float
+    accuracy: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RunEnded:
+    """The last event of a run, interrupted or not."""
+
+    updates: int
+    interrupted: bool
+    weights_sha256: str
+    checkpoint: Optional[str]
+
+
+Event = Union[RunStarted, UpdateDone, EpochDone, CheckpointSaved, TestDone, RunEnded]

@@ -1,0 +1,282 @@
+"""The plan: every number, every instance and every leg of a run, before anything runs.
+
+Inert data made from the config, the cluster and the size of the data set; printing it needs neither Ray nor torch nor
+an SDK. Every product of sizes is named here once; elsewhere nobody multiplies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import List, Tuple
+
+from raypod.cluster import Cluster, Host
+from raypod.config import Config
+from raypod.errors import ClusterError, ConfigError
+
+IPUS_PER_PROCESS = 64  # contract section 3: more need more instances
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """The sizes of a run (words: design.md; formulas: poptorch contract sections 0 and 1.9)."""
+
+    micro_batch_size: int
+    gradient_accumulation: int
+    device_iterations: int
+    total_replicas: int
+    num_instances: int
+    ipus_per_replica: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ConfigError(f"{field.name} = {getattr(self, field.name)} must be at least 1")
+        if self.total_replicas % self.num_instances:
+            fits = [n for n in range(1, self.total_replicas + 1) if self.total_replicas % n == 0]
+            raise ConfigError(
+                f"{self.total_replicas} replicas cannot be divided equally between {self.num_instances} instances; "
+                f"--num-instances can be {', '.join(map(str, fits))}"
+            )
+        if self.local_ipus > IPUS_PER_PROCESS:
+            raise ConfigError(
+                f"one instance would drive {self.local_replicas} replicas x {self.ipus_per_replica} IPUs = "
+                f"{self.local_ipus} IPUs, and a process can drive {IPUS_PER_PROCESS}; use more instances: "
+                f"--num-instances {-(-self.total_ipus // IPUS_PER_PROCESS)} or more"
+            )
+
+    @property
+    def local_replicas(self) -> int:
+        """Replicas of one instance."""
+        return self.total_replicas // self.num_instances
+
+    @property
+    def local_ipus(self) -> int:
+        """IPUs of one instance."""
+        return self.local_replicas * self.ipus_per_replica
+
+    @property
+    def total_ipus(self) -> int:
+        """IPUs of the run."""
+        return self.total_replicas * self.ipus_per_replica
+
+    @property
+    def replica_samples(self) -> int:
+        """Samples per update of one replica."""
+        return self.micro_batch_size * self.gradient_accumulation
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per update over all replicas."""
+        return self.replica_samples * self.total_replicas
+
+    @property
+    def micro_batches_per_call(self) -> int:
+        """Micro-batches that one instance feeds per call: the leading factors of its combined batch."""
+        return self.device_iterations * self.gradient_accumulation * self.local_replicas
+
+    @property
+    def combined_batch_size(self) -> int:
+        """Samples that one instance feeds per call: [device iteration, accumulation, local replica, micro-batch]."""
+        return self.micro_batches_per_call * self.micro_batch_size
+
+    @property
+    def samples_per_call(self) -> int:
+        """Samples of one call over all instances."""
+        return self.combined_batch_size * self.num_instances
+
+    @property
+    def evaluation_batch_size(self) -> int:
+        """Samples that one instance feeds per inference call (no accumulation there: contract section 1.3)."""
+        return self.micro_batch_size * self.local_replicas
+
+    def calls_per_epoch(self, train_samples: int) -> int:
+        """Whole calls in one pass over the training split; what is left over is not visited in that pass."""
+        return train_samples // self.samples_per_call
+
+    def updates_per_epoch(self, train_samples: int) -> int:
+        """Updates in one pass over the training split."""
+        return self.calls_per_epoch(train_samples) * self.device_iterations
+
+    def replicas_of(self, instance: int) -> range:
+        """Global replica indices of one instance."""
+        first = instance * self.local_replicas
+        return range(first, first + self.local_replicas)
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether every instance is a whole, equal subtree of the reduction tree, and their number a power of two."""
+        return _is_power_of_two(self.local_replicas) and _is_power_of_two(self.num_instances)
+
+
+@dataclasses.dataclass(frozen=True)
+class InstanceSpec:
+    """One instance: which host, which replicas, how many threads."""
+
+    index: int
+    host: str
+    host_index: int
+    local_index: int  # among the instances of its host
+    replica_offset: int
+    local_replicas: int
+    threads_per_replica: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Leg:
+    """Updates `first_update .. first_update + num_updates - 1` (0-based) of one epoch; then the coordinator acts."""
+
+    epoch: int  # 0-based
+    first_update: int
+    num_updates: int
+    ends_epoch: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetSize:
+    """What the plan has to know of a data set."""
+
+    train_samples: int
+    test_samples: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A run before it runs."""
+
+    config: Config
+    cluster: Cluster
+    geometry: Geometry
+    size: DatasetSize
+    instances: Tuple[InstanceSpec, ...]
+    run_dir: str
+
+    @property
+    def hosts(self) -> Tuple[Host, ...]:
+        """The hosts that carry instances, in order."""
+        return self.cluster.hosts[: self.instances[-1].host_index + 1]
+
+    @property
+    def updates_per_epoch(self) -> int:
+        """Updates in one pass over the training split."""
+        return self.geometry.updates_per_epoch(self.size.train_samples)
+
+    @property
+    def total_updates(self) -> int:
+        """The last update of the run."""
+        in_epochs = self.updates_per_epoch * self.config.training.epochs
+        return min(self.config.training.updates or in_epochs, in_epochs)
+
+    def legs(self, first_update: int = 0) -> List[Leg]:
+        """The stretches between two points where the coordinator acts, from `first_update` on."""
+        legs, update = [], first_update
+        while update < self.total_updates:
+            epoch = update // self.updates_per_epoch
+            end_of_epoch = (epoch + 1) * self.updates_per_epoch
+            end = min(end_of_epoch, self.total_updates)
+            legs.append(Leg(epoch, update, end - update, ends_epoch=end == end_of_epoch))
+            update = end
+        return legs
+
+    def instances_on(self, host_index: int) -> List[InstanceSpec]:
+        """The instances of one host."""
+        return [spec for spec in self.instances if spec.host_index == host_index]
+
+    def log_file(self, instance: int) -> str:
+        """Where an instance's output goes."""
+        return f"{self.run_dir}/logs/instance-{instance}.log"
+
+
+def make_plan(config: Config, cluster: Cluster, size: DatasetSize, run_dir: str) -> Plan:
+    """Check everything against everything.
+
+    Raises:
+        ConfigError: sizes that contradict each other, with the numbers and the way out.
+        ClusterError: the pod does not have the IPUs that the plan needs.
+    """
+    training, pod = config.training, config.pod
+    geometry = Geometry(
+        micro_batch_size=training.batch_size,
+        gradient_accumulation=training.gradient_accumulation,
+        device_iterations=training.device_iterations,
+        total_replicas=pod.replicas,
+        num_instances=pod.num_instances,
+        ipus_per_replica=pod.ipus_per_replica,
+    )
+    _check_against_data(geometry, size, config)
+    if config.run.fleet == "inline" and geometry.num_instances > 1:
+        raise ConfigError(
+            f"the inline fleet runs one instance in this process, not {geometry.num_instances}; "
+            "add --num-instances 1, or leave out --fleet inline"
+        )
+    instances = _place(geometry, cluster, pod.threads_per_replica)
+    plan = Plan(config, cluster, geometry, size, instances, run_dir)
+    _check_against_pod(plan)
+    return plan
+
+
+def _check_against_data(geometry: Geometry, size: DatasetSize, config: Config) -> None:
+    training = config.training
+    if geometry.samples_per_call > size.train_samples:
+        raise ConfigError(
+            f"one call needs {training.batch_size} (batch size) x {training.gradient_accumulation} (accumulation) x "
+            f"{training.device_iterations} (device iterations) x {geometry.total_replicas} (replicas) = "
+            f"{geometry.samples_per_call} samples, and the training split has {size.train_samples}; "
+            "make one of the four smaller"
+        )
+    if training.updates is not None and training.updates % training.device_iterations:
+        below = training.updates // training.device_iterations * training.device_iterations
+        way_out = [n for n in (below, below + training.device_iterations) if n]
+        raise ConfigError(
+            f"--updates {training.updates} is not a whole number of calls of {training.device_iterations} updates "
+            f"(device iterations); use {' or '.join(map(str, way_out))}"
+        )
+
+
+def _place(geometry: Geometry, cluster: Cluster, threads: int) -> Tuple[InstanceSpec, ...]:
+    """Instances in host order, the same number on every host that carries any."""
+    num_hosts = min(len(cluster.hosts), geometry.num_instances)
+    per_host, rest = divmod(geometry.num_instances, num_hosts)
+    if rest:
+        raise ConfigError(
+            f"{geometry.num_instances} instances cannot be spread evenly over the {num_hosts} hosts of {cluster.name}; "
+            f"--num-instances can be a multiple of {num_hosts}"
+        )
+    specs = []
+    for index in range(geometry.num_instances):
+        host_index, local_index = divmod(index, per_host)
+        host = cluster.hosts[host_index]
+        cores = host.cpus or os.cpu_count() or 1
+        specs.append(
+            InstanceSpec(
+                index=index,
+                host=host.name,
+                host_index=host_index,
+                local_index=local_index,
+                replica_offset=geometry.replicas_of(index).start,
+                local_replicas=geometry.local_replicas,
+                threads_per_replica=threads or max(1, cores // (per_host * geometry.local_replicas)),
+            )
+        )
+    return tuple(specs)
+
+
+def _check_against_pod(plan: Plan) -> None:
+    for host_index, host in enumerate(plan.hosts):
+        needed = len(plan.instances_on(host_index)) * plan.geometry.local_ipus
+        if host.ipus is not None and needed > host.ipus:
+            raise ClusterError(
+                f"host {host.name} of {plan.cluster.name} has {host.ipus} IPUs and the plan puts {needed} on it "
+                f"({plan.geometry.total_ipus} IPUs over {len(plan.hosts)} hosts); use fewer replicas or more hosts"
+            )
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def default_run_dir(config: Config, now: str) -> str:
+    """`runs/<time>-<name>`, where `name` says what is trained on what."""
+    dataset = config.data.dataset.rpartition(":")[2]
+    model = config.training.model.rpartition(":")[2]
+    return config.run.run_dir or f"runs/{now}-{dataset}-{model}"

@@ -1,0 +1,28 @@
+"""Runs at the start of every Python process that raypod starts (this folder is on its PYTHONPATH).
+
+Lets torchvision load beside a CPU-only torch, then gives way to the `sitecustomize` that the environment itself has.
+Loaded by path, because the program may run in an environment in which raypod is not installed.
+"""
+
+import importlib.machinery
+import importlib.util
+import sys
+from pathlib import Path
+
+
+def _load(name: str, path: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    module.__dict__.get("install", lambda: None)()
+
+
+_here = Path(__file__).resolve().parent
+_load("_raypod_torchvision_import", str(_here.parent / "torchvision_import.py"))
+_others = [entry for entry in sys.path if Path(entry or ".").resolve() != _here]
+_next = importlib.machinery.PathFinder.find_spec("sitecustomize", _others)
+if _next is not None and _next.origin is not None:
+    _load("sitecustomize", _next.origin)

@@ -1,0 +1,73 @@
+"""What every test may rely on, and what none may leave behind: environment variables, child processes, threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import Callable, Iterator
+
+import psutil
+import pytest
+
+# Before anything imports ray: the tests' own sessions need no secret, and must not write one into the home folder.
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+from raypod.cluster import LOCAL
+from raypod.config import Config, from_values
+from raypod.datasets import dataset_size
+from raypod.plan import Plan, make_plan
+
+GONE_WITHIN_S = 15.0
+
+
+def _children() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def wait_until(condition: Callable[[], bool], within_s: float = GONE_WITHIN_S) -> bool:
+    """Whether a condition comes true within a bound."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    environment, children, threads = dict(os.environ), _children(), set(threading.enumerate())
+    yield
+    changed = {name for name in set(environment) | set(os.environ) if environment.get(name) != os.environ.get(name)}
+    changed -= {"PYTEST_CURRENT_TEST", "RDMAV_FORK_SAFE"}  # importing poptorch sets the latter: contract section 1.9
+    assert not changed, f"environment variables changed: {changed}"
+    assert wait_until(lambda: not (_children() - children)), f"processes left: {_children() - children}"
+    left = [thread for thread in set(threading.enumerate()) - threads if not thread.daemon]
+    assert not left, f"threads left: {left}"
+
+
+@pytest.fixture
+def make(tmp_path: object) -> Callable[..., Plan]:
+    """`make(training={...}, pod={...})`: a plan on this host whose run folder is the test's own."""
+
+    def build(**sections: dict[str, object]) -> Plan:
+        config: Config = from_values(sections)
+        return make_plan(config, LOCAL, dataset_size(config), f"{tmp_path}/run")
+
+    return build
+
+
+@pytest.fixture
+def run_python() -> Callable[[str], str]:
+    """Run a program in a fresh interpreter; its output. It must end with 0."""
+
+    def run(program: str) -> str:
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run

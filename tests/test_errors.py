@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from raypod import errors
+
+
+def every_class(base: type = errors.RaypodError) -> list[type]:
+    return [base, *(each for child in base.__subclasses__() for each in every_class(child))]
+
+
+EXAMPLES = {
+    errors.InstanceFailed: errors.InstanceFailed(3, "h1", "it died", "logs/instance-3.log"),
+    errors.WaitTimedOut: errors.WaitTimedOut("the actors", 5.0, "run.start_timeout_s"),
+    errors.WeightsDiffer: errors.WeightsDiffer({0: "aa", 1: "bb"}),
+}
+
+
+@pytest.mark.parametrize("kind", every_class(), ids=lambda kind: kind.__name__)
+def test_every_error_survives_the_way_between_processes(kind: type) -> None:
+    error = EXAMPLES.get(kind) or kind("what happened")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (kind, str(error), vars(error))
+
+
+@pytest.mark.parametrize("kind", every_class(), ids=lambda kind: kind.__name__)
+def test_the_users_mistakes_and_the_failures_have_their_exit_codes(kind: type) -> None:
+    assert kind.exit_code == (2 if issubclass(kind, errors.UserError) else 1)
+
+
+def test_a_failure_names_host_instance_cause_and_log() -> None:
+    assert str(EXAMPLES[errors.InstanceFailed]) == (
+        "instance 3 on host h1 failed: it died; its log: logs/instance-3.log"
+    )
