@@ -1,0 +1,349 @@
+"""How the processes of one emulated pod find each other: named groups of Gloo wires over one rendezvous store.
+
+On a real pod the wires are IPU-Links and mpirun's connections (contract sections 6.4 and 8); here a launcher opens one
+`TCPStore` and hands its address down in the environment:
+
+    EMULATED_POD_RENDEZVOUS   "host:port" of the store, which its opener keeps alive (`open_rendezvous`)
+    EMULATED_POD_GENERATION   prefix of all keys (default "0"); a restarted fleet takes a new one
+    EMULATED_POD_TIMEOUT_S    bound of every wait in seconds (default 300); joining a group waits at most 60 of them
+
+`GLOO_SOCKET_IFNAME` chooses the interface as everywhere in torch; without it the wires use the address from which this
+process reaches the rendezvous, so that nothing depends on what the host's name resolves to.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
+
+import torch
+import torch.distributed
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+RENDEZVOUS = "EMULATED_POD_RENDEZVOUS"
+GENERATION = "EMULATED_POD_GENERATION"
+TIMEOUT_S = "EMULATED_POD_TIMEOUT_S"
+
+_c10d: Any = torch.distributed  # whose stubs lack half of what its documentation names
+_DEFAULT_TIMEOUT_S = 300.0
+_LONGEST_JOIN_S = 60.0
+_ROOM_OF_TAGS = 1 << 20  # Gloo keeps the top bits of a slot for its own collectives
+
+_lock = threading.RLock()
+_groups: Dict[str, Group] = {}
+_joins: Dict[str, int] = {}  # how often this process has joined each group: the keys of closed ones are stale
+_store: Optional[Store] = None
+_store_address = ""
+_abandoned: List[Any] = []  # what a forked child must neither use nor destroy
+
+
+def open_rendezvous(host: str = "127.0.0.1") -> Tuple[Store, str]:
+    """Opens the store at which a pod's processes meet.
+
+    Returns the store, which must be kept alive as long as the pod runs, and its address "host:port" for
+    EMULATED_POD_RENDEZVOUS. `host` is the name under which the other processes reach this one.
+    """
+    store = _c10d.TCPStore(host, 0, None, True, timedelta(seconds=_DEFAULT_TIMEOUT_S), wait_for_workers=False)
+    return store, f"{host}:{store.port}"
+
+
+def timeout_s() -> float:
+    """Bound of every wait in seconds, out of EMULATED_POD_TIMEOUT_S; RuntimeError if that is not a positive number."""
+    text = os.environ.get(TIMEOUT_S, str(_DEFAULT_TIMEOUT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise RuntimeError(f"{TIMEOUT_S}={text!r} is not a positive number of seconds")
+    return seconds
+
+
+def connect(name: str, rank: int, size: int) -> Group:
+    """Joins the group `name` as `rank` of `size` and returns it once all have; the same group at every later call.
+
+    A group of one needs no rendezvous. RuntimeError if the rendezvous is missing or does not answer, if a rank does not
+    join within min(60 s, EMULATED_POD_TIMEOUT_S) (the error names the ranks), or if the rank was taken before.
+    """
+    if not 0 <= rank < size:
+        raise RuntimeError(f"rank {rank} of group {name!r} is not within 0..{size - 1}")
+    with _lock:
+        group = _groups.get(name)
+        if group is None:
+            group = _groups[name] = _join(name, rank, size)
+        if (group.rank, group.size) != (rank, size):
+            raise RuntimeError(
+                f"this process is rank {group.rank} of {group.size} in group {name!r}; it cannot be rank {rank} of"
+                f" {size} too"
+            )
+        return group
+
+
+def disconnect(name: str) -> None:
+    """Closes the group `name`, if this process is in one."""
+    with _lock:
+        group = _groups.pop(name, None)
+        if group is not None:
+            group.close()
+
+
+def close() -> None:
+    """Closes every group and the store's client. Idempotent; runs at exit too."""
+    global _store
+    with _lock:
+        for name in list(_groups):
+            disconnect(name)
+        _store = None
+
+
+atexit.register(close)
+
+
+class Group:
+    """The wires between the processes of one group: bounded point-to-point transfers, broadcast and barrier.
+
+    Independent of torch's default process group. After the first failure it is broken for good: its peers see
+    that at once, and every later use raises RuntimeError.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, wires: Any, wait_s: float) -> None:
+        self.name, self.rank, self.size = name, rank, size
+        # Everyone begins with its next neighbour, so that not all talk to rank 0 first.
+        self.peers = [(rank + distance) % size for distance in range(1, size)]
+        self._wires = wires  # a Gloo process group; None in a group of one, and after the end
+        self._wait_s = wait_s
+        self._broken = ""
+        self._sequence = 0
+
+    def next_tag(self) -> int:
+        """A tag for one collective operation: equal on all ranks because all call in the same order."""
+        self._sequence = (self._sequence + 1) % _ROOM_OF_TAGS
+        return self._sequence
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        """Starts to send a contiguous tensor of any dtype; it must stay unchanged until `Transfer.wait` returns."""
+        return Transfer(self, self._start("send", tensor, peer, tag), tensor, f"sending to rank {peer}")
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        """Starts to receive into a contiguous tensor of the sender's size in bytes."""
+        return Transfer(self, self._start("recv", tensor, peer, tag), tensor, f"receiving from rank {peer}")
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Everyone's tensors of one shape and dtype, [size, *shape], by rank. Meant for small ones: all go to all."""
+        table = row.new_empty(self.size, *row.shape)
+        table[self.rank] = row
+        tag = (
+            _ROOM_OF_TAGS + self.next_tag()
+        )  # its own kind: ranks that are out of step wait instead of mixing up sizes
+        transfers = [self.receive(table[peer], peer, tag) for peer in self.peers]
+        transfers += [self.send(table[self.rank], peer, tag) for peer in self.peers]
+        for transfer in transfers:
+            transfer.wait()
+        return table
+
+    def gather_numbers(self, numbers: Sequence[int]) -> List[List[int]]:
+        """Everyone's integers, by rank; all ranks bring equally many. For sizes that must be known beforehand."""
+        return [[int(number) for number in row] for row in self.gather(torch.tensor(numbers, dtype=torch.int64))]
+
+    def broadcast_(self, tensor: torch.Tensor, root: int) -> None:
+        """Copies root's contiguous tensor into everyone's, bit by bit, whatever its dtype."""
+        if self.size > 1 and tensor.numel():
+            options = _c10d.BroadcastOptions()
+            options.rootRank, options.rootTensor = root, 0
+            self._run(lambda wires: wires.broadcast([as_bytes(tensor)], options), f"the broadcast from rank {root}")
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        if self.size > 1:
+            self._run(lambda wires: wires.barrier(), "the barrier")
+
+    def close(self) -> None:
+        """Drops the wires."""
+        self._wires = None
+        self._broken = self._broken or "it was closed"
+
+    def fail(self, doing: str, cause: Exception, waited_s: float) -> RuntimeError:
+        """Marks the group as broken, tells the peers, and returns the error to raise."""
+        if waited_s >= self._wait_s * 0.99:
+            reason = f"waited {waited_s:.3g} s ({TIMEOUT_S}={self._wait_s:g})"
+        else:
+            reason = "lost the connection: a peer has ended, failed or timed out"
+        self._broken = f"{doing} failed earlier"
+        self._cut()
+        return RuntimeError(f"rank {self.rank} of {self.size} in group {self.name!r}, {doing}: {reason} [{cause}]")
+
+    def _cut(self) -> None:
+        """Closes the connections to all peers, so that those that wait for this rank need not wait until the bound.
+
+        Gloo does that when a wait times out, and has no other way that all versions of torch offer; buffers of
+        abandoned transfers would keep it alive.
+        """
+        wires, self._wires = self._wires, None
+        for peer in self.peers if wires is not None else ():
+            with suppress(RuntimeError):  # the time-out that is meant, or a connection that is closed already
+                wires.recv([torch.empty(1, dtype=torch.uint8)], peer, 2 * _ROOM_OF_TAGS).wait(timedelta(milliseconds=1))
+
+    def _start(self, verb: str, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        if not tensor.numel():
+            return None
+        try:
+            return getattr(self._open_wires(), verb)([as_bytes(tensor)], peer, tag)
+        except RuntimeError as error:
+            if self._broken:
+                raise
+            raise self.fail(f"{verb} with rank {peer}", error, 0.0) from error
+
+    def _run(self, start: Any, doing: str) -> None:
+        wires, began = self._open_wires(), time.monotonic()
+        try:
+            start(wires).wait()
+        except RuntimeError as error:
+            raise self.fail(doing, error, time.monotonic() - began) from error
+
+    def _open_wires(self) -> Any:
+        if self._broken or self._wires is None:
+            raise RuntimeError(f"group {self.name!r} cannot be used any more: {self._broken or 'it has one rank only'}")
+        return self._wires
+
+    def wait_for(self, work: Any, doing: str) -> None:
+        """Waits for one of Gloo's work handles, if there is one, within the group's bound."""
+        if work is None:
+            return
+        began = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=self._wait_s))
+        except RuntimeError as error:
+            raise self.fail(doing, error, time.monotonic() - began) from error
+
+
+class Transfer:
+    """A transfer under way. It keeps its tensor alive."""
+
+    __slots__ = ("_doing", "_group", "_tensor", "_work")
+
+    def __init__(self, group: Group, work: Any, tensor: torch.Tensor, doing: str) -> None:
+        self._group, self._work, self._tensor, self._doing = group, work, tensor, doing
+
+    def wait(self) -> None:
+        """Returns when the tensor has arrived, or may be reused; RuntimeError at the bound or when the peer is gone."""
+        self._group.wait_for(self._work, self._doing)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat uint8 view of a contiguous tensor: Gloo carries that for every dtype and moves the bits unchanged."""
+    assert tensor.is_contiguous(), "a copy would go over the wire, or be received into and lost"
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def cut(start: int, stop: int, pieces: int) -> List[slice]:
+    """Cuts start..stop-1 into nearly equal slices; with fewer elements than pieces some are empty."""
+    edges = [start + (stop - start) * piece // pieces for piece in range(pieces + 1)]
+    return [slice(low, high) for low, high in zip(edges, edges[1:])]
+
+
+def _join(name: str, rank: int, size: int) -> Group:
+    wait_s = timeout_s()
+    if size == 1:
+        return Group(name, rank, size, None, wait_s)
+    store, address = _rendezvous(size, wait_s)
+    prefix = f"{os.environ.get(GENERATION, '0')}/{name}"
+    times = _joins[address + prefix] = _joins.get(address + prefix, 0) + 1
+    prefix += f"/{times}"
+    _meet(store, f"{prefix}/joined", name, rank, size, address)
+    wires = _c10d.ProcessGroupGloo(_c10d.PrefixStore(f"{prefix}/wires", store), rank, size, _options(address, wait_s))
+    return Group(name, rank, size, wires, wait_s)
+
+
+def _meet(store: Store, key: str, group: str, rank: int, size: int, address: str) -> None:
+    """Waits until every rank has said that it is here: Gloo alone would not tell who is missing."""
+    if store.add(f"{key}/{rank}", 1) > 1:
+        raise RuntimeError(
+            f"rank {rank} of group {group!r} at {address} has joined before under {key!r}: restarted processes need"
+            f" a new {GENERATION}"
+        )
+    bound_s = min(timeout_s(), _LONGEST_JOIN_S)
+    deadline, pause_s = time.monotonic() + bound_s, 0.002
+    missing = list(range(size))
+    while missing:
+        missing = [other for other in missing if not store.add(f"{key}/{other}", 0)]  # reads; torch 2.0 has no check()
+        if missing and time.monotonic() > deadline:
+            ranks = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
+            raise RuntimeError(f"rank {rank} waited {bound_s:g} s for {ranks} of group {group!r} at {address}")
+        time.sleep(pause_s if missing else 0.0)
+        pause_s = min(pause_s * 1.5, 0.05)
+
+
+def _rendezvous(size: int, wait_s: float) -> Tuple[Store, str]:
+    """This process's one client of the store, and the store's address."""
+    global _store, _store_address
+    address = os.environ.get(RENDEZVOUS, "")
+    if not address:
+        raise RuntimeError(
+            f"{RENDEZVOUS} is not set, and {size} processes cannot meet without it: whoever launches the instances"
+            " opens a store (raypod does; in plain Python _emulated_pod.open_rendezvous) and sets it to its host:port"
+        )
+    if _store is None or _store_address != address:
+        host, port = _split(address)
+        bound = timedelta(seconds=math.ceil(min(wait_s, _LONGEST_JOIN_S)))  # torch 2.0 counts whole seconds here
+        try:
+            _store = _c10d.TCPStore(host, port, None, False, bound, wait_for_workers=False)
+        except (RuntimeError, TimeoutError) as error:
+            raise RuntimeError(
+                f"no store answers at {RENDEZVOUS}={address} (tried for {bound.total_seconds():g} s): {error}"
+            ) from error
+        _store_address = address
+    return _store, address
+
+
+def _split(address: str) -> Tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise RuntimeError(f"{RENDEZVOUS}={address!r} is not host:port")
+    return host.strip("[]"), int(port)
+
+
+def _options(address: str, wait_s: float) -> Any:
+    gloo = _c10d.ProcessGroupGloo
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if interfaces:
+        devices = [gloo.create_device(interface=name) for name in interfaces.split(",")]
+    else:
+        devices = [gloo.create_device(hostname=_own_address(*_split(address)))]
+    options = gloo._Options()
+    options._devices = devices
+    options._timeout = timedelta(seconds=wait_s)
+    options._threads = 2 * len(devices)
+    return options
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address of this host on the route to the rendezvous. Connecting a datagram socket sends nothing."""
+    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(where)
+        return str(probe.getsockname()[0])
+
+
+def _start_afresh_in_a_forked_child() -> None:
+    """A forked child (a DataLoader worker) holds copies of its parent's sockets, but not the threads that serve them.
+
+    Using the wires there would steal the parent's data, and destroying them would wait for threads that do not exist.
+    """
+    global _lock, _store
+    _lock = threading.RLock()
+    _abandoned.append((dict(_groups), _store))
+    _groups.clear()
+    _joins.clear()
+    _store = None
+
+
+os.register_at_fork(after_in_child=_start_afresh_in_a_forked_child)

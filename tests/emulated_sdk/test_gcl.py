@@ -1,0 +1,145 @@
+"""The reduction over replicas: the same bits for every placement, and no endless wait."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, Dict, List, Tuple
+
+import _emulated_gcl
+import _emulated_pod
+import pytest
+import torch
+from ranks import run_ranks
+
+PLACEMENTS = [(4,), (2, 2), (1, 1, 1, 1), (3, 3), (2, 2, 2), (4, 4), (2, 2, 2, 2), (1, 4), (5, 2, 1), (3, 2, 2, 4)]
+LENGTHS = [0, 1, 3, 1000]
+CHUNK = 256  # so that 1000 elements travel in several chunks, the last one shorter
+
+
+def gradients(replicas: int, length: int) -> List[torch.Tensor]:
+    """One tensor per replica, of widely different sizes: another order of additions gives other bits."""
+    generator = torch.Generator().manual_seed(length)
+    return [torch.randn(length, generator=generator) * 10.0 ** (replica % 5) for replica in range(replicas)]
+
+
+def naive_tree(leaves: List[torch.Tensor]) -> torch.Tensor:
+    while len(leaves) > 1:
+        pairs = [leaves[place : place + 2] for place in range(0, len(leaves), 2)]
+        leaves = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
+    return leaves[0]
+
+
+def reduce_here(counts: Tuple[int, ...], rank: int, length: int) -> torch.Tensor:
+    offset = sum(counts[:rank])
+    mine = gradients(sum(counts), length)[offset : offset + counts[rank]]
+    _emulated_gcl.tree_sum_(
+        mine, replica_offset=offset, total_replicas=sum(counts), process_id=rank, num_processes=len(counts)
+    )
+    return mine[0]
+
+
+# ---- what the ranks run
+
+
+def sums(rank: int, size: int) -> Dict[Any, torch.Tensor]:
+    _emulated_gcl._CHUNK = CHUNK
+    found = {}
+    for generation, counts in enumerate(PLACEMENTS):
+        os.environ[_emulated_pod.GENERATION] = str(generation)
+        if rank < len(counts):
+            found.update({(counts, length): reduce_here(counts, rank, length) for length in LENGTHS})
+        _emulated_pod.disconnect("gcl")
+    return found
+
+
+def different_lengths(rank: int, size: int) -> str:
+    os.environ[_emulated_pod.GENERATION] = "lengths"
+    try:
+        reduce_here((1, 1, 1, 1), rank, 10 + rank // 3)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def death_of_rank_3(rank: int, size: int) -> Tuple[float, str]:
+    os.environ[_emulated_pod.GENERATION] = "death"
+    _emulated_pod.disconnect("gcl")
+    reduce_here((1, 1, 1, 1), rank, 1000)
+    if rank == 3:
+        os._exit(0)
+    began = time.monotonic()
+    try:
+        reduce_here((1, 1, 1, 1), rank, 1000)
+    except RuntimeError as error:
+        waited_s = time.monotonic() - began
+        time.sleep(1.0)  # rank 0 depends on rank 2, who lives on after its error
+        return waited_s, str(error)
+    return 0.0, "no error"
+
+
+# ---- tests
+
+
+@pytest.fixture(scope="module")
+def pod() -> Dict[str, List[Any]]:
+    return run_ranks(__file__, ["sums", "different_lengths", "death_of_rank_3"], 4)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("counts", PLACEMENTS)
+def test_every_placement_has_the_bits_of_the_tree(
+    pod: Dict[str, List[Any]], counts: Tuple[int, ...], length: int
+) -> None:
+    expected = naive_tree(gradients(sum(counts), length))
+    for rank in range(len(counts)):
+        assert torch.equal(pod["sums"][rank][counts, length], expected), f"rank {rank}"
+
+
+def test_the_order_of_additions_shows_in_the_bits() -> None:
+    leaves = gradients(8, 1000)
+    one_by_one = leaves[0].clone()
+    for leaf in leaves[1:]:
+        one_by_one += leaf
+    assert not torch.equal(one_by_one, naive_tree(leaves))
+
+
+def test_different_lengths_are_an_error_everywhere(pod: Dict[str, List[Any]]) -> None:
+    assert all("different lengths: [10, 10, 10, 11]" in message for message in pod["different_lengths"])
+
+
+def test_a_killed_peer_is_noticed_at_once_by_all(pod: Dict[str, List[Any]]) -> None:
+    for waited_s, message in pod["death_of_rank_3"][:3]:
+        assert waited_s < 0.9, message  # before rank 2 ends
+        assert "lost the connection" in message
+
+
+def test_one_process_needs_no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(_emulated_pod.RENDEZVOUS, raising=False)
+    assert torch.equal(reduce_here((6,), 0, 1000), naive_tree(gradients(6, 1000)))
+
+
+def test_one_process_cannot_stand_for_all_replicas() -> None:
+    with pytest.raises(RuntimeError, match="one process holds 2 of 4 replicas"):
+        _emulated_gcl.tree_sum_(gradients(2, 3), replica_offset=0, total_replicas=4, process_id=0, num_processes=1)
+
+
+@pytest.mark.parametrize(
+    ("contributions", "message"),
+    [
+        ([], "0 replicas"),
+        ([torch.zeros(2, 2)], r"shape \(2, 2\)"),
+        ([torch.zeros(4)[::2]], "contiguous"),
+        ([torch.zeros(2, dtype=torch.int64)], "int64"),
+        ([torch.zeros(2), torch.zeros(3)], "3 elements"),
+        ([torch.zeros(2), torch.zeros(2), torch.zeros(2)], "0..1"),
+    ],
+)
+def test_unfit_contributions_are_refused(contributions: List[torch.Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _emulated_gcl.tree_sum_(contributions, replica_offset=0, total_replicas=2, process_id=0, num_processes=1)
+
+
+def test_a_gap_between_the_processes_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"offsets \[0, 3\], counts \[2, 2\]"):
+        _emulated_gcl._checked_layout([[0, 2, 5, 10], [3, 2, 5, 10]], 5)
