@@ -1,0 +1,49 @@
+"""Which Horovod a program gets: the real one where it is installed, else the emulated one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Optional
+
+from ranks import SDK
+
+
+def fake_horovod(folder: Path, has_extension: bool) -> Path:
+    package = folder / "horovod" / "torch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("__version__ = 'real'\n")
+    (package / "__init__.py").write_text("who = 'the real one'\n")
+    if has_extension:
+        (package / f"mpi_lib_v2{EXTENSION_SUFFIXES[0]}").write_bytes(b"")
+    return folder
+
+
+def imported(other: Path, choice: Optional[str] = None) -> str:
+    program = """
+        import horovod, horovod.torch as hvd
+        print(getattr(hvd, "who", "emulated"), getattr(horovod, "__version__", "-"))
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SDK), str(other)])}
+    environment.pop("EMULATED_POD_HOROVOD", None)
+    environment.update({} if choice is None else {"EMULATED_POD_HOROVOD": choice})
+    call = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.run(
+        call, env=environment, stdout=subprocess.PIPE, check=True, text=True, timeout=60
+    ).stdout.strip()
+
+
+def test_the_real_horovod_wins(tmp_path: Path) -> None:
+    assert imported(fake_horovod(tmp_path, has_extension=True)) == "the real one real"
+
+
+def test_the_emulated_horovod_can_be_forced(tmp_path: Path) -> None:
+    assert imported(fake_horovod(tmp_path, has_extension=True), "emulated") == "emulated -"
+
+
+def test_a_horovod_without_torch_is_passed_over(tmp_path: Path) -> None:
+    assert imported(fake_horovod(tmp_path, has_extension=False)) == "emulated -"
