@@ -1,0 +1,301 @@
+"""`PoplarExecutor`: a model on the device, and `trainingModel` and `inferenceModel` that make one (contract 2)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+
+import torch
+
+from . import _compile_hooks, _optimizer_exchange
+from ._arguments import Arguments
+from ._errors import Error
+from ._hyperparameters import extract
+from ._log import logger
+from ._program import Program, TrainingProgram
+from ._progress_bar import ProgressBar
+from ._user_model import device_of, host_tensors, shallow_copy, unwrap, wrap
+from ._version import VERSION
+from .enums import ConnectionType, OutputMode
+from .optim import SGD
+from .options import Options
+
+
+class PoplarExecutor:
+    """A user's module compiled for the device. Made by `trainingModel` and `inferenceModel`.
+
+    The first call compiles: structure, shapes and dtypes of the arguments are fixed from then on. Names that the
+    executor has not are looked up in the user's module.
+    """
+
+    def __init__(  # the SDK's signature
+        self,
+        model: torch.nn.Module,
+        options: Options,
+        training: bool,
+        poptorch_version: str,
+        optimizer: Optional[torch.optim.Optimizer] = None,
+        user_model: Optional[torch.nn.Module] = None,
+    ) -> None:
+        self._model = model
+        self._user_model = model if user_model is None else user_model
+        self._options = options
+        self._training = training
+        self._poptorch_version = poptorch_version
+        self._optimizer = optimizer
+        self._program: Optional[Program] = None
+        self._is_attached = False
+        self._device_is_newer = False
+        self._weights_version = 0
+        self._uploaded: Tuple[int, ...] = ()
+        if training:
+            wrap(self._user_model, self)
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one call: device iterations x gradient accumulation x replicas micro-batches.
+
+        Every tensor's dimension 0 is [device iterations, accumulation, replicas, micro-batch]. AssertionError for
+        ConnectionType.Never and for a batch dimension that does not divide; Error for arguments other than compiled.
+        """
+        never = self._options.connection_type == ConnectionType.Never
+        assert not never, "Trying to run a model with ConnectionType.Never (an offline target only compiles)"
+        if self._program is None:
+            self.compile(*args, **kwargs)
+        program = self._compiled()
+        if not self._is_attached:
+            self.attachToDevice()
+        tensors = program.arguments.tensors(args, kwargs)
+        if self._training:
+            _optimizer_exchange.upload_if_newer(self._optimizer, program)
+            self._device_is_newer = True
+        else:
+            self._follow_training()
+        with _plain_torch():
+            result = program.run(tensors)
+        _optimizer_exchange.note_step(self._optimizer)
+        return result
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile for these arguments without running. A second compilation only warns."""
+        if self._program is not None:
+            logger.warning("compile: the model is compiled already; the call has no effect")
+            return
+        for hook in list(_compile_hooks.before_compile.values()):
+            hook(self)
+        progress = ProgressBar() if self._options.show_compilation_progress_bar else _no_progress
+        progress(0, 100)
+        self._follow_training()
+        with _plain_torch():
+            self._program = self._build(Arguments(self._model.forward, args, kwargs))
+        self._is_attached = self._options.connection_type == ConnectionType.Always
+        progress(100, 100)
+        for hook in list(_compile_hooks.after_compile.values()):
+            hook(self)
+
+    def isCompiled(self) -> bool:
+        """Whether the model is compiled."""
+        return self._program is not None
+
+    def destroy(self) -> None:
+        """Fetch weights and optimizer state, leave the device and give the user's module its own class back.
+
+        Before compilation it does nothing at all, as in the SDK.
+        """
+        if self._program is None:
+            return
+        if self._training:
+            self.copyWeightsToHostIfNeeded()
+            _optimizer_exchange.unbind(self._optimizer, self._program)
+            unwrap(self._user_model)
+        self._program.close()
+        self._program = None
+        self._is_attached = False
+
+    # -- the device --------------------------------------------------------------------------------------------------
+
+    def attachToDevice(self) -> None:
+        """Acquire the device and upload the host's weights. Error unless compiled and detached."""
+        program = self._compiled()
+        if self._is_attached:
+            raise Error("Cannot attach to the device: the model is already attached")
+        self._is_attached = True
+        self._uploaded = self._fetch_training()
+        program.memory.upload()
+
+    def detachFromDevice(self) -> None:
+        """Fetch weights and optimizer state and give the device back. Error unless compiled and attached."""
+        program = self._compiled()
+        if not self._is_attached:
+            raise Error("Cannot detach from the device: the model is not attached")
+        self.copyWeightsToHostIfNeeded()
+        _optimizer_exchange.fetch(self._optimizer, program)
+        self._is_attached = False
+
+    def isAttachedToDevice(self) -> bool:
+        """Whether the model holds the device."""
+        return self._is_attached
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def copyWeightsToHostIfNeeded(self) -> bool:
+        """Fetch the weights if the device has newer ones; returns whether it had."""
+        if not self._device_is_newer:
+            return False
+        self.copyWeightsToHost()
+        return True
+
+    def copyWeightsToHost(self) -> None:
+        """Fetch weights, and the buffers of replica 0, into the user's module. Error unless compiled."""
+        program = self._compiled()
+        self._device_is_newer = False
+        if self._is_attached:
+            program.memory.download()
+            self._weights_version += 1
+
+    def copyWeightsToDevice(self) -> None:
+        """Upload the weights that the user's module has NOW: what the device has trained since is lost.
+
+        Error unless compiled.
+        """
+        program = self._compiled()
+        self._device_is_newer = False
+        self._weights_version += 1
+        if self._is_attached:
+            program.memory.upload()
+
+    def load_state_dict(self, state_dict: Dict[str, Any], strict: bool = True) -> Any:
+        """Load into the user's module, and upload if the model is attached."""
+        result = self._user_model.load_state_dict(state_dict, strict=strict)
+        self._weights_version += 1
+        if self._is_attached:
+            self.copyWeightsToDevice()
+        return result
+
+    # -- the optimizer and other state -------------------------------------------------------------------------------
+
+    def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Push the optimizer's present values to the device; changing an optimizer alone has no effect there.
+
+        Error when a compile-time constant, the algorithm or the number of groups changed, or for an inference model.
+        """
+        if not self._training:
+            raise Error("An inference model has no optimizer")
+        values = extract(optimizer)
+        if isinstance(self._program, TrainingProgram):
+            _optimizer_exchange.replace(self._optimizer, optimizer, values, self._program)
+        self._optimizer = optimizer
+
+    @property
+    def rng_state(self) -> List[int]:
+        """Seed of the device's random numbers, and micro-batches run by each replica. Error unless compiled."""
+        return self._compiled().rng_state
+
+    @rng_state.setter
+    def rng_state(self, state: Sequence[int]) -> None:
+        if len(state) != 2:
+            raise Error(f"The state of the random numbers is a seed and a number of micro-batches, not {list(state)}")
+        self._compiled().rng_state = list(state)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The user's module."""
+        return self._user_model
+
+    @property
+    def options(self) -> Options:
+        """The frozen options."""
+        return self._options
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_user_model" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._user_model, name)
+
+    # -- private -----------------------------------------------------------------------------------------------------
+
+    def _compiled(self) -> Program:
+        if self._program is None:
+            raise Error("The model is not compiled yet: call it, or compile(), first")
+        return self._program
+
+    def _build(self, arguments: Arguments) -> Program:
+        if not self._training or self._optimizer is None:
+            return Program(self._model, self._options, arguments)
+        program = TrainingProgram(self._model, self._options, arguments, self._optimizer)
+        _optimizer_exchange.bind(self._optimizer, program)
+        return program
+
+    def _fetch_training(self) -> Tuple[int, ...]:
+        """Let executors that train these tensors fetch them; returns the versions of what the host has then."""
+        executors = {device_of(type(tensor)) for tensor in host_tensors(self._model)} - {None, self}
+        for executor in executors:
+            executor.copyWeightsToHostIfNeeded()
+        return tuple(sorted(executor._weights_version for executor in executors))
+
+    def _follow_training(self) -> None:
+        """Upload the weights if an executor has trained them further since the last upload."""
+        versions = self._fetch_training()
+        if versions != self._uploaded and self._program is not None:
+            self._program.memory.upload()
+        self._uploaded = versions
+
+
+@contextlib.contextmanager
+def _plain_torch() -> Iterator[None]:
+    """Modes of the caller's thread do not reach the device: replicas in threads of their own would not see them."""
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def _no_progress(progress: int, total: int) -> None:
+    """Stands in for a progress bar that is not wanted."""
+
+
+def trainingModel(
+    model: Union[torch.nn.Module, PoplarExecutor],
+    options: Optional[Options] = None,
+    optimizer: Optional[torch.optim.Optimizer] = None,
+) -> PoplarExecutor:
+    """Wrap a module, whose forward marks a loss, for training; the optimizer defaults to `poptorch.optim.SGD(lr=0.01)`.
+
+    The module itself is wrapped: reading its parameters fetches trained weights. RuntimeError when it is wrapped
+    already.
+    """
+    module = _module_of(model)
+    chosen = _fixed(options, OutputMode.Final)
+    if optimizer is None:
+        optimizer = SGD(module.parameters(), lr=0.01)
+    return PoplarExecutor(shallow_copy(module), chosen, True, VERSION, optimizer, module)
+
+
+def inferenceModel(model: Union[torch.nn.Module, PoplarExecutor], options: Optional[Options] = None) -> PoplarExecutor:
+    """Wrap a module for inference. Error when gradient accumulation is not 1."""
+    module = _module_of(model)
+    chosen = _fixed(options, OutputMode.All)
+    if chosen.Training.gradient_accumulation != 1:
+        raise Error(
+            f"Gradient accumulation must be 1 for inference, not {chosen.Training.gradient_accumulation}: use options "
+            "of their own for validation"
+        )
+    return PoplarExecutor(shallow_copy(module), chosen, False, VERSION, None, module)
+
+
+def _module_of(model: Union[torch.nn.Module, PoplarExecutor]) -> torch.nn.Module:
+    if isinstance(model, PoplarExecutor):
+        return model.model
+    if not isinstance(model, torch.nn.Module):
+        raise Error(f"A torch.nn.Module can be wrapped, not {type(model).__name__}")
+    return model
+
+
+def _fixed(options: Optional[Options], default_mode: OutputMode) -> Options:
+    """A frozen clone with an output mode; the given object is frozen too."""
+    given = Options() if options is None else options
+    chosen = given.clone()
+    given._freeze()
+    if chosen.defaultOutputMode():
+        chosen.outputMode(default_mode)
+    chosen._freeze()
+    return chosen

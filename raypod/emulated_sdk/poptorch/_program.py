@@ -1,0 +1,111 @@
+"""The compiled program: what one call runs on the device (contract 2.2, 2.5)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, List, Sequence
+
+import torch
+
+from ._arguments import Arguments
+from ._compilation import Checks, Trace, trace
+from ._device_memory import DeviceMemory
+from ._device_optimizer import DeviceOptimizer
+from ._errors import Error
+from ._hyperparameters import extract
+from ._layout import BatchLayout
+from ._outputs import OutputCollector, check_output_mode
+from ._replica import Forward, Replica
+from ._replica_threads import ReplicaThreads
+from ._weight_update import NoUpdate, Placement, WeightUpdate, device_groups
+from .options import Options
+
+
+class Program:
+    """Runs the device iterations of a call on all local replicas.
+
+    As it stands it is an inference program: forwards only.
+    """
+
+    is_training = False
+
+    def __init__(self, model: torch.nn.Module, options: Options, arguments: Arguments) -> None:
+        check_output_mode(options)
+        self.arguments = arguments
+        self.layout = BatchLayout.of(options)
+        first_tensors = arguments.take_first_tensors()
+        self.layout.check(first_tensors)
+        self.memory = DeviceMemory(model, self.layout.replicas)
+        self._options = options
+        self._update = NoUpdate()
+        self._checks_numbers = options.Precision.enable_fp_exceptions
+        self._threads = ReplicaThreads(self.layout.replicas)
+        self._traced = self._trace(first_tensors)
+        first = Placement.of(options).first_replica
+        memories = enumerate(self.memory.replicas)
+        self._replicas = [Replica(memory, arguments, self._traced, first + index) for index, memory in memories]
+        self.rng_state = [options.random_seed if options.exists("random_seed") else torch.initial_seed(), 0]
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> Any:
+        """Run one call on the tensors of the arguments; returns what `forward` returns, by the output mode."""
+        outputs = OutputCollector(self._options, self.layout, self._traced.dtypes)
+        try:
+            for iteration in range(self.layout.device_iterations):
+                self._threads.each(functools.partial(self._run_steps, iteration, inputs, outputs))
+                self._update.apply(self._threads)
+        finally:
+            self._update.discard_gradients()
+        return self._traced.structure.rebuild(outputs.assemble())
+
+    @property
+    def rng_state(self) -> List[int]:
+        """Seed, and micro-batches run by each replica: together they decide the device's random numbers."""
+        return [self._replicas[0].seed, self._replicas[0].micro_batches]
+
+    @rng_state.setter
+    def rng_state(self, state: Sequence[int]) -> None:
+        for replica in self._replicas:
+            replica.seed, replica.micro_batches = state
+
+    def close(self) -> None:
+        """End the replicas' threads."""
+        self._threads.close()
+
+    def _run_steps(
+        self, iteration: int, inputs: Sequence[torch.Tensor], outputs: OutputCollector, replica: int
+    ) -> None:
+        """One replica's micro-batches of one device iteration."""
+        with torch.set_grad_enabled(self.is_training):
+            for step in range(self.layout.accumulation_steps):
+                block = self.layout.block(iteration, step, replica)
+                forward = self._replicas[replica].forward(self.layout.cut(inputs, block))
+                if self._checks_numbers:
+                    _check_numbers(forward)
+                self._update.backward(forward.loss)
+                outputs.add(iteration, step, replica, forward.outputs)
+        self._update.collect(replica)
+
+    def _trace(self, inputs: Sequence[torch.Tensor]) -> Trace:
+        first_block = self.layout.cut(inputs, 0)
+        checks = Checks(self.is_training, self.layout.input_groups > 1 and self._options.broadcast_buffers)
+        return trace(self.memory.replicas[0], self.arguments, first_block, checks)
+
+
+class TrainingProgram(Program):
+    """Runs a weight update in every device iteration."""
+
+    is_training = True
+
+    def __init__(
+        self, model: torch.nn.Module, options: Options, arguments: Arguments, optimizer: torch.optim.Optimizer
+    ) -> None:
+        super().__init__(model, options, arguments)
+        groups = device_groups(optimizer, model, self.memory)
+        self.optimizer = DeviceOptimizer(extract(optimizer), groups, parts=self.layout.replicas)
+        self._update = WeightUpdate(self.memory, self.optimizer, options, self._traced.trained)
+
+
+def _check_numbers(forward: Forward) -> None:
+    for tensor in (*forward.outputs, forward.loss):
+        if tensor is not None and tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise Error("Floating point exception: an output or the loss holds NaN or infinity")

@@ -1,0 +1,321 @@
+"""`poptorch.Options`: what a model wrapper and a data loader need to know (contract 1.1, 1.2)."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, Dict, List, TypeVar
+
+import torch
+
+from . import enums
+from ._errors import ConfigFileError
+from ._options_impl import OptionsDict
+from ._options_locations import TensorLocationSettings, _TensorLocationOptions
+from ._options_sections import (
+    _DistributedOptions,
+    _JitOptions,
+    _PopartOptions,
+    _PrecisionOptions,
+    _TrainingOptions,
+)
+from ._options_text import apply_file, apply_json
+
+__all__ = ["ConfigFileError", "Options", "TensorLocationSettings"]
+
+_Self = TypeVar("_Self", bound="Options")
+
+
+class Options(OptionsDict):
+    """All options of one model; every setter returns the object.
+
+    Values are read as attributes (`options.replication_factor`, `options.Training.gradient_accumulation`). The object
+    is frozen by the first data loader or model that uses it (AttributeError on change); `clone()` gives a free copy.
+    At construction `OMPI_COMM_WORLD_SIZE/RANK`, `POPTORCH_CACHE_DIR` and `POPTORCH_DEFAULT_OPTIONS` are read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            replication_factor=1,
+            input_group_size=1,
+            input_group_type=enums.CommGroupType.Consecutive,
+            device_iterations=1,
+            log_dir=".",
+            model_name="",
+            auto_round_num_ipus=False,
+            anchored_tensors={},
+            output_mode=enums.OutputMode.Default,
+            output_return_period=1,
+            connection_type=enums.ConnectionType.Always,
+            sync_pattern=enums.SyncPattern.Full,
+            available_memory_proportion={},
+            broadcast_buffers=True,
+            show_compilation_progress_bar=True,
+            relax_optimizer_checks=False,
+            stable_norm=False,
+            enable_synthetic_data=False,
+            log_cycle_count=False,
+            module_namescope_enabled=True,
+            source_location_excludes=[],
+            updatable_named_buffers=[],
+            max_repeat_logs=4,
+        )
+        self._training = _TrainingOptions()
+        self._precision = _PrecisionOptions()
+        self._distributed = _DistributedOptions()
+        self._tensor_locations = _TensorLocationOptions()
+        self._jit = _JitOptions()
+        self._popart = _PopartOptions()
+        self._read_environment()
+
+    def _read_environment(self) -> None:
+        cache = os.environ.get("POPTORCH_CACHE_DIR")
+        if cache:
+            self.enableExecutableCaching(cache)
+        defaults = os.environ.get("POPTORCH_DEFAULT_OPTIONS")
+        if defaults:
+            self.from_json(defaults)
+
+    @property
+    def Training(self) -> _TrainingOptions:
+        """Options of training (contract 1.3)."""
+        return self._training
+
+    @property
+    def Precision(self) -> _PrecisionOptions:
+        """Options of numerical precision (contract 1.4)."""
+        return self._precision
+
+    @property
+    def Distributed(self) -> _DistributedOptions:
+        """Options of training in several processes (contract 1.5)."""
+        return self._distributed
+
+    @property
+    def TensorLocations(self) -> _TensorLocationOptions:
+        """Options of tensor storage (contract 1.6)."""
+        return self._tensor_locations
+
+    @property
+    def Jit(self) -> _JitOptions:
+        """Deprecated options of tracing."""
+        return self._jit
+
+    @property
+    def _Popart(self) -> _PopartOptions:
+        """Options of the graph compiler (contract 1.7)."""
+        return self._popart
+
+    # -- what a batch is and what a call returns ---------------------------------------------------------------------
+
+    def deviceIterations(self: _Self, device_iterations: int) -> _Self:
+        """Runs of the loop on the device per call, at least 1; in training one weight update each."""
+        assert device_iterations > 0, f"Device iterations must be at least 1, got {device_iterations}"
+        self.set(device_iterations=device_iterations)
+        return self
+
+    def replicationFactor(self: _Self, replication_factor: int) -> _Self:
+        """Replicas driven by THIS process, at least 1."""
+        assert replication_factor > 0, f"The replication factor must be at least 1, got {replication_factor}"
+        self.set(replication_factor=replication_factor)
+        return self
+
+    def inputReplicaGrouping(self: _Self, input_group_size: int, input_group_type: enums.CommGroupType) -> _Self:
+        """Replicas of one group read the same input. NoGrouping means size 1; ValueError for All.
+
+        The size must divide the replication factor (checked where it is used, as that may still change).
+        """
+        if input_group_type == enums.CommGroupType.All:
+            raise ValueError(
+                "Input replica grouping takes CommGroupType.Consecutive, Orthogonal or NoGrouping, not All"
+            )
+        no_grouping = input_group_type == enums.CommGroupType.NoGrouping
+        size = 1 if no_grouping else input_group_size
+        assert size > 0, f"The input group size must be at least 1, got {size}"
+        self.set(input_group_size=size, input_group_type=input_group_type)
+        return self
+
+    def outputMode(self: _Self, output_mode: enums.OutputMode, output_return_period: int | None = None) -> _Self:
+        """Which micro-batches' outputs a call returns. EveryN needs a period of at least 1 (AssertionError)."""
+        if output_mode == enums.OutputMode.EveryN:
+            period_given = output_return_period is not None and output_return_period > 0
+            assert period_given, f"OutputMode.EveryN needs output_return_period >= 1, got {output_return_period}"
+        is_every_n = output_mode == enums.OutputMode.EveryN
+        self.set(output_mode=output_mode, output_return_period=(output_return_period or 1) if is_every_n else 1)
+        return self
+
+    def defaultOutputMode(self) -> bool:
+        """Whether the output mode is still to be chosen by the kind of model."""
+        return bool(self.output_mode == enums.OutputMode.Default)
+
+    def anchorTensor(
+        self: _Self,
+        short_name: str,
+        long_name: str,
+        output_mode: enums.OutputMode | None = None,
+        output_return_period: int | None = 1,
+    ) -> _Self:
+        """Ask for an internal tensor by its long name; kept."""
+        self.checkIsFrozen("anchored_tensors")
+        mode = self.output_mode if output_mode is None else output_mode
+        if mode == enums.OutputMode.EveryN:
+            period_given = output_return_period is not None and output_return_period > 0
+            assert period_given, f"OutputMode.EveryN needs output_return_period >= 1, got {output_return_period}"
+        self.anchored_tensors[short_name] = [long_name, enums.OutputMode(mode), output_return_period]
+        return self
+
+    def broadcastBuffers(self: _Self, broadcast_buffers: bool = True) -> _Self:
+        """With True, a forward that changes a buffer is refused when there are several input groups."""
+        self.set(broadcast_buffers=broadcast_buffers)
+        return self
+
+    # -- numerics ----------------------------------------------------------------------------------------------------
+
+    def randomSeed(self: _Self, random_seed: int) -> _Self:
+        """Seed of the device, of the distributed shuffle AND of torch on the host (`torch.manual_seed`)."""
+        self.createOrSet(random_seed=int(random_seed))
+        torch.manual_seed(int(random_seed))
+        return self
+
+    def enableStableNorm(self: _Self, enabled: bool) -> _Self:
+        """Accepted: norms are computed by torch."""
+        self.set(stable_norm=enabled)
+        return self
+
+    def enableSyntheticData(self: _Self, enabled: bool) -> _Self:
+        """Accepted: without a host link there is nothing to leave out."""
+        self.set(enable_synthetic_data=enabled)
+        return self
+
+    def updatableNamedBuffers(self: _Self, buffers: List[str]) -> _Self:
+        """Names of the buffers that may be refreshed from the host; kept."""
+        self.set(updatable_named_buffers=list(buffers))
+        return self
+
+    # -- devices -----------------------------------------------------------------------------------------------------
+
+    def autoRoundNumIPUs(self: _Self, auto_round_num_ipus: bool = True) -> _Self:
+        """Round the number of IPUs up to a power of two."""
+        self.set(auto_round_num_ipus=auto_round_num_ipus)
+        return self
+
+    def setAvailableMemoryProportion(self: _Self, available_memory_proportion: Dict[str, float]) -> _Self:
+        """Share of memory for temporaries, e.g. {"IPU0": 0.2}; AssertionError for other names or shares."""
+        for ipu, proportion in available_memory_proportion.items():
+            assert _names_ipu(ipu), f"IPUs are named 'IPU<number>', got {ipu!r}"
+            assert 0 <= proportion <= 1, f"A memory proportion is between 0 and 1, got {proportion} for {ipu}"
+        self.set(available_memory_proportion=dict(available_memory_proportion))
+        return self
+
+    def connectionType(self: _Self, connection_type: enums.ConnectionType) -> _Self:
+        """When the device is acquired; Never allows no call."""
+        self.set(connection_type=connection_type)
+        return self
+
+    def syncPattern(self: _Self, sync_pattern: enums.SyncPattern) -> _Self:
+        """How the IPUs of a replica synchronise."""
+        self.set(sync_pattern=sync_pattern)
+        return self
+
+    def useIpuModel(self: _Self, use_model: bool) -> _Self:
+        """Accepted: every device here is emulated."""
+        self.createOrSet(ipu_model=use_model)
+        return self
+
+    def useIpuId(self: _Self, ipu_id: int) -> _Self:
+        """Use this device; AssertionError unless a non-negative integer."""
+        is_id = isinstance(ipu_id, int) and ipu_id >= 0
+        assert is_id, f"An IPU id is a non-negative integer, got {ipu_id!r}"
+        self.createOrSet(ipu_id=ipu_id)
+        return self
+
+    def useOfflineIpuTarget(self: _Self, ipu_version: int = 2) -> _Self:
+        """Compile only: also sets ConnectionType.Never."""
+        self.connectionType(enums.ConnectionType.Never)
+        self.createOrSet(ipu_version=ipu_version)
+        return self
+
+    def enableExecutableCaching(self: _Self, path: str | None) -> _Self:
+        """Directory of the executable cache, None for none. Kept: the emulation compiles in no time."""
+        if path is None:
+            self.deleteIfExists("cache_path")
+        else:
+            self.createOrSet(cache_path=str(path))
+        return self
+
+    # -- diagnostics -------------------------------------------------------------------------------------------------
+
+    def showCompilationProgressBar(self: _Self, show: bool = True) -> _Self:
+        """Whether compilation shows a progress bar on stderr."""
+        self.set(show_compilation_progress_bar=show)
+        return self
+
+    def relaxOptimizerAttributesChecks(self: _Self, relax: bool = True) -> _Self:
+        """Do not warn about attributes of the optimizer that the device does not know."""
+        self.set(relax_optimizer_checks=relax)
+        return self
+
+    def logDir(self: _Self, log_dir: str) -> _Self:
+        """Where logs are written."""
+        self.set(log_dir=log_dir)
+        return self
+
+    def modelName(self: _Self, name: str) -> _Self:
+        """Name of the model in profiles."""
+        self.set(model_name=name)
+        return self
+
+    def maxRepeatLogs(self: _Self, max_lines: int | None) -> _Self:
+        """How often a log line may repeat; None for no bound."""
+        self.checkIsFrozen("max_repeat_logs")
+        self._values["max_repeat_logs"] = max_lines
+        return self
+
+    def logCycleCount(self: _Self, log_cycle_count: bool) -> _Self:
+        """Accepted: an emulated device has no cycle counter."""
+        self.set(log_cycle_count=log_cycle_count)
+        return self
+
+    def enableProfiling(self: _Self, profile_dir: str | None = None) -> _Self:
+        """Accepted: an emulated device writes no profile."""
+        self.createOrSet(profile_dir=profile_dir or ".")
+        return self
+
+    def disableModuleNamescope(self: _Self) -> _Self:
+        """Leave module names out of debug names."""
+        self.set(module_namescope_enabled=False)
+        return self
+
+    def sourceLocationExcludes(self: _Self, excludes: List[str]) -> _Self:
+        """Paths left out of source locations."""
+        self.set(source_location_excludes=list(excludes))
+        return self
+
+    def appendToLocationExcludes(self: _Self, *excludes: str) -> _Self:
+        """Further paths left out of source locations."""
+        self.set(source_location_excludes=[*self.source_location_excludes, *excludes])
+        return self
+
+    # -- as a whole --------------------------------------------------------------------------------------------------
+
+    def from_json(self: _Self, string: str) -> _Self:
+        """Apply a JSON object of dotted setters, e.g. {"Training.gradientAccumulation": 4}; see `_options_text`."""
+        apply_json(self, string)
+        return self
+
+    def loadFromFile(self: _Self, filepath: str) -> _Self:
+        """Apply a text file with one setter a line; see `_options_text`. ConfigFileError names the line."""
+        apply_file(self, filepath)
+        return self
+
+    def toDict(self) -> Dict[str, Any]:
+        """All values in one flat dictionary of plain Python."""
+        return functools.reduce(lambda merged, group: group.update(merged), self._groups().values(), super().toDict())
+
+    def clone(self: _Self) -> _Self:
+        """An unfrozen deep copy."""
+        return self._unfrozen_copy()
+
+
+def _names_ipu(name: str) -> bool:
+    return name.startswith("IPU") and name[3:].isdigit()

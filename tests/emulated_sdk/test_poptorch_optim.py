@@ -1,0 +1,206 @@
+"""Optimizers: constants, values, state (contract 4)."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import poptorch
+import pytest
+import torch
+from poptorch_models import Line, batch, options, seeded
+
+
+def sgd(model, **kwargs):
+    return poptorch.optim.SGD(model.parameters(), **{"lr": 0.1, **kwargs})
+
+
+def test_changing_the_optimizer_has_no_effect_before_set_optimizer():
+    model = Line()
+    optimizer = sgd(model)
+    training = poptorch.trainingModel(model, options(), optimizer)
+    training(torch.ones(1))
+    optimizer.param_groups[0]["lr"] = 10.0
+    training(torch.ones(1))
+    assert model.weight.item() == pytest.approx(0.8)
+    training.setOptimizer(optimizer)
+    training(torch.ones(1))
+    assert model.weight.item() == pytest.approx(-9.2)
+
+
+def test_an_explicit_attribute_is_variable_and_a_default_is_constant():
+    optimizer = sgd(Line(), momentum=0.9)
+    assert not optimizer.variable_attrs.isConstant("momentum")
+    assert not optimizer.variable_attrs.isConstant("lr")
+    assert optimizer.variable_attrs.isConstant("weight_decay")
+    with pytest.raises(AssertionError, match="no_such"):
+        optimizer.variable_attrs.markAsVariable("no_such")
+
+
+@pytest.mark.parametrize("make_variable", [False, True])
+def test_changing_a_constant_after_compiling_is_refused(make_variable):
+    model = Line()
+    optimizer = sgd(model)
+    if make_variable:
+        optimizer.variable_attrs.markAsVariable("weight_decay")
+    training = poptorch.trainingModel(model, options(), optimizer)
+    training(torch.ones(1))
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    if make_variable:
+        training.setOptimizer(optimizer)
+        return
+    with pytest.raises(poptorch.Error, match="'weight_decay' was compiled as the constant 0"):
+        training.setOptimizer(optimizer)
+
+
+def test_a_torch_optimizers_defaults_are_constants():
+    model = Line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    training = poptorch.trainingModel(model, options(), optimizer)
+    training(torch.ones(1))
+    optimizer.param_groups[0]["momentum"] = 0.5
+    training.setOptimizer(optimizer)
+    optimizer.param_groups[0]["nesterov"] = True
+    with pytest.raises(poptorch.Error, match="nesterov"):
+        training.setOptimizer(optimizer)
+
+
+def test_another_algorithm_or_number_of_groups_is_refused():
+    model = Line()
+    training = poptorch.trainingModel(model, options(), sgd(model))
+    training(torch.ones(1))
+    with pytest.raises(poptorch.Error, match="compiled for SGD, not Adam"):
+        training.setOptimizer(poptorch.optim.Adam(model.parameters()))
+    with pytest.raises(poptorch.Error, match="1 parameter groups, not 2"):
+        training.setOptimizer(
+            poptorch.optim.SGD([{"params": [model.weight]}, {"params": [torch.nn.Parameter(torch.ones(1))]}], lr=0.1)
+        )
+
+
+def test_groups_have_values_of_their_own():
+    model = seeded()
+    before = copy.deepcopy(model.state_dict())
+    groups = [{"params": model.conv.parameters(), "lr": 0.0}, {"params": model.linear.parameters()}]
+    poptorch.trainingModel(model, options(2), poptorch.optim.SGD(groups, lr=0.1))(*batch(4))
+    assert torch.equal(model.conv.weight, before["conv.weight"])
+    assert not torch.equal(model.linear.weight, before["linear.weight"])
+
+
+def test_the_state_is_none_before_compiling():
+    state = sgd(Line()).state_dict()
+    assert state["ipu_state"] is None
+    assert state["ipu_param"] is None
+    assert {"state", "param_groups"} <= set(state)
+
+
+@pytest.mark.parametrize("algorithm", ["SGD", "Adam", "AdamW", "RMSprop"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_loaded_state_continues_exactly(algorithm, replicas):
+    arguments = {"lr": 0.01, **({"momentum": 0.9} if algorithm in ("SGD", "RMSprop") else {})}
+
+    def make():
+        model = seeded()
+        optimizer = getattr(poptorch.optim, algorithm)(model.parameters(), **arguments)
+        return model, optimizer, poptorch.trainingModel(model, options(replicas), optimizer)
+
+    model, optimizer, training = make()
+    training(*batch(4, 0))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    training(*batch(4, 1))
+
+    resumed, resumed_optimizer, resumed_training = make()
+    resumed.load_state_dict(saved[0])
+    resumed_optimizer.load_state_dict(saved[1])
+    resumed_training(*batch(4, 1))
+    assert torch.equal(resumed.conv.weight, model.conv.weight)
+
+
+def test_a_state_can_be_loaded_while_training():
+    model = Line()
+    optimizer = sgd(model, momentum=0.9)
+    training = poptorch.trainingModel(model, options(), optimizer)
+    training(torch.ones(1))
+    fresh = copy.deepcopy(optimizer.state_dict())
+    training(torch.ones(1))
+    optimizer.load_state_dict(fresh)
+    training.load_state_dict({"weight": torch.tensor(0.9)})
+    training(torch.ones(1))
+    assert model.weight.item() == pytest.approx(0.9 - 0.19)
+
+
+def test_a_new_optimizer_object_keeps_the_momentum_of_the_device():
+    model = Line()
+    training = poptorch.trainingModel(model, options(), sgd(model, momentum=0.9))
+    training(torch.ones(1))
+    training.setOptimizer(sgd(model, momentum=0.9))
+    training(torch.ones(1))
+    assert model.weight.item() == pytest.approx(1 - 0.1 - 0.19)
+
+
+def test_a_torch_state_is_refused():
+    model = Line()
+    with pytest.raises(RuntimeError, match="Only IPU optimizer states"):
+        sgd(model).load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
+
+
+def test_a_copied_optimizer_takes_the_state_along():
+    model = Line()
+    optimizer = sgd(model, momentum=0.9)
+    poptorch.trainingModel(model, options(), optimizer)(torch.ones(1))
+    copied = copy.deepcopy(optimizer)
+    assert copied.state_dict()["ipu_state"]["weight"]["momentum_buffer"].item() == 1
+    assert not copied.variable_attrs.isConstant("momentum")
+
+
+def test_schedulers_step_without_a_warning():
+    model = Line()
+    optimizer = sgd(model)
+    training = poptorch.trainingModel(model, options(), optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        training(torch.ones(1))
+        scheduler.step()
+    training.setOptimizer(optimizer)
+    training(torch.ones(1))
+    assert model.weight.item() == pytest.approx(1 - 0.1 - 0.05)
+
+
+def test_amsgrad_is_refused_and_kernel_choices_are_ignored():
+    with pytest.raises(ValueError, match="amsgrad"):
+        poptorch.optim.Adam(Line().parameters(), amsgrad=True)
+    with pytest.warns(UserWarning, match="ignores foreach"):
+        sgd(Line(), foreach=True)
+
+
+def test_an_unknown_algorithm_is_refused():
+    model = Line()
+    with pytest.raises(poptorch.Error, match="Unknown optimizer Adagrad"):
+        poptorch.trainingModel(model, options(), torch.optim.Adagrad(model.parameters()))(torch.ones(1))
+
+
+def test_rmsprop_by_the_rule_of_tensorflow():
+    model = Line()
+    optimizer = poptorch.optim.RMSprop(
+        model.parameters(), lr=0.1, alpha=0.9, eps=1e-3, momentum=0.5, use_tf_variant=True
+    )
+    training = poptorch.trainingModel(model, options(), optimizer)
+    weight, square, momentum = 1.0, 1.0, 0.0
+    for gradient in (2.0, 3.0):
+        training(torch.tensor([gradient]))
+        square = 0.9 * square + 0.1 * gradient**2
+        momentum = 0.5 * momentum + 0.1 * gradient / (square + 1e-3) ** 0.5
+        weight -= momentum
+    assert model.weight.item() == pytest.approx(weight)
+
+
+def test_a_state_of_another_model_is_refused():
+    model = Line()
+    optimizer = sgd(model, momentum=0.9)
+    training = poptorch.trainingModel(model, options(), optimizer)
+    state = optimizer.state_dict()
+    state["ipu_state"] = {"other": {"momentum_buffer": torch.ones(1)}}
+    state["ipu_param"] = {"groups": [{"lr": 0.1}]}
+    optimizer.load_state_dict(state)
+    with pytest.raises(poptorch.Error, match="unknown parameters: other"):
+        training(torch.ones(1))

@@ -1,0 +1,226 @@
+"""The layout of a combined batch, the output modes, dtypes and structures (contract 2.2, 2.3, 14)."""
+
+from __future__ import annotations
+
+import collections
+import io
+
+import poptorch
+import pytest
+import torch
+from poptorch_models import Echo, options
+from torch import nn
+
+Pair = collections.namedtuple("Pair", ["first", "second"])
+All, Final, Sum, EveryN = (
+    poptorch.OutputMode.All,
+    poptorch.OutputMode.Final,
+    poptorch.OutputMode.Sum,
+    poptorch.OutputMode.EveryN,
+)
+
+
+class Apply(nn.Module):
+    """A module out of a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+def on_device(function, *args, opts=None, **kwargs):
+    return poptorch.inferenceModel(Apply(function), opts or options())(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("mode", "period", "expected"),
+    [
+        (All, None, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (Final, None, [6, 7]),
+        (Sum, None, [0 + 2 + 4 + 6, 1 + 3 + 5 + 7]),
+        (EveryN, 2, [4, 5, 6, 7]),
+    ],
+)
+def test_the_worked_example_of_the_layout(mode, period, expected):
+    opts = options(replicas=2, accumulation=2, iterations=2).outputMode(mode, period)
+    values, _ = poptorch.trainingModel(Echo(), opts)(torch.arange(8.0))
+    assert values.tolist() == expected
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("iterations", [1, 4])
+@pytest.mark.parametrize("mode", [All, Final, Sum, EveryN])
+def test_dimension_zero_of_each_mode(mode, iterations, accumulation, replicas):
+    count = replicas * accumulation * iterations
+    period = 2 if mode == EveryN and iterations > 1 else 1
+    multiplier = {All: count, Final: replicas, Sum: replicas, EveryN: count // period}[mode]
+    opts = options(replicas, accumulation, iterations).outputMode(mode, period)
+    values, loss = poptorch.trainingModel(Echo(), opts)(torch.ones(count * 3, 2))
+    assert values.shape == (3 * multiplier, 2)
+    assert loss.shape == (() if multiplier == 1 else (multiplier,))
+
+
+def test_training_returns_the_final_micro_batch_and_inference_all_by_default():
+    training = poptorch.trainingModel(Echo(), options(iterations=3))
+    inference = poptorch.inferenceModel(Echo(), options(iterations=3))
+    assert training(torch.arange(3.0))[0].tolist() == [2]
+    assert inference(torch.arange(3.0))[0].tolist() == [0, 1, 2]
+
+
+def test_every_fifth_of_ten_iterations():
+    opts = options(iterations=10).outputMode(EveryN, 5)
+    assert on_device(lambda x: x, torch.arange(10.0), opts=opts).tolist() == [4, 9]
+
+
+def test_a_period_longer_than_the_call_is_refused():
+    with pytest.raises(poptorch.Error, match="every 3 device iterations"):
+        on_device(lambda x: x, torch.zeros(2), opts=options(iterations=2).outputMode(EveryN, 3))
+
+
+@pytest.mark.parametrize(
+    ("given", "returned"),
+    [
+        (torch.int64, torch.int32),
+        (torch.int32, torch.int32),
+        (torch.float64, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.uint8, torch.uint8),
+        (torch.bool, torch.bool),
+    ],
+)
+def test_dtypes_at_the_border(given, returned):
+    result = on_device(lambda x: x, torch.ones(4).to(given))
+    assert result.dtype == returned
+    assert result.tolist() == [1, 1, 1, 1]
+
+
+def test_int32_labels_and_int64_labels_give_the_same_loss():
+    def loss(logits, labels):
+        return torch.nn.functional.cross_entropy(logits, labels)
+
+    logits, labels = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
+    assert torch.equal(on_device(loss, logits, labels), on_device(loss, logits, labels.int()))
+
+
+def test_structures_come_back_as_they_were_nested():
+    def nest(x, pair, mapping):
+        return {"a": (x, [pair.second]), "b": Pair(mapping["k"], None)}, 3
+
+    x = torch.ones(2)
+    result = on_device(nest, x, Pair(x, x * 2), collections.OrderedDict(k=x * 3))
+    mapping, constant = result
+    assert constant == 3
+    assert list(mapping) == ["a", "b"]
+    assert mapping["a"][1][0].tolist() == [2, 2]
+    assert isinstance(mapping["b"], Pair)
+    assert mapping["b"].first.tolist() == [3, 3]
+    assert mapping["b"].second is None
+
+
+def test_a_dictionary_of_the_programs_own_is_filled_item_by_item():
+    class Record(dict):
+        def update(self, *args, **kwargs):
+            raise TypeError("not this way")
+
+    def record(x):
+        result = Record()
+        result["x"] = x
+        return result
+
+    result = on_device(record, torch.ones(1))
+    assert type(result) is Record
+    assert result["x"].item() == 1
+
+
+def test_keyword_and_default_arguments():
+    def forward(x, y=None, *, factor=2):
+        return x * factor if y is None else x * y * factor
+
+    model = poptorch.inferenceModel(Apply(forward), options())
+    assert model(torch.ones(2), y=torch.full((2,), 3.0), factor=5).tolist() == [15, 15]
+    with pytest.raises(poptorch.Error, match="nest"):
+        model(torch.ones(2))
+
+
+def test_constants_are_fixed_by_compiling():
+    model = poptorch.inferenceModel(Apply(lambda x, factor: x * factor), options())
+    assert model(torch.ones(1), 2).tolist() == [2]
+    with pytest.warns(UserWarning, match="compiled as 2"):
+        assert model(torch.ones(1), 3).tolist() == [2]
+
+
+@pytest.mark.parametrize("other", [torch.ones(3), torch.ones(4, 1), torch.ones(4, dtype=torch.int32)])
+def test_shapes_and_dtypes_are_fixed_by_compiling(other):
+    model = poptorch.inferenceModel(Apply(lambda x: x), options())
+    model(torch.ones(4))
+    with pytest.raises(poptorch.Error, match="compiled for"):
+        model(other)
+
+
+def test_a_batch_dimension_that_does_not_divide_is_refused():
+    with pytest.raises(AssertionError, match="Invalid batch dimension"):
+        on_device(lambda x: x, torch.ones(3), opts=options(replicas=2))
+
+
+def test_a_scalar_input_needs_a_single_micro_batch():
+    assert on_device(lambda x: x + 1, torch.tensor(1.0)).item() == 2
+    with pytest.raises(AssertionError, match="1 samples"):
+        on_device(lambda x: x, torch.tensor(1.0), opts=options(iterations=2))
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("Consecutive", [0, 0, 1, 1]), ("Orthogonal", [0, 1, 0, 1])])
+def test_input_groups_share_their_input(kind, expected):
+    opts = options(replicas=4).inputReplicaGrouping(2, poptorch.CommGroupType[kind])
+    assert on_device(lambda x: x, torch.arange(2.0), opts=opts).tolist() == expected
+
+
+def test_input_groups_with_loops_are_refused():
+    opts = options(replicas=2, iterations=2).inputReplicaGrouping(2, poptorch.CommGroupType.Consecutive)
+    with pytest.raises(poptorch.Error, match="1 device iteration"):
+        on_device(lambda x: x, torch.zeros(4), opts=opts)
+
+
+def test_outputs_cannot_be_back_propagated_but_saved():
+    result = on_device(lambda x: x, torch.ones(2))
+    with pytest.raises(poptorch.Error, match="backward"):
+        result.backward()
+    file = io.BytesIO()
+    torch.save(result, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), result)
+
+
+def test_inputs_that_require_a_gradient_are_detached_with_a_warning():
+    model = poptorch.inferenceModel(Apply(lambda x: x * 2), options())
+    with pytest.warns(UserWarning, match="detached"):
+        assert not model(torch.ones(2, requires_grad=True)).requires_grad
+
+
+def test_an_output_is_no_view_of_an_input_or_another_output():
+    x = torch.ones(2)
+    first, second = on_device(lambda x: (x, x), x)
+    first.zero_()
+    assert x.tolist() == second.tolist() == [1, 1]
+
+
+def test_forward_knows_that_it_runs_on_the_device():
+    assert on_device(lambda x: (x, poptorch.isRunningOnIpu()), torch.ones(1))[1] is True
+    assert not poptorch.isRunningOnIpu()
+
+
+@pytest.mark.parametrize("leave", [lambda x: x.cpu(), lambda x: x.to("cpu"), lambda x: x.to(device="cpu")])
+def test_a_tensor_cannot_leave_the_device_inside_forward(leave):
+    with pytest.raises(poptorch.Error, match="CPU inside forward"):
+        on_device(leave, torch.ones(1))
+
+
+def test_floating_point_exceptions_are_raised_when_enabled():
+    opts = options()
+    opts.Precision.enableFloatingPointExceptions(True)
+    with pytest.raises(poptorch.Error, match="NaN or infinity"):
+        on_device(lambda x: x / 0, torch.ones(1), opts=opts)
