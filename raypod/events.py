@@ -96,7 +96,7 @@ class CheckpointSaved:
 
 
 @dataclasses.dataclass(frozen=True)
-class TestDone:
+class EvaluationDone:
     """The test split was evaluated; `accuracy` is in percent."""
 
     samples: int
@@ -114,4 +114,4 @@ class RunEnded:
     checkpoint: Optional[str]
 
 
-Event = Union[RunStarted, UpdateDone, EpochDone, CheckpointSaved, TestDone, RunEnded]
+Event = Union[RunStarted, UpdateDone, EpochDone, CheckpointSaved, EvaluationDone, RunEnded]

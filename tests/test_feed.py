@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Callable, List
+
+import numpy as np
+import pytest
+import torch
+
+from raypod import datasets
+from raypod.errors import ConfigError
+from raypod.feed import Feed
+from raypod.plan import Plan
+from raypod.sampling import epoch_order
+
+OWN = """
+import random
+import numpy, torch
+
+class Own:
+    def __init__(self, samples, broken=None):
+        self.samples, self.broken = samples, broken
+    def __len__(self):
+        return self.samples
+    def __getitem__(self, index):
+        if index == self.broken:
+            raise OSError(f"image {index} is damaged")
+        noise = torch.rand(1) + numpy.random.rand() + random.random()
+        return torch.full((1, 4, 4), float(index)) + noise / 10, index % 3
+
+def make(folder):
+    return Own(40), Own(10), 3
+
+def make_broken(folder):
+    return Own(40, broken=7), Own(10), 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "feed_own.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "feed_own:make"
+
+
+def feeds(plan: Plan) -> List[Feed]:
+    splits = datasets.load(plan.config)
+    return [Feed(plan, spec, splits) for spec in plan.instances]
+
+
+def calls(plan: Plan, leg: int = 0) -> List[List[Any]]:
+    """Of every instance, the calls of a leg."""
+    found = []
+    for feed in feeds(plan):
+        found.append(list(feed.calls(plan.legs()[leg])))
+        feed.close()
+    return found
+
+
+def test_a_call_has_the_combined_batch(make: Callable[..., Plan]) -> None:
+    plan = make(training={"gradient_accumulation": 2, "device_iterations": 3})
+    images, labels = calls(plan)[0][0]
+    assert images.shape == (plan.geometry.combined_batch_size, 1, 8, 8)
+    assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)
+
+
+def test_an_epoch_feeds_the_samples_of_its_order(make: Callable[..., Plan]) -> None:
+    plan = make(data={"augment": False})
+    splits, order = datasets.load(plan.config), epoch_order(42, 1, 1437)
+    fed = calls(plan, leg=1)
+    first_update = torch.cat([fed[0][0][1], fed[1][0][1]])
+    assert first_update.tolist() == splits.train.labels[order[:32]].tolist()
+
+
+@pytest.mark.parametrize("section", [{}, {"async_dataloader": True}, {"num_workers": 2}])
+def test_samples_are_the_same_however_they_are_loaded(make: Callable[..., Plan], own: str, section: Any) -> None:
+    """Their random numbers too: a function of (seed, epoch, sample), never of a worker or an instance."""
+    expected = calls(make(data={"dataset": own}, training={"batch_size": 2}, pod={"num_instances": 1}))
+    plan = make(data={"dataset": own, **section}, training={"batch_size": 2}, pod={"num_instances": 2})
+    fed = calls(plan)
+    for call in range(5):
+        together = torch.cat([fed[0][call][0], fed[1][call][0]])
+        assert torch.equal(together, expected[0][call][0])
+
+
+def test_random_numbers_differ_from_epoch_to_epoch(make: Callable[..., Plan], own: str) -> None:
+    plan = make(data={"dataset": own}, training={"batch_size": 2}, pod={"num_instances": 1})
+    values = [torch.cat([images for images, _ in calls(plan, leg)[0]]).flatten() for leg in (0, 1)]
+    assert not torch.equal(values[0].sort().values, values[1].sort().values)
+
+
+def test_loading_leaves_the_programs_own_random_numbers_alone(make: Callable[..., Plan], own: str) -> None:
+    plan = make(data={"dataset": own}, training={"batch_size": 2})
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    calls(plan)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("section", [{"async_dataloader": True}, {"num_workers": 1}])
+def test_a_broken_sample_is_told(make: Callable[..., Plan], own: str, section: Any) -> None:
+    plan = make(data={"dataset": "feed_own:make_broken", **section}, training={"batch_size": 2})
+    with pytest.raises(OSError, match="image 7 is damaged"):
+        calls(plan)
+
+
+def test_a_leg_left_in_the_middle_leaves_nothing_behind(make: Callable[..., Plan], own: str) -> None:
+    plan = make(data={"dataset": own, "async_dataloader": True, "num_workers": 2}, training={"batch_size": 2})
+    feed = feeds(plan)[0]
+    batches = feed.calls(plan.legs()[0])
+    next(batches)
+    batches.close()  # type: ignore[attr-defined]
+    feed.close()
+
+
+@pytest.mark.parametrize("instances", [1, 2, 4])
+def test_evaluation_covers_the_test_split_once(make: Callable[..., Plan], instances: int) -> None:
+    plan = make(training={"batch_size": 7}, pod={"num_instances": instances})
+    splits = datasets.load(plan.config)
+    shapes, labels = set(), []
+    for feed in feeds(plan):
+        for images, wanted, valid in feed.evaluation_calls():
+            shapes.add(tuple(images.shape))
+            labels.extend(wanted[:valid].tolist())
+    assert shapes == {(plan.geometry.evaluation_batch_size, 1, 8, 8)}
+    assert sorted(labels) == sorted(splits.test.labels.tolist())
+
+
+def test_eight_bit_io_sends_the_bytes(make: Callable[..., Plan]) -> None:
+    images, _ = calls(make(data={"eight_bit_io": True}))[0][0]
+    assert images.dtype == torch.uint8
+
+
+def test_eight_bit_io_needs_bytes(make: Callable[..., Plan], own: str) -> None:
+    with pytest.raises(ConfigError, match="needs uint8 images"):
+        calls(make(data={"dataset": own, "eight_bit_io": True}, training={"batch_size": 2}))
+
+
+def test_images_are_normalised_on_the_host(make: Callable[..., Plan]) -> None:
+    plan = make(data={"augment": False}, training={"batch_size": 100}, pod={"num_instances": 1})
+    images = torch.cat([images for images, _ in calls(plan)[0]])
+    assert (float(images.mean()), float(images.std())) == pytest.approx((0, 1), abs=0.05)
+    assert np.isfinite(images.numpy()).all()
