@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Callable
 
 from raypod.cluster import Cluster, Host
@@ -46,9 +47,8 @@ def test_torchvision_loads_in_a_program_that_gets_this_environment(make: Callabl
     assert "Linear" in done.stdout
 
 
-def test_the_environments_own_sitecustomize_still_runs(make: Callable[..., Plan], tmp_path: object) -> None:
-    with open(f"{tmp_path}/sitecustomize.py", "w") as file:
-        file.write("import builtins; builtins.from_the_environment = 42\n")
+def test_the_environments_own_sitecustomize_still_runs(make: Callable[..., Plan], tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.from_the_environment = 42\n")
     plan = make()
     env = {**os.environ, **instance_environment(plan, plan.instances[0], str(tmp_path))}
     done = subprocess.run(

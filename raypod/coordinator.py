@@ -1,0 +1,121 @@
+"""The run, told from top to bottom: start, seed the weights, run the legs, evaluate, end.
+
+Data comes up as reports of the instances and goes on as events to whoever iterates over `run`. No collective and no
+file of the run stands between two updates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Dict, Iterator, List, Optional
+
+from raypod import checkpoint
+from raypod.errors import WeightsDiffer
+from raypod.events import (
+    CheckpointSaved,
+    EvaluationDone,
+    EvaluationReport,
+    Event,
+    InstanceStarted,
+    RunEnded,
+    RunStarted,
+)
+from raypod.fleet import Fleet
+from raypod.metrics import MetricsFold
+from raypod.plan import Leg, Plan
+
+
+def run(plan: Plan, fleet: Fleet, metrics: MetricsFold, resume_from: Optional[Path] = None) -> Iterator[Event]:
+    """Run a plan on a fleet; the events of the run, as they happen."""
+    first_update = checkpoint.check(resume_from, plan).update if resume_from else 0
+    try:
+        started = fleet.start()
+        weights_sha256 = _seed_weights(fleet, resume_from)
+        yield _run_started(started, fleet, first_update)
+        saved: Optional[CheckpointSaved] = None
+        update = first_update
+        with _stop_on_signal() as stop:
+            for leg in plan.legs(first_update):
+                yield from _train(fleet, leg, metrics, stop)
+                update = metrics.last.update if metrics.last else first_update
+                if leg.ends_epoch and update == leg.first_update + leg.num_updates:
+                    yield metrics.end_epoch(leg.epoch)
+                saved = _save(plan, fleet, update)
+                yield saved
+                if stop.requested:
+                    break
+            if not stop.requested:
+                yield _evaluate(fleet)
+        if saved is not None:
+            weights_sha256 = saved.weights_sha256
+        yield RunEnded(update, update < plan.total_updates, weights_sha256, saved.path if saved else None)
+    finally:
+        fleet.close()
+
+
+def _seed_weights(fleet: Fleet, resume_from: Optional[Path]) -> str:
+    """All instances start from the weights of instance 0; proved by the hash of each."""
+    hashes = fleet.call("seed_weights", str(resume_from) if resume_from else None)
+    if len(set(hashes)) > 1:
+        raise WeightsDiffer(dict(enumerate(hashes)))
+    return str(hashes[0])
+
+
+def _train(fleet: Fleet, leg: Leg, metrics: MetricsFold, stop: _Stop) -> Iterator[Event]:
+    metrics.begin_leg(time.monotonic())
+    for report in fleet.run(leg, lambda: stop.requested):
+        yield from metrics.add(report, leg, time.monotonic())
+
+
+def _save(plan: Plan, fleet: Fleet, update: int) -> CheckpointSaved:
+    path = checkpoint.weights_path(plan, update)
+    weights_sha256 = fleet.call("save", str(path))[0]
+    checkpoint.commit(plan, update, weights_sha256)
+    return CheckpointSaved(update, str(path), weights_sha256)
+
+
+def _evaluate(fleet: Fleet) -> EvaluationDone:
+    reports: List[EvaluationReport] = fleet.call("evaluate")
+    samples = sum(report.samples for report in reports)
+    loss = math.fsum(report.loss_sum for report in reports) / samples
+    return EvaluationDone(samples, loss, 100.0 * sum(report.correct for report in reports) / samples)
+
+
+def _run_started(started: List[InstanceStarted], fleet: Fleet, first_update: int) -> RunStarted:
+    first = started[0]
+    slowest: Dict[str, float] = {}
+    for instance in started:
+        for what, seconds in instance.seconds:
+            slowest[what] = max(seconds, slowest.get(what, 0.0))
+    steps = (*fleet.start_seconds, *((f"in the instances: {what}", value) for what, value in slowest.items()))
+    return RunStarted(first.device, first.device_line, first_update, first.parameters, steps)
+
+
+class _Stop:
+    """Whether somebody asked the run to stop."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+
+@contextlib.contextmanager
+def _stop_on_signal() -> Iterator[_Stop]:
+    """The first Ctrl-C or SIGTERM ends the run after the calls under way, with a checkpoint; the second at once."""
+    stop = _Stop()
+
+    def on_signal(number: int, frame: Optional[FrameType]) -> None:
+        if stop.requested:
+            raise KeyboardInterrupt
+        stop.requested = True
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

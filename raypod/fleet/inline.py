@@ -1,0 +1,65 @@
+"""One instance in this process, without Ray: the way of the debugger, and of a laptop.
+
+The program's own breakpoints, tracebacks and output work as in any script.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
+
+from raypod import collectives, sdk, torchvision_import
+from raypod.environment import instance_environment
+from raypod.events import CallReport, InstanceStarted
+from raypod.plan import Leg, Plan
+
+if TYPE_CHECKING:
+    from raypod.instance import Instance
+
+
+class InlineFleet:
+    """A fleet of one (see `Fleet`)."""
+
+    def __init__(self, plan: Plan) -> None:
+        assert plan.geometry.num_instances == 1, "the plan refuses an inline fleet of several instances"
+        self._plan = plan
+        self._instance: Optional[Instance] = None
+        self.start_seconds: List[Tuple[str, float]] = []
+        self._environment_before: Optional[Dict[str, str]] = None
+
+    def start(self) -> List[InstanceStarted]:
+        """Settle environment and SDK in this process, then build the instance."""
+        self._environment_before = dict(os.environ)
+        python_path = os.environ.get("PYTHONPATH", "")
+        os.environ.update(instance_environment(self._plan, self._plan.instances[0], python_path))
+        torchvision_import.install()
+        found = sdk.select(self._plan.config.run.device)
+        collectives.check_available(self._plan.config.run.collectives)
+        from raypod.instance import Instance  # only now: it imports the SDK
+
+        self._instance = Instance(self._plan, 0, found)
+        started = self._instance.build()
+        self._instance.join({})
+        return [started]
+
+    def call(self, method: str, *arguments: Any) -> List[Any]:
+        """See `Fleet.call`."""
+        return [getattr(self._instance, method)(*arguments)]
+
+    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+        """See `Fleet.run`."""
+        assert self._instance is not None
+        for report in self._instance.run(leg):
+            yield report
+            if stop_requested():
+                return
+
+    def close(self) -> None:
+        """See `Fleet.close`; the environment is put back."""
+        if self._instance is not None:
+            self._instance.close()
+            self._instance = None
+        if self._environment_before is not None:
+            os.environ.clear()
+            os.environ.update(self._environment_before)
+            self._environment_before = None

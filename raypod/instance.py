@@ -1,0 +1,249 @@
+"""One popdist instance: the plain PopTorch program that each process of a run carries out.
+
+It reads as a Graphcore user would write it; the environment (POPDIST_*, see environment.py) and the SDK (see sdk.py)
+are settled before this module is imported. Whoever runs it (fleet/) calls its methods; it reports and never prints.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+import horovod.torch as hvd
+import popdist
+import popdist.poptorch
+import poptorch
+import torch
+from torch.nn import functional
+
+from raypod import datasets, models, weights
+from raypod.collectives import Rendezvous
+from raypod.errors import WaitTimedOut
+from raypod.events import CallReport, EvaluationReport, InstanceStarted
+from raypod.feed import Feed
+from raypod.optimizers import build_optimizer, learning_rate
+from raypod.plan import Leg, Plan
+from raypod.sdk import Sdk
+
+_REDUCTIONS = {"sum": poptorch.ReductionType.Sum, "mean": poptorch.ReductionType.Mean}
+
+
+class Instance:
+    """The replicas of one host process, their model, optimizer and feed."""
+
+    def __init__(self, plan: Plan, index: int, sdk: Sdk) -> None:
+        self._plan, self._spec, self._sdk = plan, plan.instances[index], sdk
+        self._gate = _Gate(plan.config.run.report_timeout_s)
+        self._feed: Optional[Feed] = None
+        self._models: List[Any] = []  # that hold a device
+        self._rendezvous: Optional[Rendezvous] = None
+        self._seconds: List[Tuple[str, float]] = []
+
+    def build(self) -> InstanceStarted:
+        """Load the data, build model, optimizer and options. The weights of instance 0 are the run's."""
+        config = self._plan.config
+        torch.set_num_threads(self._spec.threads_per_replica)
+        began = time.monotonic()
+        splits = datasets.load(config)
+        self._feed = feed = Feed(self._plan, self._spec, splits)
+        began = self._clock("load data", began)
+        if self._spec.index == 0:
+            torch.manual_seed(config.training.seed)
+        channels, side = feed.sample_shape()
+        self._network = models.build_model(config, channels, side, splits.classes)
+        activations, stored = config.training.precision.split(".")
+        if stored == "16":
+            self._network.half()
+        dtype = torch.float16 if activations == "16" else torch.float32
+        normalisation = models.OnDeviceNormalisation(dtype, splits.mean, splits.std)
+        step = models.TrainingStep(self._network, normalisation).train()
+        self._optimizer = build_optimizer(config, self._network)
+        self._training = poptorch.trainingModel(step, options=self._training_options(), optimizer=self._optimizer)
+        evaluation = models.EvaluationStep(self._network, normalisation)
+        self._inference = poptorch.inferenceModel(evaluation, options=self._inference_options())
+        self._models = [self._training, self._inference]
+        self._clock("build model", began)
+        return InstanceStarted(
+            instance=self._spec.index,
+            host=self._spec.host,
+            pid=os.getpid(),
+            device=self._sdk.device,
+            device_line=self._sdk.line,
+            parameters=sum(parameter.numel() for parameter in self._network.parameters()),
+            seconds=tuple(self._seconds),
+        )
+
+    def open_rendezvous(self, address: str) -> Dict[str, str]:
+        """Open the meeting point of the fleet at this host's `address`; the variables that lead there."""
+        self._rendezvous = Rendezvous(self._plan, address)
+        return self._rendezvous.environment
+
+    def join(self, environment: Dict[str, str]) -> None:
+        """Meet the other instances."""
+        os.environ.update(environment)
+        popdist.init()
+        hvd.init()
+
+    def seed_weights(self, checkpoint: Optional[str]) -> str:
+        """Start from the weights of instance 0, fresh or out of `checkpoint`; the hash of what is here now."""
+        state: Dict[str, Any] = {"weights": self._network.state_dict(), "optimizer": None}
+        if checkpoint is not None and hvd.rank() == 0:
+            state = weights.load(Path(checkpoint))
+        if checkpoint is not None:
+            state = hvd.broadcast_object(state, root_rank=0)
+            self._network.load_state_dict(state["weights"])
+            self._optimizer.load_state_dict(state["optimizer"])
+        else:
+            hvd.broadcast_parameters(self._network.state_dict(), root_rank=0)
+        return weights.weights_sha256(self._network.state_dict())
+
+    def run(self, leg: Leg) -> Iterator[CallReport]:
+        """Run a leg; one report per call, as soon as the call has returned."""
+        assert self._feed is not None, "build comes first"
+        geometry = self._plan.geometry
+        first_call = leg.first_update // geometry.device_iterations
+        for number, (images, labels) in enumerate(self._feed.calls(leg)):
+            if not self._gate.enter(first_call + number):
+                return
+            update = leg.first_update + number * geometry.device_iterations
+            self._set_learning_rate(update)
+            losses, correct = self._training(images, labels)
+            yield self._report(update, losses, correct)
+
+    def pause(self) -> int:
+        """Start no further call until `stop_after` is told; the number of calls started since the run's first."""
+        return self._gate.pause()
+
+    def stop_after(self, calls: int) -> None:
+        """End the leg once `calls` calls are done. All instances must be told the same number."""
+        self._gate.stop_after(calls)
+
+    def evaluate(self) -> EvaluationReport:
+        """This instance's share of the test split, with the BatchNorm statistics of global replica 0."""
+        assert self._feed is not None, "build comes first"
+        self._read_back()
+        hvd.broadcast_parameters(dict(self._network.named_buffers()), root_rank=0)
+        if self._training.isCompiled() and self._training.isAttachedToDevice():
+            self._training.detachFromDevice()
+        # Both programs share the network, and each keeps the mode it is compiled in (contract section 13, trap 22).
+        self._network.eval()
+        samples = correct = 0
+        losses: List[float] = []
+        for images, labels, valid in self._feed.evaluation_calls():
+            logits, wanted = self._inference(images)[:valid], labels[:valid].to(torch.int64)
+            losses.extend(functional.cross_entropy(logits, wanted, reduction="none").tolist())
+            correct += int((logits.argmax(dim=1) == wanted).sum())
+            samples += valid
+        if self._inference.isCompiled() and self._inference.isAttachedToDevice():
+            self._inference.detachFromDevice()
+        self._network.train()
+        return EvaluationReport(self._spec.index, samples, correct, math.fsum(losses))
+
+    def save(self, path: str) -> str:
+        """Read the weights back (all instances must), write them in instance 0; their hash."""
+        self._read_back()
+        if self._spec.index == 0:
+            state = self._network.state_dict()
+            weights.save(Path(path), {"weights": state, "optimizer": self._optimizer.state_dict()})
+        return weights.weights_sha256(self._network.state_dict())
+
+    def close(self) -> None:
+        """Leave the fleet and end what this instance started."""
+        if self._feed is not None:
+            self._feed.close()
+        for model in self._models:
+            if model.isCompiled():
+                model.destroy()
+        hvd.shutdown()
+        popdist.finalizeBackend()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+
+    def _training_options(self) -> Any:
+        training = self._plan.config.training
+        options = self._common_options()
+        options.deviceIterations(training.device_iterations)
+        options.Training.gradientAccumulation(training.gradient_accumulation)
+        options.Training.accumulationAndReplicationReductionType(_REDUCTIONS[training.reduction])
+        # Loss and count of right predictions are all that comes back, so every one of them may.
+        options.outputMode(poptorch.OutputMode.All)
+        return options
+
+    def _inference_options(self) -> Any:
+        return self._common_options().outputMode(poptorch.OutputMode.All)
+
+    def _common_options(self) -> Any:
+        options = popdist.poptorch.Options(ipus_per_replica=self._plan.geometry.ipus_per_replica)
+        options.randomSeed(self._plan.config.training.seed)
+        options.showCompilationProgressBar(False)
+        return options
+
+    def _set_learning_rate(self, update: int) -> None:
+        rate = learning_rate(self._plan.config, update, self._plan.total_updates)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._training.setOptimizer(self._optimizer)
+
+    def _report(self, update: int, losses: torch.Tensor, correct: torch.Tensor) -> CallReport:
+        geometry = self._plan.geometry
+        shape = (geometry.device_iterations, geometry.gradient_accumulation, geometry.local_replicas)
+        mean_losses = losses.double().reshape(shape).mean(dim=1).tolist()
+        counts = correct.to(torch.int64).reshape(shape).sum(dim=1).tolist()
+        return CallReport(
+            instance=self._spec.index,
+            first_update=update,
+            losses=tuple(tuple(row) for row in mean_losses),
+            correct=tuple(tuple(row) for row in counts),
+            samples_per_replica=geometry.replica_samples,
+        )
+
+    def _read_back(self) -> None:
+        # On a pod with remote buffers this is a collective: every instance reads, whoever needs the result.
+        if self._training.isCompiled():
+            self._training.copyWeightsToHostIfNeeded()
+
+    def _clock(self, what: str, began: float) -> float:
+        now = time.monotonic()
+        self._seconds.append((what, now - began))
+        return now
+
+
+class _Gate:
+    """Lets an outside thread end the leg after the same call in every instance.
+
+    Instances run in step (each update waits for all), but a stop request reaches them at different moments. So each
+    first says how far it is and starts nothing more; then all are told the largest of these numbers.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._condition = threading.Condition()
+        self._timeout_s = timeout_s
+        self._paused = False
+        self._last: Optional[int] = None
+        self._started = 0
+
+    def enter(self, call: int) -> bool:
+        """Before call `call` (0-based): whether it may start."""
+        with self._condition:
+            if self._paused and self._last is None:
+                told = self._condition.wait_for(lambda: self._last is not None, timeout=self._timeout_s)
+                if not told:
+                    raise WaitTimedOut("the coordinator to say where to stop", self._timeout_s, "run.report_timeout_s")
+            if self._last is not None and call >= self._last:
+                return False
+            self._started = call + 1
+            return True
+
+    def pause(self) -> int:
+        with self._condition:
+            self._paused = True
+            return self._started
+
+    def stop_after(self, calls: int) -> None:
+        with self._condition:
+            self._last = calls
+            self._condition.notify_all()

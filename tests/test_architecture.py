@@ -1,0 +1,103 @@
+"""The structure of the house: imports point downward, and vendors are imported where they belong."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Dict, Iterator, Set
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "raypod"
+
+LEVELS: Dict[str, int] = {
+    **dict.fromkeys(("__init__", "errors", "events", "torchvision_import"), 0),
+    **dict.fromkeys(("config", "cluster"), 1),
+    **dict.fromkeys(("plan",), 2),
+    **dict.fromkeys(("environment", "sampling", "plan_table"), 3),
+    **dict.fromkeys(("datasets", "checkpoint", "metrics", "weights", "collectives", "sdk"), 4),
+    **dict.fromkeys(("feed", "models", "optimizers"), 5),
+    **dict.fromkeys(("instance",), 6),
+    **dict.fromkeys(("fleet/__init__",), 7),
+    **dict.fromkeys(("fleet/process", "fleet/inline", "fleet/ray_session"), 8),
+    **dict.fromkeys(("fleet/ray", "coordinator", "progress"), 9),
+    **dict.fromkeys(("train",), 10),
+    **dict.fromkeys(("__main__",), 11),
+}
+SDK = {"poptorch", "popdist", "horovod", "_emulated_pod", "_emulated_gcl"}
+SDK_USERS = {"sdk", "instance", "optimizers", "collectives"}
+
+
+def modules() -> Iterator[str]:
+    for file in sorted(PACKAGE.rglob("*.py")):
+        name = file.relative_to(PACKAGE).with_suffix("").as_posix()
+        if not name.startswith(("emulated_sdk/", "startup/")):
+            yield name
+
+
+def imports(name: str) -> Set[str]:
+    """Everything a module imports, anywhere in it; `raypod.x.y` as "raypod/x/y"."""
+    found: Set[str] = set()
+    for node in ast.walk(ast.parse((PACKAGE / f"{name}.py").read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    return {each.replace(".", "/") for each in found}
+
+
+def of_raypod(name: str) -> Set[str]:
+    candidates = {each[len("raypod/") :] for each in imports(name) if each.startswith("raypod/")}
+    return {each for each in candidates if each in LEVELS} | {
+        f"{each}/__init__" for each in candidates if f"{each}/__init__" in LEVELS
+    }
+
+
+def test_every_module_has_its_level() -> None:
+    assert set(modules()) == set(LEVELS)
+
+
+@pytest.mark.parametrize("name", sorted(LEVELS))
+def test_imports_point_downward(name: str) -> None:
+    upward = {each for each in of_raypod(name) if LEVELS[each] >= LEVELS[name]}
+    assert not upward
+
+
+def top_level(name: str) -> Set[str]:
+    return {each.partition("/")[0] for each in imports(name)}
+
+
+@pytest.mark.parametrize("name", sorted(LEVELS))
+def test_ray_is_imported_in_the_fleet_alone(name: str) -> None:
+    text = (PACKAGE / f"{name}.py").read_text()
+    knows_ray = "ray" in top_level(name) or 'import_module("ray")' in text
+    assert not knows_ray or name.startswith("fleet/ray")
+
+
+@pytest.mark.parametrize("name", sorted(set(LEVELS) - SDK_USERS))
+def test_the_sdk_is_imported_where_it_belongs(name: str) -> None:
+    assert not top_level(name) & SDK
+
+
+def test_only_the_switch_knows_which_sdk_it_is() -> None:
+    for name in set(modules()) - {"sdk", "config", "events"}:
+        text = (PACKAGE / f"{name}.py").read_text()
+        assert "if emulated" not in text, name
+        assert 'device == "emulated"' not in text, name
+        assert 'device == "ipu"' not in text, name
+
+
+@pytest.mark.parametrize("file", sorted((PACKAGE / "emulated_sdk").rglob("*.py")), ids=lambda file: file.stem)
+def test_the_emulated_sdk_imports_nothing_of_raypod(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        names.append(node.module or "" if isinstance(node, ast.ImportFrom) else "")
+        assert not any(name.partition(".")[0] == "raypod" for name in names)
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: file.relative_to(PACKAGE).as_posix())
+def test_every_module_opens_with_its_duty(file: Path) -> None:
+    tree = ast.parse(file.read_text())
+    assert ast.get_docstring(tree), file
+    assert len(file.read_text().splitlines()) <= 350, "over 350 lines: two duties?"

@@ -1,0 +1,236 @@
+"""Instances under Ray: the same bits for every placement, and every way a run can end."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List
+
+import psutil
+import pytest
+
+from raypod import coordinator
+from raypod.cluster import LOCAL, Cluster, Host
+from raypod.config import Config, from_values
+from raypod.datasets import dataset_size
+from raypod.errors import ClusterError, InstanceFailed, WaitTimedOut
+from raypod.events import Event, RunEnded, UpdateDone
+from raypod.fleet.inline import InlineFleet
+from raypod.fleet.ray import RayFleet
+from raypod.metrics import MetricsFold
+from raypod.plan import Plan, make_plan
+
+# Ray's own code leaves sockets and files to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+SECOND_HOST = "127.0.0.2"
+UPDATES = 5
+
+
+@pytest.fixture(scope="module")
+def pod() -> Iterator[Any]:
+    """A Ray cluster of two hosts on this machine, each with 4 IPUs; this process is connected to it."""
+    environment = dict(os.environ)
+    ray = importlib.import_module("ray")
+    cluster_utils = importlib.import_module("ray.cluster_utils")
+    cluster = cluster_utils.Cluster()
+    for address in ({}, {"node_ip_address": SECOND_HOST}):
+        sizes = {"num_cpus": 1, "resources": {"IPU": 4}, "object_store_memory": 80_000_000}
+        cluster.add_node(include_dashboard=False, **sizes, **address)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR", namespace="tests")
+    yield ray
+    ray.shutdown()
+    cluster.shutdown()
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.fixture(scope="module")
+def two_hosts(pod: Any) -> Cluster:
+    """Both hosts, the head first, as a cluster file would list them."""
+    addresses = [node["NodeManagerAddress"] for node in pod.nodes()]
+    head = next(address for address in addresses if address != SECOND_HOST)
+    return Cluster("two", (Host(head, head), Host(SECOND_HOST, SECOND_HOST)))
+
+
+def plan_for(folder: Path, cluster: Cluster = LOCAL, **sections: Dict[str, Any]) -> Plan:
+    sections = {**sections, "training": {"updates": UPDATES, **sections.get("training", {})}}
+    config: Config = from_values({"run": {"device": "emulated"}, **sections})
+    return make_plan(config, cluster, dataset_size(config), str(folder / "run"))
+
+
+def run(plan: Plan) -> List[Event]:
+    fleet = InlineFleet(plan) if plan.config.run.fleet == "inline" else RayFleet(plan)
+    return list(coordinator.run(plan, fleet, MetricsFold(plan, 0.0)))
+
+
+def sha256(events: List[Event]) -> str:
+    return next(event for event in events if isinstance(event, RunEnded)).weights_sha256
+
+
+@pytest.fixture(scope="module")
+def inline_events(tmp_path_factory: pytest.TempPathFactory) -> List[Event]:
+    """The reference: 4 replicas in one instance, in this process."""
+    plan = plan_for(tmp_path_factory.mktemp("inline"), run={"fleet": "inline", "device": "emulated"})
+    return run(plan)
+
+
+@pytest.mark.parametrize(("instances", "hosts"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_the_weights_are_the_same_bit_for_bit_wherever_the_replicas_live(
+    two_hosts: Cluster, inline_events: List[Event], tmp_path: Path, instances: int, hosts: int
+) -> None:
+    cluster = two_hosts if hosts == 2 else LOCAL
+    events = run(plan_for(tmp_path, cluster, pod={"num_instances": instances}))
+    assert sha256(events) == sha256(inline_events)
+    told = [
+        [(e.update, e.loss, e.accuracy) for e in each if isinstance(e, UpdateDone)] for each in (events, inline_events)
+    ]
+    assert told[0] == told[1]
+    assert len(told[0]) == UPDATES
+
+
+def nothing_is_left(ray: Any) -> bool:
+    actors = [process for process in psutil.Process().children(recursive=True) if "InstanceProcess" in process.name()]
+    groups = ray.util.placement_group_table().values()
+    return not actors and all(group["state"] == "REMOVED" for group in groups)
+
+
+def test_the_environment_stands_before_the_instances_import_the_sdk(pod: Any, tmp_path: Path) -> None:
+    fleet = RayFleet(plan_for(tmp_path, pod={"num_instances": 2, "threads_per_replica": 1}))
+    try:
+        fleet.start()
+        environments = pod.get([actor.environment.remote() for actor in fleet._actors])
+    finally:
+        fleet.close()
+    assert [env["POPDIST_REPLICA_INDEX_OFFSET"] for env in environments] == ["0", "2"]
+    assert {env["OMP_NUM_THREADS"] for env in environments} == {"1"}
+    assert "instance 1 of 2" in Path(fleet._plan.log_file(1)).read_text()
+
+
+def test_a_killed_instance_is_named_and_nothing_is_left(pod: Any, tmp_path: Path) -> None:
+    plan = plan_for(tmp_path, pod={"num_instances": 2}, training={"updates": 600})
+    killed_at_s: List[float] = []
+
+    def kill_one_after_three_updates() -> None:
+        for event in coordinator.run(plan, RayFleet(plan), MetricsFold(plan, 0.0)):
+            if isinstance(event, UpdateDone) and event.update == 3:
+                os.kill(_pid_in(plan.log_file(1)), signal.SIGKILL)
+                killed_at_s.append(time.monotonic())
+
+    with pytest.raises(InstanceFailed) as caught:
+        kill_one_after_three_updates()
+    assert time.monotonic() - killed_at_s[0] < 15
+    assert (caught.value.instance, caught.value.host) == (1, "localhost")
+    assert caught.value.log_file == plan.log_file(1)
+    assert nothing_is_left(pod)
+
+
+def _pid_in(log_file: str) -> int:
+    return int(Path(log_file).read_text().split("pid ")[1].split(":")[0])
+
+
+def test_an_instance_that_raises_is_named_with_its_error(
+    pod: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad_model.py").write_text(
+        "import os, torch\n"
+        "def make(channels, classes):\n"
+        "    if os.environ['POPDIST_REPLICA_INDEX_OFFSET'] == '2':\n"
+        "        raise ValueError('no such layer')\n"
+        "    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, classes))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InstanceFailed, match="instance 1 on host localhost failed: ValueError: no such layer"):
+        run(plan_for(tmp_path, pod={"num_instances": 2}, training={"model": "bad_model:make"}))
+    assert nothing_is_left(pod)
+
+
+def test_more_ipus_than_the_pod_has_is_answered_at_once(pod: Any, tmp_path: Path) -> None:
+    plan = plan_for(tmp_path, pod={"num_instances": 2, "ipus_per_replica": 4})
+    began = time.monotonic()
+    with pytest.raises(ClusterError, match=r"localhost has 4 IPUs and the plan puts 16 on it \(the pod has 8 in all"):
+        run(plan)
+    assert time.monotonic() - began < 5
+
+
+def test_a_missing_host_is_named_at_once(two_hosts: Cluster, tmp_path: Path) -> None:
+    cluster = Cluster("pod16", (two_hosts.hosts[1], Host("10.9.9.9", "10.9.9.9")))
+    with pytest.raises(ClusterError, match=r"pod16: no Ray node is alive on 10\.9\.9\.9; alive: .*127\.0\.0\.2"):
+        run(plan_for(tmp_path, cluster, pod={"num_instances": 2}))
+
+
+def test_a_busy_pod_is_waited_for_within_the_bound(pod: Any, tmp_path: Path) -> None:
+    taken = pod.util.placement_group([{"IPU": 3}], strategy="PACK")
+    also = pod.util.placement_group([{"IPU": 3}], strategy="PACK")
+    assert taken.wait(10)
+    assert also.wait(10)
+    try:
+        plan = plan_for(tmp_path, run={"start_timeout_s": 1, "device": "emulated"})
+        with pytest.raises(WaitTimedOut, match=r"waited 1 s for Ray to reserve .*localhost.*run\.start_timeout_s"):
+            run(plan)
+    finally:
+        pod.util.remove_placement_group(taken)
+        pod.util.remove_placement_group(also)
+
+
+# ---- the command, in a session of its own ---------------------------------------------------------------------------
+
+
+def start_command(folder: Path, *flags: str) -> subprocess.Popen[str]:
+    line = [sys.executable, "-m", "raypod.train", "--device", "emulated", "--run-dir", str(folder / "run"), *flags]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_lines(folder: Path, condition: Callable[[str], bool]) -> None:
+    deadline = time.monotonic() + 90
+    path = folder / "run" / "metrics.jsonl"
+    while not (path.is_file() and condition(path.read_text())):
+        assert time.monotonic() < deadline, "no update within 90 s"
+        time.sleep(0.05)
+
+
+def session_processes(command: subprocess.Popen[str]) -> List[psutil.Process]:
+    return psutil.Process(command.pid).children(recursive=True)
+
+
+def are_gone(processes: List[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=15)
+    return not alive
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_with_a_checkpoint_and_130(tmp_path: Path, number: int) -> None:
+    command = start_command(tmp_path, "--epochs", "400")
+    wait_for_lines(tmp_path, lambda text: text.count("\n") > 3)
+    processes = session_processes(command)
+    command.send_signal(number)
+    out, err = command.communicate(timeout=60)
+    assert command.returncode == 130, err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["interrupted"]
+    assert Path(summary["checkpoint"]).is_file()
+    assert summary["updates"] == len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert f"Interrupted after update {summary['updates']}; go on with --resume" in out
+    assert are_gone(processes)
+
+
+def test_a_killed_instance_ends_the_command_with_1_and_one_line(tmp_path: Path) -> None:
+    command = start_command(tmp_path, "--epochs", "400")
+    wait_for_lines(tmp_path, lambda text: text.count("\n") > 3)
+    processes = session_processes(command)
+    os.kill(_pid_in(str(tmp_path / "run" / "logs" / "instance-1.log")), signal.SIGKILL)
+    _, err = command.communicate(timeout=60)
+    assert command.returncode == 1
+    (line,) = err.strip().splitlines()
+    assert line.startswith("raypod: error: instance 1 on host localhost failed: ")
+    assert line.endswith("/run/logs/instance-1.log")
+    assert are_gone(processes)

@@ -1,0 +1,173 @@
+"""Training in this process: the same program as under Ray, without it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from raypod import coordinator, datasets, models, train, weights
+from raypod.events import Event, RunEnded
+from raypod.fleet.inline import InlineFleet
+from raypod.metrics import MetricsFold
+from raypod.optimizers import learning_rate
+from raypod.plan import Plan
+from raypod.sampling import epoch_order
+
+INLINE = {"run": {"fleet": "inline", "device": "emulated"}}
+
+
+def train_inline(plan: Plan) -> List[Event]:
+    return list(coordinator.run(plan, InlineFleet(plan), MetricsFold(plan, 0.0)))
+
+
+def final_weights(plan: Plan) -> Dict[str, torch.Tensor]:
+    return weights.load(Path(plan.run_dir) / "checkpoints" / f"update-{plan.total_updates:08d}.pt")["weights"]
+
+
+def hand_written_loop(plan: Plan) -> Dict[str, torch.Tensor]:
+    """The same training as a plain torch program: one network per replica for its statistics, gradients averaged."""
+    geometry, config = plan.geometry, plan.config
+    splits, order = datasets.load(config), epoch_order(config.training.seed, 0, plan.size.train_samples)
+    torch.manual_seed(config.training.seed)
+    network = models.build_model(config, 1, 8, 10).train()
+    decayed = [parameter for parameter in network.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in network.parameters() if parameter.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": config.training.weight_decay}, {"params": others}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=config.training.momentum)
+    statistics = {name: value.clone() for name, value in network.named_buffers()}
+    for update in range(plan.total_updates):
+        first_of_call = update // geometry.device_iterations * geometry.device_iterations
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, first_of_call, plan.total_updates)
+        optimizer.zero_grad()
+        first = update * geometry.global_batch_size
+        samples = order[first : first + geometry.global_batch_size]
+        for number, micro_batch in enumerate(np.split(samples, len(samples) // geometry.micro_batch_size)):
+            images, labels = splits.train.gather(micro_batch, (config.training.seed, 0))
+            inputs = torch.from_numpy(images).float() / (255 * splits.std) - splits.mean / splits.std
+            if number % geometry.total_replicas == 0:  # global replica 0: its statistics are the ones that count
+                network.load_state_dict(statistics, strict=False)
+            loss = functional.cross_entropy(network(inputs), torch.from_numpy(labels))
+            if number % geometry.total_replicas == 0:
+                statistics = {name: value.clone() for name, value in network.named_buffers()}
+            (loss / (geometry.total_replicas * geometry.gradient_accumulation)).backward()
+        optimizer.step()
+    network.load_state_dict(statistics, strict=False)
+    return dict(network.state_dict())
+
+
+@pytest.mark.parametrize(("replicas", "accumulation", "iterations"), [(1, 1, 1), (1, 3, 1), (4, 2, 2)])
+def test_a_run_equals_a_hand_written_torch_loop(
+    make: Callable[..., Plan], replicas: int, accumulation: int, iterations: int
+) -> None:
+    sizes = {"gradient_accumulation": accumulation, "device_iterations": iterations, "updates": 4}
+    plan = make(training=sizes, pod={"replicas": replicas}, **INLINE)
+    train_inline(plan)
+    ours, expected = final_weights(plan), hand_written_loop(plan)
+    assert list(ours) == list(expected)
+    for name in expected:
+        if "num_batches_tracked" not in name:  # integer buffers are constants on the IPU: contract, trap 53
+            torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+def sha256(plan: Plan) -> str:
+    return next(event for event in train_inline(plan) if isinstance(event, RunEnded)).weights_sha256
+
+
+def test_another_seed_gives_other_weights(make: Callable[..., Plan]) -> None:
+    hashes = [sha256(make(training={"updates": 2, "seed": seed}, **INLINE)) for seed in (1, 1, 2)]
+    assert hashes[0] == hashes[1]
+    assert hashes[1] != hashes[2]
+
+
+def test_device_iterations_do_not_change_the_weights(make: Callable[..., Plan]) -> None:
+    flat = {"lr_schedule": "constant", "warmup_updates": 0, "updates": 4}
+    hashes = {sha256(make(training={**flat, "device_iterations": n}, **INLINE)) for n in (1, 2, 4)}
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("precision", ["16.16", "16.32"])
+def test_half_precision_trains(make: Callable[..., Plan], precision: str) -> None:
+    plan = make(training={"precision": precision, "updates": 60, "learning_rate": 0.05}, **INLINE)
+    losses = [event.loss for event in train_inline(plan) if hasattr(event, "samples_per_s")]
+    assert sum(losses[-10:]) < 0.95 * sum(losses[:10])
+    stored = final_weights(plan)["features.0.weight"]
+    assert stored.dtype == (torch.float16 if precision == "16.16" else torch.float32)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_the_other_optimizers_train(make: Callable[..., Plan], optimizer: str) -> None:
+    plan = make(training={"optimizer": optimizer, "learning_rate": 0.003, "updates": 60}, **INLINE)
+    losses = [event.loss for event in train_inline(plan) if hasattr(event, "samples_per_s")]
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+
+
+def command(tmp_path: Path, *flags: str) -> tuple[int, Path]:
+    folder = tmp_path / "run"
+    inline = ["--fleet", "inline", "--device", "emulated", "--run-dir", str(folder)]
+    return train.main([*inline, *flags]), folder
+
+
+def test_the_run_folder_holds_what_others_rely_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, folder = command(tmp_path, "--updates", "46", "--eight-bit-io", "--async-dataloader")
+    assert code == 0
+    summary = json.loads((folder / "summary.json").read_text())
+    wanted = "updates epochs loss accuracy test_accuracy samples_per_s seconds_to_first_update weights_sha256 device "
+    assert set((wanted + "restarts topology").split()) <= set(summary)
+    assert (summary["updates"], summary["device"]) == (46, "emulated")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines] == list(range(1, 47))
+    assert json.loads((folder / "plan.json").read_text())["total_updates"] == 46
+    assert {"config.yaml", "logs", "checkpoints"} <= {path.name for path in folder.iterdir()}
+    out = capsys.readouterr().out
+    assert "[Epoch 01] loss: " in out
+    assert "Test accuracy: " in out
+
+
+def test_a_run_goes_on_where_it_stopped_bit_for_bit(tmp_path: Path) -> None:
+    flat = ("--updates", "60", "--lr-schedule", "constant")
+    _, whole = command(tmp_path / "whole", *flat)
+    _, part = command(tmp_path / "part", "--updates", "30", *flat[2:])
+    code, _ = command(tmp_path / "part", "--resume", str(part), *flat)
+    assert code == 0
+    summaries: List[Dict[str, Any]] = [json.loads((run / "summary.json").read_text()) for run in (whole, part)]
+    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
+    assert len((part / "metrics.jsonl").read_text().splitlines()) == 60
+
+
+def test_a_used_run_folder_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("precious\n")
+    assert command(tmp_path, "--updates", "1")[0] == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--batch-sice", "3"],
+        ["--replicas", "6", "--num-instances", "4"],
+        ["--dataset", "digitz"],
+        ["--model", "resnet9"],
+        ["--batch-size", "5000"],
+        ["--device", "ipu"],
+        ["--collectives", "horovod"],
+        ["--resume", "/nowhere"],
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(flags: List[str], tmp_path: Path) -> None:
+    fleet = [] if "--num-instances" in flags else ["--fleet", "inline"]
+    line = [sys.executable, "-m", "raypod.train", *fleet, "--run-dir", str(tmp_path / "run"), *flags]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("raypod: error: ")
+    assert len(done.stderr.splitlines()) == 1
