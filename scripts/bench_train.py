@@ -1,0 +1,114 @@
+"""How fast raypod trains, against named baselines in the same run: `python scripts/bench_train.py [--rounds 5]`.
+
+Same work for all: ResNet-18 on 3x32x32 synthetic images, micro-batch 16, accumulation 2, 2 processes x 1 thread, fp32.
+
+* limit: two processes with a fixed batch, no data and no exchange: what the cores can do;
+* torchrun: DistributedDataParallel over gloo, no_sync while accumulating;
+* raypod: 2 instances x 1 replica under Ray.
+
+Rounds are interleaved; medians, and the median of the ratios of each round. Then where the seconds before the first
+update go, and what an update costs when the model has a few parameters only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, Dict, List
+
+ROOT = Path(__file__).resolve().parent.parent
+PEER = str(ROOT / "scripts" / "bench_train_peer.py")
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+LIMIT_S = 600
+
+
+def last_json(output: str) -> Dict[str, Any]:
+    return json.loads([line for line in output.splitlines() if line.startswith("{")][-1])
+
+
+def run_limit(updates: int) -> float:
+    command = [sys.executable, PEER, "limit", "--updates", str(updates)]
+    processes = [subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    return sum(last_json(process.communicate(timeout=LIMIT_S)[0])["images_per_s"] for process in processes)
+
+
+def run_torchrun(updates: int) -> float:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]
+    command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", PEER, "ddp", "--updates", str(updates)]
+    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    return last_json(done.stdout)["images_per_s"]
+
+
+def run_raypod(*flags: str) -> Dict[str, Any]:
+    """The summary of a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "raypod.train", "--device", "emulated", "--run-dir", f"{folder}/run", *flags]
+        subprocess.run(command, env=ENV, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+        return json.loads(Path(folder, "run", "summary.json").read_text())
+
+
+def throughput(rounds: int, updates: int) -> None:
+    work = ["--dataset", "synthetic", "--samples", "1024", "--image", "3x32x32", "--model", "resnet18"]
+    work += ["--batch-size", "16", "--gradient-accumulation", "2", "--replicas", "2", "--num-instances", "2"]
+    rates: Dict[str, List[float]] = {"limit": [], "torchrun": [], "raypod": []}
+    for _ in range(rounds):
+        rates["limit"].append(run_limit(updates))
+        rates["torchrun"].append(run_torchrun(updates))
+        rates["raypod"].append(run_raypod(*work, "--updates", str(updates), "--epochs", "100")["samples_per_s"])
+        print("  ".join(f"{name} {values[-1]:.1f}" for name, values in rates.items()), flush=True)
+    print("\n| ResNet-18, 2 x 1 x 16 x 2 | images/s | of the limit | of torchrun |\n|---|---|---|---|")
+    for name, values in rates.items():
+        ratios = [median(a / b for a, b in zip(values, rates[base])) for base in ("limit", "torchrun")]
+        print(f"| {name} | {median(values):.1f} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
+
+
+def start_up(rounds: int) -> None:
+    """The default run, stopped after its first update."""
+    summaries = [run_raypod("--updates", "1") for _ in range(rounds)]
+    print("\n| from the command to the first update | s |\n|---|---|")
+    for what in summaries[0]["seconds_to_start"]:
+        print(f"| {what} | {median(summary['seconds_to_start'][what] for summary in summaries):.2f} |")
+    print(f"| **all** | {median(summary['seconds_to_first_update'] for summary in summaries):.2f} |")
+
+
+def orchestration(updates: int) -> None:
+    """A model of 22 parameters, one image per replica: what remains is what an update costs besides its arithmetic."""
+    tiny = ["--dataset", "synthetic", "--image", "1x2x2", "--model", "tiny", "--batch-size", "1", "--epochs", "1000"]
+    tiny += ["--replicas", "2", "--updates", str(updates)]
+    rows = {
+        "inline, 1 x 2": run_raypod(*tiny, "--fleet", "inline"),
+        "Ray, 1 x 2": run_raypod(*tiny, "--num-instances", "1"),
+        "Ray, 2 x 1": run_raypod(*tiny, "--num-instances", "2"),
+        "Ray, 2 x 1, 16 device iterations": run_raypod(*tiny, "--num-instances", "2", "--device-iterations", "16"),
+    }
+    print("\n| a few parameters | microseconds per update | of inline |\n|---|---|---|")
+    base = rows["inline, 1 x 2"]["samples_per_s"]
+    for name, summary in rows.items():
+        print(f"| {name} | {2e6 / summary['samples_per_s']:.0f} | {base / summary['samples_per_s']:.2f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--updates", type=int, default=16)
+    parser.add_argument("--only", choices=["throughput", "start", "orchestration"])
+    args = parser.parse_args()
+    began = time.monotonic()
+    if args.only in (None, "throughput"):
+        throughput(args.rounds, args.updates)
+    if args.only in (None, "start"):
+        start_up(args.rounds)
+    if args.only in (None, "orchestration"):
+        orchestration(3200)
+    print(f"\n{time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
