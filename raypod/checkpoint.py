@@ -20,11 +20,16 @@ class Position:
 
     update: int
     seed: int
-    global_batch_size: int
+    replicas: int
+    batch_size: int
+    gradient_accumulation: int
     device_iterations: int
     dataset: str
     train_samples: int
     model: str
+    precision: str
+    optimizer: str
+    reduction: str
     weights_sha256: str
 
 
@@ -34,11 +39,16 @@ def position_of(plan: Plan, update: int, weights_sha256: str) -> Position:
     return Position(
         update=update,
         seed=training.seed,
-        global_batch_size=plan.geometry.global_batch_size,
+        replicas=plan.geometry.total_replicas,
+        batch_size=training.batch_size,
+        gradient_accumulation=training.gradient_accumulation,
         device_iterations=training.device_iterations,
         dataset=plan.config.data.dataset,
         train_samples=plan.size.train_samples,
         model=training.model,
+        precision=training.precision,
+        optimizer=training.optimizer,
+        reduction=training.reduction,
         weights_sha256=weights_sha256,
     )
 

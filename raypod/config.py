@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, NoReturn, Optional, Sequence, Tuple, get_args
+from typing import Any, Dict, Iterator, Mapping, NoReturn, Optional, Sequence, Tuple, get_args
 
 import pydantic
 import yaml
@@ -23,7 +23,7 @@ from raypod.errors import ConfigError
 class Section(pydantic.BaseModel):
     """Base of the sections: frozen, and unknown keys are errors."""
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
 
 
 class DataSection(Section):
@@ -59,6 +59,11 @@ class TrainingSection(Section):
     loss_scaling: float = Field(1.0, gt=0, description="multiplies the loss, divided out before the update")
     reduction: Literal["sum", "mean"] = Field("mean", description="of gradients over accumulation and replicas")
     seed: int = Field(42, ge=0, lt=2**31, description="of weights, sample order, augmentation and dropout")
+
+    @pydantic.field_validator("precision", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> str:
+        return str(value)  # YAML reads 16.16 as a number
 
 
 class PodSection(Section):
@@ -153,7 +158,12 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> arg
 
 def resolve(args: argparse.Namespace) -> Config:
     """Merge defaults < YAML < flags and `section.key=value` (the last two of equal rank; both at once must agree)."""
-    values = _read_yaml(Path(args.config)) if args.config else {}
+    resumed = Path(getattr(args, "run.resume") or "", "config.yaml")
+    # A run that goes on does so as it was started, unless it is told otherwise.
+    source = args.config or (str(resumed) if getattr(args, "run.resume") and resumed.is_file() else None)
+    values = _read_yaml(Path(source)) if source else {}
+    if source and source != args.config:
+        values.get("run", {}).pop("run_dir", None)
     given: Dict[str, Any] = {}
     for section, key, _ in fields():
         value = getattr(args, f"{section}.{key}")
@@ -170,7 +180,7 @@ def resolve(args: argparse.Namespace) -> Config:
     for name, value in given.items():
         section, _, key = name.partition(".")
         values.setdefault(section, {})[key] = value
-    return from_values(values, source=args.config or "the command line")
+    return from_values(values, source=source or "the command line")
 
 
 def load_yaml(path: Path) -> Config:
@@ -263,8 +273,3 @@ def _tell(detail: Any) -> str:
     name = ".".join(str(part) for part in detail["loc"])
     message = detail["msg"][:1].lower() + detail["msg"][1:]
     return f"{name} = {detail['input']!r}: {message}"
-
-
-def known_flags() -> List[str]:
-    """Every flag that sets a key, for the documentation and its test."""
-    return ["--" + key.replace("_", "-") for _, key, _ in fields()]

@@ -12,10 +12,10 @@ import signal
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Dict, Iterator, List, Optional
+from typing import Dict, Generator, Iterator, List, Optional
 
 from raypod import checkpoint
-from raypod.errors import WeightsDiffer
+from raypod.errors import RunError, WeightsDiffer
 from raypod.events import (
     CheckpointSaved,
     EvaluationDone,
@@ -29,16 +29,17 @@ from raypod.fleet import Fleet
 from raypod.metrics import MetricsFold
 from raypod.plan import Leg, Plan
 
+Events = Generator[Event, None, None]
 
-def run(plan: Plan, fleet: Fleet, metrics: MetricsFold, resume_from: Optional[Path] = None) -> Iterator[Event]:
+
+def run(plan: Plan, fleet: Fleet, metrics: MetricsFold, resume_from: Optional[Path] = None) -> Events:
     """Run a plan on a fleet; the events of the run, as they happen."""
-    first_update = checkpoint.check(resume_from, plan).update if resume_from else 0
+    position = checkpoint.check(resume_from, plan) if resume_from else None
+    update = first_update = position.update if position else 0
     try:
         started = fleet.start()
-        weights_sha256 = _seed_weights(fleet, resume_from)
+        _seed_weights(fleet, resume_from, position)
         yield _run_started(started, fleet, first_update)
-        saved: Optional[CheckpointSaved] = None
-        update = first_update
         with _stop_on_signal() as stop:
             for leg in plan.legs(first_update):
                 yield from _train(fleet, leg, metrics, stop)
@@ -49,21 +50,20 @@ def run(plan: Plan, fleet: Fleet, metrics: MetricsFold, resume_from: Optional[Pa
                 yield saved
                 if stop.requested:
                     break
-            if not stop.requested:
-                yield _evaluate(fleet)
-        if saved is not None:
-            weights_sha256 = saved.weights_sha256
-        yield RunEnded(update, update < plan.total_updates, weights_sha256, saved.path if saved else None)
+        if update == plan.total_updates:
+            yield _evaluate(fleet)
+        yield RunEnded(update, update < plan.total_updates, saved.weights_sha256, saved.path)
     finally:
         fleet.close()
 
 
-def _seed_weights(fleet: Fleet, resume_from: Optional[Path]) -> str:
-    """All instances start from the weights of instance 0; proved by the hash of each."""
+def _seed_weights(fleet: Fleet, resume_from: Optional[Path], position: Optional[checkpoint.Position]) -> None:
+    """All instances start from the weights of instance 0, or of a checkpoint; proved by the hash of each."""
     hashes = fleet.call("seed_weights", str(resume_from) if resume_from else None)
     if len(set(hashes)) > 1:
         raise WeightsDiffer(dict(enumerate(hashes)))
-    return str(hashes[0])
+    if position is not None and hashes[0] != position.weights_sha256:
+        raise RunError(f"{resume_from} is damaged: the hash of its weights is not the one it was saved with")
 
 
 def _train(fleet: Fleet, leg: Leg, metrics: MetricsFold, stop: _Stop) -> Iterator[Event]:

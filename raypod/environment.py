@@ -36,6 +36,8 @@ def instance_environment(plan: Plan, spec: InstanceSpec, python_path: str = "") 
         "OMP_NUM_THREADS": str(spec.threads_per_replica),
         "MKL_NUM_THREADS": str(spec.threads_per_replica),
     }
+    # The bound of every host collective and gradient exchange: the one by which the coordinator gives up as well.
+    env["EMULATED_POD_TIMEOUT_S"] = str(plan.config.run.report_timeout_s)
     env.update(_horovod_identity(plan, spec))
     cache = plan.config.pod.executable_cache_path
     if cache is not None:

@@ -33,7 +33,10 @@ class Feed:
         self._plan, self._spec, self._splits = plan, spec, splits
         self._loader: Optional[_SampleLoader] = None
         if not isinstance(splits.train, ArrayDataset):
-            self._loader = _SampleLoader(splits.train, plan.config.training.seed, plan.config.data.num_workers)
+            data = plan.config.data
+            # Samples of one's own draw from the process's generators: beside the replicas only in another process.
+            workers = max(data.num_workers, int(data.async_dataloader))
+            self._loader = _SampleLoader(splits.train, plan.config.training.seed, workers)
 
     def sample_shape(self) -> Tuple[int, int]:
         """(channels, height) of an image."""

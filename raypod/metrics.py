@@ -90,16 +90,22 @@ class JsonLines:
     def __init__(self, path: Path, first_update: int) -> None:
         """Keep what a resumed run wrote up to `first_update`; what it did beyond that will be done again."""
         kept = [line for line in _lines(path) if _update_of(line) <= first_update] if first_update else []
-        path.write_text("".join(kept))
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text("".join(kept))
+        partial.replace(path)
         self._file: TextIO = path.open("a")
         self._flushed_s = -_FLUSH_EVERY_S
 
     def write(self, update: UpdateDone) -> None:
-        """Append one line; whoever follows the file sees it at most `_FLUSH_EVERY_S` later."""
+        """Append one line; whoever follows the file sees it with a line that comes `_FLUSH_EVERY_S` later."""
         self._file.write(json.dumps(dataclasses.asdict(update)) + "\n")
         if update.time_s - self._flushed_s > _FLUSH_EVERY_S:
             self._file.flush()
             self._flushed_s = update.time_s
+
+    def flush(self) -> None:
+        """Let whoever follows the file see all lines."""
+        self._file.flush()
 
     def close(self) -> None:
         """Flush and close."""

@@ -62,7 +62,7 @@ def render(plan: Plan) -> str:
             "length",
             f"{plan.total_updates} updates, {plan.updates_per_epoch} per epoch, {_count(len(plan.legs()), 'leg')}",
         ),
-        ("bits", _same_bits(geometry)),
+        ("bits", _same_bits(plan)),
         ("run folder", plan.run_dir),
     ]
     lines = [f"{name:>12}  {text}" for name, text in rows]
@@ -75,8 +75,10 @@ def render(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _same_bits(geometry: Geometry) -> str:
-    if geometry.is_aligned:
+def _same_bits(plan: Plan) -> str:
+    if not plan.config.pod.threads_per_replica:
+        return "those of this placement: the threads of a replica depend on the cores of its host"
+    if plan.geometry.is_aligned:
         return "the same for every placement of these replicas (32.32, emulated SDK)"
     return "the same for every placement; this one is no aligned block of the reduction tree, which costs bandwidth"
 

@@ -33,8 +33,11 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> Optional[importlib.machinery.ModuleSpec]:
         if name != "torchvision":
             return None
-        sys.meta_path.remove(self)  # once; and the search below must not find this finder again
-        spec = importlib.util.find_spec(name)
+        sys.meta_path.remove(self)  # the search below must not find this finder again
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, spec.submodule_search_locations or [])
         return spec
@@ -52,6 +55,8 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__dict__["_raypod_schemas"] = _declare_missing_operators(self._folders)
         module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
         self._loader.exec_module(module)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import Any, Dict, Optional, Sequence, Tuple
 from raypod import checkpoint, config, coordinator, datasets
 from raypod.cluster import read_cluster
 from raypod.errors import ConfigError, RaypodError
-from raypod.events import EvaluationDone, RunEnded, RunStarted, UpdateDone
+from raypod.events import CheckpointSaved, EvaluationDone, RunEnded, RunStarted, UpdateDone
 from raypod.fleet import Fleet
 from raypod.metrics import JsonLines, MetricsFold
 from raypod.plan import Plan, default_run_dir, make_plan
@@ -85,7 +86,12 @@ def _process_age_s() -> float:
 
 def _open_run_folder(plan: Plan) -> None:
     folder = Path(plan.run_dir)
-    if (folder / "metrics.jsonl").exists() and not plan.config.run.resume:
+    resumed = plan.config.run.resume
+    goes_on_here = resumed is not None and folder.resolve() in (
+        Path(resumed).resolve(),
+        *Path(resumed).resolve().parents,
+    )
+    if (folder / "metrics.jsonl").exists() and not goes_on_here:
         raise ConfigError(f"--run-dir {folder} holds a run already; choose another, or go on with --resume {folder}")
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -99,17 +105,20 @@ def _run(plan: Plan, resume_from: Optional[Path], first_update: int, started_at_
     progress = Progress(plan)
     progress.begin()
     metrics = MetricsFold(plan, started_at_s)
-    lines = JsonLines(Path(plan.run_dir) / "metrics.jsonl", first_update)
     seen: Dict[type, Any] = {}
-    try:
-        for event in coordinator.run(plan, _fleet(plan), metrics, resume_from):
+    with contextlib.ExitStack() as stack:
+        stack.callback(progress.close)
+        events = stack.enter_context(contextlib.closing(coordinator.run(plan, _fleet(plan), metrics, resume_from)))
+        for event in events:
             seen[type(event)] = event
-            if isinstance(event, UpdateDone):
+            if isinstance(event, RunStarted):  # not before: a run that could not start leaves its folder free
+                lines = JsonLines(Path(plan.run_dir) / "metrics.jsonl", first_update)
+                stack.callback(lines.close)
+            elif isinstance(event, UpdateDone):
                 lines.write(event)
+            elif isinstance(event, CheckpointSaved):
+                lines.flush()
             progress.show(event)
-    finally:
-        progress.close()
-        lines.close()
     _write_summary(plan, metrics, seen)
     print(f"Everything else: {plan.run_dir}")  # noqa: T201
     return INTERRUPTED if seen[RunEnded].interrupted else 0

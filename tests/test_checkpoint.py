@@ -37,7 +37,7 @@ def test_a_checkpoint_of_another_run_names_what_differs(make: Callable[..., Plan
     path = save(make(), 44)
     with pytest.raises(ConfigError, match="seed is 42 and this run's is 7"):
         checkpoint.check(path, make(training={"seed": 7}))
-    with pytest.raises(ConfigError, match="global_batch_size is 32 and this run's is 64"):
+    with pytest.raises(ConfigError, match="replicas is 4 and this run's is 8"):
         checkpoint.check(path, make(pod={"replicas": 8}))
 
 

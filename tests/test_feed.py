@@ -52,8 +52,10 @@ def calls(plan: Plan, leg: int = 0) -> List[List[Any]]:
     """Of every instance, the calls of a leg."""
     found = []
     for feed in feeds(plan):
-        found.append(list(feed.calls(plan.legs()[leg])))
-        feed.close()
+        try:
+            found.append(list(feed.calls(plan.legs()[leg])))
+        finally:
+            feed.close()
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -14,6 +15,7 @@ from typing import Any, Callable, Dict, Iterator, List
 
 import psutil
 import pytest
+from conftest import wait_until
 
 from raypod import coordinator
 from raypod.cluster import LOCAL, Cluster, Host
@@ -98,16 +100,25 @@ def test_the_weights_are_the_same_bit_for_bit_wherever_the_replicas_live(
     assert len(told[0]) == UPDATES
 
 
+def instance_processes() -> List[int]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "InstanceP" in process.name():  # the kernel keeps 15 characters of "ray::InstanceProcess"
+                found.append(process.pid)
+    return found
+
+
 def nothing_is_left(ray: Any) -> bool:
-    actors = [process for process in psutil.Process().children(recursive=True) if "InstanceProcess" in process.name()]
     groups = ray.util.placement_group_table().values()
-    return not actors and all(group["state"] == "REMOVED" for group in groups)
+    return not instance_processes() and all(group["state"] == "REMOVED" for group in groups)
 
 
 def test_the_environment_stands_before_the_instances_import_the_sdk(pod: Any, tmp_path: Path) -> None:
     fleet = RayFleet(plan_for(tmp_path, pod={"num_instances": 2, "threads_per_replica": 1}))
     try:
         fleet.start()
+        assert len(instance_processes()) == 2
         environments = pod.get([actor.environment.remote() for actor in fleet._actors])
     finally:
         fleet.close()
@@ -131,7 +142,7 @@ def test_a_killed_instance_is_named_and_nothing_is_left(pod: Any, tmp_path: Path
     assert time.monotonic() - killed_at_s[0] < 15
     assert (caught.value.instance, caught.value.host) == (1, "localhost")
     assert caught.value.log_file == plan.log_file(1)
-    assert nothing_is_left(pod)
+    assert wait_until(lambda: nothing_is_left(pod))
 
 
 def _pid_in(log_file: str) -> int:
@@ -149,9 +160,35 @@ def test_an_instance_that_raises_is_named_with_its_error(
         "    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, classes))\n"
     )
     monkeypatch.chdir(tmp_path)
+    plan = plan_for(tmp_path, pod={"num_instances": 2}, training={"model": "bad_model:make"})
     with pytest.raises(InstanceFailed, match="instance 1 on host localhost failed: ValueError: no such layer"):
-        run(plan_for(tmp_path, pod={"num_instances": 2}, training={"model": "bad_model:make"}))
-    assert nothing_is_left(pod)
+        run(plan)
+    assert "bad_model.py" in Path(plan.log_file(1)).read_text()
+    assert wait_until(lambda: nothing_is_left(pod))
+
+
+def test_an_instance_that_raises_in_mid_leg_is_told_while_the_others_wait_for_it(
+    pod: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad_data.py").write_text(
+        "import os, torch\n"
+        "class Data:\n"
+        "    def __init__(self, samples): self.samples, self.made = samples, 0\n"
+        "    def __len__(self): return self.samples\n"
+        "    def __getitem__(self, index):\n"
+        "        self.made += 1\n"
+        "        if self.made > 100 and os.environ['POPDIST_REPLICA_INDEX_OFFSET'] == '0':\n"
+        "            raise OSError('the disk is gone')\n"
+        "        return torch.zeros(1, 8, 8), index % 2\n"
+        "def make(folder): return Data(2000), Data(8), 2\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    plan = plan_for(tmp_path, data={"dataset": "bad_data:make"}, pod={"num_instances": 2}, training={"updates": 60})
+    began = time.monotonic()
+    with pytest.raises(InstanceFailed, match="instance 0 on host localhost failed: OSError: the disk is gone"):
+        run(plan)
+    assert time.monotonic() - began < 60
+    assert wait_until(lambda: nothing_is_left(pod))
 
 
 def test_more_ipus_than_the_pod_has_is_answered_at_once(pod: Any, tmp_path: Path) -> None:
@@ -187,7 +224,8 @@ def test_a_busy_pod_is_waited_for_within_the_bound(pod: Any, tmp_path: Path) -> 
 
 def start_command(folder: Path, *flags: str) -> subprocess.Popen[str]:
     line = [sys.executable, "-m", "raypod.train", "--device", "emulated", "--run-dir", str(folder / "run"), *flags]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
 
 def wait_for_lines(folder: Path, condition: Callable[[str], bool]) -> None:
@@ -212,7 +250,10 @@ def test_ctrl_c_ends_with_a_checkpoint_and_130(tmp_path: Path, number: int) -> N
     command = start_command(tmp_path, "--epochs", "400")
     wait_for_lines(tmp_path, lambda text: text.count("\n") > 3)
     processes = session_processes(command)
-    command.send_signal(number)
+    if number == signal.SIGINT:
+        os.killpg(command.pid, number)  # a terminal tells the whole process group
+    else:
+        command.send_signal(number)
     out, err = command.communicate(timeout=60)
     assert command.returncode == 130, err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -234,3 +275,31 @@ def test_a_killed_instance_ends_the_command_with_1_and_one_line(tmp_path: Path) 
     assert line.startswith("raypod: error: instance 1 on host localhost failed: ")
     assert line.endswith("/run/logs/instance-1.log")
     assert are_gone(processes)
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    command = start_command(tmp_path, "--epochs", "400")
+    wait_for_lines(tmp_path, lambda text: text.count("\n") > 3)
+    processes = session_processes(command)
+    for _ in range(2):
+        os.killpg(command.pid, signal.SIGINT)
+        time.sleep(0.01)
+    _, err = command.communicate(timeout=30)
+    assert command.returncode == 130, err
+    assert err.strip() in ("", "raypod: interrupted")
+    assert are_gone(processes)
+
+
+def test_a_run_goes_on_under_ray_on_another_placement(tmp_path: Path) -> None:
+    constant = ("--lr-schedule", "constant")
+    for flags in (("--updates", "6"), ("--updates", "12", "--resume", str(tmp_path / "run"), "--num-instances", "1")):
+        command = start_command(tmp_path, *constant, *flags)
+        _, err = command.communicate(timeout=90)
+        assert command.returncode == 0, err
+    whole = start_command(tmp_path / "whole", *constant, "--updates", "12", "--num-instances", "4")
+    assert whole.wait(timeout=90) == 0
+    for pipe in (whole.stdout, whole.stderr):
+        assert pipe is not None
+        pipe.close()
+    hashes = [json.loads((folder / "run" / "summary.json").read_text()) for folder in (tmp_path, tmp_path / "whole")]
+    assert hashes[0]["weights_sha256"] == hashes[1]["weights_sha256"]

@@ -6,22 +6,26 @@ never what is added to what, so that the sum has the same bits for every placeme
 own; a tree over the global index is our choice where the contract is silent.)
 
 Every process first adds up the subtrees that it holds whole. Then
-- equal, aligned power-of-two blocks in a power-of-two number of processes continue by recursive halving and doubling,
-  nearest process first: bandwidth-optimal, and least traffic between hosts if neighbours share a host;
+- equal, aligned power-of-two blocks in a power-of-two number of processes continue on a board in shared memory if all
+  are on one host and it has room, and otherwise by recursive halving and doubling, nearest process first:
+  bandwidth-optimal, and least traffic between hosts if neighbours share a host;
 - any other placement cuts the tensor into one slice per process, brings all partial sums of a slice to its owner, who
   finishes the tree, and hands the slices round: the same traffic per process if each holds one subtree, more if it
   holds several.
-The tensor travels in chunks, so that the adding of one overlaps with the transfer of the next.
+On the wires the tensor travels in chunks, so that the adding of one overlaps with the transfer of the next.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Dict, Iterable, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Dict, Iterable, Iterator, List, MutableMapping, NamedTuple, Optional, Sequence, Tuple
+from weakref import WeakKeyDictionary
 
 import _emulated_pod
+import _emulated_shared_memory
 import torch
 from _emulated_pod import Group, Transfer
+from _emulated_shared_memory import Board
 
 _GROUP = "gcl"
 # Elements that travel together, 16 MiB of float32: more chunks cost more in waking up than they gain by overlapping.
@@ -58,7 +62,11 @@ def tree_sum_(
         _add(contributions, within, replica_offset, 0, length)
         return
     group = _emulated_pod.connect(_GROUP, process_id, num_processes)
-    layout = _agree(group, replica_offset, local, total_replicas, length)
+    layout, board = _agree(group, replica_offset, local, total_replicas, contributions[0])
+    if board is not None:
+        offset = replica_offset
+        board.sum_(group, contributions[0], lambda part, out: _add_into(out, contributions, within, offset, part))
+        return
     _run_in_turn([_reduce_chunk(group, contributions, within, layout, start) for start in range(0, length, _CHUNK)])
 
 
@@ -71,7 +79,10 @@ class _Layout(NamedTuple):
     is_aligned: bool  # equal power-of-two blocks in a power-of-two number of processes
 
 
-_layouts: Dict[Tuple[Group, int, int, int, int], _Layout] = {}
+Agreement = Tuple[_Layout, Optional[Board]]
+
+# They end with their group, and so do the boards.
+_agreements: MutableMapping[Group, Dict[Tuple[int, int, int, int, torch.dtype], Agreement]] = WeakKeyDictionary()
 _scratch: Dict[torch.dtype, torch.Tensor] = {}
 
 
@@ -112,13 +123,30 @@ def _add(contributions: Sequence[torch.Tensor], schedule: Schedule, offset: int,
         contributions[to - offset][start:stop].add_(contributions[source - offset][start:stop])
 
 
-def _agree(group: Group, offset: int, count: int, total: int, length: int) -> _Layout:
+def _add_into(
+    out: torch.Tensor, contributions: Sequence[torch.Tensor], schedule: Schedule, offset: int, part: slice
+) -> None:
+    """Like `_add`, for a schedule that ends at the first replica, whose sum goes to `out` at once."""
+    if schedule:
+        _add(contributions, schedule[:-1], offset, part.start, part.stop)
+        to, source = schedule[-1]
+        torch.add(contributions[to - offset][part], contributions[source - offset][part], out=out)
+    elif out.data_ptr() != contributions[0][part].data_ptr():
+        out.copy_(contributions[0][part])
+
+
+def _agree(group: Group, offset: int, count: int, total: int, like: torch.Tensor) -> Agreement:
     """Learns, once for each kind of call, what the other processes hold, and checks that it makes one tree."""
-    key = (group, offset, count, total, length)
-    if key not in _layouts:
-        held = group.gather_numbers([offset, count, total, length])
-        _layouts[key] = _checked_layout(held, total)
-    return _layouts[key]
+    length, dtype = like.numel(), like.dtype
+    known = _agreements.setdefault(group, {})
+    key = (offset, count, total, length, dtype)
+    if key not in known:
+        offer = _emulated_shared_memory.offer(group.size, length, dtype)
+        told = group.gather_numbers([offset, count, total, length, *offer])
+        layout = _checked_layout([row[:4] for row in told], total)
+        is_shared = layout.is_aligned and _emulated_shared_memory.is_wanted([row[4:] for row in told])
+        known[key] = layout, _emulated_shared_memory.open_board(group, length, dtype) if is_shared else None
+    return known[key]
 
 
 def _checked_layout(held: List[List[int]], total: int) -> _Layout:

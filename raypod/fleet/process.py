@@ -6,11 +6,16 @@ environment stands.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
+import queue
 import sys
 import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional
 
 from raypod.environment import instance_environment
 from raypod.events import CallReport, InstanceStarted
@@ -23,7 +28,11 @@ _REPORT_EVERY_S = 0.02  # reports of faster calls travel together: a message cos
 
 
 class InstanceProcess:
-    """Owns the process of one instance."""
+    """Owns the process of one instance.
+
+    The instance lives in one thread of Python's own for its whole life: what torch keeps per thread stays with it, and
+    torch 2.0 can deadlock on the interpreter lock in the threads that Ray makes for an actor.
+    """
 
     def __init__(self, plan: Plan, index: int, working_dir: str) -> None:
         self._plan, self._index = plan, index
@@ -32,9 +41,37 @@ class InstanceProcess:
         _write_output_to(Path(plan.log_file(index)))
         python_path = os.environ.get("PYTHONPATH", "")
         os.environ.update(instance_environment(plan, plan.instances[index], python_path))
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instance")
 
     def build(self) -> InstanceStarted:
         """Import torch and the SDK, and build the instance."""
+        started: InstanceStarted = self._thread.submit(_traced, self._build).result()
+        return started
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the instance, after what it is doing."""
+        return self._thread.submit(_traced, getattr(self._instance, method), *arguments).result()
+
+    def call_now(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the instance beside what it is doing: `pause` and `stop_after` are made for it."""
+        return getattr(self._instance, method)(*arguments)
+
+    def run(self, leg: Leg) -> Iterator[List[CallReport]]:
+        """Run a leg; the reports, those of quick calls together."""
+        reports: queue.SimpleQueue[Optional[CallReport]] = queue.SimpleQueue()
+        ran = self._thread.submit(_traced, self._run_into, reports, leg)
+        ended = False
+        while not ended:
+            together = [reports.get()]  # bounded by what the instance itself waits for
+            time.sleep(_REPORT_EVERY_S)
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    together.append(reports.get_nowait())
+            ended = together[-1] is None
+            yield [report for report in together if report is not None]
+        ran.result()
+
+    def _build(self) -> InstanceStarted:
         began = time.monotonic()
         from raypod import collectives, sdk, torchvision_import
 
@@ -48,29 +85,27 @@ class InstanceProcess:
         started = self._instance.build()
         of = self._plan.geometry.num_instances
         sys.stdout.write(f"instance {self._index} of {of}, pid {os.getpid()}: {found.line}\n")
-        return InstanceStarted(
-            **{**vars(started), "seconds": (("import torch and the SDK", imported_s), *started.seconds)}
-        )
+        return dataclasses.replace(started, seconds=(("import torch and the SDK", imported_s), *started.seconds))
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the instance."""
-        return getattr(self._instance, method)(*arguments)
-
-    def run(self, leg: Leg) -> Iterator[List[CallReport]]:
-        """Run a leg; the reports, those of quick calls together."""
-        waiting: List[CallReport] = []
-        sent_s = time.monotonic()
-        for report in self._instance.run(leg):
-            waiting.append(report)
-            if time.monotonic() - sent_s >= _REPORT_EVERY_S:
-                yield waiting
-                waiting, sent_s = [], time.monotonic()
-        if waiting:
-            yield waiting
+    def _run_into(self, reports: queue.SimpleQueue[Optional[CallReport]], leg: Leg) -> None:
+        try:
+            for report in self._instance.run(leg):
+                reports.put(report)
+        finally:
+            reports.put(None)
 
     def environment(self) -> Dict[str, str]:
         """The process's environment, for a look from outside."""
         return dict(os.environ)
+
+
+def _traced(work: Callable[..., Any], *arguments: Any) -> Any:
+    """What fails here is told in one line elsewhere; the log file that the line names has the whole of it."""
+    try:
+        return work(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        raise
 
 
 def _write_output_to(path: Path) -> None:

@@ -28,6 +28,7 @@ class RayFleet:
         self._ray: Any = None
         self._group: Any = None
         self._actors: List[Any] = []
+        self._bundles: List[Dict[str, float]] = []  # by host
         self._at_rest = False  # all instances answer, and none is inside a leg
         self.start_seconds: List[Tuple[str, float]] = []
 
@@ -48,8 +49,17 @@ class RayFleet:
 
     def call(self, method: str, *arguments: Any) -> List[Any]:
         """See `Fleet.call`."""
+        self._at_rest = False
         refs = [actor.call.remote(method, *arguments) for actor in self._actors]
-        return self._get(refs, f"{method} of all instances", self._bounds.report_timeout_s, "run.report_timeout_s")
+        what = f"{method} of all instances"
+        results = self._get(refs, what, self._bounds.report_timeout_s, "run.report_timeout_s")
+        self._at_rest = True
+        return results
+
+    def _call_now(self, method: str, *arguments: Any) -> List[Any]:
+        """Call a method beside the leg that is running."""
+        refs = [actor.call_now.remote(method, *arguments) for actor in self._actors]
+        return self._get(refs, f"{method} of all instances", self._bounds.stop_timeout_s, "run.stop_timeout_s")
 
     def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
         """See `Fleet.run`."""
@@ -62,8 +72,7 @@ class RayFleet:
         while streams:
             if stop_requested() and not stopping:
                 stopping = True
-                calls = max(self.call("pause"))
-                self.call("stop_after", calls)
+                self._call_now("stop_after", max(self._call_now("pause")))
             ready, _ = self._ray.wait(list(streams), timeout=_LOOK_EVERY_S)
             if not ready:
                 if time.monotonic() - heard_s > self._bounds.report_timeout_s:
@@ -82,18 +91,12 @@ class RayFleet:
 
     def close(self) -> None:
         """See `Fleet.close`."""
-        if self._ray is None:
-            return
-        if self._ray.is_initialized():
-            if self._at_rest:
-                self._leave()
-            for actor in self._actors:
-                self._ray.kill(actor)
-            if self._group is not None:
-                self._ray.util.remove_placement_group(self._group)
-        self._actors, self._group = [], None
-        self._session.close()
-        self._ray = None
+        try:
+            if self._ray is not None and self._ray.is_initialized():
+                self._end_actors()
+        finally:
+            self._actors, self._group, self._ray = [], None, None
+            self._session.close()
 
     # ---- starting --------------------------------------------------------------------------------------------------
 
@@ -103,7 +106,10 @@ class RayFleet:
         bundles = [bundle_for(node, count, count * ipus) for node, count in zip(nodes, counts)]
         strategy = "STRICT_SPREAD" if len(bundles) > 1 else "PACK"
         self._group = self._ray.util.placement_group(bundles, strategy=strategy)
-        if not self._group.wait(self._bounds.start_timeout_s):
+        deadline = time.monotonic() + self._bounds.start_timeout_s
+        while not self._group.wait(min(1.0, self._bounds.start_timeout_s)):  # short waits, so that Ctrl-C is heard
+            if time.monotonic() < deadline:
+                continue
             asked = "; ".join(f"{host.name}: {bundle}" for host, bundle in zip(self._plan.hosts, bundles))
             raise WaitTimedOut(
                 f"Ray to reserve what others may be using ({asked})",
@@ -154,7 +160,7 @@ class RayFleet:
             if not ready:
                 waiting = ", ".join(str(index) for index in pending.values())
                 raise WaitTimedOut(f"{what} (still waiting for instance {waiting})", bound, setting)
-            done = [(pending.pop(ref), self._error_of(ref)) for ref in ready]
+            done = [(pending.pop(ref), self._look(ref)[1]) for ref in ready]
             failures = [(index, error) for index, error in done if error is not None]
             if failures:
                 raise self._blame(failures, pending)
@@ -171,15 +177,16 @@ class RayFleet:
             raise self._blame([(index, error)], streams) from None
         return reports
 
-    def _error_of(self, ref: Any) -> Optional[Exception]:
-        """The error behind the result of a call, or behind what is left of a stream."""
+    def _look(self, ref: Any) -> Tuple[bool, Optional[Exception]]:
+        """Whether a result that is ready, or a stream whose next item is, has ended; and with which error."""
+        is_stream = hasattr(ref, "__next__")
         try:
-            for each in ref if hasattr(ref, "__next__") else [ref]:
-                self._ray.get(each)
+            self._ray.get(next(ref) if is_stream else ref)
+        except StopIteration:
+            return True, None
         except self._ray.exceptions.RayError as error:
-            failure: Exception = error
-            return failure
-        return None
+            return True, error
+        return not is_stream, None
 
     # ---- failing ---------------------------------------------------------------------------------------------------
 
@@ -191,9 +198,11 @@ class RayFleet:
         while others and not any(self._is_death(error) for _, error in failures) and time.monotonic() < deadline:
             ready, _ = self._ray.wait(list(others), timeout=max(0.0, deadline - time.monotonic()))
             for ref in ready:
-                index, error = others.pop(ref), self._error_of(ref)
+                ended, error = self._look(ref)
                 if error is not None:
-                    failures.append((index, error))
+                    failures.append((others[ref], error))
+                if ended:
+                    del others[ref]
         failures.sort(key=lambda failure: not self._is_death(failure[1]))  # stable: else the earliest
         index, error = failures[0]
         return self._told(index, error)
@@ -206,11 +215,19 @@ class RayFleet:
         if isinstance(cause, RaypodError):
             return cause
         if self._is_death(error):
-            text = _first_line_with(str(error), "died") or str(error).splitlines()[0]
+            text = _reason_of_death(str(error))
         else:
             text = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
         spec = self._plan.instances[index]
         return InstanceFailed(index, spec.host, " ".join(text.split()), self._plan.log_file(index))
+
+    def _end_actors(self) -> None:
+        if self._at_rest:
+            self._leave()
+        for actor in self._actors:
+            self._ray.kill(actor)
+        if self._group is not None:
+            self._ray.util.remove_placement_group(self._group)
 
     def _leave(self) -> None:
         """Let healthy instances end what they started; those that do not answer in time are killed after it."""
@@ -219,5 +236,13 @@ class RayFleet:
             self._ray.wait(refs, num_returns=len(refs), timeout=self._bounds.stop_timeout_s)
 
 
-def _first_line_with(text: str, word: str) -> str:
-    return next((line for line in text.splitlines() if word in line), "")
+def _reason_of_death(text: str) -> str:
+    """The line of Ray's paragraph that says why: its first only says that."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    if "creation task" in text:  # the constructor raised: its error comes last
+        return lines[-1]
+    for sign in ("node has died", "Worker exit detail", "Worker exit type"):
+        for line in lines:
+            if sign in line:
+                return f"its process died: {line[line.index(sign) :]}"
+    return lines[0]

@@ -46,9 +46,15 @@ class RaySession:
         quiet = {"log_to_driver": False, "logging_level": "ERROR"}
         if _is_connected():
             return importlib.import_module("ray")
+        self._started_here = True
         if running is not None:
             ray = importlib.import_module("ray")
-            ray.init(address=running, namespace="raypod", **quiet)
+            try:
+                ray.init(address=running, namespace="raypod", **quiet)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise ClusterError(
+                    f"cannot join the Ray cluster at {running}: {' '.join(str(error).split())}"
+                ) from error
         else:
             with _environment(_session_variables(self._plan)):
                 ray = importlib.import_module("ray")
@@ -59,7 +65,6 @@ class RaySession:
                     namespace="raypod",
                     **quiet,
                 )
-        self._started_here = True
         _silence_worker_deaths(ray)
         return ray
 
@@ -137,8 +142,8 @@ def match_hosts(ray: Any, plan: Plan) -> List[Dict[str, Any]]:
         own = ray.get_runtime_context().get_node_id()
         nodes = [node for node in alive if node["NodeID"] == own]
     else:
-        nodes = [node for host in plan.hosts for node in alive if _is(host, node)]
-        missing = [host.name for host in plan.hosts if not any(_is(host, node) for node in alive)]
+        nodes = [next((node for node in alive if _is(host, node)), {}) for host in plan.hosts]
+        missing = [host.name for host, node in zip(plan.hosts, nodes) if not node]
         if missing:
             raise ClusterError(
                 f"{plan.cluster.name}: no Ray node is alive on {', '.join(missing)}; "

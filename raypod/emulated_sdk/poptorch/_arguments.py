@@ -22,8 +22,8 @@ class Arguments:
 
     def __init__(self, forward: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
         self._signature = inspect.signature(forward)
-        self._bound = self._bind(args, kwargs)
-        tensors, self._structure = flatten((self._bound.args, self._bound.kwargs))
+        bound = self._bind(args, kwargs)
+        tensors, self._structure = flatten((bound.args, bound.kwargs))
         self._constants = self._structure.constants()
         self._described = [_describe(tensor) for tensor in tensors]
         self._warned: Set[str] = set()

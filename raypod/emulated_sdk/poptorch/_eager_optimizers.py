@@ -1,7 +1,7 @@
 """torch's optimizers without torch's compiler.
 
-Newer torch imports `torch._dynamo` at the first call of most methods of an optimizer, to tell the compiler to leave them
-alone. The import takes more than a second in every process, and a device that never compiles has no use for it.
+Newer torch imports `torch._dynamo` at the first call of most methods of an optimizer, to tell the compiler to leave
+them alone. The import takes more than a second in every process, and a device that never compiles has no use for it.
 """
 
 from __future__ import annotations

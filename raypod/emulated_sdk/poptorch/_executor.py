@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -19,6 +20,8 @@ from ._version import VERSION
 from .enums import ConnectionType, OutputMode
 from .optim import SGD
 from .options import Options
+
+_versions = itertools.count(1)  # of the host's weights, over all executors
 
 
 class PoplarExecutor:
@@ -152,7 +155,7 @@ class PoplarExecutor:
         self._device_is_newer = False
         if self._is_attached:
             program.memory.download()
-            self._weights_version += 1
+            self._weights_version = next(_versions)
 
     def copyWeightsToDevice(self) -> None:
         """Upload the weights that the user's module has NOW: what the device has trained since is lost.
@@ -161,14 +164,14 @@ class PoplarExecutor:
         """
         program = self._compiled()
         self._device_is_newer = False
-        self._weights_version += 1
+        self._weights_version = next(_versions)
         if self._is_attached:
             program.memory.upload()
 
     def load_state_dict(self, state_dict: Dict[str, Any], strict: bool = True) -> Any:
         """Load into the user's module, and upload if the model is attached."""
         result = self._user_model.load_state_dict(state_dict, strict=strict)
-        self._weights_version += 1
+        self._weights_version = next(_versions)
         if self._is_attached:
             self.copyWeightsToDevice()
         return result

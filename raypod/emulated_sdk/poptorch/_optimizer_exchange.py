@@ -15,6 +15,10 @@ def bind(optimizer: torch.optim.Optimizer, program: TrainingProgram) -> None:
     """From now on the host's object reads its state from this program."""
     if isinstance(optimizer, Optimizer):
         optimizer._fetch = lambda: fetch(optimizer, program)
+        if (
+            optimizer._host_is_newer
+        ):  # the program was compiled with the attributes of now, not those of the saved state
+            optimizer._ipu_param = program.optimizer.hyperparameters.as_ipu_param()
 
 
 def unbind(optimizer: Any, program: Program) -> None:

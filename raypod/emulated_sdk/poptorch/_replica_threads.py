@@ -31,7 +31,13 @@ class ReplicaThreads:
             work(0)
             return
         futures: List[Future[None]] = [self._pool.submit(work, replica) for replica in range(self._replicas)]
-        wait(futures)
+        try:
+            wait(futures)
+        except BaseException:  # Ctrl-C: no replica may still be at work when the caller goes on
+            for future in futures:
+                future.cancel()
+            wait(futures)
+            raise
         for future in futures:
             future.result()
 

@@ -76,7 +76,7 @@ class WeightUpdate(NoUpdate):
         self._memory = memory
         self._placement = Placement.of(options)
         terms = _terms(options, self._placement)
-        # Dividing by a power of two is exact whenever it is done; done on the loss, it costs no pass over the gradients.
+        # Dividing by a power of two is exact wherever it is done; on the loss it costs no pass over the gradients.
         is_exact = terms & (terms - 1) == 0
         self._loss_terms, self._gradient_terms = (terms, 1) if is_exact else (1, terms)
         names = [name for name in optimizer.parameters if name in trained]

@@ -1,0 +1,212 @@
+"""Processes of one host combine gradients in shared memory: the wires' bits, nothing left behind, no endless wait."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import _emulated_gcl
+import _emulated_pod
+import _emulated_shared_memory
+import pytest
+import torch
+from ranks import run_ranks
+
+PLACEMENTS = [(1, 1), (2, 2), (4, 4), (1, 1, 1, 1), (2, 2, 2, 2)]
+LENGTHS = [1, 3, 17, 63, 1001]
+Key = Tuple[Tuple[int, ...], int, torch.dtype, int]
+
+
+def gradients(replicas: int, length: int, call: int, dtype: torch.dtype = torch.float32) -> List[torch.Tensor]:
+    """One tensor per replica, of widely different sizes: another order of additions gives other bits."""
+    generator = torch.Generator().manual_seed(1000 * length + call)
+    return [(torch.randn(length, generator=generator) * 10.0 ** (replica % 5)).to(dtype) for replica in range(replicas)]
+
+
+def naive_tree(leaves: List[torch.Tensor]) -> torch.Tensor:
+    while len(leaves) > 1:
+        leaves = [left + right for left, right in zip(leaves[::2], leaves[1::2])]
+    return leaves[0]
+
+
+def reduce_here(
+    counts: Tuple[int, ...], rank: int, length: int, call: int = 0, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    offset = sum(counts[:rank])
+    mine = gradients(sum(counts), length, call, dtype)[offset : offset + counts[rank]]
+    _emulated_gcl.tree_sum_(
+        mine, replica_offset=offset, total_replicas=sum(counts), process_id=rank, num_processes=len(counts)
+    )
+    return mine[0]
+
+
+def begin(generation: str) -> None:
+    _emulated_pod.disconnect("gcl")
+    os.environ[_emulated_pod.GENERATION] = generation
+
+
+def boards() -> int:
+    return sum(board is not None for known in _emulated_gcl._agreements.values() for _, board in known.values())
+
+
+def mapped() -> List[bool]:
+    """For every board that this process has mapped, whether its file has a name."""
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/emulated_pod_" in line]
+    return [not line.endswith("(deleted)") for line in lines]
+
+
+def all_sums(rank: int, generation: str) -> Tuple[Dict[Key, torch.Tensor], List[int]]:
+    """The sums of several calls for every placement, and how many boards they used."""
+    _emulated_gcl._CHUNK = 256
+    found, used = {}, []
+    for counts in PLACEMENTS:
+        begin(f"{generation} {counts}")
+        if rank < len(counts):
+            for call in range(4):  # the lengths take turns
+                for length in LENGTHS:
+                    key = (counts, length, torch.float32, call)
+                    found[key] = reduce_here(*key[:1], rank, length, call)
+            found[counts, 63, torch.float16, 0] = reduce_here(counts, rank, 63, 0, torch.float16)
+            used.append(boards())
+    return found, used
+
+
+# ---- what the ranks run
+
+
+def on_boards(rank: int, size: int) -> Tuple[Dict[Key, torch.Tensor], List[int]]:
+    return all_sums(rank, "boards")
+
+
+def on_wires(rank: int, size: int) -> Tuple[Dict[Key, torch.Tensor], List[int]]:
+    free, _emulated_shared_memory._free_bytes = _emulated_shared_memory._free_bytes, lambda: 1000
+    try:
+        return all_sums(rank, "wires")
+    finally:
+        _emulated_shared_memory._free_bytes = free
+
+
+def without_room_in_rank_1(rank: int, size: int) -> Tuple[int, torch.Tensor]:
+    begin("rank 1")
+    free = _emulated_shared_memory._free_bytes
+    if rank == 1:
+        _emulated_shared_memory._free_bytes = lambda: 1000
+    total = reduce_here((1, 1, 1, 1), rank, 1001)
+    _emulated_shared_memory._free_bytes = free
+    return boards(), total
+
+
+def without_memory_after_all(rank: int, size: int) -> Tuple[int, torch.Tensor]:
+    begin("no memory")
+    needed = _emulated_shared_memory._bytes_needed
+    _emulated_shared_memory._free_bytes, free = (lambda: 1 << 62), _emulated_shared_memory._free_bytes
+    _emulated_shared_memory._bytes_needed = lambda *_: 1 << 60
+    total = reduce_here((1, 1, 1, 1), rank, 1001)
+    _emulated_shared_memory._free_bytes, _emulated_shared_memory._bytes_needed = free, needed
+    return boards(), total
+
+
+def unable_to_map_in_rank_2(rank: int, size: int) -> Tuple[int, torch.Tensor]:
+    begin("no map")
+    map_it = _emulated_shared_memory._map
+    if rank == 2:
+        _emulated_shared_memory._map = lambda path, *rest: map_it(path + "x", *rest)
+    total = reduce_here((1, 1, 1, 1), rank, 1001)
+    _emulated_shared_memory._map = map_it
+    return boards(), total
+
+
+def traces(rank: int, size: int) -> Tuple[List[bool], List[bool]]:
+    """The boards mapped after the first call's end everywhere, and after the group's end."""
+    begin("traces")
+    reduce_here((1, 1, 1, 1), rank, 1001)
+    _emulated_pod.connect("gcl", rank, size).barrier()
+    during = mapped()
+    _emulated_pod.disconnect("gcl")
+    return during, mapped()
+
+
+def death_of_rank_3(rank: int, size: int) -> Tuple[float, str]:
+    begin("death")
+    reduce_here((1, 1, 1, 1), rank, 1001)
+    assert boards() == 1
+    if rank == 3:
+        os._exit(0)
+    began = time.monotonic()
+    try:
+        reduce_here((1, 1, 1, 1), rank, 1001)
+    except RuntimeError as error:
+        waited_s = time.monotonic() - began
+        time.sleep(1.0)  # the others depend on this one, who lives on after its error
+        return waited_s, str(error)
+    return 0.0, "no error"
+
+
+RUNS = ["on_boards", "on_wires", "without_room_in_rank_1", "without_memory_after_all", "unable_to_map_in_rank_2"]
+
+
+# ---- tests
+
+
+@pytest.fixture(scope="module")
+def pod() -> Dict[str, List[Any]]:
+    return run_ranks(__file__, [*RUNS, "traces", "death_of_rank_3"], 4)
+
+
+@pytest.mark.parametrize("way", ["on_boards", "on_wires"])
+def test_every_call_has_the_bits_of_the_tree(pod: Dict[str, List[Any]], way: str) -> None:
+    for rank, (found, _) in enumerate(pod[way]):
+        for (counts, length, dtype, call), total in found.items():
+            expected = naive_tree(gradients(sum(counts), length, call, dtype))
+            assert torch.equal(total, expected), f"rank {rank}, {counts}, length {length}, {dtype}, call {call}"
+
+
+def test_each_length_and_dtype_has_its_board_if_there_is_room(pod: Dict[str, List[Any]]) -> None:
+    assert [used for _, used in pod["on_boards"]] == [[len(LENGTHS) + 1] * 5] * 2 + [[len(LENGTHS) + 1] * 2] * 2
+    assert [used for _, used in pod["on_wires"]] == [[0] * 5] * 2 + [[0] * 2] * 2
+
+
+@pytest.mark.parametrize("way", RUNS[2:])
+def test_all_use_the_wires_if_one_cannot_share(pod: Dict[str, List[Any]], way: str) -> None:
+    for used, total in pod[way]:
+        assert used == 0
+        assert torch.equal(total, naive_tree(gradients(4, 1001, 0)))
+
+
+def test_a_board_has_no_name_and_ends_with_its_group(pod: Dict[str, List[Any]]) -> None:
+    assert pod["traces"] == [([False], [])] * 4
+
+
+def test_a_killed_peer_is_noticed_at_once_by_all(pod: Dict[str, List[Any]]) -> None:
+    for waited_s, message in pod["death_of_rank_3"][:3]:
+        assert waited_s < 0.9, message  # before another rank ends
+        assert "lost the connection" in message
+
+
+@pytest.mark.parametrize("length", [0, 1, 16, 17, 64, 1001])
+def test_slices_cover_the_length_and_begin_on_cache_lines(length: int) -> None:
+    slices = _emulated_shared_memory.aligned_slices(length, 4)
+    assert [part.start for part in slices[1:]] == [part.stop for part in slices[:-1]]
+    assert (slices[0].start, slices[-1].stop) == (0, length)
+    assert all(part.start % 16 == 0 or part.start == length for part in slices)
+
+
+def test_processes_in_different_places_or_without_room_share_nothing() -> None:
+    assert _emulated_shared_memory.is_wanted([[7, 1], [7, 1]])
+    assert not _emulated_shared_memory.is_wanted([[7, 1], [8, 1]])
+    assert not _emulated_shared_memory.is_wanted([[7, 1], [7, 0]])
+
+
+def test_a_host_without_shared_memory_offers_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_emulated_shared_memory, "_FOLDER", "/no/such/folder")
+    assert _emulated_shared_memory.offer(2, 1000, torch.float32) == [0, 0]
+
+
+def test_a_file_is_not_left_behind_if_its_memory_is_not_to_be_had(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(_emulated_shared_memory, "_FOLDER", str(tmp_path))
+    assert _emulated_shared_memory._create(1 << 62) == ""
+    assert not list(tmp_path.iterdir())
