@@ -20,6 +20,10 @@ from typing_extensions import Literal
 from raypod.errors import ConfigError
 
 
+SMALL_RESNETS = ("resnet8", "resnet14", "resnet20")
+TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101")
+
+
 class Section(pydantic.BaseModel):
     """Base of the sections: frozen, and unknown keys are errors."""
 
@@ -59,6 +63,14 @@ class TrainingSection(Section):
     loss_scaling: float = Field(1.0, gt=0, description="multiplies the loss, divided out before the update")
     reduction: Literal["sum", "mean"] = Field("mean", description="of gradients over accumulation and replicas")
     seed: int = Field(42, ge=0, lt=2**31, description="of weights, sample order, augmentation and dropout")
+
+    @pydantic.field_validator("model")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        known = ("tiny", *SMALL_RESNETS, *TORCHVISION_RESNETS)
+        if value not in known and ":" not in value:
+            raise ValueError(f"known are {', '.join(known)}, or module:function for one of your own")
+        return value
 
     @pydantic.field_validator("precision", mode="before")
     @classmethod

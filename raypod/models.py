@@ -14,34 +14,28 @@ from torch import nn
 from torch.nn import functional
 
 from raypod import torchvision_import
-from raypod.config import Config
+from raypod.config import SMALL_RESNETS, TORCHVISION_RESNETS, Config
 from raypod.datasets import import_attribute
 from raypod.errors import ConfigError
-
-SMALL = {"resnet8": 1, "resnet14": 2, "resnet20": 3}
-TORCHVISION = ("resnet18", "resnet34", "resnet50", "resnet101")
 
 
 def build_model(config: Config, channels: int, side: int, classes: int) -> nn.Module:
     """The network of a config: float32 [n, channels, side, side] to logits [n, classes].
 
     Raises:
-        ConfigError: the name is not known, or the module of your own cannot be used.
+        ConfigError: the module of your own cannot be used.
     """
     name = config.training.model
     if name == "tiny":
         return Tiny(channels, classes)
-    if name in SMALL:
-        return SmallResNet(SMALL[name], channels, classes)
-    if name in TORCHVISION:
+    if name in SMALL_RESNETS:
+        return SmallResNet(1 + SMALL_RESNETS.index(name), channels, classes)
+    if name in TORCHVISION_RESNETS:
         return _torchvision_resnet(name, channels, side, classes)
-    if ":" in name:
-        model = import_attribute(name, "training.model")(channels, classes)
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"training.model = {name!r} returned {type(model).__name__}, not a torch.nn.Module")
-        return model
-    known = ", ".join(["tiny", *SMALL, *TORCHVISION])
-    raise ConfigError(f"unknown model {name!r}; known: {known}, or module:function for one of your own")
+    model = import_attribute(name, "training.model")(channels, classes)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"training.model = {name!r} returned {type(model).__name__}, not a torch.nn.Module")
+    return model
 
 
 class Tiny(nn.Module):

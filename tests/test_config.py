@@ -71,6 +71,20 @@ def test_the_resolved_config_reloads_equal(tmp_path: Path) -> None:
     assert found.training.learning_rate == 0.001
 
 
+@pytest.mark.parametrize("text", ["16.16", "16.32", "32.32"])
+def test_yaml_may_take_a_precision_for_a_number(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.yaml").write_text(f"training: {{precision: {text}}}\n")
+    assert config.load_yaml(tmp_path / "c.yaml").training.precision == text
+    assert parse(f"training.precision={text}").training.precision == text
+
+
+def test_a_run_goes_on_with_the_config_of_its_folder(tmp_path: Path) -> None:
+    first = parse("--batch-size", "16", "--optimizer", "adam", "--run-dir", str(tmp_path))
+    (tmp_path / "config.yaml").write_text(first.to_yaml())
+    again = parse("--resume", str(tmp_path), "--epochs", "3")
+    assert (again.training.batch_size, again.training.optimizer, again.training.epochs) == (16, "adam", 3)
+
+
 def test_replicas_follow_from_ipus() -> None:
     assert parse("--num-ipus", "16", "--ipus-per-replica", "2").pod.replicas == 8
 
@@ -90,6 +104,7 @@ def test_default_number_of_instances(argv: tuple[str, ...], instances: int) -> N
         (("seed",), ["'seed'", "section.key=value"]),
         (("--epochs", "0"), ["training.epochs", "'0'", "1"]),
         (("--precision", "8"), ["training.precision", "16.16", "32.32"]),
+        (("--model", "resnet9"), ["training.model", "resnet9", "resnet8"]),
         (("--replicas", "four"), ["pod.replicas", "four"]),
         (("--batch-size",), ["--batch-size", "expected one argument"]),
         (("--num-ipus", "7", "--ipus-per-replica", "2"), ["7", "2"]),

@@ -115,6 +115,20 @@ def test_a_loaded_state_continues_exactly(algorithm, replicas):
     assert torch.equal(resumed.conv.weight, model.conv.weight)
 
 
+def test_a_learning_rate_set_after_loading_counts_in_the_first_call():
+    saving_model = Line()
+    saving = sgd(saving_model)
+    poptorch.trainingModel(saving_model, options(), saving)(torch.ones(1))
+    model = Line()
+    optimizer = sgd(model)
+    training = poptorch.trainingModel(model, options(), optimizer)
+    optimizer.load_state_dict(copy.deepcopy(saving.state_dict()))
+    optimizer.param_groups[0]["lr"] = 0.5
+    training.setOptimizer(optimizer)
+    training(torch.ones(1))
+    assert model.weight.item() == pytest.approx(0.5)
+
+
 def test_a_state_can_be_loaded_while_training():
     model = Line()
     optimizer = sgd(model, momentum=0.9)

@@ -335,3 +335,17 @@ def test_an_error_of_one_replica_reaches_the_caller_and_leaves_no_gradients(repl
         training(torch.cat([samples[1:], torch.tensor([9.0])]))
     training(samples)
     assert model.weight.item() == 0.5
+
+
+def test_weights_of_another_memory_format_train_the_same():
+    """The gradients that are combined must lie in memory as the weights do: fused kernels walk through both."""
+
+    def trained(memory_format):
+        model = seeded()
+        model.conv.to(memory_format=memory_format)
+        training = poptorch.trainingModel(model, options(2), poptorch.optim.SGD(model.parameters(), lr=0.1))
+        for number in range(3):
+            training(*batch(4, number))
+        return model.conv.weight.detach().contiguous()
+
+    torch.testing.assert_close(trained(torch.channels_last), trained(torch.contiguous_format))

@@ -17,7 +17,7 @@ def bind(optimizer: torch.optim.Optimizer, program: TrainingProgram) -> None:
         optimizer._fetch = lambda: fetch(optimizer, program)
         if (
             optimizer._host_is_newer
-        ):  # the program was compiled with the attributes of now, not those of the saved state
+        ):  # compiled with the attributes of now, not with the saved ones
             optimizer._ipu_param = program.optimizer.hyperparameters.as_ipu_param()
 
 

@@ -142,7 +142,8 @@ class _FlatGradients:
         starts, length = _starts(parameters)
         self.flat = torch.zeros(length)
         self._pairs = [
-            (parameter, self.flat[start : start + parameter.numel()].view(parameter.shape))
+            # With the strides of the parameter: fused kernels walk through both side by side.
+            (parameter, self.flat.as_strided(parameter.shape, parameter.stride(), start))
             for parameter, start in zip(parameters, starts)
         ]
 
