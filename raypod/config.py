@@ -19,7 +19,6 @@ from typing_extensions import Literal
 
 from raypod.errors import ConfigError
 
-
 SMALL_RESNETS = ("resnet8", "resnet14", "resnet20")
 TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101")
 

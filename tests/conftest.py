@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from typing import Callable, Iterator
 
 import psutil
@@ -16,26 +15,19 @@ import pytest
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
+from bounded import wait_until
+
 from raypod.cluster import LOCAL
 from raypod.config import Config, from_values
 from raypod.datasets import dataset_size
 from raypod.plan import Plan, make_plan
 
-GONE_WITHIN_S = 15.0
+# By pytest, by poptorch (contract section 1.9), and by torch's compiler, which torch's own optimizers import.
+SET_BY_AN_IMPORT = {"PYTEST_CURRENT_TEST", "RDMAV_FORK_SAFE", "TORCHINDUCTOR_CACHE_DIR"}
 
 
 def _children() -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=True)}
-
-
-def wait_until(condition: Callable[[], bool], within_s: float = GONE_WITHIN_S) -> bool:
-    """Whether a condition comes true within a bound."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +35,7 @@ def leaves_nothing_behind() -> Iterator[None]:
     environment, children, threads = dict(os.environ), _children(), set(threading.enumerate())
     yield
     changed = {name for name in set(environment) | set(os.environ) if environment.get(name) != os.environ.get(name)}
-    changed -= {"PYTEST_CURRENT_TEST", "RDMAV_FORK_SAFE"}  # importing poptorch sets the latter: contract section 1.9
+    changed -= SET_BY_AN_IMPORT
     assert not changed, f"environment variables changed: {changed}"
     assert wait_until(lambda: not (_children() - children)), f"processes left: {_children() - children}"
     left = [thread for thread in set(threading.enumerate()) - threads if not thread.daemon]

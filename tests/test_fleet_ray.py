@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, Iterator, List
 
 import psutil
 import pytest
-from conftest import wait_until
+from bounded import wait_until
 
 from raypod import coordinator
 from raypod.cluster import LOCAL, Cluster, Host

@@ -15,9 +15,7 @@ def bind(optimizer: torch.optim.Optimizer, program: TrainingProgram) -> None:
     """From now on the host's object reads its state from this program."""
     if isinstance(optimizer, Optimizer):
         optimizer._fetch = lambda: fetch(optimizer, program)
-        if (
-            optimizer._host_is_newer
-        ):  # compiled with the attributes of now, not with the saved ones
+        if optimizer._host_is_newer:  # compiled with the attributes of now, not with the saved ones
             optimizer._ipu_param = program.optimizer.hyperparameters.as_ipu_param()
 
 
