@@ -37,7 +37,6 @@ class CallReport:
     first_update: int
     losses: Tuple[Tuple[float, ...], ...]
     correct: Tuple[Tuple[int, ...], ...]
-    samples_per_replica: int  # per update
 
 
 @dataclasses.dataclass(frozen=True)

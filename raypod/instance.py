@@ -198,7 +198,6 @@ class Instance:
             first_update=update,
             losses=tuple(tuple(row) for row in mean_losses),
             correct=tuple(tuple(row) for row in counts),
-            samples_per_replica=geometry.replica_samples,
         )
 
     def _read_back(self) -> None:

@@ -1,7 +1,7 @@
 """The peers of bench_train.py, one process each: DistributedDataParallel under torchrun, and the bare compute limit.
 
 Both train the same network (raypod.models) with the same optimizer on the same sizes, and print one line of JSON:
-{"images_per_s": ..., "first_update_s": ...}. Not meant to be started by hand; bench_train.py does.
+{"images_per_s": ...}. Not meant to be started by hand; bench_train.py does.
 """
 
 from __future__ import annotations

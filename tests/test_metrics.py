@@ -14,7 +14,7 @@ LEG = Leg(epoch=0, first_update=0, num_updates=44, ends_epoch=True)
 
 
 def report(instance: int, losses: list[list[float]], correct: list[list[int]], first: int = 0) -> CallReport:
-    return CallReport(instance, first, tuple(map(tuple, losses)), tuple(map(tuple, correct)), 8)
+    return CallReport(instance, first, tuple(map(tuple, losses)), tuple(map(tuple, correct)))
 
 
 def test_an_update_is_told_once_all_instances_have_reported(make: Callable[..., Plan]) -> None:
