@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 import poptorch
-from poptorch._options_sections import _DistributedOptions
+from poptorch._options.sections import _DistributedOptions
 
 from . import _environment
 

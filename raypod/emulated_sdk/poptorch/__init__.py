@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 
 from . import _log, enums, optim, options
-from ._compile_hooks import registerPostCompileHook, registerPreCompileHook
-from ._data_loader import DataLoader
-from ._device_queries import ipuHardwareIsAvailable, ipuHardwareVersion, isRunningOnIpu
+from ._data.loader import DataLoader
+from ._device.loss_rule import identity_loss
+from ._device.queries import ipuHardwareIsAvailable, ipuHardwareVersion, isRunningOnIpu
 from ._errors import ConfigFileError, Error, RecoverableError, UnrecoverableError
-from ._executor import PoplarExecutor, inferenceModel, trainingModel
+from ._executor.compile_hooks import registerPostCompileHook, registerPreCompileHook
+from ._executor.executor import PoplarExecutor, inferenceModel, trainingModel
 from ._log import setLogLevel
-from ._loss_rule import identity_loss
 from ._version import VERSION as __version__
 from .enums import (
     AutoStage,

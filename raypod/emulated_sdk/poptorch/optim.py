@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Iterable, Optional, Tuple
 
 import torch
 
-from ._eager_optimizers import keep_compiler_out
+from ._optimizers.eager import keep_compiler_out
 
 __all__ = ["Adam", "AdamW", "Optimizer", "RMSprop", "SGD", "VariableAttributes"]
 

@@ -10,16 +10,16 @@ import torch
 
 from . import enums
 from ._errors import ConfigFileError
-from ._options_impl import OptionsDict
-from ._options_locations import TensorLocationSettings, _TensorLocationOptions
-from ._options_sections import (
+from ._options.base import OptionsDict
+from ._options.locations import TensorLocationSettings, _TensorLocationOptions
+from ._options.sections import (
     _DistributedOptions,
     _JitOptions,
     _PopartOptions,
     _PrecisionOptions,
     _TrainingOptions,
 )
-from ._options_text import apply_file, apply_json
+from ._options.text import apply_file, apply_json
 
 __all__ = ["ConfigFileError", "Options", "TensorLocationSettings"]
 

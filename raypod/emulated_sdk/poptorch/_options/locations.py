@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from ._options_impl import OptionsDict
+from .base import OptionsDict
 
 
 class TensorLocationSettings(OptionsDict):

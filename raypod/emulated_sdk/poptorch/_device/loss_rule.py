@@ -6,8 +6,9 @@ from typing import Any, List, Optional, Set
 
 import torch
 
-from ._device_mode import active_mode
-from ._errors import Error
+from poptorch._errors import Error
+
+from .mode import active_mode
 
 
 def identity_loss(x: torch.Tensor, reduction: str) -> torch.Tensor:

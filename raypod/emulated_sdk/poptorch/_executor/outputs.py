@@ -7,11 +7,12 @@ from typing import Any, Dict, List, NoReturn, Sequence
 
 import torch
 
-from ._dtypes import API_DTYPE
-from ._errors import Error
-from ._layout import BatchLayout
-from .enums import OutputMode
-from .options import Options
+from poptorch._device.dtypes import API_DTYPE
+from poptorch._errors import Error
+from poptorch.enums import OutputMode
+from poptorch.options import Options
+
+from .layout import BatchLayout
 
 
 class OutputCollector:

@@ -7,16 +7,17 @@ from typing import Any, ContextManager, Dict, FrozenSet, Iterator, List, NamedTu
 
 import torch
 
-from ._arguments import Arguments
-from ._device_memory import ReplicaMemory
-from ._device_mode import DeviceMode
-from ._device_random import detect_random
-from ._dtypes import to_device
-from ._errors import Error
-from ._half import HalfTracker
-from ._loss_rule import ancestors, final_loss
-from ._outputs import api_dtypes
-from ._structure import Structure, flatten
+from poptorch._errors import Error
+from poptorch._executor.arguments import Arguments
+from poptorch._executor.outputs import api_dtypes
+from poptorch._executor.structure import Structure, flatten
+
+from .dtypes import to_device
+from .half import HalfTracker
+from .loss_rule import ancestors, final_loss
+from .memory import ReplicaMemory
+from .mode import DeviceMode
+from .random import detect_random
 
 
 class Checks(NamedTuple):

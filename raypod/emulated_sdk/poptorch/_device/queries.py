@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._device_mode import is_on_device
+from .mode import is_on_device
 
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:

@@ -7,9 +7,9 @@ from typing import Sequence
 
 import torch
 
-from ._errors import Error
-from .enums import CommGroupType
-from .options import Options
+from poptorch._errors import Error
+from poptorch.enums import CommGroupType
+from poptorch.options import Options
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, Dict
 
 import torch
 
-from ._user_model import original_class
+from poptorch._executor.user_model import original_class
 
 # What copying an arbitrary Python object may raise: such attributes are shared instead.
 _UNCOPYABLE = (TypeError, RuntimeError, AttributeError, ValueError, pickle.PickleError, copy.Error)

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from ._dtypes import DEVICE_DTYPE
-from ._errors import Error
+from poptorch._errors import Error
+
+from .dtypes import DEVICE_DTYPE
 
 _Handler = Callable[["DeviceMode", Callable[..., Any], Tuple[Any, ...], Dict[str, Any]], Any]
 

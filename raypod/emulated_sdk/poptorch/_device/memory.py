@@ -9,8 +9,8 @@ from typing import Dict, List, NamedTuple, Tuple
 
 import torch
 
-from ._dtypes import DEVICE_DTYPE
-from ._replica_modules import copy_module
+from .dtypes import DEVICE_DTYPE
+from .replica_modules import copy_module
 
 
 class ReplicaMemory(NamedTuple):

@@ -8,9 +8,10 @@ from typing import Any, Callable, Dict, List, Set, Tuple
 
 import torch
 
-from ._dtypes import API_DTYPE
-from ._errors import Error
-from ._structure import flatten
+from poptorch._device.dtypes import API_DTYPE
+from poptorch._errors import Error
+
+from .structure import flatten
 
 
 class Arguments:

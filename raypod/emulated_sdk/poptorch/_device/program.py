@@ -7,18 +7,19 @@ from typing import Any, List, Sequence
 
 import torch
 
-from ._arguments import Arguments
-from ._compilation import Checks, Trace, trace
-from ._device_memory import DeviceMemory
-from ._device_optimizer import DeviceOptimizer
-from ._errors import Error
-from ._hyperparameters import extract
-from ._layout import BatchLayout
-from ._outputs import OutputCollector, check_output_mode
-from ._replica import Forward, Replica
-from ._replica_threads import ReplicaThreads
-from ._weight_update import NoUpdate, Placement, WeightUpdate, device_groups
-from .options import Options
+from poptorch._errors import Error
+from poptorch._executor.arguments import Arguments
+from poptorch._executor.layout import BatchLayout
+from poptorch._executor.outputs import OutputCollector, check_output_mode
+from poptorch._optimizers.device_optimizer import DeviceOptimizer
+from poptorch._optimizers.hyperparameters import extract
+from poptorch.options import Options
+
+from .compilation import Checks, Trace, trace
+from .memory import DeviceMemory
+from .replica import Forward, Replica
+from .replica_threads import ReplicaThreads
+from .weight_update import NoUpdate, Placement, WeightUpdate, device_groups
 
 
 class Program:

@@ -12,12 +12,13 @@ from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, T
 import torch
 from _emulated_gcl import tree_sum_
 
-from ._device_memory import DeviceMemory
-from ._device_optimizer import DeviceOptimizer
-from ._errors import Error
-from ._replica_threads import ReplicaThreads
-from .enums import ReductionType
-from .options import Options
+from poptorch._errors import Error
+from poptorch._optimizers.device_optimizer import DeviceOptimizer
+from poptorch.enums import ReductionType
+from poptorch.options import Options
+
+from .memory import DeviceMemory
+from .replica_threads import ReplicaThreads
 
 # Every gradient begins on a cache line, as tensors of their own do: kernels may round differently elsewhere.
 _ALIGNMENT = 64 // 4

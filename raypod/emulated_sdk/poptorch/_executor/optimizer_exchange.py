@@ -6,9 +6,9 @@ from typing import Any, Optional
 
 import torch
 
-from ._hyperparameters import Hyperparameters
-from ._program import Program, TrainingProgram
-from .optim import Optimizer
+from poptorch._device.program import Program, TrainingProgram
+from poptorch._optimizers.hyperparameters import Hyperparameters
+from poptorch.optim import Optimizer
 
 
 def bind(optimizer: torch.optim.Optimizer, program: TrainingProgram) -> None:

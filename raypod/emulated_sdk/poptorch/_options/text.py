@@ -10,9 +10,10 @@ from typing import Any, Dict
 
 import torch
 
-from . import enums
-from ._errors import ConfigFileError
-from ._options_impl import OptionsDict
+from poptorch import enums
+from poptorch._errors import ConfigFileError
+
+from .base import OptionsDict
 
 
 def apply_json(options: OptionsDict, text: str) -> None:

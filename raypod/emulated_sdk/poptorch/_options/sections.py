@@ -11,8 +11,9 @@ from typing import Any, Dict
 
 import torch
 
-from . import enums
-from ._options_impl import OptionsDict
+from poptorch import enums
+
+from .base import OptionsDict
 
 
 class _PopartOptions(OptionsDict):

@@ -8,18 +8,19 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 
-from . import _compile_hooks, _optimizer_exchange
-from ._arguments import Arguments
-from ._errors import Error
-from ._hyperparameters import extract
-from ._log import logger
-from ._program import Program, TrainingProgram
-from ._progress_bar import ProgressBar
-from ._user_model import device_of, host_tensors, shallow_copy, unwrap, wrap
-from ._version import VERSION
-from .enums import ConnectionType, OutputMode
-from .optim import SGD
-from .options import Options
+from poptorch._device.program import Program, TrainingProgram
+from poptorch._errors import Error
+from poptorch._log import logger
+from poptorch._optimizers.hyperparameters import extract
+from poptorch._version import VERSION
+from poptorch.enums import ConnectionType, OutputMode
+from poptorch.optim import SGD
+from poptorch.options import Options
+
+from . import compile_hooks, optimizer_exchange
+from .arguments import Arguments
+from .progress_bar import ProgressBar
+from .user_model import device_of, host_tensors, shallow_copy, unwrap, wrap
 
 _versions = itertools.count(1)  # of the host's weights, over all executors
 
@@ -71,13 +72,13 @@ class PoplarExecutor:
             self.attachToDevice()
         tensors = program.arguments.tensors(args, kwargs)
         if self._training:
-            _optimizer_exchange.upload_if_newer(self._optimizer, program)
+            optimizer_exchange.upload_if_newer(self._optimizer, program)
             self._device_is_newer = True
         else:
             self._follow_training()
         with _plain_torch():
             result = program.run(tensors)
-        _optimizer_exchange.note_step(self._optimizer)
+        optimizer_exchange.note_step(self._optimizer)
         return result
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -85,7 +86,7 @@ class PoplarExecutor:
         if self._program is not None:
             logger.warning("compile: the model is compiled already; the call has no effect")
             return
-        for hook in list(_compile_hooks.before_compile.values()):
+        for hook in list(compile_hooks.before_compile.values()):
             hook(self)
         progress = ProgressBar() if self._options.show_compilation_progress_bar else _no_progress
         progress(0, 100)
@@ -94,7 +95,7 @@ class PoplarExecutor:
             self._program = self._build(Arguments(self._model.forward, args, kwargs))
         self._is_attached = self._options.connection_type == ConnectionType.Always
         progress(100, 100)
-        for hook in list(_compile_hooks.after_compile.values()):
+        for hook in list(compile_hooks.after_compile.values()):
             hook(self)
 
     def isCompiled(self) -> bool:
@@ -110,7 +111,7 @@ class PoplarExecutor:
             return
         if self._training:
             self.copyWeightsToHostIfNeeded()
-            _optimizer_exchange.unbind(self._optimizer, self._program)
+            optimizer_exchange.unbind(self._optimizer, self._program)
             unwrap(self._user_model)
         self._program.close()
         self._program = None
@@ -133,7 +134,7 @@ class PoplarExecutor:
         if not self._is_attached:
             raise Error("Cannot detach from the device: the model is not attached")
         self.copyWeightsToHostIfNeeded()
-        _optimizer_exchange.fetch(self._optimizer, program)
+        optimizer_exchange.fetch(self._optimizer, program)
         self._is_attached = False
 
     def isAttachedToDevice(self) -> bool:
@@ -187,7 +188,7 @@ class PoplarExecutor:
             raise Error("An inference model has no optimizer")
         values = extract(optimizer)
         if isinstance(self._program, TrainingProgram):
-            _optimizer_exchange.replace(self._optimizer, optimizer, values, self._program)
+            optimizer_exchange.replace(self._optimizer, optimizer, values, self._program)
         self._optimizer = optimizer
 
     @property
@@ -227,7 +228,7 @@ class PoplarExecutor:
         if not self._training or self._optimizer is None:
             return Program(self._model, self._options, arguments)
         program = TrainingProgram(self._model, self._options, arguments, self._optimizer)
-        _optimizer_exchange.bind(self._optimizer, program)
+        optimizer_exchange.bind(self._optimizer, program)
         return program
 
     def _fetch_training(self) -> Tuple[int, ...]:

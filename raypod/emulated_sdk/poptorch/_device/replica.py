@@ -7,14 +7,15 @@ from typing import Any, ContextManager, Dict, List, NamedTuple, Optional
 
 import torch
 
-from ._arguments import Arguments
-from ._compilation import Trace
-from ._device_memory import ReplicaMemory
-from ._device_mode import DeviceMode, OnDevice
-from ._device_random import device_random
-from ._dtypes import to_device
-from ._errors import Error
-from ._structure import flatten
+from poptorch._errors import Error
+from poptorch._executor.arguments import Arguments
+from poptorch._executor.structure import flatten
+
+from .compilation import Trace
+from .dtypes import to_device
+from .memory import ReplicaMemory
+from .mode import DeviceMode, OnDevice
+from .random import device_random
 
 _ON_DEVICE = OnDevice()
 

@@ -12,10 +12,11 @@ from typing import Any, Dict, List, Sequence, cast
 
 import torch
 
-from . import _eager_optimizers
-from ._errors import Error
-from ._hyperparameters import Hyperparameters
-from ._tf_rmsprop import TfRMSprop
+from poptorch._errors import Error
+
+from . import eager
+from .hyperparameters import Hyperparameters
+from .tf_rmsprop import TfRMSprop
 
 _Group = Dict[str, torch.nn.Parameter]
 
@@ -60,7 +61,7 @@ class DeviceOptimizer:
 
     def step(self, part: int) -> None:
         """Update the parameters of one part."""
-        _eager_optimizers.step(self._parts[part])
+        eager.step(self._parts[part])
 
     def state(self) -> Dict[str, Dict[str, torch.Tensor]]:
         """A copy of the state, by parameter name and torch's name of the quantity."""

@@ -7,11 +7,12 @@ from typing import Any, Dict, Iterator, List, Optional, Sized, cast
 import torch
 from torch.utils.data import IterableDataset
 
-from ._errors import Error
-from ._log import logger
-from ._partition import Partition
-from .enums import DataLoaderMode
-from .options import Options
+from poptorch._errors import Error
+from poptorch._log import logger
+from poptorch.enums import DataLoaderMode
+from poptorch.options import Options
+
+from .partition import Partition
 
 
 class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # not generic at run time in old torch

@@ -6,8 +6,8 @@ from typing import Any, Dict, FrozenSet, List, NamedTuple, Tuple
 
 import torch
 
-from ._errors import Error
-from .optim import Optimizer
+from poptorch._errors import Error
+from poptorch.optim import Optimizer
 
 # The attributes of each parameter group that the device knows.
 _GROUP_ATTRIBUTES: Dict[type, Tuple[str, ...]] = {

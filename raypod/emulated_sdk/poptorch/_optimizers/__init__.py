@@ -1,0 +1,1 @@
+"""How a host optimizer becomes the device's (contract section 4)."""
