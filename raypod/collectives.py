@@ -1,16 +1,21 @@
 """The host-side collectives between instances: whose they are, and where the instances meet.
 
 The collectives are those of `horovod.torch`: the installed Horovod, or the emulated SDK's over gloo. Either way the
-meeting point is a server that the first instance opens on a port the system chooses, and keeps open.
+meeting point is a server on a port that the system chooses, which whoever starts the instances opens and keeps open.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
-from typing import Any, Dict
+import socket
+import struct
+from typing import Any, Dict, Optional, Sequence
 
 from raypod.errors import SdkError
-from raypod.plan import Plan
+from raypod.horovod_rendezvous import HorovodRendezvous
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
 
 
 def check_available(collectives: str) -> None:
@@ -31,32 +36,53 @@ def uses_installed_horovod() -> bool:
 
 
 class Rendezvous:
-    """Where the instances of one fleet meet. Open in the first instance for as long as the fleet lives."""
+    """Where the instances of one fleet meet. Open for as long as the fleet lives, in any process of `address`.
 
-    def __init__(self, plan: Plan, address: str) -> None:
+    `environment` leads every instance there: EMULATED_POD_RENDEZVOUS for the emulated SDK, and with `for_horovod` the
+    HOROVOD_GLOO_RENDEZVOUS_* of a real Horovod. Who an instance is among them says `environment.horovod_identity`; by
+    which interface, `horovod_interface`.
+    """
+
+    def __init__(self, address: str, hosts: Sequence[str], for_horovod: bool) -> None:
+        """Listen on `address`, a name or address of this host, for instances on `hosts` (names or addresses).
+
+        The emulated SDK must be importable (`sdk.select`). OSError if an address cannot be resolved or listened on.
+        """
         import _emulated_pod  # of the emulated SDK: the wires that stand in for IPU-Links
 
         self._store: Any
         self._store, where = _emulated_pod.open_rendezvous(address)
         self.environment: Dict[str, str] = {"EMULATED_POD_RENDEZVOUS": where}
-        self._server: Any = None
-        if plan.config.run.collectives != "gloo" and uses_installed_horovod():
-            self._server = self._open_horovod(plan, address)
-
-    def _open_horovod(self, plan: Plan, address: str) -> Any:
-        from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-        from horovod.runner.http.http_server import RendezvousServer
-
-        hosts = ",".join(f"{host.name}:{len(plan.instances_on(index))}" for index, host in enumerate(plan.hosts))
-        server = RendezvousServer(verbose=0)
-        port = server.start()
-        server.init(get_host_assignments(parse_hosts(hosts), plan.geometry.num_instances))
-        self.environment["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = address
-        self.environment["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(port)
-        return server
+        self._horovod: Optional[HorovodRendezvous] = None
+        if for_horovod:
+            self._horovod = HorovodRendezvous(address, hosts)
+            self.environment.update(self._horovod.environment)
 
     def close(self) -> None:
         """Close the servers; nobody can join any more."""
-        if self._server is not None:
-            self._server.stop()
+        if self._horovod is not None:
+            self._horovod.close()
         self._store = None
+
+
+def horovod_interface(rendezvous: str) -> Dict[str, str]:
+    """HOROVOD_GLOO_IFACE, the interface by which this host reaches the address `rendezvous`; {} if none is found.
+
+    Without it Horovod listens on whatever address this host's name resolves to. IPv4 only.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((rendezvous, 9))  # connecting a datagram socket sends nothing
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            if _address_of(probe, name) == own:
+                return {"HOROVOD_GLOO_IFACE": name}
+    return {}
+
+
+def _address_of(probe: socket.socket, interface: str) -> Optional[str]:
+    """The first IPv4 address of an interface, which is the one that Gloo takes."""
+    try:
+        found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+    except OSError:  # it has none
+        return None
+    return socket.inet_ntoa(found[20:24])

@@ -7,7 +7,7 @@ contract section 6.3); nothing else in raypod writes environment variables for i
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Dict
+from typing import Dict, Sequence, Tuple
 
 from raypod.plan import InstanceSpec, Plan
 
@@ -38,7 +38,8 @@ def instance_environment(plan: Plan, spec: InstanceSpec, python_path: str = "") 
     }
     # The bound of every host collective and gradient exchange: the one by which the coordinator gives up as well.
     env["EMULATED_POD_TIMEOUT_S"] = str(plan.config.run.report_timeout_s)
-    env.update(_horovod_identity(plan, spec))
+    hosts = [(host.name, len(plan.instances_on(number))) for number, host in enumerate(plan.hosts)]
+    env.update(horovod_identity(hosts, spec.index))
     cache = plan.config.pod.executable_cache_path
     if cache is not None:
         env["POPTORCH_CACHE_DIR"] = env["POPDIST_EXECUTABLE_CACHE_PATH"] = cache
@@ -47,16 +48,25 @@ def instance_environment(plan: Plan, spec: InstanceSpec, python_path: str = "") 
     return env
 
 
-def _horovod_identity(plan: Plan, spec: InstanceSpec) -> Dict[str, str]:
-    """Who an instance is to Horovod: its ranks are instances, not replicas (contract section 13, trap 39)."""
+def horovod_identity(hosts: Sequence[Tuple[str, int]], index: int) -> Dict[str, str]:
+    """Who instance `index` is to Horovod, with `hosts` (name, number of instances) filled one after the other.
+
+    Its ranks are instances, not replicas (contract section 13, trap 39). A cross rank counts the hosts that have an
+    instance of that local rank.
+    """
+    host_index, local_rank = 0, index
+    while local_rank >= hosts[host_index][1]:
+        local_rank -= hosts[host_index][1]
+        host_index += 1
+    across = [other for other, (_, slots) in enumerate(hosts) if slots > local_rank]
     return {
-        "HOROVOD_HOSTNAME": spec.host,
-        "HOROVOD_RANK": str(spec.index),
-        "HOROVOD_SIZE": str(plan.geometry.num_instances),
-        "HOROVOD_LOCAL_RANK": str(spec.local_index),
-        "HOROVOD_LOCAL_SIZE": str(len(plan.instances_on(spec.host_index))),
-        "HOROVOD_CROSS_RANK": str(spec.host_index),
-        "HOROVOD_CROSS_SIZE": str(len(plan.hosts)),
+        "HOROVOD_HOSTNAME": hosts[host_index][0],
+        "HOROVOD_RANK": str(index),
+        "HOROVOD_SIZE": str(sum(slots for _, slots in hosts)),
+        "HOROVOD_LOCAL_RANK": str(local_rank),
+        "HOROVOD_LOCAL_SIZE": str(hosts[host_index][1]),
+        "HOROVOD_CROSS_RANK": str(across.index(host_index)),
+        "HOROVOD_CROSS_SIZE": str(len(across)),
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
     }

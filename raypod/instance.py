@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import horovod.torch as hvd
 import popdist
@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from raypod import datasets, models, weights
-from raypod.collectives import Rendezvous
+from raypod.collectives import Rendezvous, horovod_interface, uses_installed_horovod
 from raypod.errors import WaitTimedOut
 from raypod.events import CallReport, EvaluationReport, InstanceStarted
 from raypod.feed import Feed
@@ -77,14 +77,19 @@ class Instance:
             seconds=tuple(self._seconds),
         )
 
-    def open_rendezvous(self, address: str) -> Dict[str, str]:
-        """Open the meeting point of the fleet at this host's `address`; the variables that lead there."""
-        self._rendezvous = Rendezvous(self._plan, address)
+    def open_rendezvous(self, address: str, hosts: Sequence[str]) -> Dict[str, str]:
+        """Open the meeting point of the instances on `hosts` at this host's `address`; the variables that lead there.
+
+        `address` and `hosts` are addresses of the network between the hosts.
+        """
+        self._rendezvous = Rendezvous(address, hosts, for_horovod=uses_installed_horovod())
         return self._rendezvous.environment
 
     def join(self, environment: Dict[str, str]) -> None:
         """Meet the other instances."""
         os.environ.update(environment)
+        if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environment:
+            os.environ.update(horovod_interface(environment["HOROVOD_GLOO_RENDEZVOUS_ADDR"]))
         popdist.init()
         hvd.init()
 

@@ -14,7 +14,7 @@ LEVELS: Dict[str, int] = {
     **dict.fromkeys(("__init__", "errors", "events", "torchvision_import"), 0),
     **dict.fromkeys(("config", "cluster"), 1),
     **dict.fromkeys(("plan",), 2),
-    **dict.fromkeys(("environment", "sampling", "plan_table"), 3),
+    **dict.fromkeys(("environment", "sampling", "plan_table", "horovod_rendezvous"), 3),
     **dict.fromkeys(("datasets", "checkpoint", "metrics", "weights", "collectives", "sdk"), 4),
     **dict.fromkeys(("feed", "models", "optimizers"), 5),
     **dict.fromkeys(("instance",), 6),

@@ -137,7 +137,8 @@ class RayFleet:
     def _meet(self, nodes: List[Dict[str, Any]]) -> None:
         where: Dict[str, str] = {}
         if len(self._actors) > 1:
-            opened = self._actors[0].call.remote("open_rendezvous", nodes[0]["NodeManagerAddress"])
+            hosts = [node["NodeManagerAddress"] for node in nodes]
+            opened = self._actors[0].call.remote("open_rendezvous", hosts[0], hosts)
             where = self._get([opened], "the first instance to open the rendezvous")[0]
         self._get([actor.call.remote("join", where) for actor in self._actors], "the instances to meet")
 
