@@ -13,6 +13,7 @@ from ._device.loss_rule import identity_loss
 from ._device.queries import ipuHardwareIsAvailable, ipuHardwareVersion, isRunningOnIpu
 from ._errors import ConfigFileError, Error, RecoverableError, UnrecoverableError
 from ._executor.compile_hooks import registerPostCompileHook, registerPreCompileHook
+from ._executor.custom_parsers import ICustomArgParser, registerCustomArgParser
 from ._executor.executor import PoplarExecutor, inferenceModel, trainingModel
 from ._log import setLogLevel
 from ._version import VERSION as __version__
@@ -44,6 +45,7 @@ __all__ = [
     "DataLoaderMode",
     "Error",
     "HalfFloatCastingBehavior",
+    "ICustomArgParser",
     "Liveness",
     "MatMulSerializationMode",
     "MeanReductionStrategy",
@@ -68,6 +70,7 @@ __all__ = [
     "isRunningOnIpu",
     "optim",
     "options",
+    "registerCustomArgParser",
     "registerPostCompileHook",
     "registerPreCompileHook",
     "setLogLevel",

@@ -62,13 +62,24 @@ class Arguments:
     def _check_constants(self, constants: List[Any]) -> None:
         # The device runs the compiled values whatever is passed later; where the contract is silent, we say so once.
         for compiled, value in zip(self._constants, constants):
-            if compiled is not value and compiled != value:
+            if not _is_same(compiled, value):
                 self._warn(f"a constant argument was compiled as {compiled!r}; the value {value!r} has no effect")
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(f"poptorch: {message}", stacklevel=5)
+
+
+def _is_same(compiled: Any, value: Any) -> bool:
+    """Whether two constants are equal; those that cannot be compared count as equal."""
+    if compiled is value:
+        return True
+    try:
+        equal = compiled == value
+        return bool(equal.all()) if hasattr(equal, "all") else bool(equal)  # arrays compare item by item
+    except (TypeError, ValueError, RuntimeError):
+        return True
 
 
 def _describe(tensor: torch.Tensor) -> Tuple[torch.dtype, torch.Size]:

@@ -1,6 +1,7 @@
 """Nested arguments and outputs as flat lists of tensors, and back (contract 2.2).
 
-Tuples, lists, dictionaries and named tuples nest freely; whatever else is no tensor is a constant.
+Tuples, lists, dictionaries, named tuples and types with a custom parser nest freely; whatever else is no tensor is a
+constant.
 """
 
 from __future__ import annotations
@@ -9,9 +10,17 @@ from typing import Any, Iterator, List, Sequence, Tuple
 
 import torch
 
+from poptorch._errors import Error
+
+from .custom_parsers import ICustomArgParser, parser_for, parser_of
+
 
 class Structure:
-    """The shape of one nested value. Two are equal when they nest alike; constants may differ in value."""
+    """The shape of one nested value. Two are equal when they nest alike; constants may differ in value.
+
+    `constant` is the value of a constant, and the value itself of a type with a custom parser: its tensors are the
+    children, and only the parser knows what else belongs to it.
+    """
 
     __slots__ = ("children", "constant", "keys", "kind")
 
@@ -58,6 +67,9 @@ class Structure:
         if self.kind is _Constant:
             return self.constant
         values = [child._rebuild(tensors) for child in self.children]
+        parser = parser_for(self.kind)
+        if parser is not None:
+            return parser.reconstruct(self.constant, iter(values))
         if issubclass(self.kind, dict):
             # Filled item by item: subclasses of dict differ in what their constructors and methods take.
             filled: Any = kind()
@@ -83,12 +95,39 @@ def _flatten(value: Any, tensors: List[torch.Tensor]) -> Structure:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _LEAF
+    parser = parser_of(value)
+    if parser is not None:
+        return _parsed(value, parser, tensors)
     if isinstance(value, dict):
         children = tuple(_flatten(item, tensors) for item in value.values())
         return Structure(type(value), tuple(value), children, None)
     if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
         return Structure(type(value), (), tuple(_flatten(item, tensors) for item in value), None)
+    _refuse_hidden_tensors(value)
     return Structure(_Constant, (), (), value)
+
+
+def _parsed(value: Any, parser: ICustomArgParser, tensors: List[torch.Tensor]) -> Structure:
+    found = list(parser.yieldTensors(value))
+    strangers = [item for item in found if not isinstance(item, torch.Tensor)]
+    if strangers:
+        raise Error(
+            f"{type(parser).__name__}.yieldTensors yielded a {type(strangers[0]).__name__} for a "
+            f"{type(value).__name__}: it must yield tensors only"
+        )
+    tensors += found
+    return Structure(type(value), (), (_LEAF,) * len(found), value)
+
+
+def _refuse_hidden_tensors(value: Any) -> None:
+    """Error for an object with tensors in it: as a constant it would never reach the device."""
+    if any(isinstance(item, torch.Tensor) for item in getattr(value, "__dict__", {}).values()):
+        if isinstance(value, (torch.nn.Module, type)):
+            return
+        raise Error(
+            f"A {type(value).__name__} holds tensors, but the device does not know how to take it apart: call "
+            f"poptorch.registerCustomArgParser({type(value).__name__}, parser), or pass the tensors themselves"
+        )
 
 
 _LEAF = Structure(torch.Tensor, (), (), None)

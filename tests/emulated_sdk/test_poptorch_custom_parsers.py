@@ -1,0 +1,124 @@
+"""Types that a program teaches the emulated `poptorch` to take apart, and constants among arguments (contract 2.2)."""
+
+from __future__ import annotations
+
+import warnings
+
+import poptorch
+import pytest
+import torch
+from poptorch._executor import custom_parsers
+from poptorch_models import options
+from torch import nn
+
+
+class Pair:
+    def __init__(self, first, second, name="pair"):
+        self.first, self.second, self.name = first, second, name
+
+
+class NamedPair(Pair):
+    pass
+
+
+class PairParser(poptorch.ICustomArgParser):
+    def yieldTensors(self, struct):
+        yield struct.first
+        yield struct.second
+
+    def reconstruct(self, original_structure, tensor_iterator):
+        return type(original_structure)(next(tensor_iterator), next(tensor_iterator), original_structure.name)
+
+
+@pytest.fixture
+def _pairs_are_known(monkeypatch):
+    monkeypatch.setattr(custom_parsers, "_parsers", {})
+    poptorch.registerCustomArgParser(Pair, PairParser())
+
+
+class Swap(nn.Module):
+    def forward(self, pair, scale=1):
+        return type(pair)(pair.second * scale, pair.first * scale, pair.name)
+
+
+@pytest.mark.usefixtures("_pairs_are_known")
+@pytest.mark.parametrize("kind", [Pair, NamedPair])
+def test_a_registered_type_is_argument_and_output(kind):
+    swapped = poptorch.inferenceModel(Swap(), options(2))(kind(torch.arange(4.0), torch.ones(2), "mine"), scale=2)
+    assert type(swapped) is kind
+    assert (swapped.first.tolist(), swapped.second.tolist(), swapped.name) == ([2, 2], [0, 2, 4, 6], "mine")
+
+
+@pytest.mark.usefixtures("_pairs_are_known")
+def test_registered_types_nest():
+    class Nest(nn.Module):
+        def forward(self, nested):
+            return {"sum": nested["pairs"][0].first + nested["pairs"][1].second}, nested["pairs"][0]
+
+    one = {"pairs": [Pair(torch.ones(1), torch.zeros(1)), Pair(torch.zeros(1), torch.ones(1))]}
+    total, pair = poptorch.inferenceModel(Nest(), options())(one)
+    assert total["sum"].item() == 2
+    assert pair.second.item() == 0
+
+
+@pytest.mark.usefixtures("_pairs_are_known")
+def test_later_calls_bring_their_own_tensors():
+    model = poptorch.inferenceModel(Swap(), options())
+    model(Pair(torch.ones(1), torch.ones(1)))
+    assert model(Pair(torch.ones(1), 5 * torch.ones(1))).first.item() == 5
+    with pytest.raises(poptorch.Error, match="compiled for"):
+        model(Pair(torch.ones(1), torch.ones(2)))
+
+
+@pytest.mark.parametrize("wrong", [(3, PairParser()), (Pair, PairParser), (Pair, None)])
+def test_only_a_type_and_a_parser_are_registered(wrong):
+    with pytest.raises(poptorch.Error, match="registerCustomArgParser|ICustomArgParser"):
+        poptorch.registerCustomArgParser(*wrong)
+
+
+def test_an_object_with_tensors_and_no_parser_is_refused():
+    with pytest.raises(poptorch.Error, match=r"registerCustomArgParser\(Pair"):
+        poptorch.inferenceModel(Swap(), options())(Pair(torch.ones(1), torch.ones(1)))
+
+
+class Weighted(nn.Module):
+    def forward(self, x, weights, bias=None):
+        return x * float(weights[0]) if bias is None else x + bias
+
+
+@pytest.mark.parametrize("known_to_numpy", [True, False])
+def test_array_constants_are_compared_as_wholes(known_to_numpy):
+    def array(*items):
+        return torch.tensor(items).numpy() if known_to_numpy else _Opaque(items)
+
+    model = poptorch.inferenceModel(Weighted(), options())
+    assert model(torch.ones(1), array(2.0, 3.0)).item() == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(1), array(2.0, 3.0))
+    if known_to_numpy:
+        with pytest.warns(UserWarning, match="has no effect"):
+            assert model(torch.ones(1), array(4.0, 3.0)).item() == 2
+
+
+class _Opaque:
+    """Cannot be compared at all."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+    def __eq__(self, other):
+        raise TypeError("no order among these")
+
+    __hash__ = None
+
+
+def test_none_is_another_structure_than_a_tensor():
+    model = poptorch.inferenceModel(Weighted(), options())
+    assert model(torch.ones(1), (3,), bias=None).item() == 3
+    assert model(x=torch.ones(1), weights=(3,)).item() == 3
+    with pytest.raises(poptorch.Error, match="nest as"):
+        model(torch.ones(1), (3,), torch.ones(1))
