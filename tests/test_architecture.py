@@ -24,7 +24,15 @@ LEVELS: Dict[str, int] = {
     **dict.fromkeys(("train",), 10),
     **dict.fromkeys(("__main__",), 11),
 }
-SDK = {"poptorch", "popdist", "horovod", "_emulated_pod", "_emulated_gcl", "_emulated_shared_memory"}
+SDK = {
+    "poptorch",
+    "popdist",
+    "horovod",
+    "_emulated_pod",
+    "_emulated_gcl",
+    "_emulated_gradient_sum",
+    "_emulated_shared_memory",
+}
 SDK_USERS = {"sdk", "instance", "optimizers", "collectives"}
 
 

@@ -6,28 +6,25 @@ never what is added to what, so that the sum has the same bits for every placeme
 own; a tree over the global index is our choice where the contract is silent.)
 
 Every process first adds up the subtrees that it holds whole. Then
-- equal, aligned power-of-two blocks in a power-of-two number of processes continue on a board in shared memory if all
-  are on one host and it has room, and otherwise by recursive halving and doubling, nearest process first:
-  bandwidth-optimal, and least traffic between hosts if neighbours share a host;
+- equal, aligned power-of-two blocks in a power-of-two number of processes continue by recursive halving and doubling,
+  nearest process first: bandwidth-optimal, and least traffic between hosts if neighbours share a host;
 - any other placement cuts the tensor into one slice per process, brings all partial sums of a slice to its owner, who
   finishes the tree, and hands the slices round: the same traffic per process if each holds one subtree, more if it
   holds several.
-On the wires the tensor travels in chunks, so that the adding of one overlaps with the transfer of the next.
+The tensor travels in chunks, so that the adding of one overlaps with the transfer of the next.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Dict, Iterable, Iterator, List, MutableMapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterable, Iterator, List, MutableMapping, NamedTuple, Sequence, Tuple
 from weakref import WeakKeyDictionary
 
 import _emulated_pod
-import _emulated_shared_memory
 import torch
 from _emulated_pod import Group, Transfer
-from _emulated_shared_memory import Board
 
-_GROUP = "gcl"
+GROUP = "gcl"
 # Elements that travel together, 16 MiB of float32: more chunks cost more in waking up than they gain by overlapping.
 _CHUNK = 1 << 22
 
@@ -54,23 +51,19 @@ def tree_sum_(
     """
     local = len(contributions)
     _check(contributions, replica_offset, total_replicas)
-    within = _additions_within(total_replicas, replica_offset, replica_offset + local)
+    within = additions_within(total_replicas, replica_offset, replica_offset + local)
     length = contributions[0].numel()
     if num_processes == 1:
         if local != total_replicas:
             raise RuntimeError(f"one process holds {local} of {total_replicas} replicas; the others have no process")
         _add(contributions, within, replica_offset, 0, length)
         return
-    group = _emulated_pod.connect(_GROUP, process_id, num_processes)
-    layout, board = _agree(group, replica_offset, local, total_replicas, contributions[0])
-    if board is not None:
-        offset = replica_offset
-        board.sum_(group, contributions[0], lambda part, out: _add_into(out, contributions, within, offset, part))
-        return
+    group = _emulated_pod.connect(GROUP, process_id, num_processes)
+    layout = _agree(group, replica_offset, local, total_replicas, contributions[0])
     _run_in_turn([_reduce_chunk(group, contributions, within, layout, start) for start in range(0, length, _CHUNK)])
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """Which replicas each process holds."""
 
     offsets: List[int]
@@ -79,10 +72,8 @@ class _Layout(NamedTuple):
     is_aligned: bool  # equal power-of-two blocks in a power-of-two number of processes
 
 
-Agreement = Tuple[_Layout, Optional[Board]]
-
-# They end with their group, and so do the boards.
-_agreements: MutableMapping[Group, Dict[Tuple[int, int, int, int, torch.dtype], Agreement]] = WeakKeyDictionary()
+# They end with their group.
+_agreements: MutableMapping[Group, Dict[Tuple[int, int, int, int, torch.dtype], Layout]] = WeakKeyDictionary()
 _scratch: Dict[torch.dtype, torch.Tensor] = {}
 
 
@@ -102,7 +93,7 @@ def _check(contributions: Sequence[torch.Tensor], offset: int, total: int) -> No
             )
 
 
-def _additions_within(total: int, start: int, stop: int) -> Schedule:
+def additions_within(total: int, start: int, stop: int) -> Schedule:
     """Those additions (to, from) of the tree over `total` replicas, in order, that need replicas start..stop-1 only.
 
     A node is named by its first leaf: step s adds the node at i+s, which covers up to s leaves, to the one at i.
@@ -123,33 +114,17 @@ def _add(contributions: Sequence[torch.Tensor], schedule: Schedule, offset: int,
         contributions[to - offset][start:stop].add_(contributions[source - offset][start:stop])
 
 
-def _add_into(
-    out: torch.Tensor, contributions: Sequence[torch.Tensor], schedule: Schedule, offset: int, part: slice
-) -> None:
-    """Like `_add`, for a schedule that ends at the first replica, whose sum goes to `out` at once."""
-    if schedule:
-        _add(contributions, schedule[:-1], offset, part.start, part.stop)
-        to, source = schedule[-1]
-        torch.add(contributions[to - offset][part], contributions[source - offset][part], out=out)
-    elif out.data_ptr() != contributions[0][part].data_ptr():
-        out.copy_(contributions[0][part])
-
-
-def _agree(group: Group, offset: int, count: int, total: int, like: torch.Tensor) -> Agreement:
+def _agree(group: Group, offset: int, count: int, total: int, like: torch.Tensor) -> Layout:
     """Learns, once for each kind of call, what the other processes hold, and checks that it makes one tree."""
-    length, dtype = like.numel(), like.dtype
     known = _agreements.setdefault(group, {})
-    key = (offset, count, total, length, dtype)
+    key = (offset, count, total, like.numel(), like.dtype)
     if key not in known:
-        offer = _emulated_shared_memory.offer(group.size, length, dtype)
-        told = group.gather_numbers([offset, count, total, length, *offer])
-        layout = _checked_layout([row[:4] for row in told], total)
-        is_shared = layout.is_aligned and _emulated_shared_memory.is_wanted([row[4:] for row in told])
-        known[key] = layout, _emulated_shared_memory.open_board(group, length, dtype) if is_shared else None
+        known[key] = checked_layout(group.gather_numbers([offset, count, total, like.numel()]), total)
     return known[key]
 
 
-def _checked_layout(held: List[List[int]], total: int) -> _Layout:
+def checked_layout(held: List[List[int]], total: int) -> Layout:
+    """The layout out of every process's [offset, count, total, length]; RuntimeError if they make no tree."""
     offsets, counts, totals, lengths = (list(column) for column in zip(*held))
     expected = [sum(counts[:process]) for process in range(len(counts))]
     if set(totals) != {total} or offsets != expected or sum(counts) != total:
@@ -161,10 +136,10 @@ def _checked_layout(held: List[List[int]], total: int) -> _Layout:
         raise RuntimeError(f"the processes bring gradients of different lengths: {lengths}")
     alone = set()
     for offset, count in zip(offsets, counts):
-        alone.update(_additions_within(total, offset, offset + count))
-    between = [addition for addition in _additions_within(total, 0, total) if addition not in alone]
+        alone.update(additions_within(total, offset, offset + count))
+    between = [addition for addition in additions_within(total, 0, total) if addition not in alone]
     is_aligned = len(set(counts)) == 1 and _is_power_of_two(counts[0]) and _is_power_of_two(len(counts))
-    return _Layout(offsets, counts, between, is_aligned)
+    return Layout(offsets, counts, between, is_aligned)
 
 
 def _is_power_of_two(number: int) -> bool:
@@ -181,7 +156,7 @@ _DONE = object()
 
 
 def _reduce_chunk(
-    group: Group, contributions: Sequence[torch.Tensor], within: Schedule, layout: _Layout, start: int
+    group: Group, contributions: Sequence[torch.Tensor], within: Schedule, layout: Layout, start: int
 ) -> Iterator[None]:
     """Reduces the chunk that begins at `start`: first inside the process, then between processes."""
     stop = min(start + _CHUNK, contributions[0].numel())
@@ -226,7 +201,7 @@ def _halve_and_double(group: Group, total: torch.Tensor, start: int, stop: int) 
 
 
 def _finish_at_owners(
-    group: Group, contributions: Sequence[torch.Tensor], layout: _Layout, start: int, stop: int
+    group: Group, contributions: Sequence[torch.Tensor], layout: Layout, start: int, stop: int
 ) -> Iterator[None]:
     """Reduces elements start..stop-1 for any placement: the p-th slice goes to process p, who finishes the tree on it.
 
@@ -266,7 +241,7 @@ def _wait(transfers: Iterable[Transfer]) -> None:
         transfer.wait()
 
 
-def _holder(layout: _Layout, node: int) -> int:
+def _holder(layout: Layout, node: int) -> int:
     """The process that holds the partial sum whose first leaf is replica `node`."""
     return bisect_right(layout.offsets, node) - 1
 

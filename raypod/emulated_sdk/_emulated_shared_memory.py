@@ -1,12 +1,13 @@
 """A board in shared memory on which processes of one host combine gradients: stands in, like the wires, for GCL on a
 pod (contract section 1.5). It only saves the way through the loopback sockets; who uses it sees the same bits.
 
-A board has one row per process, and its length is cut into one slice per process. In a call, process p
-- writes its sum into its row, but for its own slice, which nobody else needs;                        then a barrier;
-- finishes the tree on its slice out of the others' rows, and puts the result into that free place;   then a barrier;
-- takes the other slices from where their owners put them.
-Two barriers a call suffice, and one board: a result is overwritten only after the next call's first barrier, by when
-everyone has taken it, and the rest of a row was last touched before the second barrier.
+A board has one row per process and one for the result; the length of a row is cut into one slice per process. In a
+call, process p
+- writes its contribution into its row, but for its own slice, which nobody else needs;              then a barrier;
+- finishes the tree on its slice out of the others' rows and its own tensors, into the result's row; then a barrier.
+Everyone reads the result where it lies: nothing is copied back. Two barriers a call suffice, and one board: a result is
+overwritten only after the next call's first barrier, by when everyone has used it, and the rest of a row was last
+touched before the second barrier.
 
 The file loses its name as soon as all have mapped it, so that nothing is left in /dev/shm, however the processes end.
 """
@@ -18,7 +19,7 @@ import mmap
 import os
 import tempfile
 from pathlib import Path
-from typing import Callable, List, Optional, Sequence
+from typing import List, NamedTuple, Optional, Sequence
 
 import _emulated_pod
 import torch
@@ -32,46 +33,62 @@ _MARGIN = 1.5
 _ALIGNMENT = 16
 _LONGEST_PATH = 128
 
-# Writes this process's own sum of a slice to a place of that length.
-WriteSum = Callable[[slice, torch.Tensor], None]
+
+class Piece(NamedTuple):
+    """A part of a tensor that one process finishes."""
+
+    tensor: int  # its place in the list of tensors
+    part: slice  # of the tensor's elements, as they lie in memory
+    place: slice  # in a row
 
 
 class Board:
-    """Mapped by all processes of a group; made by `open_board`. It must not refer to its group, whose end ends it."""
+    """Mapped by all processes of a group; made by `open_board`. It must not refer to its group, whose end ends it.
 
-    def __init__(self, memory: torch.Tensor, rank: int, size: int, length: int) -> None:
+    starts, lengths: where in a row each tensor begins, and its elements.
+    """
+
+    def __init__(
+        self, memory: torch.Tensor, rank: int, size: int, starts: Sequence[int], lengths: Sequence[int]
+    ) -> None:
         self._rank = rank
-        self._rows = [row[:length] for row in memory.view(size, -1)]
-        self._slices = aligned_slices(length, size)
+        *self._rows, self.result = memory.view(size + 1, -1)
+        slices = aligned_slices(starts[-1] + lengths[-1], size)
+        self._pieces = [_pieces(owned, starts, lengths) for owned in slices]
 
-    def sum_(self, group: Group, total: torch.Tensor, write_own_sum: WriteSum) -> None:
-        """Leaves the sum over all processes in `total` (1-D, of the board's length and dtype), added in tree order.
+    def sum_(self, group: Group, own: Sequence[torch.Tensor]) -> None:
+        """Leaves the sum over all processes in `result`, added in tree order, until the next call.
 
-        `write_own_sum` is called once for every slice, of which the process's own goes to its place in `total`; what
-        the rest of `total` holds meanwhile does not matter. RuntimeError if a peer is lost or silent.
+        own: this process's tensors, flat; scratch afterwards. RuntimeError if a peer is lost or silent.
         """
-        mine = self._slices[self._rank]
+        row = self._rows[self._rank]
         for peer in group.peers:
-            theirs = self._slices[peer]
-            write_own_sum(theirs, self._rows[self._rank][theirs])
-        write_own_sum(mine, total[mine])
+            for tensor, part, place in self._pieces[peer]:
+                row[place].copy_(own[tensor][part])
         group.barrier()
-        self._finish_tree(total, mine)
+        for tensor, part, place in self._pieces[self._rank]:
+            self._finish_tree(own[tensor][part], place)
         group.barrier()
-        for peer in group.peers:
-            theirs = self._slices[peer]
-            total[theirs].copy_(self._rows[peer][theirs])
 
-    def _finish_tree(self, total: torch.Tensor, mine: slice) -> None:
-        parts = [row[mine] for row in self._rows]
-        result, parts[self._rank] = parts[self._rank], total[mine]
+    def _finish_tree(self, own: torch.Tensor, place: slice) -> None:
+        parts = [row[place] for row in self._rows]
+        parts[self._rank] = own
         step = 1
         while 2 * step < len(parts):
             for left in range(0, len(parts), 2 * step):
                 parts[left].add_(parts[left + step])
             step *= 2
-        torch.add(parts[0], parts[step], out=result)
-        total[mine].copy_(result)
+        torch.add(parts[0], parts[step], out=self.result[place])
+
+
+def _pieces(owned: slice, starts: Sequence[int], lengths: Sequence[int]) -> List[Piece]:
+    """The parts of the tensors that lie within `owned`."""
+    pieces = []
+    for tensor, (start, length) in enumerate(zip(starts, lengths)):
+        low, high = max(owned.start, start), min(owned.stop, start + length)
+        if low < high:
+            pieces.append(Piece(tensor, slice(low - start, high - start), slice(low, high)))
+    return pieces
 
 
 def aligned_slices(length: int, pieces: int) -> List[slice]:
@@ -99,12 +116,12 @@ def is_wanted(offers: Sequence[Sequence[int]]) -> bool:
     return len({place for place, _ in offers}) == 1 and all(fits for _, fits in offers)
 
 
-def open_board(group: Group, length: int, dtype: torch.dtype) -> Optional[Board]:
+def open_board(group: Group, starts: Sequence[int], lengths: Sequence[int], dtype: torch.dtype) -> Optional[Board]:
     """Makes and maps a board in all processes of a group, whose size is a power of two above one.
 
     None in all of them if one cannot: they use the wires. RuntimeError if a peer is lost or silent.
     """
-    needed = _bytes_needed(group.size, length, dtype)
+    needed = _bytes_needed(group.size, starts[-1] + lengths[-1], dtype)
     path = _create(needed) if group.rank == 0 else ""
     try:
         path_of_all = _tell(group, path)
@@ -114,7 +131,7 @@ def open_board(group: Group, length: int, dtype: torch.dtype) -> Optional[Board]
     finally:
         if path:
             Path(path).unlink()
-    return Board(memory, group.rank, group.size, length) if memory is not None and have_all else None
+    return Board(memory, group.rank, group.size, starts, lengths) if memory is not None and have_all else None
 
 
 def _free_bytes() -> int:
@@ -125,7 +142,7 @@ def _free_bytes() -> int:
 def _bytes_needed(size: int, length: int, dtype: torch.dtype) -> int:
     """Of one board, whose rows begin on pages."""
     row = length * torch.empty(0, dtype=dtype).element_size()
-    return size * -(-row // mmap.PAGESIZE) * mmap.PAGESIZE
+    return (size + 1) * -(-row // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _create(needed: int) -> str:

@@ -142,4 +142,4 @@ def test_unfit_contributions_are_refused(contributions: List[torch.Tensor], mess
 
 def test_a_gap_between_the_processes_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"offsets \[0, 3\], counts \[2, 2\]"):
-        _emulated_gcl._checked_layout([[0, 2, 5, 10], [3, 2, 5, 10]], 5)
+        _emulated_gcl.checked_layout([[0, 2, 5, 10], [3, 2, 5, 10]], 5)

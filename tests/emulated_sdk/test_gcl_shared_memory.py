@@ -12,6 +12,7 @@ import _emulated_pod
 import _emulated_shared_memory
 import pytest
 import torch
+from _emulated_gradient_sum import GradientSum, Placement
 from ranks import run_ranks
 
 PLACEMENTS = [(1, 1), (2, 2), (4, 4), (1, 1, 1, 1), (2, 2, 2, 2)]
@@ -31,15 +32,29 @@ def naive_tree(leaves: List[torch.Tensor]) -> torch.Tensor:
     return leaves[0]
 
 
+def as_tensors(flat: torch.Tensor) -> List[torch.Tensor]:
+    """Several tensors out of one, the first a matrix that lies column by column."""
+    cut = flat.numel() // 3 // 2 * 2
+    return [flat[:cut].view(2, -1).t().contiguous().t(), flat[cut:].clone()] if cut else [flat]
+
+
+def as_flat(tensors: List[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+_sums: Dict[Any, GradientSum] = {}
+
+
 def reduce_here(
     counts: Tuple[int, ...], rank: int, length: int, call: int = 0, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     offset = sum(counts[:rank])
     mine = gradients(sum(counts), length, call, dtype)[offset : offset + counts[rank]]
-    _emulated_gcl.tree_sum_(
-        mine, replica_offset=offset, total_replicas=sum(counts), process_id=rank, num_processes=len(counts)
-    )
-    return mine[0]
+    lists = [as_tensors(each) for each in mine]
+    key = (counts, rank, length, dtype)
+    if key not in _sums:
+        _sums[key] = GradientSum(lists[0], Placement(counts[rank], rank, len(counts)))
+    return as_flat(_sums[key](lists))
 
 
 def begin(generation: str) -> None:
@@ -48,7 +63,7 @@ def begin(generation: str) -> None:
 
 
 def boards() -> int:
-    return sum(board is not None for known in _emulated_gcl._agreements.values() for _, board in known.values())
+    return sum(each.uses_board() for each in _sums.values())
 
 
 def mapped() -> List[bool]:

@@ -19,7 +19,7 @@ from .compilation import Checks, Trace, trace
 from .memory import DeviceMemory
 from .replica import Forward, Replica
 from .replica_threads import ReplicaThreads
-from .weight_update import NoUpdate, Placement, WeightUpdate, device_groups
+from .weight_update import NoUpdate, WeightUpdate, device_groups, placement_of
 
 
 class Program:
@@ -42,7 +42,7 @@ class Program:
         self._checks_numbers = options.Precision.enable_fp_exceptions
         self._threads = ReplicaThreads(self.layout.replicas)
         self._traced = self._trace(first_tensors)
-        first = Placement.of(options).first_replica
+        first = placement_of(options).first_replica
         memories = enumerate(self.memory.replicas)
         self._replicas = [Replica(memory, arguments, self._traced, first + index) for index, memory in memories]
         self.rng_state = [options.random_seed if options.exists("random_seed") else torch.initial_seed(), 0]
@@ -84,7 +84,6 @@ class Program:
                     _check_numbers(forward)
                 self._update.backward(forward.loss)
                 outputs.add(iteration, step, replica, forward.outputs)
-        self._update.collect(replica)
 
     def _trace(self, inputs: Sequence[torch.Tensor]) -> Trace:
         first_block = self.layout.cut(inputs, 0)

@@ -7,10 +7,10 @@ how they are spread over threads and processes.
 
 from __future__ import annotations
 
-from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, FrozenSet, List, Optional
 
 import torch
-from _emulated_gcl import tree_sum_
+from _emulated_gradient_sum import GradientSum, Placement
 
 from poptorch._errors import Error
 from poptorch._optimizers.device_optimizer import DeviceOptimizer
@@ -20,42 +20,12 @@ from poptorch.options import Options
 from .memory import DeviceMemory
 from .replica_threads import ReplicaThreads
 
-# Every gradient begins on a cache line, as tensors of their own do: kernels may round differently elsewhere.
-_ALIGNMENT = 64 // 4
-
-
-class Placement(NamedTuple):
-    """Where the local replicas stand among all."""
-
-    local_replicas: int
-    process_id: int
-    num_processes: int
-
-    @classmethod
-    def of(cls, options: Options) -> Placement:
-        """As the options have it."""
-        distributed = options.Distributed
-        return cls(options.replication_factor, distributed.processId, distributed.numProcesses)
-
-    @property
-    def total_replicas(self) -> int:
-        """Replicas of all processes."""
-        return self.local_replicas * self.num_processes
-
-    @property
-    def first_replica(self) -> int:
-        """Global index of the first local replica."""
-        return self.local_replicas * self.process_id
-
 
 class NoUpdate:
     """Inference: weights stay as they are."""
 
     def backward(self, loss: Optional[torch.Tensor]) -> None:
         """Nothing to differentiate."""
-
-    def collect(self, replica: int) -> None:
-        """Nothing to collect."""
 
     def apply(self, threads: ReplicaThreads) -> None:
         """Nothing to update."""
@@ -65,7 +35,7 @@ class NoUpdate:
 
 
 class WeightUpdate(NoUpdate):
-    """Training: `backward` after each micro-batch, `collect` once per replica, then `apply`.
+    """Training: `backward` after each micro-batch, then `apply`.
 
     `trained` names the parameters that the loss depends on; the others get no gradient, as in torch.
     """
@@ -75,15 +45,15 @@ class WeightUpdate(NoUpdate):
     ) -> None:
         self.optimizer = optimizer
         self._memory = memory
-        self._placement = Placement.of(options)
-        terms = _terms(options, self._placement)
+        placement = placement_of(options)
+        terms = _terms(options, placement)
         # Dividing by a power of two is exact wherever it is done; on the loss it costs no pass over the gradients.
         is_exact = terms & (terms - 1) == 0
         self._loss_terms, self._gradient_terms = (terms, 1) if is_exact else (1, terms)
         names = [name for name in optimizer.parameters if name in trained]
-        # A single replica has nobody to combine with: torch's own gradient tensors serve, and nothing is copied.
-        is_alone = self._placement.total_replicas == 1
-        self._gradients = [] if is_alone else [_FlatGradients(memory, replica, names) for replica in _local(memory)]
+        self._trained = [[replica.parameters[name] for name in names] for replica in memory.replicas]
+        # A single replica has nobody to combine with.
+        self._sum = GradientSum(self._trained[0], placement) if placement.total_replicas > 1 else None
 
     def backward(self, loss: Optional[torch.Tensor]) -> None:
         """Accumulate the gradients of one micro-batch, from its final marked loss."""
@@ -93,15 +63,10 @@ class WeightUpdate(NoUpdate):
             scaling = self.optimizer.hyperparameters.loss_scaling / self._loss_terms
             torch.autograd.backward(loss, None if scaling == 1.0 else torch.full_like(loss, scaling))
 
-    def collect(self, replica: int) -> None:
-        """Put a replica's gradients side by side, ready to be combined."""
-        if self._gradients:
-            self._gradients[replica].collect()
-
     def apply(self, threads: ReplicaThreads) -> None:
         """Combine the gradients of all replicas and update the weights."""
-        if self._gradients:
-            self._reduce()
+        if self._sum is not None:
+            self._combine(self._sum)
         if self.optimizer.hyperparameters.max_grad_norm == float("inf"):
             threads.each(self._scale_and_step)
         else:
@@ -117,15 +82,19 @@ class WeightUpdate(NoUpdate):
             for parameter in memory.parameters.values():
                 parameter.grad = None
 
-    def _reduce(self) -> None:
-        tree_sum_(
-            [gradients.flat for gradients in self._gradients],
-            replica_offset=self._placement.first_replica,
-            total_replicas=self._placement.total_replicas,
-            process_id=self._placement.process_id,
-            num_processes=self._placement.num_processes,
-        )
-        self._gradients[0].hand_out()
+    def _combine(self, gradient_sum: GradientSum) -> None:
+        """Give replica 0, whose parameters the optimizer holds, the sums as gradients."""
+        with torch.no_grad():
+            sums = gradient_sum([[parameter.grad for parameter in replica] for replica in self._trained])
+            if self._is_scaled:  # in place, and the sums may lie in memory that others read
+                sums = [total.clone() for total in sums]
+        for parameter, total in zip(self._trained[0], sums):
+            parameter.grad = total
+
+    @property
+    def _is_scaled(self) -> bool:
+        values = self.optimizer.hyperparameters
+        return self._gradient_terms * values.loss_scaling != 1.0 or values.max_grad_norm != float("inf")
 
     def _scale(self, part: int) -> None:
         self.optimizer.scale(part, 1.0 / (self._gradient_terms * self.optimizer.hyperparameters.loss_scaling))
@@ -135,45 +104,10 @@ class WeightUpdate(NoUpdate):
         self.optimizer.step(part)
 
 
-class _FlatGradients:
-    """The gradients of one replica in one tensor, parameter after parameter."""
-
-    def __init__(self, memory: DeviceMemory, replica: int, names: List[str]) -> None:
-        parameters = [memory.replicas[replica].parameters[name] for name in names]
-        starts, length = _starts(parameters)
-        self.flat = torch.zeros(length)
-        self._pairs = [
-            # With the strides of the parameter: fused kernels walk through both side by side.
-            (parameter, self.flat.as_strided(parameter.shape, parameter.stride(), start))
-            for parameter, start in zip(parameters, starts)
-        ]
-
-    def collect(self) -> None:
-        """Copy the gradients in; those that this replica did not compute are zero."""
-        with torch.no_grad():
-            for parameter, place in self._pairs:
-                if parameter.grad is None:
-                    place.zero_()
-                else:
-                    place.copy_(parameter.grad)
-                    parameter.grad = None
-
-    def hand_out(self) -> None:
-        """Make them the gradients of the parameters."""
-        for parameter, place in self._pairs:
-            parameter.grad = place
-
-
-def _starts(parameters: Sequence[torch.Tensor]) -> Tuple[List[int], int]:
-    starts, end = [], 0
-    for parameter in parameters:
-        starts.append(end)
-        end += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
-    return starts, end
-
-
-def _local(memory: DeviceMemory) -> range:
-    return range(len(memory.replicas))
+def placement_of(options: Options) -> Placement:
+    """Where the local replicas stand among all, as the options have it."""
+    distributed = options.Distributed
+    return Placement(options.replication_factor, distributed.processId, distributed.numProcesses)
 
 
 def _terms(options: Options, placement: Placement) -> int:
