@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Dict, Sequence, Tuple
 
-from raypod.plan import InstanceSpec, Plan
+from raypod.placement import InstanceSpec
+from raypod.plan import Plan
 
 STARTUP_DIR = str(Path(__file__).parent / "startup")
 

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 
 from raypod.datasets import ArrayDataset, Splits
 from raypod.errors import ConfigError
-from raypod.plan import InstanceSpec, Leg, Plan
+from raypod.placement import InstanceSpec
+from raypod.plan import Leg, Plan
 from raypod.sampling import call_positions, epoch_order, sample_seed
 
 Batch = Tuple[torch.Tensor, torch.Tensor]

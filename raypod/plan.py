@@ -7,14 +7,12 @@ an SDK. Every product of sizes is named here once; elsewhere nobody multiplies.
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import List, Tuple
 
 from raypod.cluster import Cluster, Host
 from raypod.config import Config
-from raypod.errors import ClusterError, ConfigError
-
-IPUS_PER_PROCESS = 64  # contract section 3: more need more instances
+from raypod.errors import ConfigError
+from raypod.placement import InstanceSpec, Placement, check_sizes, place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,18 +30,7 @@ class Geometry:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) < 1:
                 raise ConfigError(f"{field.name} = {getattr(self, field.name)} must be at least 1")
-        if self.total_replicas % self.num_instances:
-            fits = [n for n in range(1, self.total_replicas + 1) if self.total_replicas % n == 0]
-            raise ConfigError(
-                f"{self.total_replicas} replicas cannot be divided equally between {self.num_instances} instances; "
-                f"--num-instances can be {', '.join(map(str, fits))}"
-            )
-        if self.local_ipus > IPUS_PER_PROCESS:
-            raise ConfigError(
-                f"one instance would drive {self.local_replicas} replicas x {self.ipus_per_replica} IPUs = "
-                f"{self.local_ipus} IPUs, and a process can drive {IPUS_PER_PROCESS}; use more instances: "
-                f"--num-instances {-(-self.total_ipus // IPUS_PER_PROCESS)} or more"
-            )
+        check_sizes(self.total_replicas, self.num_instances, self.ipus_per_replica)
 
     @property
     def local_replicas(self) -> int:
@@ -110,19 +97,6 @@ class Geometry:
 
 
 @dataclasses.dataclass(frozen=True)
-class InstanceSpec:
-    """One instance: which host, which replicas, how many threads."""
-
-    index: int
-    host: str
-    host_index: int
-    local_index: int  # among the instances of its host
-    replica_offset: int
-    local_replicas: int
-    threads_per_replica: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Leg:
     """Updates `first_update .. first_update + num_updates - 1` (0-based) of one epoch; then the coordinator acts."""
 
@@ -145,16 +119,25 @@ class Plan:
     """A run before it runs."""
 
     config: Config
-    cluster: Cluster
+    placement: Placement
     geometry: Geometry
     size: DatasetSize
-    instances: Tuple[InstanceSpec, ...]
     run_dir: str
+
+    @property
+    def cluster(self) -> Cluster:
+        """The pod."""
+        return self.placement.cluster
 
     @property
     def hosts(self) -> Tuple[Host, ...]:
         """The hosts that carry instances, in order."""
-        return self.cluster.hosts[: self.instances[-1].host_index + 1]
+        return self.placement.hosts
+
+    @property
+    def instances(self) -> Tuple[InstanceSpec, ...]:
+        """Every instance, in order."""
+        return self.placement.instances
 
     @property
     def updates_per_epoch(self) -> int:
@@ -180,7 +163,7 @@ class Plan:
 
     def instances_on(self, host_index: int) -> List[InstanceSpec]:
         """The instances of one host."""
-        return [spec for spec in self.instances if spec.host_index == host_index]
+        return self.placement.instances_on(host_index)
 
     def log_file(self, instance: int) -> str:
         """Where an instance's output goes."""
@@ -209,10 +192,8 @@ def make_plan(config: Config, cluster: Cluster, size: DatasetSize, run_dir: str)
             f"the inline fleet runs one instance in this process, not {geometry.num_instances}; "
             "add --num-instances 1, or leave out --fleet inline"
         )
-    instances = _place(geometry, cluster, pod.threads_per_replica)
-    plan = Plan(config, cluster, geometry, size, instances, run_dir)
-    _check_against_pod(plan)
-    return plan
+    placement = place(cluster, pod.replicas, pod.num_instances, pod.ipus_per_replica, pod.threads_per_replica)
+    return Plan(config, placement, geometry, size, run_dir)
 
 
 def _check_against_data(geometry: Geometry, size: DatasetSize, config: Config) -> None:
@@ -231,44 +212,6 @@ def _check_against_data(geometry: Geometry, size: DatasetSize, config: Config) -
             f"--updates {training.updates} is not a whole number of calls of {training.device_iterations} updates "
             f"(device iterations); use {' or '.join(map(str, way_out))}"
         )
-
-
-def _place(geometry: Geometry, cluster: Cluster, threads: int) -> Tuple[InstanceSpec, ...]:
-    """Instances in host order, the same number on every host that carries any."""
-    num_hosts = min(len(cluster.hosts), geometry.num_instances)
-    per_host, rest = divmod(geometry.num_instances, num_hosts)
-    if rest:
-        raise ConfigError(
-            f"{geometry.num_instances} instances cannot be spread evenly over the {num_hosts} hosts of {cluster.name}; "
-            f"--num-instances can be a multiple of {num_hosts}"
-        )
-    specs = []
-    for index in range(geometry.num_instances):
-        host_index, local_index = divmod(index, per_host)
-        host = cluster.hosts[host_index]
-        cores = host.cpus or os.cpu_count() or 1
-        specs.append(
-            InstanceSpec(
-                index=index,
-                host=host.name,
-                host_index=host_index,
-                local_index=local_index,
-                replica_offset=geometry.replicas_of(index).start,
-                local_replicas=geometry.local_replicas,
-                threads_per_replica=threads or max(1, cores // (per_host * geometry.local_replicas)),
-            )
-        )
-    return tuple(specs)
-
-
-def _check_against_pod(plan: Plan) -> None:
-    for host_index, host in enumerate(plan.hosts):
-        needed = len(plan.instances_on(host_index)) * plan.geometry.local_ipus
-        if host.ipus is not None and needed > host.ipus:
-            raise ClusterError(
-                f"host {host.name} of {plan.cluster.name} has {host.ipus} IPUs and the plan puts {needed} on it "
-                f"({plan.geometry.total_ipus} IPUs over {len(plan.hosts)} hosts); use fewer replicas or more hosts"
-            )
 
 
 def _is_power_of_two(number: int) -> bool:

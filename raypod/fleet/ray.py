@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 from raypod.errors import InstanceFailed, RaypodError, WaitTimedOut
 from raypod.events import CallReport, InstanceStarted
 from raypod.fleet.process import InstanceProcess
-from raypod.fleet.ray_session import RaySession, bundle_for, match_hosts
+from raypod.fleet.ray_session import RaySession, Reservation, match_hosts, reserve
 from raypod.plan import Leg, Plan
 
 _LOOK_EVERY_S = 0.2  # how long a stop request may go unnoticed
@@ -24,11 +24,10 @@ class RayFleet:
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._bounds = plan, plan.config.run
-        self._session = RaySession(plan)
+        self._session = RaySession(plan.placement, plan.config.pod.cluster, preload="torch")
         self._ray: Any = None
-        self._group: Any = None
+        self._reservation: Optional[Reservation] = None
         self._actors: List[Any] = []
-        self._bundles: List[Dict[str, float]] = []  # by host
         self._at_rest = False  # all instances answer, and none is inside a leg
         self.start_seconds: List[Tuple[str, float]] = []
 
@@ -37,9 +36,10 @@ class RayFleet:
         began = time.monotonic()
         self._ray = self._session.open()
         began = self._clock("start or join Ray", began)
-        nodes = match_hosts(self._ray, self._plan)
-        self._reserve(nodes)
-        self._start_actors()
+        nodes = match_hosts(self._ray, self._plan.placement)
+        bound = (self._bounds.start_timeout_s, "run.start_timeout_s")
+        self._reservation = reserve(self._ray, self._plan.placement, nodes, bound)
+        self._start_actors(self._reservation)
         started = self._get([actor.build.remote() for actor in self._actors], "the instances to start")
         began = self._clock("start the instances", began)
         self._meet(nodes)
@@ -95,43 +95,16 @@ class RayFleet:
             if self._ray is not None and self._ray.is_initialized():
                 self._end_actors()
         finally:
-            self._actors, self._group, self._ray = [], None, None
+            self._actors, self._reservation, self._ray = [], None, None
             self._session.close()
 
     # ---- starting --------------------------------------------------------------------------------------------------
 
-    def _reserve(self, nodes: List[Dict[str, Any]]) -> None:
-        ipus = self._plan.geometry.local_ipus
-        counts = [len(self._plan.instances_on(index)) for index in range(len(nodes))]
-        bundles = [bundle_for(node, count, count * ipus) for node, count in zip(nodes, counts)]
-        strategy = "STRICT_SPREAD" if len(bundles) > 1 else "PACK"
-        self._group = self._ray.util.placement_group(bundles, strategy=strategy)
-        deadline = time.monotonic() + self._bounds.start_timeout_s
-        while not self._group.wait(min(1.0, self._bounds.start_timeout_s)):  # short waits, so that Ctrl-C is heard
-            if time.monotonic() < deadline:
-                continue
-            asked = "; ".join(f"{host.name}: {bundle}" for host, bundle in zip(self._plan.hosts, bundles))
-            raise WaitTimedOut(
-                f"Ray to reserve what others may be using ({asked})",
-                self._bounds.start_timeout_s,
-                "run.start_timeout_s",
-            )
-        self._bundles = bundles
-
-    def _start_actors(self) -> None:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
+    def _start_actors(self, reservation: Reservation) -> None:
         actor_class = self._ray.remote(InstanceProcess)
         for spec in self._plan.instances:
-            bundle, share = self._bundles[spec.host_index], len(self._plan.instances_on(spec.host_index))
-            options: Dict[str, Any] = {
-                "num_cpus": bundle.get("CPU", 0) / share,
-                "max_concurrency": 2,  # so that `pause` is heard while a leg runs
-                "max_restarts": 0,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, spec.host_index),
-            }
-            if "IPU" in bundle:
-                options["resources"] = {"IPU": bundle["IPU"] / share}
+            options = reservation.options(spec.host_index, len(self._plan.instances_on(spec.host_index)))
+            options["max_concurrency"] = 2  # so that `pause` is heard while a leg runs
             self._actors.append(actor_class.options(**options).remote(self._plan, spec.index, str(Path.cwd())))
 
     def _meet(self, nodes: List[Dict[str, Any]]) -> None:
@@ -227,8 +200,8 @@ class RayFleet:
             self._leave()
         for actor in self._actors:
             self._ray.kill(actor)
-        if self._group is not None:
-            self._ray.util.remove_placement_group(self._group)
+        if self._reservation is not None:
+            self._ray.util.remove_placement_group(self._reservation.group)
 
     def _leave(self) -> None:
         """Let healthy instances end what they started; those that do not answer in time are killed after it."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import os
 import secrets
 import socket
 import sys
 import tempfile
+import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from raypod.cluster import LOCAL, Host
-from raypod.errors import ClusterError
-from raypod.plan import Plan
+from raypod.errors import ClusterError, WaitTimedOut
+from raypod.placement import Placement
 
 _PROBE_S = 2.0
 _OBJECT_STORE_BYTES = 80_000_000  # only reports travel through it; Ray's minimum is 75 MB
@@ -27,8 +29,9 @@ _PRELOADS_SINCE = (2, 50)
 class RaySession:
     """`ray.init()` of a local session, or the running cluster."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, placement: Placement, cluster_file: Optional[str] = None, preload: str = "") -> None:
+        """`preload`: what Ray's workers import while a session of our own still starts, where Ray can do that."""
+        self._placement, self._cluster_file, self._preload = placement, cluster_file, preload
         self._started_here = False
 
     def open(self) -> Any:
@@ -38,11 +41,10 @@ class RaySession:
             ClusterError: a cluster file was given and no Ray cluster runs here.
         """
         running = _running_cluster()
-        if running is None and self._plan.cluster is not LOCAL and not _is_connected():
-            raise ClusterError(
-                f"no Ray cluster is running for {self._plan.cluster.name}: `ray up {self._plan.config.pod.cluster}`, "
-                "then run this on its head"
-            )
+        cluster = self._placement.cluster
+        if running is None and cluster is not LOCAL and not _is_connected():
+            up = f"`ray up {self._cluster_file}`" if self._cluster_file else "start one (`ray up`, or `ray start`)"
+            raise ClusterError(f"no Ray cluster is running for {cluster.name}: {up}, then run this on its head")
         quiet = {"log_to_driver": False, "logging_level": "ERROR"}
         if _is_connected():
             return importlib.import_module("ray")
@@ -56,7 +58,7 @@ class RaySession:
                     f"cannot join the Ray cluster at {running}: {' '.join(str(error).split())}"
                 ) from error
         else:
-            with _environment(_session_variables(self._plan)):
+            with _environment(self._variables()):
                 ray = importlib.import_module("ray")
                 ray.init(
                     address="local",
@@ -67,6 +69,19 @@ class RaySession:
                 )
         _silence_worker_deaths(ray)
         return ray
+
+    def _variables(self) -> Dict[str, str]:
+        """What a session of our own is started with. Most of it counts when ray is imported, or the raylet started."""
+        variables = {"RAY_worker_niceness": "0"}  # the instances are the work here, not a guest beside it
+        if "ray" not in sys.modules:
+            # Ray listens on all interfaces; with a secret that only this session has, nobody else can use it.
+            variables.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+        if tuple(int(part) for part in version("ray").split(".")[:2]) >= _PRELOADS_SINCE:
+            variables["RAY_enable_worker_prestart"] = "1"
+            variables["RAY_preload_python_modules"] = self._preload
+            # Read when torch is imported.
+            variables["OMP_NUM_THREADS"] = str(self._placement.instances[0].threads_per_replica)
+        return variables
 
     def close(self) -> None:
         """Disconnect, and end the session if it was started here."""
@@ -97,19 +112,6 @@ def _running_cluster() -> Optional[str]:
     return address
 
 
-def _session_variables(plan: Plan) -> Dict[str, str]:
-    """What a session of our own is started with. Most of it counts when ray is imported, or the raylet started."""
-    variables = {"RAY_worker_niceness": "0"}  # the instances are the work here, not a guest beside it
-    if "ray" not in sys.modules:
-        # Ray listens on all interfaces; with a secret that only this session has, nobody else can use it.
-        variables.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
-    if tuple(int(part) for part in version("ray").split(".")[:2]) >= _PRELOADS_SINCE:
-        variables["RAY_enable_worker_prestart"] = "1"
-        variables["RAY_preload_python_modules"] = "torch"
-        variables["OMP_NUM_THREADS"] = str(plan.instances[0].threads_per_replica)  # read when torch is imported
-    return variables
-
-
 @contextlib.contextmanager
 def _environment(variables: Dict[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in variables}
@@ -131,31 +133,31 @@ def _silence_worker_deaths(ray: Any) -> None:
         worker._worker_logs_enabled = False
 
 
-def match_hosts(ray: Any, plan: Plan) -> List[Dict[str, Any]]:
-    """The Ray node of every host of the plan, in order.
+def match_hosts(ray: Any, placement: Placement) -> List[Dict[str, Any]]:
+    """The Ray node of every host of a placement, in order.
 
     Raises:
         ClusterError: hosts that are not there, or IPUs that they do not have, by name.
     """
     alive = [node for node in ray.nodes() if node["Alive"]]
-    if plan.cluster is LOCAL:
+    if placement.cluster is LOCAL:
         own = ray.get_runtime_context().get_node_id()
         nodes = [node for node in alive if node["NodeID"] == own]
     else:
-        nodes = [next((node for node in alive if _is(host, node)), {}) for host in plan.hosts]
-        missing = [host.name for host, node in zip(plan.hosts, nodes) if not node]
+        nodes = [next((node for node in alive if _is(host, node)), {}) for host in placement.hosts]
+        missing = [host.name for host, node in zip(placement.hosts, nodes) if not node]
         if missing:
             raise ClusterError(
-                f"{plan.cluster.name}: no Ray node is alive on {', '.join(missing)}; "
+                f"{placement.cluster.name}: no Ray node is alive on {', '.join(missing)}; "
                 f"alive: {', '.join(node['NodeManagerAddress'] for node in alive)}"
             )
-    for index, (host, node) in enumerate(zip(plan.hosts, nodes)):
-        needed, has = len(plan.instances_on(index)) * plan.geometry.local_ipus, node["Resources"].get("IPU")
+    for index, (host, node) in enumerate(zip(placement.hosts, nodes)):
+        needed, has = placement.ipus_on(index), node["Resources"].get("IPU")
         if has is not None and needed > has:
             total = sum(each["Resources"].get("IPU", 0) for each in alive)
             raise ClusterError(
                 f"host {host.name} has {has:g} IPUs and the plan puts {needed} on it (the pod has {total:g} in all, "
-                f"the plan needs {plan.geometry.total_ipus}); use fewer replicas or more hosts"
+                f"the plan needs {placement.total_ipus}); use fewer replicas or more hosts"
             )
     return nodes
 
@@ -164,7 +166,49 @@ def _is(host: Host, node: Dict[str, Any]) -> bool:
     return host.address in (node["NodeManagerAddress"], node["NodeManagerHostname"], node.get("NodeName"))
 
 
-def bundle_for(node: Dict[str, Any], instances: int, ipus: int) -> Dict[str, float]:
+def reserve(ray: Any, placement: Placement, nodes: List[Dict[str, Any]], bound: Tuple[float, str]) -> Reservation:
+    """One bundle per host, all or none; `bound` is how long to wait in seconds, and what sets it.
+
+    Raises:
+        WaitTimedOut: others are using what is asked for.
+    """
+    timeout_s, setting = bound
+    counts = [len(placement.instances_on(index)) for index in range(len(nodes))]
+    bundles = [
+        _bundle_for(node, count, placement.ipus_on(index)) for index, (node, count) in enumerate(zip(nodes, counts))
+    ]
+    group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
+    deadline = time.monotonic() + timeout_s
+    while not group.wait(min(1.0, timeout_s)):  # short waits, so that Ctrl-C is heard
+        if time.monotonic() >= deadline:
+            ray.util.remove_placement_group(group)
+            asked = "; ".join(f"{host.name}: {bundle}" for host, bundle in zip(placement.hosts, bundles))
+            raise WaitTimedOut(f"Ray to reserve what others may be using ({asked})", timeout_s, setting)
+    return Reservation(group, bundles)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reservation:
+    """A placement group, and what each of its bundles (one per host, in host order) holds."""
+
+    group: Any
+    bundles: List[Dict[str, float]]
+
+    def options(self, host_index: int, share: int) -> Dict[str, Any]:
+        """Options of an actor that takes one of `share` equal parts of a host's bundle."""
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        bundle = self.bundles[host_index]
+        options: Dict[str, Any] = {
+            "num_cpus": bundle.get("CPU", 0) / share,
+            "max_restarts": 0,
+            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(self.group, host_index),
+        }
+        if "IPU" in bundle:
+            options["resources"] = {"IPU": bundle["IPU"] / share}
+        return options
+
+
+def _bundle_for(node: Dict[str, Any], instances: int, ipus: int) -> Dict[str, float]:
     """What a host's instances reserve: a share of its cores (fractional, so that 4 fit on 2 cores), IPUs, the host."""
     resources = node["Resources"]
     bundle = {f"node:{node['NodeManagerAddress']}": 0.001}
