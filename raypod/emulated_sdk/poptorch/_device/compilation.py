@@ -54,7 +54,7 @@ def trace(memory: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.Te
     """
     tensors = [to_device(tensor) for tensor in inputs]
     half = [tensor for tensor, given in zip(tensors, inputs) if given.dtype == torch.half] + memory.half_tensors
-    mode, tracker = DeviceMode(), HalfTracker(half)
+    mode, tracker = DeviceMode(is_compiling=True), HalfTracker(half)
     follow_half: ContextManager[Any] = tracker if half else contextlib.nullcontext()
     args, kwargs = arguments.rebuild(tensors)
     trained: FrozenSet[str] = frozenset()

@@ -7,14 +7,16 @@ finds nothing to replace and the loss among the outputs, later forwards run with
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from typing import Any, Callable, Dict, FrozenSet, List, Optional, Tuple
+from typing import Any, Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 
 from poptorch._errors import Error
+from poptorch.enums import OverlapMode
 
 from .dtypes import DEVICE_DTYPE
 
@@ -57,6 +59,36 @@ def active_mode() -> Optional[DeviceMode]:
     return getattr(_active, "mode", None)
 
 
+def compiling_mode() -> Optional[DeviceMode]:
+    """The mode of this thread's forward if that is the one of a compilation, whose values nobody will see."""
+    mode = active_mode()
+    return mode if mode is not None and mode.is_compiling else None
+
+
+@contextlib.contextmanager
+def off_device() -> Iterator[None]:
+    """Within, this thread runs on the host, as if it were in no forward: what it calls is plain torch."""
+    mode, was_on_device = active_mode(), is_on_device()
+    _active.mode, _active.is_on_device = None, False
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    above = len(stack) - next((index for index, each in enumerate(stack) if each is mode), len(stack))
+    try:
+        with contextlib.ExitStack() as popped:
+            for _ in range(above):
+                popped.enter_context(_pop_mode_temporarily())
+            yield
+    finally:
+        _active.mode, _active.is_on_device = mode, was_on_device
+
+
+class Overlap(NamedTuple):
+    """A request to overlap the transfer of an input or output tensor with computing (contract 3)."""
+
+    tensor: torch.Tensor
+    mode: OverlapMode
+    is_input: bool
+
+
 class OnDevice:
     """Says that a forward runs on the device, and changes nothing."""
 
@@ -74,11 +106,14 @@ class DeviceMode(TorchFunctionMode):
         marks: the losses in the order of their marking.
         passed_on: what the forward went on with instead of each.
         statistics: the running statistics that normalisations were given.
+        overlaps: the transfers that were asked to overlap.
         has_replaced: whether a dtype was replaced, in any forward so far.
+        is_compiling: whether the forward only finds out what the model does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_compiling: bool = False) -> None:
         super().__init__()
+        self.is_compiling = is_compiling
         self.has_replaced = False
         self._begin()
 
@@ -86,6 +121,7 @@ class DeviceMode(TorchFunctionMode):
         self.marks: List[torch.Tensor] = []
         self.passed_on: List[torch.Tensor] = []
         self.statistics: List[torch.Tensor] = []
+        self.overlaps: List[Overlap] = []
 
     def __enter__(self) -> DeviceMode:
         self._begin()
