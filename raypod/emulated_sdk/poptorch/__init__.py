@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 
-from . import _log, enums, optim, options
+from . import _log, enums, ops, optim, options
 from ._data.loader import DataLoader
-from ._device.loss_rule import identity_loss
 from ._device.queries import ipuHardwareIsAvailable, ipuHardwareVersion, isRunningOnIpu
 from ._errors import ConfigFileError, Error, RecoverableError, UnrecoverableError
 from ._executor.compile_hooks import registerPostCompileHook, registerPreCompileHook
@@ -34,10 +33,32 @@ from .enums import (
     SyncPattern,
     VariableRetrievalMode,
 )
+from .ops import (
+    CPU,
+    MultiConv,
+    NameScope,
+    cond,
+    ctc_beam_search_decoder,
+    custom_op,
+    dynamic_slice,
+    dynamic_update,
+    for_loop,
+    fps,
+    identity_loss,
+    ipu_print_tensor,
+    nearest,
+    nop,
+    recomputationCheckpoint,
+    serializedMatMul,
+    set_available_memory,
+    set_overlap_for_input,
+    set_overlap_for_output,
+)
 from .options import Options, TensorLocationSettings
 
 __all__ = [
     "AutoStage",
+    "CPU",
     "CommGroupType",
     "ConfigFileError",
     "ConnectionType",
@@ -49,7 +70,9 @@ __all__ = [
     "Liveness",
     "MatMulSerializationMode",
     "MeanReductionStrategy",
+    "MultiConv",
     "MultiConvPlanType",
+    "NameScope",
     "Options",
     "OutputMode",
     "OverlapMode",
@@ -62,18 +85,34 @@ __all__ = [
     "UnrecoverableError",
     "VariableRetrievalMode",
     "__version__",
+    "cond",
+    "ctc_beam_search_decoder",
+    "custom_op",
+    "dynamic_slice",
+    "dynamic_update",
     "enums",
+    "for_loop",
+    "fps",
     "identity_loss",
     "inferenceModel",
     "ipuHardwareIsAvailable",
     "ipuHardwareVersion",
+    "ipu_print_tensor",
     "isRunningOnIpu",
+    "nearest",
+    "nop",
+    "ops",
     "optim",
     "options",
+    "recomputationCheckpoint",
     "registerCustomArgParser",
     "registerPostCompileHook",
     "registerPreCompileHook",
+    "serializedMatMul",
     "setLogLevel",
+    "set_available_memory",
+    "set_overlap_for_input",
+    "set_overlap_for_output",
     "trainingModel",
 ]
 

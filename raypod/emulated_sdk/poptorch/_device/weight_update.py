@@ -65,7 +65,9 @@ class WeightUpdate(NoUpdate):
 
     def apply(self, threads: ReplicaThreads) -> None:
         """Combine the gradients of all replicas and update the weights."""
-        if self._sum is not None:
+        if self._sum is None:
+            self._complete()
+        else:
             self._combine(self._sum)
         if self.optimizer.hyperparameters.max_grad_norm == float("inf"):
             threads.each(self._scale_and_step)
@@ -81,6 +83,12 @@ class WeightUpdate(NoUpdate):
         for memory in self._memory.replicas:
             for parameter in memory.parameters.values():
                 parameter.grad = None
+
+    def _complete(self) -> None:
+        """Give weights that only a branch not taken uses a gradient of zero."""
+        for parameter in self._trained[0]:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _combine(self, gradient_sum: GradientSum) -> None:
         """Give replica 0, whose parameters the optimizer holds, the sums as gradients."""

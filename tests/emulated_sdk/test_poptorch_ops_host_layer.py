@@ -1,0 +1,155 @@
+"""`CPU`: layers that run on the host."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import poptorch
+import pytest
+import torch
+from poptorch_models import options
+from torch import nn
+
+
+class Hosted(nn.Module):
+    """Calls a method of its own on the host, between two operations on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = poptorch.CPU(self.on_host, "host")
+        self.calls = 0
+        self.seen: Any = None
+
+    def on_host(self, x: torch.Tensor, scale: float = 1.0) -> Any:
+        self.calls += 1
+        self.seen = (x.dtype, poptorch.isRunningOnIpu(), x.cpu().numpy().tolist())
+        return x.cpu() * scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.host(x + 1, scale=3.0) * 2
+
+
+def test_a_layer_runs_on_the_host_object_at_every_call():
+    model = Hosted()
+    inference = poptorch.inferenceModel(model, options())
+    assert inference(torch.tensor([1.0])).tolist() == [12.0]
+    assert model.seen == (torch.float32, False, [2.0])
+    before = model.calls
+    assert inference(torch.tensor([2.0])).tolist() == [18.0]
+    assert model.calls == before + 1
+
+
+def test_every_replica_calls_it():
+    inference = poptorch.inferenceModel(Hosted(), options(replicas=4))
+    for _ in range(3):
+        assert inference(torch.arange(4.0)).tolist() == [6.0, 12.0, 18.0, 24.0]
+
+
+def test_a_layer_sees_the_dtypes_of_the_api():
+    model = Hosted()
+    poptorch.inferenceModel(model, options())(torch.tensor([1, 2]))
+    assert model.seen[0] == torch.int32
+    output = poptorch.inferenceModel(model, options())(torch.ones(1, dtype=torch.half))
+    assert (model.seen[0], output.dtype, output.item()) == (torch.half, torch.half, 12.0)
+
+
+def test_a_module_runs_with_the_weights_of_the_host():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.host = poptorch.CPU(self.layer, "linear")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.host(x)
+
+    model, x = Model(), torch.ones(1, 2)
+    inference = poptorch.inferenceModel(model, options())
+    assert torch.equal(inference(x), model.layer(x))
+    with torch.no_grad():
+        model.layer.weight.zero_()
+    assert torch.equal(inference(x), model.layer(x))
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_layer_may_return_several_tensors(kind):
+    host = poptorch.CPU(lambda x: kind((x, x.argmax())), "several")
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            found = host(x)
+            assert type(found) is kind
+            return found[0] + found[1]
+
+    assert poptorch.inferenceModel(Model(), options())(torch.tensor([1.0, 5.0])).tolist() == [2.0, 6.0]
+
+
+def test_outside_a_model_it_is_an_ordinary_call():
+    x = torch.ones(2, requires_grad=True)
+    poptorch.CPU(lambda y: (y * 3).sum(), "sum")(x).backward()
+    assert x.grad.tolist() == [3.0, 3.0]
+
+
+def test_no_gradient_flows_through_the_host():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+            self.host = poptorch.CPU(lambda x: x * 2, "double")
+            self.after_weight = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.host(x * self.weight) if self.after_weight else self.host(x) * self.weight
+            return poptorch.identity_loss(y, "sum")
+
+    with pytest.raises(poptorch.Error, match="'double': no gradient flows"):
+        poptorch.trainingModel(Model(), options())(torch.ones(1))
+    model = Model()
+    model.after_weight = False
+    training = poptorch.trainingModel(model, options(), torch.optim.SGD(model.parameters(), lr=0.25))
+    assert training(torch.ones(1)) == 2.0
+    assert model.weight.item() == 0.5
+
+
+def test_execute_runs_on_the_kept_tensors():
+    host = poptorch.CPU(lambda x: x + 1, "increment")
+    poptorch.inferenceModel(_calling(host), options())(torch.zeros(1))
+    host.registerPersistentData()
+    place = host.outputs[0]
+    host.inputs[0].fill_(5.0)
+    host.execute()
+    assert place.item() == 6.0
+
+
+def _calling(host: poptorch.CPU) -> nn.Module:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return host(x)
+
+    return Model()
+
+
+def test_a_layer_must_return_tensors():
+    with pytest.raises(poptorch.Error, match="'none': the layer returned NoneType"):
+        poptorch.inferenceModel(_calling(poptorch.CPU(lambda x: None, "none")), options())(torch.zeros(1))
+
+
+def test_what_cannot_be_called_is_refused():
+    with pytest.raises(ValueError, match="`layer_to_call` is a function, not int"):
+        poptorch.CPU(3, "three")
+
+
+def test_copies_of_a_model_share_the_layer():
+    model = Hosted()
+    assert copy.deepcopy(model).host is model.host
+
+
+def test_an_error_of_the_layer_leaves_the_thread_on_the_host():
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such host")
+
+    with pytest.raises(RuntimeError, match="no such host"):
+        poptorch.inferenceModel(_calling(poptorch.CPU(fail, "fail")), options())(torch.zeros(1))
+    assert not poptorch.isRunningOnIpu()
+    assert torch.ones(1, dtype=torch.float64).dtype == torch.float64
