@@ -61,7 +61,10 @@ def test_gradients_flow_through_both():
         (lambda x: poptorch.dynamic_slice(x, 0, 3, 2, 1), "a slice of 2 from 3 leaves dimension 0, which has 4"),
         (lambda x: poptorch.dynamic_slice(x, 0, torch.tensor(-1), 2, 1), "a slice of 2 from -1"),
         (lambda x: poptorch.dynamic_slice(x, 0, torch.tensor(1.0), 2, 1), "`start` is one integer, not float32"),
-        (lambda x: poptorch.dynamic_slice(x, 0, torch.tensor([1, 2]), 2, 1), r"`start` is one integer, not int32 \[2\]"),
+        (
+            lambda x: poptorch.dynamic_slice(x, 0, torch.tensor([1, 2]), 2, 1),
+            r"`start` is one integer, not int32 \[2\]",
+        ),
         (lambda x: poptorch.dynamic_slice(x, 0, 0, torch.tensor(2), 1), "`size` is a constant int"),
         (lambda x: poptorch.dynamic_slice(x, 0, 0, 2, 0), "`step` is a constant int of at least 1"),
         (lambda x: poptorch.dynamic_update(x, x, 0, 0, 2), r"`src` is float32 \[4\], but the slice .* float32 \[2\]"),
