@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, ContextManager, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Sequence, Set
+from typing import Any, ContextManager, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 
@@ -14,10 +14,11 @@ from poptorch._executor.structure import Structure, flatten
 
 from .dtypes import to_device
 from .half import HalfTracker
-from .loss_rule import ancestors, final_loss
+from .loss_rule import final_loss
 from .memory import ReplicaMemory
 from .mode import DeviceMode
-from .random import detect_random
+from .python_state import PythonState
+from .random import DrawsInside, detect_random
 
 
 class Checks(NamedTuple):
@@ -34,88 +35,98 @@ class Trace(NamedTuple):
         structure: how its outputs nest.
         dtypes: those of the outputs at the API.
         draws: whether it draws random numbers.
+        backward_draws: whether the backward pass does too, as it recomputes part of the forward.
         is_plain: whether it does the same without a `DeviceMode`.
         loss_output: which output is the final loss itself, if any.
-        trained: the parameters that the loss depends on; empty for inference.
+        changed_modules: the modules, by name, whose Python attributes it changes.
+        changed_inputs: the tensors of the arguments that it changes in place.
     """
 
     structure: Structure
     dtypes: List[torch.dtype]
     draws: bool
+    backward_draws: bool
     is_plain: bool
     loss_output: Optional[int]
-    trained: FrozenSet[str]
+    changed_modules: Tuple[str, ...]
+    changed_inputs: Tuple[int, ...]
 
 
-def trace(memory: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.Tensor], checks: Checks) -> Trace:
-    """Run the forward once on one micro-batch; buffers and generators are as before afterwards.
+def trace(scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.Tensor], checks: Checks) -> Trace:
+    """Run the forward once on one micro-batch, on a replica made for this. Generators are as before afterwards.
 
-    Error when the loss rule of training is broken, or when buffers are used in a way that the device cannot follow.
+    Error when the loss rule of training is broken, or when parameters or buffers are used in a way that the device
+    cannot follow.
     """
     tensors = [to_device(tensor) for tensor in inputs]
-    half = [tensor for tensor, given in zip(tensors, inputs) if given.dtype == torch.half] + memory.half_tensors
+    half = [tensor for tensor, given in zip(tensors, inputs) if given.dtype == torch.half] + scratch.half_tensors
     mode, tracker = DeviceMode(is_compiling=True), HalfTracker(half)
     follow_half: ContextManager[Any] = tracker if half else contextlib.nullcontext()
     args, kwargs = arguments.rebuild(tensors)
-    trained: FrozenSet[str] = frozenset()
-    with _unchanged(memory.module) as before, torch.set_grad_enabled(checks.is_training), detect_random() as generator:
+    python_state, tensors_before = PythonState(scratch.module), _Tensors(scratch)
+    versions = [tensor._version for tensor in tensors]
+    backward_draws = False
+    with torch.set_grad_enabled(checks.is_training), detect_random() as generator:
         with mode, follow_half:
-            outputs, structure = flatten(memory.module(*args, **kwargs))
-        _check_buffers(memory.module, before, mode, checks)
+            outputs, structure = flatten(scratch.module(*args, **kwargs))
+        tensors_before.check(scratch.module, mode, checks)
         if checks.is_training:
-            trained = _trained(memory, final_loss(mode.marks))
+            loss = final_loss(mode.marks)
+            backward_draws = generator.has_drawn_so_far() and _backward_draws(loss)
     loss_output = _loss_output(outputs, mode)
     return Trace(
         structure=structure,
         dtypes=api_dtypes(outputs, [tracker.is_half(output) for output in outputs]),
         draws=generator.has_drawn,
+        backward_draws=backward_draws,
         is_plain=not mode.has_replaced and (loss_output is not None or not checks.is_training),
         loss_output=loss_output,
-        trained=trained,
+        changed_modules=python_state.changed(),
+        changed_inputs=tuple(index for index, tensor in enumerate(tensors) if tensor._version != versions[index]),
     )
 
 
-class _Buffer(NamedTuple):
-    tensor: torch.Tensor
-    version: int
-    value: torch.Tensor
+class _Tensors:
+    """A module's parameters and buffers before the forward."""
 
+    def __init__(self, memory: ReplicaMemory) -> None:
+        self._parameters: Dict[str, torch.Tensor] = dict(memory.parameters)
+        self._buffers = {**memory.buffers, **memory.constants}
+        self._before = {id(tensor): (tensor._version, tensor.data_ptr()) for tensor in self._all().values()}
 
-@contextlib.contextmanager
-def _unchanged(module: torch.nn.Module) -> Iterator[Dict[str, _Buffer]]:
-    """Yields the module's buffers by name, and gives them their values back in the end."""
-    buffers = {name: _Buffer(tensor, tensor._version, tensor.clone()) for name, tensor in module.named_buffers()}
-    try:
-        yield buffers
-    finally:
-        with torch.no_grad():
-            for buffer in buffers.values():
-                buffer.tensor.copy_(buffer.value)
+    def check(self, module: torch.nn.Module, mode: DeviceMode, checks: Checks) -> None:
+        """Error for what the device cannot follow."""
+        after: Dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        for kind, tensors in (("parameter", self._parameters), ("buffer", self._buffers)):
+            for name, tensor in tensors.items():
+                if after.get(name) is not tensor or tensor.data_ptr() != self._before[id(tensor)][1]:
+                    raise Error(
+                        f"The {kind} {name!r} was reassigned within the model's forward(), which the device cannot "
+                        f"follow. Consider changing it in place: self.{name}.copy_(value)"
+                    )
+        for name in self._changed(self._parameters, set()):
+            raise Error(
+                f"forward changes the parameter {name!r} in place, but on the device only the optimizer does that: "
+                "make it a buffer, or change it on the host and call copyWeightsToDevice()"
+            )
+        statistics = {id(tensor) for tensor in mode.statistics}
+        for name in self._changed(self._buffers, statistics) if checks.refuse_changed_buffers else ():
+            raise Error(
+                f"forward changes the buffer {name!r}, and with more than one input group the replicas' copies would "
+                "drift apart. If that is meant, call options.broadcastBuffers(False)"
+            )
 
+    def _all(self) -> Dict[str, torch.Tensor]:
+        return {**self._parameters, **self._buffers}
 
-def _check_buffers(module: torch.nn.Module, before: Dict[str, _Buffer], mode: DeviceMode, checks: Checks) -> None:
-    after = dict(module.named_buffers())
-    rebound = [name for name, buffer in before.items() if after.get(name) is not buffer.tensor]
-    if rebound:
-        raise Error(
-            f"forward assigns a new tensor to the buffer {rebound[0]!r}: change it in place, as buffer.copy_(value)"
-        )
-    changed = _changed(before, {id(tensor) for tensor in mode.statistics})
-    if changed and checks.refuse_changed_buffers:
-        raise Error(
-            f"forward changes the buffer {changed[0]!r}, and with more than one input group the replicas' copies would "
-            "drift apart. If that is meant, call options.broadcastBuffers(False)"
-        )
-
-
-def _changed(buffers: Dict[str, _Buffer], statistics: Set[int]) -> List[str]:
-    return [
-        name
-        for name, buffer in buffers.items()
-        if buffer.tensor.is_floating_point()
-        and buffer.tensor._version != buffer.version
-        and id(buffer.tensor) not in statistics
-    ]
+    def _changed(self, tensors: Dict[str, torch.Tensor], allowed: Set[int]) -> List[str]:
+        return [
+            name
+            for name, tensor in tensors.items()
+            if tensor.is_floating_point()
+            and tensor._version != self._before[id(tensor)][0]
+            and id(tensor) not in allowed
+        ]
 
 
 def _loss_output(outputs: List[torch.Tensor], mode: DeviceMode) -> Optional[int]:
@@ -126,7 +137,11 @@ def _loss_output(outputs: List[torch.Tensor], mode: DeviceMode) -> Optional[int]
     return None
 
 
-def _trained(memory: ReplicaMemory, loss: torch.Tensor) -> FrozenSet[str]:
-    """The parameters whose gradients the backward pass from the loss reaches."""
-    reached = {id(getattr(node, "variable", None)) for node in ancestors(loss)}
-    return frozenset(name for name, parameter in memory.parameters.items() if id(parameter) in reached)
+def _backward_draws(loss: torch.Tensor) -> bool:
+    """Whether the backward pass draws random numbers; the gradients go to the scratch replica."""
+    if not loss.requires_grad:
+        return False
+    inside = DrawsInside()  # type: ignore[no-untyped-call]
+    with inside:
+        torch.autograd.backward(loss)
+    return bool(inside.has_drawn)

@@ -5,7 +5,7 @@ All local replicas share one copy of the weights: they are equal anyway. Each re
 
 from __future__ import annotations
 
-from typing import Dict, List, NamedTuple, Tuple
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -30,19 +30,26 @@ class DeviceMemory:
     """Parameters and buffers of all local replicas.
 
     `model` is the host's module. It is asked for its tensors by name at every exchange, as a program may replace them.
+    `user_model` is the one that the program holds, if `model` is a shallow copy of it.
     """
 
-    def __init__(self, model: torch.nn.Module, replicas: int) -> None:
+    def __init__(self, model: torch.nn.Module, replicas: int, user_model: Optional[torch.nn.Module] = None) -> None:
         self._model = model
+        self._user_model = model if user_model is None else user_model
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            weights = {name: _device_copy(tensor) for name, tensor in model.named_parameters()}
-            self.replicas = [self._replica(weights) for _ in range(replicas)]
+            self._weights = {name: _device_copy(tensor) for name, tensor in model.named_parameters()}
+            self.replicas = [self._replica(self._weights) for _ in range(replicas)]
         self.half_parameters = [name for name, tensor in model.named_parameters() if tensor.dtype == torch.half]
 
     @property
     def parameters(self) -> Dict[str, torch.nn.Parameter]:
         """The shared weights, as the parameters of replica 0."""
         return self.replicas[0].parameters
+
+    def scratch(self) -> ReplicaMemory:
+        """One more replica with the same weights, to try a forward on: what it does to the module is forgotten."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            return self._replica(self._weights)
 
     def upload(self) -> None:
         """Bring the host's weights and floating point buffers to every replica; other buffers are constants."""
@@ -81,7 +88,7 @@ class DeviceMemory:
         pairs += [(host_buffers[name], buffers[name]) for name in buffers]
         floating = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
         return ReplicaMemory(
-            module=copy_module(self._model, {id(tensor): copy for tensor, copy in pairs}),
+            module=copy_module(self._model, {id(tensor): copy for tensor, copy in pairs}, self._user_model),
             parameters=parameters,
             buffers=floating,
             constants={name: buffer for name, buffer in buffers.items() if name not in floating},

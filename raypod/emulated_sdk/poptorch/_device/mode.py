@@ -178,12 +178,18 @@ def _leave_device(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, .
     raise Error("A tensor cannot be moved to the CPU inside forward: return it instead, or use it on the device")
 
 
-def _norm(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
-    # batch_norm(input, running_mean, running_var, ...) and instance_norm update their statistics by themselves: no
-    # change of a buffer in the sense of contract 2.6.
-    named = [kwargs.get("running_mean"), kwargs.get("running_var")]
-    mode.statistics += [value for value in [*args[1:3], *named] if isinstance(value, torch.Tensor)]
-    return func(*args, **kwargs)
+def _norm(first_statistic: int) -> _Handler:
+    """Normalisations update their running statistics by themselves: no change of a buffer in the sense of contract 2.6.
+
+    The running mean is positional argument number `first_statistic`, the variance the next.
+    """
+
+    def norm(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+        given = [*args[first_statistic : first_statistic + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
+        mode.statistics += [value for value in given if isinstance(value, torch.Tensor)]
+        return func(*args, **kwargs)
+
+    return norm
 
 
 def _replaced_by(replacement: Callable[..., Any]) -> _Handler:
@@ -196,7 +202,9 @@ def _replaced_by(replacement: Callable[..., Any]) -> _Handler:
 
 def _handlers() -> Dict[Callable[..., Any], _Handler]:
     handlers: Dict[Callable[..., Any], _Handler] = dict.fromkeys(_loss_functions(), _loss)
-    handlers.update(dict.fromkeys((F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm), _norm))
+    # functional.batch_norm(input, running_mean, ...), but torch.batch_norm(input, weight, bias, running_mean, ...)
+    handlers.update(dict.fromkeys((F.batch_norm, F.instance_norm), _norm(1)))
+    handlers.update(dict.fromkeys((torch.batch_norm, torch.instance_norm, torch.native_batch_norm), _norm(3)))
     handlers.update(dict.fromkeys((torch.Tensor.to, torch.Tensor.type), _convert))
     handlers.update(dict.fromkeys((torch.Tensor.half, torch.Tensor.bfloat16), _replaced_by(torch.Tensor.float)))
     handlers[torch.Tensor.double] = _replaced_by(torch.Tensor.float)

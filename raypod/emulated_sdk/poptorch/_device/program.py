@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, List, Sequence
+from typing import Any, List, Optional, Sequence
 
 import torch
 
@@ -30,13 +30,19 @@ class Program:
 
     is_training = False
 
-    def __init__(self, model: torch.nn.Module, options: Options, arguments: Arguments) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        options: Options,
+        arguments: Arguments,
+        user_model: Optional[torch.nn.Module] = None,
+    ) -> None:
         check_output_mode(options)
         self.arguments = arguments
         self.layout = BatchLayout.of(options)
         first_tensors = arguments.take_first_tensors()
         self.layout.check(first_tensors)
-        self.memory = DeviceMemory(model, self.layout.replicas)
+        self.memory = DeviceMemory(model, self.layout.replicas, user_model)
         self._options = options
         self._update = NoUpdate()
         self._checks_numbers = options.Precision.enable_fp_exceptions
@@ -82,13 +88,14 @@ class Program:
                 forward = self._replicas[replica].forward(self.layout.cut(inputs, block))
                 if self._checks_numbers:
                     _check_numbers(forward)
-                self._update.backward(forward.loss)
+                with self._replicas[replica].backward_random():
+                    self._update.backward(forward.loss)
                 outputs.add(iteration, step, replica, forward.outputs)
 
     def _trace(self, inputs: Sequence[torch.Tensor]) -> Trace:
         first_block = self.layout.cut(inputs, 0)
         checks = Checks(self.is_training, self.layout.input_groups > 1 and self._options.broadcast_buffers)
-        return trace(self.memory.replicas[0], self.arguments, first_block, checks)
+        return trace(self.memory.scratch(), self.arguments, first_block, checks)
 
 
 class TrainingProgram(Program):
@@ -97,12 +104,17 @@ class TrainingProgram(Program):
     is_training = True
 
     def __init__(
-        self, model: torch.nn.Module, options: Options, arguments: Arguments, optimizer: torch.optim.Optimizer
+        self,
+        model: torch.nn.Module,
+        options: Options,
+        arguments: Arguments,
+        optimizer: torch.optim.Optimizer,
+        user_model: Optional[torch.nn.Module] = None,
     ) -> None:
-        super().__init__(model, options, arguments)
+        super().__init__(model, options, arguments, user_model)
         groups = device_groups(optimizer, model, self.memory)
         self.optimizer = DeviceOptimizer(extract(optimizer), groups, parts=self.layout.replicas)
-        self._update = WeightUpdate(self.memory, self.optimizer, options, self._traced.trained)
+        self._update = WeightUpdate(self.memory, self.optimizer, options)
 
 
 def _check_numbers(forward: Forward) -> None:

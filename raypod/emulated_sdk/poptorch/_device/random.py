@@ -6,9 +6,10 @@ import contextlib
 import hashlib
 import struct
 import threading
-from typing import Iterator
+from typing import Any, Iterator, Tuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # torch's CPU generator belongs to the process. Whoever runs a forward that draws numbers holds this lock; the wait is
 # bounded by the forwards of the other replicas.
@@ -30,17 +31,34 @@ def device_random(seed: int, replica: int, micro_batch: int) -> Iterator[None]:
 @contextlib.contextmanager
 def detect_random() -> Iterator[DrawDetector]:
     """Within, tells whether numbers were drawn. The host's generator is as before afterwards."""
-    detector = DrawDetector()
     with device_random(0, 0, 0):
-        before = torch.get_rng_state()
+        detector = DrawDetector()
         yield detector
-        detector.has_drawn = not torch.equal(before, torch.get_rng_state())
+        detector.has_drawn = detector.has_drawn_so_far()
 
 
 class DrawDetector:
     """The finding of `detect_random`."""
 
     has_drawn = False
+
+    def __init__(self) -> None:
+        self._before = torch.get_rng_state()
+
+    def has_drawn_so_far(self) -> bool:
+        """Whether numbers were drawn since the beginning."""
+        return not torch.equal(self._before, torch.get_rng_state())
+
+
+class DrawsInside(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees whether a kernel inside draws random numbers, even where the generator is put back, as checkpoints do."""
+
+    has_drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.has_drawn = True
+        return func(*args, **(kwargs or {}))
 
 
 def _mixed(seed: int, replica: int, micro_batch: int) -> int:

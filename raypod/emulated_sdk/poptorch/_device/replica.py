@@ -15,6 +15,7 @@ from .compilation import Trace
 from .dtypes import to_device
 from .memory import ReplicaMemory
 from .mode import DeviceMode, OnDevice
+from .python_state import PythonState
 from .random import device_random
 
 _ON_DEVICE = OnDevice()
@@ -41,6 +42,7 @@ class Replica:
         self._index = index
         self._traced = traced
         self._mode = None if traced.is_plain else DeviceMode()
+        self._python_state = PythonState(memory.module, traced.changed_modules)
         self._constants = [(tensor, tensor._version, tensor.clone()) for tensor in memory.constants.values()]
         groups: List[Dict[str, Any]] = [memory.parameters, memory.buffers, memory.constants]
         self._memory_addresses = frozenset(
@@ -49,11 +51,16 @@ class Replica:
 
     def forward(self, inputs: List[torch.Tensor]) -> Forward:
         """Run the module on one micro-batch, given as views into the combined batch."""
-        args, kwargs = self._arguments.rebuild([to_device(tensor) for tensor in inputs])
+        on_device = [to_device(tensor) for tensor in inputs]
+        args, kwargs = self._arguments.rebuild(on_device)
         self._restore_constants()
-        with self._random(), self._mode or _ON_DEVICE:
-            tensors, structure = flatten(self.memory.module(*args, **kwargs))
+        try:
+            with self._random(self._traced.draws), self._mode or _ON_DEVICE:
+                tensors, structure = flatten(self.memory.module(*args, **kwargs))
+        finally:
+            self._python_state.restore()
         self.micro_batches += 1
+        self._return_changed(on_device, inputs)
         if structure != self._traced.structure:
             raise Error(f"forward returned {structure}, but {self._traced.structure} when it was compiled")
         return Forward([self._kept(tensor) for tensor in tensors], self._loss(tensors))
@@ -63,10 +70,20 @@ class Replica:
             return self._mode.marks[-1] if self._mode.marks else None
         return None if self._traced.loss_output is None else outputs[self._traced.loss_output]
 
-    def _random(self) -> ContextManager[Any]:
-        if self._traced.draws:
+    def backward_random(self) -> ContextManager[Any]:
+        """Surrounds the backward pass of the micro-batch that ran last."""
+        return self._random(self._traced.backward_draws)
+
+    def _random(self, draws: bool) -> ContextManager[Any]:
+        if draws:
             return device_random(self.seed, self._index, self.micro_batches)
         return contextlib.nullcontext()
+
+    def _return_changed(self, on_device: List[torch.Tensor], inputs: List[torch.Tensor]) -> None:
+        """Inputs that forward changes in place are changed in the caller's tensors too [inferred: contract silent]."""
+        for index in self._traced.changed_inputs:
+            with torch.no_grad(), torch.inference_mode(inputs[index].is_inference()):
+                inputs[index].copy_(on_device[index])
 
     def _kept(self, output: torch.Tensor) -> torch.Tensor:
         # An output may be a weight or a buffer itself, which changes before the call ends.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Callable, List, Optional
+from typing import Any, Callable, List, Optional
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
 
 
 class ReplicaThreads:
@@ -30,7 +32,11 @@ class ReplicaThreads:
         if self._pool is None:
             work(0)
             return
-        futures: List[Future[None]] = [self._pool.submit(work, replica) for replica in range(self._replicas)]
+        inherited = _CallersState()
+        futures: List[Future[None]] = [
+            self._pool.submit(contextvars.copy_context().run, inherited.run, work, replica)
+            for replica in range(self._replicas)
+        ]
         try:
             wait(futures)
         except BaseException:  # Ctrl-C: no replica may still be at work when the caller goes on
@@ -45,3 +51,27 @@ class ReplicaThreads:
         """End the threads."""
         if self._pool is not None:
             self._pool.shutdown()
+
+
+class _CallersState:
+    """What torch keeps per thread and a forward can tell: the device must not show in which thread a replica works.
+
+    Autocast and inference mode are off for the device; the grad mode is set by whoever runs a micro-batch.
+    """
+
+    def __init__(self) -> None:
+        # Such as the default device. The modes are shared as they are: entering them again would change them.
+        self._modes: List[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        self._threads = torch.get_num_threads()
+
+    def run(self, work: Callable[[int], None], replica: int) -> None:
+        """`work(replica)` in the present thread as in the caller's."""
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
+        for mode in self._modes:
+            torch._C._push_on_torch_function_stack(mode)
+        try:
+            work(replica)
+        finally:
+            for _ in self._modes:
+                torch._C._pop_torch_function_stack()

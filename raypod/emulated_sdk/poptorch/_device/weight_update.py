@@ -7,7 +7,7 @@ how they are spread over threads and processes.
 
 from __future__ import annotations
 
-from typing import Any, Dict, FrozenSet, List, Optional
+from typing import Any, Dict, List, Optional
 
 import torch
 from _emulated_gradient_sum import GradientSum, Placement
@@ -37,12 +37,11 @@ class NoUpdate:
 class WeightUpdate(NoUpdate):
     """Training: `backward` after each micro-batch, then `apply`.
 
-    `trained` names the parameters that the loss depends on; the others get no gradient, as in torch.
+    Every parameter that requires a gradient takes part in the reduction, in every process alike. Those that no replica
+    has computed a gradient for in this update get none, as in torch.
     """
 
-    def __init__(
-        self, memory: DeviceMemory, optimizer: DeviceOptimizer, options: Options, trained: FrozenSet[str]
-    ) -> None:
+    def __init__(self, memory: DeviceMemory, optimizer: DeviceOptimizer, options: Options) -> None:
         self.optimizer = optimizer
         self._memory = memory
         placement = placement_of(options)
@@ -50,10 +49,11 @@ class WeightUpdate(NoUpdate):
         # Dividing by a power of two is exact wherever it is done; on the loss it costs no pass over the gradients.
         is_exact = terms & (terms - 1) == 0
         self._loss_terms, self._gradient_terms = (terms, 1) if is_exact else (1, terms)
-        names = [name for name in optimizer.parameters if name in trained]
+        names = [name for name, parameter in optimizer.parameters.items() if parameter.requires_grad]
         self._trained = [[replica.parameters[name] for name in names] for replica in memory.replicas]
-        # A single replica has nobody to combine with.
-        self._sum = GradientSum(self._trained[0], placement) if placement.total_replicas > 1 else None
+        # A single replica has nobody to combine with. Others also count who has a gradient of each parameter.
+        like = [*self._trained[0], torch.zeros(len(names))]
+        self._sum = GradientSum(like, placement) if placement.total_replicas > 1 else None
 
     def backward(self, loss: Optional[torch.Tensor]) -> None:
         """Accumulate the gradients of one micro-batch, from its final marked loss."""
@@ -65,9 +65,7 @@ class WeightUpdate(NoUpdate):
 
     def apply(self, threads: ReplicaThreads) -> None:
         """Combine the gradients of all replicas and update the weights."""
-        if self._sum is None:
-            self._complete()
-        else:
+        if self._sum is not None:
             self._combine(self._sum)
         if self.optimizer.hyperparameters.max_grad_norm == float("inf"):
             threads.each(self._scale_and_step)
@@ -84,20 +82,14 @@ class WeightUpdate(NoUpdate):
             for parameter in memory.parameters.values():
                 parameter.grad = None
 
-    def _complete(self) -> None:
-        """Give weights that only a branch not taken uses a gradient of zero."""
-        for parameter in self._trained[0]:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
     def _combine(self, gradient_sum: GradientSum) -> None:
         """Give replica 0, whose parameters the optimizer holds, the sums as gradients."""
         with torch.no_grad():
-            sums = gradient_sum([[parameter.grad for parameter in replica] for replica in self._trained])
+            *sums, replicas = gradient_sum([_gradients(replica) for replica in self._trained])
             if self._is_scaled:  # in place, and the sums may lie in memory that others read
                 sums = [total.clone() for total in sums]
-        for parameter, total in zip(self._trained[0], sums):
-            parameter.grad = total
+        for parameter, total, having in zip(self._trained[0], sums, replicas.tolist()):
+            parameter.grad = total if having else None
 
     @property
     def _is_scaled(self) -> bool:
@@ -110,6 +102,12 @@ class WeightUpdate(NoUpdate):
     def _scale_and_step(self, part: int) -> None:
         self._scale(part)
         self.optimizer.step(part)
+
+
+def _gradients(parameters: List[torch.nn.Parameter]) -> List[Optional[torch.Tensor]]:
+    """A replica's gradients, and last which of them there are."""
+    gradients = [parameter.grad for parameter in parameters]
+    return [*gradients, torch.tensor([float(gradient is not None) for gradient in gradients])]
 
 
 def placement_of(options: Options) -> Placement:

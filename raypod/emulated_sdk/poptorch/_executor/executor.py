@@ -226,8 +226,8 @@ class PoplarExecutor:
 
     def _build(self, arguments: Arguments) -> Program:
         if not self._training or self._optimizer is None:
-            return Program(self._model, self._options, arguments)
-        program = TrainingProgram(self._model, self._options, arguments, self._optimizer)
+            return Program(self._model, self._options, arguments, self._user_model)
+        program = TrainingProgram(self._model, self._options, arguments, self._optimizer, self._user_model)
         optimizer_exchange.bind(self._optimizer, program)
         return program
 

@@ -1,0 +1,222 @@
+"""What a forward may and may not do on the device, and what of the host reaches it (contract 2.1, 2.2, 2.6)."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import types
+
+import poptorch
+import pytest
+import torch
+import torch.nn.functional as F
+from poptorch_models import Line, options, seeded
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def line_with(forward, **kwargs):
+    """A trained `Line` whose forward first calls forward(self, x); returns model, executor and the call's result."""
+
+    class Changed(Line):
+        def forward(self, x):
+            result = forward(self, x)
+            loss = super().forward(x)
+            return loss if result is None else (result, loss)
+
+    model = Changed()
+    training = poptorch.trainingModel(model, options(**kwargs), poptorch.optim.SGD(model.parameters(), lr=0.5))
+    return model, training
+
+
+def reassign(line, x):
+    line.weight = nn.Parameter(torch.zeros(()))
+
+
+def reassign_data(line, x):
+    line.weight.data = torch.zeros(())
+
+
+@pytest.mark.parametrize("change", [reassign, reassign_data])
+def test_reassigning_a_parameter_is_refused(change):
+    with pytest.raises(poptorch.Error, match="parameter 'weight' was reassigned"):
+        line_with(change)[1](torch.ones(1))
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_changing_a_parameter_in_place_is_refused(is_training):
+    class Clamped(Line):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.clamp_(max=0.5)
+            return super().forward(x)
+
+    wrap = poptorch.trainingModel if is_training else poptorch.inferenceModel
+    with pytest.raises(poptorch.Error, match="changes the parameter 'weight' in place"):
+        wrap(Clamped(), options())(torch.ones(1))
+
+
+def test_python_state_is_what_it_was_when_traced():
+    def count(line, x):
+        line.calls = getattr(line, "calls", 0) + 1
+        return x * line.calls
+
+    model, training = line_with(count, replicas=2)
+    assert [training(torch.ones(2))[0].tolist() for _ in range(3)] == [[1, 1]] * 3
+    assert not hasattr(model, "calls")
+
+
+def test_tensors_that_forward_leaves_in_attributes_are_let_go():
+    seen = []
+
+    def keep(line, x):
+        line.kept = x * 2
+        seen.append("kept" in vars(line))
+
+    _, training = line_with(keep)
+    training(torch.ones(1))
+    assert not any("kept" in vars(replica.memory.module) for replica in training._program._replicas)
+
+
+def test_inputs_changed_in_place_are_changed_in_the_callers_tensor():
+    x = torch.tensor([1.0, 2.0])
+    line_with(lambda line, x: x.add_(1), accumulation=2)[1](x)
+    assert x.tolist() == [2, 3]
+    line_with(lambda line, x: x + 1)[1](x)
+    assert x.tolist() == [2, 3]
+
+
+class Norm(nn.Module):
+    def __init__(self, normalise):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("var", torch.ones(3))
+        self.scale = nn.Parameter(torch.ones(3))
+        self.normalise = normalise
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.normalise(self, x), "sum")
+
+
+@pytest.mark.parametrize(
+    "normalise",
+    [
+        lambda m, x: torch.batch_norm(x, m.scale, None, m.mean, m.var, True, 0.1, 1e-5, False),
+        lambda m, x: F.batch_norm(x, m.mean, m.var, m.scale, training=True),
+        lambda m, x: F.batch_norm(x, running_var=m.var, running_mean=m.mean, weight=m.scale, training=True),
+        lambda m, x: torch.native_batch_norm(x, m.scale, None, m.mean, m.var, True, 0.1, 1e-5)[0],
+    ],
+)
+def test_running_statistics_change_with_any_number_of_replicas(normalise):
+    model = Norm(normalise)
+    poptorch.trainingModel(model, options(2))(torch.arange(12.0).view(4, 3))
+    assert model.mean.tolist() == pytest.approx([0.15, 0.25, 0.35])
+
+
+def closure(model):
+    return lambda x: poptorch.identity_loss(model.weight * x, "mean")
+
+
+def bound_method(model):
+    inner = model.forward
+    return types.MethodType(lambda self, x: inner(x), model)
+
+
+def partial(model):
+    return functools.partial(Line.forward, model)
+
+
+def in_a_list(model):
+    model.listed = [closure(model)]
+    return lambda x: model.listed[0](x)
+
+
+@pytest.mark.parametrize("made", [closure, bound_method, partial, in_a_list])
+def test_attributes_that_refer_to_the_module_follow_it_to_the_device(made):
+    model = Line()
+    model.forward = made(model)
+    training = poptorch.trainingModel(model, options(2), poptorch.optim.SGD([model.weight], lr=0.5))
+    training(torch.ones(2))
+    assert model.weight.item() == 0.5
+    assert model.forward(torch.ones(())).item() == 0.5
+
+
+def test_a_closure_counts_in_the_programs_own_variables():
+    calls = []
+    model = Line()
+    model.register_forward_hook(lambda module, args, output: calls.append(module))
+    poptorch.inferenceModel(model, options())(torch.ones(1))
+    assert len(calls) == 2
+    assert model not in calls
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_recomputes_with_the_same_random_numbers(use_reentrant):
+    class Dropped(nn.Module):
+        def __init__(self, is_checkpointed):
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+            self.is_checkpointed = is_checkpointed
+
+        def part(self, x):
+            return F.dropout(self.linear(x), 0.5)
+
+        def forward(self, x):
+            x = x.requires_grad_() if self.is_checkpointed else x
+            y = checkpoint(self.part, x, use_reentrant=use_reentrant) if self.is_checkpointed else self.part(x)
+            return poptorch.identity_loss(y * y, "sum")
+
+    weights = []
+    for is_checkpointed in (True, False):
+        model = seeded(lambda is_checkpointed=is_checkpointed: Dropped(is_checkpointed))
+        opts = options(4, 2, 3).randomSeed(1)
+        poptorch.trainingModel(model, opts, poptorch.optim.SGD(model.parameters(), lr=1e-3))(torch.ones(48, 32))
+        weights.append(model.linear.weight.detach().clone())
+    assert torch.equal(*weights)
+
+
+class Branching(nn.Module):
+    """Uses one of two weights, as its input says."""
+
+    def __init__(self):
+        super().__init__()
+        self.low = nn.Parameter(torch.ones(()))
+        self.high = nn.Parameter(torch.ones(()))
+        self.unused = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return poptorch.identity_loss((self.high if x.sum() > 0 else self.low) * x, "mean")
+
+
+def test_every_parameter_takes_part_in_the_reduction_whatever_was_traced():
+    model = Branching()
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
+    training = poptorch.trainingModel(model, options(2), optimizer)
+    training(torch.tensor([2.0, -2.0]))
+    assert model.high.item() == pytest.approx(1 - 0.5 * (1 + 0.1))
+    assert model.low.item() == pytest.approx(1 - 0.5 * (-1 + 0.1))
+    assert model.unused.item() == 1
+
+
+_setting = contextvars.ContextVar("setting", default=1)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_the_caller_set_for_its_thread_holds_in_every_replica(replicas):
+    seen = []
+
+    class Look(nn.Module):
+        def forward(self, x):
+            seen.append((_setting.get(), torch.get_num_threads(), torch.empty(1).device.type, torch.is_grad_enabled()))
+            return x
+
+    model = poptorch.inferenceModel(Look(), options(replicas))
+    token, threads = _setting.set(5), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        with torch.device("meta"):
+            model(torch.ones(2, device="cpu"))
+    finally:
+        torch.set_num_threads(threads)
+        _setting.reset(token)
+    assert set(seen) == {(5, 1, "meta", False)}
