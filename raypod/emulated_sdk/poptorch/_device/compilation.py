@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, ContextManager, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, ContextManager, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 
@@ -14,7 +14,7 @@ from poptorch._executor.structure import Structure, flatten
 
 from .dtypes import to_device
 from .half import HalfTracker
-from .loss_rule import final_loss
+from .loss_rule import ancestors, final_loss
 from .memory import ReplicaMemory
 from .mode import DeviceMode
 from .python_state import PythonState
@@ -38,6 +38,7 @@ class Trace(NamedTuple):
         backward_draws: whether the backward pass does too, as it recomputes part of the forward.
         is_plain: whether it does the same without a `DeviceMode`.
         loss_output: which output is the final loss itself, if any.
+        trained: the parameters that the loss depended on; empty for inference.
         changed_modules: the modules, by name, whose Python attributes it changes.
         changed_inputs: the tensors of the arguments that it changes in place.
     """
@@ -48,6 +49,7 @@ class Trace(NamedTuple):
     backward_draws: bool
     is_plain: bool
     loss_output: Optional[int]
+    trained: FrozenSet[str]
     changed_modules: Tuple[str, ...]
     changed_inputs: Tuple[int, ...]
 
@@ -66,12 +68,14 @@ def trace(scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.T
     python_state, tensors_before = PythonState(scratch.module), _Tensors(scratch)
     versions = [tensor._version for tensor in tensors]
     backward_draws = False
+    trained: FrozenSet[str] = frozenset()
     with torch.set_grad_enabled(checks.is_training), detect_random() as generator:
         with mode, follow_half:
             outputs, structure = flatten(scratch.module(*args, **kwargs))
         tensors_before.check(scratch.module, mode, checks)
         if checks.is_training:
             loss = final_loss(mode.marks)
+            trained = _trained(scratch, loss)
             backward_draws = generator.has_drawn_so_far() and _backward_draws(loss)
     loss_output = _loss_output(outputs, mode)
     return Trace(
@@ -81,6 +85,7 @@ def trace(scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.T
         backward_draws=backward_draws,
         is_plain=not mode.has_replaced and (loss_output is not None or not checks.is_training),
         loss_output=loss_output,
+        trained=trained,
         changed_modules=python_state.changed(),
         changed_inputs=tuple(index for index, tensor in enumerate(tensors) if tensor._version != versions[index]),
     )
@@ -135,6 +140,12 @@ def _loss_output(outputs: List[torch.Tensor], mode: DeviceMode) -> Optional[int]
         if mode.passed_on and output is mode.passed_on[-1] and output._version == 0:
             return index
     return None
+
+
+def _trained(memory: ReplicaMemory, loss: torch.Tensor) -> FrozenSet[str]:
+    """The parameters whose gradients the backward pass from the loss is seen to reach."""
+    reached = {id(getattr(node, "variable", None)) for node in ancestors(loss)}
+    return frozenset(name for name, parameter in memory.parameters.items() if id(parameter) in reached)
 
 
 def _backward_draws(loss: torch.Tensor) -> bool:

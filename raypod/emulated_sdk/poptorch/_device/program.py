@@ -114,7 +114,7 @@ class TrainingProgram(Program):
         super().__init__(model, options, arguments, user_model)
         groups = device_groups(optimizer, model, self.memory)
         self.optimizer = DeviceOptimizer(extract(optimizer), groups, parts=self.layout.replicas)
-        self._update = WeightUpdate(self.memory, self.optimizer, options)
+        self._update = WeightUpdate(self.memory, self.optimizer, options, self._traced.trained)
 
 
 def _check_numbers(forward: Forward) -> None:

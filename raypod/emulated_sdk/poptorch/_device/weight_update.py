@@ -7,7 +7,7 @@ how they are spread over threads and processes.
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, FrozenSet, List, Optional
 
 import torch
 from _emulated_gradient_sum import GradientSum, Placement
@@ -37,11 +37,15 @@ class NoUpdate:
 class WeightUpdate(NoUpdate):
     """Training: `backward` after each micro-batch, then `apply`.
 
-    Every parameter that requires a gradient takes part in the reduction, in every process alike. Those that no replica
-    has computed a gradient for in this update get none, as in torch.
+    Every parameter that requires a gradient takes part in the reduction, in every process alike. Where no replica has
+    computed one in this update, those that compiling found in the graph, named by `in_graph`, get a gradient of zero:
+    they belong to a branch not taken. Others get none, as in torch: what hides them from the graph hides whether they
+    are used at all.
     """
 
-    def __init__(self, memory: DeviceMemory, optimizer: DeviceOptimizer, options: Options) -> None:
+    def __init__(
+        self, memory: DeviceMemory, optimizer: DeviceOptimizer, options: Options, in_graph: FrozenSet[str]
+    ) -> None:
         self.optimizer = optimizer
         self._memory = memory
         placement = placement_of(options)
@@ -51,8 +55,9 @@ class WeightUpdate(NoUpdate):
         self._loss_terms, self._gradient_terms = (terms, 1) if is_exact else (1, terms)
         names = [name for name, parameter in optimizer.parameters.items() if parameter.requires_grad]
         self._trained = [[replica.parameters[name] for name in names] for replica in memory.replicas]
+        self._is_in_graph = torch.tensor([float(name in in_graph) for name in names])
         # A single replica has nobody to combine with. Others also count who has a gradient of each parameter.
-        like = [*self._trained[0], torch.zeros(len(names))]
+        like = [*self._trained[0], self._is_in_graph]
         self._sum = GradientSum(like, placement) if placement.total_replicas > 1 else None
 
     def backward(self, loss: Optional[torch.Tensor]) -> None:
@@ -65,7 +70,9 @@ class WeightUpdate(NoUpdate):
 
     def apply(self, threads: ReplicaThreads) -> None:
         """Combine the gradients of all replicas and update the weights."""
-        if self._sum is not None:
+        if self._sum is None:
+            self._complete()
+        else:
             self._combine(self._sum)
         if self.optimizer.hyperparameters.max_grad_norm == float("inf"):
             threads.each(self._scale_and_step)
@@ -82,13 +89,18 @@ class WeightUpdate(NoUpdate):
             for parameter in memory.parameters.values():
                 parameter.grad = None
 
+    def _complete(self) -> None:
+        for parameter, is_in_graph in zip(self._trained[0], self._is_in_graph.tolist()):
+            if parameter.grad is None and is_in_graph:
+                parameter.grad = torch.zeros_like(parameter)
+
     def _combine(self, gradient_sum: GradientSum) -> None:
         """Give replica 0, whose parameters the optimizer holds, the sums as gradients."""
         with torch.no_grad():
             *sums, replicas = gradient_sum([_gradients(replica) for replica in self._trained])
             if self._is_scaled:  # in place, and the sums may lie in memory that others read
                 sums = [total.clone() for total in sums]
-        for parameter, total, having in zip(self._trained[0], sums, replicas.tolist()):
+        for parameter, total, having in zip(self._trained[0], sums, (replicas + self._is_in_graph).tolist()):
             parameter.grad = total if having else None
 
     @property
