@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from typing import Any, Dict, List
@@ -143,6 +144,14 @@ def test_options_prefer_popdist_to_mpi(environment: pytest.MonkeyPatch) -> None:
     assert (distributed.processId, distributed.numProcesses) == (1, 2)
 
 
+def test_the_device_is_chosen_when_options_are_handed_over(environment: pytest.MonkeyPatch) -> None:
+    launched(environment, instance(8, 2, 4, 2))
+    options = popdist.poptorch.Options()
+    assert not options.exists("ipu_id")
+    values = options.toDict()
+    assert (values["ipu_id"], values["replication_factor"]) == (26, 2)
+
+
 @pytest.mark.parametrize(
     ("call", "arguments"),
     [
@@ -205,6 +214,23 @@ def test_execute_on_instances_runs_on_those_only(environment: pytest.MonkeyPatch
     assert popdist.execute_on_instances({0}, divmod, 7, 0) is None
 
 
+@pytest.mark.parametrize("instances", [0, None, {"0"}])
+def test_instances_are_a_set_of_indices(environment: pytest.MonkeyPatch, instances: Any) -> None:
+    with pytest.raises(TypeError, match="a set of instance indices is needed"):
+        popdist.execute_on_instances(instances, print)
+
+
+def test_only_a_function_can_be_executed(environment: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match="a function is needed, not 3"):
+        popdist.execute_on_instances({0}, 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("frontend", ["popart", "tensorflow"])
+def test_other_frontends_are_refused_by_name(frontend: str) -> None:
+    with pytest.raises(ImportError, match=f"popdist.{frontend} needs .* PopTorch programs only"):
+        importlib.import_module(f"popdist.{frontend}")
+
+
 # ---- several instances
 
 
@@ -220,7 +246,22 @@ def meet(rank: int, size: int) -> List[float]:
     return [popdist.getInstanceIndex(), waited_s]
 
 
-def test_synchronize_waits_for_the_last() -> None:
-    (first, first_s), (second, second_s) = run_ranks(__file__, ["meet"], 2)["meet"]
+def run_on_the_last(rank: int, size: int) -> Any:
+    os.environ.update(instance(2 * size, 2, 2 * rank))
+    return popdist.execute_on_instances({size - 1}, os.getpid) == os.getpid()
+
+
+@pytest.fixture(scope="module")
+def values() -> Dict[str, List[Any]]:
+    """What two instances returned; starting them takes seconds."""
+    return run_ranks(__file__, ["meet", "run_on_the_last"], 2)
+
+
+def test_a_function_is_executed_on_the_given_instances(values: Dict[str, List[Any]]) -> None:
+    assert values["run_on_the_last"] == [False, True]
+
+
+def test_synchronize_waits_for_the_last(values: Dict[str, List[Any]]) -> None:
+    (first, first_s), (second, second_s) = values["meet"]
     assert (first, second) == (0, 1)
     assert first_s > 0.3 > second_s

@@ -7,7 +7,7 @@ no `init`.
 from __future__ import annotations
 
 import atexit
-from typing import AbstractSet, Any, Callable, Optional, TypeVar
+from typing import Any, Callable, Collection, Optional, TypeVar
 
 import _emulated_pod
 
@@ -54,10 +54,15 @@ def synchronize() -> None:
 
 
 def execute_on_instances(
-    instances: AbstractSet[int], func: Callable[..., _Result], *args: Any, **kwargs: Any
+    instances: Collection[int], func: Callable[..., _Result], *args: Any, **kwargs: Any
 ) -> Optional[_Result]:
     """Calls func(*args, **kwargs) if this instance is among `instances` and returns its value, elsewhere None.
 
-    Nobody waits for anybody, and the value goes to nobody else.
+    Nobody waits for anybody, and the value goes to nobody else. TypeError unless `instances` is a set, or another
+    collection, of instance indices and `func` can be called.
     """
+    if not isinstance(instances, Collection) or not all(isinstance(index, int) for index in instances):
+        raise TypeError(f"execute_on_instances: a set of instance indices is needed, such as {{0}}, not {instances!r}")
+    if not callable(func):
+        raise TypeError(f"execute_on_instances: a function is needed, not {func!r}")
     return func(*args, **kwargs) if _environment.getInstanceIndex() in instances else None

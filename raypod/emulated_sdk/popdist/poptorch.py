@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, Dict, NoReturn
 
 import poptorch
 from poptorch._options.sections import _DistributedOptions
@@ -32,6 +32,13 @@ class Options(poptorch.Options):
         super().__init__()
         self._distributed = _PopdistDistributedOptions()
         super().replicationFactor(_environment.getNumLocalReplicas())
+
+    def toDict(self) -> Dict[str, Any]:
+        """All values, with the launcher's device as `ipu_id`. RuntimeError where it gives none (`popdist.getDeviceId`).
+
+        Only here the device is chosen, as in PopDist.
+        """
+        return {**super().toDict(), "ipu_id": _environment.getDeviceId()}
 
     def useIpuId(self, ipu_id: int) -> NoReturn:
         """Refused: the launcher chooses the devices."""

@@ -1,0 +1,5 @@
+"""`popdist.popart`: refused. The emulation has PopTorch's part of PopDist only (contract section 6.1)."""
+
+from __future__ import annotations
+
+raise ImportError("popdist.popart needs PopART, which the emulated SDK does not have: it runs PopTorch programs only")
