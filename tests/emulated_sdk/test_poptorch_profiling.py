@@ -1,0 +1,94 @@
+"""`profiling.Channel`: spans of time, where the environment asks for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any, Dict, List
+
+import poptorch
+import pytest
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    reports = tmp_path / "reports"
+    monkeypatch.setenv("PVTI_OPTIONS", json.dumps({"enable": "true", "directory": str(reports)}))
+    return reports
+
+
+def spans(folder: Path) -> List[Dict[str, Any]]:
+    return json.loads((folder / f"poptorch-{os.getpid()}.trace.json").read_text() + "]")
+
+
+class Program:
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.delay_s = delay_s
+
+    def step(self, number: int) -> int:
+        time.sleep(self.delay_s)
+        return number + 1
+
+
+def test_a_tracepoint_spans_its_block(folder):
+    with poptorch.profiling.Channel("app").tracepoint("load"):
+        time.sleep(0.01)
+    (span,) = spans(folder)
+    assert (span["name"], span["cat"], span["ph"], span["pid"]) == ("load", "app", "X", os.getpid())
+    assert span["dur"] >= 1e4  # microseconds
+
+
+def test_instrumented_methods_are_spans_and_return_as_before(folder):
+    program = Program()
+    poptorch.profiling.Channel("app").instrument(program, "step")
+    assert [program.step(number) for number in range(3)] == [1, 2, 3]
+    assert [span["name"] for span in spans(folder)] == ["step"] * 3
+
+
+def test_a_block_that_fails_is_a_span_too(folder):
+    with pytest.raises(KeyError), poptorch.profiling.Channel("app").tracepoint("fails"):
+        raise KeyError
+    assert spans(folder)[0]["name"] == "fails"
+
+
+def test_threads_write_side_by_side(folder):
+    def work(name: str) -> None:
+        channel = poptorch.profiling.Channel(name)
+        for _ in range(20):
+            with channel.tracepoint("span"):
+                pass
+
+    threads = [threading.Thread(target=work, args=(f"channel {index}",)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(span["cat"] for span in spans(folder)) == sorted(f"channel {i}" for i in range(4) for _ in range(20))
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"enable": "false"}'])
+def test_nothing_is_recorded_unasked(monkeypatch, tmp_path, text):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PVTI_OPTIONS", text)
+    program = Program()
+    channel = poptorch.profiling.Channel("app")
+    channel.instrument(program, "step")
+    with channel.tracepoint("block"):
+        assert program.step(1) == 2
+    assert not list(tmp_path.iterdir())
+    assert "step" not in vars(program)
+
+
+@pytest.mark.parametrize("text", ["enable", "[]"])
+def test_options_that_are_no_object_are_refused(monkeypatch, text):
+    monkeypatch.setenv("PVTI_OPTIONS", text)
+    with pytest.raises(poptorch.Error, match="PVTI_OPTIONS"):
+        poptorch.profiling.Channel("app")
+
+
+def test_only_methods_that_are_there_can_be_instrumented():
+    with pytest.raises(AttributeError, match="walk"):
+        poptorch.profiling.Channel("app").instrument(Program(), "walk")
