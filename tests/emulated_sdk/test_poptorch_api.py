@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 
 import poptorch
 import pytest
+import torch
+from poptorch import _log
 
 
 def test_exported_names_are_sorted_and_exist():
@@ -40,17 +43,76 @@ def test_a_recoverable_error_names_the_reset_that_cures_it():
     assert pickle.loads(pickle.dumps(error)).recovery_action == "LINK_RESET"
 
 
-def test_no_hardware_is_claimed():
+def test_no_hardware_is_claimed(monkeypatch):
+    monkeypatch.delenv("EMULATED_POD_IPUS", raising=False)
     assert not poptorch.ipuHardwareIsAvailable()
     assert poptorch.ipuHardwareVersion() == 0
     assert not poptorch.isRunningOnIpu()
+
+
+def test_a_pod_is_claimed_for_programs_that_check(monkeypatch):
+    monkeypatch.setenv("EMULATED_POD_IPUS", "16")
+    claimed = {ipus for ipus in range(20) if poptorch.ipuHardwareIsAvailable(ipus)}
+    assert claimed == {1, 2, 4, 8, 16}
+    assert poptorch.ipuHardwareVersion() == 2
+
+
+@pytest.mark.parametrize("text", ["", "many", "-1", "1.5"])
+def test_a_claim_is_a_number(monkeypatch, text):
+    monkeypatch.setenv("EMULATED_POD_IPUS", text)
+    with pytest.raises(poptorch.Error, match=f"EMULATED_POD_IPUS='{text}' is not a number"):
+        poptorch.ipuHardwareIsAvailable()
 
 
 def test_importing_makes_forks_safe_for_the_driver():
     assert os.environ["RDMAV_FORK_SAFE"]
 
 
-def test_an_unknown_log_level_is_refused():
-    with pytest.raises(ValueError, match="LOUD"):
-        poptorch.setLogLevel("LOUD")
-    poptorch.setLogLevel("WARN")
+@pytest.fixture
+def log_level():
+    """The logger's level, which is as before afterwards."""
+    logger = logging.getLogger("poptorch")
+    before = logger.level
+    yield lambda: logger.level
+    logger.setLevel(before)
+
+
+@pytest.mark.parametrize(
+    ("level", "severity"),
+    [("TRACE", 5), ("debug", 10), ("WARN", 30), ("WARNING", 30), ("ERR", 40), (0, 5), (2, 20), (6, 60)],
+)
+def test_log_levels_are_names_and_numbers(log_level, level, severity):
+    poptorch.setLogLevel(level)
+    assert log_level() == severity
+
+
+@pytest.mark.parametrize("level", ["LOUD", 7, -1, True, None, []])
+def test_an_unknown_log_level_is_refused(level):
+    with pytest.raises(ValueError, match=r"Unknown log level .*: use TRACE, DEBUG"):
+        poptorch.setLogLevel(level)
+
+
+@pytest.mark.parametrize(("text", "severity"), [("INFO", 20), ("1", 10), ("off", 60), ("LOUD", 30)])
+def test_the_environment_sets_the_log_level(monkeypatch, log_level, text, severity):
+    monkeypatch.setenv("POPTORCH_LOG_LEVEL", text)
+    _log.set_up()
+    assert log_level() == severity
+
+
+def results(values: object, dtype: torch.dtype = torch.float32) -> object:
+    return {"loss": torch.tensor(values, dtype=dtype), "rest": (1, [torch.ones(2)])}
+
+
+def test_results_are_close_whatever_their_nesting_and_dtype():
+    assert poptorch.testing.allclose(results([1.0, 2.0]), results([1.0, 2.0 + 1e-7], torch.float64))
+    assert poptorch.testing.allclose((torch.tensor(3),), [torch.tensor(3, dtype=torch.int32)])
+
+
+@pytest.mark.parametrize("other", [[1.0, 2.1], [1.0], [[1.0, 2.0]]])
+def test_results_differ_in_values_and_shapes(other):
+    assert not poptorch.testing.allclose(results([1.0, 2.0]), results(other))
+
+
+@pytest.mark.parametrize("other", [torch.ones(1), (torch.ones(1), torch.ones(1)), {"a": torch.ones(1)}, [1]])
+def test_results_differ_in_nesting(other):
+    assert not poptorch.testing.allclose([torch.ones(1)], other)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from . import _log, enums, ops, optim, options
+from . import _log, enums, ops, optim, options, profiling, testing
 from ._data.loader import DataLoader
 from ._device.queries import ipuHardwareIsAvailable, ipuHardwareVersion, isRunningOnIpu
 from ._errors import ConfigFileError, Error, RecoverableError, UnrecoverableError
@@ -104,6 +104,7 @@ __all__ = [
     "ops",
     "optim",
     "options",
+    "profiling",
     "recomputationCheckpoint",
     "registerCustomArgParser",
     "registerPostCompileHook",
@@ -113,6 +114,7 @@ __all__ = [
     "set_available_memory",
     "set_overlap_for_input",
     "set_overlap_for_output",
+    "testing",
     "trainingModel",
 ]
 
