@@ -162,7 +162,7 @@ def test_a_copied_optimizer_takes_the_state_along():
     optimizer = sgd(model, momentum=0.9)
     poptorch.trainingModel(model, options(), optimizer)(torch.ones(1))
     copied = copy.deepcopy(optimizer)
-    assert copied.state_dict()["ipu_state"]["weight"]["momentum_buffer"].item() == 1
+    assert copied.state_dict()["ipu_state"]["Accl___weight"].item() == 1
     assert not copied.variable_attrs.isConstant("momentum")
 
 
@@ -208,13 +208,79 @@ def test_rmsprop_by_the_rule_of_tensorflow():
     assert model.weight.item() == pytest.approx(weight)
 
 
-def test_a_state_of_another_model_is_refused():
+@pytest.mark.parametrize(
+    ("ipu_state", "message"),
+    [
+        ({"Accl___other": torch.ones(())}, "unknown parameters or quantities: Accl___other"),
+        ({"Accl___weight": torch.ones(2)}, r"Accl___weight of the optimizer state is \[2\]"),
+    ],
+)
+def test_a_state_of_another_model_is_refused(ipu_state, message):
     model = Line()
     optimizer = sgd(model, momentum=0.9)
     training = poptorch.trainingModel(model, options(), optimizer)
+    training(torch.ones(1))
     state = optimizer.state_dict()
-    state["ipu_state"] = {"other": {"momentum_buffer": torch.ones(1)}}
-    state["ipu_param"] = {"groups": [{"lr": 0.1}]}
+    state["ipu_state"] = ipu_state
     optimizer.load_state_dict(state)
-    with pytest.raises(poptorch.Error, match="unknown parameters: other"):
+    with pytest.raises(poptorch.Error, match=message):
         training(torch.ones(1))
+
+
+def test_a_state_of_another_algorithm_is_refused():
+    model = Line()
+    adam = poptorch.optim.Adam(model.parameters())
+    poptorch.trainingModel(model, options(), adam)(torch.ones(1))
+    optimizer = sgd(Line())
+    optimizer.set_state_dict(adam.state_dict())
+    training = poptorch.trainingModel(Line(), options(), optimizer)
+    with pytest.raises(poptorch.Error, match="compiled for SGD with 1 parameter groups"):
+        training(torch.ones(1))
+
+
+@pytest.mark.parametrize("is_relaxed", [False, True])
+def test_an_added_attribute_is_told_once(caplog, is_relaxed):
+    model = Line()
+    optimizer = sgd(model)
+    training = poptorch.trainingModel(model, options().relaxOptimizerAttributesChecks(is_relaxed), optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+    optimizer.trust = 0.5
+    optimizer.param_groups[0]["decay"] = 0.1
+    for _ in range(2):
+        training.setOptimizer(optimizer)
+    messages = [record.getMessage() for record in caplog.records]
+    expected = [
+        "Ignoring unexpected optimizer attribute in SGD optimizer: ['trust']",
+        "Ignoring unexpected group 0 attribute in SGD optimizer: ['decay']",
+    ]
+    assert messages == ([] if is_relaxed else expected)
+
+
+def test_the_same_parameters_in_other_groups_are_refused():
+    model = seeded()
+    first, second = list(model.parameters())[:3], list(model.parameters())[3:]
+    make = lambda *groups: poptorch.optim.SGD([{"params": group} for group in groups], lr=0.1)  # noqa: E731
+    training = poptorch.trainingModel(model, options(), make(first, second))
+    training(*batch(2))
+    training.setOptimizer(make(first, second))
+    with pytest.raises(poptorch.Error, match="other groups"):
+        training.setOptimizer(make(second, first))
+
+
+def test_the_state_is_one_tensor_for_each_quantity_of_each_parameter():
+    model = seeded()
+    optimizer = poptorch.optim.AdamW(model.parameters())
+    poptorch.trainingModel(model, options(2), optimizer)(*batch(4))
+    state = optimizer.state_dict()
+    names = [name for name, _ in model.named_parameters()]
+    assert set(state["ipu_state"]) == {f"{kind}___{name}" for kind in ("Step", "Accl1", "Accl2") for name in names}
+    assert state["ipu_state"]["Accl1___conv.weight"].shape == model.conv.weight.shape
+    assert state["ipu_param"]["lr___0"].item() == 1e-3
+    assert state["ipu_param"]["betas___0"].tolist() == [0.9, 0.999]
+    assert all(isinstance(tensor, torch.Tensor) for tensor in state["ipu_param"].values())
+
+
+@pytest.mark.parametrize("arguments", [{"loss_scaling": 0.0}, {"max_grad_norm": -1.0}, {"accum_type": torch.int32}])
+def test_bad_values_are_refused_by_the_constructor(arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        sgd(Line(), **arguments)

@@ -1,25 +1,28 @@
 """`poptorch.optim`: optimizers that know which attributes are compile-time constants (contract 4).
 
 The classes derive from torch's, so that learning rate schedulers work on them. Their `step()` is not used: the device
-updates its own weights, with the values that `setOptimizer` brought over last.
+updates its own weights, with the values that `setOptimizer` brought over last. An argument left at None takes its
+default and is a constant; `_optimizers/rules.py` has the defaults.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any, Callable, Dict, Iterable, Optional, Tuple
 
 import torch
 
 from ._optimizers.eager import keep_compiler_out
+from ._optimizers.per_parameter import lamb, update_all
+from ._optimizers.rules import OWN_GROUP_ATTRIBUTES, RULES, Rule
 
-__all__ = ["Adam", "AdamW", "Optimizer", "RMSprop", "SGD", "VariableAttributes"]
+__all__ = ["LAMB", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes"]
 
 keep_compiler_out()  # before the first optimizer is made
 
 # Arguments of torch's own optimizers that choose a kernel on the host: without meaning on the device.
 _IGNORED = ("foreach", "maximize", "capturable", "differentiable", "fused")
+_ACCUMULATOR_TYPES = (torch.float32, torch.float16)
 
 
 class VariableAttributes:
@@ -109,13 +112,53 @@ class Optimizer:
         """Called by the executor with the state that it read back."""
         self._ipu_state, self._ipu_param = ipu_state, ipu_param
 
-    def _set_up(self, given: Dict[str, Any], allowed: Iterable[str], **own: Any) -> None:
-        """Set attributes that torch's class has not, and note what was passed explicitly."""
+    def _construct(self, rule: Rule, arguments: Dict[str, Any]) -> None:
+        """Construct as torch's class of the rule, and add what the device knows beyond it.
+
+        arguments: all of the constructor's by name, as `locals()` has them.
+        """
+        given = {name: value for name, value in arguments.items() if value is not None and name != "self"}
+        params = given.pop("params")
+        _check_arguments(given)
+        Optimizer.__init__(self)
+        if rule.host is None:
+            defaults = {name: given.get(name, default) for name, default in rule.group.items()}
+            torch.optim.Optimizer.__init__(self, params, defaults)  # type: ignore[arg-type]
+        else:
+            known = [name for name in rule.group if name in given and name not in OWN_GROUP_ATTRIBUTES]
+            rule.host.__init__(self, params, **{name: given[name] for name in known})
+        self._add_own_attributes(rule, given)
+
+    def _add_own_attributes(self, rule: Rule, given: Dict[str, Any]) -> None:
+        # The velocity is as large as the scaled gradients that it sums up.
+        own_defaults = {**rule.group, "velocity_scaling": given.get("loss_scaling", 1.0)}
+        host: Any = self
+        for name in (name for name in rule.group if name in OWN_GROUP_ATTRIBUTES):
+            host.defaults.setdefault(name, given.get(name, own_defaults[name]))
+            for group in host.param_groups:
+                group.setdefault(name, host.defaults[name])
+        own = {**rule.scalars, **rule.constants}
         self._own = tuple(own)
-        for name, value in own.items():
-            setattr(self, name, value)
-        explicit = [name for name, value in given.items() if value is not None]
-        self.variable_attrs = VariableAttributes(["lr", *explicit], allowed)
+        for name, default in own.items():
+            setattr(self, name, given.get(name, default))
+        allowed = [*rule.group, *rule.scalars]
+        self.variable_attrs = VariableAttributes(["lr", *(name for name in allowed if name in given)], allowed)
+
+
+def _check_arguments(given: Dict[str, Any]) -> None:
+    """ValueError for what the device cannot do, a warning for what it does not heed."""
+    if given.get("amsgrad"):
+        raise ValueError("amsgrad is not available on the device: leave it False")
+    for name, value in given.items():
+        if name.endswith("accum_type") and value not in _ACCUMULATOR_TYPES:
+            raise ValueError(f"Accumulators are torch.float32 or torch.float16: {name} is {value}")
+        if name in ("loss_scaling", "velocity_scaling", "max_grad_norm", "max_weight_norm") and not value > 0:
+            raise ValueError(f"{name} is a positive number, not {value}")
+        if name in ("lr", "eps", "weight_decay") and value < 0:
+            raise ValueError(f"{name} is not negative: {value}")
+    ignored = [name for name in _IGNORED if given.get(name)]
+    if ignored:
+        warnings.warn(f"poptorch.optim ignores {', '.join(ignored)}: the device has one kernel", stacklevel=4)
 
 
 def _check_is_ipu_state(state: Dict[str, Any]) -> None:
@@ -124,19 +167,6 @@ def _check_is_ipu_state(state: Dict[str, Any]) -> None:
             "Only IPU optimizer states can be loaded onto the IPU: this one has no 'ipu_state' and 'ipu_param', as if "
             "a torch optimizer had saved it"
         )
-
-
-def _for_torch(given: Dict[str, Any]) -> Dict[str, Any]:
-    """The arguments of torch's constructor: those given and meant for the device."""
-    ignored = [name for name in _IGNORED if given.get(name)]
-    if ignored:
-        warnings.warn(f"poptorch.optim ignores {', '.join(ignored)}: the device has one kernel", stacklevel=4)
-    return {name: value for name, value in given.items() if value is not None and name not in _IGNORED}
-
-
-def _refuse_amsgrad(amsgrad: Optional[bool]) -> None:
-    if amsgrad:
-        raise ValueError("amsgrad is not available on the device: leave it False")
 
 
 class SGD(Optimizer, torch.optim.SGD):
@@ -160,25 +190,7 @@ class SGD(Optimizer, torch.optim.SGD):
         velocity_accum_type: Optional[torch.dtype] = None,
         max_grad_norm: Optional[float] = None,
     ) -> None:
-        shared = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
-        ignored = {"maximize": maximize, "foreach": foreach, "differentiable": differentiable}
-        Optimizer.__init__(self)
-        torch.optim.SGD.__init__(self, params, lr, **_for_torch({**shared, **ignored}))
-        # In float32 the scaling of velocities is neutral; it is kept per group, as schedules change it.
-        scaling = _default(velocity_scaling, _default(loss_scaling, 1.0))
-        self.defaults["velocity_scaling"] = scaling
-        for group in self.param_groups:
-            group.setdefault("velocity_scaling", scaling)
-        scalings = {"loss_scaling": loss_scaling, "velocity_scaling": velocity_scaling, "max_grad_norm": max_grad_norm}
-        self._set_up(
-            {**shared, **scalings},
-            ["lr", *shared, *scalings],
-            loss_scaling=_default(loss_scaling, 1.0),
-            use_combined_accum=_default(use_combined_accum, False),
-            accum_type=_accumulator_type(accum_type),
-            velocity_accum_type=_accumulator_type(velocity_accum_type),
-            max_grad_norm=_default(max_grad_norm, math.inf),
-        )
+        self._construct(RULES["SGD"], locals())
 
 
 class Adam(Optimizer, torch.optim.Adam):
@@ -203,22 +215,7 @@ class Adam(Optimizer, torch.optim.Adam):
         second_order_momentum_accum_type: Optional[torch.dtype] = None,
         max_grad_norm: Optional[float] = None,
     ) -> None:
-        _refuse_amsgrad(amsgrad)
-        shared = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        ignored = {"foreach": foreach, "maximize": maximize, "capturable": capturable, "fused": fused}
-        Optimizer.__init__(self)
-        arguments = _for_torch({**shared, **ignored, "differentiable": differentiable})
-        torch.optim.Adam.__init__(self, params, **arguments)
-        scalings = {"loss_scaling": loss_scaling, "max_grad_norm": max_grad_norm}
-        self._set_up(
-            {**shared, **scalings},
-            [*shared, *scalings],
-            loss_scaling=_default(loss_scaling, 1.0),
-            accum_type=_accumulator_type(accum_type),
-            first_order_momentum_accum_type=_accumulator_type(first_order_momentum_accum_type),
-            second_order_momentum_accum_type=_accumulator_type(second_order_momentum_accum_type),
-            max_grad_norm=_default(max_grad_norm, math.inf),
-        )
+        self._construct(RULES["Adam"], locals())
 
 
 class AdamW(Optimizer, torch.optim.AdamW):
@@ -247,23 +244,7 @@ class AdamW(Optimizer, torch.optim.AdamW):
         second_order_momentum_accum_type: Optional[torch.dtype] = None,
         max_grad_norm: Optional[float] = None,
     ) -> None:
-        _refuse_amsgrad(amsgrad)
-        shared = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        ignored = {"foreach": foreach, "maximize": maximize, "capturable": capturable, "fused": fused}
-        Optimizer.__init__(self)
-        arguments = _for_torch({**shared, **ignored, "differentiable": differentiable})
-        torch.optim.AdamW.__init__(self, params, **arguments)
-        scalings = {"loss_scaling": loss_scaling, "max_grad_norm": max_grad_norm}
-        self._set_up(
-            {**shared, **scalings},
-            [*shared, *scalings],
-            loss_scaling=_default(loss_scaling, 1.0),
-            bias_correction=_default(bias_correction, True),
-            accum_type=_accumulator_type(accum_type),
-            first_order_momentum_accum_type=_accumulator_type(first_order_momentum_accum_type),
-            second_order_momentum_accum_type=_accumulator_type(second_order_momentum_accum_type),
-            max_grad_norm=_default(max_grad_norm, math.inf),
-        )
+        self._construct(RULES["AdamW"], locals())
 
 
 class RMSprop(Optimizer, torch.optim.RMSprop):
@@ -291,29 +272,37 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
         second_order_momentum_accum_type: Optional[torch.dtype] = None,
         use_tf_variant: Optional[bool] = None,
     ) -> None:
-        shared = {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
-        ignored = {"foreach": foreach, "maximize": maximize, "differentiable": differentiable}
-        Optimizer.__init__(self)
-        torch.optim.RMSprop.__init__(self, params, **_for_torch({**shared, "centered": centered, **ignored}))
-        self._set_up(
-            {**shared, "loss_scaling": loss_scaling},
-            [*shared, "centered", "loss_scaling"],
-            loss_scaling=_default(loss_scaling, 1.0),
-            accum_type=_accumulator_type(accum_type),
-            first_order_momentum_accum_type=_accumulator_type(first_order_momentum_accum_type),
-            second_order_momentum_accum_type=_accumulator_type(second_order_momentum_accum_type),
-            use_tf_variant=_default(use_tf_variant, False),
-            max_grad_norm=math.inf,
-        )
+        self._construct(RULES["RMSprop"], locals())
 
 
-def _default(value: Any, default: Any) -> Any:
-    return default if value is None else value
+class LAMB(Optimizer, torch.optim.Optimizer):
+    """Layer-wise adaptive moments: Adam with decoupled weight decay and, for each parameter, a step as long as `lr`
+    times the parameter's norm (at most `max_weight_norm`). `step()` works on the host.
+    """
 
+    bias_correction: bool
 
-def _accumulator_type(dtype: Optional[torch.dtype]) -> torch.dtype:
-    """float32 or half, else ValueError. The emulation accumulates in float32 either way."""
-    chosen: torch.dtype = _default(dtype, torch.float32)
-    if chosen not in (torch.float32, torch.float16):
-        raise ValueError(f"Accumulators are torch.float32 or torch.float16, not {chosen}")
-    return chosen
+    def __init__(  # noqa: PLR0913  # the SDK's signature
+        self,
+        params: Iterable[Any],
+        lr: Optional[float] = None,
+        betas: Optional[Tuple[float, float]] = None,
+        eps: Optional[float] = None,
+        weight_decay: Optional[float] = None,
+        bias_correction: Optional[bool] = None,
+        loss_scaling: Optional[float] = None,
+        max_weight_norm: Optional[float] = None,
+        accum_type: Optional[torch.dtype] = None,
+        first_order_momentum_accum_type: Optional[torch.dtype] = None,
+        second_order_momentum_accum_type: Optional[torch.dtype] = None,
+    ) -> None:
+        self._construct(RULES["LAMB"], locals())
+
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
+        """Update on the host, by the rule of the device; returns what `closure` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        update_all(self, lamb(self.bias_correction))
+        return loss

@@ -70,13 +70,6 @@ class DeviceMemory:
                     if name in values:
                         tensor.copy_(values[name])
 
-    def round_half_parameters(self) -> None:
-        """Give parameters that are half on the host the values that half can hold."""
-        with torch.no_grad():
-            for name in self.half_parameters:
-                parameter = self.parameters[name]
-                parameter.copy_(parameter.half())
-
     def _replica(self, weights: Dict[str, torch.Tensor]) -> ReplicaMemory:
         host = dict(self._model.named_parameters())
         parameters = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, List, Optional, Sequence
+from typing import Any, FrozenSet, List, Optional, Sequence
 
 import torch
 
@@ -12,14 +12,14 @@ from poptorch._executor.arguments import Arguments
 from poptorch._executor.layout import BatchLayout
 from poptorch._executor.outputs import OutputCollector, check_output_mode
 from poptorch._optimizers.device_optimizer import DeviceOptimizer
-from poptorch._optimizers.hyperparameters import extract
+from poptorch._optimizers.hyperparameters import Hyperparameters, extract
 from poptorch.options import Options
 
 from .compilation import Checks, Trace, trace
 from .memory import DeviceMemory
 from .replica import Forward, Replica
 from .replica_threads import ReplicaThreads
-from .weight_update import NoUpdate, WeightUpdate, device_groups, placement_of
+from .weight_update import NoUpdate, WeightUpdate, device_groups, placement_of, reduction_strategy
 
 
 class Program:
@@ -89,7 +89,7 @@ class Program:
                 if self._checks_numbers:
                     _check_numbers(forward)
                 with self._replicas[replica].backward_random():
-                    self._update.backward(forward.loss)
+                    self._update.backward(replica, forward.loss)
                 outputs.add(iteration, step, replica, forward.outputs)
 
     def _trace(self, inputs: Sequence[torch.Tensor]) -> Trace:
@@ -112,9 +112,32 @@ class TrainingProgram(Program):
         user_model: Optional[torch.nn.Module] = None,
     ) -> None:
         super().__init__(model, options, arguments, user_model)
+        self._host = model
         groups = device_groups(optimizer, model, self.memory)
-        self.optimizer = DeviceOptimizer(extract(optimizer), groups, parts=self.layout.replicas)
-        self._update = WeightUpdate(self.memory, self.optimizer, options, self._traced.trained)
+        values = extract(optimizer)
+        if options.Training.auto_loss_scaling:
+            values = values._replace(variable=values.variable | {"loss_scaling"})
+        self.optimizer = DeviceOptimizer(values, groups, parts=self.layout.replicas)
+        self._update = WeightUpdate(
+            self.memory, self.optimizer, options, self._traced.trained, self._count_micro_batches
+        )
+
+    def check_optimizer(self, values: Hyperparameters) -> None:
+        """Error when these values need another compilation; ValueError when it is for how they take a mean."""
+        compiled, needed = (reduction_strategy(self._options, of) for of in (self.optimizer.hyperparameters, values))
+        if compiled != needed:
+            raise ValueError(
+                f"The model was compiled with MeanReductionStrategy.{compiled.name}, but the types of this optimizer's "
+                f"accumulators need {needed.name}: set the strategy by options.Training, or wrap the model again"
+            )
+        self.optimizer.hyperparameters.check_change(values)
+
+    def group_names(self, optimizer: torch.optim.Optimizer) -> List[FrozenSet[str]]:
+        """For every parameter group of a host optimizer, the names of those that are the model's."""
+        return [frozenset(group) for group in device_groups(optimizer, self._host, self.memory)]
+
+    def _count_micro_batches(self) -> int:
+        return self._replicas[0].micro_batches
 
 
 def _check_numbers(forward: Forward) -> None:

@@ -21,7 +21,7 @@ def device_random(seed: int, replica: int, micro_batch: int) -> Iterator[None]:
     """Within, torch draws the numbers of that micro-batch; the host's generator is as before afterwards."""
     with _generator_lock:
         host_state = torch.get_rng_state()
-        torch.default_generator.manual_seed(_mixed(seed, replica, micro_batch))
+        torch.default_generator.manual_seed(mixed(seed, replica, micro_batch))
         try:
             yield
         finally:
@@ -61,7 +61,8 @@ class DrawsInside(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _mixed(seed: int, replica: int, micro_batch: int) -> int:
+def mixed(seed: int, replica: int, micro_batch: int) -> int:
+    """One number out of three, alike in every process."""
     # 63 bits of a hash, as torch takes any non-negative int64; neighbouring numbers give unrelated streams.
     packed = struct.pack("<Qqq", seed % 2**64, replica, micro_batch)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

@@ -7,16 +7,19 @@ how they are spread over threads and processes.
 
 from __future__ import annotations
 
-from typing import Any, Dict, FrozenSet, List, Optional
+import contextlib
+from typing import Any, Callable, Dict, FrozenSet, List, Optional, Tuple
 
 import torch
 from _emulated_gradient_sum import GradientSum, Placement
 
 from poptorch._errors import Error
 from poptorch._optimizers.device_optimizer import DeviceOptimizer
-from poptorch.enums import ReductionType
+from poptorch._optimizers.hyperparameters import Hyperparameters
+from poptorch.enums import MeanReductionStrategy, ReductionType
 from poptorch.options import Options
 
+from .half_storage import HalfAccumulator, HalfWeights
 from .memory import DeviceMemory
 from .replica_threads import ReplicaThreads
 
@@ -24,7 +27,7 @@ from .replica_threads import ReplicaThreads
 class NoUpdate:
     """Inference: weights stay as they are."""
 
-    def backward(self, loss: Optional[torch.Tensor]) -> None:
+    def backward(self, replica: int, loss: Optional[torch.Tensor]) -> None:
         """Nothing to differentiate."""
 
     def apply(self, threads: ReplicaThreads) -> None:
@@ -44,15 +47,19 @@ class WeightUpdate(NoUpdate):
     """
 
     def __init__(
-        self, memory: DeviceMemory, optimizer: DeviceOptimizer, options: Options, in_graph: FrozenSet[str]
+        self,
+        memory: DeviceMemory,
+        optimizer: DeviceOptimizer,
+        options: Options,
+        in_graph: FrozenSet[str],
+        count_micro_batches: Callable[[], int],
     ) -> None:
         self.optimizer = optimizer
         self._memory = memory
         placement = placement_of(options)
-        terms = _terms(options, placement)
-        # Dividing by a power of two is exact wherever it is done; on the loss it costs no pass over the gradients.
-        is_exact = terms & (terms - 1) == 0
-        self._loss_terms, self._gradient_terms = (terms, 1) if is_exact else (1, terms)
+        self._half_weights = HalfWeights(memory, options, count_micro_batches)
+        self._accumulators = _half_accumulators(memory, optimizer.hyperparameters, options)
+        self._loss_terms, self._gradient_terms = _terms(options, placement, self._accumulators)
         names = [name for name, parameter in optimizer.parameters.items() if parameter.requires_grad]
         self._trained = [[replica.parameters[name] for name in names] for replica in memory.replicas]
         self._is_in_graph = torch.tensor([float(name in in_graph) for name in names])
@@ -60,12 +67,14 @@ class WeightUpdate(NoUpdate):
         like = [*self._trained[0], self._is_in_graph]
         self._sum = GradientSum(like, placement) if placement.total_replicas > 1 else None
 
-    def backward(self, loss: Optional[torch.Tensor]) -> None:
+    def backward(self, replica: int, loss: Optional[torch.Tensor]) -> None:
         """Accumulate the gradients of one micro-batch, from its final marked loss."""
         if loss is None:
             raise Error("Couldn't find a loss in graph! forward marked one when it was compiled, but not in this call")
-        if loss.requires_grad:
-            scaling = self.optimizer.hyperparameters.loss_scaling / self._loss_terms
+        if not loss.requires_grad:
+            return
+        scaling = self.optimizer.hyperparameters.loss_scaling / self._loss_terms
+        with self._accumulators[replica] if self._accumulators else contextlib.nullcontext():
             torch.autograd.backward(loss, None if scaling == 1.0 else torch.full_like(loss, scaling))
 
     def apply(self, threads: ReplicaThreads) -> None:
@@ -80,11 +89,13 @@ class WeightUpdate(NoUpdate):
             threads.each(self._scale)
             self.optimizer.clip()
             threads.each(self.optimizer.step)
-        self._memory.round_half_parameters()
+        self._half_weights.round()
         self.discard_gradients()
 
     def discard_gradients(self) -> None:
         """Begin anew: after an update, and after an error in the middle of one."""
+        for accumulator in self._accumulators:
+            accumulator.start_again()
         for memory in self._memory.replicas:
             for parameter in memory.parameters.values():
                 parameter.grad = None
@@ -128,12 +139,37 @@ def placement_of(options: Options) -> Placement:
     return Placement(options.replication_factor, distributed.processId, distributed.numProcesses)
 
 
-def _terms(options: Options, placement: Placement) -> int:
-    """Over how many micro-batches an update takes the mean; 1 for a sum."""
+def reduction_strategy(options: Options, values: Hyperparameters) -> MeanReductionStrategy:
+    """When a mean divides: as the options say; by default after the sum, unless that may leave the range of half."""
+    training: Any = options.Training
+    if training.has_chosen_strategy or not values.accumulates_in_half or values.is_combined:
+        return MeanReductionStrategy(training.mean_accumulation_and_replication_reduction_strategy)
+    return MeanReductionStrategy.Running
+
+
+def _half_accumulators(memory: DeviceMemory, values: Hyperparameters, options: Options) -> List[HalfAccumulator]:
+    """One for each replica where gradients are summed up in half; a single micro-batch sums nothing up."""
+    training: Any = options.Training
+    if not values.accumulates_in_half or training.gradient_accumulation == 1:
+        return []
+    is_mean = training.accumulation_and_replication_reduction_type == ReductionType.Mean
+    is_running = is_mean and reduction_strategy(options, values) == MeanReductionStrategy.Running
+    return [HalfAccumulator(list(replica.parameters.values()), is_running) for replica in memory.replicas]
+
+
+def _terms(options: Options, placement: Placement, accumulators: List[HalfAccumulator]) -> Tuple[int, int]:
+    """By what an update's mean divides the loss, and by what the gradients; 1 and 1 for a sum."""
     training: Any = options.Training
     if training.accumulation_and_replication_reduction_type == ReductionType.Sum:
-        return 1
-    return int(training.gradient_accumulation) * placement.total_replicas
+        return 1, 1
+    if accumulators:
+        # What is rounded to half has to have the size that it has on the device.
+        steps = 1 if accumulators[0].is_running else int(training.gradient_accumulation)
+        return 1, steps * placement.total_replicas
+    terms = int(training.gradient_accumulation) * placement.total_replicas
+    # Dividing by a power of two is exact wherever it is done; on the loss it costs no pass over the gradients.
+    is_exact = terms & (terms - 1) == 0
+    return (terms, 1) if is_exact else (1, terms)
 
 
 def device_groups(

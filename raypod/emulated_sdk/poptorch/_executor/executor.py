@@ -11,7 +11,8 @@ import torch
 from poptorch._device.program import Program, TrainingProgram
 from poptorch._errors import Error
 from poptorch._log import logger
-from poptorch._optimizers.hyperparameters import extract
+from poptorch._optimizers.attribute_checks import AttributeChecks
+from poptorch._optimizers.hyperparameters import extract, warn_of_what_is_ignored
 from poptorch._version import VERSION
 from poptorch.enums import ConnectionType, OutputMode
 from poptorch.optim import SGD
@@ -52,6 +53,11 @@ class PoplarExecutor:
         self._device_is_newer = False
         self._weights_version = 0
         self._uploaded: Tuple[int, ...] = ()
+        self._attribute_checks = AttributeChecks(options.relax_optimizer_checks)
+        if training and optimizer is not None:
+            extract(optimizer)  # refuses what the device cannot do
+            warn_of_what_is_ignored(optimizer)
+            self._attribute_checks.check(optimizer)
         if training:
             wrap(self._user_model, self)
 
@@ -187,6 +193,7 @@ class PoplarExecutor:
         if not self._training:
             raise Error("An inference model has no optimizer")
         values = extract(optimizer)
+        self._attribute_checks.check(optimizer)
         if isinstance(self._program, TrainingProgram):
             optimizer_exchange.replace(self._optimizer, optimizer, values, self._program)
         self._optimizer = optimizer

@@ -7,16 +7,20 @@ from typing import Any, Optional
 import torch
 
 from poptorch._device.program import Program, TrainingProgram
+from poptorch._errors import Error
 from poptorch._optimizers.hyperparameters import Hyperparameters
 from poptorch.optim import Optimizer
 
 
 def bind(optimizer: torch.optim.Optimizer, program: TrainingProgram) -> None:
-    """From now on the host's object reads its state from this program."""
+    """From now on the host's object reads its state from this program.
+
+    A state that it brings goes to the device; the attributes are compiled as they are now, not as they were saved.
+    """
     if isinstance(optimizer, Optimizer):
+        if optimizer._host_is_newer:
+            _load_state(optimizer, program)
         optimizer._fetch = lambda: fetch(optimizer, program)
-        if optimizer._host_is_newer:  # compiled with the attributes of now, not with the saved ones
-            optimizer._ipu_param = program.optimizer.hyperparameters.as_ipu_param()
 
 
 def unbind(optimizer: Any, program: Program) -> None:
@@ -35,14 +39,9 @@ def fetch(optimizer: Any, program: Program) -> None:
 
 
 def upload_if_newer(optimizer: Any, program: Program) -> None:
-    """Bring a state that was loaded into the host's object to the device."""
+    """Bring a state that was loaded into the host's object to the device, with the values that it was saved with."""
     if isinstance(optimizer, Optimizer) and isinstance(program, TrainingProgram) and optimizer._host_is_newer:
-        state, values = optimizer._ipu_state, optimizer._ipu_param
-        assert state is not None, "a newer host state exists only after one was loaded"
-        assert values is not None, "ipu_state and ipu_param come together"
-        program.optimizer.load_state(state)
-        program.optimizer.hyperparameters = program.optimizer.hyperparameters.with_ipu_param(values)
-        optimizer._host_is_newer = False
+        program.optimizer.hyperparameters = _load_state(optimizer, program)
 
 
 def replace(old: Any, new: torch.optim.Optimizer, values: Hyperparameters, program: TrainingProgram) -> None:
@@ -51,8 +50,9 @@ def replace(old: Any, new: torch.optim.Optimizer, values: Hyperparameters, progr
     An object that brings no state leaves the device's as it is [inferred: contract 4 speaks of the state it has].
     """
     device = program.optimizer
-    device.hyperparameters.check_change(values)
+    program.check_optimizer(values)
     if new is not old:
+        _check_groups(new, program)
         fetch(old, program)
         if isinstance(old, Optimizer):
             old._fetch = None
@@ -67,3 +67,23 @@ def note_step(optimizer: Optional[torch.optim.Optimizer]) -> None:
         marked: Any = optimizer
         marked._opt_called = True
         marked._step_count = max(1, getattr(marked, "_step_count", 0))
+
+
+def _load_state(optimizer: Optimizer, program: TrainingProgram) -> Hyperparameters:
+    state, values = optimizer._ipu_state, optimizer._ipu_param
+    assert state is not None, "a newer host state exists only after one was loaded"
+    assert values is not None, "ipu_state and ipu_param come together"
+    saved = program.optimizer.hyperparameters.with_ipu_param(values)
+    program.optimizer.load_state(state, saved)
+    optimizer._host_is_newer = False
+    return saved
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, program: TrainingProgram) -> None:
+    """Error when the model's parameters are in other groups than they were compiled in."""
+    given = program.group_names(optimizer)
+    # Parameters of another copy of the model say nothing: their groups are taken to be the same.
+    if any(given) and given != program.optimizer.group_names:
+        raise Error(
+            "The optimizer has the model's parameters in other groups than the one that the model was compiled with"
+        )

@@ -6,9 +6,8 @@ An update treats each parameter by itself, so the parts do not show in the resul
 
 from __future__ import annotations
 
-import copy
 import inspect
-from typing import Any, Dict, List, Sequence, cast
+from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
 
@@ -16,7 +15,8 @@ from poptorch._errors import Error
 
 from . import eager
 from .hyperparameters import Hyperparameters
-from .tf_rmsprop import TfRMSprop
+from .per_parameter import PerParameter, lamb, tf_rmsprop
+from .rules import OWN_GROUP_ATTRIBUTES
 
 _Group = Dict[str, torch.nn.Parameter]
 
@@ -29,11 +29,15 @@ class DeviceOptimizer:
 
     def __init__(self, hyperparameters: Hyperparameters, groups: Sequence[_Group], parts: int) -> None:
         self._hyperparameters = hyperparameters
+        self.group_names = [frozenset(group) for group in groups]
         self.parameters = {name: parameter for group in groups for name, parameter in group.items()}
+        self._group_of = {name: index for index, group in enumerate(groups) for name in group}
         self._parts = [
             _construct(hyperparameters, [{name: group[name] for name in part if name in group} for group in groups])
             for part in _deal(self.parameters, parts)
         ]
+        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._half_state = _half_state(hyperparameters)
 
     @property
     def hyperparameters(self) -> Hyperparameters:
@@ -46,6 +50,7 @@ class DeviceOptimizer:
         for part in self._parts:
             for group, new in zip(part.param_groups, values.groups):
                 group.update(new)
+            _complete_state(part)
 
     def scale(self, part: int, factor: float) -> None:
         """Multiply the gradients of one part."""
@@ -60,33 +65,127 @@ class DeviceOptimizer:
             torch.nn.utils.clip_grad_norm_(self.parameters.values(), bound)
 
     def step(self, part: int) -> None:
-        """Update the parameters of one part."""
+        """Update the parameters of one part, and round the state that is stored in half."""
         eager.step(self._parts[part])
+        if self._half_state:
+            self._round_state(part)
 
-    def state(self) -> Dict[str, Dict[str, torch.Tensor]]:
-        """A copy of the state, by parameter name and torch's name of the quantity."""
-        held = {parameter: values for part in self._parts for parameter, values in part.state.items()}
+    def state(self) -> Dict[str, torch.Tensor]:
+        """A copy of the state: one tensor for each parameter and quantity, named as in `rules.py`.
+
+        Quantities that are stored in half are half, and the velocity among them is scaled as on the device.
+        """
+        held = {self._names[id(parameter)]: part.state[parameter] for part in self._parts for parameter in part.state}
         return {
-            name: copy.deepcopy({key: value for key, value in held[parameter].items() if value is not None})
-            for name, parameter in self.parameters.items()
-            if parameter in held
+            stored.name: stored.encoded(held[name][stored.key])
+            for name in self.parameters
+            for stored in (self._stored(name) if name in held else ())
+            if held[name].get(stored.key) is not None
         }
 
-    def load_state(self, state: Dict[str, Dict[str, torch.Tensor]]) -> None:
-        """Take over a `state()`. Error when it names parameters that are not here."""
-        unknown = sorted(set(state) - set(self.parameters))
-        if unknown:
-            raise Error(f"The optimizer state has unknown parameters: {', '.join(unknown)}")
+    def load_state(self, state: Dict[str, torch.Tensor], saved_with: Hyperparameters) -> None:
+        """Take over a `state()` and forget the present one. Error when it names what is not here.
+
+        saved_with: the values that were in force then; they tell how the velocity was scaled.
+        """
+        places = {stored.name: (name, stored) for name in self.parameters for stored in self._stored(name, saved_with)}
+        self._check_names(state, places)
+        part_of = {id(p): part for part in self._parts for group in part.param_groups for p in group["params"]}
         for part in self._parts:
             part.state.clear()
-            own = {id(parameter) for group in part.param_groups for parameter in group["params"]}
-            for name, values in state.items():
-                if id(self.parameters[name]) in own:
-                    part.state[self.parameters[name]] = copy.deepcopy(values)
+        for key, tensor in state.items():
+            name, stored = places[key]
+            parameter, value = self.parameters[name], stored.decoded(tensor)
+            if value.dim():
+                # With the strides of the parameter: fused kernels walk through both side by side.
+                value = torch.empty_like(parameter, requires_grad=False).copy_(value)
+            part_of[id(parameter)].state[parameter][stored.key] = value
+        for part in self._parts:
+            _complete_state(part)
+
+    def _check_names(self, state: Dict[str, torch.Tensor], places: Dict[str, Tuple[str, _Stored]]) -> None:
+        unknown = sorted(set(state) - set(places))
+        if unknown:
+            raise Error(f"The optimizer state has unknown parameters or quantities: {', '.join(unknown[:4])}")
+        for key, tensor in state.items():
+            name, stored = places[key]
+            expected = torch.Size() if stored.key == "step" else self.parameters[name].shape
+            if tensor.shape != expected:
+                raise Error(f"{key} of the optimizer state is {list(tensor.shape)}, but {list(expected)} is expected")
+            missing = [prefix + name for prefix in self._needed if prefix + name not in state]
+            if missing:
+                raise Error(f"The optimizer state has {key}, but not {missing[0]}")
+
+    @property
+    def _needed(self) -> List[str]:
+        """The prefixes of quantities that a parameter has if it has any."""
+        return [tensor.prefix for tensor in self._hyperparameters.rule.state.values() if tensor.is_always_there]
+
+    def _stored(self, name: str, values: Any = None) -> List[_Stored]:
+        """How the quantities of one parameter are stored."""
+        values = values or self._hyperparameters
+        group = values.groups[self._group_of[name]]
+        return [
+            _Stored(f"{tensor.prefix}{name}", key, key in self._half_state, _velocity_scaling(values, group))
+            for key, tensor in values.rule.state.items()
+        ]
+
+    def _round_state(self, part: int) -> None:
+        optimizer = self._parts[part]
+        with torch.no_grad():
+            for parameter, held in optimizer.state.items():
+                for stored in self._stored(self._names[id(parameter)]):
+                    if stored.is_half and held.get(stored.key) is not None:
+                        held[stored.key].copy_(stored.decoded(stored.encoded(held[stored.key])))
 
     def _gradients(self, part: int) -> List[torch.Tensor]:
         parameters = [parameter for group in self._parts[part].param_groups for parameter in group["params"]]
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+class _Stored(NamedTuple):
+    """One quantity of one parameter as the device stores it, and how it lies in the emulation: float32, unscaled."""
+
+    name: str
+    key: str
+    is_half: bool
+    scaling: float
+
+    def encoded(self, value: Any) -> torch.Tensor:
+        """As stored: a copy."""
+        if not isinstance(value, torch.Tensor):
+            return torch.tensor(float(value))  # the number of steps, in older torch
+        return (value * self.scaling).half() if self.is_half else value.clone()
+
+    def decoded(self, stored: torch.Tensor) -> torch.Tensor:
+        """As the emulation computes with it: a copy."""
+        value = stored.detach().to(torch.float32, copy=True)
+        return value.div_(self.scaling) if self.is_half else value
+
+
+def _complete_state(optimizer: torch.optim.Optimizer) -> None:
+    """Add the momentum that torch's RMSprop takes for granted when it was 0 at the first step and is not any more."""
+    if isinstance(optimizer, torch.optim.RMSprop):
+        for group in optimizer.param_groups:
+            for parameter in group["params"] if group["momentum"] else ():
+                if optimizer.state.get(parameter):
+                    optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.detach()))
+
+
+def _half_state(values: Hyperparameters) -> Tuple[str, ...]:
+    """The quantities that are stored in half. A combined tensor is of the accumulators' type, too."""
+    options = {key: tensor.dtype_option for key, tensor in values.rule.state.items() if tensor.dtype_option}
+    half = [key for key, option in options.items() if values.whole[option] == torch.half]
+    if values.is_combined and values.accumulates_in_half:
+        half = list(options)
+    return tuple(half)
+
+
+def _velocity_scaling(values: Hyperparameters, group: Dict[str, Any]) -> float:
+    """SGD stores sums of scaled gradients: by the scaling of the loss, or by one of their own when combined."""
+    if values.algorithm != "SGD":
+        return 1.0
+    return float(group["velocity_scaling"]) if values.is_combined else values.loss_scaling
 
 
 def _construct(hyperparameters: Hyperparameters, groups: List[_Group]) -> torch.optim.Optimizer:
@@ -94,10 +193,14 @@ def _construct(hyperparameters: Hyperparameters, groups: List[_Group]) -> torch.
         {"params": list(group.values()), **values} for group, values in zip(groups, hyperparameters.groups)
     ]
     defaults = dict(hyperparameters.groups[0])
-    if hyperparameters.uses_tf_variant:
-        return TfRMSprop(with_values, defaults)
-    algorithm: Any = hyperparameters.algorithm
-    return cast(torch.optim.Optimizer, algorithm(with_values, **defaults, **_fastest_kernel(algorithm)))
+    if hyperparameters.algorithm == "LAMB":
+        return PerParameter(with_values, defaults, lamb(hyperparameters.whole["bias_correction"]))
+    if hyperparameters.whole.get("use_tf_variant"):
+        return PerParameter(with_values, defaults, tf_rmsprop)
+    algorithm: Any = hyperparameters.rule.host
+    torchs = {name: value for name, value in defaults.items() if name not in OWN_GROUP_ATTRIBUTES}
+    optimizer: torch.optim.Optimizer = algorithm(with_values, **torchs, **_fastest_kernel(algorithm))
+    return optimizer
 
 
 def _fastest_kernel(algorithm: Any) -> Dict[str, bool]:

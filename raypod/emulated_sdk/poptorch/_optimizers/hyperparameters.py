@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, FrozenSet, List, NamedTuple, Tuple
+import warnings
+from typing import Any, Dict, FrozenSet, List, NamedTuple, Set
 
 import torch
 
 from poptorch._errors import Error
-from poptorch.optim import Optimizer
+from poptorch._log import logger
+from poptorch.optim import LAMB, Optimizer
 
-# The attributes of each parameter group that the device knows.
-_GROUP_ATTRIBUTES: Dict[type, Tuple[str, ...]] = {
-    torch.optim.SGD: ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
-    torch.optim.AdamW: ("lr", "betas", "eps", "weight_decay"),
-    torch.optim.Adam: ("lr", "betas", "eps", "weight_decay"),
-    torch.optim.RMSprop: ("lr", "alpha", "eps", "weight_decay", "momentum", "centered"),
-}
-_TORCH_DEFAULTS: Dict[str, Any] = {
-    "momentum": 0,
-    "dampening": 0,
-    "nesterov": False,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "alpha": 0.99,
-    "centered": False,
-}
+from .rules import RULES, Rule
+
+_OF_WHOLE = "whole"
 
 
 class Hyperparameters(NamedTuple):
-    """The values of all groups, those of the optimizer as a whole, and the names of the variable ones."""
+    """The values of all groups, those of the optimizer as a whole, and the names of the variable ones.
 
-    algorithm: type
+    `algorithm` is a key of `RULES`.
+    """
+
+    algorithm: str
     groups: List[Dict[str, Any]]
     whole: Dict[str, Any]
     variable: FrozenSet[str]
+
+    @property
+    def rule(self) -> Rule:
+        """What the device knows of the algorithm."""
+        return RULES[self.algorithm]
 
     @property
     def loss_scaling(self) -> float:
@@ -43,29 +40,43 @@ class Hyperparameters(NamedTuple):
     @property
     def max_grad_norm(self) -> float:
         """Bound of the global norm of the gradients; infinite for none."""
-        return float(self.whole["max_grad_norm"])
+        return float(self.whole.get("max_grad_norm", float("inf")))
 
     @property
-    def uses_tf_variant(self) -> bool:
-        """Whether RMSprop follows TensorFlow's rule."""
-        return bool(self.whole["use_tf_variant"])
+    def accumulates_in_half(self) -> bool:
+        """Whether the sum of an update's gradients is kept in half."""
+        return bool(self.whole["accum_type"] == torch.half)
 
-    def as_ipu_param(self) -> Dict[str, Any]:
-        """As plain Python, for `state_dict()["ipu_param"]`."""
-        return {"groups": [dict(group) for group in self.groups], **self.whole}
+    @property
+    def is_combined(self) -> bool:
+        """Whether gradients are accumulated in the tensor of the velocity."""
+        return bool(self.whole.get("use_combined_accum", False))
 
-    def with_ipu_param(self, ipu_param: Dict[str, Any]) -> Hyperparameters:
-        """With the values of an `as_ipu_param()`. Error when that has another number of groups."""
-        groups = [dict(group) for group in ipu_param["groups"]]
-        _check_groups(self.groups, groups)
-        whole = {name: ipu_param.get(name, value) for name, value in self.whole.items()}
-        return self._replace(groups=groups, whole=whole)
+    def as_ipu_param(self) -> Dict[str, torch.Tensor]:
+        """The numbers as tensors (float64, so that nothing is lost), for `state_dict()["ipu_param"]`."""
+        numbers = {f"{name}___{index}": v for index, group in enumerate(self.groups) for name, v in group.items()}
+        numbers.update({f"{name}___{_OF_WHOLE}": self.whole[name] for name in self.rule.scalars})
+        return {name: _as_tensor(value) for name, value in numbers.items()}
+
+    def with_ipu_param(self, ipu_param: Dict[str, torch.Tensor]) -> Hyperparameters:
+        """With the values of an `as_ipu_param()`. Error when that is of another algorithm or number of groups."""
+        missing = sorted(set(self.as_ipu_param()) ^ set(ipu_param))
+        if missing:
+            raise Error(
+                f"The optimizer state does not fit: the model was compiled for {self.algorithm} with "
+                f"{len(self.groups)} parameter groups, and {', '.join(missing[:4])} is only in one of the two"
+            )
+        values = {name: _as_number(tensor) for name, tensor in ipu_param.items()}
+        groups = [{name: values[f"{name}___{index}"] for name in group} for index, group in enumerate(self.groups)]
+        scalars = {name: values[f"{name}___{_OF_WHOLE}"] for name in self.rule.scalars}
+        return self._replace(groups=groups, whole={**self.whole, **scalars})
 
     def check_change(self, new: Hyperparameters) -> None:
         """Error when the new values change a compile-time constant, the algorithm or the number of groups."""
-        if self.algorithm is not new.algorithm:
-            raise Error(f"The model was compiled for {self.algorithm.__name__}, not {new.algorithm.__name__}")
-        _check_groups(self.groups, new.groups)
+        if self.algorithm != new.algorithm:
+            raise Error(f"The model was compiled for {self.algorithm}, not {new.algorithm}")
+        if len(self.groups) != len(new.groups):
+            raise Error(f"The model was compiled for {len(self.groups)} parameter groups, not {len(new.groups)}")
         for old_values, values in zip([*self.groups, self.whole], [*new.groups, new.whole]):
             for name, value in values.items():
                 if value != old_values[name] and name not in self.variable:
@@ -73,56 +84,84 @@ class Hyperparameters(NamedTuple):
 
 
 def extract(optimizer: torch.optim.Optimizer) -> Hyperparameters:
-    """The values that an optimizer has now. Error when the device does not know its algorithm."""
+    """The values that an optimizer has now. Error when the device does not know its algorithm, or amsgrad."""
     algorithm = _algorithm(optimizer)
-    names = _GROUP_ATTRIBUTES[algorithm]
-    groups = [{name: _number(group[name]) for name in names} for group in optimizer.param_groups]
+    rule = RULES[algorithm]
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise Error("amsgrad is not available on the device: leave it False")
-    return Hyperparameters(
-        algorithm=algorithm,
-        groups=groups,
-        whole={
-            "loss_scaling": float(getattr(optimizer, "loss_scaling", 1.0)),
-            "max_grad_norm": float(getattr(optimizer, "max_grad_norm", float("inf"))),
-            "use_tf_variant": bool(getattr(optimizer, "use_tf_variant", False)),
-        },
-        variable=_variable(optimizer, groups),
-    )
+    groups = [
+        {name: _number(group.get(name, default)) for name, default in rule.group.items()}
+        for group in optimizer.param_groups
+    ]
+    whole = {name: float(getattr(optimizer, name, default)) for name, default in rule.scalars.items()}
+    whole.update({name: getattr(optimizer, name, default) for name, default in rule.constants.items()})
+    if not whole["loss_scaling"] > 0:
+        raise Error(f"loss_scaling is a positive number, not {whole['loss_scaling']}")
+    return Hyperparameters(algorithm, groups, whole, _variable(optimizer, groups, rule))
 
 
-def _algorithm(optimizer: torch.optim.Optimizer) -> type:
-    # In this order, as torch's AdamW derives from Adam in some versions.
-    for known in _GROUP_ATTRIBUTES:
-        if isinstance(optimizer, known):
-            return known
-    names = ", ".join(known.__name__ for known in _GROUP_ATTRIBUTES)
-    raise Error(f"Unknown optimizer {type(optimizer).__name__}: the device knows {names}")
+def warn_of_what_is_ignored(optimizer: torch.optim.Optimizer) -> None:
+    """Say what a torch optimizer, or a class derived from one, asks for and the device does not do."""
+    if not isinstance(optimizer, Optimizer) and any(group.get("maximize") for group in optimizer.param_groups):
+        warnings.warn("poptorch: maximize=True is ignored: the device minimises", stacklevel=3)
+    kind = type(optimizer)
+    known = {rule.host for rule in RULES.values() if rule.host is not None and issubclass(kind, rule.host)} | {LAMB}
+    if _defines_step(kind, known):
+        logger.warning(
+            f"{kind.__name__}.step() is not used: the device updates its weights itself, by the rule of "
+            f"{_algorithm(optimizer)}"
+        )
 
 
-def _variable(optimizer: torch.optim.Optimizer, groups: List[Dict[str, Any]]) -> FrozenSet[str]:
+def _defines_step(kind: type, known: Set[Any]) -> bool:
+    """Whether a class between this one and the first known one has a rule of its own."""
+    derived = kind.__mro__[: min(index for index, base in enumerate(kind.__mro__) if base in known)]
+    return any("step" in vars(base) for base in derived)
+
+
+def _algorithm(optimizer: torch.optim.Optimizer) -> str:
+    if isinstance(optimizer, LAMB):
+        return "LAMB"
+    # In newer torch AdamW is an Adam whose groups say that their weight decay is decoupled.
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        is_w = isinstance(optimizer, torch.optim.AdamW)
+        decoupled = {bool(group.get("decoupled_weight_decay", is_w)) for group in optimizer.param_groups}
+        if len(decoupled) > 1:
+            raise Error("The weight decay is decoupled in all parameter groups or in none: use two optimizers' worth")
+        return "AdamW" if True in decoupled else "Adam"
+    for name, rule in RULES.items():
+        if rule.host is not None and isinstance(optimizer, rule.host):
+            return name
+    raise Error(f"Unknown optimizer {type(optimizer).__name__}: the device knows {', '.join(RULES)}")
+
+
+def _variable(optimizer: torch.optim.Optimizer, groups: List[Dict[str, Any]], rule: Rule) -> FrozenSet[str]:
     """What may change after compilation: lr, and what was passed explicitly.
 
     A torch optimizer does not tell what was passed; there the values that are not torch's defaults are variable
     [inferred: contract 4 is silent].
     """
     if isinstance(optimizer, Optimizer):
-        names = (*groups[0], "loss_scaling", "max_grad_norm")
+        names = (*rule.group, *rule.scalars)
         return frozenset(name for name in names if not optimizer.variable_attrs.isConstant(name))
-    defaults = dict(_TORCH_DEFAULTS, weight_decay=1e-2 if isinstance(optimizer, torch.optim.AdamW) else 0)
-    changed = (name for group in groups for name, value in group.items() if value != defaults.get(name))
+    changed = (name for group in groups for name, value in group.items() if value != rule.group[name])
     return frozenset(("lr", *changed))
 
 
 def _number(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item()
-    return tuple(value) if isinstance(value, (tuple, list)) else value
+    return tuple(map(_number, value)) if isinstance(value, (tuple, list)) else value
 
 
-def _check_groups(old: List[Dict[str, Any]], new: List[Dict[str, Any]]) -> None:
-    if len(old) != len(new):
-        raise Error(f"The model was compiled for {len(old)} parameter groups, not {len(new)}")
+def _as_tensor(value: Any) -> torch.Tensor:
+    is_truth = isinstance(value, bool)
+    return torch.tensor(value, dtype=torch.bool if is_truth else torch.float64)
+
+
+def _as_number(value: torch.Tensor) -> Any:
+    number = torch.as_tensor(value).tolist()
+    return tuple(number) if isinstance(number, list) else number
 
 
 def _constant_changed(name: str, old: Any, new: Any) -> str:

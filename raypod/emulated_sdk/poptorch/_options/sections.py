@@ -67,6 +67,7 @@ class _TrainingOptions(OptionsDict):
             auto_loss_scaling=False,
             convolution_dithering=False,
         )
+        self.has_chosen_strategy = False
 
     def gradientAccumulation(self, gradient_accumulation: int) -> _TrainingOptions:
         """Micro-batches per replica and weight update, at least 1."""
@@ -87,8 +88,12 @@ class _TrainingOptions(OptionsDict):
     def setMeanAccumulationAndReplicationReductionStrategy(
         self, mean_reduction_strategy: enums.MeanReductionStrategy
     ) -> _TrainingOptions:
-        """When a mean divides. The emulation works in float32 and always divides after the reduction (Post)."""
+        """When a mean divides; shows only where gradients accumulate in half (`accum_type=torch.half`).
+
+        Unless it is set, the mean is a running one there, and divides after the sum elsewhere.
+        """
         self.set(mean_accumulation_and_replication_reduction_strategy=mean_reduction_strategy)
+        self.has_chosen_strategy = True
         return self
 
     def setAutomaticLossScaling(self, enabled: bool) -> _TrainingOptions:
