@@ -6,11 +6,12 @@ device would refuse.
 
 from __future__ import annotations
 
-from typing import Any, List
+from typing import Any, List, Sequence
 
 import torch
 
 from poptorch._device.mode import Overlap, compiling_mode
+from poptorch._errors import Error
 from poptorch._executor.structure import flatten
 from poptorch.enums import OverlapMode
 
@@ -29,6 +30,21 @@ def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
     output_tensors: a tensor, or tensors nested in tuples, lists and dictionaries. AssertionError for other modes.
     """
     return _noted(output_tensors, mode, "set_overlap_for_output")
+
+
+def check_overlaps(
+    overlaps: Sequence[Overlap], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> None:
+    """Error when a transfer was asked to overlap that is none, as the tensor is no input or no output of the model."""
+    for overlap in overlaps:
+        tensors, what = (inputs, "input") if overlap.is_input else (outputs, "output")
+        is_transferred = any(overlap.tensor is tensor for tensor in tensors)
+        if overlap.mode != OverlapMode.NoOverlap and not is_transferred:
+            where = "to an argument of forward" if overlap.is_input else "to what forward returns"
+            raise Error(
+                f"poptorch.set_overlap_for_{what} was applied to a tensor of shape {list(overlap.tensor.shape)} that is "
+                f"not an {what} of the model: only transfers can overlap with computing. Apply it {where}"
+            )
 
 
 def _noted(nested: Any, mode: OverlapMode, op: str) -> Any:
