@@ -42,8 +42,8 @@ def check_overlaps(
         if overlap.mode != OverlapMode.NoOverlap and not is_transferred:
             where = "to an argument of forward" if overlap.is_input else "to what forward returns"
             raise Error(
-                f"poptorch.set_overlap_for_{what} was applied to a tensor of shape {list(overlap.tensor.shape)} that is "
-                f"not an {what} of the model: only transfers can overlap with computing. Apply it {where}"
+                f"poptorch.set_overlap_for_{what} was applied to a tensor of shape {list(overlap.tensor.shape)} that "
+                f"is not an {what} of the model: only transfers can overlap with computing. Apply it {where}"
             )
 
 
