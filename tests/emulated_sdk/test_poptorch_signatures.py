@@ -15,13 +15,9 @@ PRIVATE_SECTIONS = {"poptorch (args)", "poptorch (options base)"}
 
 # The names that the SDK has and the emulation has not (yet).
 MISSING = {
-    "poptorch.load",
     "poptorch.PoplarExecutor.getTensorNames",
     "poptorch.PoplarExecutor.getAnchoredTensor",
     "poptorch.PoplarExecutor.copyNamedBuffersToDevice",
-    "poptorch.PoplarExecutor.loadExecutable",
-    "poptorch.PoplarExecutor.save",
-    "poptorch.PoplarExecutor.compileAndExport",
     "poptorch.PoplarExecutor.cycleCount",
     "poptorch.PoplarExecutor.compilationTime",
     "poptorch.PoplarExecutor.getPerfCounters",

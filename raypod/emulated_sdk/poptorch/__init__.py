@@ -13,7 +13,8 @@ from ._device.queries import ipuHardwareIsAvailable, ipuHardwareVersion, isRunni
 from ._errors import ConfigFileError, Error, RecoverableError, UnrecoverableError
 from ._executor.compile_hooks import registerPostCompileHook, registerPreCompileHook
 from ._executor.custom_parsers import ICustomArgParser, registerCustomArgParser
-from ._executor.executor import PoplarExecutor, inferenceModel, trainingModel
+from ._executor.executor import PoplarExecutor
+from ._executor.wrapping import inferenceModel, load, trainingModel
 from ._log import setLogLevel
 from ._version import VERSION as __version__
 from .enums import (
@@ -99,6 +100,7 @@ __all__ = [
     "ipuHardwareVersion",
     "ipu_print_tensor",
     "isRunningOnIpu",
+    "load",
     "nearest",
     "nop",
     "ops",

@@ -36,33 +36,32 @@ class Program:
         options: Options,
         arguments: Arguments,
         user_model: Optional[torch.nn.Module] = None,
+        traced: Optional[Trace] = None,
     ) -> None:
         check_output_mode(options)
         self.arguments = arguments
         self.layout = BatchLayout.of(options)
-        first_tensors = arguments.take_first_tensors()
-        self.layout.check(first_tensors)
         self.memory = DeviceMemory(model, self.layout.replicas, user_model)
         self._options = options
         self._update = NoUpdate()
         self._checks_numbers = options.Precision.enable_fp_exceptions
         self._threads = ReplicaThreads(self.layout.replicas)
-        self._traced = self._trace(first_tensors)
+        self.traced = self._trace() if traced is None else traced
         first = placement_of(options).first_replica
         memories = enumerate(self.memory.replicas)
-        self._replicas = [Replica(memory, arguments, self._traced, first + index) for index, memory in memories]
+        self._replicas = [Replica(memory, arguments, self.traced, first + index) for index, memory in memories]
         self.rng_state = [options.random_seed if options.exists("random_seed") else torch.initial_seed(), 0]
 
     def run(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Run one call on the tensors of the arguments; returns what `forward` returns, by the output mode."""
-        outputs = OutputCollector(self._options, self.layout, self._traced.dtypes)
+        outputs = OutputCollector(self._options, self.layout, self.traced.dtypes)
         try:
             for iteration in range(self.layout.device_iterations):
                 self._threads.each(functools.partial(self._run_steps, iteration, inputs, outputs))
                 self._update.apply(self._threads)
         finally:
             self._update.discard_gradients()
-        return self._traced.structure.rebuild(outputs.assemble())
+        return self.traced.structure.rebuild(outputs.assemble())
 
     @property
     def rng_state(self) -> List[int]:
@@ -92,8 +91,10 @@ class Program:
                     self._update.backward(replica, forward.loss)
                 outputs.add(iteration, step, replica, forward.outputs)
 
-    def _trace(self, inputs: Sequence[torch.Tensor]) -> Trace:
-        first_block = self.layout.cut(inputs, 0)
+    def _trace(self) -> Trace:
+        first_tensors = self.arguments.take_first_tensors()
+        self.layout.check(first_tensors)
+        first_block = self.layout.cut(first_tensors, 0)
         checks = Checks(self.is_training, self.layout.input_groups > 1 and self._options.broadcast_buffers)
         return trace(self.memory.scratch(), self.arguments, first_block, checks)
 
@@ -110,8 +111,9 @@ class TrainingProgram(Program):
         arguments: Arguments,
         optimizer: torch.optim.Optimizer,
         user_model: Optional[torch.nn.Module] = None,
+        traced: Optional[Trace] = None,
     ) -> None:
-        super().__init__(model, options, arguments, user_model)
+        super().__init__(model, options, arguments, user_model, traced)
         self._host = model
         groups = device_groups(optimizer, model, self.memory)
         values = extract(optimizer)
@@ -119,7 +121,7 @@ class TrainingProgram(Program):
             values = values._replace(variable=values.variable | {"loss_scaling"})
         self.optimizer = DeviceOptimizer(values, groups, parts=self.layout.replicas)
         self._update = WeightUpdate(
-            self.memory, self.optimizer, options, self._traced.trained, self._count_micro_batches
+            self.memory, self.optimizer, options, self.traced.trained, self._count_micro_batches
         )
 
     def check_optimizer(self, values: Hyperparameters) -> None:

@@ -4,31 +4,52 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from typing import Any, Callable, Dict, List, Set, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 
 from poptorch._device.dtypes import API_DTYPE
 from poptorch._errors import Error
 
-from .structure import flatten
+from .structure import Structure, flatten
+
+
+class Compiled(NamedTuple):
+    """How the arguments nest, and dtype at the API and shape of each tensor."""
+
+    structure: Structure
+    described: List[Tuple[torch.dtype, torch.Size]]
 
 
 class Arguments:
     """Structure, shapes and dtypes of the arguments at compile time.
 
     Positional, keyword and default arguments are told apart no more: they are bound to the signature of `forward`.
-    Values that are no tensors are compile-time constants.
+    Values that are no tensors are compile-time constants. Made of what an earlier compilation found out, or by
+    `of_call`.
     """
 
-    def __init__(self, forward: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], compiled: Optional[Compiled] = None) -> None:
         self._signature = inspect.signature(forward)
-        bound = self._bind(args, kwargs)
-        tensors, self._structure = flatten((bound.args, bound.kwargs))
-        self._constants = self._structure.constants()
-        self._described = [_describe(tensor) for tensor in tensors]
         self._warned: Set[str] = set()
-        self._first_tensors = tensors
+        self._first_tensors: List[torch.Tensor] = []
+        if compiled is not None:
+            self._fix(compiled)
+
+    @classmethod
+    def of_call(cls, forward: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Arguments:
+        """The arguments of the call to compile for."""
+        arguments = cls(forward)
+        bound = arguments._bind(args, kwargs)
+        tensors, structure = flatten((bound.args, bound.kwargs))
+        arguments._fix(Compiled(structure, [_describe(tensor) for tensor in tensors]))
+        arguments._first_tensors = tensors
+        return arguments
+
+    def _fix(self, compiled: Compiled) -> None:
+        self.compiled = compiled
+        self._structure, self._described = compiled
+        self._constants = self._structure.constants()
 
     def take_first_tensors(self) -> List[torch.Tensor]:
         """The tensors of the compiling call, in order; not held any longer afterwards."""

@@ -1,32 +1,33 @@
-"""`PoplarExecutor`: a model on the device, and `trainingModel` and `inferenceModel` that make one (contract 2)."""
+"""`PoplarExecutor`: a model on the device (contract 2)."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
+from poptorch._device.compilation import Trace
+from poptorch._device.executable import Executable, describe
 from poptorch._device.program import Program, TrainingProgram
 from poptorch._errors import Error
 from poptorch._log import logger
 from poptorch._optimizers.attribute_checks import AttributeChecks
 from poptorch._optimizers.hyperparameters import extract, warn_of_what_is_ignored
-from poptorch._version import VERSION
-from poptorch.enums import ConnectionType, OutputMode
-from poptorch.optim import SGD
+from poptorch.enums import ConnectionType
 from poptorch.options import Options
 
 from . import compile_hooks, optimizer_exchange
 from .arguments import Arguments
 from .progress_bar import ProgressBar
-from .user_model import device_of, host_tensors, shallow_copy, unwrap, wrap
+from .saving import Saving
+from .user_model import device_of, host_tensors, unwrap, wrap
 
 _versions = itertools.count(1)  # of the host's weights, over all executors
 
 
-class PoplarExecutor:
+class PoplarExecutor(Saving):
     """A user's module compiled for the device. Made by `trainingModel` and `inferenceModel`.
 
     The first call compiles: structure, shapes and dtypes of the arguments are fixed from then on. Names that the
@@ -49,6 +50,7 @@ class PoplarExecutor:
         self._poptorch_version = poptorch_version
         self._optimizer = optimizer
         self._program: Optional[Program] = None
+        self._made_for: Dict[str, Any] = {}
         self._is_attached = False
         self._device_is_newer = False
         self._weights_version = 0
@@ -98,7 +100,8 @@ class PoplarExecutor:
         progress(0, 100)
         self._follow_training()
         with _plain_torch():
-            self._program = self._build(Arguments(self._model.forward, args, kwargs))
+            self._made_for = describe(self._model, self._options, self._optimizer, self._training)
+            self._program = self._build(Arguments.of_call(self._model.forward, args, kwargs))
         self._is_attached = self._options.connection_type == ConnectionType.Always
         progress(100, 100)
         for hook in list(compile_hooks.after_compile.values()):
@@ -231,10 +234,23 @@ class PoplarExecutor:
             raise Error("The model is not compiled yet: call it, or compile(), first")
         return self._program
 
-    def _build(self, arguments: Arguments) -> Program:
+    def _executable(self) -> Executable:
+        program = self._compiled()
+        return Executable(program.traced, program.arguments.compiled, self._made_for)
+
+    def _start(self, executable: Executable) -> None:
+        made_for = describe(self._model, self._options, self._optimizer, self._training)
+        executable.check(made_for)
+        self._follow_training()
+        self._made_for = made_for
+        self._program = self._build(Arguments(self._model.forward, executable.compiled), executable.traced)
+        self._is_attached = self._options.connection_type == ConnectionType.Always
+
+    def _build(self, arguments: Arguments, traced: Optional[Trace] = None) -> Program:
+        model, options, user_model = self._model, self._options, self._user_model
         if not self._training or self._optimizer is None:
-            return Program(self._model, self._options, arguments, self._user_model)
-        program = TrainingProgram(self._model, self._options, arguments, self._optimizer, self._user_model)
+            return Program(model, options, arguments, user_model, traced)
+        program = TrainingProgram(model, options, arguments, self._optimizer, user_model, traced)
         optimizer_exchange.bind(self._optimizer, program)
         return program
 
@@ -262,51 +278,3 @@ def _plain_torch() -> Iterator[None]:
 
 def _no_progress(progress: int, total: int) -> None:
     """Stands in for a progress bar that is not wanted."""
-
-
-def trainingModel(
-    model: Union[torch.nn.Module, PoplarExecutor],
-    options: Optional[Options] = None,
-    optimizer: Optional[torch.optim.Optimizer] = None,
-) -> PoplarExecutor:
-    """Wrap a module, whose forward marks a loss, for training; the optimizer defaults to `poptorch.optim.SGD(lr=0.01)`.
-
-    The module itself is wrapped: reading its parameters fetches trained weights. RuntimeError when it is wrapped
-    already.
-    """
-    module = _module_of(model)
-    chosen = _fixed(options, OutputMode.Final)
-    if optimizer is None:
-        optimizer = SGD(module.parameters(), lr=0.01)
-    return PoplarExecutor(shallow_copy(module), chosen, True, VERSION, optimizer, module)
-
-
-def inferenceModel(model: Union[torch.nn.Module, PoplarExecutor], options: Optional[Options] = None) -> PoplarExecutor:
-    """Wrap a module for inference. Error when gradient accumulation is not 1."""
-    module = _module_of(model)
-    chosen = _fixed(options, OutputMode.All)
-    if chosen.Training.gradient_accumulation != 1:
-        raise Error(
-            f"Gradient accumulation must be 1 for inference, not {chosen.Training.gradient_accumulation}: use options "
-            "of their own for validation"
-        )
-    return PoplarExecutor(shallow_copy(module), chosen, False, VERSION, None, module)
-
-
-def _module_of(model: Union[torch.nn.Module, PoplarExecutor]) -> torch.nn.Module:
-    if isinstance(model, PoplarExecutor):
-        return model.model
-    if not isinstance(model, torch.nn.Module):
-        raise Error(f"A torch.nn.Module can be wrapped, not {type(model).__name__}")
-    return model
-
-
-def _fixed(options: Optional[Options], default_mode: OutputMode) -> Options:
-    """A frozen clone with an output mode; the given object is frozen too."""
-    given = Options() if options is None else options
-    chosen = given.clone()
-    given._freeze()
-    if chosen.defaultOutputMode():
-        chosen.outputMode(default_mode)
-    chosen._freeze()
-    return chosen

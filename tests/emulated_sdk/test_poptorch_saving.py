@@ -1,0 +1,172 @@
+"""Saved executables and models of the emulated `poptorch` (contract 2.6)."""
+
+from __future__ import annotations
+
+import json
+
+import poptorch
+import pytest
+import torch
+from poptorch._executor import container
+from poptorch_models import Classifier, Line, batch, options, seeded
+from torch import nn
+
+
+def train_classifier(opts=None, dropout=0.5):
+    model = seeded(Classifier, dropout=dropout)
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, poptorch.trainingModel(model, options() if opts is None else opts, optimizer)
+
+
+def losses(training, calls):
+    return [training(*batch(4, seed=index))[1].item() for index in range(calls)]
+
+
+def test_a_loaded_model_goes_on_exactly_where_it_was_saved(tmp_path):
+    _, training = train_classifier(options().randomSeed(3))
+    losses(training, 2)
+    training.save(tmp_path / "new" / "folder" / "model.poptorch")
+    loaded = poptorch.load(tmp_path / "new" / "folder" / "model.poptorch")
+    assert loaded.isCompiled()
+    assert losses(loaded, 3) == losses(training, 3)
+    assert torch.equal(loaded.model.linear.weight, training.model.linear.weight)
+
+
+def test_without_the_random_state_other_numbers_are_drawn(tmp_path):
+    _, training = train_classifier(options().randomSeed(3))
+    losses(training, 2)
+    training.save(tmp_path / "model", save_rng_state=False)
+    assert poptorch.load(tmp_path / "model").rng_state == [3, 0]
+
+
+def test_a_loaded_executable_is_not_traced_again_and_keeps_the_hosts_weights(tmp_path, monkeypatch):
+    model, training = train_classifier()
+    training.compileAndExport(tmp_path / "model", *batch(4), export_model=False)
+    monkeypatch.setattr("poptorch._device.program.trace", None)
+    fresh, other = train_classifier()
+    with torch.no_grad():
+        fresh.linear.bias.fill_(0.25)
+    other.loadExecutable(tmp_path / "model")
+    assert other.isCompiled()
+    assert other.isAttachedToDevice()
+    assert fresh.linear.bias.tolist() == [0.25] * 5
+    assert len(losses(other, 1)) == 1
+    with pytest.raises(poptorch.Error, match="before the model is compiled"):
+        other.loadExecutable(tmp_path / "model")
+    with pytest.raises(poptorch.Error, match="compiled for"):
+        other(*batch(8))
+
+
+def test_an_executable_alone_is_no_model(tmp_path):
+    _, training = train_classifier()
+    training.compileAndExport(tmp_path / "model", *batch(4), export_model=False)
+    with pytest.raises(poptorch.Error, match="export_model=False"):
+        poptorch.load(tmp_path / "model")
+
+
+def test_inference_models_are_saved_too(tmp_path):
+    inference = poptorch.inferenceModel(seeded().eval(), options())
+    expected = inference(batch(4)[0])
+    inference.save(tmp_path / "model")
+    assert torch.equal(poptorch.load(str(tmp_path / "model"))(batch(4)[0]), expected)
+
+
+def test_options_are_edited_while_loading(tmp_path):
+    _, training = train_classifier(options().connectionType(poptorch.ConnectionType.Never))
+    training.compileAndExport(tmp_path / "model", *batch(4))
+    loaded = poptorch.load(tmp_path / "model", lambda o: o.connectionType(poptorch.ConnectionType.OnDemand))
+    assert not loaded.isAttachedToDevice()
+    losses(loaded, 1)
+    with pytest.raises(poptorch.Error, match="device iterations was 1 and is 2"):
+        poptorch.load(tmp_path / "model", lambda o: o.deviceIterations(2))
+
+
+class Wider(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (lambda: poptorch.inferenceModel(seeded(), options()), "kind was 'training'"),
+        (lambda: poptorch.trainingModel(seeded(Wider), options()), "module '' was"),
+        (lambda: train_classifier(options(2))[1], "replication factor was 1 and is 2"),
+        (lambda: poptorch.trainingModel(seeded().eval(), options()), "True"),
+        (lambda: poptorch.trainingModel(Line(), options()), "compiled for another model"),
+    ],
+)
+def test_an_executable_of_something_else_is_refused(tmp_path, other, what):
+    train_classifier(dropout=0.0)[1].compileAndExport(tmp_path / "model", *batch(4))
+    with pytest.raises(poptorch.Error, match=what):
+        other().loadExecutable(tmp_path / "model")
+
+
+def test_only_a_compiled_model_is_saved(tmp_path):
+    with pytest.raises(poptorch.Error, match="not compiled"):
+        train_classifier()[1].save(tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_gets_a_file_of_the_default_name(tmp_path, caplog):
+    _, training = train_classifier()
+    training.compileAndExport(tmp_path, *batch(4))
+    assert [path.name for path in tmp_path.iterdir()] == ["model.poptorch"]
+    assert "is a directory" in caplog.text
+    assert poptorch.load(tmp_path).isCompiled()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: b"", "no file saved by"),
+        (lambda data: b"PK\x03\x04" + data, "no file saved by"),
+        (lambda data: data[:30], "truncated"),
+        (lambda data: data[:100], "truncated"),
+        (lambda data: data[:-1], "truncated"),
+        (lambda data: data + b"more", "instead of"),
+        (lambda data: data[:60] + b"?" + data[61:], "checksum of its header"),
+        (lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], "checksum of its section"),
+    ],
+)
+def test_foreign_and_damaged_files_are_refused(tmp_path, damage, message):
+    _, training = train_classifier()
+    training.compileAndExport(tmp_path / "model", *batch(4))
+    (tmp_path / "damaged").write_bytes(damage((tmp_path / "model").read_bytes()))
+    for load in (poptorch.load, train_classifier()[1].loadExecutable):
+        with pytest.raises(poptorch.Error, match=message):
+            load(tmp_path / "damaged")
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(poptorch.Error, match="cannot be read"):
+        poptorch.load(tmp_path / "none")
+
+
+def test_files_of_another_version_are_refused(tmp_path, monkeypatch):
+    _, training = train_classifier()
+    with monkeypatch.context() as earlier:
+        earlier.setattr(container, "VERSION", "3.3.0")
+        training.compileAndExport(tmp_path / "model", *batch(4))
+    with pytest.raises(poptorch.Error, match=r"saved by poptorch 3\.3\.0"):
+        poptorch.load(tmp_path / "model")
+
+
+def test_what_cannot_be_pickled_is_named_and_leaves_no_file(tmp_path):
+    class Local(Line):
+        pass
+
+    training = poptorch.trainingModel(Local(), options())
+    with pytest.raises(poptorch.Error, match="export_model=False"):
+        training.compileAndExport(tmp_path / "model", torch.ones(1))
+    assert not list(tmp_path.iterdir())
+    training.save(tmp_path / "model", export_model=False)
+    poptorch.trainingModel(Local(), options()).loadExecutable(tmp_path / "model")
+
+
+def test_a_file_tells_its_version_in_plain_text(tmp_path):
+    _, training = train_classifier()
+    training.compileAndExport(tmp_path / "model", *batch(4))
+    header = (tmp_path / "model").read_bytes()[52:].split(b"]}", 1)[0] + b"]}"
+    assert json.loads(header)["poptorch"] == poptorch.__version__
