@@ -1,0 +1,1 @@
+"""Model parallelism: blocks, stages, execution strategies, and what they say of the device (contract 3)."""
