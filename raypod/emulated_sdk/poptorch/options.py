@@ -10,7 +10,7 @@ import torch
 
 from . import enums
 from ._errors import ConfigFileError
-from ._options.base import OptionsDict
+from ._options.diagnostics import _DiagnosticOptions
 from ._options.locations import TensorLocationSettings, _TensorLocationOptions
 from ._options.sections import (
     _DistributedOptions,
@@ -26,7 +26,7 @@ __all__ = ["ConfigFileError", "Options", "TensorLocationSettings"]
 _Self = TypeVar("_Self", bound="Options")
 
 
-class Options(OptionsDict):
+class Options(_DiagnosticOptions):
     """All options of one model; every setter returns the object.
 
     Values are read as attributes (`options.replication_factor`, `options.Training.gradient_accumulation`). The object
@@ -241,59 +241,6 @@ class Options(OptionsDict):
             self.deleteIfExists("cache_path")
         else:
             self.createOrSet(cache_path=str(path))
-        return self
-
-    # -- diagnostics -------------------------------------------------------------------------------------------------
-
-    def showCompilationProgressBar(self: _Self, show: bool = True) -> _Self:
-        """Whether compilation shows a progress bar on stderr."""
-        self.set(show_compilation_progress_bar=show)
-        return self
-
-    def relaxOptimizerAttributesChecks(self: _Self, relax: bool = True) -> _Self:
-        """Do not warn about attributes of the optimizer that the device does not know."""
-        self.set(relax_optimizer_checks=relax)
-        return self
-
-    def logDir(self: _Self, log_dir: str) -> _Self:
-        """Where logs are written."""
-        self.set(log_dir=log_dir)
-        return self
-
-    def modelName(self: _Self, name: str) -> _Self:
-        """Name of the model in profiles."""
-        self.set(model_name=name)
-        return self
-
-    def maxRepeatLogs(self: _Self, max_lines: int | None) -> _Self:
-        """How often a log line may repeat; None for no bound."""
-        self.checkIsFrozen("max_repeat_logs")
-        self._values["max_repeat_logs"] = max_lines
-        return self
-
-    def logCycleCount(self: _Self, log_cycle_count: bool) -> _Self:
-        """Accepted: an emulated device has no cycle counter."""
-        self.set(log_cycle_count=log_cycle_count)
-        return self
-
-    def enableProfiling(self: _Self, profile_dir: str | None = None) -> _Self:
-        """Accepted: an emulated device writes no profile."""
-        self.createOrSet(profile_dir=profile_dir or ".")
-        return self
-
-    def disableModuleNamescope(self: _Self) -> _Self:
-        """Leave module names out of debug names."""
-        self.set(module_namescope_enabled=False)
-        return self
-
-    def sourceLocationExcludes(self: _Self, excludes: List[str]) -> _Self:
-        """Paths left out of source locations."""
-        self.set(source_location_excludes=list(excludes))
-        return self
-
-    def appendToLocationExcludes(self: _Self, *excludes: str) -> _Self:
-        """Further paths left out of source locations."""
-        self.set(source_location_excludes=[*self.source_location_excludes, *excludes])
         return self
 
     # -- as a whole --------------------------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ class Attribute:
 
     def __init__(self, **kwargs: Dict[str, str]) -> None:
         for name, values in kwargs.items():
-            is_right = isinstance(values, dict) and all(isinstance(text, str) for pair in values.items() for text in pair)
+            is_right = isinstance(values, dict) and all(
+                isinstance(text, str) for pair in values.items() for text in pair
+            )
             assert is_right, f"Attribute {name} must be a dictionary of strings, got {values!r}"
         self._attributes = kwargs
 
