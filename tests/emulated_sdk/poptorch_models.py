@@ -50,8 +50,8 @@ class Line(nn.Module):
 
 
 def options(replicas: int = 1, accumulation: int = 1, iterations: int = 1) -> poptorch.Options:
-    """Options without a progress bar."""
-    chosen = poptorch.Options().showCompilationProgressBar(False)
+    """Options without a progress bar, for any number of replicas."""
+    chosen = poptorch.Options().showCompilationProgressBar(False).autoRoundNumIPUs()
     chosen.replicationFactor(replicas).deviceIterations(iterations)
     chosen.Training.gradientAccumulation(accumulation)
     return chosen

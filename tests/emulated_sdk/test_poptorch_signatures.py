@@ -25,20 +25,7 @@ MISSING = {
     "poptorch.PoplarExecutor.getComputeLatency",
     "poptorch.PoplarExecutor.getIpuHostLatency",
     "poptorch.PoplarExecutor.getLatency",
-    "poptorch.options.Options.setExecutionStrategy",
     "poptorch.AsynchronousDataAccessor",
-    "poptorch.options.Attribute",
-    "poptorch.options.Stage",
-    "poptorch.options.Phase",
-    "poptorch.options.PipelinedExecution",
-    "poptorch.options.ShardedExecution",
-    "poptorch.options.ParallelPhasedExecution",
-    "poptorch.options.SerialPhasedExecution",
-    "poptorch.ops.Block",
-    "poptorch.ops.LegacyBeginBlockFn",
-    "poptorch.ops.removeBlocks",
-    "poptorch.ops.BeginBlock",
-    "poptorch.ops.BlockFunction",
 }
 
 

@@ -32,6 +32,8 @@ class Options(poptorch.Options):
         super().__init__()
         self._distributed = _PopdistDistributedOptions()
         super().replicationFactor(_environment.getNumLocalReplicas())
+        # Compiling holds the model's IPUs against it.
+        self._launched_ipus_per_replica = launched if _environment.isPopdistEnvSet() else None
 
     def toDict(self) -> Dict[str, Any]:
         """All values, with the launcher's device as `ipu_id`. RuntimeError where it gives none (`popdist.getDeviceId`).

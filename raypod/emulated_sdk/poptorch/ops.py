@@ -17,9 +17,14 @@ from ._ops.overlap import set_overlap_for_input, set_overlap_for_output
 from ._ops.points import fps, nearest
 from ._ops.print_tensor import ipu_print_tensor
 from ._ops.slicing import dynamic_slice, dynamic_update
+from ._parallel.blocks import BeginBlock, Block, BlockFunction, LegacyBeginBlockFn, removeBlocks
 
 __all__ = [
+    "BeginBlock",
+    "Block",
+    "BlockFunction",
     "CPU",
+    "LegacyBeginBlockFn",
     "MultiConv",
     "NameScope",
     "cond",
@@ -34,6 +39,7 @@ __all__ = [
     "nearest",
     "nop",
     "recomputationCheckpoint",
+    "removeBlocks",
     "serializedMatMul",
     "set_available_memory",
     "set_overlap_for_input",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from typing import Any, Dict, List, TypeVar
 
 import torch
@@ -20,8 +21,28 @@ from ._options.sections import (
     _TrainingOptions,
 )
 from ._options.text import apply_file, apply_json
+from ._parallel.attribute import Attribute
+from ._parallel.stages import Phase, Stage
+from ._parallel.strategies import (
+    ParallelPhasedExecution,
+    PipelinedExecution,
+    SerialPhasedExecution,
+    ShardedExecution,
+    _IExecutionStrategy,
+)
 
-__all__ = ["ConfigFileError", "Options", "TensorLocationSettings"]
+__all__ = [
+    "Attribute",
+    "ConfigFileError",
+    "Options",
+    "ParallelPhasedExecution",
+    "Phase",
+    "PipelinedExecution",
+    "SerialPhasedExecution",
+    "ShardedExecution",
+    "Stage",
+    "TensorLocationSettings",
+]
 
 _Self = TypeVar("_Self", bound="Options")
 
@@ -66,6 +87,7 @@ class Options(_DiagnosticOptions):
         self._tensor_locations = _TensorLocationOptions()
         self._jit = _JitOptions()
         self._popart = _PopartOptions()
+        self._execution_strategy: _IExecutionStrategy = PipelinedExecution()
         self._read_environment()
 
     def _read_environment(self) -> None:
@@ -199,10 +221,21 @@ class Options(_DiagnosticOptions):
         self.set(auto_round_num_ipus=auto_round_num_ipus)
         return self
 
+    def setExecutionStrategy(self: _Self, strategy: _IExecutionStrategy) -> _Self:
+        """How stages share the IPUs of a replica: `PipelinedExecution()`, the default, or another strategy.
+
+        AssertionError for anything else. Results do not depend on it.
+        """
+        self.checkIsFrozen("execution_strategy")
+        is_strategy = isinstance(strategy, _IExecutionStrategy)
+        assert is_strategy, f"Expected an execution strategy, as poptorch.ShardedExecution(), got {strategy!r}"
+        self._execution_strategy = strategy
+        return self
+
     def setAvailableMemoryProportion(self: _Self, available_memory_proportion: Dict[str, float]) -> _Self:
         """Share of memory for temporaries, e.g. {"IPU0": 0.2}; AssertionError for other names or shares."""
         for ipu, proportion in available_memory_proportion.items():
-            assert _names_ipu(ipu), f"IPUs are named 'IPU<number>', got {ipu!r}"
+            assert re.fullmatch("IPU[0-9]+", ipu), f"IPUs are named 'IPU<number>', got {ipu!r}"
             assert 0 <= proportion <= 1, f"A memory proportion is between 0 and 1, got {proportion} for {ipu}"
         self.set(available_memory_proportion=dict(available_memory_proportion))
         return self
@@ -257,12 +290,9 @@ class Options(_DiagnosticOptions):
 
     def toDict(self) -> Dict[str, Any]:
         """All values in one flat dictionary of plain Python."""
-        return functools.reduce(lambda merged, group: group.update(merged), self._groups().values(), super().toDict())
+        own = {**super().toDict(), **self._execution_strategy._to_dict()}
+        return functools.reduce(lambda merged, group: group.update(merged), self._groups().values(), own)
 
     def clone(self: _Self) -> _Self:
         """An unfrozen deep copy."""
         return self._unfrozen_copy()
-
-
-def _names_ipu(name: str) -> bool:
-    return name.startswith("IPU") and name[3:].isdigit()

@@ -12,6 +12,11 @@ from poptorch._executor.arguments import Arguments
 from poptorch._executor.outputs import api_dtypes
 from poptorch._executor.structure import Structure, flatten
 from poptorch._ops.overlap import check_overlaps
+from poptorch._parallel.blocks import block_of
+from poptorch._parallel.placement import Placement, Sizes, place
+from poptorch._parallel.strategies import _IExecutionStrategy
+from poptorch._parallel.tracing import StageRecorder
+from poptorch.enums import OverlapMode
 
 from .dtypes import to_device
 from .half import HalfTracker
@@ -23,10 +28,11 @@ from .random import DrawsInside, detect_random
 
 
 class Checks(NamedTuple):
-    """What a compilation insists on."""
+    """What a compilation insists on, and the strategy by which it reads blocks."""
 
     is_training: bool
     refuse_changed_buffers: bool
+    strategy: _IExecutionStrategy
 
 
 class Trace(NamedTuple):
@@ -42,6 +48,8 @@ class Trace(NamedTuple):
         trained: the parameters that the loss depended on; empty for inference.
         changed_modules: the modules, by name, whose Python attributes it changes.
         changed_inputs: the tensors of the arguments that it changes in place.
+        placement: what lies on which IPU.
+        overlapped: "inputs", "outputs" or both, where their transfers were asked to overlap with compute.
     """
 
     structure: Structure
@@ -53,6 +61,8 @@ class Trace(NamedTuple):
     trained: FrozenSet[str]
     changed_modules: Tuple[str, ...]
     changed_inputs: Tuple[int, ...]
+    placement: Placement
+    overlapped: FrozenSet[str]
 
 
 def trace(scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.Tensor], checks: Checks) -> Trace:
@@ -65,13 +75,14 @@ def trace(scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.T
     half = [tensor for tensor, given in zip(tensors, inputs) if given.dtype == torch.half] + scratch.half_tensors
     mode, tracker = DeviceMode(is_compiling=True), HalfTracker(half)
     follow_half: ContextManager[Any] = tracker if half else contextlib.nullcontext()
+    recorder = StageRecorder(scratch.module, checks.strategy, block_of)
     args, kwargs = arguments.rebuild(tensors)
     python_state, tensors_before = PythonState(scratch.module), _Tensors(scratch)
     versions = [tensor._version for tensor in tensors]
     backward_draws = False
     trained: FrozenSet[str] = frozenset()
     with torch.set_grad_enabled(checks.is_training), detect_random() as generator:
-        with mode, follow_half:
+        with recorder, mode, follow_half:
             outputs, structure = flatten(scratch.module(*args, **kwargs))
         check_overlaps(mode.overlaps, tensors, outputs)
         tensors_before.check(scratch.module, mode, checks)
@@ -88,9 +99,20 @@ def trace(scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.T
         is_plain=not mode.has_replaced and (loss_output is not None or not checks.is_training),
         loss_output=loss_output,
         trained=trained,
+        placement=place(checks.strategy.name, recorder, _sizes(scratch)),
+        overlapped=_overlapped(mode),
         changed_modules=python_state.changed(),
         changed_inputs=tuple(index for index, tensor in enumerate(tensors) if tensor._version != versions[index]),
     )
+
+
+def _overlapped(mode: DeviceMode) -> FrozenSet[str]:
+    asked = [overlap for overlap in mode.overlaps if overlap.mode != OverlapMode.NoOverlap]
+    return frozenset("inputs" if overlap.is_input else "outputs" for overlap in asked)
+
+
+def _sizes(memory: ReplicaMemory) -> Sizes:
+    return Sizes(memory.parameters, memory.buffers, frozenset(map(id, memory.half_tensors)))
 
 
 class _Tensors:

@@ -12,6 +12,7 @@ import torch
 
 from poptorch._errors import Error
 from poptorch._executor.arguments import Compiled
+from poptorch._parallel.blocks import block_of
 from poptorch.options import Options
 
 from .compilation import Trace
@@ -51,6 +52,7 @@ def _of_options(options: Options) -> Dict[str, Any]:
         "number of processes": options.Distributed.numProcesses,
         "input groups": (options.input_group_size, int(options.input_group_type)),
         "output mode": (int(options.output_mode), options.output_return_period),
+        "execution strategy": options._execution_strategy._to_dict(),
         "broadcast of buffers": options.broadcast_buffers,
         "anchored tensors": {name: tuple(anchor) for name, anchor in options.anchored_tensors.items()},
     }
@@ -61,7 +63,7 @@ def _of_model(model: torch.nn.Module, optimizer: Optional[torch.optim.Optimizer]
     for name, module in model.named_modules():
         # A wrapped class is a subclass of the user's own, of which there is one for every wrapping.
         kind = getattr(type(module), "_poptorch_original", type(module))
-        found[f"module {name!r}"] = (kind.__module__, kind.__qualname__, module.training)
+        found[f"module {name!r}"] = (kind.__module__, kind.__qualname__, module.training, block_of(module))
     with torch._C.DisableTorchFunctionSubclass():
         for name, parameter in model.named_parameters():
             found[f"parameter {name!r}"] = (*_of_tensor(parameter), parameter.requires_grad)

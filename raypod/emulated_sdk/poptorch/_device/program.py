@@ -13,6 +13,8 @@ from poptorch._executor.layout import BatchLayout
 from poptorch._executor.outputs import OutputCollector, check_output_mode
 from poptorch._optimizers.device_optimizer import DeviceOptimizer
 from poptorch._optimizers.hyperparameters import Hyperparameters, extract
+from poptorch._parallel.limits import check_number, check_overlap, check_placement
+from poptorch._parallel.placement import Placement
 from poptorch.options import Options
 
 from .compilation import Checks, Trace, trace
@@ -41,12 +43,15 @@ class Program:
         check_output_mode(options)
         self.arguments = arguments
         self.layout = BatchLayout.of(options)
+        check_number(self.layout.replicas)  # before so many are made
         self.memory = DeviceMemory(model, self.layout.replicas, user_model)
         self._options = options
         self._update = NoUpdate()
         self._checks_numbers = options.Precision.enable_fp_exceptions
         self._threads = ReplicaThreads(self.layout.replicas)
         self.traced = self._trace() if traced is None else traced
+        check_placement(self.placement, options, self.is_training)
+        check_overlap(options, self.traced.overlapped)
         first = placement_of(options).first_replica
         memories = enumerate(self.memory.replicas)
         self._replicas = [Replica(memory, arguments, self.traced, first + index) for index, memory in memories]
@@ -73,6 +78,11 @@ class Program:
         for replica in self._replicas:
             replica.seed, replica.micro_batches = state
 
+    @property
+    def placement(self) -> Placement:
+        """What lies on which IPU."""
+        return self.traced.placement
+
     def close(self) -> None:
         """End the replicas' threads."""
         self._threads.close()
@@ -95,7 +105,8 @@ class Program:
         first_tensors = self.arguments.take_first_tensors()
         self.layout.check(first_tensors)
         first_block = self.layout.cut(first_tensors, 0)
-        checks = Checks(self.is_training, self.layout.input_groups > 1 and self._options.broadcast_buffers)
+        refuse_changed_buffers = self.layout.input_groups > 1 and self._options.broadcast_buffers
+        checks = Checks(self.is_training, refuse_changed_buffers, self._options._execution_strategy)
         return trace(self.memory.scratch(), self.arguments, first_block, checks)
 
 

@@ -15,6 +15,8 @@ from poptorch._errors import Error
 from poptorch._log import logger
 from poptorch._optimizers.attribute_checks import AttributeChecks
 from poptorch._optimizers.hyperparameters import extract, warn_of_what_is_ignored
+from poptorch._parallel.placement import Placement
+from poptorch._parallel.schedule import Schedule, side_by_side
 from poptorch.enums import ConnectionType
 from poptorch.options import Options
 
@@ -211,6 +213,16 @@ class PoplarExecutor(Saving):
         if len(state) != 2:
             raise Error(f"The state of the random numbers is a seed and a number of micro-batches, not {list(state)}")
         self._compiled().rng_state = list(state)
+
+    def emulatedPlacement(self) -> Placement:
+        """What lies on which IPU: the emulation's own, no part of PopTorch. Error unless compiled."""
+        return self._compiled().placement
+
+    def emulatedSchedules(self) -> Dict[str, Schedule]:
+        """One weight update, or one call of inference, by each execution strategy: as `emulatedPlacement`."""
+        placement, training = self._compiled().placement, self._training
+        batches = self._options.Training.gradient_accumulation if training else self._options.device_iterations
+        return side_by_side([stage.cost for stage in placement.stages], batches, training)
 
     @property
     def model(self) -> torch.nn.Module:

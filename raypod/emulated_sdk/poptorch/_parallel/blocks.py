@@ -48,7 +48,7 @@ class Block(torch.nn.Module):
     def __enter__(self) -> None:
         stages = active_stages()
         if stages is not None:
-            stages.open(self._user_id, self._ipu_id)
+            stages.open(self._user_id, self._ipu_id, self)
 
     def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
         stages = active_stages()

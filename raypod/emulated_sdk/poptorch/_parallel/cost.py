@@ -42,18 +42,18 @@ def _convolution(args: Tuple[Any, ...], result: torch.Tensor) -> int:
     source, weight = args[0], args[1]
     is_transposed = len(args) > 6 and args[6] is True
     positions = source.numel() if is_transposed else result.numel()
-    return 2 * positions * (weight.numel() // int(weight.shape[0]))
+    return 2 * int(positions * weight.numel()) // int(weight.shape[0])
 
 
 def _attention(args: Tuple[Any, ...], result: torch.Tensor) -> int:
     query, key, value = args[:3]
-    rows, keys = query.numel() // int(query.shape[-1]), int(key.shape[-2])
+    rows, keys = int(query.numel()) // int(query.shape[-1]), int(key.shape[-2])
     return 2 * rows * keys * (int(query.shape[-1]) + int(value.shape[-1]))
 
 
 def _recurrent(args: Tuple[Any, ...], result: torch.Tensor) -> int:
     # mkldnn_rnn_layer(input, weight of inputs, weight of states, ...)
-    positions = args[0].numel() // int(args[0].shape[-1])
+    positions = int(args[0].numel()) // int(args[0].shape[-1])
     return 2 * positions * int(args[1].numel() + args[2].numel())
 
 

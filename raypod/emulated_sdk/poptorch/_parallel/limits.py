@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Collection, Optional
 
 from poptorch._errors import Error
 from poptorch._log import logger
@@ -17,14 +17,19 @@ IPUS_PER_PROCESS = 64
 _LEAST_IO_TILES = 32
 
 
-def number_of_ipus(ipus_per_replica: int, options: Options) -> int:
-    """IPUs that a process reserves. Error for more than 64, and unless a power of two or `autoRoundNumIPUs`."""
-    needed = ipus_per_replica * int(options.replication_factor)
-    if needed > IPUS_PER_PROCESS:
+def check_number(ipus: int) -> None:
+    """Error for more IPUs than one process can drive."""
+    if ipus > IPUS_PER_PROCESS:
         raise Error(
-            f"Too many IPUs requested ({needed}). Experiments that need more than {IPUS_PER_PROCESS} IPUs require "
+            f"Too many IPUs requested ({ipus}). Experiments that need more than {IPUS_PER_PROCESS} IPUs require "
             "distributed execution."
         )
+
+
+def number_of_ipus(ipus_per_replica: int, options: Options) -> int:
+    """IPUs that a process reserves. Error for more than 64, and unless a power of two or `autoRoundNumIPUs`."""
+    needed: int = ipus_per_replica * options.replication_factor
+    check_number(needed)
     reserved = 1 << (needed - 1).bit_length()
     if reserved == needed:
         return needed
@@ -51,11 +56,13 @@ def check_placement(placement: Placement, options: Options, is_training: bool) -
         _check_pipeline(len(placement.stages), options, is_training)
 
 
-def check_overlap(options: Options, outputs: bool) -> None:
-    """For input or output that overlaps with compute: Error unless strategy, IO tiles and output mode allow it.
+def check_overlap(options: Options, overlapped: Collection[str]) -> None:
+    """Error unless strategy, IO tiles and output mode allow that host IO overlaps with compute.
 
-    outputs: whether outputs overlap: only then the output mode matters [I].
+    overlapped: "inputs", "outputs", both or neither. The output mode matters to outputs only [I].
     """
+    if not overlapped:
+        return
     strategy = options._execution_strategy
     if isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution):
         raise Error(
@@ -68,7 +75,7 @@ def check_overlap(options: Options, outputs: bool) -> None:
             f"Overlapped host IO needs at least {_LEAST_IO_TILES} IO tiles, and there are {tiles}: call "
             f"options.TensorLocations.numIOTiles({_LEAST_IO_TILES})"
         )
-    if outputs and options.output_mode not in (OutputMode.All, OutputMode.Sum):
+    if "outputs" in overlapped and options.output_mode not in (OutputMode.All, OutputMode.Sum):
         raise Error(
             f"Overlapped outputs need OutputMode.All or OutputMode.Sum, not {OutputMode(options.output_mode).name}"
         )

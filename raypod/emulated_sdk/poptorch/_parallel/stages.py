@@ -64,8 +64,8 @@ class Phase:
 
 def ipu_number(ipu: Any) -> int:
     """`ipu` as an int; AssertionError unless it is a whole number of at least 0."""
-    is_number = hasattr(ipu, "__index__") and not isinstance(ipu, bool)
-    assert is_number and operator.index(ipu) >= 0, f"An IPU is numbered from 0, got {ipu!r}"
+    is_number = hasattr(ipu, "__index__") and not isinstance(ipu, bool) and operator.index(ipu) >= 0
+    assert is_number, f"An IPU is numbered from 0, got {ipu!r}"
     return operator.index(ipu)
 
 

@@ -85,15 +85,16 @@ class StageRecorder(TorchDispatchMode):
         self._strategy = strategy
         self._block_of = block_of
         self._modules = {part: name for name, part in module.named_modules()}
-        # By the tensors themselves, not by their memory: they are what the first operation on them gets.
-        self._names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-        self._unused = dict(self._names)
+        # By the tensors themselves, not by their memory: they are what the first operation on them gets. Buffers of
+        # other types are constants and lie nowhere (contract 2.6).
+        named = [*module.named_parameters(), *module.named_buffers()]
+        self._unused = {id(tensor): name for name, tensor in named if tensor.is_floating_point()}
         self._place = _Place(None, 0, 0)
         self._enclosing: List[_Place] = []
         self._inside: List[str] = []
         self._runs: List[_Run] = []
         self._next_auto_id = 0
-        self._auto_ids: Dict[int, str] = {}
+        self._auto_ids: Dict[int, Tuple[object, str]] = {}  # with the owners, lest their ids are given out again
         self._numbers: Dict[str, int] = {}
         self._hooks: List[Any] = []
 
@@ -131,11 +132,11 @@ class StageRecorder(TorchDispatchMode):
 
     def _auto_id(self, owner: object) -> str:
         if id(owner) in self._auto_ids:
-            return self._auto_ids[id(owner)]
+            return self._auto_ids[id(owner)][1]
         number = str(self._next_auto_id)
         self._next_auto_id += 1
         if owner is not None:
-            self._auto_ids[id(owner)] = number
+            self._auto_ids[id(owner)] = owner, number
         return number
 
     # -- for the forward ---------------------------------------------------------------------------------------------
@@ -154,6 +155,11 @@ class StageRecorder(TorchDispatchMode):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Newer torch asks; to skip the compiler, it would import it, which takes seconds.
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None

@@ -1,0 +1,186 @@
+"""Blocks: where they put operations, and that they do nothing elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import poptorch
+import pytest
+import torch
+from poptorch_models import options, seeded
+from torch import nn
+
+
+class Mlp(nn.Module):
+    """Three linear layers with tanh between, and a marked loss when there are targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x, target=None):
+        out = self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return out if target is None else (out, nn.functional.cross_entropy(out, target))
+
+
+def placed(forward, iterations=8, strategy=None):
+    """The placement of a module whose forward is `forward`, compiled for inference."""
+    module = nn.Module()
+    module.forward = forward
+    opts = options(iterations=iterations)
+    model = poptorch.inferenceModel(module, opts.setExecutionStrategy(strategy or poptorch.PipelinedExecution()))
+    model.compile(torch.ones(iterations, 2))
+    return model.emulatedPlacement()
+
+
+def ipus(placement):
+    return [stage.ipu for stage in placement.stages]
+
+
+def test_operations_without_a_block_are_on_ipu_0():
+    placement = placed(lambda x: x + 1)
+    assert ipus(placement) == [0]
+    assert placement.stages[0].blocks == ()
+
+
+def test_a_new_stage_begins_where_the_ipu_changes_and_an_earlier_one_counts_again():
+    def forward(x):
+        for number, ipu in enumerate((0, 0, 1, 0)):
+            with poptorch.Block(f"block {number}", ipu_id=ipu):
+                x = x + 1
+        return x
+
+    placement = placed(forward)
+    assert ipus(placement) == [0, 1, 0]
+    assert [stage.blocks for stage in placement.stages] == [("block 0", "block 1"), ("block 2",), ("block 3",)]
+
+
+def test_an_enclosing_block_goes_on_after_a_nested_one():
+    def forward(x):
+        with poptorch.Block("outer", ipu_id=1):
+            x = x + 1
+            with poptorch.Block("inner", ipu_id=2):
+                x = x + 1
+            return x + 1
+
+    placement = placed(forward)
+    assert ipus(placement) == [1, 2, 1]
+    assert placement.stages[2].blocks == ("outer",)
+
+
+def test_the_last_block_goes_on_to_the_end():
+    def forward(x):
+        with poptorch.Block(ipu_id=0):
+            x = x + 1
+        with poptorch.Block(ipu_id=1):
+            x = x + 1
+        return x * 2
+
+    assert ipus(placed(forward)) == [0, 1]
+
+
+def test_a_block_without_operations_takes_no_ipu():
+    def forward(x):
+        with poptorch.Block(ipu_id=3):
+            pass
+        poptorch.Block.start("rest", ipu_id=0)
+        return x + 1
+
+    assert ipus(placed(forward)) == [0]
+
+
+def test_blocks_without_id_are_numbered_from_the_call_of_use_auto_id():
+    def forward(x):
+        poptorch.Block.useAutoId()
+        with poptorch.Block(ipu_id=0):
+            x = x + 1
+        with poptorch.Block("special", ipu_id=1):
+            x = x + 1
+        with poptorch.Block(ipu_id=2):
+            return x + 1
+
+    assert [stage.blocks for stage in placed(forward).stages] == [("0",), ("special",), ("1",)]
+
+
+def test_a_decorated_function_and_a_called_function_are_blocks():
+    @poptorch.BlockFunction("body", ipu_id=1)
+    def body(x, *, plus):
+        return x + plus
+
+    tail = poptorch.BeginBlock(torch.tanh, "tail", ipu_id=2)
+    assert isinstance(tail, poptorch.LegacyBeginBlockFn)
+    placement = placed(lambda x: tail(body(x + 1, plus=1)))
+    assert [(stage.ipu, stage.blocks) for stage in placement.stages] == [(0, ()), (1, ("body",)), (2, ("tail",))]
+    assert body.__name__ == "body"
+
+
+def test_begin_block_marks_the_layer_in_place_and_lasts_until_the_next():
+    model = seeded(Mlp)
+    assert poptorch.BeginBlock(model.second, "tail", ipu_id=1) is model.second
+    inference = poptorch.inferenceModel(model, options(iterations=2))
+    inference(torch.ones(2, 4))
+    stages = inference.emulatedPlacement().stages
+    assert [(stage.ipu, stage.modules) for stage in stages] == [(0, ("first",)), (1, ("second", "third"))]
+    assert set(stages[1].parameters) == {"second.bias", "second.weight", "third.bias", "third.weight"}
+
+
+def test_a_layer_begins_one_block():
+    layer = poptorch.BeginBlock(nn.Linear(2, 2), ipu_id=1)
+    with pytest.raises(poptorch.Error, match="already been called on this Linear"):
+        poptorch.BeginBlock(layer, ipu_id=0)
+    poptorch.removeBlocks(nn.Sequential(layer))
+    poptorch.BeginBlock(layer, ipu_id=0)
+
+
+def test_a_marked_module_is_copied_and_saved_as_before():
+    model = seeded(Mlp)
+    keys, kind, text = list(model.state_dict()), type(model.second), repr(model)
+    poptorch.BeginBlock(model.second, "tail", ipu_id=1)
+    assert (list(model.state_dict()), type(model.second), repr(model)) == (keys, kind, text)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=False) if torch.__version__ >= "2.6" else torch.load(buffer)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved):
+        inference = poptorch.inferenceModel(twin, options(iterations=2))
+        inference(torch.ones(2, 4))
+        assert ipus(inference.emulatedPlacement()) == [0, 1]
+
+
+def test_saved_layers_do_not_need_poptorch():
+    assert b"poptorch." not in pickle.dumps(poptorch.BeginBlock(nn.Linear(2, 2), "name", 1))
+
+
+def test_blocks_do_nothing_on_a_cpu():
+    model, plain = seeded(Mlp), seeded(Mlp)
+    poptorch.BeginBlock(model.first, ipu_id=5)
+    poptorch.Block.useAutoId()
+    poptorch.Block.start("anything", 70)
+    with poptorch.Block("unknown", ipu_id=99):
+        assert torch.equal(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))
+    assert not list(poptorch.Block("unknown").parameters())
+
+
+@pytest.mark.parametrize("bad", [{"user_id": 3}, {"ipu_id": -1}, {"ipu_id": "1"}, {"ipu_id": True}, {"ipu_id": 0.5}])
+def test_ids_of_another_type_are_refused_at_once(bad):
+    for make in (poptorch.Block, poptorch.Block.start, poptorch.BlockFunction):
+        with pytest.raises(AssertionError, match="got"):
+            make(**bad)
+    with pytest.raises(AssertionError, match="got"):
+        poptorch.BeginBlock(nn.Linear(1, 1), **bad)
+
+
+def test_what_is_neither_module_nor_function_is_refused():
+    with pytest.raises(poptorch.Error, match="not int"):
+        poptorch.BeginBlock(3)
+    with pytest.raises(AssertionError, match="not int"):
+        poptorch.removeBlocks(3)
+
+
+def test_an_attribute_changes_nothing_and_takes_dictionaries_of_strings():
+    with poptorch.Attribute(__outline={"layer": "embedding"}) as context:
+        assert context is None
+    with pytest.raises(AssertionError, match="__outline"):
+        poptorch.Attribute(__outline="embedding")

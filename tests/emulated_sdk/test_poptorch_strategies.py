@@ -1,0 +1,267 @@
+"""Execution strategies: stages, IPUs, and what the device refuses."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import poptorch
+import pytest
+import torch
+from poptorch_models import batch, options, seeded
+from torch import nn
+
+PLAIN = poptorch.PipelinedExecution()
+
+
+class Pipeline(nn.Module):
+    """A classifier of `stages` linear layers, each a block "B<n>" on the IPU that `ipus` says; None leaves it open."""
+
+    def __init__(self, ipus):
+        super().__init__()
+        self.ipus = ipus
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in ipus)
+        self.norm, self.dropout = nn.BatchNorm1d(4), nn.Dropout(0.2)
+
+    def forward(self, x, labels=None):
+        for number, (layer, ipu) in enumerate(zip(self.layers, self.ipus)):
+            with poptorch.Block(f"B{number}", ipu_id=ipu):
+                x = torch.tanh(layer(x))
+        x = self.dropout(self.norm(x))
+        return x if labels is None else (x, nn.functional.cross_entropy(x, labels))
+
+
+def compiled(ipus, strategy=None, iterations=16, **kwargs):
+    """Inference of a `Pipeline`, compiled."""
+    opts = options(iterations=iterations, **kwargs)
+    if strategy is not None:
+        opts.setExecutionStrategy(strategy)
+    model = poptorch.inferenceModel(seeded(Pipeline, ipus=ipus), opts)
+    model.compile(torch.ones(2 * iterations * opts.replication_factor, 4))
+    return model
+
+
+def ipus_of(model):
+    return [stage.ipu for stage in model.emulatedPlacement().stages]
+
+
+@functools.lru_cache(maxsize=None)
+def train(ipus, strategy, accumulation=5, replicas=1):
+    """Weights, buffers and outputs after two updates."""
+    model = seeded(Pipeline, ipus=ipus)
+    opts = options(replicas, accumulation).randomSeed(5).outputMode(poptorch.OutputMode.All)
+    training = poptorch.trainingModel(model, opts.setExecutionStrategy(strategy), torch.optim.Adam(model.parameters()))
+    generator = torch.Generator().manual_seed(1)
+    outputs = []
+    for _ in range(2):
+        x = torch.randn(3 * accumulation * replicas, 4, generator=generator)
+        outputs += training(x, torch.arange(len(x)) % 4)
+    values = [*outputs, *(tensor.clone() for tensor in model.state_dict().values())]
+    training.destroy()
+    return values
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        poptorch.PipelinedExecution(),
+        poptorch.ShardedExecution(poptorch.AutoStage.AutoIncrement),
+        poptorch.SerialPhasedExecution(["B0", "B1"], ["B2"]),
+        poptorch.ParallelPhasedExecution(["B0"], ["B1"], ["B2"]),
+    ],
+    ids=lambda strategy: strategy.name,
+)
+def test_training_gives_the_same_bits_whatever_the_strategy(strategy, replicas):
+    plain = train((None, None, None), PLAIN, replicas=replicas)
+    ipus = (0, 1, 2) if strategy.name == "pipelined" else (None, None, None)
+    assert all(map(torch.equal, train(ipus, strategy, replicas=replicas), plain))
+
+
+def test_inference_gives_the_same_bits_with_and_without_blocks():
+    x = torch.randn(2 * 2 * 4, 4, generator=torch.Generator().manual_seed(2))
+    for replicas in (1, 2):
+        results = [
+            poptorch.inferenceModel(seeded(Pipeline, ipus=ipus).eval(), options(replicas, iterations=4))(x)
+            for ipus in ((None, None), (0, 1))
+        ]
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(("forward_stages", "accumulation"), [(2, 2), (4, 6)])
+def test_pipelined_training_needs_accumulation_for_the_whole_pipeline(forward_stages, accumulation):
+    ipus, depth = tuple(range(forward_stages)), 2 * forward_stages - 1
+    numbers = f"gradientAccumulation must be .* pipeline stages \\({depth}\\).* is {accumulation}"
+    with pytest.raises(poptorch.Error, match=numbers):
+        train(ipus, poptorch.PipelinedExecution(), accumulation)
+    train(ipus, poptorch.PipelinedExecution(), depth)
+
+
+def test_sharded_training_needs_no_accumulation():
+    train((0, 1, 2, 3), poptorch.ShardedExecution(), 1)
+
+
+def test_pipelined_inference_needs_device_iterations_for_every_stage():
+    with pytest.raises(poptorch.Error, match=r"deviceIterations must be .* pipeline stages \(4\).* is 3"):
+        compiled((0, 1, 2, 3), iterations=3)
+    compiled((0, 1, 2, 3), iterations=4)
+    compiled((0, 1, 2, 3), poptorch.ShardedExecution(), iterations=1)
+
+
+def test_auto_stages_take_the_ipu_of_the_block_or_count_on():
+    same, increment = poptorch.AutoStage.SameAsIpu, poptorch.AutoStage.AutoIncrement
+    assert ipus_of(compiled((0, 1, 0), poptorch.PipelinedExecution(same))) == [0, 1, 0]
+    assert ipus_of(compiled((1, None, 0), poptorch.PipelinedExecution(same))) == [1, 0]
+    assert ipus_of(compiled((None, None, None), poptorch.PipelinedExecution(increment))) == [0, 1, 2]
+    assert ipus_of(compiled((0, 1, 0), poptorch.PipelinedExecution(increment))) == [0, 1, 0]
+
+
+def test_declared_stages_group_blocks_and_choose_their_ipus():
+    strategy = poptorch.PipelinedExecution(poptorch.Stage("B0", "B1"), "B2")
+    stages = compiled((None, None, None), strategy).emulatedPlacement().stages
+    assert [(stage.ipu, stage.blocks) for stage in stages] == [(0, ("B0", "B1")), (1, ("B2",))]
+    strategy.stage("B2").ipu(3)
+    assert ipus_of(compiled((0, 0, 1), strategy)) == [0, 3]
+
+
+def test_a_strategy_without_declared_stages_can_be_told_the_ipu_of_a_block():
+    strategy = poptorch.ShardedExecution()
+    strategy.stage("B1").ipu(2)
+    assert ipus_of(compiled((None, None), strategy)) == [0, 2]
+
+
+def test_a_block_that_no_declared_stage_has_is_named():
+    with pytest.raises(AssertionError, match="Unknown block 'B2'.*'B0', 'B1'"):
+        compiled((0, 0, 0), poptorch.PipelinedExecution("B0", "B1"))
+    with pytest.raises(AssertionError, match="Unknown block 'B9'"):
+        poptorch.PipelinedExecution("B0", "B1").stage("B9")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: poptorch.Stage(),
+        lambda: poptorch.Stage(1),
+        lambda: poptorch.Stage("A").ipu(-1),
+        lambda: poptorch.Phase(),
+        lambda: poptorch.Phase("A", poptorch.Stage("B")),
+        lambda: poptorch.Phase("A").ipus(0, 1),
+        lambda: poptorch.PipelinedExecution("A", 3),
+        lambda: poptorch.PipelinedExecution("A", "A"),
+        lambda: poptorch.ShardedExecution(poptorch.Stage("A", "B"), "B"),
+        lambda: poptorch.SerialPhasedExecution(["A"], 3),
+        lambda: poptorch.SerialPhasedExecution().setTensorsLiveness(1),
+        lambda: poptorch.Options().setExecutionStrategy("pipelined"),
+    ],
+)
+def test_wrong_declarations_are_refused(make):
+    with pytest.raises(AssertionError):
+        make()
+
+
+def test_phases_are_stages_side_by_side():
+    phase = poptorch.Phase(poptorch.Stage("A"), poptorch.Stage("B")).ipus(2, 3)
+    assert [phase.stage(index).blocks for index in (0, 1)] == [("A",), ("B",)]
+    assert poptorch.Phase(["A", "B"]).stage(0).blocks == ("A", "B")
+    strategy = poptorch.ParallelPhasedExecution([phase, ["C"]])
+    assert strategy.phase(0) is phase
+    assert strategy.useSeparateBackwardPhase().sendTensorsOffChipAfterFwd() is strategy
+
+
+def test_phases_take_turns_on_the_ipus():
+    phases = (["B0"], ["B1"], ["B2"])
+    serial = compiled((None, None, None), poptorch.SerialPhasedExecution(*phases)).emulatedPlacement()
+    parallel = compiled((None, None, None), poptorch.ParallelPhasedExecution(*phases)).emulatedPlacement()
+    assert [(stage.phase, stage.ipu) for stage in serial.stages] == [(0, 0), (1, 0), (2, 0)]
+    assert [(stage.phase, stage.ipu) for stage in parallel.stages] == [(0, 0), (1, 1), (2, 0)]
+    with pytest.raises(poptorch.Error, match="'B1' is in phase 1 and on IPU 2"):
+        compiled((0, 2, 0), poptorch.ParallelPhasedExecution(*phases))
+
+
+def test_options_keep_and_tell_the_strategy():
+    strategy = poptorch.SerialPhasedExecution(["A"]).setTensorsLiveness(poptorch.Liveness.OffChipAfterFwd)
+    opts = poptorch.Options().setExecutionStrategy(strategy)
+    told = opts.toDict()
+    assert (told["execution_mode"], told["serial_phases_execution"], told["tensors_liveness"]) == (2, True, 1)
+    assert poptorch.Options().toDict()["execution_mode"] == 0
+    clone = copy.deepcopy(opts)
+    clone._execution_strategy.stage("A").ipu(7)
+    assert opts.toDict()["execution_stages"] == [[["A"], 0, None]]
+    opts._freeze()
+    with pytest.raises(AttributeError, match="frozen"):
+        opts.setExecutionStrategy(poptorch.ShardedExecution())
+
+
+def test_a_replicas_ipus_reach_up_to_the_highest():
+    placement = compiled((0, 3), poptorch.ShardedExecution()).emulatedPlacement()
+    assert placement.ipus_per_replica == 4
+    assert [ipu.stages for ipu in placement.ipus] == [(0,), (), (), (1,)]
+
+
+def test_ipus_are_a_power_of_two_unless_rounded():
+    opts = poptorch.Options().showCompilationProgressBar(False).deviceIterations(3)
+    model = seeded(Pipeline, ipus=(0, 1, 2)).eval()
+    with pytest.raises(poptorch.Error, match="3 IPUs per replica x 1 replicas = 3 IPUs.*reserve 4"):
+        poptorch.inferenceModel(model, opts).compile(torch.ones(3, 4))
+    rounded = opts.clone().autoRoundNumIPUs()
+    poptorch.inferenceModel(model, rounded).compile(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize(("ipu", "replicas"), [(64, 1), (0, 128), (32, 2)])
+def test_a_process_drives_64_ipus(ipu, replicas):
+    text = f"Too many IPUs requested ({(ipu + 1) * replicas}). Experiments that need more than 64 IPUs require "
+    with pytest.raises(poptorch.Error) as raised:
+        compiled((ipu,), poptorch.ShardedExecution(), iterations=1, replicas=replicas)
+    assert str(raised.value) == text + "distributed execution."
+
+
+def test_sizes_are_counted_where_a_tensor_is_used_first():
+    model = seeded(Pipeline, ipus=(0, 1))
+    model.layers[1].weight = model.layers[0].weight
+    model.spare = nn.Parameter(torch.ones(3))
+    training = poptorch.trainingModel(model.half(), options(accumulation=3))
+    training(torch.ones(6, 4).half(), torch.zeros(6, dtype=torch.long))
+    placement = training.emulatedPlacement()
+    first, second = placement.ipus
+    assert set(first.parameters) == {"layers.0.weight", "layers.0.bias"}
+    assert set(second.parameters) == {"layers.1.bias", "norm.weight", "norm.bias"}
+    assert (first.parameter_elements, first.parameter_bytes) == (20, 40)
+    assert (second.parameter_elements, second.buffer_bytes) == (12, 2 * 4 * 2)
+    assert "spare" in placement.unused
+    assert placement.stages[1].modules == ("layers.1", "norm", "dropout")
+
+
+def test_matrix_products_and_convolutions_are_counted():
+    model = poptorch.inferenceModel(nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.Flatten(), nn.Linear(64, 5)))
+    model.compile(batch(2)[0])
+    assert model.emulatedPlacement().stages[0].forward_operations == 2 * 2 * 4 * 16 * 27 + 2 * 2 * 64 * 5
+
+
+def test_schedules_stand_side_by_side_after_compiling():
+    model = seeded(Pipeline, ipus=(0, 1))
+    training = poptorch.trainingModel(model, options(accumulation=4))
+    with pytest.raises(poptorch.Error, match="not compiled"):
+        training.emulatedSchedules()
+    training.compile(torch.ones(12, 4), torch.zeros(12, dtype=torch.long))
+    schedules = training.emulatedSchedules()
+    assert (schedules["pipelined"].cycles, schedules["sharded"].cycles) == (4 + 2 + 1, 4 * 4 + 1)
+    assert 0 < schedules["pipelined"].idle_share < schedules["sharded"].idle_share < 1
+
+
+def test_a_saved_executable_keeps_its_placement_and_is_for_its_strategy(tmp_path):
+    sharded = compiled((0, 1), poptorch.ShardedExecution())
+    sharded.save(str(tmp_path / "model"), export_model=False)
+
+    def loaded(strategy):
+        opts = options(iterations=16).setExecutionStrategy(strategy)
+        model = poptorch.inferenceModel(seeded(Pipeline, ipus=(0, 1)), opts)
+        model.loadExecutable(str(tmp_path / "model"))
+        return model
+
+    assert loaded(poptorch.ShardedExecution()).emulatedPlacement() == sharded.emulatedPlacement()
+    with pytest.raises(poptorch.Error, match="execution strategy"):
+        loaded(poptorch.PipelinedExecution())
+
+
+def test_following_the_stages_changes_no_module():
+    assert compiled((0, 1))._compiled().traced.changed_modules == ()
