@@ -58,9 +58,14 @@ def tree_sum_(
             raise RuntimeError(f"one process holds {local} of {total_replicas} replicas; the others have no process")
         _add(contributions, within, replica_offset, 0, length)
         return
-    group = _emulated_pod.connect(GROUP, process_id, num_processes)
+    group = join(process_id, num_processes)
     layout = _agree(group, replica_offset, local, total_replicas, contributions[0])
     _run_in_turn([_reduce_chunk(group, contributions, within, layout, start) for start in range(0, length, _CHUNK)])
+
+
+def join(process_id: int, num_processes: int) -> Group:
+    """The group of all processes. RuntimeError as `_emulated_pod.connect`; others may still compile for minutes."""
+    return _emulated_pod.connect(GROUP, process_id, num_processes, join_s=_emulated_pod.timeout_s())
 
 
 class Layout(NamedTuple):

@@ -67,7 +67,7 @@ class GradientSum:
         if placement.num_processes == 1 or not self._like:
             self._add_local(lists)
             return lists[0]
-        group = _emulated_pod.connect(_emulated_gcl.GROUP, placement.process_id, placement.num_processes)
+        group = _emulated_gcl.join(placement.process_id, placement.num_processes)
         if group not in self._boards:
             self._boards[group] = self._agree(group)
         board = self._boards[group]
@@ -76,6 +76,12 @@ class GradientSum:
         self._add_local(lists)
         board.sum_(group, [_flat(tensor) for tensor in lists[0]])
         return self._views(board.result)
+
+    def abandon(self) -> None:
+        """Tell the other processes that this one has failed: they wait for its gradients in vain."""
+        placement = self._placement
+        reason = "a replica of this process failed"
+        _emulated_pod.abandon(_emulated_gcl.GROUP, placement.process_id, placement.num_processes, reason)
 
     def uses_board(self) -> bool:
         """Whether the last sums lie in shared memory."""

@@ -5,7 +5,8 @@ On a real pod the wires are IPU-Links and mpirun's connections (contract section
 
     EMULATED_POD_RENDEZVOUS   "host:port" of the store, which its opener keeps alive (`open_rendezvous`)
     EMULATED_POD_GENERATION   prefix of all keys (default "0"); a restarted fleet takes a new one
-    EMULATED_POD_TIMEOUT_S    bound of every wait in seconds (default 300); joining a group waits at most 60 of them
+    EMULATED_POD_TIMEOUT_S    bound of every wait in seconds (default 300); joining a group waits at most 60 of them,
+                              unless its ranks may have much to do before
 
 `GLOO_SOCKET_IFNAME` chooses the interface as everywhere in torch; without it the wires use the address from which this
 process reaches the rendezvous, so that nothing depends on what the host's name resolves to.
@@ -14,78 +15,86 @@ process reaches the rendezvous, so that nothing depends on what the host's name 
 from __future__ import annotations
 
 import atexit
-import math
 import os
-import socket
 import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence
 
+import _emulated_rendezvous
 import torch
 import torch.distributed
+from _emulated_rendezvous import (
+    FAILED,
+    GENERATION,
+    LONGEST_JOIN_S,
+    RENDEZVOUS,
+    TIMEOUT_S,
+    open_rendezvous,
+    timeout_s,
+)
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-RENDEZVOUS = "EMULATED_POD_RENDEZVOUS"
-GENERATION = "EMULATED_POD_GENERATION"
-TIMEOUT_S = "EMULATED_POD_TIMEOUT_S"
+__all__ = [
+    "GENERATION",
+    "RENDEZVOUS",
+    "TIMEOUT_S",
+    "Group",
+    "Transfer",
+    "abandon",
+    "as_bytes",
+    "close",
+    "connect",
+    "cut",
+    "disconnect",
+    "open_rendezvous",
+    "timeout_s",
+]
 
 _c10d: Any = torch.distributed  # whose stubs lack half of what its documentation names
-_DEFAULT_TIMEOUT_S = 300.0
-_LONGEST_JOIN_S = 60.0
 _ROOM_OF_TAGS = 1 << 20  # Gloo keeps the top bits of a slot for its own collectives
 
 _lock = threading.RLock()
 _groups: Dict[str, Group] = {}
 _joins: Dict[str, int] = {}  # how often this process has joined each group: the keys of closed ones are stale
-_store: Optional[Store] = None
-_store_address = ""
 _abandoned: List[Any] = []  # what a forked child must neither use nor destroy
 
 
-def open_rendezvous(host: str = "127.0.0.1") -> Tuple[Store, str]:
-    """Opens the store at which a pod's processes meet.
-
-    Returns the store, which must be kept alive as long as the pod runs, and its address "host:port" for
-    EMULATED_POD_RENDEZVOUS. `host` is the name under which the other processes reach this one.
-    """
-    store = _c10d.TCPStore(host, 0, None, True, timedelta(seconds=_DEFAULT_TIMEOUT_S), wait_for_workers=False)
-    return store, f"{host}:{store.port}"
-
-
-def timeout_s() -> float:
-    """Bound of every wait in seconds, out of EMULATED_POD_TIMEOUT_S; RuntimeError if that is not a positive number."""
-    text = os.environ.get(TIMEOUT_S, str(_DEFAULT_TIMEOUT_S))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise RuntimeError(f"{TIMEOUT_S}={text!r} is not a positive number of seconds")
-    return seconds
-
-
-def connect(name: str, rank: int, size: int) -> Group:
+def connect(name: str, rank: int, size: int, join_s: Optional[float] = None) -> Group:
     """Joins the group `name` as `rank` of `size` and returns it once all have; the same group at every later call.
 
     A group of one needs no rendezvous. RuntimeError if the rendezvous is missing or does not answer, if a rank does not
-    join within min(60 s, EMULATED_POD_TIMEOUT_S) (the error names the ranks), or if the rank was taken before.
+    join within `join_s`, by default min(60 s, EMULATED_POD_TIMEOUT_S) (the error names them; one may try again), if
+    a rank has failed before it joined (`abandon`), or if the rank was taken before.
     """
     if not 0 <= rank < size:
         raise RuntimeError(f"rank {rank} of group {name!r} is not within 0..{size - 1}")
     with _lock:
         group = _groups.get(name)
         if group is None:
-            group = _groups[name] = _join(name, rank, size)
+            group = _groups[name] = _join(name, rank, size, join_s)
         if (group.rank, group.size) != (rank, size):
             raise RuntimeError(
                 f"this process is rank {group.rank} of {group.size} in group {name!r}; it cannot be rank {rank} of"
                 f" {size} too"
             )
         return group
+
+
+def abandon(name: str, rank: int, size: int, reason: str) -> None:
+    """Tells the others that this rank has failed and will not do its part in the group `name`, joined or not.
+
+    Who waits for it, or will, gets a RuntimeError at once instead of at its bound. The group is of no use afterwards.
+    """
+    with _lock:
+        group = _groups.get(name)
+        if group is not None:
+            group.abandon(reason)
+        elif size > 1 and os.environ.get(RENDEZVOUS):
+            with suppress(RuntimeError):  # without the store they wait until their bound
+                store, address = _emulated_rendezvous.client(size)
+                prefix = _prefix(name)
+                store.add(f"{prefix}/{_joins.get(address + prefix, 0) + 1}/joined/{FAILED}", rank + 1)
 
 
 def disconnect(name: str) -> None:
@@ -98,11 +107,10 @@ def disconnect(name: str) -> None:
 
 def close() -> None:
     """Closes every group and the store's client. Idempotent; runs at exit too."""
-    global _store
     with _lock:
         for name in list(_groups):
             disconnect(name)
-        _store = None
+        _emulated_rendezvous.forget()
 
 
 atexit.register(close)
@@ -165,6 +173,11 @@ class Group:
         """Returns when every rank has called it."""
         if self.size > 1:
             self._run(lambda wires: wires.barrier(), "the barrier")
+
+    def abandon(self, reason: str) -> None:
+        """Marks the group as broken and tells the peers."""
+        self._broken = self._broken or reason
+        self._cut()
 
     def close(self) -> None:
         """Drops the wires."""
@@ -250,65 +263,24 @@ def cut(start: int, stop: int, pieces: int) -> List[slice]:
     return [slice(low, high) for low, high in zip(edges, edges[1:])]
 
 
-def _join(name: str, rank: int, size: int) -> Group:
+def _prefix(name: str) -> str:
+    return f"{os.environ.get(GENERATION, '0')}/{name}"
+
+
+def _join(name: str, rank: int, size: int, join_s: Optional[float]) -> Group:
     wait_s = timeout_s()
     if size == 1:
         return Group(name, rank, size, None, wait_s)
-    store, address = _rendezvous(size, wait_s)
-    prefix = f"{os.environ.get(GENERATION, '0')}/{name}"
-    times = _joins[address + prefix] = _joins.get(address + prefix, 0) + 1
+    store, address = _emulated_rendezvous.client(size)
+    prefix = _prefix(name)
+    times = _joins.get(address + prefix, 0) + 1
+    bound_s = min(wait_s, LONGEST_JOIN_S) if join_s is None else join_s
+    where = f"of group {name!r} at {address}"
+    _emulated_rendezvous.meet(store, f"{prefix}/{times}/joined", where, rank, size, bound_s)
+    _joins[address + prefix] = times
     prefix += f"/{times}"
-    _meet(store, f"{prefix}/joined", name, rank, size, address)
     wires = _c10d.ProcessGroupGloo(_c10d.PrefixStore(f"{prefix}/wires", store), rank, size, _options(address, wait_s))
     return Group(name, rank, size, wires, wait_s)
-
-
-def _meet(store: Store, key: str, group: str, rank: int, size: int, address: str) -> None:
-    """Waits until every rank has said that it is here: Gloo alone would not tell who is missing."""
-    if store.add(f"{key}/{rank}", 1) > 1:
-        raise RuntimeError(
-            f"rank {rank} of group {group!r} at {address} has joined before under {key!r}: restarted processes need"
-            f" a new {GENERATION}"
-        )
-    bound_s = min(timeout_s(), _LONGEST_JOIN_S)
-    deadline, pause_s = time.monotonic() + bound_s, 0.002
-    missing = list(range(size))
-    while missing:
-        missing = [other for other in missing if not store.add(f"{key}/{other}", 0)]  # reads; torch 2.0 has no check()
-        if missing and time.monotonic() > deadline:
-            ranks = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
-            raise RuntimeError(f"rank {rank} waited {bound_s:g} s for {ranks} of group {group!r} at {address}")
-        time.sleep(pause_s if missing else 0.0)
-        pause_s = min(pause_s * 1.5, 0.05)
-
-
-def _rendezvous(size: int, wait_s: float) -> Tuple[Store, str]:
-    """This process's one client of the store, and the store's address."""
-    global _store, _store_address
-    address = os.environ.get(RENDEZVOUS, "")
-    if not address:
-        raise RuntimeError(
-            f"{RENDEZVOUS} is not set, and {size} processes cannot meet without it: whoever launches the instances"
-            " opens a store (raypod does; in plain Python _emulated_pod.open_rendezvous) and sets it to its host:port"
-        )
-    if _store is None or _store_address != address:
-        host, port = _split(address)
-        bound = timedelta(seconds=math.ceil(min(wait_s, _LONGEST_JOIN_S)))  # torch 2.0 counts whole seconds here
-        try:
-            _store = _c10d.TCPStore(host, port, None, False, bound, wait_for_workers=False)
-        except (RuntimeError, TimeoutError) as error:
-            raise RuntimeError(
-                f"no store answers at {RENDEZVOUS}={address} (tried for {bound.total_seconds():g} s): {error}"
-            ) from error
-        _store_address = address
-    return _store, address
-
-
-def _split(address: str) -> Tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise RuntimeError(f"{RENDEZVOUS}={address!r} is not host:port")
-    return host.strip("[]"), int(port)
 
 
 def _options(address: str, wait_s: float) -> Any:
@@ -317,7 +289,7 @@ def _options(address: str, wait_s: float) -> Any:
     if interfaces:
         devices = [gloo.create_device(interface=name) for name in interfaces.split(",")]
     else:
-        devices = [gloo.create_device(hostname=_own_address(*_split(address)))]
+        devices = [gloo.create_device(hostname=_emulated_rendezvous.own_address(*_emulated_rendezvous.split(address)))]
     options = gloo._Options()
     options._devices = devices
     options._timeout = timedelta(seconds=wait_s)
@@ -325,25 +297,16 @@ def _options(address: str, wait_s: float) -> Any:
     return options
 
 
-def _own_address(host: str, port: int) -> str:
-    """The address of this host on the route to the rendezvous. Connecting a datagram socket sends nothing."""
-    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(where)
-        return str(probe.getsockname()[0])
-
-
 def _start_afresh_in_a_forked_child() -> None:
     """A forked child (a DataLoader worker) holds copies of its parent's sockets, but not the threads that serve them.
 
     Using the wires there would steal the parent's data, and destroying them would wait for threads that do not exist.
     """
-    global _lock, _store
+    global _lock
     _lock = threading.RLock()
-    _abandoned.append((dict(_groups), _store))
+    _abandoned.append((dict(_groups), _emulated_rendezvous.forget()))
     _groups.clear()
     _joins.clear()
-    _store = None
 
 
 os.register_at_fork(after_in_child=_start_afresh_in_a_forked_child)

@@ -236,3 +236,25 @@ def test_cut_covers_everything_evenly(length: int, pieces: int) -> None:
     slices = _emulated_pod.cut(5, 5 + length, pieces)
     assert [element for piece in slices for element in range(piece.start, piece.stop)] == list(range(5, 5 + length))
     assert {piece.stop - piece.start for piece in slices} <= {length // pieces, length // pieces + 1}
+
+
+def test_a_rank_that_gave_up_may_try_again(rendezvous: str) -> None:
+    with pytest.raises(RuntimeError, match="waited 0.1 s for rank 1"):
+        _emulated_pod.connect("g", 0, 2, join_s=0.1)
+    with pytest.raises(RuntimeError, match="waited 0.2 s for rank 1"):
+        _emulated_pod.connect("g", 0, 2, join_s=0.2)
+    assert client(rendezvous).add("0/g/1/joined/0", 0) == 0
+
+
+def test_who_joins_learns_at_once_that_another_has_failed(rendezvous: str) -> None:
+    _emulated_pod.abandon("g", 1, 2, "no gradient")
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="another rank has failed before it joined"):
+        _emulated_pod.connect("g", 0, 2, join_s=20)
+    assert time.monotonic() - began < 10
+
+
+def test_giving_up_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(_emulated_pod.RENDEZVOUS, raising=False)
+    _emulated_pod.abandon("g", 0, 1, "alone")
+    _emulated_pod.abandon("g", 0, 2, "nobody to tell")

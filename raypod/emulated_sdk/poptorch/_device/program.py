@@ -64,6 +64,9 @@ class Program:
             for iteration in range(self.layout.device_iterations):
                 self._threads.each(functools.partial(self._run_steps, iteration, inputs, outputs))
                 self._update.apply(self._threads)
+        except BaseException:
+            self._update.abandon()
+            raise
         finally:
             self._update.discard_gradients()
         return self.traced.structure.rebuild(outputs.assemble())

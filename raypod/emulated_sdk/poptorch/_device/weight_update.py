@@ -36,6 +36,9 @@ class NoUpdate:
     def discard_gradients(self) -> None:
         """Nothing to discard."""
 
+    def abandon(self) -> None:
+        """Nobody waits."""
+
 
 class WeightUpdate(NoUpdate):
     """Training: `backward` after each micro-batch, then `apply`.
@@ -91,6 +94,11 @@ class WeightUpdate(NoUpdate):
             threads.each(self.optimizer.step)
         self._half_weights.round()
         self.discard_gradients()
+
+    def abandon(self) -> None:
+        """Give up in the middle of a call: the other processes are told."""
+        if self._sum is not None:
+            self._sum.abandon()
 
     def discard_gradients(self) -> None:
         """Begin anew: after an update, and after an error in the middle of one."""
