@@ -44,6 +44,7 @@ class Trace(NamedTuple):
         draws: whether it draws random numbers.
         backward_draws: whether the backward pass does too, as it recomputes part of the forward.
         is_plain: whether it does the same without a `DeviceMode`.
+        asks_for_half: whether it looks at the dtypes of tensors that would be half.
         loss_output: which output is the final loss itself, if any.
         trained: the parameters that the loss depended on; empty for inference.
         changed_modules: the modules, by name, whose Python attributes it changes.
@@ -57,6 +58,7 @@ class Trace(NamedTuple):
     draws: bool
     backward_draws: bool
     is_plain: bool
+    asks_for_half: bool
     loss_output: Optional[int]
     trained: FrozenSet[str]
     changed_modules: Tuple[str, ...]
@@ -72,7 +74,7 @@ def trace(scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.T
     cannot follow.
     """
     tensors = [to_device(tensor) for tensor in inputs]
-    half = [tensor for tensor, given in zip(tensors, inputs) if given.dtype == torch.half] + scratch.half_tensors
+    half = half_of(tensors, inputs, scratch)
     mode, tracker = DeviceMode(is_compiling=True), HalfTracker(half)
     follow_half: ContextManager[Any] = tracker if half else contextlib.nullcontext()
     recorder = StageRecorder(scratch.module, checks.strategy, block_of)
@@ -97,6 +99,7 @@ def trace(scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.T
         draws=generator.has_drawn,
         backward_draws=backward_draws,
         is_plain=not mode.has_replaced and (loss_output is not None or not checks.is_training),
+        asks_for_half=tracker.was_asked,
         loss_output=loss_output,
         trained=trained,
         placement=place(checks.strategy.name, recorder, _sizes(scratch)),
@@ -113,6 +116,12 @@ def _overlapped(mode: DeviceMode) -> FrozenSet[str]:
 
 def _sizes(memory: ReplicaMemory) -> Sizes:
     return Sizes(memory.parameters, memory.buffers, frozenset(map(id, memory.half_tensors)))
+
+
+def half_of(on_device: Sequence[torch.Tensor], given: Sequence[torch.Tensor], memory: ReplicaMemory) -> List[Any]:
+    """Of a forward's inputs and a replica's memory, the tensors that would be half."""
+    inputs = [tensor for tensor, from_host in zip(on_device, given) if from_host.dtype == torch.half]
+    return [*inputs, *memory.half_tensors]
 
 
 class _Tensors:

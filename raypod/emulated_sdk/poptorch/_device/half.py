@@ -1,7 +1,7 @@
-"""Which outputs a device would return in half precision (contract 5).
+"""Which tensors of a forward would be half on a device (contract 5).
 
 The emulated device computes in float32. While compiling, this follows what would have been half: half with half stays
-half, half with float32 gives float32.
+half, half with float32 gives float32. A program that looks at dtypes is told those; later forwards then follow, too.
 """
 
 from __future__ import annotations
@@ -14,17 +14,23 @@ from torch.overrides import TorchFunctionMode
 _TO_FLOAT = (torch.Tensor.float, torch.Tensor.double, torch.Tensor.bfloat16)
 _CONVERSIONS = (*_TO_FLOAT, torch.Tensor.half, torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as)
 _GET_DTYPE: Any = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+_QUESTIONS: Dict[Any, Any] = {_GET_DTYPE: torch.half, torch.Tensor.type: "torch.HalfTensor"}
+_QUESTIONS[torch.Tensor.element_size] = 2
 _LIKE_OTHER = (torch.Tensor.to, torch.Tensor.type_as)
 
 
 class HalfTracker(TorchFunctionMode):
-    """Active during the forward of a compilation.
+    """Active during the forward of a compilation, and during all where the program looks at dtypes.
 
     Entered after the `DeviceMode`, so that it sees what the user wrote.
+
+    Attributes:
+        was_asked: whether the program looked at the dtype of a tensor that would be half.
     """
 
     def __init__(self, half_tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()
+        self.was_asked = False
         # Holding the tensors keeps their ids from being given out again.
         self._held: List[torch.Tensor] = list(half_tensors)
         self._half: Set[int] = {id(tensor) for tensor in self._held}
@@ -37,8 +43,9 @@ class HalfTracker(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func == _GET_DTYPE and self.is_half(args[0]):
-            return torch.half
+        if func in _QUESTIONS and self.is_half(args[0]) and len(args) == 1 and not kwargs:
+            self.was_asked = True
+            return _QUESTIONS[func]
         result = func(*args, **kwargs)
         if args and result is args[0]:
             if func not in _CONVERSIONS:

@@ -171,7 +171,19 @@ def _loss(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwa
 def _convert(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
     if any(isinstance(value, str) and value == "cpu" for value in (*args[1:], kwargs.get("device"))):
         return _leave_device(mode, func, args, kwargs)
-    return func(*map(mode.replaced, args), **{name: mode.replaced(value) for name, value in kwargs.items()})
+    result = func(*map(mode.replaced, args), **{name: mode.replaced(value) for name, value in kwargs.items()})
+    asks_for_half = any(value is torch.half for value in (*args, *kwargs.values()))
+    return _rounded(result) if asks_for_half else result
+
+
+def _rounded(tensor: torch.Tensor) -> torch.Tensor:
+    """Values that half can hold: a program that casts asks for them."""
+    return tensor.half().to(tensor.dtype)
+
+
+def _to_half(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+    mode.has_replaced = True
+    return _rounded(args[0].float())
 
 
 def _leave_device(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
@@ -206,8 +218,8 @@ def _handlers() -> Dict[Callable[..., Any], _Handler]:
     handlers.update(dict.fromkeys((F.batch_norm, F.instance_norm), _norm(1)))
     handlers.update(dict.fromkeys((torch.batch_norm, torch.instance_norm, torch.native_batch_norm), _norm(3)))
     handlers.update(dict.fromkeys((torch.Tensor.to, torch.Tensor.type), _convert))
-    handlers.update(dict.fromkeys((torch.Tensor.half, torch.Tensor.bfloat16), _replaced_by(torch.Tensor.float)))
-    handlers[torch.Tensor.double] = _replaced_by(torch.Tensor.float)
+    handlers.update(dict.fromkeys((torch.Tensor.double, torch.Tensor.bfloat16), _replaced_by(torch.Tensor.float)))
+    handlers[torch.Tensor.half] = _to_half
     handlers[torch.Tensor.int] = _replaced_by(torch.Tensor.long)
     handlers[torch.Tensor.cpu] = _leave_device
     return handlers

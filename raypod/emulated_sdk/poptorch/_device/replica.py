@@ -11,14 +11,16 @@ from poptorch._errors import Error
 from poptorch._executor.arguments import Arguments
 from poptorch._executor.structure import flatten
 
-from .compilation import Trace
+from .compilation import Trace, half_of
 from .dtypes import to_device
+from .half import HalfTracker
 from .memory import ReplicaMemory
 from .mode import DeviceMode, OnDevice
 from .python_state import PythonState
 from .random import device_random
 
 _ON_DEVICE = OnDevice()
+_NOTHING: ContextManager[Any] = contextlib.nullcontext()
 
 
 class Forward(NamedTuple):
@@ -54,8 +56,10 @@ class Replica:
         on_device = [to_device(tensor) for tensor in inputs]
         args, kwargs = self._arguments.rebuild(on_device)
         self._restore_constants()
+        asks = self._traced.asks_for_half
+        follow_half: ContextManager[Any] = HalfTracker(half_of(on_device, inputs, self.memory)) if asks else _NOTHING
         try:
-            with self._random(self._traced.draws), self._mode or _ON_DEVICE:
+            with self._random(self._traced.draws), self._mode or _ON_DEVICE, follow_half:
                 tensors, structure = flatten(self.memory.module(*args, **kwargs))
         finally:
             self._python_state.restore()
@@ -77,7 +81,7 @@ class Replica:
     def _random(self, draws: bool) -> ContextManager[Any]:
         if draws:
             return device_random(self.seed, self._index, self.micro_batches)
-        return contextlib.nullcontext()
+        return _NOTHING
 
     def _return_changed(self, on_device: List[torch.Tensor], inputs: List[torch.Tensor]) -> None:
         """Inputs that forward changes in place are changed in the caller's tensors too [inferred: contract silent]."""
