@@ -33,6 +33,7 @@ def test_training_does_not_import_torchs_compiler() -> None:
     path = ":".join(entry for entry in sys.path if entry)
     done = subprocess.run(command, env={"PYTHONPATH": path}, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+    assert not done.stderr
 
 
 @pytest.mark.parametrize("algorithm", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])

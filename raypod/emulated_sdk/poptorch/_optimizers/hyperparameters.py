@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from typing import Any, Dict, FrozenSet, List, NamedTuple, Set
+from typing import Any, Dict, FrozenSet, List, NamedTuple
 
 import torch
 
@@ -104,19 +105,15 @@ def warn_of_what_is_ignored(optimizer: torch.optim.Optimizer) -> None:
     """Say what a torch optimizer, or a class derived from one, asks for and the device does not do."""
     if not isinstance(optimizer, Optimizer) and any(group.get("maximize") for group in optimizer.param_groups):
         warnings.warn("poptorch: maximize=True is ignored: the device minimises", stacklevel=3)
-    kind = type(optimizer)
-    known = {rule.host for rule in RULES.values() if rule.host is not None and issubclass(kind, rule.host)} | {LAMB}
-    if _defines_step(kind, known):
+    kind: Any = type(optimizer)
+    known: List[Any] = [LAMB, *(rule.host for rule in RULES.values() if rule.host is not None)]
+    base = next(base for base in kind.__mro__ if base in known)
+    # torch wraps the step of every class when the first object is made.
+    if inspect.unwrap(kind.step) is not inspect.unwrap(base.step):
         logger.warning(
             f"{kind.__name__}.step() is not used: the device updates its weights itself, by the rule of "
             f"{_algorithm(optimizer)}"
         )
-
-
-def _defines_step(kind: type, known: Set[Any]) -> bool:
-    """Whether a class between this one and the first known one has a rule of its own."""
-    derived = kind.__mro__[: min(index for index, base in enumerate(kind.__mro__) if base in known)]
-    return any("step" in vars(base) for base in derived)
 
 
 def _algorithm(optimizer: torch.optim.Optimizer) -> str:
