@@ -70,6 +70,7 @@ def test_a_cast_rounds(cast):
     x = torch.tensor([[1.0003, 1e-9, 70000.0, 0.5]])
     found = on_device(lambda x, w: cast(x).float(), x, is_half_model=False)
     assert torch.equal(found, x.half().float())
+    assert on_device(lambda x, w: cast(x), x, is_half_model=False).dtype == HALF
 
 
 def test_every_forward_is_told_the_same_dtype():

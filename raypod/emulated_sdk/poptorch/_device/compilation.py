@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any, ContextManager, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 
@@ -74,9 +73,7 @@ def trace(scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.T
     cannot follow.
     """
     tensors = [to_device(tensor) for tensor in inputs]
-    half = half_of(tensors, inputs, scratch)
-    mode, tracker = DeviceMode(is_compiling=True), HalfTracker(half)
-    follow_half: ContextManager[Any] = tracker if half else contextlib.nullcontext()
+    mode, tracker = DeviceMode(is_compiling=True), HalfTracker(half_of(tensors, inputs, scratch))
     recorder = StageRecorder(scratch.module, checks.strategy, block_of)
     args, kwargs = arguments.rebuild(tensors)
     python_state, tensors_before = PythonState(scratch.module), _Tensors(scratch)
@@ -84,7 +81,7 @@ def trace(scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.T
     backward_draws = False
     trained: FrozenSet[str] = frozenset()
     with torch.set_grad_enabled(checks.is_training), detect_random() as generator:
-        with recorder, mode, follow_half:
+        with recorder, mode, tracker:
             outputs, structure = flatten(scratch.module(*args, **kwargs))
         check_overlaps(mode.overlaps, tensors, outputs)
         tensors_before.check(scratch.module, mode, checks)
