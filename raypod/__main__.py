@@ -8,7 +8,8 @@ from typing import Callable, Dict, Optional, Sequence
 
 from raypod.errors import ConfigError
 from raypod.plan_table import describe, render
-from raypod.train import plan_of, report_errors
+from raypod.shell import report_errors
+from raypod.train import plan_of
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

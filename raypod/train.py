@@ -12,32 +12,19 @@ from typing import Any, Dict, Optional, Sequence, Tuple
 
 from raypod import checkpoint, config, coordinator, datasets
 from raypod.cluster import read_cluster
-from raypod.errors import ConfigError, RaypodError
+from raypod.errors import ConfigError
 from raypod.events import CheckpointSaved, EvaluationDone, RunEnded, RunStarted, UpdateDone
 from raypod.fleet import Fleet
 from raypod.metrics import JsonLines, MetricsFold
 from raypod.plan import Plan, default_run_dir, make_plan
 from raypod.plan_table import describe, render, topology
 from raypod.progress import Progress
-
-INTERRUPTED = 130
+from raypod.shell import INTERRUPTED, report_errors
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """The command; returns its exit code: 0 done, 1 failed, 2 the user's mistake, 130 interrupted."""
     return report_errors(lambda: _train(sys.argv[1:] if argv is None else argv))
-
-
-def report_errors(command: Any) -> int:
-    """The border to the shell: an error of raypod's own is one line on stderr and its exit code."""
-    try:
-        return int(command())
-    except RaypodError as error:
-        print(f"raypod: error: {error}", file=sys.stderr)  # noqa: T201 - the command line's own output
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("raypod: interrupted", file=sys.stderr)  # noqa: T201
-        return INTERRUPTED
 
 
 def plan_of(argv: Sequence[str], prog: str, extra: Sequence[str] = ()) -> Tuple[Plan, Any]:
