@@ -73,10 +73,15 @@ def horovod_interface(rendezvous: str) -> Dict[str, str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((rendezvous, 9))  # connecting a datagram socket sends nothing
         own = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            if _address_of(probe, name) == own:
-                return {"HOROVOD_GLOO_IFACE": name}
-    return {}
+    names = [name for name, address in interface_addresses().items() if address == own]
+    return {"HOROVOD_GLOO_IFACE": names[0]} if names else {}
+
+
+def interface_addresses() -> Dict[str, str]:
+    """The interfaces of this host that have an IPv4 address, and that address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        found = {name: _address_of(probe, name) for _, name in socket.if_nameindex()}
+    return {name: address for name, address in found.items() if address is not None}
 
 
 def _address_of(probe: socket.socket, interface: str) -> Optional[str]:

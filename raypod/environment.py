@@ -1,4 +1,4 @@
-"""What the process of an instance needs in its environment: a pure function of the plan.
+"""What the process of an instance needs in its environment: pure functions of the plan, or of the placement alone.
 
 Written before the SDK (and torch) is imported there. The POPDIST_* names are those of a poprun instance (poptorch
 contract section 6.3); nothing else in raypod writes environment variables for instances.
@@ -7,46 +7,65 @@ contract section 6.3); nothing else in raypod writes environment variables for i
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Dict, Sequence, Tuple
+from typing import TYPE_CHECKING, Dict, Optional, Sequence, Tuple
 
-from raypod.placement import InstanceSpec
-from raypod.plan import Plan
+from raypod.placement import InstanceSpec, Placement
+
+if TYPE_CHECKING:  # a launcher knows no training plan, nor what it is checked with
+    from raypod.plan import Plan
 
 STARTUP_DIR = str(Path(__file__).parent / "startup")
 
 
 def instance_environment(plan: Plan, spec: InstanceSpec, python_path: str = "") -> Dict[str, str]:
-    """The variables of one instance. What is known only once its host runs (addresses) is added by the fleet.
+    """The variables of one instance of a training run. What is known only once its host runs is added by the fleet.
 
     `python_path` is the PYTHONPATH it would otherwise inherit.
     """
-    geometry = plan.geometry
-    env = {
-        # For the processes that the instance itself starts: lets torchvision load in them too.
-        "PYTHONPATH": ":".join(filter(None, [STARTUP_DIR, python_path])),
-        "POPDIST_NUM_TOTAL_REPLICAS": str(geometry.total_replicas),
+    env = placement_environment(plan.placement, spec)
+    # For the processes that the instance itself starts: lets torchvision load in them too.
+    env["PYTHONPATH"] = join_path(STARTUP_DIR, python_path)
+    # The bound of every host collective and gradient exchange: the one by which the coordinator gives up as well.
+    env["EMULATED_POD_TIMEOUT_S"] = str(plan.config.run.report_timeout_s)
+    env.update(cache_environment(plan.config.pod.executable_cache_path))
+    if plan.config.run.collectives == "gloo":
+        env["EMULATED_POD_HOROVOD"] = "emulated"
+    return env
+
+
+def placement_environment(placement: Placement, spec: InstanceSpec) -> Dict[str, str]:
+    """Which instance this is: to popdist, to plain `poptorch.Options()` (by Open MPI's names), and to Horovod."""
+    hosts = [(host.name, len(placement.instances_on(number))) for number, host in enumerate(placement.hosts)]
+    return {
+        "POPDIST_NUM_TOTAL_REPLICAS": str(placement.total_replicas),
         "POPDIST_NUM_LOCAL_REPLICAS": str(spec.local_replicas),
-        "POPDIST_NUM_IPUS_PER_REPLICA": str(geometry.ipus_per_replica),
+        "POPDIST_NUM_IPUS_PER_REPLICA": str(placement.ipus_per_replica),
         "POPDIST_REPLICA_INDEX_OFFSET": str(spec.replica_offset),
         "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE": "1",
         "POPDIST_LOCAL_INSTANCE_INDEX": str(spec.local_index),
+        "OMPI_COMM_WORLD_SIZE": str(len(placement.instances)),
+        "OMPI_COMM_WORLD_RANK": str(spec.index),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(hosts[spec.host_index][1]),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(spec.local_index),
+        "OMPI_COMM_WORLD_NODE_RANK": str(spec.local_index),
         # Forked loader workers hang on a pod without it (contract section 13, trap 35).
         "RDMAV_FORK_SAFE": "1",
         # Always explicit: Ray and `ray up` put OMP_NUM_THREADS=1 into what they start, torch's own default is every
         # core in every instance, and the rounding of a reduction depends on the count.
         "OMP_NUM_THREADS": str(spec.threads_per_replica),
         "MKL_NUM_THREADS": str(spec.threads_per_replica),
+        **horovod_identity(hosts, spec.index),
     }
-    # The bound of every host collective and gradient exchange: the one by which the coordinator gives up as well.
-    env["EMULATED_POD_TIMEOUT_S"] = str(plan.config.run.report_timeout_s)
-    hosts = [(host.name, len(plan.instances_on(number))) for number, host in enumerate(plan.hosts)]
-    env.update(horovod_identity(hosts, spec.index))
-    cache = plan.config.pod.executable_cache_path
-    if cache is not None:
-        env["POPTORCH_CACHE_DIR"] = env["POPDIST_EXECUTABLE_CACHE_PATH"] = cache
-    if plan.config.run.collectives == "gloo":
-        env["EMULATED_POD_HOROVOD"] = "emulated"
-    return env
+
+
+def cache_environment(path: Optional[str]) -> Dict[str, str]:
+    """Where compiled executables are kept, if anywhere: for popdist (contract section 6.3) and for PopTorch [I]."""
+    return {"POPTORCH_CACHE_DIR": path, "POPDIST_EXECUTABLE_CACHE_PATH": path} if path is not None else {}
+
+
+def join_path(*entries: str) -> str:
+    """A search path of the entries that are not empty."""
+    return ":".join(filter(None, entries))
 
 
 def horovod_identity(hosts: Sequence[Tuple[str, int]], index: int) -> Dict[str, str]:
