@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import socket
 from pathlib import Path
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import yaml
 
@@ -60,6 +61,64 @@ def read_cluster(path: Optional[str]) -> Cluster:
     cpus = _count(ours, "cpus_per_host", path)
     hosts = tuple(Host(address, address, ipus, cpus) for address in addresses)
     return Cluster(str(document.get("cluster_name", Path(path).stem)), hosts)
+
+
+def cluster_of(hosts: str) -> Cluster:
+    """The hosts of a list as poprun takes it: `a,b`, `host[0-2,4]`, both mixed; or a file with a host per line.
+
+    Names of this host alone are this host, whether a Ray cluster runs or not.
+
+    Raises:
+        ClusterError: brackets that cannot be read, a host twice, or none at all.
+    """
+    names = host_file(hosts) if "/" in hosts and Path(hosts).is_file() else expand_hosts(hosts)
+    if not names:
+        raise ClusterError(f"no host in {hosts!r}")
+    for name in names:
+        if names.count(name) > 1:
+            raise ClusterError(f"host {name} is listed {names.count(name)} times in {hosts!r}")
+    if all(name in ("localhost", "127.0.0.1", socket.gethostname()) for name in names) and len(names) == 1:
+        return LOCAL
+    return Cluster(hosts, tuple(Host(name, name) for name in names))
+
+
+def host_file(path: str) -> List[str]:
+    """The hosts of a file: the first word of each line; # begins a comment.
+
+    Raises:
+        ClusterError: it cannot be read.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise ClusterError(f"cannot read the host file {path}: {error.strerror}") from None
+    return [line.split()[0] for line in (line.partition("#")[0] for line in lines) if line.strip()]
+
+
+def expand_hosts(text: str) -> List[str]:
+    """`a,node[08-10,12].pod` -> a, node08.pod, node09.pod, node10.pod, node12.pod.
+
+    Raises:
+        ClusterError: brackets that cannot be read.
+    """
+    names: List[str] = []
+    for part in filter(None, (part.strip() for part in re.split(r",(?![^\[]*\])", text))):
+        found = re.fullmatch(r"([^\[\]]*)\[([0-9,\-]+)\]([^\[\]]*)", part)
+        if found is None:
+            if "[" in part or "]" in part:
+                raise ClusterError(f"cannot read the host {part!r}; a range is written as in host[0-2,4]")
+            names.append(part)
+            continue
+        before, ranges, after = found.groups()
+        names += [f"{before}{number}{after}" for each in ranges.split(",") for number in _range(each, part)]
+    return names
+
+
+def _range(text: str, where: str) -> List[str]:
+    first, dash, last = text.partition("-")
+    if not first.isdigit() or (dash and not last.isdigit()) or int(last or first) < int(first):
+        raise ClusterError(f"cannot read the range {text!r} of the hosts {where!r}; it is written as in host[0-2,4]")
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
 
 
 def _read(path: Path) -> Dict[str, Any]:

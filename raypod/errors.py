@@ -7,6 +7,8 @@
     |   `-- SdkError            the SDK that was asked for cannot be imported
     `-- RunError                exit code 1: the run was right and failed
         |-- InstanceFailed      one instance died or raised: host, instance, cause, log file
+        |   `-- ProgramFailed   a launched program ended with another exit code than 0, which is the launch's too
+        |-- HostLost            a host, or what raypod runs there, is gone
         |-- WaitTimedOut        something did not happen within its stated bound
         `-- WeightsDiffer       instances disagree on the weights they start from
 
@@ -16,7 +18,7 @@ Errors cross processes: every field is positional, so that a pickled error arriv
 from __future__ import annotations
 
 import dataclasses
-from typing import Dict
+from typing import Dict, Tuple
 
 
 class RaypodError(Exception):
@@ -58,6 +60,27 @@ class InstanceFailed(RunError):
 
     def __str__(self) -> str:
         return f"instance {self.instance} on host {self.host} failed: {self.cause}; its log: {self.log_file}"
+
+
+@dataclasses.dataclass(eq=False)
+class ProgramFailed(InstanceFailed):
+    """Scene: `sys.exit(3)`, an uncaught exception or a signal in the program of one instance."""
+
+    exit_code: int
+
+
+@dataclasses.dataclass(eq=False)
+class HostLost(RunError):
+    """Scene: a host lost its power or its network, or somebody ended Ray there."""
+
+    host: str
+    instances: Tuple[int, ...]
+    cause: str
+    logs: str
+
+    def __str__(self) -> str:
+        told = ", ".join(map(str, self.instances))
+        return f"host {self.host} is lost, with instance {told}: {self.cause}; the logs: {self.logs}"
 
 
 @dataclasses.dataclass(eq=False)

@@ -26,6 +26,11 @@ class Sdk:
     device: str  # "ipu" or "emulated"
     line: str
 
+    @property
+    def has_ipus(self) -> bool:
+        """Whether it is the real one, with partitions and IPUs to care for."""
+        return self.device == "ipu"
+
 
 def select(device: str) -> Sdk:
     """Make the SDK for `device` ("auto", "ipu" or "emulated") importable in this process.
@@ -47,6 +52,25 @@ def select(device: str) -> Sdk:
         raise SdkError("--device ipu: poptorch is installed and finds no IPU here; is a partition configured?")
     _forget_modules()
     return _use_emulated(f"poptorch {version} finds no IPU here")
+
+
+def for_programs(device: str) -> Tuple[Sdk, Tuple[str, ...]]:
+    """Which SDK the programs of a launch find by their plain imports, and what must stand on their path for that.
+
+    Imports nothing: whether an installed SDK finds IPUs is for the programs to see.
+
+    Raises:
+        SdkError: IPUs are asked for and no SDK is installed, or `device` is none of the three.
+    """
+    if device not in ("auto", "ipu", "emulated"):
+        raise SdkError(f"--device {device}: say auto, ipu or emulated")
+    installed = _find_real("poptorch") is not None
+    if device == "emulated" or not (installed or device == "ipu"):
+        reason = "asked for" if device == "emulated" else "no poptorch is installed here"
+        return Sdk("emulated", f"emulated SDK on CPU ({reason})"), (EMULATED_SDK,)
+    if not installed:
+        raise SdkError("--device ipu: no poptorch is installed here; source the SDK's enable scripts")
+    return Sdk("ipu", "Poplar SDK"), ()
 
 
 def _use_emulated(reason: str) -> Sdk:

@@ -12,17 +12,19 @@ PACKAGE = Path(__file__).resolve().parent.parent / "raypod"
 
 LEVELS: Dict[str, int] = {
     **dict.fromkeys(("__init__", "errors", "events", "torchvision_import"), 0),
-    **dict.fromkeys(("config", "cluster"), 1),
-    **dict.fromkeys(("placement",), 2),
-    **dict.fromkeys(("plan",), 3),
-    **dict.fromkeys(("environment", "sampling", "plan_table", "horovod_rendezvous"), 4),
-    **dict.fromkeys(("datasets", "checkpoint", "metrics", "weights", "collectives", "sdk"), 5),
-    **dict.fromkeys(("feed", "models", "optimizers"), 6),
+    **dict.fromkeys(("launcher/__init__", "launcher/records", "launcher/keeper", "launcher/rendezvous_store"), 0),
+    **dict.fromkeys(("launcher/numa", "launcher/options", "launcher/stdin"), 0),
+    **dict.fromkeys(("config", "cluster", "shell", "launcher/console", "launcher/pump"), 1),
+    **dict.fromkeys(("placement", "launcher/parser", "launcher/mpi_arguments", "launcher/output"), 2),
+    **dict.fromkeys(("plan", "vipu", "launcher/topology", "launcher/run"), 3),
+    **dict.fromkeys(("environment", "sampling", "plan_table", "horovod_rendezvous", "launcher/partition"), 4),
+    **dict.fromkeys(("datasets", "checkpoint", "metrics", "weights", "collectives", "sdk", "launcher/programs"), 5),
+    **dict.fromkeys(("feed", "models", "optimizers", "launcher/host_process"), 6),
     **dict.fromkeys(("instance",), 7),
     **dict.fromkeys(("fleet/__init__",), 8),
     **dict.fromkeys(("fleet/process", "fleet/inline", "fleet/ray_session"), 9),
-    **dict.fromkeys(("fleet/ray", "coordinator", "progress"), 10),
-    **dict.fromkeys(("train",), 11),
+    **dict.fromkeys(("fleet/ray", "fleet/ray_hosts", "coordinator", "progress"), 10),
+    **dict.fromkeys(("train", "launch"), 11),
     **dict.fromkeys(("__main__",), 12),
 }
 SDK = {

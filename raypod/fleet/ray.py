@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 from raypod.errors import InstanceFailed, RaypodError, WaitTimedOut
 from raypod.events import CallReport, InstanceStarted
 from raypod.fleet.process import InstanceProcess
-from raypod.fleet.ray_session import RaySession, Reservation, match_hosts, reserve
+from raypod.fleet.ray_session import RaySession, Reservation, match_hosts, reason_of_death, reserve
 from raypod.plan import Leg, Plan
 
 _LOOK_EVERY_S = 0.2  # how long a stop request may go unnoticed
@@ -189,7 +189,7 @@ class RayFleet:
         if isinstance(cause, RaypodError):
             return cause
         if self._is_death(error):
-            text = _reason_of_death(str(error))
+            text = reason_of_death(str(error))
         else:
             text = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
         spec = self._plan.instances[index]
@@ -208,15 +208,3 @@ class RayFleet:
         refs = [actor.call.remote("close") for actor in self._actors]
         if refs:
             self._ray.wait(refs, num_returns=len(refs), timeout=self._bounds.stop_timeout_s)
-
-
-def _reason_of_death(text: str) -> str:
-    """The line of Ray's paragraph that says why: its first only says that."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    if "creation task" in text:  # the constructor raised: its error comes last
-        return lines[-1]
-    for sign in ("node has died", "Worker exit detail", "Worker exit type"):
-        for line in lines:
-            if sign in line:
-                return f"its process died: {line[line.index(sign) :]}"
-    return lines[0]

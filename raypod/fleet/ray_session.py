@@ -218,3 +218,15 @@ def _bundle_for(node: Dict[str, Any], instances: int, ipus: int) -> Dict[str, fl
     if "IPU" in resources:
         bundle["IPU"] = float(ipus)
     return bundle
+
+
+def reason_of_death(text: str) -> str:
+    """The line of Ray's paragraph that says why: its first only says that."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    if "creation task" in text:  # the constructor raised: its error comes last
+        return lines[-1]
+    for sign in ("node has died", "Worker exit detail", "Worker exit type"):
+        for line in lines:
+            if sign in line:
+                return f"its process died: {line[line.index(sign) :]}"
+    return lines[0]

@@ -1,0 +1,174 @@
+"""`python -m raypod.launch [options] PROGRAM [ARGS...]`: poprun on Ray (contract section 7).
+
+Options, placement, partition, hosts, programs, end: `_launch` and `_run` tell it from top to bottom.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Dict, Optional, Sequence
+
+from raypod.cluster import Cluster, Host, cluster_of, host_file, read_cluster
+from raypod.errors import ConfigError
+from raypod.fleet.ray_hosts import RayHosts
+from raypod.launcher import parser, topology
+from raypod.launcher.console import Console
+from raypod.launcher.mpi_arguments import understand
+from raypod.launcher.options import Request
+from raypod.launcher.output import Output
+from raypod.launcher.partition import partition
+from raypod.launcher.programs import Programs
+from raypod.launcher.run import Signals, Supervision
+from raypod.launcher.stdin import StdinForwarder
+from raypod.placement import place
+from raypod.sdk import Sdk, for_programs
+from raypod.shell import report_errors
+
+_PROG = "raypod.launch"
+_BROKEN_PIPE = 128 + 13  # what a shell says of a writer to whom nobody listens
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """The command; its exit code.
+
+    That of the first program that failed (128 + n if signal n killed it), else 0; 128 + n if signal n ended the launch;
+    2 for a mistake in what was asked for; 1 if a host was lost or the launch itself failed.
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    caller = dict(os.environ)  # before Ray is imported, which adds to it
+    signals = Signals()
+    with signals.caught():
+        return report_errors(lambda: _launch(words, caller, signals))
+
+
+def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> int:
+    request, query = parser.parse(words)
+    if query is not None:
+        print(parser.usage(f"python -m {_PROG}") if query == "help" else _version())  # noqa: T201 - what was asked for
+        return 0
+    arguments = understand(request)
+    sdk, sdk_path = for_programs(request.device)
+    threads = 0 if sdk.has_ipus else 1  # the emulated arithmetic depends on them, and a pod's hosts have cores to use
+    _check(request)
+    placement = place(_cluster(request), request.num_replicas, request.num_instances, request.ipus_per_replica, threads)
+    topology.check_ilds(placement, request.num_ilds)
+    if request.print_topology:
+        print(topology.render(placement, request.num_ilds), flush=True)  # noqa: T201
+    if request.export_config:
+        _export(request)
+    if not request.program:
+        if request.print_topology or request.export_config:
+            return 0
+        raise ConfigError(f"no program to launch: python -m {_PROG} [options] PROGRAM [ARGS...] (--help lists options)")
+    with partition(request, placement, sdk.has_ipus, caller, _say) as variables:
+        programs = Programs(request, placement, arguments, caller, str(Path.cwd()), sdk_path, variables)
+        return _run(programs, sdk, signals)
+
+
+def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
+    """Bring the hosts up, run the programs on them, and leave nothing behind."""
+    request, placement = programs.request, programs.placement
+    folder = _run_folder(request)
+    with contextlib.ExitStack() as stack:
+        hosts = RayHosts(placement, request.cluster, request.start_timeout, f"{folder}/logs")
+        stack.callback(hosts.close)
+        hosts.join()
+        stack.enter_context(signals.caught())  # again, after Ray
+        hosts.open()
+        facts = hosts.meet(request.host_subnet or programs.arguments.network, len(placement.instances))
+        only = request.only_output_from_instance
+        output = Output(folder, len(placement.instances), Console(bar_instance=only or 0), only)
+        stack.callback(output.close)
+        Path(folder, "launch.yaml").write_text(parser.export(request))
+        hosts.start(programs.by_host(facts), request.grace)
+        _tell(programs, sdk, hosts, folder)
+        with signals.caught(note=True):
+            forwarder = StdinForwarder(hosts.write_stdin)
+            stack.callback(forwarder.close)
+            try:
+                return Supervision(hosts, placement, output, signals, request.grace).run()
+            except BrokenPipeError:
+                _abandon_stdout()
+                return _BROKEN_PIPE
+
+
+def _check(request: Request) -> None:
+    only, placement = request.only_output_from_instance, request.process_placement
+    if only is not None and only >= request.num_instances:
+        last = request.num_instances - 1
+        raise ConfigError(f"--only-output-from-instance {only}: the last instance is {last}")
+    if placement not in (None, "disabled", "spreadnuma"):
+        raise ConfigError(f"--process-placement {placement}: say disabled or spreadnuma")
+
+
+def _cluster(request: Request) -> Cluster:
+    given = [f"--{key}" for key in ("host", "hostfile", "cluster") if getattr(request, key)]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} both name the hosts; give one")
+    if request.hostfile:
+        names = host_file(request.hostfile)
+        return Cluster(request.hostfile, tuple(Host(name, name) for name in names)) if names else cluster_of("")
+    return cluster_of(request.host) if request.host else read_cluster(request.cluster)
+
+
+def _export(request: Request) -> None:
+    path = Path(request.export_config)
+    if path.exists() and not request.overwrite_config:
+        raise ConfigError(f"--export-config {path}: the file is there already; --overwrite-config replaces it")
+    try:
+        path.write_text(parser.export(request))
+    except OSError as error:
+        raise ConfigError(f"--export-config {path}: {error.strerror}") from None
+
+
+def _run_folder(request: Request) -> str:
+    """--run-dir, else `runs/<time>-launch-<program>`, with a number behind it where that is taken."""
+    if request.run_dir:
+        return os.path.abspath(str(request.run_dir))  # noqa: PTH100 - keeps symlinks
+    scripts = [word for word in request.program[:4] if word.endswith((".py", ".sh"))]
+    name = re.sub(r"[^\w.-]+", "-", Path((scripts or request.program)[0]).stem) or "program"
+    base = os.path.abspath(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-launch-{name}")  # noqa: PTH100
+    number, folder = 1, base
+    while Path(folder).exists():
+        number += 1
+        folder = f"{base}-{number}"
+    return folder
+
+
+def _tell(programs: Programs, sdk: Sdk, hosts: RayHosts, folder: str) -> None:
+    if programs.request.verbosity:
+        _say(f"{sdk.line}; logs: {folder}/logs")
+        _say("; ".join(f"{what}: {seconds:.2f} s" for what, seconds in hosts.start_seconds))
+    if programs.request.verbosity > 1:
+        for spec in programs.placement.instances:
+            own = programs.changes(spec)
+            _say(f"instance {spec.index} on {spec.host}: " + " ".join(f"{name}={own[name]}" for name in sorted(own)))
+
+
+def _abandon_stdout() -> None:
+    """Nobody reads it any more; the interpreter must not try to flush it on its way out."""
+    descriptor = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+
+
+def _version() -> str:
+    try:
+        return f"raypod {version('raypod')}"
+    except PackageNotFoundError:  # run from its source folder
+        return "raypod, not installed"
+
+
+def _say(text: str) -> None:
+    print(f"{_PROG}: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""What lives in the actor of a host: the programs of its instances, their output, their signals and their stdin.
+
+Plain Python; `fleet/ray_hosts.py` wraps it where it starts actors. The programs themselves belong to the keeper
+(keeper.py), a process of its own that ends them when this one is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import pty
+import socket
+import subprocess
+import sys
+import tty
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+from raypod.collectives import horovod_interface, interface_addresses
+from raypod.errors import ClusterError
+from raypod.horovod_rendezvous import HorovodRendezvous
+from raypod.launcher import keeper
+from raypod.launcher.numa import cpus_of_node
+from raypod.launcher.pump import Pump
+from raypod.launcher.records import STDERR, STDOUT, HostFacts, HostReport, Program
+
+_HERE = Path(__file__).resolve().parent
+_KEEPER_S = 5.0  # more than it allows itself
+_RENDEZVOUS = -1  # stands for the store's process where others are numbered by instance
+
+
+class HostProcess:
+    """Owns the programs of one host."""
+
+    def __init__(self) -> None:
+        self._pump: Optional[Pump] = None
+        self._keeper: Any = None
+        self._commands = self._stdin = -1
+        self._store_port: Optional[socket.socket] = None
+        self._store: Tuple[str, ...] = ()
+        self._horovod: Optional[HorovodRendezvous] = None
+
+    def ready(self) -> bool:
+        """An answer, once the actor lives."""
+        return True
+
+    def address_in(self, subnet: str) -> str:
+        """This host's address in a subnet (CIDR), or of an interface of that name.
+
+        Raises:
+            ClusterError: it has none.
+        """
+        addresses = interface_addresses()
+        for interface, address in addresses.items():
+            if interface == subnet or (
+                "/" in subnet and ipaddress.ip_address(address) in ipaddress.ip_network(subnet, strict=False)
+            ):
+                return address
+        told = ", ".join(f"{name} {address}" for name, address in addresses.items())
+        raise ClusterError(f"host {socket.gethostname()} has no address in --host-subnet {subnet}; it has {told}")
+
+    def facts(self, meeting_point: str, address: str = "") -> HostFacts:
+        """By which interface this host reaches `meeting_point`; `address` is its own, where that was chosen."""
+        environment = horovod_interface(meeting_point)
+        if address:
+            (name,) = [name for name, own in interface_addresses().items() if own == address][:1]
+            environment = {"HOROVOD_GLOO_IFACE": name, "GLOO_SOCKET_IFNAME": name}
+        return HostFacts(address or meeting_point, environment)
+
+    def open_rendezvous(self, address: str, hosts: Sequence[str]) -> Dict[str, str]:
+        """Where all instances of the run meet: at this host's `address`. The variables that lead there."""
+        self._horovod = HorovodRendezvous(address, hosts)
+        self._store_port = socket.socket()
+        self._store_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._store_port.bind((address, 0))
+        port = self._store_port.getsockname()[1]
+        self._store = (sys.executable, str(_HERE / "rendezvous_store.py"), address, str(port))
+        return {**self._horovod.environment, "EMULATED_POD_RENDEZVOUS": f"{address}:{port}"}
+
+    def start(self, programs: Sequence[Program], grace_s: float) -> None:
+        """Start the programs; their output and ends come with `read`."""
+        outputs: Dict[int, Tuple[int, int]] = {}
+        described: List[Dict[str, Any]] = []
+        theirs: List[int] = []
+        for program in programs:
+            stdin, self._stdin = self._open_stdin() if program.reads_stdin else (_null(), self._stdin)
+            stdout, their_stdout = _open_stdout()
+            stderr, their_stderr = os.pipe()
+            outputs[stdout], outputs[stderr] = (program.instance, STDOUT), (program.instance, STDERR)
+            files = [stdin, their_stdout, their_stderr]
+            described.append(_describe(program, files))
+            theirs += files
+        if self._store:
+            files = [_null(), os.open(os.devnull, os.O_WRONLY), os.dup(2)]
+            store = Program(_RENDEZVOUS, self._store, dict(os.environ), str(Path.cwd()), reads_stdin=False)
+            described.append(_describe(store, files))
+            theirs += files
+        ends = self._start_keeper(theirs)
+        self._pump = Pump(outputs, ends, [program.instance for program in programs])
+        self._tell(programs=described, grace_s=grace_s)
+
+    def read(self, within_s: float) -> HostReport:
+        """What happened since the last call, at most `within_s` from now."""
+        assert self._pump is not None, "start first"
+        return self._pump.take(within_s)
+
+    def signal(self, number: int) -> None:
+        """Pass a signal on to the process group of every program."""
+        self._tell(signal=number)
+
+    def end(self, grace_s: float) -> None:
+        """SIGTERM to what is left of the programs, SIGKILL after the grace."""
+        self._tell(end=grace_s)
+
+    def write_stdin(self, data: bytes) -> bool:
+        """Hand bytes to the program that reads stdin, b"" for its end; False when it listens no more."""
+        if self._stdin < 0:
+            return False
+        try:
+            while data:
+                data = data[os.write(self._stdin, data) :]
+                if not data:
+                    return True
+        except BrokenPipeError:
+            pass  # it has ended, or closed its stdin
+        os.close(self._stdin)
+        self._stdin = -1
+        return False
+
+    def close(self) -> None:
+        """End everything, without a grace. An actor that is killed leaves the same to its keeper."""
+        self.end(0.0)
+        if self._keeper is not None:
+            self._keeper.wait(_KEEPER_S)
+            os.close(self._commands)
+        if self._stdin >= 0:
+            os.close(self._stdin)
+        if self._store_port is not None:
+            self._store_port.close()
+        if self._horovod is not None:
+            self._horovod.close()
+
+    def _open_stdin(self) -> Tuple[int, int]:
+        theirs, ours = os.pipe()
+        return theirs, ours
+
+    def _start_keeper(self, files: List[int]) -> int:
+        """The keeper, which inherits `files` (closed here); the descriptor that it tells ends on."""
+        commands, self._commands = os.pipe()
+        ends, its_ends = os.pipe()
+        script = [sys.executable, "-I", "-S", str(keeper.__file__)]
+        self._keeper = subprocess.Popen(
+            script, stdin=commands, stdout=its_ends, pass_fds=files, start_new_session=True, cwd="/"
+        )
+        for descriptor in (*files, commands, its_ends):
+            os.close(descriptor)
+        return ends
+
+    def _tell(self, **command: Any) -> None:
+        data = json.dumps(command).encode() + b"\n"
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and with it all programs
+            while data:
+                data = data[os.write(self._commands, data) :]
+
+
+def _describe(program: Program, files: List[int]) -> Dict[str, Any]:
+    return {
+        "index": program.instance,
+        "is_helper": program.instance == _RENDEZVOUS,
+        "argv": program.argv,
+        "environment": program.environment,
+        "working_dir": program.working_dir,
+        "files": files,
+        "cpus": cpus_of_node(program.numa_index) if program.numa_index is not None else None,
+    }
+
+
+def _null() -> int:
+    return os.open(os.devnull, os.O_RDONLY)
+
+
+def _open_stdout() -> Tuple[int, int]:
+    """Our end and the program's end of its stdout.
+
+    A terminal, as mpirun gives: programs then write line by line, instead of in blocks that come late. Bytes pass
+    through it unchanged.
+    """
+    try:
+        ours, theirs = pty.openpty()
+    except OSError:  # none left, or a container without /dev/pts
+        return os.pipe()
+    tty.setraw(theirs)
+    return ours, theirs

@@ -1,0 +1,203 @@
+"""Owns the programs of one host: a small process of its own between an actor and its programs, run as a script.
+
+The actor tells it over a pipe what to start and which signals to pass on. When that pipe closes, whatever the reason
+(the actor was killed, its raylet died, Ray was stopped), nothing of the programs stays: SIGTERM to each program's
+process group, a grace, then SIGKILL to every descendant. It is their subreaper, so that one which left its group or its
+session is found as well, and each program is bound to die with it.
+
+Standard library alone, no raypod, one thread. Input (JSON lines): first {"programs": [...], "grace_s": s}, then
+{"signal": n} or {"end": grace_s}. Output (JSON lines): {"end": [index, exit code, cause]} for each program that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import selectors
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Set
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as a shell says it
+_KILL_S = 2.0  # for killed processes to be gone
+_KEPT = (signal.SIGKILL, signal.SIGSTOP)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Keeper:
+    """The programs, from their start to the last of their descendants."""
+
+    def __init__(self) -> None:
+        self._running: Dict[int, int] = {}  # pid: index
+        self._helpers: Set[int] = set()  # pids; they hear of the end alone
+        self._started: List[Any] = []  # Popen objects, kept so that they reap nothing themselves
+        self._grace_s = 2.0
+        self._ends_at_s: Optional[float] = None
+        self._input = b""
+        self._waker, waker = os.pipe()
+        for end in (self._waker, waker):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # the pipe alone decides
+        _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("0")  # Ray offers its workers to the kernel first
+
+    def run(self) -> None:
+        """Until the pipe closes or the end was asked for, and nothing is left."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(0, selectors.EVENT_READ)
+            selector.register(self._waker, selectors.EVENT_READ)
+            while self._ends_at_s is None or (self._descendants() and time.monotonic() < self._ends_at_s):
+                for key, _ in selector.select(0.05 if self._ends_at_s is not None else None):
+                    if key.fd == 0 and not self._read_commands():
+                        selector.unregister(0)
+                        self._end(self._grace_s)
+                    elif key.fd == self._waker:
+                        with contextlib.suppress(BlockingIOError):
+                            os.read(self._waker, 4096)
+                self._reap()
+        self._kill_all()
+
+    def _read_commands(self) -> bool:
+        """Obey what came in; False at the end of the pipe."""
+        data = os.read(0, 1 << 16)
+        *lines, self._input = (self._input + data).split(b"\n")
+        for line in lines:
+            command = json.loads(line)
+            if "programs" in command:
+                self._grace_s = command["grace_s"]
+                for program in command["programs"]:
+                    self._start(program["index"], program)
+            elif "signal" in command:
+                self._signal(command["signal"])
+            else:
+                self._end(command["end"])
+        return bool(data)
+
+    def _start(self, index: int, program: Dict[str, Any]) -> None:
+        try:
+            started = subprocess.Popen(
+                program["argv"],
+                stdin=program["files"][0],
+                stdout=program["files"][1],
+                stderr=program["files"][2],
+                env=program["environment"],
+                cwd=program["working_dir"],
+                start_new_session=True,
+                preexec_fn=_preparation(os.getpid(), program.get("cpus")),
+            )
+        except OSError as error:
+            found = not isinstance(error, FileNotFoundError)
+            cause = f"cannot start {error.filename or program['argv'][0]}: {error.strerror}"
+            self._tell_end(index, _NOT_EXECUTABLE if found else _NOT_FOUND, cause)
+        except (ValueError, subprocess.SubprocessError) as error:
+            self._tell_end(index, _NOT_EXECUTABLE, f"cannot start {program['argv'][0]}: {error}")
+        else:
+            self._started.append(started)
+            self._running[started.pid] = index
+            if program["is_helper"]:
+                self._helpers.add(started.pid)
+        finally:
+            for file in set(program["files"]):  # else their other ends would never see the end
+                os.close(file)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return
+                if pid in self._running:
+                    index = self._running.pop(pid)
+                    if os.WIFSIGNALED(status):
+                        number = os.WTERMSIG(status)
+                        self._tell_end(index, 128 + number, f"killed by signal {number} ({_name(number)})")
+                    else:
+                        code = os.WEXITSTATUS(status)
+                        self._tell_end(index, code, f"exit code {code}")
+
+    def _tell_end(self, index: int, code: int, cause: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # nobody listens any more; the pipe of commands says so too
+            os.write(1, json.dumps({"end": [index, code, cause]}).encode() + b"\n")
+
+    def _signal(self, number: int) -> None:
+        for pid in set(self._running) - self._helpers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, number)  # each program leads its own group
+
+    def _end(self, grace_s: float) -> None:
+        ends_at_s = time.monotonic() + grace_s
+        if self._ends_at_s is None:
+            self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)  # a stopped one hears nothing else
+            for pid in self._descendants():
+                if pid not in self._running or pid in self._helpers:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGTERM)
+        self._ends_at_s = min(ends_at_s, self._ends_at_s or ends_at_s)
+
+    def _kill_all(self) -> None:
+        deadline = time.monotonic() + _KILL_S
+        while time.monotonic() < deadline:
+            left = self._descendants()
+            if not left:
+                return
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.005)
+            self._reap()
+
+    def _descendants(self) -> List[int]:
+        """Living processes below this one, zombies of its own reaped first."""
+        self._reap()
+        children: Dict[int, List[int]] = {}
+        for folder in Path("/proc").iterdir():
+            entry = folder.name
+            if entry.isdigit():
+                with contextlib.suppress(OSError):
+                    state, parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:2]
+                    if state != b"Z":
+                        children.setdefault(int(parent), []).append(int(entry))
+        found: List[int] = []
+        queue = [os.getpid()]
+        while queue:
+            below = children.get(queue.pop(), [])
+            found += below
+            queue += below
+        return found
+
+
+def _preparation(keeper: int, cpus: Optional[List[int]]) -> Callable[[], None]:
+    """What a program's process does before it becomes the program."""
+
+    def prepare() -> None:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != keeper:  # it died in between
+            os._exit(1)
+        for number in set(signal.Signals) - set(_KEPT):
+            signal.signal(number, signal.SIG_DFL)  # Ray ignores some, and what is ignored is inherited
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        if cpus:
+            os.sched_setaffinity(0, cpus)
+
+    return prepare
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "a real-time signal"
+
+
+if __name__ == "__main__":
+    Keeper().run()

@@ -1,0 +1,82 @@
+"""A request and a placement to the programs of every host: their environment, word for word.
+
+The caller's environment comes first, then what tells an instance who it is, then what was asked for with `-x`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from typing import Dict, List, Mapping, Sequence, Tuple
+
+from raypod.environment import STARTUP_DIR, cache_environment, join_path, placement_environment
+from raypod.launcher.console import tag
+from raypod.launcher.mpi_arguments import MpiArguments
+from raypod.launcher.options import Request
+from raypod.launcher.records import STDERR, HostFacts, Program
+from raypod.placement import InstanceSpec, Placement
+
+# Said of the host and the session in which they were set, and wrong on every other.
+_OF_ONE_HOST = (
+    *("HOSTNAME", "HOST", "DISPLAY", "XAUTHORITY", "XDG_RUNTIME_DIR", "XDG_SESSION_ID", "DBUS_SESSION_BUS_ADDRESS"),
+    *("SSH_AUTH_SOCK", "SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY"),
+)
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # the caller's own choice stands
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """What all programs of a launch have in common."""
+
+    request: Request
+    placement: Placement
+    arguments: MpiArguments
+    caller: Mapping[str, str]
+    working_dir: str
+    sdk_path: Tuple[str, ...]  # what must stand on the PYTHONPATH
+    partition: Dict[int, Dict[str, str]] = dataclasses.field(default_factory=dict)  # by instance
+    on_terminal: bool = False
+
+    def by_host(self, facts: Sequence[HostFacts], stdin_to: int = 0) -> List[List[Program]]:
+        """The programs of every host, given what each host knows of itself."""
+        return [
+            [self._program(spec, facts[host], reads_stdin=spec.index == stdin_to) for spec in specs]
+            for host, specs in enumerate(map(self.placement.instances_on, range(len(self.placement.hosts))))
+        ]
+
+    def environment(self, spec: InstanceSpec, facts: HostFacts) -> Dict[str, str]:
+        """Every variable of an instance."""
+        env = dict(self.caller)
+        if spec.host_index:
+            env = {name: value for name, value in env.items() if name not in _OF_ONE_HOST}
+        ours = placement_environment(self.placement, spec)
+        env.update({name: value for name, value in ours.items() if name not in _THREADS or name not in env})
+        env.update(cache_environment(self.request.executable_cache_path))
+        if self.sdk_path:
+            env["PYTHONPATH"] = join_path(STARTUP_DIR, *self.sdk_path, env.get("PYTHONPATH", ""))
+        if self.on_terminal:  # bars fill the width that a program cannot ask a pipe for
+            env.setdefault("COLUMNS", str(shutil.get_terminal_size().columns - len(tag((spec.index, STDERR)))))
+        env.update(self.partition.get(spec.index, {}))
+        env.update(facts.environment)
+        env.update(self.arguments.environment(spec.index, dict(self.caller)))
+        return env
+
+    def changes(self, spec: InstanceSpec) -> Dict[str, str]:
+        """What an instance has that the caller has not, as far as it is known before its host runs."""
+        env = self.environment(spec, HostFacts("", {}))
+        return {name: value for name, value in env.items() if self.caller.get(name) != value}
+
+    def _program(self, spec: InstanceSpec, facts: HostFacts, reads_stdin: bool) -> Program:
+        return Program(
+            instance=spec.index,
+            argv=self.request.program,
+            environment=self.environment(spec, facts),
+            working_dir=self.working_dir,
+            reads_stdin=reads_stdin,
+            numa_index=spec.local_index if self._binds else None,
+        )
+
+    @property
+    def _binds(self) -> bool:
+        placement = self.request.process_placement
+        return bool(self.request.numa_aware and placement != "disabled") or placement == "spreadnuma"

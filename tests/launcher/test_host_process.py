@@ -1,0 +1,195 @@
+"""The programs of one host, without Ray: output, ends, signals, and that nothing of them survives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Callable, Dict, Iterator, List, Tuple
+
+import psutil
+import pytest
+from bounded import wait_until
+
+from raypod.launcher.host_process import HostProcess
+from raypod.launcher.numa import cpus_of_node, parse_cpu_list
+from raypod.launcher.records import STDERR, STDOUT, Program, ProgramEnd
+
+GRACE_S = 1.0
+
+
+class Host:
+    """A host process with programs, and all that it has reported."""
+
+    def __init__(self, *programs: Tuple[str, ...]) -> None:
+        self.process = HostProcess()
+        self.output: Dict[Tuple[int, int], bytes] = {}
+        self.ends: List[ProgramEnd] = []
+        self.is_done = False
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        made = [
+            Program(index, tuple(argv), env, str(Path.cwd()), reads_stdin=index == 0)
+            for index, argv in enumerate(programs)
+        ]
+        self.process.start(made, GRACE_S)
+
+    def read(self, until: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not until():
+            assert time.monotonic() < deadline, (self.output, self.ends)
+            report = self.process.read(0.1)
+            for instance, stream, data in report.chunks:
+                self.output[instance, stream] = self.output.get((instance, stream), b"") + data
+            self.ends += report.ends
+            self.is_done = report.is_done
+
+    def finish(self, grace_s: float = GRACE_S) -> None:
+        self.process.end(grace_s)
+        self.read(lambda: self.is_done)
+        self.process.close()
+
+    def text(self, instance: int = 0, stream: int = STDOUT) -> str:
+        return self.output.get((instance, stream), b"").decode()
+
+
+@pytest.fixture
+def host() -> Iterator[Callable[..., Host]]:
+    made: List[Host] = []
+
+    def start(*programs: Tuple[str, ...]) -> Host:
+        made.append(Host(*programs))
+        return made[-1]
+
+    yield start
+    for each in made:
+        if not each.is_done:
+            each.finish(0.0)
+
+
+def python(program: str) -> Tuple[str, ...]:
+    return (sys.executable, "-c", program)
+
+
+def shell(program: str) -> Tuple[str, ...]:
+    return ("sh", "-c", program)
+
+
+def test_output_and_ends_of_every_program(host: Callable[..., Host]) -> None:
+    found = host(shell("echo a; echo b >&2; exit 3"), shell("printf 'no end'; kill -9 $$"))
+    found.read(lambda: len(found.ends) == 2)
+    found.finish()
+    assert (found.text(0), found.text(0, STDERR), found.text(1)) == ("a\n", "b\n", "no end")
+    assert {end.instance: (end.exit_code, end.cause) for end in found.ends} == {
+        0: (3, "exit code 3"),
+        1: (137, "killed by signal 9 (SIGKILL)"),
+    }
+
+
+def test_lines_come_as_they_are_printed(host: Callable[..., Host]) -> None:
+    found = host(python("print('now'); import time; time.sleep(60)"))
+    found.read(lambda: found.text() == "now\n")
+
+
+def test_binary_output_passes_unchanged(host: Callable[..., Host]) -> None:
+    found = host(python("import sys; sys.stdout.buffer.write(bytes(range(256)) * 2000)"))
+    found.read(lambda: bool(found.ends))
+    found.finish()
+    assert found.output[0, STDOUT] == bytes(range(256)) * 2000
+
+
+def test_stdin_goes_to_instance_0_and_the_others_see_its_end(host: Callable[..., Host]) -> None:
+    found = host(("cat",), ("cat",))
+    assert found.process.write_stdin(b"hello\n")
+    found.read(lambda: found.text() == "hello\n" and [end.instance for end in found.ends] == [1])
+    assert not found.process.write_stdin(b"")
+    found.read(lambda: len(found.ends) == 2)
+    assert not found.process.write_stdin(b"more")
+    assert {end.exit_code for end in found.ends} == {0}
+
+
+def test_what_cannot_be_started_says_why(host: Callable[..., Host], tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no program")
+    found = host(("no-such-program",), (str(tmp_path / "text"),))
+    found.read(lambda: len(found.ends) == 2)
+    assert [(end.exit_code, end.cause) for end in found.ends] == [
+        (127, "cannot start no-such-program: No such file or directory"),
+        (126, f"cannot start {tmp_path}/text: Permission denied"),
+    ]
+
+
+def test_signals_reach_the_whole_group_with_their_default_meaning(host: Callable[..., Host]) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in Ray's workers; what is ignored is inherited
+    try:
+        found = host(python("import time\ntry: print('up'); time.sleep(60)\nexcept KeyboardInterrupt: print('told')"))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    found.read(lambda: found.text() == "up\n")
+    found.process.signal(signal.SIGINT)
+    found.read(lambda: bool(found.ends))
+    assert found.text() == "up\ntold\n"
+
+
+def test_one_that_ignores_sigterm_is_killed_after_the_grace(host: Callable[..., Host]) -> None:
+    found = host(shell("trap '' TERM; echo up; while :; do sleep 0.1; done"))
+    found.read(lambda: found.text() == "up\n")
+    began = time.monotonic()
+    found.finish()
+    assert GRACE_S <= time.monotonic() - began < GRACE_S + 3
+    assert found.ends[0].exit_code == 137
+
+
+STRAYS = "(setsid sleep 61 & echo $!; exec >&- 2>&-; sleep 61) & echo $!; sleep 62 & echo $!; wait"
+
+
+def strays(found: Host) -> List[int]:
+    found.read(lambda: found.text().count("\n") == 3)
+    return [int(line) for line in found.text().split()]
+
+
+def are_gone(pids: List[int]) -> bool:
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
+
+
+def test_nothing_a_program_left_behind_survives_the_end(host: Callable[..., Host]) -> None:
+    found = host(shell(STRAYS))
+    pids = strays(found)
+    found.finish()
+    assert are_gone(pids)
+
+
+def test_nothing_survives_the_death_of_the_process_that_owns_a_host() -> None:
+    program = (
+        "import os, time\nfrom raypod.launcher.host_process import HostProcess\n"
+        "from raypod.launcher.records import Program\nhost = HostProcess()\n"
+        f"host.start([Program(0, ('sh', '-c', {STRAYS!r}), dict(os.environ), '/', reads_stdin=False)], 0.5)\n"
+        "while True:\n  for _, _, data in host.read(1).chunks: os.write(1, data)\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    pids = [int(owner.stdout.readline()) for _ in range(3)]
+    owner.kill()
+    owner.wait(10)
+    owner.stdout.close()
+    assert wait_until(lambda: are_gone(pids))
+
+
+def test_a_reader_that_stops_holds_the_programs_back(host: Callable[..., Host]) -> None:
+    found = host(python("import sys\nfor _ in range(40): sys.stderr.write('x' * 1_000_000)"))
+    time.sleep(1.0)
+    report = found.process.read(5)
+    assert sum(len(data) for _, _, data in report.chunks) < 10_000_000
+    assert not report.ends
+
+
+def test_the_cores_of_numa_nodes(tmp_path: Path) -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    for node, cpu in enumerate((allowed[0], allowed[-1])):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(f"{cpu}\n")
+    assert cpus_of_node(3, tmp_path) == [allowed[-1]]
+    assert parse_cpu_list("0-3,8\n") == [0, 1, 2, 3, 8]
+    (tmp_path / "node1" / "cpulist").unlink()
+    assert cpus_of_node(0, tmp_path) is None  # nothing to choose from

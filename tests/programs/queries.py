@@ -1,0 +1,38 @@
+"""Every question that popdist answers, one line per instance."""
+
+import popdist
+import popdist.poptorch
+import poptorch
+
+if __name__ == "__main__":
+    opts = popdist.poptorch.Options()
+    plain = poptorch.Options()
+    print(
+        "instance",
+        popdist.getInstanceIndex(),
+        "of",
+        popdist.getNumInstances(),
+        "local",
+        popdist.getLocalInstanceIndex(),
+        "replicas",
+        popdist.getNumLocalReplicas(),
+        "of",
+        popdist.getNumTotalReplicas(),
+        "from",
+        popdist.getReplicaIndexOffset(),
+        "ipus",
+        popdist.getNumIpusPerReplica(),
+        "device",
+        popdist.getDeviceId(),
+        "set",
+        popdist.isPopdistEnvSet(),
+        "check",
+        popdist.checkNumIpusPerReplica(2),
+        "options",
+        opts.replication_factor,
+        opts.Distributed.processId,
+        opts.Distributed.numProcesses,
+        "plain",
+        plain.Distributed.processId,
+        plain.Distributed.numProcesses,
+    )

@@ -1,0 +1,267 @@
+"""`python -m raypod.launch`: existing programs run unchanged, and every way in which a launch can end."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Callable, Iterator, List, NamedTuple, Tuple
+
+import psutil
+import pytest
+from bounded import wait_until
+
+from raypod.launch import main
+
+# Ray's own code leaves sockets and files to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+PROGRAMS = Path(__file__).resolve().parent / "programs"
+SECOND_HOST, THIRD_HOST = "127.0.0.2", "127.0.0.3"
+SIZES = {"num_cpus": 2, "object_store_memory": 80_000_000, "include_dashboard": False}
+EIGHT_IN_FOUR = ("--num-replicas", "8", "--num-instances", "4", "--ipus-per-replica", "2")
+FOUR = ("--num-replicas", "4", "--num-instances", "4")
+TWO = ("--num-replicas", "2", "--num-instances", "2")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A Ray cluster of two hosts on this machine, to which this process is connected."""
+    environment = dict(os.environ)
+    ray = importlib.import_module("ray")
+    made = importlib.import_module("ray.cluster_utils").Cluster()
+    made.add_node(**SIZES)
+    made.add_node(node_ip_address=SECOND_HOST, **SIZES)
+    ray.init(address=made.address, log_to_driver=False, logging_level="ERROR", namespace="tests")
+    yield made
+    ray.shutdown()
+    made.shutdown()
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+class Launched(NamedTuple):
+    """What came of a launch."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    def lines(self, instance: int, stream: str = "stdout") -> List[str]:
+        tag = f"[1,{instance}]<{stream}>:"
+        text = self.out if stream == "stdout" else self.err
+        return [line[len(tag) :] for line in text.splitlines() if line.startswith(tag)]
+
+
+Launch = Callable[..., Launched]
+
+
+@pytest.fixture
+def launch(
+    cluster: Any, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Launch]:
+    """Run the command in this process, which is connected to Ray already; in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def run(*words: str) -> Launched:
+        capfdbinary.readouterr()
+        began = time.monotonic()
+        code = main(list(words))
+        out, err = capfdbinary.readouterr()
+        return Launched(code, out.decode(), err.decode(), time.monotonic() - began)
+
+    yield run
+    assert wait_until(nothing_is_left)
+
+
+def nothing_is_left() -> bool:
+    """No actor, no placement group, no program and no keeper."""
+    ray = importlib.import_module("ray")
+    groups = ray.util.placement_group_table().values()
+    names = [process.info["cmdline"] or [""] for process in psutil.process_iter(["cmdline"])]
+    ours = [words for words in names if "HostProcess" in words[0] or any("launcher/" in word for word in words[:5])]
+    return not ours and all(group["state"] == "REMOVED" for group in groups)
+
+
+def python(program: str) -> Tuple[str, ...]:
+    return (sys.executable, "-c", program)
+
+
+def program(name: str, *arguments: str) -> Tuple[str, ...]:
+    return (sys.executable, str(PROGRAMS / name), *arguments)
+
+
+# ---- programs --------------------------------------------------------------------------------------------------------
+
+
+def test_every_query_of_popdist(launch: Launch) -> None:
+    found = launch(*EIGHT_IN_FOUR, *program("queries.py"))
+    assert found.code == 0, found.err
+    for index in range(4):
+        (line,) = found.lines(index)
+        assert line == (
+            f"instance {index} of 4 local {index} replicas 2 of 8 from {2 * index} ipus 2 device {24 + index} "
+            f"set True check True options 2 {index} 4 plain {index} 4"
+        )
+
+
+def test_horovod_meets_in_both_precisions(launch: Launch) -> None:
+    found = launch(*FOUR, *program("reductions.py"))
+    assert found.code == 0, found.err
+    assert found.lines(0)[:2] == ["torch.float32 1.5 [150.0, 0.5]", "torch.float16 1.5 [150.0, 0.5]"]
+    assert [found.lines(index)[-1] for index in range(4)] == [f"rank {k} of 4 local {k} of 4" for k in range(4)]
+
+
+def test_what_every_instance_is_fed(launch: Launch) -> None:
+    found = launch(*EIGHT_IN_FOUR, *program("loaders.py"))
+    assert found.code == 0, found.err
+    for index in range(4):
+        lines = [line.split(" first")[0] for line in found.lines(index)]
+        assert lines == ["torch 1562 32", "plain 390 32", "popdist 195 64"]
+    firsts = {found.lines(index)[2].split()[-1] for index in range(4)}
+    assert len(firsts) == 4
+
+
+def test_a_whole_training_program_with_its_flags(launch: Launch) -> None:
+    flags = ("--batch-size", "4", "--gradient-accumulation", "2", "--device-iterations", "2", "--eight-bit-io")
+    found = launch(*EIGHT_IN_FOUR[:4], *program("ddp_main.py", *flags))
+    assert found.code == 0, found.err
+    epochs = [line for line in found.lines(0) if line.startswith("[Epoch")]
+    assert [line[:10] for line in epochs] == ["[Epoch 01]", "[Epoch 02]"]
+    assert re.fullmatch(r"\[Epoch 02\] loss: \d\.\d{3}, acc: \d+\.\d", epochs[-1])
+    (bar,) = [line for line in found.lines(0, "stderr") if "[Epoch 01]" in line and "100%" in line]
+    assert "4/4" in bar
+    assert "loss=" in bar
+    assert all(found.lines(index)[0].startswith("Namespace(") for index in range(4))
+
+
+def test_a_shell_command_in_the_callers_folder_and_environment(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINE", "kept")
+    shown = "echo $PWD $MINE $GIVEN $ONE $OMP_NUM_THREADS"
+    found = launch(*TWO, "-x", "GIVEN=here", '--instance-mpi-local-args=1:"-x ONE=1"', "sh", "-c", shown)
+    assert found.lines(0) == [f"{tmp_path} kept here 1"]
+    assert found.lines(1) == [f"{tmp_path} kept here 1 1"]
+
+
+def test_two_hosts_share_the_instances(launch: Launch) -> None:
+    head = next(
+        node["NodeManagerAddress"]
+        for node in importlib.import_module("ray").nodes()
+        if node["NodeManagerAddress"] != SECOND_HOST
+    )
+    found = launch(*FOUR, "--print-topology", "-H", f"{head},{SECOND_HOST}", *program("reductions.py"))
+    assert found.code == 0, found.err
+    assert [found.lines(index)[-1] for index in range(4)] == [f"rank {k} of 4 local {k % 2} of 2" for k in range(4)]
+    assert f"| {SECOND_HOST}" in found.out
+
+
+# ---- output ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_line_comes_once_and_whole(launch: Launch, tmp_path: Path) -> None:
+    found = launch(*TWO, "--run-dir", "run", *python("for i in range(50_000): print('line', i)"))
+    for index in range(2):
+        assert found.lines(index) == [f"line {i}" for i in range(50_000)]
+        assert (tmp_path / "run" / "logs" / f"instance-{index}.log").read_text().count("\n") == 50_000
+    assert found.out.count("\n") == 100_000
+
+
+def test_only_one_instance_is_shown_and_all_are_kept(launch: Launch) -> None:
+    found = launch(*TWO, "--only-output-from-instance", "1", "sh", "-c", "echo $OMPI_COMM_WORLD_RANK")
+    assert (found.lines(0), found.lines(1)) == ([], ["1"])
+    (log,) = Path("runs").glob("*-launch-sh/logs/instance-0.log")
+    assert log.read_text() == "0\n"
+
+
+def test_equal_lines_are_all_shown(launch: Launch) -> None:
+    found = launch(*FOUR, "sh", "-c", "for i in 1 2 3; do echo same; done")
+    assert all(found.lines(index) == ["same"] * 3 for index in range(4))
+
+
+# ---- ends ------------------------------------------------------------------------------------------------------------
+
+
+def test_one_that_fails_ends_the_others_and_gives_its_code(launch: Launch, tmp_path: Path) -> None:
+    found = launch(*FOUR, "sh", "-c", "[ $OMPI_COMM_WORLD_RANK = 2 ] && exit 7; sleep 60")
+    assert found.code == 7
+    assert found.seconds < 20
+    line = found.err.strip().splitlines()[-1]
+    assert re.fullmatch(
+        rf"raypod: error: instance 2 on host localhost failed: exit code 7; its log: {tmp_path}/\S+/instance-2\.log",
+        line,
+    )
+
+
+def test_one_that_is_killed_is_told_with_its_signal(launch: Launch) -> None:
+    found = launch(*TWO, "sh", "-c", "[ $OMPI_COMM_WORLD_RANK = 1 ] && kill -9 $$; sleep 60")
+    assert found.code == 137
+    assert "instance 1 on host localhost failed: killed by signal 9 (SIGKILL);" in found.err
+
+
+def test_a_program_that_is_not_there(launch: Launch) -> None:
+    found = launch("no-such-program")
+    assert found.code == 127
+    assert "cannot start no-such-program: No such file or directory" in found.err
+
+
+def interrupt_after(seconds: float, *numbers: int) -> None:
+    def interrupt() -> None:
+        deadline = time.monotonic() + 30
+        while not list(Path("runs").glob("*/logs/instance-1.log")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for number in numbers:
+            time.sleep(seconds)
+            os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+
+
+TRAPS = "import signal, sys, time\nsignal.signal(signal.{0}, lambda *_: (print('told'), sys.exit(0)))\ntime.sleep(60)"
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_is_passed_on(launch: Launch, name: str) -> None:
+    number = int(signal.Signals[name])
+    interrupt_after(1.5, number)
+    found = launch(*TWO, *python(TRAPS.format(name)))
+    assert found.code == 128 + number
+    assert (found.lines(0), found.lines(1)) == (["told"], ["told"])
+
+
+def test_a_second_ctrl_c_kills(launch: Launch) -> None:
+    interrupt_after(1.0, signal.SIGINT, signal.SIGINT)
+    found = launch(*TWO, "sh", "-c", "trap 'echo no' INT TERM; while :; do sleep 0.1; done")
+    assert found.code == 130
+    assert found.seconds < 15
+
+
+def test_a_lost_host_is_named_in_time(launch: Launch, cluster: Any) -> None:
+    third = cluster.add_node(node_ip_address=THIRD_HOST, **SIZES)
+    lost_at_s: List[float] = []
+
+    def lose() -> None:
+        wait_until(lambda: bool(list(Path("runs").glob("*/logs/instance-1.log"))))
+        time.sleep(1.0)
+        cluster.remove_node(third, allow_graceful=False)
+        lost_at_s.append(time.monotonic())
+
+    thread = threading.Thread(target=lose)
+    thread.start()
+    found = launch(*TWO, "-H", f"{SECOND_HOST},{THIRD_HOST}", "sleep", "60")
+    told_s = time.monotonic()
+    thread.join()
+    assert found.code == 1
+    assert f"host {THIRD_HOST} is lost, with instance 1: " in found.err
+    assert told_s - lost_at_s[0] < 15
