@@ -54,6 +54,26 @@ def test_a_layer_sees_the_dtypes_of_the_api():
     assert (model.seen[0], output.dtype, output.item()) == (torch.half, torch.half, 12.0)
 
 
+def test_models_of_both_precisions_share_a_layer():
+    model = Hosted()
+    half, full = (poptorch.inferenceModel(model, options()) for _ in range(2))
+    for _ in range(2):
+        half(torch.ones(1, dtype=torch.half))
+        assert model.seen[0] == torch.half
+        full(torch.ones(1))
+        assert model.seen[0] == torch.float32
+
+
+def test_arguments_and_results_nest():
+    host = poptorch.CPU(lambda pair, scale: {"sum": (pair[0] + pair[1]) * scale}, "nested")
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return host([x, x + 1], scale=2)["sum"]
+
+    assert poptorch.inferenceModel(Model(), options())(torch.ones(1)).tolist() == [6.0]
+
+
 def test_a_module_runs_with_the_weights_of_the_host():
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -131,7 +151,7 @@ def _calling(host: poptorch.CPU) -> nn.Module:
 
 
 def test_a_layer_must_return_tensors():
-    with pytest.raises(poptorch.Error, match="'none': the layer returned NoneType"):
+    with pytest.raises(poptorch.Error, match="'none': the layer returned None, but no tensor"):
         poptorch.inferenceModel(_calling(poptorch.CPU(lambda x: None, "none")), options())(torch.zeros(1))
 
 

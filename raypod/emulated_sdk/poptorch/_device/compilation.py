@@ -50,6 +50,7 @@ class Trace(NamedTuple):
         changed_inputs: the tensors of the arguments that it changes in place.
         placement: what lies on which IPU.
         overlapped: "inputs", "outputs" or both, where their transfers were asked to overlap with compute.
+        half_on_host: what layers on the host take in half.
     """
 
     structure: Structure
@@ -64,6 +65,7 @@ class Trace(NamedTuple):
     changed_inputs: Tuple[int, ...]
     placement: Placement
     overlapped: FrozenSet[str]
+    half_on_host: Dict[str, List[bool]]
 
 
 def trace(scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.Tensor], checks: Checks) -> Trace:
@@ -103,6 +105,7 @@ def trace(scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.T
         overlapped=_overlapped(mode),
         changed_modules=python_state.changed(),
         changed_inputs=tuple(index for index, tensor in enumerate(tensors) if tensor._version != versions[index]),
+        half_on_host=mode.half_on_host,
     )
 
 

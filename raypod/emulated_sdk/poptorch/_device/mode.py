@@ -109,11 +109,14 @@ class DeviceMode(TorchFunctionMode):
         overlaps: the transfers that were asked to overlap.
         has_replaced: whether a dtype was replaced, in any forward so far.
         is_compiling: whether the forward only finds out what the model does.
+        half_on_host: for each layer on the host, by its ID, which tensors it is given in half; compiling finds that
+            out for the forwards that follow.
     """
 
-    def __init__(self, is_compiling: bool = False) -> None:
+    def __init__(self, is_compiling: bool = False, half_on_host: Optional[Dict[str, List[bool]]] = None) -> None:
         super().__init__()
         self.is_compiling = is_compiling
+        self.half_on_host = {} if half_on_host is None else half_on_host
         self.has_replaced = False
         self._begin()
 

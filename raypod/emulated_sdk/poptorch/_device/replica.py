@@ -43,7 +43,7 @@ class Replica:
         self._arguments = arguments
         self._index = index
         self._traced = traced
-        self._mode = None if traced.is_plain else DeviceMode()
+        self._mode = None if traced.is_plain else DeviceMode(half_on_host=traced.half_on_host)
         self._python_state = PythonState(memory.module, traced.changed_modules)
         self._constants = [(tensor, tensor._version, tensor.clone()) for tensor in memory.constants.values()]
         groups: List[Dict[str, Any]] = [memory.parameters, memory.buffers, memory.constants]
