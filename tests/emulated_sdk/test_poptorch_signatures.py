@@ -15,17 +15,17 @@ PRIVATE_SECTIONS = {"poptorch (args)", "poptorch (options base)"}
 
 # The names that the SDK has and the emulation has not (yet).
 MISSING = {
-    "poptorch.PoplarExecutor.getTensorNames",
-    "poptorch.PoplarExecutor.getAnchoredTensor",
+    "poptorch.AsynchronousDataAccessor",
+    "poptorch.PoplarExecutor.compilationTime",
     "poptorch.PoplarExecutor.copyNamedBuffersToDevice",
     "poptorch.PoplarExecutor.cycleCount",
-    "poptorch.PoplarExecutor.compilationTime",
-    "poptorch.PoplarExecutor.getPerfCounters",
-    "poptorch.PoplarExecutor.getHostIpuLatency",
+    "poptorch.PoplarExecutor.getAnchoredTensor",
     "poptorch.PoplarExecutor.getComputeLatency",
+    "poptorch.PoplarExecutor.getHostIpuLatency",
     "poptorch.PoplarExecutor.getIpuHostLatency",
     "poptorch.PoplarExecutor.getLatency",
-    "poptorch.AsynchronousDataAccessor",
+    "poptorch.PoplarExecutor.getPerfCounters",
+    "poptorch.PoplarExecutor.getTensorNames",
 }
 
 
