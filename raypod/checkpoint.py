@@ -33,6 +33,14 @@ class Position:
     weights_sha256: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A weights file, and where it was taken."""
+
+    path: Path
+    position: Position
+
+
 def position_of(plan: Plan, update: int, weights_sha256: str) -> Position:
     """The position of a run after `update` updates."""
     training = plan.config.training
@@ -67,7 +75,7 @@ def commit(plan: Plan, update: int, weights_sha256: str) -> None:
     partial.replace(path)
 
 
-def find(where: str) -> Path:
+def _find(where: str) -> Path:
     """The weights file that `--resume` names: a checkpoint, or the newest one of a run folder.
 
     Raises:
@@ -86,12 +94,13 @@ def find(where: str) -> Path:
     return path.resolve()
 
 
-def check(path: Path, plan: Plan) -> Position:
-    """The position of a checkpoint, if this plan can go on from it.
+def read(plan: Plan) -> Checkpoint:
+    """The checkpoint that `--resume` names, if this plan can go on from it.
 
     Raises:
-        ConfigError: the file is damaged, or names what differs.
+        ConfigError: there is none, it is damaged, or something differs, which is named.
     """
+    path = _find(str(plan.config.run.resume))
     try:
         position = Position(**json.loads(path.with_suffix(".json").read_text()))
     except (ValueError, TypeError) as error:
@@ -105,4 +114,4 @@ def check(path: Path, plan: Plan) -> Position:
         raise ConfigError(
             f"--resume {path}: already at update {position.update} of {plan.total_updates}; give more --epochs"
         )
-    return position
+    return Checkpoint(path, position)

@@ -10,11 +10,11 @@ import contextlib
 import math
 import signal
 import time
-from pathlib import Path
 from types import FrameType
 from typing import Dict, Generator, Iterator, List, Optional
 
 from raypod import checkpoint
+from raypod.checkpoint import Checkpoint
 from raypod.errors import RunError, WeightsDiffer
 from raypod.events import (
     CheckpointSaved,
@@ -32,15 +32,14 @@ from raypod.plan import Leg, Plan
 Events = Generator[Event, None, None]
 
 
-def run(plan: Plan, fleet: Fleet, metrics: MetricsFold, resume_from: Optional[Path] = None) -> Events:
+def run(plan: Plan, fleet: Fleet, metrics: MetricsFold, resumed: Optional[Checkpoint] = None) -> Events:
     """Run a plan on a fleet; the events of the run, as they happen."""
-    position = checkpoint.check(resume_from, plan) if resume_from else None
-    update = first_update = position.update if position else 0
-    try:
+    update = first_update = resumed.position.update if resumed else 0
+    with _stop_on_signal() as stop, contextlib.closing(fleet):
         started = fleet.start()
-        _seed_weights(fleet, resume_from, position)
+        _seed_weights(fleet, resumed)
         yield _run_started(started, fleet, first_update)
-        with _stop_on_signal() as stop:
+        with stop.at_a_checkpoint():
             for leg in plan.legs(first_update):
                 yield from _train(fleet, leg, metrics, stop)
                 update = metrics.last.update if metrics.last else first_update
@@ -50,20 +49,18 @@ def run(plan: Plan, fleet: Fleet, metrics: MetricsFold, resume_from: Optional[Pa
                 yield saved
                 if stop.requested:
                     break
-        if update == plan.total_updates:
+        if update == plan.total_updates and plan.size.test_samples:
             yield _evaluate(fleet)
         yield RunEnded(update, update < plan.total_updates, saved.weights_sha256, saved.path)
-    finally:
-        fleet.close()
 
 
-def _seed_weights(fleet: Fleet, resume_from: Optional[Path], position: Optional[checkpoint.Position]) -> None:
+def _seed_weights(fleet: Fleet, resumed: Optional[Checkpoint]) -> None:
     """All instances start from the weights of instance 0, or of a checkpoint; proved by the hash of each."""
-    hashes = fleet.call("seed_weights", str(resume_from) if resume_from else None)
+    hashes = fleet.call("seed_weights", str(resumed.path) if resumed else None)
     if len(set(hashes)) > 1:
         raise WeightsDiffer(dict(enumerate(hashes)))
-    if position is not None and hashes[0] != position.weights_sha256:
-        raise RunError(f"{resume_from} is damaged: the hash of its weights is not the one it was saved with")
+    if resumed is not None and hashes[0] != resumed.position.weights_sha256:
+        raise RunError(f"{resumed.path} is damaged: the hash of its weights is not the one it was saved with")
 
 
 def _train(fleet: Fleet, leg: Leg, metrics: MetricsFold, stop: _Stop) -> Iterator[Event]:
@@ -101,19 +98,29 @@ class _Stop:
 
     def __init__(self) -> None:
         self.requested = False
+        self._waits = False
+
+    @contextlib.contextmanager
+    def at_a_checkpoint(self) -> Iterator[None]:
+        """Meanwhile a request waits until the calls under way are done and saved."""
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+
+    def on_signal(self, number: int, frame: Optional[FrameType]) -> None:
+        """The handler."""
+        if self.requested or not self._waits:
+            raise KeyboardInterrupt
+        self.requested = True
 
 
 @contextlib.contextmanager
 def _stop_on_signal() -> Iterator[_Stop]:
-    """The first Ctrl-C or SIGTERM ends the run after the calls under way, with a checkpoint; the second at once."""
+    """Ctrl-C and SIGTERM end the run: while it trains after a checkpoint, at the second time and else at once."""
     stop = _Stop()
-
-    def on_signal(number: int, frame: Optional[FrameType]) -> None:
-        if stop.requested:
-            raise KeyboardInterrupt
-        stop.requested = True
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:

@@ -11,11 +11,11 @@ import contextlib
 import queue
 import random
 import threading
-from typing import Any, Iterator, List, Optional, Tuple
+from typing import Any, Iterable, Iterator, List, Optional, Tuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from raypod.datasets import ArrayDataset, Splits
 from raypod.errors import ConfigError
@@ -25,6 +25,7 @@ from raypod.sampling import call_positions, epoch_order, sample_seed
 
 Batch = Tuple[torch.Tensor, torch.Tensor]
 _AHEAD = 3  # calls prepared in the background
+_NO_EPOCH = 1 << 32  # of the training: evaluation draws its own random numbers, the same ones every time
 
 
 class Feed:
@@ -33,18 +34,24 @@ class Feed:
     def __init__(self, plan: Plan, spec: InstanceSpec, splits: Splits) -> None:
         self._plan, self._spec, self._splits = plan, spec, splits
         self._loader: Optional[_SampleLoader] = None
+        self._test_loader: Optional[_SampleLoader] = None
         if not isinstance(splits.train, ArrayDataset):
             data = plan.config.data
             # Samples of one's own draw from the process's generators: beside the replicas only in another process.
             workers = max(data.num_workers, int(data.async_dataloader))
             self._loader = _SampleLoader(splits.train, plan.config.training.seed, workers)
+            self._test_loader = _SampleLoader(splits.test, plan.config.training.seed, data.num_workers)
 
     def sample_shape(self) -> Tuple[int, int]:
         """(channels, height) of an image."""
-        image = self._batch(self._splits.test, np.arange(1), None)[0]
-        if image.dim() != 4:
-            raise ConfigError(f"images must be [channels, height, width], not {list(image.shape[1:])}")
-        return image.shape[1], image.shape[2]
+        train, seed = self._splits.train, self._plan.config.training.seed
+        if isinstance(train, ArrayDataset):
+            images, _ = next(self._gathered(train, [np.arange(1)], None))
+        else:
+            images, _ = self._typed(default_collate([_SeededSamples(train, seed)[_NO_EPOCH, 0]]))
+        if images.dim() != 4:
+            raise ConfigError(f"images must be [channels, height, width], not {list(images.shape[1:])}")
+        return images.shape[1], images.shape[2]
 
     def calls(self, leg: Leg) -> Iterator[Batch]:
         """(images, labels) of every call of a leg; images [combined_batch_size, channels, height, width]."""
@@ -58,20 +65,16 @@ class Feed:
 
         Every call has the same shape; rows from `valid` on repeat earlier samples and do not count.
         """
-        size, instances = self._plan.geometry.evaluation_batch_size, self._plan.geometry.num_instances
         total = len(self._splits.test)
-        calls = -(-total // (size * instances))
-        for call in range(calls):
-            first = (call * instances + self._spec.index) * size
-            samples = np.arange(first, first + size)
-            valid = int((samples < total).sum())
-            images, labels = self._batch(self._splits.test, samples % total, None)
-            yield images, labels, valid
+        calls = list(self._evaluation_samples(total))
+        for samples, (images, labels) in zip(calls, self._evaluation_batches([call % total for call in calls])):
+            yield images, labels, int((samples < total).sum())
 
     def close(self) -> None:
         """End the worker processes."""
-        if self._loader is not None:
-            self._loader.close()
+        for loader in (self._loader, self._test_loader):
+            if loader is not None:
+                loader.close()
 
     def _calls(self, leg: Leg) -> Iterator[Batch]:
         plan = self._plan
@@ -80,17 +83,33 @@ class Feed:
         first = in_epoch // plan.geometry.device_iterations
         number = leg.num_updates // plan.geometry.device_iterations
         positions = (call_positions(plan.geometry, self._spec.index, call) for call in range(first, first + number))
-        if self._loader is not None:
-            yield from map(self._typed, self._loader.load([order[part] for part in positions], leg.epoch))
-            return
-        for part in positions:
-            yield self._batch(self._splits.train, order[part], (plan.config.training.seed, leg.epoch))
+        calls = (order[part] for part in positions)
+        if self._loader is None:
+            return self._gathered(self._splits.train, calls, (plan.config.training.seed, leg.epoch))
+        return map(self._typed, self._loader.load(calls, leg.epoch))
 
-    def _batch(self, data: Any, samples: np.ndarray, augmentation: Optional[Tuple[int, int]]) -> Batch:
-        if isinstance(data, ArrayDataset):
+    def _evaluation_samples(self, total: int) -> Iterator[np.ndarray]:
+        """The test samples of this instance's calls, counted on beyond `total` in the last one."""
+        size, instances = self._plan.geometry.evaluation_batch_size, self._plan.geometry.num_instances
+        for call in range(-(-total // (size * instances))):
+            first = (call * instances + self._spec.index) * size
+            yield np.arange(first, first + size)
+
+    def _evaluation_batches(self, calls: Iterable[np.ndarray]) -> Iterator[Batch]:
+        if self._test_loader is None:
+            yield from self._gathered(self._splits.test, calls, None)
+            return
+        try:
+            yield from map(self._typed, self._test_loader.load(calls, _NO_EPOCH))
+        finally:
+            self._test_loader.close()  # between two evaluations its workers would only hold memory
+
+    def _gathered(
+        self, data: ArrayDataset, calls: Iterable[np.ndarray], augmentation: Optional[Tuple[int, int]]
+    ) -> Iterator[Batch]:
+        for samples in calls:
             images, labels = data.gather(samples, augmentation)
-            return self._typed((torch.from_numpy(images), torch.from_numpy(labels)))
-        return self._typed(torch.utils.data.default_collate([data[int(sample)] for sample in samples]))
+            yield self._typed((torch.from_numpy(images), torch.from_numpy(labels)))
 
     def _typed(self, batch: Any) -> Batch:
         """Normalise on the host unless the device does (8-bit IO), and cast to the precision of the activations."""
@@ -121,11 +140,13 @@ class _SampleLoader:
             generator=torch.Generator(),  # or every iteration would draw from the program's own
         )
 
-    def load(self, calls: List[np.ndarray], epoch: int) -> Iterator[Any]:
-        self._batches.calls = [[(epoch, int(sample)) for sample in call] for call in calls]
+    def load(self, calls: Iterable[np.ndarray], epoch: int) -> Iterator[Any]:
+        """The collated samples of every call."""
+        self._batches.calls = ([(epoch, int(sample)) for sample in call] for call in calls)
         return iter(self._loader)
 
     def close(self) -> None:
+        """End the worker processes."""
         iterator = getattr(self._loader, "_iterator", None)  # persistent workers end with their iterator
         if iterator is not None:
             iterator._shutdown_workers()
@@ -136,13 +157,10 @@ class _Batches:
     """A batch sampler whose content is set before each iteration."""
 
     def __init__(self) -> None:
-        self.calls: List[List[Tuple[int, int]]] = []
+        self.calls: Iterable[List[Tuple[int, int]]] = ()
 
     def __iter__(self) -> Iterator[List[Tuple[int, int]]]:
         return iter(self.calls)
-
-    def __len__(self) -> int:
-        return len(self.calls)
 
 
 class _SeededSamples:

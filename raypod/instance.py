@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
@@ -22,12 +21,12 @@ from torch.nn import functional
 
 from raypod import datasets, models, weights
 from raypod.collectives import Rendezvous, horovod_interface, uses_installed_horovod
-from raypod.errors import WaitTimedOut
 from raypod.events import CallReport, EvaluationReport, InstanceStarted
 from raypod.feed import Feed
 from raypod.optimizers import build_optimizer, learning_rate
 from raypod.plan import Leg, Plan
 from raypod.sdk import Sdk
+from raypod.stop_gate import StopGate
 
 _REDUCTIONS = {"sum": poptorch.ReductionType.Sum, "mean": poptorch.ReductionType.Mean}
 
@@ -37,7 +36,7 @@ class Instance:
 
     def __init__(self, plan: Plan, index: int, sdk: Sdk) -> None:
         self._plan, self._spec, self._sdk = plan, plan.instances[index], sdk
-        self._gate = _Gate(plan.config.run.report_timeout_s)
+        self._gate = StopGate(plan.config.run.report_timeout_s)
         self._feed: Optional[Feed] = None
         self._models: List[Any] = []  # that hold a device
         self._rendezvous: Optional[Rendezvous] = None
@@ -214,40 +213,3 @@ class Instance:
         now = time.monotonic()
         self._seconds.append((what, now - began))
         return now
-
-
-class _Gate:
-    """Lets an outside thread end the leg after the same call in every instance.
-
-    Instances run in step (each update waits for all), but a stop request reaches them at different moments. So each
-    first says how far it is and starts nothing more; then all are told the largest of these numbers.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self._condition = threading.Condition()
-        self._timeout_s = timeout_s
-        self._paused = False
-        self._last: Optional[int] = None
-        self._started = 0
-
-    def enter(self, call: int) -> bool:
-        """Before call `call` (0-based): whether it may start."""
-        with self._condition:
-            if self._paused and self._last is None:
-                told = self._condition.wait_for(lambda: self._last is not None, timeout=self._timeout_s)
-                if not told:
-                    raise WaitTimedOut("the coordinator to say where to stop", self._timeout_s, "run.report_timeout_s")
-            if self._last is not None and call >= self._last:
-                return False
-            self._started = call + 1
-            return True
-
-    def pause(self) -> int:
-        with self._condition:
-            self._paused = True
-            return self._started
-
-    def stop_after(self, calls: int) -> None:
-        with self._condition:
-            self._last = calls
-            self._condition.notify_all()

@@ -129,6 +129,18 @@ def test_evaluation_covers_the_test_split_once(make: Callable[..., Plan], instan
     assert sorted(labels) == sorted(splits.test.labels.tolist())
 
 
+def test_evaluation_of_a_data_set_of_ones_own_draws_the_same_numbers(make: Callable[..., Plan], own: str) -> None:
+    passes = []
+    for workers in (0, 2):
+        section = {"dataset": own, "num_workers": workers}
+        (feed,) = feeds(make(data=section, training={"batch_size": 2}, pod={"num_instances": 1}))
+        for _ in range(2):
+            passes.append(torch.cat([images[:valid] for images, _, valid in feed.evaluation_calls()]))
+        feed.close()
+    assert all(torch.equal(passes[0], other) for other in passes[1:])
+    assert len(set(passes[0][:, 0, 0, 0].frac().tolist())) == 10  # they do draw
+
+
 def test_eight_bit_io_sends_the_bytes(make: Callable[..., Plan]) -> None:
     images, _ = calls(make(data={"eight_bit_io": True}))[0][0]
     assert images.dtype == torch.uint8

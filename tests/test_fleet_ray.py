@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable, Dict, Iterator, List
 
 import psutil
@@ -25,6 +26,7 @@ from raypod.errors import ClusterError, InstanceFailed, WaitTimedOut
 from raypod.events import Event, RunEnded, UpdateDone
 from raypod.fleet.inline import InlineFleet
 from raypod.fleet.ray import RayFleet
+from raypod.fleet.ray_session import match_hosts
 from raypod.metrics import MetricsFold
 from raypod.plan import Plan, make_plan
 
@@ -199,6 +201,14 @@ def test_more_ipus_than_the_pod_has_is_answered_at_once(pod: Any, tmp_path: Path
     assert time.monotonic() - began < 5
 
 
+def test_a_host_without_ipus_in_a_pod_with_ipus_is_named(tmp_path: Path) -> None:
+    cluster = Cluster("two", (Host("a", "10.0.0.1"), Host("b", "10.0.0.2")))
+    node = {"Alive": True, "NodeManagerHostname": "", "Resources": {"IPU": 16.0}}
+    nodes = [{**node, "NodeManagerAddress": "10.0.0.1"}, {**node, "NodeManagerAddress": "10.0.0.2", "Resources": {}}]
+    with pytest.raises(ClusterError, match="host b has 0 IPUs and the plan puts 2 on it"):
+        match_hosts(SimpleNamespace(nodes=lambda: nodes), plan_for(tmp_path, cluster).placement)
+
+
 def test_a_missing_host_is_named_at_once(two_hosts: Cluster, tmp_path: Path) -> None:
     cluster = Cluster("pod16", (two_hosts.hosts[1], Host("10.9.9.9", "10.9.9.9")))
     with pytest.raises(ClusterError, match=r"pod16: no Ray node is alive on 10\.9\.9\.9; alive: .*127\.0\.0\.2"):
@@ -261,6 +271,17 @@ def test_ctrl_c_ends_with_a_checkpoint_and_130(tmp_path: Path, number: int) -> N
     assert Path(summary["checkpoint"]).is_file()
     assert summary["updates"] == len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert f"Interrupted after update {summary['updates']}; go on with --resume" in out
+    assert are_gone(processes)
+
+
+def test_a_sigterm_while_the_run_starts_ends_it_with_130(tmp_path: Path) -> None:
+    command = start_command(tmp_path, "--epochs", "400")
+    assert wait_until(lambda: any("raylet" in each.name() for each in session_processes(command)), 60)
+    processes = session_processes(command)
+    command.send_signal(signal.SIGTERM)
+    _, err = command.communicate(timeout=60)
+    assert command.returncode == 130, err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert are_gone(processes)
 
 

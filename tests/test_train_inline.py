@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any, Callable, Dict, List
 import numpy as np
 import pytest
 import torch
+from bounded import wait_until
 from torch.nn import functional
 
 from raypod import coordinator, datasets, models, train, weights
-from raypod.events import Event, RunEnded
+from raypod.errors import WeightsDiffer
+from raypod.events import EvaluationDone, Event, RunEnded
 from raypod.fleet.inline import InlineFleet
 from raypod.metrics import MetricsFold
 from raypod.optimizers import learning_rate
@@ -141,6 +144,53 @@ def test_a_run_goes_on_where_it_stopped_bit_for_bit(tmp_path: Path) -> None:
     summaries: List[Dict[str, Any]] = [json.loads((run / "summary.json").read_text()) for run in (whole, part)]
     assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
     assert len((part / "metrics.jsonl").read_text().splitlines()) == 60
+
+
+def start_inline(folder: Path, *flags: str) -> subprocess.Popen[str]:
+    line = [sys.executable, "-m", "raypod.train", "--fleet", "inline", "--num-instances", "1", "--device", "emulated"]
+    pipe = subprocess.PIPE
+    command = [*line, "--run-dir", str(folder / "run"), *flags]
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_an_inline_run_with_a_checkpoint_and_130(tmp_path: Path, number: int) -> None:
+    command = start_inline(tmp_path, "--epochs", "400")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    assert wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 3, 60)
+    command.send_signal(number)
+    out, err = command.communicate(timeout=60)
+    assert command.returncode == 130, err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["interrupted"]
+    assert f"Interrupted after update {summary['updates']}; go on with --resume" in out
+
+
+def test_weights_that_differ_at_the_start_are_told_by_instance(make: Callable[..., Plan]) -> None:
+    plan = make(**INLINE, pod={"num_instances": 1})
+    fleet = InlineFleet(plan)
+
+    def call(method: str, *arguments: Any) -> List[Any]:
+        return ["aa" * 32, "bb" * 32] if method == "seed_weights" else [None]
+
+    fleet.call = call  # type: ignore[method-assign]
+    with pytest.raises(WeightsDiffer, match="instance 1"):
+        list(coordinator.run(plan, fleet, MetricsFold(plan, 0.0)))
+
+
+def test_a_data_set_without_a_test_split_trains(
+    make: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_training.py").write_text(
+        "import torch\n\n\ndef make(folder):\n"
+        "    return [(torch.full((1, 8, 8), float(i)), i % 2) for i in range(8)], [], 2\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = {"data": {"dataset": "only_training:make"}, "training": {"batch_size": 2, "model": "tiny", "epochs": 1}}
+    plan = make(**own, **INLINE, pod={"num_instances": 1, "replicas": 1})
+    events = train_inline(plan)
+    assert isinstance(events[-1], RunEnded)
+    assert not any(isinstance(event, EvaluationDone) for event in events)
 
 
 def test_a_used_run_folder_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import os
 import secrets
+import signal
 import socket
 import sys
 import tempfile
@@ -49,6 +50,7 @@ class RaySession:
         if _is_connected():
             return importlib.import_module("ray")
         self._started_here = True
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         if running is not None:
             ray = importlib.import_module("ray")
             try:
@@ -67,6 +69,7 @@ class RaySession:
                     namespace="raypod",
                     **quiet,
                 )
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts its own in the place, which exits with 15
         _silence_worker_deaths(ray)
         return ray
 
@@ -151,10 +154,10 @@ def match_hosts(ray: Any, placement: Placement) -> List[Dict[str, Any]]:
                 f"{placement.cluster.name}: no Ray node is alive on {', '.join(missing)}; "
                 f"alive: {', '.join(node['NodeManagerAddress'] for node in alive)}"
             )
+    total = sum(each["Resources"].get("IPU", 0) for each in alive)
     for index, (host, node) in enumerate(zip(placement.hosts, nodes)):
-        needed, has = placement.ipus_on(index), node["Resources"].get("IPU")
-        if has is not None and needed > has:
-            total = sum(each["Resources"].get("IPU", 0) for each in alive)
+        needed, has = placement.ipus_on(index), node["Resources"].get("IPU", 0)
+        if total and needed > has:  # no host of an emulated pod has any
             raise ClusterError(
                 f"host {host.name} has {has:g} IPUs and the plan puts {needed} on it (the pod has {total:g} in all, "
                 f"the plan needs {placement.total_ipus}); use fewer replicas or more hosts"

@@ -1,0 +1,74 @@
+"""The run folder: where it lies, what is written into it before the run, and the summary after it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Dict, Optional
+
+from raypod.config import Config
+from raypod.errors import ConfigError
+from raypod.events import EvaluationDone, RunEnded, RunStarted
+from raypod.metrics import MetricsFold
+from raypod.plan import Plan, default_run_dir
+from raypod.plan_table import describe, topology
+
+
+def choose(resolved: Config) -> str:
+    """The folder of a run: the one asked for, the one that is resumed, or a new one under `runs/`."""
+    resume = resolved.run.resume
+    if resume and not resolved.run.run_dir and Path(resume).is_dir():
+        return str(Path(resume).resolve())
+    return os.path.abspath(default_run_dir(resolved, time.strftime("%Y%m%d-%H%M%S")))  # noqa: PTH100 - keeps symlinks
+
+
+def open_for(plan: Plan) -> None:
+    """Make the folder, and write the resolved config and the plan into it.
+
+    Raises:
+        ConfigError: it holds another run, or cannot be made.
+    """
+    folder = Path(plan.run_dir)
+    resumed = plan.config.run.resume
+    goes_on_here = resumed is not None and folder.resolve() in (
+        Path(resumed).resolve(),
+        *Path(resumed).resolve().parents,
+    )
+    if (folder / "metrics.jsonl").exists() and not goes_on_here:
+        raise ConfigError(f"--run-dir {folder} holds a run already; choose another, or go on with --resume {folder}")
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot create the run folder {folder}: {error.strerror}") from None
+    (folder / "config.yaml").write_text(plan.config.to_yaml())
+    (folder / "plan.json").write_text(json.dumps(describe(plan), indent=2) + "\n")
+
+
+def write_summary(plan: Plan, metrics: MetricsFold, seen: Dict[type, Any]) -> None:
+    """Write `summary.json` out of the last event of each type."""
+    started: RunStarted = seen[RunStarted]
+    ended: RunEnded = seen[RunEnded]
+    test: Optional[EvaluationDone] = seen.get(EvaluationDone)
+    last = metrics.last
+    summary = {
+        "updates": ended.updates,
+        "epochs": ended.updates / plan.updates_per_epoch,
+        "loss": last.loss if last else None,
+        "accuracy": last.accuracy if last else None,
+        "test_accuracy": test.accuracy if test else None,
+        "samples_per_s": metrics.samples_per_s,
+        "seconds_to_first_update": metrics.first_update_s,
+        "seconds_to_start": dict(started.seconds),
+        "weights_sha256": ended.weights_sha256,
+        "device": started.device,
+        "restarts": 0,
+        "topology": topology(plan),
+        "interrupted": ended.interrupted,
+        "checkpoint": ended.checkpoint,
+    }
+    path = Path(plan.run_dir) / "summary.json"
+    partial = path.with_name("summary.json.partial")
+    partial.write_text(json.dumps(summary, indent=2) + "\n")
+    partial.replace(path)
