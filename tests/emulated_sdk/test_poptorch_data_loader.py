@@ -131,7 +131,7 @@ def test_a_stream_is_not_partitioned_but_may_shard_itself():
 def test_a_stream_with_workers_that_do_not_shard_warns(caplog):
     with caplog.at_level(logging.WARNING, logger="poptorch"):
         poptorch.DataLoader(options(), Stream(), 4, num_workers=2)
-    assert "yields its data twice" in caplog.text
+    assert "yields its data 2 times" in caplog.text
 
 
 def test_batches_of_a_sampler_are_joined():
@@ -160,10 +160,14 @@ def test_without_a_batch_size_nothing_is_combined():
         loader(8, None, 0, 2)
 
 
-def test_a_short_last_batch_is_announced(caplog):
+@pytest.mark.parametrize(
+    ("samples", "processes", "is_short"), [(7, 1, True), (8, 1, False), (8, 2, False), (10, 2, True), (12, 2, False)]
+)
+def test_a_short_last_batch_is_announced(caplog, samples, processes, is_short):
     with caplog.at_level(logging.WARNING, logger="poptorch"):
-        loader(7, 2, drop_last=False)
-    assert "last batch is short" in caplog.text
+        data = loader(samples, 2, 0, processes, drop_last=False)
+    assert ("last batch is short" in caplog.text) == is_short
+    assert (len(list(data)[-1]) < 2) == is_short
 
 
 def test_a_partition_can_be_sent_to_workers_that_are_spawned():
@@ -176,11 +180,6 @@ def test_a_partition_can_be_sent_to_workers_that_are_spawned():
 def test_workers_live_on_by_default():
     assert loader(4, num_workers=1).persistent_workers
     assert not loader(4, num_workers=1, persistent_workers=False).persistent_workers
-
-
-def test_a_mode_that_is_not_there_is_refused():
-    with pytest.raises(poptorch.Error, match="DataLoaderMode.Async is not available"):
-        loader(4, mode=poptorch.DataLoaderMode.Async)
 
 
 def test_a_loader_feeds_a_model():

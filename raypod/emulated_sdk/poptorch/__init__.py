@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 from . import _log, enums, ops, optim, options, profiling, testing
+from ._data.accessor import AsynchronousDataAccessor
 from ._data.loader import DataLoader
 from ._device.queries import ipuHardwareIsAvailable, ipuHardwareVersion, isRunningOnIpu
 from ._errors import ConfigFileError, Error, RecoverableError, UnrecoverableError
@@ -73,6 +74,7 @@ from .options import (
 )
 
 __all__ = [
+    "AsynchronousDataAccessor",
     "Attribute",
     "AutoStage",
     "BeginBlock",

@@ -3,7 +3,8 @@
 Exception
 |-- Error                       what the device, the compiler or a wrapper refuses
 |   |-- RecoverableError        a reset named by `recovery_action` makes the device usable again
-|   `-- UnrecoverableError      the hardware needs service
+|   |-- UnrecoverableError      the hardware needs service
+|   `-- DataFetcherError        the process that loads asynchronously failed; also an AssertionError
 `-- ConfigFileError             a line of an options file that cannot be applied
 """
 
@@ -53,6 +54,14 @@ class UnrecoverableError(Error):
 
     def __init__(self, message: str, type: str = "poplar_unrecoverable_runtime_error", location: str = "") -> None:
         super().__init__(message, type, location)
+
+
+class DataFetcherError(Error, AssertionError):
+    """The process that loads asynchronously failed (contract 1.9).
+
+    The contract names AssertionError for errors of the data set and Error for a start that fails: a broken first
+    element is both.
+    """
 
 
 class ConfigFileError(Exception):

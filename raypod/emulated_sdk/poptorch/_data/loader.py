@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, Optional, Sized, cast
+from typing import Any, Dict, Optional
 
 import torch
 from torch.utils.data import IterableDataset
@@ -12,6 +12,8 @@ from poptorch._log import logger
 from poptorch.enums import DataLoaderMode
 from poptorch.options import Options
 
+from .accessor import AsynchronousDataAccessor
+from .batch_sampler import CombinedBatchSampler
 from .partition import Partition
 
 
@@ -22,12 +24,22 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # not 
     With several processes each reads its own contiguous part; with `shuffle` the parts move at every `iter(loader)`, so
     that all processes must begin the same number of epochs. `options` are frozen.
 
+    mode: Sync loads here and in `num_workers` processes. Async has one more process, which owns those and prefetches
+        into an `AsynchronousDataAccessor` with the arguments `async_options`: what it yields is valid until the next
+        `next()`, and the shuffling is done there. AsyncRebatched lets the workers make batches of
+        `rebatched_worker_size` samples, which that process joins to combined batches. Async with `drop_last=False` that
+        combines batches is AsyncRebatched.
+    rebatched_worker_size: the combined batch size by default, as in the SDK.
+
     Raises:
         AssertionError: shuffle in several processes without `options.randomSeed`; an IterableDataset or
-            `batch_size=None` with several processes and automatic partitioning.
+            `batch_size=None` with several processes and automatic partitioning; `options` of another type.
+        ValueError: what torch's data loader refuses, a `batch_size` below 1 for one; an unknown mode.
         ZeroDivisionError: fewer samples than one combined batch for each process.
-        poptorch.Error: arguments that exclude one another; a mode that this version has not.
+        poptorch.Error: arguments that exclude one another, and what the accessor raises.
     """
+
+    _accessor: Optional[AsynchronousDataAccessor] = None
 
     def __init__(  # noqa: PLR0913  # the SDK's signature
         self,
@@ -45,28 +57,37 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # not 
         batch_sampler: Any = None,
         **kwargs: Any,
     ) -> None:
-        if mode != DataLoaderMode.Sync:
-            raise Error(f"DataLoaderMode.{DataLoaderMode(mode).name} is not available in this version: use Sync")
+        assert isinstance(options, Options), f"The first argument is a poptorch.Options, not {options!r}"
+        mode = DataLoaderMode(mode)
         options._freeze()
         self._poptorch_options = options
         self._has_options = batch_size is not None
-        self._batches_to_combine = _batches_to_combine(options)
-        self._combined = None if batch_size is None else batch_size * self._batches_to_combine
+        to_combine = _batches_to_combine(options)
         is_partitioned = options.Distributed.numProcesses > 1 and auto_distributed_partitioning
-        batching = _batching(self._combined, drop_last)
-        if batch_sampler is not None:
-            _check_batch_sampler(batch_size, shuffle, is_partitioned)
-            self._combined = _combined_by(batch_sampler, self._batches_to_combine)
-            combined = CombinedBatchSampler(batch_sampler, self._batches_to_combine, drop_last)
-            batching = {"batch_sampler": combined}
-        elif isinstance(dataset, IterableDataset):
-            _check_iterable(is_partitioned, num_workers, kwargs)
+        if batch_sampler is None:
+            self._combined = None if batch_size is None else batch_size * to_combine
         else:
-            _warn_of_short_batch(dataset, self._combined, drop_last)
+            _check_batch_sampler(batch_size, shuffle, is_partitioned)
+            self._combined = _combined_by(batch_sampler, to_combine)
+        self.rebatched_drop_last = drop_last
+        rebatched_size = _rebatched_size(mode, self._combined, drop_last, batch_size)
+        _check_async(mode, async_options, rebatched_size, rebatched_worker_size)
+        if isinstance(dataset, IterableDataset):
+            _check_iterable(is_partitioned, num_workers, kwargs)
         self._partition: Optional[Partition] = None
         if is_partitioned and batch_sampler is None:
             self._partition = dataset = _partition(options, dataset, self._combined, drop_last, shuffle)
             shuffle = False
+        if batch_sampler is None:
+            _warn_of_short_batch(dataset, self._combined, drop_last)
+            size = self._combined if rebatched_size is None else rebatched_worker_size or rebatched_size
+            # Without automatic batching torch admits no drop_last.
+            drops = drop_last and size is not None and rebatched_size is None
+            batching: Dict[str, Any] = {"batch_size": size, "drop_last": drops}
+        elif rebatched_size is not None:
+            batching = {"batch_sampler": batch_sampler}
+        else:
+            batching = {"batch_sampler": CombinedBatchSampler(batch_sampler, to_combine, drop_last)}
         super().__init__(
             dataset,
             shuffle=shuffle,
@@ -75,6 +96,9 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # not 
             **batching,
             **kwargs,
         )
+        if mode != DataLoaderMode.Sync:
+            given = {} if rebatched_size is None else {"rebatched_size": rebatched_size}
+            self._accessor = AsynchronousDataAccessor(self, **{**(async_options or {}), **given})
 
     @property
     def combinedBatchSize(self) -> Optional[int]:
@@ -88,37 +112,30 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # not 
             raise AttributeError("The loader has no options: with batch_size=None it combines nothing")
         return self._poptorch_options
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether another process loads."""
+        return self._accessor is not None
+
     def terminate(self) -> None:
-        """End asynchronous loading: in mode Sync there is none."""
+        """End asynchronous loading, for good: iterating raises Error afterwards. In mode Sync there is none."""
+        if self._accessor is not None:
+            self._accessor.terminate()
+
+    def __len__(self) -> int:
+        """Combined batches of an epoch."""
+        return super().__len__() if self._accessor is None else len(self._accessor)
 
     def __iter__(self) -> Any:
+        if self._accessor is not None:
+            return iter(self._accessor)
         if self._partition is not None:
             self._partition.shuffle()
         return super().__iter__()
 
-
-class CombinedBatchSampler:
-    """Joins so many consecutive batches of a batch sampler into one; a short rest is dropped or yielded."""
-
-    def __init__(self, batch_sampler: Any, batches_to_combine: int, drop_last: bool) -> None:
-        self._batch_sampler = batch_sampler
-        self._batches_to_combine = batches_to_combine
-        self._drop_last = drop_last
-
-    def __iter__(self) -> Iterator[List[Any]]:
-        gathered: List[Any] = []
-        for count, batch in enumerate(self._batch_sampler, start=1):
-            gathered += batch
-            if count % self._batches_to_combine == 0:
-                yield gathered
-                gathered = []
-        if gathered and not self._drop_last:
-            yield gathered
-
-    def __len__(self) -> int:
-        batches = len(cast(Sized, self._batch_sampler))
-        rest = batches % self._batches_to_combine > 0 and not self._drop_last
-        return batches // self._batches_to_combine + rest
+    def __getstate__(self) -> Dict[str, Any]:
+        # What is sent to another process loads there, without the processes that it has here.
+        return {**self.__dict__, "_accessor": None, "_iterator": None}
 
 
 def _batches_to_combine(options: Options) -> int:
@@ -127,9 +144,28 @@ def _batches_to_combine(options: Options) -> int:
     return int(steps * input_groups)
 
 
-def _batching(combined: Optional[int], drop_last: bool) -> Dict[str, Any]:
-    # Without automatic batching torch admits no drop_last.
-    return {"batch_size": combined, "drop_last": drop_last and combined is not None}
+def _rebatched_size(
+    mode: DataLoaderMode, combined: Optional[int], drop_last: bool, batch_size: Optional[int]
+) -> Optional[int]:
+    """The size to which batches of workers are joined; None when they are taken as they are."""
+    if mode == DataLoaderMode.AsyncRebatched and combined is None:
+        raise Error(
+            "DataLoaderMode.AsyncRebatched needs the size of a batch: "
+            + ("a batch_size" if batch_size is None else "a batch_sampler with the attribute batch_size")
+        )
+    is_rebatched = mode == DataLoaderMode.AsyncRebatched or (mode == DataLoaderMode.Async and not drop_last)
+    return combined if is_rebatched and combined is not None and combined > 1 else None
+
+
+def _check_async(
+    mode: DataLoaderMode, async_options: Optional[Dict[str, Any]], rebatched: Optional[int], worker_size: Optional[int]
+) -> None:
+    if rebatched is not None and "rebatched_size" in (async_options or {}):
+        raise Error(f"rebatched_size in async_options excludes rebatched loading, where it is {rebatched}")
+    if mode != DataLoaderMode.Sync and worker_size is not None:
+        most = 1 if rebatched is None else rebatched
+        is_size = isinstance(worker_size, int) and 0 < worker_size <= most
+        assert is_size, f"rebatched_worker_size must be from 1 to the combined batch size {most}, got {worker_size!r}"
 
 
 def _check_batch_sampler(batch_size: Optional[int], shuffle: Optional[bool], is_partitioned: bool) -> None:
@@ -153,11 +189,18 @@ def _check_iterable(is_partitioned: bool, num_workers: int, kwargs: Dict[str, An
         "auto_distributed_partitioning=False"
     )
     if num_workers > 1 and kwargs.get("worker_init_fn") is None:
-        logger.warning("An IterableDataset with %d workers and no worker_init_fn yields its data twice", num_workers)
+        logger.warning(
+            "An IterableDataset with %d workers and no worker_init_fn yields its data %d times",
+            num_workers,
+            num_workers,
+        )
 
 
 def _warn_of_short_batch(dataset: Any, combined: Optional[int], drop_last: bool) -> None:
-    if combined is not None and not drop_last and len(dataset) % combined:
+    """`dataset` is this process's part."""
+    if drop_last or combined is None or isinstance(dataset, IterableDataset):
+        return
+    if len(dataset) % combined:
         logger.warning(
             "%d samples are no multiple of the combined batch size %d: the last batch is short, and a compiled model "
             "will refuse it",

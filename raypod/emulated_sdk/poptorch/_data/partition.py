@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, Dict, Optional
 
 import torch
 
@@ -63,9 +63,22 @@ class Partition(torch.utils.data.Dataset):  # type: ignore[type-arg]  # not gene
         position = int(self._offset) + index
         return self._dataset[position if self._order is None else int(self._order[position])]
 
+    def become_independent(self) -> None:
+        """Shuffle from now on apart from the process that this is a copy from, though not from one's own workers."""
+        self._offset = _shared(self._offset.clone())
+        if self._order is not None:
+            self._order = _shared(self._order.clone())
+
     def __getstate__(self) -> Any:
-        # Workers never shuffle, and a generator cannot be pickled.
-        return {**self.__dict__, "_generator": None}
+        # A generator cannot be pickled by torch 2.0.
+        state = None if self._generator is None else self._generator.get_state()
+        return {**self.__dict__, "_generator": state}
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if state["_generator"] is not None:
+            self._generator = torch.Generator()
+            self._generator.set_state(state["_generator"])
 
 
 def _shared(tensor: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,11 @@ def registerCustomArgParser(arg_data_type: type, arg_parser: ICustomArgParser) -
     _parsers[arg_data_type] = arg_parser
 
 
+def registered() -> Dict[type, ICustomArgParser]:
+    """All registrations, for a process that is to have the same."""
+    return dict(_parsers)
+
+
 def parser_of(value: Any) -> Optional[ICustomArgParser]:
     """The parser registered for the type of a value, or for the nearest of its base types; None without one."""
     return parser_for(type(value))

@@ -1,0 +1,103 @@
+"""Data sets that the tests of loading share; other processes import them from here."""
+
+from __future__ import annotations
+
+import collections
+import os
+import time
+from typing import Any, Iterator
+
+import poptorch
+import torch
+from torch.utils.data import IterableDataset
+
+FORK = {"sharing_strategy": poptorch.SharingStrategy.Fork}
+Pair = collections.namedtuple("Pair", ["first", "second"])
+
+
+class Numbers(torch.utils.data.Dataset):
+    """0, 1, 2, ... as float32 [2], without holding them."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((2,), float(index))
+
+
+class Broken(Numbers):
+    """Numbers up to one that cannot be read."""
+
+    def __init__(self, length: int, broken: int) -> None:
+        super().__init__(length)
+        self.broken = broken
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.broken:
+            raise RuntimeError(f"sample {index} cannot be read")
+        return super().__getitem__(index)
+
+
+class Hung(Numbers):
+    """Numbers of which the third never comes."""
+
+    def __getitem__(self, index: int) -> Any:
+        while index == 2:
+            time.sleep(0.05)
+        return super().__getitem__(index)
+
+
+class Where(Numbers):
+    """The process that loads each sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        return os.getpid()
+
+
+class RandomNumbers(Numbers):
+    """Samples that are drawn."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(1)
+
+
+class Stream(IterableDataset):
+    """A few numbers, one after the other, shared among workers."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        info = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(first, self.length, step))
+
+
+class Boxed:
+    """A type that needs a parser."""
+
+    def __init__(self, inside: torch.Tensor) -> None:
+        self.inside = inside
+
+
+class BoxParser(poptorch.ICustomArgParser):
+    """Takes boxes apart."""
+
+    def yieldTensors(self, struct: Boxed) -> Iterator[torch.Tensor]:
+        yield struct.inside
+
+    def reconstruct(self, original_structure: Boxed, tensor_iterator: Iterator[torch.Tensor]) -> Boxed:
+        return Boxed(next(tensor_iterator))
+
+
+def numbers(element: Any) -> list[int]:
+    """The samples in a batch of `Numbers` or of integers."""
+    return [int(number) for number in (element[:, 0] if element.dim() > 1 else element)]
+
+
+def epoch(data: Any) -> list[int]:
+    """The samples of an epoch, in order."""
+    return [number for element in data for number in numbers(element)]
