@@ -26,10 +26,7 @@ def overlapping() -> poptorch.Options:
     """Options that a device with overlapped transfers accepts."""
     chosen = options(iterations=2)
     chosen.TensorLocations.numIOTiles(32)
-    chosen.outputMode(poptorch.OutputMode.All)
-    if hasattr(poptorch, "ShardedExecution"):
-        chosen.setExecutionStrategy(poptorch.ShardedExecution())
-    return chosen
+    return chosen.outputMode(poptorch.OutputMode.All).setExecutionStrategy(poptorch.ShardedExecution())
 
 
 def test_values_are_those_without_it():

@@ -54,6 +54,13 @@ def test_points_meet_those_of_their_cloud_only():
     assert poptorch.nearest(x, y, torch.tensor([0, 0, 1]), [0, 1, 1]).tolist() == [0, 0, 1]
 
 
+@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16, torch.float64])
+def test_points_of_any_precision_are_taken(dtype):
+    x, y = torch.tensor([[0.0], [2.0]], dtype=dtype), torch.tensor([[2.5], [-1.0]], dtype=dtype)
+    assert poptorch.nearest(x, y).tolist() == [1, 0]
+    assert poptorch.fps(x, [0, 2], 1.0).tolist() == [0, 1]
+
+
 def test_they_run_in_a_model():
     class Sample(nn.Module):
         def forward(self, src: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from poptorch._errors import Error
 from poptorch._executor.arguments import Arguments
 from poptorch._executor.outputs import api_dtypes
 from poptorch._executor.structure import Structure, flatten
-from poptorch._ops.overlap import check_overlaps
+from poptorch._ops.overlap import check_transfers
 from poptorch._parallel.blocks import block_of
 from poptorch._parallel.placement import Placement, Sizes, place
 from poptorch._parallel.strategies import _IExecutionStrategy
@@ -85,7 +85,7 @@ def trace(scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.T
     with torch.set_grad_enabled(checks.is_training), detect_random() as generator:
         with recorder, mode, tracker:
             outputs, structure = flatten(scratch.module(*args, **kwargs))
-        check_overlaps(mode.overlaps, tensors, outputs)
+        check_transfers(mode.overlaps, tensors, outputs)
         tensors_before.check(scratch.module, mode, checks)
         if checks.is_training:
             loss = final_loss(mode.marks)

@@ -32,7 +32,7 @@ def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
     return _noted(output_tensors, mode, "set_overlap_for_output")
 
 
-def check_overlaps(
+def check_transfers(
     overlaps: Sequence[Overlap], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> None:
     """Error when a transfer was asked to overlap that is none, as the tensor is no input or no output of the model."""

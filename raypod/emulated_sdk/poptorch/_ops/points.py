@@ -11,6 +11,8 @@ from .arguments import ArgumentError, Signature, checked_tensor
 
 _Indices = Union[torch.Tensor, Sequence[int]]
 
+_DISTANCES = 2**22  # that `nearest` holds at a time
+
 
 def fps(src: torch.Tensor, ptr: _Indices, ratio: float = 0.5, random_start: bool = False) -> torch.Tensor:
     """Farthest point sampling: from each cloud, points that lie as far from those already taken as possible.
@@ -52,9 +54,15 @@ def nearest(
     alone = sorted(set(of_x.tolist()) - set(of_y.tolist()))
     if alone:
         raise ArgumentError(f"poptorch.nearest: cloud {alone[0]} of batch_x has no point in batch_y")
-    distances = (x[:, None, :] - y[None, :, :]).square().sum(-1)
-    elsewhere = of_x[:, None] != of_y[None, :]
-    return distances.masked_fill(elsewhere, float("inf")).argmin(1) if len(x) else torch.zeros(0, dtype=torch.long)
+    rows = max(1, _DISTANCES // max(1, len(y)))
+    found = [_nearest(some, y, of_some, of_y) for some, of_some in zip(x.split(rows), of_x.split(rows)) if len(some)]
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.long)
+
+
+def _nearest(x: torch.Tensor, y: torch.Tensor, of_x: torch.Tensor, of_y: torch.Tensor) -> torch.Tensor:
+    # Not by a matrix product, which is faster for many features, but loses what lies close together.
+    distances = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
+    return distances.masked_fill(of_x[:, None] != of_y[None, :], float("inf")).argmin(1)
 
 
 def _farthest(points: torch.Tensor, count: int, random_start: bool) -> torch.Tensor:
@@ -76,7 +84,7 @@ def _points(op: str, name: str, points: torch.Tensor) -> torch.Tensor:
         raise ArgumentError(
             f"poptorch.{op}: `{name}` is floating point [points, features], not {Signature.of([points])}"
         )
-    points = points.detach()
+    points = points.detach() if points.dtype in (torch.float32, torch.float64) else points.detach().float()
     return points[:, None] if points.dim() == 1 else points
 
 
