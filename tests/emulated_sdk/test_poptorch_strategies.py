@@ -192,6 +192,13 @@ def test_options_keep_and_tell_the_strategy():
         opts.setExecutionStrategy(poptorch.ShardedExecution())
 
 
+def test_an_options_file_names_strategies(tmp_path):
+    file = tmp_path / "options.txt"
+    file.write_text("setExecutionStrategy(poptorch.ShardedExecution(poptorch.AutoStage.AutoIncrement))\n")
+    told = poptorch.Options().loadFromFile(str(file)).toDict()
+    assert (told["execution_strategy"], told["auto_stage"]) == ("ShardedExecution", 1)
+
+
 def test_a_replicas_ipus_reach_up_to_the_highest():
     placement = compiled((0, 3), poptorch.ShardedExecution()).emulatedPlacement()
     assert placement.ipus_per_replica == 4

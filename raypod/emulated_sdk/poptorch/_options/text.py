@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import importlib
 import json
 from pathlib import Path
 from typing import Any, Dict
@@ -33,7 +34,9 @@ def apply_file(options: OptionsDict, path: str) -> None:
 
     ConfigFileError names the file, the line and what is wrong with it.
     """
-    names: Dict[str, Any] = {"options": options, "torch": torch, "poptorch": enums, **_enumerations()}
+    # Only when it is called, for poptorch imports this module.
+    poptorch = importlib.import_module("poptorch")
+    names: Dict[str, Any] = {"options": options, "torch": torch, "poptorch": poptorch, **_enumerations()}
     for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
         setter = line.strip()
         if not setter or setter.startswith("#"):
