@@ -81,12 +81,12 @@ def test_the_last_block_goes_on_to_the_end():
     assert ipus(placed(forward)) == [0, 1]
 
 
-def test_a_block_without_operations_takes_no_ipu():
+def test_a_block_of_constants_only_takes_no_ipu():
     def forward(x):
         with poptorch.Block(ipu_id=3):
-            pass
+            one = torch.ones(2)
         poptorch.Block.start("rest", ipu_id=0)
-        return x + 1
+        return x + one
 
     assert ipus(placed(forward)) == [0]
 

@@ -165,8 +165,9 @@ class StageRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func._schema.name not in _BOOKKEEPING:
-            self._note(func, args, kwargs or {}, result)
+        tensors = _arguments(args, kwargs or {})
+        if tensors and func._schema.name not in _BOOKKEEPING:  # without arguments it is a constant
+            self._note(cost.operations(func, args, result), tensors)
         return result
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
@@ -178,14 +179,14 @@ class StageRecorder(TorchDispatchMode):
     def _leave_module(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         self._inside.pop()
 
-    def _note(self, operator: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any], result: Any) -> None:
+    def _note(self, operations: int, tensors: List[torch.Tensor]) -> None:
         run = self._run()
-        run.operations += cost.operations(operator, args, result)
+        run.operations += operations
         if self._place.block is not None:
             run.blocks[self._place.block] = None
         if self._inside and self._inside[-1]:
             run.modules[self._inside[-1]] = None
-        for tensor in _arguments(args, kwargs):
+        for tensor in tensors:
             if id(tensor) in self._unused:
                 run.tensors[self._unused.pop(id(tensor))] = None
 
