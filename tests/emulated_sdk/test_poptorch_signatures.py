@@ -15,7 +15,6 @@ PRIVATE_SECTIONS = {"poptorch (args)", "poptorch (options base)"}
 
 # The names that the SDK has and the emulation has not (yet).
 MISSING = {
-    "poptorch.AsynchronousDataAccessor",
     "poptorch.PoplarExecutor.compilationTime",
     "poptorch.PoplarExecutor.copyNamedBuffersToDevice",
     "poptorch.PoplarExecutor.cycleCount",

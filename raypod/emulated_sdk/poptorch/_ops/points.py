@@ -55,7 +55,7 @@ def nearest(
     if alone:
         raise ArgumentError(f"poptorch.nearest: cloud {alone[0]} of batch_x has no point in batch_y")
     rows = max(1, _DISTANCES // max(1, len(y)))
-    found = [_nearest(some, y, of_some, of_y) for some, of_some in zip(x.split(rows), of_x.split(rows)) if len(some)]
+    found = [_nearest(x[at : at + rows], y, of_x[at : at + rows], of_y) for at in range(0, len(x), rows)]
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.long)
 
 
