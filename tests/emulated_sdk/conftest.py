@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 
 import pytest
 import torch
+
+# The tests in this process are about the emulated one, whatever is installed here.
+os.environ["EMULATED_POD_HOROVOD"] = "emulated"
 
 
 def _has_replica_threads() -> bool:

@@ -1,6 +1,7 @@
 """Runs functions of a test module in several processes that form one emulated pod.
 
 One fresh process imports torch and the module, which takes seconds, and forks the ranks before torch starts a thread.
+With `horovod="real"` the same functions get the installed Horovod instead of the emulated one.
 """
 
 from __future__ import annotations
@@ -14,14 +15,41 @@ import sys
 import tempfile
 import time
 import traceback
-from contextlib import suppress
+from contextlib import closing, suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Tuple
 
 SDK = Path(__file__).resolve().parents[2] / "raypod" / "emulated_sdk"
 
 
-def run_ranks(module_file: str, functions: List[str], size: int, bound_s: float = 60.0) -> Dict[str, List[Any]]:
+def has_real_horovod() -> bool:
+    """Whether a real Horovod is installed here."""
+    folders = [entry for entry in sys.path if Path(entry or ".").resolve() != SDK]
+    return PathFinder.find_spec("horovod", folders) is not None
+
+
+def both() -> List[Any]:
+    """Parameters of a fixture that runs everything with the emulated Horovod, and with the real one if it is here."""
+    import pytest
+
+    skip = pytest.mark.skipif(not has_real_horovod(), reason="no Horovod is installed (scripts/install_horovod.sh)")
+    return ["emulated", pytest.param("real", marks=skip)]
+
+
+def become(rank: int, hosts: List[Tuple[str, int]]) -> None:
+    """Makes this process one of the ranks on `hosts` (name, number of ranks)."""
+    host, local = [(host, local) for host in hosts for local in range(host[1])][rank]
+    across = [other for other in hosts if other[1] > local]
+    place = {"RANK": rank, "SIZE": sum(slots for _, slots in hosts), "LOCAL_RANK": local, "LOCAL_SIZE": host[1]}
+    place.update(CROSS_RANK=across.index(host), CROSS_SIZE=len(across))
+    os.environ.update({f"HOROVOD_{name}": str(number) for name, number in place.items()})
+    os.environ.update(HOROVOD_HOSTNAME=host[0], HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
+
+
+def run_ranks(
+    module_file: str, functions: List[str], size: int, bound_s: float = 60.0, horovod: str = "emulated"
+) -> Dict[str, List[Any]]:
     """Calls each function(rank, size), one after the other, in `size` processes.
 
     Returns the values by function and rank; None where a process ended itself before. AssertionError with all output
@@ -29,10 +57,15 @@ def run_ranks(module_file: str, functions: List[str], size: int, bound_s: float 
     """
     import _emulated_pod
 
+    from raypod.horovod_rendezvous import HorovodRendezvous
+
     store, address = _emulated_pod.open_rendezvous()
     environment = {**os.environ, "PYTHONPATH": str(SDK), "OMP_NUM_THREADS": "1"}
     environment.update({_emulated_pod.RENDEZVOUS: address, _emulated_pod.TIMEOUT_S: "30"})
-    with tempfile.TemporaryDirectory() as folder:
+    environment["EMULATED_POD_HOROVOD"] = horovod
+    # What a real Horovod needs is no burden to the other.
+    with tempfile.TemporaryDirectory() as folder, closing(HorovodRendezvous("127.0.0.1", ["127.0.0.1"])) as server:
+        environment.update(server.environment, HOROVOD_GLOO_IFACE="lo")
         call = [sys.executable, __file__, module_file, folder, str(size), *functions]
         with Path(folder, "log").open("w") as log:
             parent = subprocess.Popen(call, env=environment, stdout=log, stderr=log, start_new_session=True)

@@ -40,6 +40,8 @@ def _become(spec: ModuleSpec) -> None:
     spec.loader.exec_module(real)
 
 
+__version__ = "0.28.1+emulated"  # the one whose interface this is
+
 _spec = _real_horovod()
 if _spec is not None:
     _become(_spec)

@@ -1,66 +1,38 @@
-"""`horovod.torch`, emulated: what PopTorch programs use of Horovod 0.28 on the host (contract section 8).
+"""`horovod.torch`, emulated: what PyTorch programs use of Horovod 0.28 on the host (contract section 8).
 
-Gradients never pass here. Ranks are instances, not replicas. All ranks call in the same order; a rank that calls
-something else, ends or stays silent makes the others raise RuntimeError. Results carry no autograd history.
+On IPUs gradients never pass here, and ranks are instances, not replicas. Operations belong together by name, in
+whatever order the ranks ask for them; ranks that disagree, and a rank that ends or stays silent, are an error on all.
 """
 
 from __future__ import annotations
 
-from .compression import Compression
-from .functions import broadcast_object, broadcast_parameters
-from .mpi_ops import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather,
-    allreduce,
-    allreduce_,
-    barrier,
-    broadcast,
-    broadcast_,
-    cross_rank,
-    cross_size,
-    global_process_set,
-    grouped_allreduce,
-    grouped_allreduce_,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
+from typing import Any
+
+from horovod.torch import mpi_ops
+from horovod.torch.compression import Compression
+from horovod.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
 )
+from horovod.torch.mpi_ops import *  # noqa: F403  # every name of its __all__
+from horovod.torch.optimizer import DistributedOptimizer
+from horovod.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
-    "Adasum",
-    "Average",
+    *mpi_ops.__all__,
     "Compression",
-    "Max",
-    "Min",
-    "Product",
-    "Sum",
-    "allgather",
-    "allreduce",
-    "allreduce_",
-    "barrier",
-    "broadcast",
-    "broadcast_",
+    "DistributedOptimizer",
+    "SyncBatchNorm",
+    "allgather_object",
     "broadcast_object",
+    "broadcast_optimizer_state",
     "broadcast_parameters",
-    "cross_rank",
-    "cross_size",
-    "global_process_set",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "init",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "rank",
-    "shutdown",
-    "size",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "elastic":
+        raise AttributeError("the emulated Horovod has no elastic mode")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,28 +29,22 @@ class Identity(NamedTuple):
 _identity: Optional[Identity] = None
 
 
-def init(comm: Optional[List[int]] = None, process_sets: Optional[List[object]] = None) -> None:
-    """Joins all other ranks; without effect if done before. All ranks must call it.
-
-    ValueError for a part of the ranks (`comm`, `process_sets`), RuntimeError for garbage in the environment or if a
-    rank does not come in time, which the error names.
-    """
+def find() -> None:
+    """Joins all other ranks and finds out this one's place; without effect if done before."""
     global _identity
-    if comm or process_sets:
-        raise ValueError("the emulated Horovod works on all ranks only: leave out comm and process_sets")
     if _identity is None:
         _identity = _find_identity()
 
 
-def shutdown() -> None:
-    """Leaves the others. `init` may be called again."""
+def forget() -> None:
+    """Leaves the others."""
     global _identity
     _emulated_pod.disconnect(_GROUP)
     _identity = None
 
 
-def is_initialized() -> bool:
-    """Whether `init` has been called, and `shutdown` not since."""
+def is_known() -> bool:
+    """Whether `find` has been called, and `forget` not since."""
     return _identity is not None
 
 
@@ -62,7 +56,7 @@ def identity() -> Identity:
 
 
 def group() -> _emulated_pod.Group:
-    """The wires to the other ranks; ValueError before `init`."""
+    """The wires to the other ranks; ValueError before `init`. Only the engine uses them once it runs."""
     who = identity()
     return _emulated_pod.connect(_GROUP, who.rank, who.size)
 
@@ -95,6 +89,12 @@ def cross_rank() -> int:
 def cross_size() -> int:
     """Number of hosts that have a rank with this local rank."""
     return identity().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have equally many ranks, as far as this rank can tell from its own host."""
+    who = identity()
+    return who.local_size * who.cross_size == who.size
 
 
 def _find_identity() -> Identity:

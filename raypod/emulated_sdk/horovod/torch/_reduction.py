@@ -63,6 +63,11 @@ def combined(parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     return total.to(parts[0].dtype)
 
 
+def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """The tensor times the factor in the tensor's own dtype; integers are rounded towards zero."""
+    return tensor if factor == 1.0 else (tensor.to(torch.float64) * factor).to(tensor.dtype)
+
+
 def _wait(transfers: List[Transfer]) -> None:
     for transfer in transfers:
         transfer.wait()

@@ -1,0 +1,1 @@
+"""`horovod.common`, emulated: the exceptions."""

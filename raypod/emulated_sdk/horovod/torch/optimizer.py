@@ -1,0 +1,274 @@
+"""`DistributedOptimizer`: an optimizer whose gradients are combined over all ranks (contract section 8).
+
+For programs that train on the host. On IPUs the device combines the gradients.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+import torch
+
+from horovod.torch import _identity
+from horovod.torch._asynchronous import Average, grouped_allreduce_async_
+from horovod.torch._process_sets import check, global_process_set
+from horovod.torch._submission import refuse_adasum, synchronize
+from horovod.torch.compression import Compression
+from horovod.torch.functions import broadcast_object
+
+_Parameters = Tuple[torch.Tensor, ...]
+
+
+class _Sent(NamedTuple):
+    handle: int
+    contexts: Sequence[Any]
+
+
+class _Settings(NamedTuple):
+    compression: Any
+    op: int
+    gradient_predivide_factor: float
+    groups: Any
+    sparse_as_dense: bool
+
+
+class _DistributedOptimizer(torch.optim.Optimizer):
+    """Mixed into the class of the user's optimizer. Gradients set out as soon as `backward` has them."""
+
+    _local_class: Any  # of the user's optimizer
+
+    def _distribute(
+        self, named: List[Tuple[str, torch.Tensor]], backward_passes_per_step: int, settings: _Settings
+    ) -> None:
+        self._names = {parameter: name for name, parameter in named}
+        self._settings = settings
+        self.backward_passes_per_step = backward_passes_per_step
+        self._passes_left: Dict[torch.Tensor, int] = {}
+        self._sent: Dict[int, _Sent] = {}  # by group
+        self._is_synchronized, self._must_synchronize = False, True
+        self._groups: List[_Parameters] = []
+        self._group_of: Dict[torch.Tensor, int] = {}
+        self._accumulators: List[Any] = []  # they keep their hooks as long as somebody holds them
+        if _identity.size() > 1:
+            trained = [each for group in self.param_groups for each in group["params"] if each.requires_grad]
+            self._groups = _grouped(trained, self._names, settings.groups)
+            for number, members in enumerate(self._groups):
+                self._group_of.update(dict.fromkeys(members, number))
+            for parameter in trained:
+                self._watch(parameter)
+        self.set_backward_passes_per_step(backward_passes_per_step)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """How often gradients are accumulated before they are combined."""
+        self.backward_passes_per_step = passes
+        self._passes_left = dict.fromkeys(self._names, passes)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """As the user's optimizer does; what was accumulated does not count."""
+        self._sent = {}
+        self._is_synchronized, self._must_synchronize = False, True
+        self.set_backward_passes_per_step(self.backward_passes_per_step)
+        self._local_class.load_state_dict(self, *args, **kwargs)
+
+    def synchronize(self) -> None:
+        """Waits until all gradients are the combined ones; a rank without a gradient contributes zeros.
+
+        Between this and a `step` under `skip_synchronize` they can be looked at and clipped.
+        """
+        for number in range(len(self._groups)):
+            if number not in self._sent:
+                self._send(number)
+        for number, sent in self._sent.items():
+            for parameter, result, context in zip(self._groups[number], synchronize(sent.handle), sent.contexts):
+                self._passes_left[parameter] = self.backward_passes_per_step
+                combined = self._settings.compression.decompress(result, context)
+                assert parameter.grad is not None, "it was sent"
+                if parameter.grad.is_sparse:
+                    parameter.grad = combined.to_sparse()
+                else:
+                    parameter.grad.data = combined
+        self._sent.clear()
+        self._is_synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it `step` takes the gradients as they are: `synchronize` was called."""
+        self._must_synchronize = False
+        try:
+            yield
+        finally:
+            self._must_synchronize = True
+
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
+        """Combines the gradients and takes the user's optimizer's step."""
+        if self._must_synchronize:
+            if self._is_synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after"
+                    " optimizer.synchronize(). This can cause training slowdown. You may want to consider using"
+                    " optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        self._is_synchronized = False
+        return self._local_class.step(self, closure)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """AssertionError while gradients are on their way."""
+        if self._sent:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or"
+                " optimizer.synchronize(). This is prohibited as it can cause a race condition."
+            )
+        self._local_class.zero_grad(self, *args, **kwargs)
+
+    def _watch(self, parameter: torch.Tensor) -> None:
+        """Calls `_arrived` whenever backward has accumulated into the gradient (torch 2.0 has no simpler hook)."""
+        view: Any = parameter.expand_as(parameter)
+        accumulator = view.grad_fn.next_functions[0][0]
+        accumulator.register_hook(lambda *_: self._arrived(parameter))
+        self._accumulators.append(accumulator)
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        if self._passes_left[parameter] <= 0:
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase"
+                " backward_passes_per_step to accumulate gradients locally."
+            )
+        self._passes_left[parameter] -= 1
+        number = self._group_of[parameter]
+        if all(self._passes_left[member] == 0 for member in self._groups[number]):
+            self._send(number)
+
+    def _send(self, number: int) -> None:
+        members = self._groups[number]
+        packed = [self._settings.compression.compress(self._gradient(member)) for member in members]
+        factor = self._settings.gradient_predivide_factor
+        handle = grouped_allreduce_async_(
+            [tensor for tensor, _ in packed],
+            name="gradient of " + self._names[members[0]],
+            op=self._settings.op,
+            prescale_factor=1.0 / factor,
+            postscale_factor=factor,
+        )
+        self._sent[number] = _Sent(handle, [context for _, context in packed])
+
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if not parameter.grad.is_sparse:
+            return parameter.grad.contiguous()
+        if not self._settings.sparse_as_dense:
+            raise NotImplementedError(
+                f"the gradient of {self._names[parameter]} is sparse, which the emulated Horovod does not reduce;"
+                " use DistributedOptimizer(sparse_as_dense=True)"
+            )
+        return parameter.grad.to_dense()
+
+
+def DistributedOptimizer(  # noqa: PLR0913  # Horovod's
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Optional[Iterable[Tuple[str, torch.Tensor]]] = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Union[None, int, List[List[torch.Tensor]]] = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = global_process_set,
+) -> Any:
+    """The optimizer, with gradients combined by `op` over all ranks before each step. Its class has the same name.
+
+    named_parameters: names that all ranks share, usually `model.named_parameters()`; all parameters must be named, and
+    no name may come twice (ValueError).
+    backward_passes_per_step: how often gradients are accumulated before they are combined.
+    gradient_predivide_factor: with Average, divides before the sum and multiplies after it.
+    groups: how many groups of gradients travel together, or which do.
+    sparse_as_dense: sparse gradients travel as dense ones; without it they are refused (NotImplementedError), as are
+    Adasum and other process sets.
+    """
+    check(process_set)
+    refuse_adasum(op)
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if num_groups != 0:
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        groups = num_groups if groups is None else groups
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    _check_groups(groups)
+    own_class = type(optimizer)
+    distributed: Any = type(own_class.__name__, (_DistributedOptimizer, own_class), {"_local_class": own_class})
+    wrapped = distributed.__new__(distributed)
+    # A scheduler that was made before has put its own `step` into the instance, which would be called instead of ours.
+    wrapped.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    named = _checked_names(optimizer, named_parameters)
+    wrapped._distribute(
+        named,
+        backward_passes_per_step,
+        _Settings(compression, op, gradient_predivide_factor, groups, sparse_as_dense),
+    )
+    return wrapped
+
+
+def _checked_names(
+    optimizer: torch.optim.Optimizer, named_parameters: Optional[Iterable[Tuple[str, torch.Tensor]]]
+) -> List[Tuple[str, torch.Tensor]]:
+    in_groups = [
+        (f"allreduce.noname.{number}.{place}", parameter)
+        for number, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+    ]
+    named = in_groups if named_parameters is None else list(named_parameters)
+    if any(not isinstance(entry, tuple) for entry in named):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by"
+            " model.named_parameters()."
+        )
+    twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(map(str, twice))}"
+        )
+    known = {id(parameter) for _, parameter in named}
+    unnamed = [f"{name} {list(each.shape)}" for name, each in in_groups if id(each) not in known]
+    if unnamed:
+        raise ValueError(
+            "named_parameters was specified, but one or more model parameters were not named: by group and place"
+            f" {', '.join(unnamed)}"
+        )
+    return named
+
+
+def _check_groups(groups: Any) -> None:
+    if groups is None:
+        return
+    if not (isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
+        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+    if isinstance(groups, list) and not all(torch.is_tensor(each) for members in groups for each in members):
+        raise ValueError("groups must consist of torch.Tensor.")
+
+
+def _grouped(trained: List[torch.Tensor], names: Dict[torch.Tensor, str], groups: Any) -> List[_Parameters]:
+    """Which gradients travel together; by default each for itself. Root's order of parameters counts."""
+    if groups is None:
+        return [(parameter,) for parameter in trained]
+    order = broadcast_object([names[parameter] for parameter in trained], 0, "order of parameters")
+    trained = sorted(trained, key=lambda parameter: order.index(names[parameter]))
+    if isinstance(groups, int):
+        edges = [len(trained) * number // groups for number in range(groups + 1)]
+        members = [tuple(trained[low:high]) for low, high in zip(edges, edges[1:])]
+    else:
+        known = {id(parameter) for parameter in trained}
+        members = [tuple(each for each in group if id(each) in known) for group in groups]
+        grouped = {id(each) for group in members for each in group}
+        members += [(parameter,) for parameter in trained if id(parameter) not in grouped]
+    return [group for group in members if group]

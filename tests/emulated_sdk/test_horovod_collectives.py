@@ -1,0 +1,299 @@
+"""`horovod.torch`: the collectives that PopTorch programs use on the host, of the emulated Horovod and of the real one."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Dict, List
+
+import horovod.torch as hvd
+import pytest
+import torch
+from ranks import become, both, run_ranks
+
+LARGE = 5001  # does not divide by the ranks
+REDUCED = [torch.float32, torch.float64, torch.float16, torch.int64, torch.int32]
+REFUSED = [torch.bool, torch.bfloat16, torch.uint8, torch.complex64]
+MOVED = [*REDUCED, torch.uint8, torch.int8, torch.int16]
+
+
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError, IndexError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def numbers(rank: int, length: int = LARGE) -> torch.Tensor:
+    return torch.randn(length, generator=torch.Generator().manual_seed(rank))
+
+
+# ---- what the ranks run: 4 ranks, on 2 hosts of 2
+
+
+def start(rank: int, size: int) -> Dict[str, Any]:
+    before = [error_of(hvd.rank), error_of(lambda: hvd.allreduce(torch.zeros(1)))]
+    become(rank, [("a", 2), ("b", 2)])
+    hvd.init()
+    hvd.init()
+    place = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+    everybody = hvd.global_process_set
+    return {
+        "before": before,
+        "place": place,
+        "is_initialized": hvd.is_initialized(),
+        "process_set": (everybody.rank(), everybody.size(), everybody.ranks, everybody.included()),
+        "built": (hvd.gloo_built(), hvd.gloo_enabled(), hvd.mpi_built(), hvd.mpi_enabled(), hvd.nccl_built()),
+        "mpi": error_of(hvd.mpi_threads_supported),
+        "timeline": error_of(lambda: hvd.start_timeline("timeline.json")),
+    }
+
+
+def reduce(rank: int, size: int) -> Dict[str, Any]:
+    loss, accuracy = hvd.grouped_allreduce([torch.tensor(float(rank)), torch.tensor(2.0 * rank)], op=hvd.Average)
+    mixed = hvd.grouped_allreduce([torch.full((2, 2), rank), torch.tensor(5), torch.full((3,), rank)], op=hvd.Sum)
+    in_place = torch.full((2, 3), float(rank))
+    returned = hvd.allreduce_(in_place, None, "in place", hvd.Sum)
+    parameter = torch.nn.Parameter(torch.full((2,), float(rank)))
+    hvd.grouped_allreduce_([parameter], op=hvd.Max)
+    with pytest.warns(DeprecationWarning, match="average"):
+        averages = [hvd.allreduce(torch.tensor(float(rank)), average) for average in (True, False)]
+    return {
+        "metrics": (loss, accuracy),
+        "mixed": mixed,
+        "in_place": in_place if returned is in_place else None,
+        "parameter": parameter.detach(),
+        "large": hvd.allreduce(numbers(rank)),
+        "small": hvd.allreduce(numbers(rank, 5)),
+        "dtypes": [hvd.allreduce(torch.full((1000,), 2 * rank + 1).to(dtype), op=hvd.Sum) for dtype in REDUCED],
+        "integers": hvd.allreduce(torch.tensor([rank, -rank])),
+        "ops": [hvd.allreduce(torch.tensor([rank + 1.0]), op=op) for op in (hvd.Min, hvd.Max, hvd.Product)],
+        "average": averages,
+        "scaled": hvd.allreduce(torch.tensor(1.0), op=hvd.Sum, prescale_factor=3.0, postscale_factor=0.5),
+        "compressed": hvd.allreduce(torch.tensor([1.0001]), compression=hvd.Compression.fp16),
+        "compressed_group": hvd.grouped_allreduce([torch.tensor([1.0001])], compression=hvd.Compression.fp16)[0],
+        "empty": hvd.allreduce(torch.empty(0)),
+        "refused": [error_of(lambda dtype=dtype: hvd.allreduce(torch.zeros(2).to(dtype))) for dtype in REFUSED],
+        "strided": error_of(lambda: hvd.allreduce(torch.zeros(2, 3).t())),
+        "both": error_of(lambda: hvd.allreduce(torch.zeros(1), True, op=hvd.Sum)),
+        "bad_op": error_of(lambda: hvd.allreduce(torch.zeros(1), op=9)),
+    }
+
+
+def gather(rank: int, size: int) -> Dict[str, Any]:
+    return {
+        "ragged": hvd.allgather(torch.full((rank, 2), rank)),
+        "one": hvd.allgather(torch.tensor([float(rank)])),
+        "dtypes": [hvd.allgather(torch.full((2,), rank).to(dtype)) for dtype in MOVED],
+        "scalar": error_of(lambda: hvd.allgather(torch.tensor(1.0))),
+        "objects": hvd.allgather_object({"rank": rank, "text": "x" * 100 * rank}),
+    }
+
+
+def state(rank: int) -> Dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    random = torch.randn(40, 30, generator=generator)
+    return {
+        "weight": random.clone(),
+        "half": random.half(),
+        "special": torch.tensor([float("nan"), float("inf"), -0.0, float(rank)]),
+        "count": torch.tensor(2**62 + rank),
+        "bytes": random.to(torch.uint8),
+        "double": random.double(),
+        "empty": torch.empty(0, 3),
+    }
+
+
+def spread(rank: int, size: int) -> Dict[str, Any]:
+    mine = state(rank)
+    hvd.broadcast_parameters(mine, root_rank=1)
+    model = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight.fill_(float(rank))
+    hvd.broadcast_parameters(list(model.named_parameters()), 2)
+    in_place = torch.full((3,), float(rank))
+    return {
+        "state": mine,
+        "weight": model.weight.detach(),
+        "in_place": in_place if hvd.broadcast_(in_place, 3) is in_place else None,
+        "seed": hvd.broadcast(torch.tensor(7 + rank), root_rank=0, name="seed"),
+        "object": hvd.broadcast_object({"epoch": rank, "nothing": None}, 3),
+        "root_object": hvd.broadcast_object(rank),
+        "root": error_of(lambda: hvd.broadcast(torch.zeros(1), 4)),
+        "generator": error_of(lambda: hvd.broadcast_parameters(model.named_parameters(), 0)),
+    }
+
+
+def mistakes(rank: int, size: int) -> Dict[str, str]:
+    dtype = torch.float64 if rank == 3 else torch.float32
+    found = {
+        "shape": error_of(lambda: hvd.allreduce(torch.zeros(2 + rank // 3), name="shape")),
+        "dtype": error_of(lambda: hvd.allreduce(torch.zeros(2, dtype=dtype), name="dtype")),
+        "op": error_of(lambda: hvd.allreduce(torch.zeros(2), op=hvd.Max if rank == 3 else hvd.Min, name="op")),
+        "factor": error_of(lambda: hvd.allreduce(torch.zeros(2), prescale_factor=1.0 + rank // 3, name="factor")),
+        "root": error_of(lambda: hvd.broadcast(torch.zeros(2), rank // 3, name="root")),
+        "gather": error_of(lambda: hvd.allgather(torch.zeros(1, 1 + rank // 3), name="gather")),
+    }
+    hvd.barrier()  # nobody fell out of step
+    return found
+
+
+def restart(rank: int, size: int) -> Any:
+    hvd.shutdown()
+    after = [error_of(hvd.rank), error_of(lambda: hvd.allreduce(torch.zeros(1))), hvd.is_initialized()]
+    become(size - 1 - rank, [("a", 1), ("b", 3)])
+    hvd.init()
+    return after, hvd.rank(), hvd.local_size(), hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item()
+
+
+def death_of_a_rank(rank: int, size: int) -> str:
+    if rank == 2:
+        os._exit(0)
+    return error_of(lambda: hvd.allreduce(numbers(rank), name="death"))
+
+
+RANK_FUNCTIONS = ["start", "reduce", "gather", "spread", "mistakes", "restart", "death_of_a_rank"]
+
+# ---- tests
+
+
+@pytest.fixture(scope="module", params=both())
+def pod(request: pytest.FixtureRequest) -> Dict[str, List[Any]]:
+    return run_ranks(__file__, RANK_FUNCTIONS, 4, horovod=request.param)
+
+
+def everywhere(found: List[Dict[str, Any]], key: str) -> Any:
+    """The value of a key, which must be the same on all ranks in every bit."""
+    for other in found[1:]:
+        torch.testing.assert_close(other[key], found[0][key], rtol=0, atol=0, equal_nan=True)
+    return found[0][key]
+
+
+def test_everybody_knows_its_place(pod: Dict[str, List[Any]]) -> None:
+    assert [found["place"] for found in pod["start"]] == [
+        (0, 4, 0, 2, 0, 2),
+        (1, 4, 1, 2, 0, 2),
+        (2, 4, 0, 2, 1, 2),
+        (3, 4, 1, 2, 1, 2),
+    ]
+    assert all(found["is_initialized"] for found in pod["start"])
+    assert [found["process_set"] for found in pod["start"]] == [(rank, 4, [0, 1, 2, 3], True) for rank in range(4)]
+
+
+def test_what_is_built_in_is_gloo(pod: Dict[str, List[Any]]) -> None:
+    assert pod["start"][0]["built"] == (True, True, False, False, 0)
+    assert pod["start"][0]["mpi"].startswith("ValueError: Horovod MPI is not enabled")
+    assert pod["start"][0]["timeline"] == "ValueError: Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage."
+
+
+def test_grouped_metrics_are_averaged(pod: Dict[str, List[Any]]) -> None:
+    loss, accuracy = everywhere(pod["reduce"], "metrics")
+    assert (loss.item(), accuracy.item()) == (1.5, 3.0)
+    assert loss.shape == ()
+
+
+def test_a_group_may_mix_shapes(pod: Dict[str, List[Any]]) -> None:
+    first, second, third = everywhere(pod["reduce"], "mixed")
+    assert torch.equal(first, torch.full((2, 2), 6))
+    assert second.item() == 20
+    assert torch.equal(third, torch.full((3,), 6))
+
+
+def test_in_place_writes_into_tensors_and_leaves(pod: Dict[str, List[Any]]) -> None:
+    assert torch.equal(everywhere(pod["reduce"], "in_place"), torch.full((2, 3), 6.0))
+    assert torch.equal(everywhere(pod["reduce"], "parameter"), torch.tensor([3.0, 3.0]))
+
+
+@pytest.mark.parametrize(("key", "length"), [("large", LARGE), ("small", 5)])
+def test_average_is_the_mean_over_the_ranks(pod: Dict[str, List[Any]], key: str, length: int) -> None:
+    mean = torch.stack([numbers(rank, length) for rank in range(4)]).double().mean(dim=0).float()
+    torch.testing.assert_close(everywhere(pod["reduce"], key), mean, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("index", range(len(REDUCED)), ids=str)
+def test_every_dtype_can_be_summed(pod: Dict[str, List[Any]], index: int) -> None:
+    assert torch.equal(everywhere(pod["reduce"], "dtypes")[index], torch.full((1000,), 16).to(REDUCED[index]))
+
+
+def test_the_average_of_integers_is_rounded_towards_zero(pod: Dict[str, List[Any]]) -> None:
+    assert everywhere(pod["reduce"], "integers").tolist() == [1, -1]
+
+
+def test_other_ways_to_combine(pod: Dict[str, List[Any]]) -> None:
+    assert [value.item() for value in everywhere(pod["reduce"], "ops")] == [1.0, 4.0, 24.0]
+    assert [value.item() for value in everywhere(pod["reduce"], "average")] == [1.5, 6.0]
+    assert everywhere(pod["reduce"], "scaled").item() == 6.0
+    assert everywhere(pod["reduce"], "empty").shape == (0,)
+
+
+@pytest.mark.parametrize("key", ["compressed", "compressed_group"])
+def test_compression_rounds_to_half_for_the_way(pod: Dict[str, List[Any]], key: str) -> None:
+    compressed = everywhere(pod["reduce"], key)
+    assert compressed.dtype == torch.float32
+    assert compressed.item() == 1.0
+
+
+def test_what_cannot_be_reduced_is_refused(pod: Dict[str, List[Any]]) -> None:
+    found = pod["reduce"][0]
+    assert all(text.startswith("ValueError: Tensor type torch.") for text in found["refused"]), found["refused"]
+    assert found["strided"] == "ValueError: Tensor is required to be contiguous."
+    assert "supersedes average" in found["both"]
+    assert found["bad_op"].startswith("HorovodInternalError: Reduction op type not supported")
+
+
+def test_allgather_joins_unequal_lengths(pod: Dict[str, List[Any]]) -> None:
+    assert torch.equal(
+        everywhere(pod["gather"], "ragged"), torch.tensor([[1, 1], [2, 2], [2, 2], [3, 3], [3, 3], [3, 3]])
+    )
+    assert everywhere(pod["gather"], "one").tolist() == [0.0, 1.0, 2.0, 3.0]
+    for gathered, dtype in zip(everywhere(pod["gather"], "dtypes"), MOVED):
+        assert torch.equal(gathered, torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]).to(dtype))
+    assert pod["gather"][0]["scalar"].startswith("IndexError")
+
+
+def test_objects_of_all_ranks_come_in_their_order(pod: Dict[str, List[Any]]) -> None:
+    for found in pod["gather"]:
+        assert [each["rank"] for each in found["objects"]] == [0, 1, 2, 3]
+        assert len(found["objects"][3]["text"]) == 300
+
+
+@pytest.mark.parametrize("name", list(state(0)))
+def test_broadcast_parameters_copies_every_bit(pod: Dict[str, List[Any]], name: str) -> None:
+    expected = state(1)[name]
+    for found in pod["spread"]:
+        assert found["state"][name].dtype == expected.dtype
+        assert torch.equal(bits(found["state"][name]), bits(expected))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def test_broadcast_takes_parameters_tensors_and_objects(pod: Dict[str, List[Any]]) -> None:
+    assert torch.equal(everywhere(pod["spread"], "weight"), torch.full((2, 3), 2.0))
+    assert everywhere(pod["spread"], "seed").item() == 7
+    for found in pod["spread"]:
+        assert found["in_place"].tolist() == [3.0] * 3
+        assert found["object"] == {"epoch": 3, "nothing": None}
+        assert found["root_object"] == 0
+        assert found["root"].startswith("ValueError: broadcast received invalid root rank 4")
+        assert found["generator"].startswith("ValueError: invalid params of type: <class 'generator'>")
+
+
+@pytest.mark.parametrize("mistake", ["shape", "dtype", "op", "factor", "root", "gather"])
+def test_ranks_that_disagree_are_all_told_so(pod: Dict[str, List[Any]], mistake: str) -> None:
+    messages = [found[mistake] for found in pod["mistakes"]]
+    assert messages[0].startswith("HorovodInternalError: Mismatched ")
+    assert len(set(messages)) == 1
+
+
+def test_it_can_be_shut_down_and_started_again(pod: Dict[str, List[Any]]) -> None:
+    not_initialized = "Error: Horovod has not been initialized; use hvd.init()."
+    before = ["Value" + not_initialized, "HorovodInternal" + not_initialized]
+    assert [found["before"] for found in pod["start"]] == [before] * 4
+    assert pod["restart"] == [([*before, False], 3 - rank, 3 if rank < 3 else 1, 4.0) for rank in range(4)]
+
+
+def test_a_killed_rank_is_an_error_for_the_others(pod: Dict[str, List[Any]]) -> None:
+    for rank in (0, 1, 3):
+        assert pod["death_of_a_rank"][rank].startswith("HorovodInternalError: ")

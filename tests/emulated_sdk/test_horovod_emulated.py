@@ -1,0 +1,209 @@
+"""What the emulated Horovod alone does: clear refusals, and an error where ranks would wait for each other for ever."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any, Dict, List
+
+import horovod.torch as hvd
+import pytest
+import torch
+from horovod.torch import _identity
+from ranks import run_ranks
+
+
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def start(rank: int, size: int) -> Any:
+    os.environ.update(POPDIST_NUM_TOTAL_REPLICAS=str(2 * size), POPDIST_NUM_LOCAL_REPLICAS="2")
+    os.environ.update(POPDIST_REPLICA_INDEX_OFFSET=str(2 * rank), POPDIST_LOCAL_INSTANCE_INDEX=str(rank % 2))
+    hvd.init()
+    return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
+
+
+def out_of_step(rank: int, size: int) -> Dict[str, str]:
+    found = {
+        "call": error_of(hvd.barrier if rank else lambda: hvd.broadcast(torch.zeros(1), 0)),
+        "name": error_of(lambda: hvd.allreduce(torch.zeros(1), name=f"x{rank}")),
+        "parameters": error_of(lambda: hvd.broadcast_parameters({f"p{rank // 3}": torch.zeros(2)}, 0)),
+        "long": error_of(lambda: hvd.grouped_allreduce([torch.zeros(2)] * 500 + [torch.zeros(2 + rank // 2)])),
+    }
+    hvd.barrier()
+    return found
+
+
+def threads_apart(rank: int, size: int) -> List[float]:
+    """Two threads of every rank ask for their own operations, and neither waits in vain for the other."""
+    sums: Dict[str, float] = {}
+
+    def ask(name: str, pause_s: float) -> None:
+        for step in range(3):
+            time.sleep(pause_s * rank)
+            sums[f"{name}{step}"] = hvd.allreduce(torch.ones(1), name=f"{name}{step}", op=hvd.Sum).item()
+
+    threads = [threading.Thread(target=ask, args=arguments) for arguments in (("a", 0.0), ("b", 0.01))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sorted(sums.values())
+
+
+def same_name_twice(rank: int, size: int) -> str:
+    if rank:
+        time.sleep(0.1)
+    handle = hvd.allreduce_async(torch.ones(1), name="twice")
+    message = error_of(lambda: hvd.allreduce_async(torch.ones(1), name="twice")) if not rank else ""
+    hvd.synchronize(handle)
+    return message
+
+
+def end_under_way(rank: int, size: int) -> str:
+    """Rank 0 leaves while its own operation and the others' are under way."""
+    handle = hvd.allreduce_async(torch.ones(1), name=f"of rank {rank}")
+    if rank == 0:
+        time.sleep(0.2)
+        hvd.shutdown()
+        return error_of(lambda: hvd.allreduce(torch.ones(1)))
+    return error_of(lambda: hvd.synchronize(handle))
+
+
+@pytest.fixture(scope="module")
+def pod() -> Dict[str, List[Any]]:
+    functions = ["start", "out_of_step", "threads_apart", "same_name_twice", "end_under_way"]
+    return run_ranks(__file__, functions, 4)
+
+
+def test_rank_and_size_are_those_of_popdist(pod: Dict[str, List[Any]]) -> None:
+    assert pod["start"] == [(0, 4, 0, 2, 0, 2), (1, 4, 1, 2, 0, 2), (2, 4, 0, 2, 1, 2), (3, 4, 1, 2, 1, 2)]
+
+
+def test_ranks_that_wait_for_each_other_are_told_so(pod: Dict[str, List[Any]]) -> None:
+    for what, of_rank_3 in (("call", "barrier"), ("name", "allreduce.x3")):
+        messages = {found[what] for found in pod["out_of_step"]}
+        assert len(messages) == 1
+        message = messages.pop()
+        assert message.startswith("HorovodInternalError: the ranks are out of step")
+        assert f"rank 3: {of_rank_3}" in message
+
+
+def test_disagreement_is_told_by_rank_and_shape(pod: Dict[str, List[Any]]) -> None:
+    assert (
+        "rank 0: p0: float32[2]; rank 1: as rank 0; rank 2: as rank 0; rank 3: p1: float32[2]"
+        in (pod["out_of_step"][2]["parameters"])
+    )
+    assert (
+        "rank 0: tensor 500 of 501: float32[2]; rank 1: as rank 0; rank 2: tensor 500 of 501: float32[3]"
+        in (pod["out_of_step"][1]["long"])
+    )
+
+
+def test_threads_of_a_rank_do_not_disturb_each_other(pod: Dict[str, List[Any]]) -> None:
+    assert pod["threads_apart"] == [[4.0] * 6] * 4
+
+
+def test_a_name_is_taken_until_its_operation_has_ended(pod: Dict[str, List[Any]]) -> None:
+    assert pod["same_name_twice"][0].startswith("ValueError: Requested to allreduce")
+
+
+def test_who_leaves_takes_the_operations_under_way_along(pod: Dict[str, List[Any]]) -> None:
+    assert "not been initialized" in pod["end_under_way"][0]
+    assert all(message.startswith("HorovodInternalError: ") for message in pod["end_under_way"][1:])
+
+
+# ---- one rank
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name in [name for name in os.environ if name.startswith(("HOROVOD_", "OMPI_", "POPDIST_"))]:
+        monkeypatch.delenv(name)
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_rank_needs_nobody() -> None:
+    tensor = torch.randn(3, 2)
+    assert (hvd.rank(), hvd.size(), hvd.local_size(), hvd.cross_size(), hvd.is_homogeneous()) == (0, 1, 1, 1, True)
+    assert torch.equal(hvd.allreduce(tensor), tensor)
+    assert torch.equal(hvd.allgather(tensor), tensor)
+    assert torch.equal(hvd.broadcast(tensor, 0), tensor)
+    assert torch.equal(hvd.alltoall(tensor), tensor)
+    assert torch.equal(hvd.reducescatter(tensor), tensor)
+    hvd.broadcast_parameters({"x": tensor}, root_rank=0)
+    assert hvd.broadcast_object("x") == "x"
+    assert hvd.allgather_object("x") == ["x"]
+    assert hvd.join() == 0
+    hvd.barrier()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: hvd.allreduce(torch.zeros(1), op=hvd.Adasum), "no Adasum"),
+        (lambda: hvd.barrier(process_set=hvd.ProcessSet([0])), "one process set only"),
+        (lambda: hvd.allreduce(torch.zeros(1), process_set=None), "one process set only"),
+        (lambda: hvd.add_process_set([0]), "one process set only"),
+        (lambda: hvd.init(comm=[0]), "all ranks only"),
+        (lambda: hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), "x", hvd.Sum), "sparse"),
+    ],
+)
+def test_what_is_not_emulated_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        call()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: hvd.broadcast_parameters({"step": 3}, 0), "not a int"),  # type: ignore[dict-item]
+        (lambda: hvd.grouped_allreduce([]), "at least one tensor"),
+        (lambda: hvd.alltoall(torch.zeros(2), splits=[3]), "do not fit"),
+        (lambda: hvd.alltoall(torch.zeros(2), splits=[-1]), "do not fit"),
+        (lambda: hvd.alltoall(torch.tensor(1.0)), "0-d"),
+        (lambda: hvd.poll(10**9), "was not created"),
+    ],
+)
+def test_what_crashes_the_real_one_or_makes_no_sense_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_elastic_mode_says_that_it_is_missing() -> None:
+    with pytest.raises(AttributeError, match="no elastic mode"):
+        hvd.elastic  # noqa: B018
+    with pytest.raises(ImportError, match="no elastic mode"):
+        from horovod.torch import elastic  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "4"}, (0, 1, 0, 1, 0, 1)),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "HOROVOD_CROSS_SIZE": "3"}, (0, 1, 0, 1, 0, 3)),
+        ({"POPDIST_NUM_TOTAL_REPLICAS": "2", "POPDIST_NUM_LOCAL_REPLICAS": "2"}, (0, 1, 0, 1, 0, 1)),
+    ],
+)
+def test_where_rank_and_size_come_from(monkeypatch: pytest.MonkeyPatch, variables: Dict[str, str], place: Any) -> None:
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    assert tuple(_identity._find_identity()) == place
+    hvd.shutdown()
+
+
+def test_garbage_in_the_environment_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_SIZE", "many")
+    with pytest.raises(RuntimeError, match="HOROVOD_SIZE='many'"):
+        hvd.init()

@@ -1,0 +1,172 @@
+"""`hvd.DistributedOptimizer` and what goes with it: the same weights as one process with the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List
+
+import horovod.torch as hvd
+import pytest
+import torch
+from ranks import become, both, run_ranks
+
+STEPS, SAMPLES = 3, 8
+
+
+def network() -> torch.nn.Sequential:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+
+def batches() -> List[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(SAMPLES, 5, generator=generator) for _ in range(STEPS)]
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([each.detach().reshape(-1) for each in model.parameters()])
+
+
+def alone() -> torch.Tensor:
+    """One process with the whole batches."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for batch in batches():
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    return weights(model)
+
+
+def together(rank: int, size: int, passes: int = 1, clip: bool = False, **options: Any) -> torch.Tensor:
+    """This rank's share of every batch, in `passes` micro-batches."""
+    model = network()
+    groups = [[model[0].weight, model[2].weight]] if options.pop("listed", False) else options.pop("groups", None)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(
+        inner, model.named_parameters(), backward_passes_per_step=passes, groups=groups, **options
+    )
+    for batch in batches():
+        optimizer.zero_grad()
+        for micro_batch in batch.chunk(size)[rank].chunk(passes):
+            (model(micro_batch).square().mean() / passes).backward()
+        optimizer.synchronize()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert isinstance(optimizer, torch.optim.SGD)
+    return weights(model)
+
+
+def start(rank: int, size: int) -> None:
+    become(rank, [("a", size)])
+    hvd.init()
+
+
+VARIANTS: Dict[str, Dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"passes": 2},
+    "clipped": {"clip": True},
+    "predivided": {"gradient_predivide_factor": 2.0},
+    "grouped": {"groups": 2},
+    "listed": {"listed": True},
+    "compressed": {"compression": hvd.Compression.fp16},
+}
+
+
+def train(rank: int, size: int) -> Dict[str, torch.Tensor]:
+    return {name: together(rank, size, **options) for name, options in VARIANTS.items()}
+
+
+def branches(rank: int, size: int) -> List[Any]:
+    """Each rank uses another layer; the layers that it does not use get the others' gradients."""
+    layers = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(size)])
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layers.parameters(), lr=1.0), layers.named_parameters())
+    layers[rank](torch.ones(1, 1)).sum().backward()
+    optimizer.synchronize()
+    found = [layer.weight.grad.item() for layer in layers]
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    return found
+
+
+def misuse(rank: int, size: int) -> List[str]:
+    def error_of(call: Any) -> str:
+        try:
+            call()
+        except (AssertionError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = [
+        error_of(lambda: hvd.DistributedOptimizer(inner, [("a", model[0].weight)])),
+        error_of(lambda: hvd.DistributedOptimizer(inner, [("a", each) for each in model.parameters()])),
+        error_of(lambda: hvd.DistributedOptimizer(inner, list(model.parameters()))),
+        error_of(lambda: hvd.DistributedOptimizer(inner, backward_passes_per_step=0)),
+        error_of(lambda: hvd.DistributedOptimizer(inner, op=hvd.Sum, gradient_predivide_factor=2.0)),
+    ]
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters())
+    model(batches()[0]).sum().backward()
+    found.append(error_of(optimizer.zero_grad))
+    found.append(error_of(lambda: model(batches()[0]).sum().backward()))
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match="skip_synchronize"):
+        optimizer.step()
+    return found
+
+
+def hand_over(rank: int, size: int) -> Dict[str, Any]:
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
+    if rank == 1:
+        model(batches()[0]).sum().backward()
+        optimizer.step()
+    before = weights(model)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+    moments = [optimizer.state[each]["exp_avg"] for each in model.parameters()]
+    steps = {float(optimizer.state[each]["step"]) for each in model.parameters()}
+    return {
+        "rate": optimizer.param_groups[0]["lr"],
+        "moments": torch.cat([each.reshape(-1) for each in moments]),
+        "steps": steps,
+        "unchanged": torch.equal(before, weights(model)),
+    }
+
+
+@pytest.fixture(scope="module", params=both())
+def pod(request: pytest.FixtureRequest) -> Dict[str, List[Any]]:
+    return run_ranks(__file__, ["start", "train", "branches", "misuse", "hand_over"], 2, horovod=request.param)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ranks_train_as_one_process_with_the_whole_batch(pod: Dict[str, List[Any]], variant: str) -> None:
+    first, second = (found[variant] for found in pod["train"])
+    assert torch.equal(first, second)
+    tolerance = 1e-3 if variant == "compressed" else 1e-6
+    torch.testing.assert_close(first, alone(), rtol=tolerance, atol=tolerance)
+
+
+def test_a_gradient_that_is_missing_on_a_rank_counts_as_zero(pod: Dict[str, List[Any]]) -> None:
+    assert pod["branches"] == [[0.5, 0.5]] * 2
+
+
+def test_misuse_is_told(pod: Dict[str, List[Any]]) -> None:
+    unnamed, twice, no_tuples, passes, predivide, too_early, too_often = pod["misuse"][0]
+    assert "were not named" in unnamed
+    assert "must be unique. Found duplicates: a" in twice
+    assert "sequence of tuples" in no_tuples
+    assert "backward_passes_per_step must be > 0" in passes
+    assert "gradient_predivide_factor not supported" in predivide
+    assert too_early.startswith("AssertionError: optimizer.zero_grad() was called after loss.backward()")
+    assert too_often.startswith("AssertionError: Gradients were computed more than backward_passes_per_step times")
+
+
+def test_an_optimizer_is_handed_over_with_its_state(pod: Dict[str, List[Any]]) -> None:
+    first, second = pod["hand_over"]
+    assert first["rate"] == second["rate"] == 0.2
+    assert torch.equal(first["moments"], second["moments"])
+    assert first["moments"].abs().sum() > 0
+    assert first["steps"] == second["steps"] == {1.0}
+    assert first["unchanged"]
