@@ -184,11 +184,6 @@ class Group:
         self._wires = None
         self._broken = self._broken or "it was closed"
 
-    def abort(self, reason: str) -> None:
-        """Breaks the group off, here and for the peers, from whatever thread; what is under way raises RuntimeError."""
-        self._broken = self._broken or reason
-        self._cut()
-
     def fail(self, doing: str, cause: Exception, waited_s: float) -> RuntimeError:
         """Marks the group as broken, tells the peers, and returns the error to raise."""
         if waited_s >= self._wait_s * 0.99:

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple
 
 import torch.distributed
 
@@ -34,9 +34,16 @@ def open_rendezvous(host: str = "127.0.0.1") -> Tuple[Store, str]:
     """Opens the store at which a pod's processes meet.
 
     Returns the store, which must be kept alive as long as the pod runs, and its address "host:port" for
-    EMULATED_POD_RENDEZVOUS. `host` is the name under which the other processes reach this one.
+    EMULATED_POD_RENDEZVOUS. `host` is the name under which the other processes reach this one. The store answers
+    everybody, so it listens on that address alone, where torch lets it: not before 2.1, which listens on all of them.
     """
-    store = _c10d.TCPStore(host, 0, None, True, timedelta(seconds=_DEFAULT_TIMEOUT_S), wait_for_workers=False)
+    options: Dict[str, Any] = {"wait_for_workers": False}
+    port = 0
+    if "master_listen_fd" in (_c10d.TCPStore.__init__.__doc__ or ""):
+        listener = _listen(host)
+        port = listener.getsockname()[1]
+        options["master_listen_fd"] = listener.detach()  # the store closes it
+    store = _c10d.TCPStore(host, port, None, True, timedelta(seconds=_DEFAULT_TIMEOUT_S), **options)
     return store, f"{host}:{store.port}"
 
 
@@ -117,3 +124,16 @@ def split(address: str) -> Tuple[str, int]:
     if not host or not port.isdigit():
         raise RuntimeError(f"{RENDEZVOUS}={address!r} is not host:port")
     return host.strip("[]"), int(port)
+
+
+def _listen(host: str) -> socket.socket:
+    """A listening socket on the one address, on a port that the system chooses."""
+    family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.bind(where)
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import time
 from typing import Any, Dict, Iterator, List, Tuple
 
@@ -258,3 +259,12 @@ def test_giving_up_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(_emulated_pod.RENDEZVOUS, raising=False)
     _emulated_pod.abandon("g", 0, 1, "alone")
     _emulated_pod.abandon("g", 0, 2, "nobody to tell")
+
+
+def test_the_rendezvous_listens_on_its_own_address_alone() -> None:
+    if "master_listen_fd" not in str(dist.TCPStore.__init__.__doc__):
+        pytest.skip("this torch opens its stores on all addresses")
+    store, address = _emulated_pod.open_rendezvous("127.0.0.1")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", int(address.rpartition(":")[2])), timeout=5)
+    assert store.add("x", 1) == 1

@@ -1,4 +1,4 @@
-"""`horovod.torch`: the collectives that PopTorch programs use on the host, of the emulated Horovod and of the real one."""
+"""`horovod.torch`: the collectives that PopTorch programs use on the host, emulated and real."""
 
 from __future__ import annotations
 

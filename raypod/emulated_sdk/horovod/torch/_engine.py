@@ -103,7 +103,7 @@ class Engine:
             self._changed.notify_all()
         if self._thread is not None:
             if busy:
-                self._wires.abort(_SHUT_DOWN)
+                self._wires.abandon(_SHUT_DOWN)
             self._thread.join(_ENDS_WITHIN_S)
 
     # ---- the thread ------------------------------------------------------------------------------------------------
