@@ -15,16 +15,6 @@ PRIVATE_SECTIONS = {"poptorch (args)", "poptorch (options base)"}
 
 # The names that the SDK has and the emulation has not (yet).
 MISSING = {
-    "poptorch.PoplarExecutor.compilationTime",
-    "poptorch.PoplarExecutor.copyNamedBuffersToDevice",
-    "poptorch.PoplarExecutor.cycleCount",
-    "poptorch.PoplarExecutor.getAnchoredTensor",
-    "poptorch.PoplarExecutor.getComputeLatency",
-    "poptorch.PoplarExecutor.getHostIpuLatency",
-    "poptorch.PoplarExecutor.getIpuHostLatency",
-    "poptorch.PoplarExecutor.getLatency",
-    "poptorch.PoplarExecutor.getPerfCounters",
-    "poptorch.PoplarExecutor.getTensorNames",
 }
 
 

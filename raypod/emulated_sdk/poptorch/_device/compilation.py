@@ -17,6 +17,7 @@ from poptorch._parallel.strategies import _IExecutionStrategy
 from poptorch._parallel.tracing import StageRecorder
 from poptorch.enums import OverlapMode
 
+from .anchors import Watch
 from .dtypes import to_device
 from .half import HalfTracker
 from .loss_rule import ancestors, final_loss
@@ -49,6 +50,7 @@ class Trace(NamedTuple):
         changed_modules: the modules, by name, whose Python attributes it changes.
         changed_inputs: the tensors of the arguments that it changes in place.
         placement: what lies on which IPU.
+        tensor_names: the tensors that can be anchored.
         overlapped: "inputs", "outputs" or both, where their transfers were asked to overlap with compute.
         half_on_host: what layers on the host take in half.
     """
@@ -66,6 +68,7 @@ class Trace(NamedTuple):
     placement: Placement
     overlapped: FrozenSet[str]
     half_on_host: Dict[str, List[bool]]
+    tensor_names: Tuple[str, ...]
 
 
 def trace(scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.Tensor], checks: Checks) -> Trace:
@@ -77,12 +80,14 @@ def trace(scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.T
     tensors = [to_device(tensor) for tensor in inputs]
     mode, tracker = DeviceMode(is_compiling=True), HalfTracker(half_of(tensors, inputs, scratch))
     recorder = StageRecorder(scratch.module, checks.strategy, block_of)
+    watch = Watch(scratch.module)
     args, kwargs = arguments.rebuild(tensors)
     python_state, tensors_before = PythonState(scratch.module), _Tensors(scratch)
     versions = [tensor._version for tensor in tensors]
     backward_draws = False
     trained: FrozenSet[str] = frozenset()
     with torch.set_grad_enabled(checks.is_training), detect_random() as generator:
+        watch.begin(arguments.compiled.names, tensors)
         with recorder, mode, tracker:
             outputs, structure = flatten(scratch.module(*args, **kwargs))
         check_transfers(mode.overlaps, tensors, outputs)
@@ -103,6 +108,7 @@ def trace(scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.T
         trained=trained,
         placement=place(checks.strategy.name, recorder, _sizes(scratch)),
         overlapped=_overlapped(mode),
+        tensor_names=watch.names,
         changed_modules=python_state.changed(),
         changed_inputs=tuple(index for index, tensor in enumerate(tensors) if tensor._version != versions[index]),
         half_on_host=mode.half_on_host,

@@ -5,9 +5,11 @@ All local replicas share one copy of the weights: they are equal anyway. Each re
 
 from __future__ import annotations
 
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
+
+from poptorch._errors import Error
 
 from .dtypes import DEVICE_DTYPE
 from .replica_modules import copy_module
@@ -60,6 +62,18 @@ class DeviceMemory:
                 for replica in self.replicas:
                     if name in replica.buffers:
                         replica.buffers[name].copy_(buffer)
+
+    def upload_buffers(self, names: Sequence[str]) -> None:
+        """Bring these buffers of the host to every replica, constants too. Error for names of no buffer."""
+        host = dict(self._model.named_buffers())
+        unknown = [name for name in names if name not in host]
+        if unknown:
+            raise Error(f"The model has no buffer {unknown[0]!r}: there are {', '.join(sorted(host)) or 'none'}")
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for replica in self.replicas:
+                for name in names:
+                    place = replica.buffers[name] if name in replica.buffers else replica.constants[name]
+                    place.copy_(host[name])
 
     def download(self) -> None:
         """Bring the weights, and the buffers of replica 0 [inferred: contract 2.6], to the host."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, FrozenSet, List, Optional, Sequence
+import time
+from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence
 
 import torch
 
@@ -17,11 +18,22 @@ from poptorch._parallel.limits import check_number, check_overlap, check_placeme
 from poptorch._parallel.placement import Placement
 from poptorch.options import Options
 
+from .anchors import AnchorOutputs, anchors_of
 from .compilation import Checks, Trace, trace
 from .memory import DeviceMemory
 from .replica import Forward, Replica
 from .replica_threads import ReplicaThreads
+from .synthetic import synthetic_block
+from .timeline import MicroBatch, Timeline
 from .weight_update import NoUpdate, WeightUpdate, device_groups, placement_of, reduction_strategy
+
+
+class _Call(NamedTuple):
+    """What one call brings and takes away."""
+
+    inputs: Sequence[torch.Tensor]
+    outputs: OutputCollector
+    anchors: AnchorOutputs
 
 
 class Program:
@@ -49,27 +61,49 @@ class Program:
         self._update = NoUpdate()
         self._checks_numbers = options.Precision.enable_fp_exceptions
         self._threads = ReplicaThreads(self.layout.replicas)
+        self._synthetic = synthetic_block(arguments, self.layout) if options.enable_synthetic_data else None
         self.traced = self._trace() if traced is None else traced
         check_placement(self.placement, options, self.is_training)
         check_overlap(options, self.traced.overlapped)
         first = placement_of(options).first_replica
         memories = enumerate(self.memory.replicas)
-        self._replicas = [Replica(memory, arguments, self.traced, first + index) for index, memory in memories]
+        self._anchors = anchors_of(options, self.traced.tensor_names)
+        anchored = [anchor.name for anchor in self._anchors]
+        self._replicas = [
+            Replica(memory, arguments, self.traced, first + index, anchored) for index, memory in memories
+        ]
+        self.anchored: Dict[str, torch.Tensor] = {}
+        self.timeline = Timeline()
         self.rng_state = [options.random_seed if options.exists("random_seed") else torch.initial_seed(), 0]
 
     def run(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Run one call on the tensors of the arguments; returns what `forward` returns, by the output mode."""
-        outputs = OutputCollector(self._options, self.layout, self.traced.dtypes)
+        options = self._options
+        mode, period = options.output_mode, options.output_return_period
+        call = _Call(
+            inputs,
+            OutputCollector(mode, period, self.layout, self.traced.dtypes),
+            AnchorOutputs(self._anchors, self.layout),
+        )
+        began = time.perf_counter()
+        self.timeline.micro_batches = []
         try:
             for iteration in range(self.layout.device_iterations):
-                self._threads.each(functools.partial(self._run_steps, iteration, inputs, outputs))
+                self._threads.each(functools.partial(self._run_steps, iteration, call))
                 self._update.apply(self._threads)
+                if self._checks_numbers:
+                    self._check_weights()
         except BaseException:
             self._update.abandon()
             raise
         finally:
             self._update.discard_gradients()
-        return self.traced.structure.rebuild(outputs.assemble())
+        results = call.outputs.assemble()
+        self.anchored = call.anchors.assemble()
+        self.timeline.seconds = time.perf_counter() - began
+        if self._synthetic is not None:
+            results = [result.zero_() for result in results]
+        return self.traced.structure.rebuild(results)
 
     @property
     def rng_state(self) -> List[int]:
@@ -81,6 +115,12 @@ class Program:
         for replica in self._replicas:
             replica.seed, replica.micro_batches = state
 
+    def upload_buffers(self, names: Sequence[str]) -> None:
+        """Bring these buffers of the host to the device. Error for names of no buffer."""
+        self.memory.upload_buffers(names)
+        for replica in self._replicas:
+            replica.take_constants()
+
     @property
     def placement(self) -> Placement:
         """What lies on which IPU."""
@@ -90,24 +130,39 @@ class Program:
         """End the replicas' threads."""
         self._threads.close()
 
-    def _run_steps(
-        self, iteration: int, inputs: Sequence[torch.Tensor], outputs: OutputCollector, replica: int
-    ) -> None:
+    def _run_steps(self, iteration: int, call: _Call, index: int) -> None:
         """One replica's micro-batches of one device iteration."""
+        replica = self._replicas[index]
         with torch.set_grad_enabled(self.is_training):
             for step in range(self.layout.accumulation_steps):
-                block = self.layout.block(iteration, step, replica)
-                forward = self._replicas[replica].forward(self.layout.cut(inputs, block))
+                started = time.perf_counter()
+                forward = replica.forward(self._block(call.inputs, iteration, step, index))
                 if self._checks_numbers:
                     _check_numbers(forward)
-                with self._replicas[replica].backward_random():
-                    self._update.backward(replica, forward.loss)
-                outputs.add(iteration, step, replica, forward.outputs)
+                with replica.backward_random():
+                    self._update.backward(index, forward.loss)
+                computed = time.perf_counter()
+                call.outputs.add(iteration, step, index, forward.outputs)
+                if replica.watch is not None:
+                    call.anchors.add(iteration, step, index, replica.watch, self._update.loss_terms)
+                if index == 0:
+                    times = MicroBatch(started, replica.inputs_complete_s, computed, time.perf_counter())
+                    self.timeline.micro_batches.append(times)
+
+    def _block(self, inputs: Sequence[torch.Tensor], iteration: int, step: int, index: int) -> List[torch.Tensor]:
+        if self._synthetic is not None:
+            return self._synthetic
+        return self.layout.cut(inputs, self.layout.block(iteration, step, index))
+
+    def _check_weights(self) -> None:
+        for name, parameter in self.memory.parameters.items():
+            if not torch.isfinite(parameter).all():
+                raise Error(f"Floating point exception: the update left NaN or infinity in the parameter {name!r}")
 
     def _trace(self) -> Trace:
         first_tensors = self.arguments.take_first_tensors()
         self.layout.check(first_tensors)
-        first_block = self.layout.cut(first_tensors, 0)
+        first_block = self._synthetic or self.layout.cut(first_tensors, 0)
         refuse_changed_buffers = self.layout.input_groups > 1 and self._options.broadcast_buffers
         checks = Checks(self.is_training, refuse_changed_buffers, self._options._execution_strategy)
         return trace(self.memory.scratch(), self.arguments, first_block, checks)

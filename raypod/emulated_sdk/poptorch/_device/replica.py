@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, ContextManager, Dict, List, NamedTuple, Optional
+import time
+from typing import Any, ContextManager, Dict, List, NamedTuple, Optional, Sequence
 
 import torch
 
@@ -11,6 +12,7 @@ from poptorch._errors import Error
 from poptorch._executor.arguments import Arguments
 from poptorch._executor.structure import flatten
 
+from .anchors import Watch
 from .compilation import Trace, half_of
 from .dtypes import to_device
 from .half import HalfTracker
@@ -33,11 +35,16 @@ class Forward(NamedTuple):
 class Replica:
     """Runs micro-batches on one replica's module, always in one thread at a time.
 
-    `index` is the global index of the replica.
+    `index` is the global index of the replica, `anchored` the names of the tensors for its `watch`, if any. When the
+    inputs of the last micro-batch had arrived, `inputs_complete_s` says by `time.perf_counter`.
     """
 
-    def __init__(self, memory: ReplicaMemory, arguments: Arguments, traced: Trace, index: int) -> None:
+    def __init__(
+        self, memory: ReplicaMemory, arguments: Arguments, traced: Trace, index: int, anchored: Sequence[str] = ()
+    ) -> None:
         self.memory = memory
+        self.watch = Watch(memory.module, anchored) if anchored else None
+        self.inputs_complete_s = 0.0
         self.micro_batches = 0
         self.seed = 0
         self._arguments = arguments
@@ -45,7 +52,7 @@ class Replica:
         self._traced = traced
         self._mode = None if traced.is_plain else DeviceMode(half_on_host=traced.half_on_host)
         self._python_state = PythonState(memory.module, traced.changed_modules)
-        self._constants = [(tensor, tensor._version, tensor.clone()) for tensor in memory.constants.values()]
+        self.take_constants()
         groups: List[Dict[str, Any]] = [memory.parameters, memory.buffers, memory.constants]
         self._memory_addresses = frozenset(
             tensor.untyped_storage().data_ptr() for group in groups for tensor in group.values()
@@ -54,6 +61,9 @@ class Replica:
     def forward(self, inputs: List[torch.Tensor]) -> Forward:
         """Run the module on one micro-batch, given as views into the combined batch."""
         on_device = [to_device(tensor) for tensor in inputs]
+        self.inputs_complete_s = time.perf_counter()
+        if self.watch is not None:
+            self.watch.begin(self._arguments.compiled.names, on_device)
         args, kwargs = self._arguments.rebuild(on_device)
         self._restore_constants()
         asks = self._traced.asks_for_half
@@ -93,6 +103,10 @@ class Replica:
         # An output may be a weight or a buffer itself, which changes before the call ends.
         detached = output.detach()
         return detached.clone() if detached.untyped_storage().data_ptr() in self._memory_addresses else detached
+
+    def take_constants(self) -> None:
+        """What the constant buffers hold now is what forwards see from now on."""
+        self._constants = [(tensor, tensor._version, tensor.clone()) for tensor in self.memory.constants.values()]
 
     def _restore_constants(self) -> None:
         """Integer and bool buffers are compile-time constants: what a forward does to them is lost (contract 2.6)."""

@@ -25,7 +25,12 @@ from .replica_threads import ReplicaThreads
 
 
 class NoUpdate:
-    """Inference: weights stay as they are."""
+    """Inference: weights stay as they are.
+
+    `loss_terms` is what a loss is divided by before its gradients are computed.
+    """
+
+    loss_terms = 1
 
     def backward(self, replica: int, loss: Optional[torch.Tensor]) -> None:
         """Nothing to differentiate."""
@@ -62,7 +67,7 @@ class WeightUpdate(NoUpdate):
         placement = placement_of(options)
         self._half_weights = HalfWeights(memory, options, count_micro_batches)
         self._accumulators = _half_accumulators(memory, optimizer.hyperparameters, options)
-        self._loss_terms, self._gradient_terms = _terms(options, placement, self._accumulators)
+        self.loss_terms, self._gradient_terms = _terms(options, placement, self._accumulators)
         names = [name for name, parameter in optimizer.parameters.items() if parameter.requires_grad]
         self._trained = [[replica.parameters[name] for name in names] for replica in memory.replicas]
         self._is_in_graph = torch.tensor([float(name in in_graph) for name in names])
@@ -76,7 +81,7 @@ class WeightUpdate(NoUpdate):
             raise Error("Couldn't find a loss in graph! forward marked one when it was compiled, but not in this call")
         if not loss.requires_grad:
             return
-        scaling = self.optimizer.hyperparameters.loss_scaling / self._loss_terms
+        scaling = self.optimizer.hyperparameters.loss_scaling / self.loss_terms
         with self._accumulators[replica] if self._accumulators else contextlib.nullcontext():
             torch.autograd.backward(loss, None if scaling == 1.0 else torch.full_like(loss, scaling))
 

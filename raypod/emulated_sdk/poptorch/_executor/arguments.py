@@ -15,10 +15,13 @@ from .structure import Structure, flatten
 
 
 class Compiled(NamedTuple):
-    """How the arguments nest, and dtype at the API and shape of each tensor."""
+    """How the arguments nest; of each tensor dtype at the API and shape, and name: the parameter's, if several with
+    its position in it.
+    """
 
     structure: Structure
     described: List[Tuple[torch.dtype, torch.Size]]
+    names: List[str]
 
 
 class Arguments:
@@ -42,13 +45,13 @@ class Arguments:
         arguments = cls(forward)
         bound = arguments._bind(args, kwargs)
         tensors, structure = flatten((bound.args, bound.kwargs))
-        arguments._fix(Compiled(structure, [_describe(tensor) for tensor in tensors]))
+        arguments._fix(Compiled(structure, [_describe(tensor) for tensor in tensors], _names(bound)))
         arguments._first_tensors = tensors
         return arguments
 
     def _fix(self, compiled: Compiled) -> None:
         self.compiled = compiled
-        self._structure, self._described = compiled
+        self._structure, self._described = compiled.structure, compiled.described
         self._constants = self._structure.constants()
 
     def take_first_tensors(self) -> List[torch.Tensor]:
@@ -90,6 +93,14 @@ class Arguments:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(f"poptorch: {message}", stacklevel=5)
+
+
+def _names(bound: inspect.BoundArguments) -> List[str]:
+    names: List[str] = []
+    for name, value in bound.arguments.items():
+        tensors = len(flatten(value)[0])
+        names += [name] if tensors == 1 else [f"{name}/{index}" for index in range(tensors)]
+    return names
 
 
 def _is_same(compiled: Any, value: Any) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+import time
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -22,6 +23,7 @@ from poptorch.options import Options
 
 from . import compile_hooks, optimizer_exchange
 from .arguments import Arguments
+from .measurements import Measurements
 from .progress_bar import ProgressBar
 from .saving import Saving
 from .user_model import device_of, host_tensors, unwrap, wrap
@@ -29,7 +31,7 @@ from .user_model import device_of, host_tensors, unwrap, wrap
 _versions = itertools.count(1)  # of the host's weights, over all executors
 
 
-class PoplarExecutor(Saving):
+class PoplarExecutor(Measurements, Saving):
     """A user's module compiled for the device. Made by `trainingModel` and `inferenceModel`.
 
     The first call compiles: structure, shapes and dtypes of the arguments are fixed from then on. Names that the
@@ -53,6 +55,8 @@ class PoplarExecutor(Saving):
         self._optimizer = optimizer
         self._program: Optional[Program] = None
         self._made_for: Dict[str, Any] = {}
+        self._compilation_s = 0.0
+        self._first_rng_state: Optional[List[int]] = None
         self._is_attached = False
         self._device_is_newer = False
         self._weights_version = 0
@@ -100,12 +104,12 @@ class PoplarExecutor(Saving):
             hook(self)
         progress = ProgressBar() if self._options.show_compilation_progress_bar else _no_progress
         progress(0, 100)
-        self._follow_training()
-        with _plain_torch():
-            self._made_for = describe(self._model, self._options, self._optimizer, self._training)
-            self._program = self._build(Arguments.of_call(self._model.forward, args, kwargs))
-        self._is_attached = self._options.connection_type == ConnectionType.Always
-        progress(100, 100)
+        began = time.perf_counter()
+        try:
+            self._install(lambda: Arguments.of_call(self._model.forward, args, kwargs))
+        finally:
+            progress(100, 100)
+        self._compilation_s = time.perf_counter() - began
         for hook in list(compile_hooks.after_compile.values()):
             hook(self)
 
@@ -180,6 +184,17 @@ class PoplarExecutor(Saving):
         if self._is_attached:
             program.memory.upload()
 
+    def copyNamedBuffersToDevice(self) -> None:
+        """Upload the buffers named by `options.updatableNamedBuffers`, and nothing else.
+
+        Error unless compiled, without such names, and for names of no buffer.
+        """
+        program, names = self._compiled(), self._options.updatable_named_buffers
+        if not names:
+            raise Error("No buffer may be updated: name them by options.updatableNamedBuffers before wrapping")
+        if self._is_attached:
+            program.upload_buffers(names)
+
     def load_state_dict(self, state_dict: Dict[str, Any], strict: bool = True) -> Any:
         """Load into the user's module, and upload if the model is attached."""
         result = self._user_model.load_state_dict(state_dict, strict=strict)
@@ -205,14 +220,19 @@ class PoplarExecutor(Saving):
 
     @property
     def rng_state(self) -> List[int]:
-        """Seed of the device's random numbers, and micro-batches run by each replica. Error unless compiled."""
+        """Seed of the device's random numbers, and micro-batches run by each replica.
+
+        Set before compilation it is what the device begins with; reading it is an Error then.
+        """
         return self._compiled().rng_state
 
     @rng_state.setter
     def rng_state(self, state: Sequence[int]) -> None:
         if len(state) != 2:
             raise Error(f"The state of the random numbers is a seed and a number of micro-batches, not {list(state)}")
-        self._compiled().rng_state = list(state)
+        self._first_rng_state = list(state)
+        if self._program is not None:
+            self._program.rng_state = self._first_rng_state
 
     def emulatedPlacement(self) -> Placement:
         """What lies on which IPU: the emulation's own, no part of PopTorch. Error unless compiled."""
@@ -251,11 +271,16 @@ class PoplarExecutor(Saving):
         return Executable(program.traced, program.arguments.compiled, self._made_for)
 
     def _start(self, executable: Executable) -> None:
-        made_for = describe(self._model, self._options, self._optimizer, self._training)
-        executable.check(made_for)
+        executable.check(describe(self._model, self._options, self._optimizer, self._training))
+        self._install(lambda: Arguments(self._model.forward, executable.compiled), executable.traced)
+
+    def _install(self, arguments: Callable[[], Arguments], traced: Optional[Trace] = None) -> None:
         self._follow_training()
-        self._made_for = made_for
-        self._program = self._build(Arguments(self._model.forward, executable.compiled), executable.traced)
+        with _plain_torch():
+            self._made_for = describe(self._model, self._options, self._optimizer, self._training)
+            self._program = self._build(arguments(), traced)
+        if self._first_rng_state is not None:
+            self._program.rng_state = self._first_rng_state
         self._is_attached = self._options.connection_type == ConnectionType.Always
 
     def _build(self, arguments: Arguments, traced: Optional[Trace] = None) -> Program:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from typing import Any, Dict, List, NoReturn, Sequence
+from typing import Any, Dict, List, NoReturn, Optional, Sequence
 
 import torch
 
@@ -18,12 +18,15 @@ from .layout import BatchLayout
 class OutputCollector:
     """Keeps the outputs that one call's output mode asks for, replica by replica.
 
+    They leave in the given dtypes, or else in those that the API has for the device's.
     Each replica's thread touches its own list only.
     """
 
-    def __init__(self, options: Options, layout: BatchLayout, dtypes: Sequence[torch.dtype]) -> None:
-        self._mode = options.output_mode
-        self._period = options.output_return_period
+    def __init__(
+        self, mode: OutputMode, period: int, layout: BatchLayout, dtypes: Optional[Sequence[torch.dtype]]
+    ) -> None:
+        self._mode = mode
+        self._period = period
         self._layout = layout
         self._dtypes = dtypes
         self._kept: List[List[List[torch.Tensor]]] = [[] for _ in range(layout.replicas)]
@@ -38,7 +41,10 @@ class OutputCollector:
 
     def assemble(self) -> List[torch.Tensor]:
         """One tensor per output: what was kept, in the order [iteration, step, replica], in the dtypes of the API."""
-        return [self._join(index, dtype) for index, dtype in enumerate(self._dtypes)]
+        dtypes = self._dtypes
+        if dtypes is None:
+            dtypes = [API_DTYPE.get(output.dtype, output.dtype) for output in self._kept[0][0]]
+        return [self._join(index, dtype) for index, dtype in enumerate(dtypes)]
 
     def _is_wanted(self, iteration: int, step: int) -> bool:
         if self._mode == OutputMode.Final:
@@ -73,10 +79,14 @@ def api_dtypes(outputs: Sequence[torch.Tensor], is_half: Sequence[bool]) -> List
 
 def check_output_mode(options: Options) -> None:
     """Error when the mode would return nothing."""
-    if options.output_mode == OutputMode.EveryN and options.output_return_period > options.device_iterations:
+    check_period(options.output_mode, options.output_return_period, options.device_iterations)
+
+
+def check_period(mode: OutputMode, period: int, device_iterations: int) -> None:
+    """Error when this mode would return nothing of a call."""
+    if mode == OutputMode.EveryN and period > device_iterations:
         raise Error(
-            f"OutputMode.EveryN returns every {options.output_return_period} device iterations, but a call runs only "
-            f"{options.device_iterations}"
+            f"OutputMode.EveryN returns every {period} device iterations, but a call runs only {device_iterations}"
         )
 
 
