@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
-from typing import Any, Iterator, List, NamedTuple, Tuple
+from typing import Any, Iterator, List, NamedTuple, Set, Tuple
 
 import poptorch
 import pytest
@@ -14,8 +14,7 @@ import pytest
 PRIVATE_SECTIONS = {"poptorch (args)", "poptorch (options base)"}
 
 # The names that the SDK has and the emulation has not (yet).
-MISSING = {
-}
+MISSING: Set[str] = set()
 
 
 class Entry(NamedTuple):
