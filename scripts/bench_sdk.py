@@ -1,0 +1,200 @@
+"""What emulation costs, against plain torch in the same run: `python scripts/bench_sdk.py [--rounds 5] [--only PART]`.
+
+* loop: a training loop of one replica (ResNet-18 on 3x32x32, micro-batch 16, SGD with momentum) through poptorch, and
+  the same loop written in torch, step by step in turn in one process, on 1 and on 2 threads; with each in a process of
+  its own for the peak of its memory;
+* replicas: a call of 8 replicas on one core, and 8 calls of one replica on it;
+* loader: poptorch.DataLoader in Async mode with 2 workers, and torch's DataLoader with 2 workers, on the same data set.
+
+Ratios are medians of the ratios of each round. A target is what the ratio is to be at least or at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, Callable, Dict, List, Tuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "raypod" / "emulated_sdk")]
+
+import poptorch  # noqa: E402 - found only now
+import torch  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+MICRO_BATCH = 16
+LIMIT_S = 600
+Row = Tuple[str, str, float, str]
+
+
+class ResNetWithLoss(torch.nn.Module):
+    """A user's model: ResNet-18 for small images, and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from raypod import models
+        from raypod.config import from_values
+
+        torch.manual_seed(0)
+        config = from_values({"data": {"dataset": "synthetic"}, "training": {"model": "resnet18"}})
+        self.network = models.build_model(config, 3, 32, 10)
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+        logits = self.network(images)
+        return logits, functional.cross_entropy(logits, labels)
+
+
+def batch(replicas: int = 1) -> Tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    size = replicas * MICRO_BATCH
+    return torch.randn(size, 3, 32, 32, generator=generator), torch.arange(size) % 10
+
+
+def plain_step() -> Callable[[], float]:
+    """One step of the loop as a torch user writes it."""
+    model = ResNetWithLoss().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    images, labels = batch()
+
+    def step() -> float:
+        optimizer.zero_grad()
+        _, loss = model(images, labels)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def emulated_step(replicas: int = 1) -> Callable[[], float]:
+    """One step of the loop as a PopTorch user writes it."""
+    model = ResNetWithLoss().train()
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    training = poptorch.trainingModel(model, poptorch.Options().replicationFactor(replicas), optimizer)
+    images, labels = batch(replicas)
+    return lambda: training(images, labels)[1].mean().item()
+
+
+STEPS = {"plain torch": plain_step, "emulated": emulated_step}
+
+
+def seconds(work: Callable[[], Any], times: int = 1) -> float:
+    began = time.perf_counter()
+    for _ in range(times):
+        work()
+    return time.perf_counter() - began
+
+
+def loop(rounds: int) -> List[Row]:
+    rows = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        steps = {name: make() for name, make in STEPS.items()}
+        for step in steps.values():
+            step(), step()  # compiled, and warm
+        taken: Dict[str, List[float]] = {name: [] for name in steps}
+        for round_ in range(8 * rounds):
+            for name in list(steps)[:: 1 if round_ % 2 else -1]:
+                taken[name].append(seconds(steps[name]))
+        ratio = median(a / b for a, b in zip(taken["plain torch"], taken["emulated"]))
+        rates = ", ".join(f"{name} {MICRO_BATCH / median(values):.1f}" for name, values in taken.items())
+        rows.append((f"one replica, {threads} thread{'s' * (threads > 1)}", f"images/s: {rates}", ratio, ">= 0.95"))
+    peaks = {name: median(peak_mib(name) for _ in range(min(rounds, 3))) for name in STEPS}
+    figures = "peak MiB: " + ", ".join(f"{name} {peak:.0f}" for name, peak in peaks.items())
+    return [*rows, ("memory of one replica", figures, peaks["emulated"] / peaks["plain torch"], "<= 1.25")]
+
+
+def peak_mib(name: str) -> float:
+    """Of a process that does nothing but 4 steps; its imports are in the figure of both."""
+    command = [sys.executable, __file__, "--peak", name]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    return float(json.loads(done.stdout)["peak_mib"])
+
+
+def replicas(rounds: int) -> List[Row]:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # on two cores replicas run side by side, and would hide what they cost
+    try:
+        torch.set_num_threads(1)
+        one, eight = emulated_step(), emulated_step(8)
+        one(), eight()
+        taken = [(seconds(one, times=8), seconds(eight)) for _ in range(2 * rounds)]
+    finally:
+        os.sched_setaffinity(0, cores)
+    figures = f"s: 8 x 1 replica {median(a for a, _ in taken):.2f}, 8 replicas {median(b for _, b in taken):.2f}"
+    return [("8 replicas on one core", figures, median(b / a for a, b in taken), "<= 1.05")]
+
+
+class Pictures(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Small pictures, shifted and flipped one by one as torchvision's transforms do."""
+
+    def __init__(self, samples: int) -> None:
+        self.images = torch.randint(0, 256, (samples, 3, 40, 40), dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Tuple[torch.Tensor, int]:
+        top, left = torch.randint(0, 8, (2,)).tolist()
+        image = self.images[index, :, top : top + 32, left : left + 32].float().sub_(127.5).div_(64)
+        return (image.flip(-1) if index % 2 else image), index % 10
+
+
+def loader(rounds: int) -> List[Row]:
+    data, size = Pictures(8192), 64
+    options = poptorch.Options()
+    ours = poptorch.DataLoader(options, data, size, num_workers=2, mode=poptorch.DataLoaderMode.Async)
+    theirs = torch.utils.data.DataLoader(data, size, num_workers=2, drop_last=True, persistent_workers=True)
+    samples = len(data) // size * size
+
+    def epoch(source: Any) -> float:
+        return samples / seconds(lambda: [images[0, 0, 0, 0].item() for images, _ in source])
+
+    try:
+        epoch(ours), epoch(theirs)  # workers start
+        rates = []
+        for round_ in range(2 * rounds):
+            pair = {each: epoch(each) for each in ((ours, theirs) if round_ % 2 else (theirs, ours))}
+            rates.append((pair[ours], pair[theirs]))
+    finally:
+        ours.terminate()
+    figures = f"samples/s: torch {median(b for _, b in rates):.0f}, Async {median(a for a, _ in rates):.0f}"
+    return [("Async with 2 workers, of torch with 2", figures, median(a / b for a, b in rates), ">= 1.00")]
+
+
+PARTS: Dict[str, Callable[[int], List[Row]]] = {"loop": loop, "replicas": replicas, "loader": loader}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=sorted(PARTS))
+    parser.add_argument("--peak", choices=sorted(STEPS), help="print the peak memory of a few steps, and end")
+    args = parser.parse_args()
+    if args.peak:
+        torch.set_num_threads(1)
+        step = STEPS[args.peak]()
+        for _ in range(4):
+            step()
+        print(json.dumps({"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
+        return
+    began = time.monotonic()
+    rows = [row for name, part in PARTS.items() if args.only in (None, name) for row in part(args.rounds)]
+    print("| what | measured | ratio | target | |\n|---|---|---|---|---|")
+    for what, measured, ratio, target in rows:
+        bound = float(target.split()[1])
+        met = ratio >= bound if target.startswith(">") else ratio <= bound
+        print(f"| {what} | {measured} | {ratio:.2f} | {target} | {'met' if met else 'missed'} |")
+    print(f"\n{time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
