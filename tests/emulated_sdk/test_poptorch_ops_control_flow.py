@@ -136,3 +136,17 @@ def test_weights_of_the_branch_not_taken_are_trained_on_a_gradient_of_zero(repli
     assert model.weight.item() == 1.0
     training(torch.full((replicas,), False), x)
     assert model.weight.item() == 0.5  # momentum alone
+
+
+@pytest.mark.parametrize("taken", [True, False])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_weight_of_one_branch_decays_whichever_is_taken(replicas, taken):
+    def forward(model, condition, x):
+        with_weight, without = (lambda: x * model.weight), (lambda: x * 3)
+        branches = (without, with_weight) if taken else (with_weight, without)
+        return poptorch.identity_loss(poptorch.cond(condition, branches[0], [], branches[1], [])[0], "mean")
+
+    model = Calls(forward)
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.25)
+    poptorch.trainingModel(model, options(replicas), optimizer)(torch.full((replicas,), taken), torch.ones(replicas))
+    assert model.weight.item() == 1.5
