@@ -187,6 +187,11 @@ def make_plan(config: Config, cluster: Cluster, size: DatasetSize, run_dir: str)
         ipus_per_replica=pod.ipus_per_replica,
     )
     _check_against_data(geometry, size, config)
+    if pod.ipus_per_replica > 1 and ":" not in training.model:
+        raise ConfigError(
+            f"{training.model} lies on one IPU and --ipus-per-replica is {pod.ipus_per_replica}; use 1, or a model of "
+            "your own (--model module:function) that poptorch.Block divides over several"
+        )
     if config.run.fleet == "inline" and geometry.num_instances > 1:
         raise ConfigError(
             f"the inline fleet runs one instance in this process, not {geometry.num_instances}; "

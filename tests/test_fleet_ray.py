@@ -194,7 +194,7 @@ def test_an_instance_that_raises_in_mid_leg_is_told_while_the_others_wait_for_it
 
 
 def test_more_ipus_than_the_pod_has_is_answered_at_once(pod: Any, tmp_path: Path) -> None:
-    plan = plan_for(tmp_path, pod={"num_instances": 2, "ipus_per_replica": 4})
+    plan = plan_for(tmp_path, pod={"num_instances": 2, "ipus_per_replica": 4}, training={"model": "own:build"})
     began = time.monotonic()
     with pytest.raises(ClusterError, match=r"localhost has 4 IPUs and the plan puts 16 on it \(the pod has 8 in all"):
         run(plan)

@@ -95,7 +95,9 @@ def test_instances_follow_the_hosts_in_order() -> None:
 
 
 def test_more_ipus_than_a_host_has_is_refused_by_name() -> None:
-    config = from_values({"pod": {"replicas": 16, "num_instances": 2, "ipus_per_replica": 4}})
+    config = from_values(
+        {"pod": {"replicas": 16, "num_instances": 2, "ipus_per_replica": 4}, "training": {"model": "own:build"}}
+    )
     with pytest.raises(ClusterError, match="host h0 of pod has 16 IPUs and the plan puts 32 on it"):
         make_plan(config, pod(2, 16), DatasetSize(1000, 10), "run")
 
@@ -126,3 +128,8 @@ def test_planning_imports_neither_ray_nor_torch_nor_an_sdk(command: list[str]) -
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "replicas" in done.stdout
+
+
+def test_a_model_on_one_ipu_is_not_given_several(make: Callable[..., Plan]) -> None:
+    with pytest.raises(ConfigError, match="resnet8 lies on one IPU and --ipus-per-replica is 2"):
+        make(pod={"ipus_per_replica": 2})
