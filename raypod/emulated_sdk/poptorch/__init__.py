@@ -6,6 +6,7 @@ Importing it sets `RDMAV_FORK_SAFE=1` if unset, as the SDK does (contract 1.9).
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from . import _log, enums, ops, optim, options, profiling, testing
 from ._data.accessor import AsynchronousDataAccessor
@@ -151,3 +152,10 @@ __all__ = [
 
 os.environ.setdefault("RDMAV_FORK_SAFE", "1")
 _log.set_up()
+
+
+def __getattr__(name: str) -> Any:
+    """Say what took the place of a name that SDK 3 has no longer (AttributeError)."""
+    now = {"AnchorMode": "OutputMode"}.get(name)
+    hint = f": it is called poptorch.{now} since SDK 3.0" if now else ""
+    raise AttributeError(f"module 'poptorch' has no attribute {name!r}{hint}")

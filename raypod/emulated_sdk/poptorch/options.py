@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import re
+from types import MappingProxyType
 from typing import Any, Dict, List, TypeVar
 
 import torch
 
 from . import enums
 from ._errors import ConfigFileError
+from ._options.base import is_integer, names, path_text
 from ._options.diagnostics import _DiagnosticOptions
 from ._options.locations import TensorLocationSettings, _TensorLocationOptions
 from ._options.sections import (
@@ -54,6 +56,8 @@ class Options(_DiagnosticOptions):
     is frozen by the first data loader or model that uses it (AttributeError on change); `clone()` gives a free copy.
     At construction `OMPI_COMM_WORLD_SIZE/RANK`, `POPTORCH_CACHE_DIR` and `POPTORCH_DEFAULT_OPTIONS` are read.
     """
+
+    _renamed = MappingProxyType({"anchorMode": "outputMode", "anchor_mode": "output_mode", "Popart": "_Popart"})
 
     def __init__(self) -> None:
         super().__init__(
@@ -132,14 +136,12 @@ class Options(_DiagnosticOptions):
 
     def deviceIterations(self: _Self, device_iterations: int) -> _Self:
         """Runs of the loop on the device per call, at least 1; in training one weight update each."""
-        assert device_iterations > 0, f"Device iterations must be at least 1, got {device_iterations}"
-        self.set(device_iterations=device_iterations)
+        self._set_number(1, device_iterations=device_iterations)
         return self
 
     def replicationFactor(self: _Self, replication_factor: int) -> _Self:
         """Replicas driven by THIS process, at least 1."""
-        assert replication_factor > 0, f"The replication factor must be at least 1, got {replication_factor}"
-        self.set(replication_factor=replication_factor)
+        self._set_number(1, replication_factor=replication_factor)
         return self
 
     def inputReplicaGrouping(self: _Self, input_group_size: int, input_group_type: enums.CommGroupType) -> _Self:
@@ -152,18 +154,14 @@ class Options(_DiagnosticOptions):
                 "Input replica grouping takes CommGroupType.Consecutive, Orthogonal or NoGrouping, not All"
             )
         no_grouping = input_group_type == enums.CommGroupType.NoGrouping
-        size = 1 if no_grouping else input_group_size
-        assert size > 0, f"The input group size must be at least 1, got {size}"
-        self.set(input_group_size=size, input_group_type=input_group_type)
+        self._set_number(1, input_group_size=1 if no_grouping else input_group_size)
+        self.set(input_group_type=input_group_type)
         return self
 
     def outputMode(self: _Self, output_mode: enums.OutputMode, output_return_period: int | None = None) -> _Self:
         """Which micro-batches' outputs a call returns. EveryN needs a period of at least 1 (AssertionError)."""
-        if output_mode == enums.OutputMode.EveryN:
-            period_given = output_return_period is not None and output_return_period > 0
-            assert period_given, f"OutputMode.EveryN needs output_return_period >= 1, got {output_return_period}"
-        is_every_n = output_mode == enums.OutputMode.EveryN
-        self.set(output_mode=output_mode, output_return_period=(output_return_period or 1) if is_every_n else 1)
+        period = _period(output_mode, output_return_period)
+        self.set(output_mode=output_mode, output_return_period=period)
         return self
 
     def defaultOutputMode(self) -> bool:
@@ -179,11 +177,10 @@ class Options(_DiagnosticOptions):
     ) -> _Self:
         """Ask for an internal tensor by its long name; kept."""
         self.checkIsFrozen("anchored_tensors")
-        mode = self.output_mode if output_mode is None else output_mode
-        if mode == enums.OutputMode.EveryN:
-            period_given = output_return_period is not None and output_return_period > 0
-            assert period_given, f"OutputMode.EveryN needs output_return_period >= 1, got {output_return_period}"
-        self.anchored_tensors[short_name] = [long_name, enums.OutputMode(mode), output_return_period]
+        named = isinstance(short_name, str) and isinstance(long_name, str)
+        assert named, f"The names of an anchor are strings, got {short_name!r} and {long_name!r}"
+        mode = enums.OutputMode(self.output_mode if output_mode is None else output_mode)
+        self.anchored_tensors[short_name] = [long_name, mode, _period(mode, output_return_period)]
         return self
 
     def broadcastBuffers(self: _Self, broadcast_buffers: bool = True) -> _Self:
@@ -195,6 +192,7 @@ class Options(_DiagnosticOptions):
 
     def randomSeed(self: _Self, random_seed: int) -> _Self:
         """Seed of the device, of the distributed shuffle AND of torch on the host (`torch.manual_seed`)."""
+        assert is_integer(random_seed), f"A random seed is an integer, got {random_seed!r}"
         self.createOrSet(random_seed=int(random_seed))
         torch.manual_seed(int(random_seed))
         return self
@@ -210,8 +208,8 @@ class Options(_DiagnosticOptions):
         return self
 
     def updatableNamedBuffers(self: _Self, buffers: List[str]) -> _Self:
-        """Names of the buffers that may be refreshed from the host; kept."""
-        self.set(updatable_named_buffers=list(buffers))
+        """Names of the buffers that `copyNamedBuffersToDevice()` refreshes."""
+        self.set(updatable_named_buffers=names("updatable_named_buffers", buffers))
         return self
 
     # -- devices -----------------------------------------------------------------------------------------------------
@@ -234,9 +232,12 @@ class Options(_DiagnosticOptions):
 
     def setAvailableMemoryProportion(self: _Self, available_memory_proportion: Dict[str, float]) -> _Self:
         """Share of memory for temporaries, e.g. {"IPU0": 0.2}; AssertionError for other names or shares."""
+        is_dict = isinstance(available_memory_proportion, dict)
+        assert is_dict, f"Expected a dictionary as {{'IPU0': 0.2}}, got {available_memory_proportion!r}"
         for ipu, proportion in available_memory_proportion.items():
-            assert re.fullmatch("IPU[0-9]+", ipu), f"IPUs are named 'IPU<number>', got {ipu!r}"
-            assert 0 <= proportion <= 1, f"A memory proportion is between 0 and 1, got {proportion} for {ipu}"
+            assert re.fullmatch("IPU[0-9]+", str(ipu)), f"IPUs are named 'IPU<number>', got {ipu!r}"
+            is_share = isinstance(proportion, (int, float)) and 0 <= proportion <= 1
+            assert is_share, f"A memory proportion is between 0 and 1, got {proportion} for {ipu}"
         self.set(available_memory_proportion=dict(available_memory_proportion))
         return self
 
@@ -252,20 +253,18 @@ class Options(_DiagnosticOptions):
 
     def useIpuModel(self: _Self, use_model: bool) -> _Self:
         """Accepted: every device here is emulated."""
-        self.createOrSet(ipu_model=use_model)
+        self._set_typed(bool, use_model=use_model)
         return self
 
     def useIpuId(self: _Self, ipu_id: int) -> _Self:
         """Use this device; AssertionError unless a non-negative integer."""
-        is_id = isinstance(ipu_id, int) and ipu_id >= 0
-        assert is_id, f"An IPU id is a non-negative integer, got {ipu_id!r}"
-        self.createOrSet(ipu_id=ipu_id)
+        self._set_number(0, ipu_id=ipu_id)
         return self
 
     def useOfflineIpuTarget(self: _Self, ipu_version: int = 2) -> _Self:
         """Compile only: also sets ConnectionType.Never."""
+        self._set_number(0, ipu_version=ipu_version)
         self.connectionType(enums.ConnectionType.Never)
-        self.createOrSet(ipu_version=ipu_version)
         return self
 
     def enableExecutableCaching(self: _Self, path: str | None) -> _Self:
@@ -273,26 +272,46 @@ class Options(_DiagnosticOptions):
         if path is None:
             self.deleteIfExists("cache_path")
         else:
-            self.createOrSet(cache_path=str(path))
+            self.createOrSet(cache_path=path_text("cache_path", path))
         return self
 
     # -- as a whole --------------------------------------------------------------------------------------------------
 
     def from_json(self: _Self, string: str) -> _Self:
-        """Apply a JSON object of dotted setters, e.g. {"Training.gradientAccumulation": 4}; see `_options_text`."""
+        """Apply a JSON object of dotted setters, e.g. {"Training.gradientAccumulation": 4}; see `_options/text.py`."""
         apply_json(self, string)
         return self
 
     def loadFromFile(self: _Self, filepath: str) -> _Self:
-        """Apply a text file with one setter a line; see `_options_text`. ConfigFileError names the line."""
+        """Apply a text file with one setter a line; see `_options/text.py`. ConfigFileError names the line."""
         apply_file(self, filepath)
         return self
 
     def toDict(self) -> Dict[str, Any]:
         """All values in one flat dictionary of plain Python."""
-        own = {**super().toDict(), **self._execution_strategy._to_dict()}
+        own = {**super().toDict(), **self._execution_strategy._to_dict(), **self._place_among_replicas()}
         return functools.reduce(lambda merged, group: group.update(merged), self._groups().values(), own)
+
+    def _place_among_replicas(self) -> Dict[str, Any]:
+        """What a distributed run adds to the options of the compiler (contract 1.5)."""
+        distributed = self._distributed
+        if distributed.numProcesses == 1:
+            return {}
+        return {
+            "enableDistributedReplicatedGraphs": True,
+            "globalReplicationFactor": distributed.numProcesses * self.replication_factor,
+            "globalReplicaOffset": distributed.processId * self.replication_factor,
+        }
 
     def clone(self: _Self) -> _Self:
         """An unfrozen deep copy."""
         return self._unfrozen_copy()
+
+
+def _period(mode: enums.OutputMode, period: int | None) -> int:
+    """The period of an output mode: 1 but for EveryN, which needs one (AssertionError)."""
+    if mode != enums.OutputMode.EveryN:
+        return 1
+    given = is_integer(period) and int(period or 0) > 0
+    assert given, f"OutputMode.EveryN needs output_return_period >= 1, got {period!r}"
+    return int(period or 1)

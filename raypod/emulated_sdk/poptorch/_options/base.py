@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import enum
-from typing import Any, Dict, TypeVar
+import numbers
+import os
+from typing import Any, ClassVar, Dict, List, Mapping, TypeVar
 
 _Self = TypeVar("_Self", bound="OptionsDict")
 _OWN = ("_values", "_is_frozen")
@@ -16,6 +18,9 @@ class OptionsDict:
     A value is read by `options.name` or `options("name")` and assigned by `options.name = value` or `set(name=value)`.
     Unknown names and values of another type raise AssertionError; any change after freezing raises AttributeError.
     """
+
+    # Names of older SDKs, and what took their place.
+    _renamed: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, **default_values: Any) -> None:
         object.__setattr__(self, "_values", default_values)
@@ -37,6 +42,19 @@ class OptionsDict:
             else:
                 self.checkIsFrozen(name)
                 self._values[name] = value
+
+    def _set_number(self, least: int, **kwargs: Any) -> None:
+        """`createOrSet` for integers of at least `least`; AssertionError for others."""
+        for name, value in kwargs.items():
+            assert is_integer(value), f"Unexpected type {type(value)} for option {name!r}: expected an integer"
+            assert value >= least, f"Option {name!r} must be at least {least}, got {value}"
+            self.createOrSet(**{name: int(value)})
+
+    def _set_typed(self, kind: type, **kwargs: Any) -> None:
+        """`createOrSet` for values of one type; AssertionError for others."""
+        for name, value in kwargs.items():
+            assert isinstance(value, kind), f"Unexpected type {type(value)} for option {name!r}: expected {kind}"
+            self.createOrSet(**{name: value})
 
     def exists(self, option: str) -> bool:
         """Whether the option has a value."""
@@ -73,7 +91,8 @@ class OptionsDict:
         values = self.__dict__.get("_values", {})
         if option in values:
             return values[option]
-        raise AttributeError(f"{type(self).__name__} has no option {option!r}")
+        now = f": it is called {self._renamed[option]!r} now" if option in self._renamed else ""
+        raise AttributeError(f"{type(self).__name__} has no option {option!r}{now}")
 
     def __setattr__(self, option: str, value: Any) -> None:
         if option in self.__dict__.get("_values", {}):
@@ -107,15 +126,39 @@ class OptionsDict:
             group._unfreeze()
 
 
+def is_integer(value: Any) -> bool:
+    """Whether this is a whole number, also one of numpy's; truth values are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def names(option: str, value: Any) -> List[str]:
+    """A list of strings; AssertionError for anything else, a single string among it."""
+    is_list = isinstance(value, (list, tuple, set)) and all(isinstance(item, str) for item in value)
+    assert is_list, f"Option {option!r} is a list of strings, got {value!r}"
+    return list(value)
+
+
+def path_text(option: str, value: Any) -> str:
+    """A path as text; AssertionError for anything else."""
+    assert isinstance(value, (str, os.PathLike)), f"Option {option!r} is a path, got {value!r}"
+    return os.fspath(value)
+
+
 def _checked(name: str, value: Any, present: Any) -> Any:
-    """`value`, brought to the enumeration of the present one; AssertionError when its type is another."""
+    """`value`, brought to the type of the present one; AssertionError when its own is another."""
     expected = type(present)
+    unexpected = f"Unexpected type {type(value)} for option {name!r}: expected {expected}"
     if isinstance(present, enum.IntEnum):
-        assert isinstance(value, int), f"Unexpected type {type(value)} for option {name!r}: expected {expected}"
-        return expected(value)
-    is_bool_for_number = isinstance(value, bool) and expected is not bool
-    is_right = isinstance(value, expected) and not is_bool_for_number
-    assert is_right, f"Unexpected type {type(value)} for option {name!r}: expected {expected}"
+        is_other = isinstance(value, enum.Enum) and not isinstance(value, expected)
+        assert is_integer(value), unexpected
+        assert not is_other, unexpected
+        known = {int(member): member for member in expected.__members__.values()}
+        assert value in known, f"{value} is no {expected.__name__}: these are {known}"
+        return known[int(value)]
+    if expected is int:
+        assert is_integer(value), unexpected
+        return int(value)
+    assert isinstance(value, expected), unexpected
     return value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import List, TypeVar
 
-from .base import OptionsDict
+from .base import OptionsDict, is_integer, names, path_text
 
 _Self = TypeVar("_Self", bound="_DiagnosticOptions")
 
@@ -24,7 +24,7 @@ class _DiagnosticOptions(OptionsDict):
 
     def logDir(self: _Self, log_dir: str) -> _Self:
         """Where logs are written."""
-        self.set(log_dir=log_dir)
+        self.set(log_dir=path_text("log_dir", log_dir))
         return self
 
     def modelName(self: _Self, name: str) -> _Self:
@@ -34,6 +34,8 @@ class _DiagnosticOptions(OptionsDict):
 
     def maxRepeatLogs(self: _Self, max_lines: int | None) -> _Self:
         """How often a log line may repeat; None for no bound."""
+        is_bound = max_lines is None or (is_integer(max_lines) and max_lines >= 0)
+        assert is_bound, f"Option 'max_repeat_logs' is a number of lines or None, got {max_lines!r}"
         self.checkIsFrozen("max_repeat_logs")
         self._values["max_repeat_logs"] = max_lines
         return self
@@ -45,7 +47,7 @@ class _DiagnosticOptions(OptionsDict):
 
     def enableProfiling(self: _Self, profile_dir: str | None = None) -> _Self:
         """Accepted: an emulated device writes no profile."""
-        self.createOrSet(profile_dir=profile_dir or ".")
+        self.createOrSet(profile_dir=path_text("profile_dir", profile_dir or "."))
         return self
 
     def disableModuleNamescope(self: _Self) -> _Self:
@@ -55,10 +57,11 @@ class _DiagnosticOptions(OptionsDict):
 
     def sourceLocationExcludes(self: _Self, excludes: List[str]) -> _Self:
         """Paths left out of source locations."""
-        self.set(source_location_excludes=list(excludes))
+        self.set(source_location_excludes=names("source_location_excludes", excludes))
         return self
 
     def appendToLocationExcludes(self: _Self, *excludes: str) -> _Self:
         """Further paths left out of source locations."""
-        self.set(source_location_excludes=[*self.source_location_excludes, *excludes])
+        further = names("source_location_excludes", excludes)
+        self.set(source_location_excludes=[*self.source_location_excludes, *further])
         return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from .base import OptionsDict
+from .base import OptionsDict, is_integer
 
 
 class TensorLocationSettings(OptionsDict):
@@ -15,34 +15,32 @@ class TensorLocationSettings(OptionsDict):
 
     def minElementsForOffChip(self, min_elements: int) -> TensorLocationSettings:
         """Smallest number of elements to be stored off chip; AssertionError when negative."""
-        assert min_elements >= 0, f"A number of elements is not negative, got {min_elements}"
-        self.createOrSet(minElementsForOffChip=min_elements)
+        self._set_number(0, minElementsForOffChip=min_elements)
         return self
 
     def minElementsForReplicatedTensorSharding(self, min_elements: int) -> TensorLocationSettings:
         """Smallest number of elements to be sharded over replicas; AssertionError when negative."""
-        assert min_elements >= 0, f"A number of elements is not negative, got {min_elements}"
-        self.createOrSet(minElementsForReplicatedTensorSharding=min_elements)
+        self._set_number(0, minElementsForReplicatedTensorSharding=min_elements)
         return self
 
     def useOnChipStorage(self, use: bool = True) -> TensorLocationSettings:
         """Store on chip."""
-        self.createOrSet(onChip=use)
+        self._set_typed(bool, onChip=use)
         return self
 
     def useReplicatedTensorSharding(self, use: bool = True) -> TensorLocationSettings:
         """Keep only a shard on each replica."""
-        self.createOrSet(useReplicatedTensorSharding=use)
+        self._set_typed(bool, useReplicatedTensorSharding=use)
         return self
 
     def useIOTilesToLoad(self, use: bool = True) -> TensorLocationSettings:
         """Load through the tiles reserved for input and output."""
-        self.createOrSet(useIOTilesToLoad=use)
+        self._set_typed(bool, useIOTilesToLoad=use)
         return self
 
     def useIOTilesToStore(self, use: bool = True) -> TensorLocationSettings:
         """Store through the tiles reserved for input and output."""
-        self.createOrSet(useIOTilesToStore=use)
+        self._set_typed(bool, useIOTilesToStore=use)
         return self
 
 
@@ -54,8 +52,8 @@ class _TensorLocationOptions(OptionsDict):
 
     def numIOTiles(self, num_tiles: int) -> _TensorLocationOptions:
         """Tiles reserved for input and output: 0, or even and in 32...192, else AssertionError."""
-        valid = num_tiles == 0 or (32 <= num_tiles <= 192 and num_tiles % 2 == 0)
-        assert valid, f"IO tiles are an even number from 32 to 192, got {num_tiles}"
+        valid = is_integer(num_tiles) and (num_tiles == 0 or 32 <= num_tiles <= 192 and num_tiles % 2 == 0)
+        assert valid, f"IO tiles are an even number from 32 to 192, got {num_tiles!r}"
         self.createOrSet(numIOTiles=num_tiles)
         return self
 

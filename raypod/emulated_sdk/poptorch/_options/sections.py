@@ -13,7 +13,7 @@ import torch
 
 from poptorch import enums
 
-from .base import OptionsDict
+from .base import OptionsDict, is_integer
 
 
 class _PopartOptions(OptionsDict):
@@ -28,18 +28,21 @@ class _PopartOptions(OptionsDict):
             super().set(**kwargs)
             return self
         self.checkIsFrozen()
-        key, value = args
-        self.options[key] = value
+        is_pair = len(args) == 2 and isinstance(args[0], str)
+        assert is_pair, f"A compiler option is set by set(name, value), got set{args!r}"
+        self.options[args[0]] = args[1]
         return self
 
     def setEngineOptions(self, engine_options: Dict[str, str]) -> _PopartOptions:
         """Options of the engine, by name."""
+        assert isinstance(engine_options, dict), f"Engine options are a dictionary, got {engine_options!r}"
         return self.set("engineOptions", dict(engine_options))  # type: ignore[no-any-return]
 
     def setPatterns(self, patterns: Dict[str, bool], level: int = 2) -> _PopartOptions:
         """Enable or disable transformations of the graph by name."""
+        assert isinstance(patterns, dict), f"Patterns are a dictionary of names and switches, got {patterns!r}"
         self.patterns = dict(patterns)
-        self.patterns_level = level
+        self._set_number(0, patterns_level=level)
         return self
 
 
@@ -51,8 +54,8 @@ class _JitOptions(OptionsDict):
 
     def traceModel(self, trace_model: bool) -> _JitOptions:
         """Deprecated; has no effect."""
-        warnings.warn("Jit.traceModel is deprecated and has no effect", DeprecationWarning, stacklevel=2)
         self.set(trace_model=trace_model)
+        warnings.warn("Jit.traceModel is deprecated and has no effect", DeprecationWarning, stacklevel=2)
         return self
 
 
@@ -71,8 +74,7 @@ class _TrainingOptions(OptionsDict):
 
     def gradientAccumulation(self, gradient_accumulation: int) -> _TrainingOptions:
         """Micro-batches per replica and weight update, at least 1."""
-        assert gradient_accumulation > 0, f"Gradient accumulation must be at least 1, got {gradient_accumulation}"
-        self.set(gradient_accumulation=gradient_accumulation)
+        self._set_number(1, gradient_accumulation=gradient_accumulation)
         return self
 
     def accumulationAndReplicationReductionType(self, reduction_type: enums.ReductionType) -> _TrainingOptions:
@@ -97,7 +99,7 @@ class _TrainingOptions(OptionsDict):
         return self
 
     def setAutomaticLossScaling(self, enabled: bool) -> _TrainingOptions:
-        """Accepted: gradients are float32 in the emulation and need no scaling."""
+        """Lets `loss_scaling` change after compilation. It is not adapted: the emulation's gradients are float32."""
         self.set(auto_loss_scaling=enabled)
         return self
 
@@ -123,7 +125,7 @@ class _PrecisionOptions(OptionsDict):
         return self
 
     def enableStochasticRounding(self, enabled: bool) -> _PrecisionOptions:
-        """Accepted: the emulation rounds to nearest."""
+        """Round half weights up or down at random after each update (seeded by `randomSeed`), else to nearest."""
         self.set(enable_stochastic_rounding=enabled)
         return self
 
@@ -182,10 +184,21 @@ class _DistributedOptions(OptionsDict):
         return int(self.num_distributed_processes)
 
     def _read(self, var_num_processes: str, var_process_id: str) -> None:
-        self._configure(int(os.environ.get(var_process_id, "0")), int(os.environ.get(var_num_processes, "1")))
+        self._configure(_from_environment(var_process_id, "0"), _from_environment(var_num_processes, "1"))
 
     def _configure(self, process_id: int, num_processes: int) -> None:
         # Below the public setters, so that a subclass may block those.
+        given = {"process_id": process_id, "num_processes": num_processes}
+        wrong = [name for name, value in given.items() if not is_integer(value)]
+        assert not wrong, f"{wrong[0]} is an integer, got {given[wrong[0]]!r}"
         if not 0 <= process_id < num_processes:
             raise ValueError(f"Process id {process_id} is not among the {num_processes} processes")
         self.set(num_distributed_processes=num_processes, distributed_process_id=process_id)
+
+
+def _from_environment(variable: str, default: str) -> int:
+    value = os.environ.get(variable, default)
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"The environment variable {variable} is {value!r}, which is no integer") from None
