@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
+import os
+import subprocess
+import sys
 
 import poptorch
 import pytest
@@ -359,3 +363,55 @@ def test_attributes_that_python_cannot_copy_are_shared():
             return super().forward(images, labels)
 
     poptorch.trainingModel(WithHandle(), options(2))(*batch(4))
+
+
+def test_parameters_are_shared_by_all_replicas():
+    model, training = train_line(replicas=2)
+    one_per_group = poptorch.VariableRetrievalMode.OnePerGroup
+    training.weight.replicaGrouping(poptorch.CommGroupType.All, 0, one_per_group)
+    training.weight.replicaGrouping(poptorch.CommGroupType.Consecutive, 2, one_per_group)
+    with pytest.raises(poptorch.Error, match="groups of 1 of the 2 replicas"):
+        training.weight.replicaGrouping(poptorch.CommGroupType.NoGrouping, 0, one_per_group)
+    with pytest.raises(AssertionError, match="no CommGroupType"):
+        training.weight.replicaGrouping("All", 0)
+    training(torch.ones(2))
+    with pytest.raises(poptorch.Error, match="before the model is compiled"):
+        model.weight.replicaGrouping(poptorch.CommGroupType.All, 0, one_per_group)
+
+
+@pytest.mark.parametrize("connection", [poptorch.ConnectionType.OnDemand, poptorch.ConnectionType.Never])
+def test_compiling_attaches_only_where_the_connection_is_always(connection):
+    training = poptorch.trainingModel(Line(), options().connectionType(connection))
+    training.compile(torch.ones(1))
+    assert training.isCompiled()
+    assert not training.isAttachedToDevice()
+    if connection == poptorch.ConnectionType.Never:
+        with pytest.raises(AssertionError, match=r"ConnectionType\.Never"):
+            training(torch.ones(1))
+    else:
+        training(torch.ones(1))
+        assert training.isAttachedToDevice()
+
+
+def test_a_saved_model_loads_without_poptorch(tmp_path, monkeypatch):
+    (tmp_path / "plain_model.py").write_text(
+        "import torch\n"
+        "class Plain(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return torch.nn.functional.mse_loss(super().forward(x), x)\n"
+    )
+    program = (
+        "import sys, torch\n"
+        "assert not any('emulated_sdk' in path for path in sys.path)\n"
+        "model = torch.load('model.pt', weights_only=False)\n"
+        "assert type(model).__name__ == 'Plain' and type(model.weight) is torch.nn.Parameter\n"
+        "assert 'poptorch' not in sys.modules\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    model = importlib.import_module("plain_model").Plain(2, 2)
+    poptorch.trainingModel(model, options())(torch.ones(1, 2))
+    torch.save(model, tmp_path / "model.pt")
+    del sys.modules["plain_model"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, timeout=60, check=False)
+    assert done.returncode == 0

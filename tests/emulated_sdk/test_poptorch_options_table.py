@@ -39,7 +39,7 @@ TABLE: Dict[str, Tuple[Tuple[Any, ...], Tuple[Tuple[Any, ...], ...], str]] = {
         ((0, poptorch.CommGroupType.Consecutive),),
         EFFECT,
     ),
-    "logCycleCount": ((True,), NO_BOOL, KEPT),
+    "logCycleCount": ((True,), NO_BOOL, EFFECT),
     "logDir": (("/logs",), ((1,),), KEPT),
     "maxRepeatLogs": ((8,), ((-1,), ("8",)), KEPT),
     "modelName": (("resnet",), ((1,),), KEPT),

@@ -175,7 +175,7 @@ class Options(_DiagnosticOptions):
         output_mode: enums.OutputMode | None = None,
         output_return_period: int | None = 1,
     ) -> _Self:
-        """Ask for an internal tensor by its long name; kept."""
+        """Ask for an internal tensor by its long name (`getTensorNames()`); `getAnchoredTensor(short_name)` has it."""
         self.checkIsFrozen("anchored_tensors")
         named = isinstance(short_name, str) and isinstance(long_name, str)
         assert named, f"The names of an anchor are strings, got {short_name!r} and {long_name!r}"
@@ -203,7 +203,7 @@ class Options(_DiagnosticOptions):
         return self
 
     def enableSyntheticData(self: _Self, enabled: bool) -> _Self:
-        """Accepted: without a host link there is nothing to leave out."""
+        """Run on numbers of the device's own: inputs are not read, and outputs are zeros of the right shapes."""
         self.set(enable_synthetic_data=enabled)
         return self
 
@@ -268,7 +268,11 @@ class Options(_DiagnosticOptions):
         return self
 
     def enableExecutableCaching(self: _Self, path: str | None) -> _Self:
-        """Directory of the executable cache, None for none. Kept: the emulation compiles in no time."""
+        """Directory of the executable cache, None for none. Kept, but nothing is written to it.
+
+        Compiling here is one forward of one micro-batch, and no key could tell that the Python code behind it is the
+        same as before. `PoplarExecutor.save` and `loadExecutable` leave it out where a program knows that.
+        """
         if path is None:
             self.deleteIfExists("cache_path")
         else:

@@ -18,7 +18,7 @@ from poptorch._optimizers.attribute_checks import AttributeChecks
 from poptorch._optimizers.hyperparameters import extract, warn_of_what_is_ignored
 from poptorch._parallel.placement import Placement
 from poptorch._parallel.schedule import Schedule, side_by_side
-from poptorch.enums import ConnectionType
+from poptorch.enums import CommGroupType, ConnectionType
 from poptorch.options import Options
 
 from . import compile_hooks, optimizer_exchange
@@ -202,6 +202,18 @@ class PoplarExecutor(Measurements, Saving):
         if self._is_attached:
             self.copyWeightsToDevice()
         return result
+
+    def _check_grouping(self, comm_group_type: CommGroupType, shards: int) -> None:
+        """Error unless groups of this kind are all replicas, and the model is not compiled yet."""
+        if self._program is not None:
+            raise Error("replicaGrouping must be called before the model is compiled")
+        replicas = self._options.replication_factor * self._options.Distributed.numProcesses
+        size = {CommGroupType.All: replicas, CommGroupType.NoGrouping: 1}.get(comm_group_type, shards)
+        if size != replicas:
+            raise Error(
+                f"replicaGrouping: groups of {size} of the {replicas} replicas need weights of their own, but the "
+                "emulated replicas share one copy of the weights: use CommGroupType.All"
+            )
 
     # -- the optimizer and other state -------------------------------------------------------------------------------
 

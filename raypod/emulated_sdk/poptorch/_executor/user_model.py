@@ -11,6 +11,8 @@ from typing import Any, Callable, Dict, Iterator, Protocol, Tuple, Type, TypeVar
 
 import torch
 
+from poptorch.enums import CommGroupType, VariableRetrievalMode
+
 # Whether these are read says nothing about values.
 _METADATA = frozenset(("requires_grad", "is_leaf", "shape", "dtype", "device", "layout", "ndim", "grad_fn", "is_cuda"))
 
@@ -22,6 +24,33 @@ class DeviceCopy(Protocol):
 
     def copyWeightsToHostIfNeeded(self) -> bool:
         """Bring the host's copy up to date."""
+
+    def _check_grouping(self, comm_group_type: CommGroupType, shards: int) -> None:
+        """Error unless groups of this kind are all replicas, and the model is not compiled yet."""
+
+
+class _HostParameter:
+    """Mixed into the class of a host parameter."""
+
+    _poptorch_device: DeviceCopy
+
+    def replicaGrouping(
+        self,
+        comm_group_type: CommGroupType,
+        shards: int,
+        variable_retrieval_mode: VariableRetrievalMode = VariableRetrievalMode.OnePerGroup,
+    ) -> None:
+        """Say which replicas share this parameter, before compilation: here all of them.
+
+        `shards` is the number of replicas in a group, without meaning for `All` and `NoGrouping`. Error for groups that
+        are not the whole of the replicas, as the emulated replicas share one copy of the weights; AssertionError for
+        values of other types.
+        """
+        assert isinstance(comm_group_type, CommGroupType), f"{comm_group_type!r} is no CommGroupType"
+        assert isinstance(variable_retrieval_mode, VariableRetrievalMode), (
+            f"{variable_retrieval_mode!r} is no VariableRetrievalMode"
+        )
+        self._poptorch_device._check_grouping(comm_group_type, shards)
 
 
 class _HostTensor:
@@ -93,8 +122,10 @@ def wrap(model: torch.nn.Module, device: DeviceCopy) -> None:
     for tensor in list(host_tensors(model)):
         kind = type(tensor)
         if kind not in classes:
-            name = "PoptorchParameter" if issubclass(kind, torch.nn.Parameter) else "PoptorchBuffer"
-            classes[kind] = _derived(name, (_HostTensor, kind), device, kind)
+            is_parameter = issubclass(kind, torch.nn.Parameter)
+            name = "PoptorchParameter" if is_parameter else "PoptorchBuffer"
+            bases = (_HostParameter, _HostTensor, kind) if is_parameter else (_HostTensor, kind)
+            classes[kind] = _derived(name, bases, device, kind)
         tensor.__class__ = classes[kind]
     own = type(model)
     model.__class__ = _derived(f"Poptorch{own.__name__}", (_HostModule, own), device, own)

@@ -41,7 +41,7 @@ class _DiagnosticOptions(OptionsDict):
         return self
 
     def logCycleCount(self: _Self, log_cycle_count: bool) -> _Self:
-        """Accepted: an emulated device has no cycle counter."""
+        """Whether `PoplarExecutor.cycleCount()` may be asked."""
         self.set(log_cycle_count=log_cycle_count)
         return self
 
