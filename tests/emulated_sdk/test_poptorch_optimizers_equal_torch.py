@@ -195,3 +195,28 @@ def test_an_optimizer_survives_a_deep_copy_with_its_model(algorithm):
         poptorch.trainingModel(net, options(), of_net)(inputs(2)[1])
     assert twin_optimizer.loss_scaling == 8.0
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8),
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4),
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
+    ],
+)
+def test_torchs_schedules_drive_the_device(schedule):
+    device, host = Net(), Net()
+    optimizer = poptorch.optim.SGD(groups_of(device), lr=0.05, momentum=0.9)
+    reference = torch.optim.SGD(groups_of(host), lr=0.05, momentum=0.9)
+    on_device, on_host = schedule(optimizer), schedule(reference)
+    training = poptorch.trainingModel(device, options(), optimizer)
+    for x in inputs(4):
+        training(x)
+        on_device.step()
+        training.setOptimizer(optimizer)
+        reference.zero_grad()
+        host(x).backward()
+        reference.step()
+        on_host.step()
+    assert_same_weights(device, host)

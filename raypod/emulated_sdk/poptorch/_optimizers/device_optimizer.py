@@ -164,12 +164,14 @@ class _Stored(NamedTuple):
 
 
 def _complete_state(optimizer: torch.optim.Optimizer) -> None:
-    """Add the momentum that torch's RMSprop takes for granted when it was 0 at the first step and is not any more."""
+    """Add what torch's RMSprop takes for granted: a count of steps, and the momentum if it was 0 at the first step."""
     if isinstance(optimizer, torch.optim.RMSprop):
         for group in optimizer.param_groups:
-            for parameter in group["params"] if group["momentum"] else ():
-                if optimizer.state.get(parameter):
-                    optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.detach()))
+            for held in (optimizer.state.get(parameter) for parameter in group["params"]):
+                if held:
+                    held.setdefault("step", torch.zeros(()))
+                    if group["momentum"]:
+                        held.setdefault("momentum_buffer", torch.zeros_like(held["square_avg"]))
 
 
 def _half_state(values: Hyperparameters) -> Tuple[str, ...]:

@@ -124,7 +124,9 @@ def _algorithm(optimizer: torch.optim.Optimizer) -> str:
         is_w = isinstance(optimizer, torch.optim.AdamW)
         decoupled = {bool(group.get("decoupled_weight_decay", is_w)) for group in optimizer.param_groups}
         if len(decoupled) > 1:
-            raise Error("The weight decay is decoupled in all parameter groups or in none: use two optimizers' worth")
+            raise Error(
+                "decoupled_weight_decay is the same in all parameter groups: the device has one rule for all of them"
+            )
         return "AdamW" if True in decoupled else "Adam"
     for name, rule in RULES.items():
         if rule.host is not None and isinstance(optimizer, rule.host):
