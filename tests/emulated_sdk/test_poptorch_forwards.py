@@ -44,11 +44,12 @@ def test_reassigning_a_parameter_is_refused(change):
 
 
 @pytest.mark.parametrize("is_training", [True, False])
-def test_changing_a_parameter_in_place_is_refused(is_training):
+@pytest.mark.parametrize("target", [lambda line: line.weight, lambda line: line.weight.data])
+def test_changing_a_parameter_in_place_is_refused(is_training, target):
     class Clamped(Line):
         def forward(self, x):
             with torch.no_grad():
-                self.weight.clamp_(max=0.5)
+                target(self).clamp_(max=0.5)
             return super().forward(x)
 
     wrap = poptorch.trainingModel if is_training else poptorch.inferenceModel

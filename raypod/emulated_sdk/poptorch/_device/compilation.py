@@ -130,20 +130,35 @@ def half_of(on_device: Sequence[torch.Tensor], given: Sequence[torch.Tensor], me
     return [*inputs, *memory.half_tensors]
 
 
+class _Mark(NamedTuple):
+    """By which a changed tensor is known. Changes through `.data` show in the sum alone, of which there is a text so
+    that NaN equals itself.
+    """
+
+    version: int
+    address: int
+    total: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Mark:
+        with torch.no_grad():
+            return cls(tensor._version, tensor.data_ptr(), str(tensor.sum().item()))
+
+
 class _Tensors:
     """A module's parameters and buffers before the forward."""
 
     def __init__(self, memory: ReplicaMemory) -> None:
         self._parameters: Dict[str, torch.Tensor] = dict(memory.parameters)
         self._buffers = {**memory.buffers, **memory.constants}
-        self._before = {id(tensor): (tensor._version, tensor.data_ptr()) for tensor in self._all().values()}
+        self._before = {id(tensor): _Mark.of(tensor) for tensor in self._all().values()}
 
     def check(self, module: torch.nn.Module, mode: DeviceMode, checks: Checks) -> None:
         """Error for what the device cannot follow."""
         after: Dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for kind, tensors in (("parameter", self._parameters), ("buffer", self._buffers)):
             for name, tensor in tensors.items():
-                if after.get(name) is not tensor or tensor.data_ptr() != self._before[id(tensor)][1]:
+                if after.get(name) is not tensor or tensor.data_ptr() != self._before[id(tensor)].address:
                     raise Error(
                         f"The {kind} {name!r} was reassigned within the model's forward(), which the device cannot "
                         f"follow. Consider changing it in place: self.{name}.copy_(value)"
@@ -167,9 +182,7 @@ class _Tensors:
         return [
             name
             for name, tensor in tensors.items()
-            if tensor.is_floating_point()
-            and tensor._version != self._before[id(tensor)][0]
-            and id(tensor) not in allowed
+            if tensor.is_floating_point() and id(tensor) not in allowed and _Mark.of(tensor) != self._before[id(tensor)]
         ]
 
 
