@@ -136,7 +136,8 @@ class Engine:
         if not ready and all(told.is_waiting for told in news):
             calls = "; ".join(f"rank {rank}: {_calls(told)}" for rank, told in enumerate(news))
             error = RuntimeError(f"the ranks are out of step, they do not call the same: {calls}")
-            self._finish([each for each in self._unfinished() if not isinstance(each, Join)], error)
+            own = [self._pending[key] for key in news[self._wires.rank].asked]
+            self._finish([operation for operation in own if not isinstance(operation, Join)], error)
             return True
         return bool(ready)
 
@@ -178,11 +179,11 @@ class Engine:
 
     def _settled(self, key: str, news: Sequence[_News], active: Sequence[int]) -> Operation:
         """The operation that all active ranks have asked for; with its error if they do not agree about it."""
-        told = {rank: news[rank].asked[key] for rank in active}
+        told = {rank: each.asked[key] for rank, each in enumerate(news) if key in each.asked}
         first = told[active[0]]
-        operation = self._unfinished_of(key) or _of_a_joined_rank(first)
+        operation = self._pending[key] if self._wires.rank in told else _of_a_joined_rank(first)
         operation.owns = [told[rank].own if rank in told else [] for rank in range(len(news))]
-        if len(active) < len(news) and first.kind != Allreduce.kind:
+        if len(told) < len(news) and first.kind != Allreduce.kind:
             operation.error = RuntimeError(
                 f"{first.kind.capitalize()} is not supported with Join: rank"
                 f" {', '.join(str(rank) for rank in range(len(news)) if rank not in told)} has joined"
@@ -208,10 +209,6 @@ class Engine:
     def _unfinished(self) -> List[Operation]:
         with self._changed:
             return list(self._pending.values())
-
-    def _unfinished_of(self, key: str) -> Optional[Operation]:
-        with self._changed:
-            return self._pending.get(key)
 
     def _finish(self, operations: Sequence[Operation], error: Optional[Exception] = None) -> None:
         with self._changed:
