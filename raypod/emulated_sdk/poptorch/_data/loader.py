@@ -59,6 +59,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # not 
     ) -> None:
         assert isinstance(options, Options), f"The first argument is a poptorch.Options, not {options!r}"
         mode = DataLoaderMode(mode)
+        _check_batch_size(batch_size)
         options._freeze()
         self._poptorch_options = options
         self._has_options = batch_size is not None
@@ -142,6 +143,13 @@ def _batches_to_combine(options: Options) -> int:
     input_groups = options.replication_factor // options.input_group_size
     steps = options.device_iterations * options.Training.gradient_accumulation
     return int(steps * input_groups)
+
+
+def _check_batch_size(batch_size: Optional[int]) -> None:
+    # Before anything is counted with it; torch would see the product only.
+    is_integer = isinstance(batch_size, int) and not isinstance(batch_size, bool)
+    if batch_size is not None and not (is_integer and batch_size > 0):
+        raise ValueError(f"batch_size must be a positive integer or None, got {batch_size!r}")
 
 
 def _rebatched_size(
