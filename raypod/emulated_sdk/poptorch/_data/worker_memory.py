@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import default_collate, get_worker_info
 
 from poptorch._errors import Error
 
 from .descriptors import SharedMemory
 from .elements import ElementKind, take_apart
 from .ring import SlotLayout, map_slots, memory_size
+from .stacking import stack_into
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,11 @@ class _StoringCollate:
 
     def __call__(self, samples: Any) -> Any:
         """A stored batch, or a pickled one."""
-        element = self._collate(samples)
         info = get_worker_info()
         worker = 0 if info is None else info.id
+        if self._is_stacked(samples):
+            return self._stored(worker, None)
+        element = self._collate(samples)
         try:
             tensors, kind = take_apart(element)
         except Error:
@@ -91,8 +94,18 @@ class _StoringCollate:
             return self._pickled(worker, element)
         for target, tensor in zip(self._room.slot(self._number), tensors):
             target.copy_(tensor)
+        return self._stored(worker, like if is_first else None)
+
+    def _is_stacked(self, samples: Any) -> bool:
+        """Whether the batch could be made where it is stored."""
+        if self._collate is not default_collate or self._room is None or self._like is None:
+            return False
+        has_place = self._room.has_place(self._number)
+        return has_place and stack_into(self._room.slot(self._number), self._like[1], samples)
+
+    def _stored(self, worker: int, like: Optional[Tuple[SlotLayout, ElementKind]]) -> _Stored:
         self._number += 1
-        return _Stored(worker, self._number - 1, like if is_first else None)
+        return _Stored(worker, self._number - 1, like)
 
     def _open(self, worker: int, like: Tuple[SlotLayout, ElementKind]) -> None:
         memory = self._memories[worker]
