@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import poptorch
 import psutil
 import pytest
+import torch
 from bounded import wait_until
 from poptorch._data import fetcher_process
 from poptorch_data import FORK, Hung, Numbers, epoch
@@ -22,14 +24,6 @@ from poptorch_models import options
 
 SDK = Path(poptorch.__file__).parent.parent
 DESCRIPTORS = Path("/proc/self/fd")
-# Counts on to 1000 batches; says when it has begun.
-PROGRAM = """
-import sys
-import poptorch
-from poptorch_data import FORK, Numbers, numbers
-opts = poptorch.Options()
-data = poptorch.DataLoader(opts, Numbers(1000), num_workers=1, mode=poptorch.DataLoaderMode.Async, async_options=FORK)
-"""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -62,29 +56,40 @@ def has_ended(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+def loader(samples=1000):
+    return poptorch.DataLoader(
+        options(), Numbers(samples), num_workers=1, mode=poptorch.DataLoaderMode.Async, async_options=FORK
+    )
+
+
 @pytest.fixture
 def start():
-    """Start a program in a process group of its own."""
+    """Run a function in a process group of its own; its pid, and what it says."""
+    context = multiprocessing.get_context("fork")
     started = []
 
     def run(program):
-        paths = os.pathsep.join([str(SDK), str(Path(__file__).parent)])
-        process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM + program],
-            env={**os.environ, "PYTHONPATH": paths},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(process)
-        assert process.stdout.readline() == "begun\n", process.communicate()[1]
-        return process
+        ours, theirs = context.Pipe()
+        process = context.Process(target=in_own_group, args=(program, theirs))
+        started.append((process, ours))
+        process.start()
+        theirs.close()
+        assert ours.poll(30)
+        assert ours.recv() == "begun"
+        return process.pid, ours
 
     yield run
-    for process in started:
+    for process, ours in started:
         process.kill()
-        process.communicate(timeout=20)
+        process.join(20)
+        process.close()
+        ours.close()
+
+
+def in_own_group(program, says):
+    os.setsid()
+    torch.set_num_threads(1)
+    program(says)
 
 
 def test_termination_is_prompt_and_can_be_repeated():
@@ -109,14 +114,6 @@ def test_deletion_ends_the_process():
     pid = pid_of(data._accessor)
     del data
     assert wait_until(lambda: has_ended(pid))
-
-
-def test_an_iteration_broken_off_by_an_error_of_the_program_ends(run_python):
-    run_python(
-        f"import sys; sys.path[:0] = [{str(SDK)!r}, {str(Path(__file__).parent)!r}]\n"
-        + PROGRAM
-        + "import psutil\nnext(iter(data))\nassert len(psutil.Process().children(recursive=True)) == 2"
-    )
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -147,53 +144,67 @@ def test_a_data_set_that_cannot_be_sent_is_told():
         accessor([lambda: 3], sharing_strategy=poptorch.SharingStrategy.FileSystem)
 
 
+def is_interrupted(says):
+    try:
+        for number, _ in enumerate(loader()):
+            if number == 0:
+                says.send("begun")
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        says.send("interrupted")
+
+
+def goes_on(says):
+    data = loader()
+    samples = iter(data)
+    try:
+        says.send("begun")
+        time.sleep(20)
+    except KeyboardInterrupt:
+        says.send([len(epoch(samples)), len(epoch(data))])
+
+
+def lingers(says):
+    samples = iter(loader())
+    says.send("begun")
+    time.sleep(20)
+    next(samples)
+
+
 def test_ctrl_c_ends_what_the_program_ends(start):
-    process = start(
-        "for batch in data:\n    print('begun', flush=True); sys.stdin.read(0); import time; time.sleep(0.2)"
-    )
-    family = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+    pid, says = start(is_interrupted)
+    family = [child.pid for child in psutil.Process(pid).children(recursive=True)]
     assert len(family) == 2
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
-    assert errors.count("KeyboardInterrupt") == 1
+    os.killpg(pid, signal.SIGINT)
+    assert says.poll(20)
+    assert says.recv() == "interrupted"
     assert wait_until(lambda: all(map(has_ended, family)))
 
 
 def test_a_program_may_go_on_after_ctrl_c(start):
-    process = start(
-        """
-import time
-samples = iter(data)
-print("begun", flush=True)
-try:
-    time.sleep(20)
-except KeyboardInterrupt:
-    print(sum(sum(numbers(sample)) for sample in samples), sum(sum(numbers(sample)) for sample in data))
-"""
-    )
-    os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=20)
-    assert output.split() == [str(1000 * 999 // 2)] * 2, errors
+    pid, says = start(goes_on)
+    os.killpg(pid, signal.SIGINT)
+    assert says.poll(20)
+    assert says.recv() == [1000, 1000]
 
 
 def test_a_killed_program_leaves_no_process(start):
-    process = start("samples = iter(data)\nprint('begun', flush=True)\nimport time; time.sleep(20)")
-    family = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
-    process.kill()
+    pid, _ = start(lingers)
+    family = [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    os.kill(pid, signal.SIGKILL)
     assert wait_until(lambda: all(map(has_ended, family)))
 
 
-def test_a_program_without_a_guard_is_told_why(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("unguarded")
-    (folder / "unguarded.py").write_text(PROGRAM.replace("FORK)", "{'sharing_strategy': 0})"))
-    paths = os.pathsep.join([str(SDK), str(Path(__file__).parent)])
-    done = subprocess.run(
-        [sys.executable, str(folder / "unguarded.py")],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+def test_the_end_of_a_program_ends_its_loading_and_a_missing_guard_is_told(tmp_path_factory):
+    program = tmp_path_factory.mktemp("program") / "unguarded.py"
+    program.write_text(
+        "import poptorch\nfrom poptorch_data import FORK, Numbers\n"
+        "left = poptorch.AsynchronousDataAccessor(Numbers(1000), **FORK)\n"
+        "next(iter(left))\n"
+        "poptorch.AsynchronousDataAccessor(Numbers(3), sharing_strategy=poptorch.SharingStrategy.SharedMemory)\n"
     )
+    paths = os.pathsep.join([str(SDK), str(Path(__file__).parent)])
+    command, environment = [sys.executable, str(program)], {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 1
     assert 'needs `if __name__ == "__main__":`' in done.stderr

@@ -8,6 +8,7 @@ import pickle
 import poptorch
 import pytest
 import torch
+from poptorch_data import Pair
 from poptorch_models import options
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, TensorDataset
 
@@ -180,6 +181,21 @@ def test_a_partition_can_be_sent_to_workers_that_are_spawned():
 def test_workers_live_on_by_default():
     assert loader(4, num_workers=1).persistent_workers
     assert not loader(4, num_workers=1, persistent_workers=False).persistent_workers
+
+
+def test_nested_samples_are_collated_to_combined_batches():
+    samples = [{"pair": Pair(torch.tensor(number), [number, str(number)])} for number in range(4)]
+    (batch,) = poptorch.DataLoader(options(replicas=2), samples, 2)
+    assert isinstance(batch["pair"], Pair)
+    assert batch["pair"].first.tolist() == batch["pair"].second[0].tolist() == [0, 1, 2, 3]
+    assert list(batch["pair"].second[1]) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, "2", True])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_batch_size_is_a_positive_integer(size, processes):
+    with pytest.raises(ValueError, match="batch_size must be"):
+        loader(8, size, 0, processes)
 
 
 def test_a_loader_feeds_a_model():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import multiprocessing.util  # its function at exit, which waits for children, must be registered before ours
 import os
@@ -89,13 +90,17 @@ class FetcherProcess:
             return
         self.board.stop()
         self._slot_free.ring()
-        for step in (lambda: os.kill(self._process.pid, signal.SIGINT), self._process.terminate, self._process.kill):
+        for step in (self._interrupt, self._process.terminate, self._process.kill):
             if self._has_ended():
                 break
             step()
         self._process.join(_GRACE_S)
         self._process = None
         self._close()
+
+    def _interrupt(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it just ended
+            os.kill(self._process.pid, signal.SIGINT)
 
     def _has_ended(self) -> bool:
         self._process.join(_GRACE_S)
@@ -140,8 +145,9 @@ def _started(
 ) -> Any:
     """The process, started; Error when the data set cannot be sent."""
     if strategy == SharingStrategy.ForkServer:
-        # The server imports torch once, and every fetcher begins with it. Without effect on a server that runs.
-        forkserver.set_forkserver_preload(["__main__", "torch"])
+        # The server imports these once, if it finds them, and every fetcher begins with them. Without effect on a
+        # server that runs.
+        forkserver.set_forkserver_preload(["__main__", "torch", "poptorch"])
     state = fetcher.HostState.of_this_process(custom_parsers.registered())
     pickled = None
     try:
