@@ -6,6 +6,8 @@ Options, placement, partition, hosts, programs, end: `_launch` and `_run` tell i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import os
 import re
 import sys
@@ -74,19 +76,20 @@ def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> i
 def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
     """Bring the hosts up, run the programs on them, and leave nothing behind."""
     request, placement = programs.request, programs.placement
-    folder = _run_folder(request)
     with contextlib.ExitStack() as stack:
-        hosts = RayHosts(placement, request.cluster, request.start_timeout, f"{folder}/logs")
+        needed = dataclasses.replace(placement, ipus_per_replica=0) if request.offline_mode else placement
+        hosts = RayHosts(needed, request.cluster, request.start_timeout)
         stack.callback(hosts.close)
         hosts.join()
         stack.enter_context(signals.caught())  # again, after Ray
         hosts.open()
         facts = hosts.meet(request.host_subnet or programs.arguments.network, len(placement.instances))
+        folder = _run_folder(request)
         only = request.only_output_from_instance
         output = Output(folder, len(placement.instances), Console(bar_instance=only or 0), only)
         stack.callback(output.close)
         Path(folder, "launch.yaml").write_text(parser.export(request))
-        hosts.start(programs.by_host(facts), request.grace)
+        hosts.start(programs.by_host(facts), request.grace, f"{folder}/logs")
         _tell(programs, sdk, hosts, folder)
         with signals.caught(note=True):
             forwarder = StdinForwarder(hosts.write_stdin)
@@ -128,16 +131,20 @@ def _export(request: Request) -> None:
 
 
 def _run_folder(request: Request) -> str:
-    """--run-dir, else `runs/<time>-launch-<program>`, with a number behind it where that is taken."""
+    """--run-dir, else `runs/<time>-launch-<program>`, made here with a number behind it where that is taken."""
     if request.run_dir:
         return os.path.abspath(str(request.run_dir))  # noqa: PTH100 - keeps symlinks
     scripts = [word for word in request.program[:4] if word.endswith((".py", ".sh"))]
     name = re.sub(r"[^\w.-]+", "-", Path((scripts or request.program)[0]).stem) or "program"
     base = os.path.abspath(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-launch-{name}")  # noqa: PTH100
-    number, folder = 1, base
-    while Path(folder).exists():
-        number += 1
-        folder = f"{base}-{number}"
+    for folder in itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2))):
+        try:
+            Path(folder).mkdir(parents=True)
+            break
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"cannot create the run folder {folder}: {error.strerror}; choose a --run-dir") from None
     return folder
 
 

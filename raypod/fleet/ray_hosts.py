@@ -23,8 +23,8 @@ _SETTING = "--start-timeout"
 class RayHosts:
     """The hosts of a placement, in its order."""
 
-    def __init__(self, placement: Placement, cluster_file: Optional[str], start_timeout_s: float, logs: str) -> None:
-        self._placement, self._timeout_s, self._logs = placement, start_timeout_s, logs
+    def __init__(self, placement: Placement, cluster_file: Optional[str], start_timeout_s: float) -> None:
+        self._placement, self._timeout_s, self._logs = placement, start_timeout_s, "none yet"
         self._session = RaySession(placement, cluster_file, preload=HostProcess.__module__)
         self._ray: Any = None
         self._reservation: Optional[Reservation] = None
@@ -66,8 +66,9 @@ class RayHosts:
         facts: List[HostFacts] = self._call("facts", [(hosts[0], own) for own in chosen])
         return [HostFacts(each.address, {**each.environment, **where}) for each in facts]
 
-    def start(self, programs: Sequence[Sequence[Program]], grace_s: float) -> None:
-        """Start the programs of every host."""
+    def start(self, programs: Sequence[Sequence[Program]], grace_s: float, logs: str) -> None:
+        """Start the programs of every host; `logs` is where their output goes."""
+        self._logs = logs
         began = time.monotonic()
         self._call("start", [(tuple(each), grace_s) for each in programs])
         self._clock("start the programs", began)

@@ -218,7 +218,7 @@ def _bundle_for(node: Dict[str, Any], instances: int, ipus: int) -> Dict[str, fl
     share = min(1.0, int(100 * resources.get("CPU", 0) / instances) / 100)
     if share:
         bundle["CPU"] = share * instances
-    if "IPU" in resources:
+    if ipus and "IPU" in resources:
         bundle["IPU"] = float(ipus)
     return bundle
 
@@ -231,5 +231,6 @@ def reason_of_death(text: str) -> str:
     for sign in ("node has died", "Worker exit detail", "Worker exit type"):
         for line in lines:
             if sign in line:
-                return f"its process died: {line[line.index(sign) :]}"
+                # Ray goes on with what it might have been, at length.
+                return f"its process died: {line[line.index(sign) :].partition(' Some common causes')[0]}"
     return lines[0]

@@ -14,6 +14,7 @@ import pty
 import socket
 import subprocess
 import sys
+import time
 import tty
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -36,7 +37,6 @@ class HostProcess:
 
     def __init__(self) -> None:
         self._pump: Optional[Pump] = None
-        self._keeper: Any = None
         self._commands = self._stdin = -1
         self._store_port: Optional[socket.socket] = None
         self._store: Tuple[str, ...] = ()
@@ -131,9 +131,11 @@ class HostProcess:
 
     def close(self) -> None:
         """End everything, without a grace. An actor that is killed leaves the same to its keeper."""
-        self.end(0.0)
-        if self._keeper is not None:
-            self._keeper.wait(_KEEPER_S)
+        if self._pump is not None:
+            self.end(0.0)
+            deadline = time.monotonic() + _KEEPER_S
+            while not self._pump.take(_KEEPER_S).is_done and time.monotonic() < deadline:
+                pass
             os.close(self._commands)
         if self._stdin >= 0:
             os.close(self._stdin)
@@ -151,9 +153,10 @@ class HostProcess:
         commands, self._commands = os.pipe()
         ends, its_ends = os.pipe()
         script = [sys.executable, "-I", "-S", str(keeper.__file__)]
-        self._keeper = subprocess.Popen(
+        starter = subprocess.Popen(
             script, stdin=commands, stdout=its_ends, pass_fds=files, start_new_session=True, cwd="/"
         )
+        starter.wait()  # it only forks the keeper
         for descriptor in (*files, commands, its_ends):
             os.close(descriptor)
         return ends

@@ -200,4 +200,6 @@ def _name(number: int) -> str:
 
 
 if __name__ == "__main__":
-    Keeper().run()
+    # Not the child of who started it: Ray kills the children of a worker that ends, and would leave their children.
+    if os.fork() == 0:
+        Keeper().run()

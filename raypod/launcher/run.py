@@ -41,7 +41,7 @@ class Hosts(Protocol):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Scene: SIGINT or SIGTERM while a launch starts, or once it is on its way out."""
+    """Scene: SIGINT, SIGTERM or SIGHUP; the launch ends with 128 + its number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -91,9 +91,10 @@ class Supervision:
         self._silent: Dict[int, bool] = {}
 
     def run(self) -> int:
-        """The exit code of the launch: 0, or 128 + n after signal n.
+        """The exit code of the launch where all went well: 0.
 
         Raises:
+            Interrupted: somebody sent a signal, which was passed on.
             ProgramFailed: a program ended with another exit code than 0, and nobody had asked for it.
             HostLost: a host is gone.
         """
@@ -109,7 +110,7 @@ class Supervision:
             if not self._is_ending and self._is_time_to_end():
                 self._end(self._grace_s)
         if self._signals.noted:
-            return 128 + self._signals.noted[0]
+            raise Interrupted(self._signals.noted[0])
         if self._failed is not None:
             raise self._failure(self._failed)
         return 0

@@ -17,7 +17,7 @@ class Net(torch.nn.Module):
 
     def __init__(self, precision, eight_bit_io):
         super().__init__()
-        self.half, self.eight_bit_io = precision.startswith("16"), eight_bit_io
+        self.is_half, self.eight_bit_io = precision.startswith("16"), eight_bit_io
         self.stem = torch.nn.Conv2d(3, 8, 3, padding=1, bias=False)
         self.body = torchvision.models.resnet.BasicBlock(8, 8)
         self.head = torch.nn.Linear(8, 10)
@@ -25,7 +25,7 @@ class Net(torch.nn.Module):
 
     def forward(self, images, labels=None):
         if self.eight_bit_io:
-            images = images.half() if self.half else images.float()
+            images = images.half() if self.is_half else images.float()
             images = images / 255.0
         outputs = self.head(self.body(self.stem(images)).mean((2, 3)))
         if not self.training:
