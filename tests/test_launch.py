@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -133,14 +134,14 @@ def test_what_every_instance_is_fed(launch: Launch) -> None:
 
 
 def test_a_whole_training_program_with_its_flags(launch: Launch) -> None:
-    flags = ("--batch-size", "4", "--gradient-accumulation", "2", "--device-iterations", "2", "--eight-bit-io")
-    found = launch(*EIGHT_IN_FOUR[:4], *program("ddp_main.py", *flags))
+    flags = ("--batch-size", "4", "--gradient-accumulation", "4", "--device-iterations", "2", "--eight-bit-io")
+    found = launch(*EIGHT_IN_FOUR, *program("ddp_main.py", *flags, "--async-dataloader"))
     assert found.code == 0, found.err
     epochs = [line for line in found.lines(0) if line.startswith("[Epoch")]
     assert [line[:10] for line in epochs] == ["[Epoch 01]", "[Epoch 02]"]
     assert re.fullmatch(r"\[Epoch 02\] loss: \d\.\d{3}, acc: \d+\.\d", epochs[-1])
     (bar,) = [line for line in found.lines(0, "stderr") if "[Epoch 01]" in line and "100%" in line]
-    assert "4/4" in bar
+    assert "2/2" in bar
     assert "loss=" in bar
     assert all(found.lines(index)[0].startswith("Namespace(") for index in range(4))
 
@@ -165,6 +166,46 @@ def test_two_hosts_share_the_instances(launch: Launch) -> None:
     assert found.code == 0, found.err
     assert [found.lines(index)[-1] for index in range(4)] == [f"rank {k} of 4 local {k % 2} of 2" for k in range(4)]
     assert f"| {SECOND_HOST}" in found.out
+
+
+# ---- as a command of its own ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(cluster: Any, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Start the command, which joins the cluster; in an empty folder."""
+    started: List[subprocess.Popen[bytes]] = []
+
+    def start(*words: str) -> subprocess.Popen[bytes]:
+        root = str(PROGRAMS.parent.parent)
+        env = {**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONPATH": root}
+        line = [sys.executable, "-m", "raypod.launch", *words]
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(line, cwd=tmp_path, env=env, stdin=pipe, stdout=pipe, start_new_session=True))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+        each.communicate(timeout=15)
+    assert wait_until(nothing_is_left)
+
+
+def test_stdin_goes_to_instance_0(command: Callable[..., subprocess.Popen[bytes]]) -> None:
+    launched = command(*TWO, "sh", "-c", "cat; echo end")
+    out, _ = launched.communicate(b"a\nb\n", timeout=60)
+    assert sorted(out.splitlines()) == [
+        *(b"[1,0]<stdout>:a", b"[1,0]<stdout>:b", b"[1,0]<stdout>:end"),
+        b"[1,1]<stdout>:end",
+    ]
+
+
+def test_nothing_survives_a_killed_launch(command: Callable[..., subprocess.Popen[bytes]]) -> None:
+    launched = command("sh", "-c", "setsid sleep 61 & echo $!; sleep 61 & echo $!; echo $$; wait")
+    assert launched.stdout is not None
+    pids = [int(launched.stdout.readline().rpartition(b":")[2]) for _ in range(3)]
+    launched.kill()
+    assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------

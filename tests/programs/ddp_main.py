@@ -1,6 +1,6 @@
 """A whole training program for poprun in the style of the tutorials: data parallelism over instances and replicas.
 
-poprun --num-replicas 8 --num-instances 4 python ddp_main.py --batch-size 4 --gradient-accumulation 2 ...
+poprun --num-replicas 8 --num-instances 4 --ipus-per-replica 2 python ddp_main.py --gradient-accumulation 4 ...
 """
 
 import horovod.torch as hvd
@@ -20,7 +20,7 @@ class Net(torch.nn.Module):
         self.is_half, self.eight_bit_io = precision.startswith("16"), eight_bit_io
         self.stem = torch.nn.Conv2d(3, 8, 3, padding=1, bias=False)
         self.body = torchvision.models.resnet.BasicBlock(8, 8)
-        self.head = torch.nn.Linear(8, 10)
+        self.head = poptorch.BeginBlock(torch.nn.Linear(8, 10), "head", ipu_id=1)
         self.loss = torch.nn.CrossEntropyLoss()
 
     def forward(self, images, labels=None):
