@@ -70,15 +70,16 @@ class Partition(torch.utils.data.Dataset):  # type: ignore[type-arg]  # not gene
             self._order = _shared(self._order.clone())
 
     def __getstate__(self) -> Any:
-        # A generator cannot be pickled by torch 2.0.
-        state = None if self._generator is None else self._generator.get_state()
+        # A generator cannot be pickled by torch 2.0; and its state, as a tensor, would travel as a file descriptor,
+        # which is closed with the tensor before a process that is being started has it.
+        state = None if self._generator is None else self._generator.get_state().numpy().tobytes()
         return {**self.__dict__, "_generator": state}
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         self.__dict__.update(state)
         if state["_generator"] is not None:
             self._generator = torch.Generator()
-            self._generator.set_state(state["_generator"])
+            self._generator.set_state(torch.frombuffer(bytearray(state["_generator"]), dtype=torch.uint8))
 
 
 def _shared(tensor: torch.Tensor) -> torch.Tensor:
