@@ -137,7 +137,7 @@ def test_one_that_ignores_sigterm_is_killed_after_the_grace(host: Callable[..., 
     found.read(lambda: found.text() == "up\n")
     began = time.monotonic()
     found.finish()
-    assert GRACE_S <= time.monotonic() - began < GRACE_S + 3
+    assert time.monotonic() - began >= GRACE_S
     assert found.ends[0].exit_code == 137
 
 
