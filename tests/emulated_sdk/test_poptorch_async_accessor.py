@@ -190,6 +190,11 @@ def test_anything_that_can_be_iterated_or_indexed_is_loaded(access):
     assert epoch(access(torch.utils.data.DataLoader(Stream(6), 2, num_workers=2))) == [0, 2, 1, 3, 4, 5]
 
 
+def test_a_data_set_of_very_many_tensors_is_sent(access):
+    many = [torch.tensor([number]) for number in range(400)]
+    assert epoch(access(many, sharing_strategy=poptorch.SharingStrategy.ForkServer)) == list(range(400))
+
+
 def test_what_can_be_read_once_has_one_epoch(access):
     accessor = access(torch.ones(1) * number for number in range(3))
     assert [int(tensor) for tensor in accessor] == [0, 1, 2]

@@ -218,11 +218,9 @@ def run(links: Links, settings: Settings, state: HostState, pickled: Optional[Sh
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for worker in multiprocessing.active_children():
             worker.terminate()
-    except BrokenPipeError:
-        return  # the reader is gone
     except Exception as error:  # noqa: BLE001  # whatever a data set raises is told where it is read
         reason = str(error) if isinstance(error, Error) else traceback.format_exc()
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError):  # the reader is gone
             _send(links.reports, Failure(reason))
             links.data_ready.ring()
     finally:

@@ -148,20 +148,29 @@ def _started(
         # The server imports these once, if it finds them, and every fetcher begins with them. Without effect on a
         # server that runs.
         forkserver.set_forkserver_preload(["__main__", "torch", "poptorch"])
-    state = fetcher.HostState.of_this_process(custom_parsers.registered())
-    pickled = None
+    is_in_file = strategy == SharingStrategy.FileSystem
     try:
-        if strategy == SharingStrategy.FileSystem:
-            pickled, dataset = _in_file(dataset), None
-        process = context.Process(
-            target=fetcher.run, args=(links, settings, state, pickled, dataset), name="poptorch data fetcher"
-        )
-        process.start()
+        try:
+            return _start(context, links, settings, dataset, is_in_file)
+        except ValueError:
+            # A fork server takes so many descriptors only, one a tensor: more tensors than that go through a file.
+            if strategy != SharingStrategy.ForkServer:
+                raise
+            return _start(context, links, settings, dataset, is_in_file=True)
     except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
         raise Error(
             f"The data set cannot be sent to the process that loads it ({type(error).__name__}: {error}): make it "
             f"picklable, or use another SharingStrategy than {strategy.name} (Fork pickles nothing)"
         ) from error
+
+
+def _start(context: Any, links: fetcher.Links, settings: fetcher.Settings, dataset: Any, is_in_file: bool) -> Any:
+    state = fetcher.HostState.of_this_process(custom_parsers.registered())
+    pickled = _in_file(dataset) if is_in_file else None
+    try:
+        arguments = (links, settings, state, pickled, None if is_in_file else dataset)
+        process = context.Process(target=fetcher.run, args=arguments, name="poptorch data fetcher")
+        process.start()
     finally:
         if pickled is not None:
             pickled.close()
