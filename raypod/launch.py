@@ -69,7 +69,8 @@ def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> i
             return 0
         raise ConfigError(f"no program to launch: python -m {_PROG} [options] PROGRAM [ARGS...] (--help lists options)")
     with partition(request, placement, sdk.has_ipus, caller, _say) as variables:
-        programs = Programs(request, placement, arguments, caller, str(Path.cwd()), sdk_path, variables)
+        folder, on_terminal = str(Path.cwd()), os.isatty(2)
+        programs = Programs(request, placement, arguments, caller, folder, sdk_path, variables, on_terminal)
         return _run(programs, sdk, signals)
 
 

@@ -52,24 +52,28 @@ class Pump:
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
             for descriptor in (*self._outputs, self._ends_from):
+                os.set_blocking(descriptor, False)
                 selector.register(descriptor, selectors.EVENT_READ)
             said = b""
             while selector.get_map():
+                most = 0
                 for key, _ in selector.select():
-                    data = _read(key.fd)
-                    if not data:
+                    data, has_ended = _read(key.fd)
+                    most = max(most, len(data))
+                    if has_ended:
                         selector.unregister(key.fd)
                         os.close(key.fd)
                     if key.fd == self._ends_from:
                         *lines, said = (said + data).split(b"\n")
                         self._add_ends([ProgramEnd(*json.loads(line)["end"]) for line in lines])
-                        if not data:
+                        if has_ended:
                             self._add_ends([ProgramEnd(each, _KILLED, "its keeper died") for each in self._unended])
                     elif data:
                         self._add(*self._outputs[key.fd], data)
                 if not self._is_silent and not set(selector.get_map()) - {self._ends_from}:
                     self._be_silent()
-                time.sleep(_TOGETHER_S)
+                if most < _READ_BYTES:
+                    time.sleep(_TOGETHER_S)
                 self._wait_for_room()
         with self._changed:
             self._is_silent = self._is_done = self._is_news = True
@@ -101,10 +105,20 @@ class Pump:
                 self._changed.wait(_STALLED_S)
 
 
-def _read(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, _READ_BYTES)
-    except OSError as error:
-        if error.errno != errno.EIO:  # how a terminal's master side says that its other side is closed
-            raise
-        return b""
+def _read(descriptor: int) -> Tuple[bytes, bool]:
+    """What is there, up to a limit, and whether that was the last. A terminal gives it in small pieces."""
+    pieces, size = [], 0
+    while size < _READ_BYTES:
+        try:
+            piece = os.read(descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return b"".join(pieces), False
+        except OSError as error:
+            if error.errno != errno.EIO:  # how a terminal's master side says that its other side is closed
+                raise
+            piece = b""
+        if not piece:
+            return b"".join(pieces), True
+        pieces.append(piece)
+        size += len(piece)
+    return b"".join(pieces), False
