@@ -31,7 +31,10 @@ import subprocess, sys
 started = [subprocess.Popen(sys.argv[2:]) for _ in range(int(sys.argv[1]))]
 for each in started: each.wait()
 """
-INIT = "ray.init(address='local', include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)"
+INIT = (
+    "ray.init(address='local', include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False,"
+    " logging_level='ERROR')"
+)
 RAY = f"""
 import time
 began = time.monotonic()
