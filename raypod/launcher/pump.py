@@ -107,7 +107,8 @@ class Pump:
 
 def _read(descriptor: int) -> Tuple[bytes, bool]:
     """What is there, up to a limit, and whether that was the last. A terminal gives it in small pieces."""
-    pieces, size = [], 0
+    pieces: List[bytes] = []
+    size = 0
     while size < _READ_BYTES:
         try:
             piece = os.read(descriptor, _READ_BYTES)
