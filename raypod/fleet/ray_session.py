@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -50,17 +51,17 @@ class RaySession:
         if _is_connected():
             return importlib.import_module("ray")
         self._started_here = True
-        on_sigterm = signal.getsignal(signal.SIGTERM)
         if running is not None:
             ray = importlib.import_module("ray")
             try:
-                ray.init(address=running, namespace="raypod", **quiet)
+                with _own_sigterm():
+                    ray.init(address=running, namespace="raypod", **quiet)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise ClusterError(
                     f"cannot join the Ray cluster at {running}: {' '.join(str(error).split())}"
                 ) from error
         else:
-            with _environment(self._variables()):
+            with _environment(self._variables()), _own_sigterm():
                 ray = importlib.import_module("ray")
                 ray.init(
                     address="local",
@@ -69,7 +70,6 @@ class RaySession:
                     namespace="raypod",
                     **quiet,
                 )
-        signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts its own in the place, which exits with 15
         _silence_worker_deaths(ray)
         return ray
 
@@ -127,6 +127,23 @@ def _environment(variables: Dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Ray puts its own handler, `sys.exit(15)`, in the place of the program's, which counts again afterwards."""
+    if threading.current_thread() is not threading.main_thread():  # where handlers cannot be set, by Ray neither
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit as end:
+        if end.code == signal.SIGTERM:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _silence_worker_deaths(ray: Any) -> None:

@@ -1,0 +1,26 @@
+"""A signal in the moment when Ray starts."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+from bounded import wait_until
+
+
+def test_a_sigterm_while_ray_starts_ends_with_130_and_leaves_nothing(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "raypod.train", "--device", "emulated", "--run-dir", str(tmp_path / "run")]
+    pipe = subprocess.PIPE
+    command = subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    of_ray = [psutil.Process(command.pid)]
+    assert wait_until(lambda: len(of_ray[0].children()) > 0, 60)  # inside ray.init
+    started = of_ray[0].children(recursive=True)
+    command.send_signal(signal.SIGTERM)
+    _, err = command.communicate(timeout=60)
+    assert command.returncode == 130, err
+    _, alive = psutil.wait_procs(started, timeout=15)
+    assert not alive
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
