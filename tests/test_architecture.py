@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "raypod"
 
 LEVELS: Dict[str, int] = {
-    **dict.fromkeys(("__init__", "errors", "events", "torchvision_import"), 0),
+    **dict.fromkeys(("__init__", "errors", "events", "torchvision_import", "allocator"), 0),
     **dict.fromkeys(("launcher/__init__", "launcher/records", "launcher/keeper", "launcher/rendezvous_store"), 0),
     **dict.fromkeys(("launcher/numa", "launcher/options", "launcher/stdin"), 0),
     **dict.fromkeys(("config", "cluster", "stop_gate", "shell", "launcher/console", "launcher/pump"), 1),

@@ -13,6 +13,8 @@ def every_class(base: type = errors.RaypodError) -> list[type]:
 
 EXAMPLES = {
     errors.InstanceFailed: errors.InstanceFailed(3, "h1", "it died", "logs/instance-3.log"),
+    errors.ProgramFailed: errors.ProgramFailed(3, "h1", "exit code 4", "logs/instance-3.log", 4),
+    errors.HostLost: errors.HostLost("h1", (2, 3), "no answer", "logs"),
     errors.WaitTimedOut: errors.WaitTimedOut("the actors", 5.0, "run.start_timeout_s"),
     errors.WeightsDiffer: errors.WeightsDiffer({0: "aa", 1: "bb"}),
 }
@@ -27,6 +29,9 @@ def test_every_error_survives_the_way_between_processes(kind: type) -> None:
 
 @pytest.mark.parametrize("kind", every_class(), ids=lambda kind: kind.__name__)
 def test_the_users_mistakes_and_the_failures_have_their_exit_codes(kind: type) -> None:
+    if kind is errors.ProgramFailed:
+        assert EXAMPLES[kind].exit_code == 4  # the program's own
+        return
     assert kind.exit_code == (2 if issubclass(kind, errors.UserError) else 1)
 
 

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional
 
+from raypod import allocator
 from raypod.environment import instance_environment
 from raypod.events import CallReport, InstanceStarted
 from raypod.plan import Leg, Plan
@@ -37,6 +38,7 @@ class InstanceProcess:
     def __init__(self, plan: Plan, index: int, working_dir: str) -> None:
         self._plan, self._index = plan, index
         self._instance: Instance
+        allocator.keep_freed_memory()
         os.chdir(working_dir)
         _write_output_to(Path(plan.log_file(index)))
         python_path = os.environ.get("PYTHONPATH", "")

@@ -108,7 +108,7 @@ class Console:
             return
         line = _fit(tag(self._bar) + last_state(state))
         now = time.monotonic()
-        if line != self._drawn and (not self._drawn or now - self._drawn_s > _REDRAW_S):
+        if line != self._drawn and (not self._drawn or now - self._drawn_s >= _REDRAW_S):
             _write(self._descriptors[self._bar[1]], _ERASE + line)
             self._drawn, self._drawn_s = line, now
 
