@@ -74,7 +74,7 @@ def test_it_cannot_be_nested_and_is_usable_after_an_error():
         ("availableMemoryProportions", 2.0),
         ("availableMemoryProportions", ["a"]),
         ("availableMemoryProportions", ()),
-        ("partialsTypes", "half"),
+        ("partialsTypes", []),
         ("enableConvDithering", 1),
         ("planType", "parallel"),
         ("perConvReservedTiles", 0.5),
@@ -87,5 +87,12 @@ def test_values_of_other_types_are_refused(setter, value):
 
 
 def test_partials_are_float_or_half():
-    with pytest.raises(ValueError, match="Expected torch.float32 or torch.float16, got torch.int32"):
-        poptorch.MultiConv().partialsTypes([torch.half, torch.int32])
+    for value in ([torch.half, torch.int32], torch.int32, "half", ["half"]):
+        with pytest.raises(ValueError, match="Invalid partials types. Expected torch.float32 or torch.float16, got"):
+            poptorch.MultiConv().partialsTypes(value)
+
+
+def test_none_is_the_default_of_a_setting():
+    multi = poptorch.MultiConv().availableMemoryProportions([0.1, 0.2, 0.3]).partialsTypes(torch.half)
+    multi = multi.availableMemoryProportions(None).partialsTypes(None).enableConvDithering(None)
+    assert poptorch.trainingModel(TwoConvolutions(multi), options())(image()).dim() == 0

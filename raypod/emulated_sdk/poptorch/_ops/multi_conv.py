@@ -25,8 +25,9 @@ class MultiConv:
     """Context: the convolutions within, none of which feeds another, are planned together.
 
     It changes the speed of a device, never values. The setters return the object; those that take a value for each
-    convolution take one value for all, or a tuple or list with as many as there are convolutions. AssertionError for
-    values of other types; Error, when a model is compiled, for a wrong number of values and for no convolution.
+    convolution take one value for all, a tuple or list with as many as there are convolutions, or None for the default.
+    AssertionError for values of other types; Error, when a model is compiled, for a wrong number of values and for no
+    convolution.
     """
 
     def __init__(self) -> None:
@@ -41,11 +42,11 @@ class MultiConv:
 
     def partialsTypes(self, value: Union[torch.dtype, Sequence[torch.dtype]]) -> MultiConv:
         """Type of the partial sums of each convolution; ValueError unless torch.float32 or torch.float16."""
-        values = value if isinstance(value, (tuple, list)) else [value]
+        values = value if isinstance(value, (tuple, list)) else [] if value is None else [value]
         for dtype in values:
-            if isinstance(dtype, torch.dtype) and dtype not in _PARTIALS:
-                raise ValueError(f"Invalid partials types. Expected torch.float32 or torch.float16, got {dtype}")
-        return self._set_each("partialsTypes", value, lambda each: isinstance(each, torch.dtype), "a torch.dtype")
+            if dtype not in _PARTIALS:
+                raise ValueError(f"Invalid partials types. Expected torch.float32 or torch.float16, got {dtype!r}")
+        return self._set_each("partialsTypes", value, lambda each: each in _PARTIALS, "a torch.dtype")
 
     def enableConvDithering(self, value: Union[bool, Sequence[bool]]) -> MultiConv:
         """Whether each convolution is dithered over the tiles."""
@@ -73,7 +74,7 @@ class MultiConv:
 
     def __enter__(self) -> MultiConv:
         if getattr(_open, "counter", None) is not None:
-            raise Error("poptorch.MultiConv cannot be nested in another one")
+            raise Error("Nested poptorch.MultiConv is not supported: it cannot be nested in another one")
         _open.counter = _ConvolutionCounter() if compiling_mode() is not None else _NoCounter()
         _open.counter.__enter__()
         return self
@@ -85,6 +86,9 @@ class MultiConv:
             self._check(counter.convolutions)
 
     def _set_each(self, name: str, value: Any, is_valid: Callable[[Any], bool], expected: str) -> MultiConv:
+        if value is None:
+            self._per_convolution.pop(name, None)
+            return self
         values = value if isinstance(value, (tuple, list)) else (value,)
         valid = len(values) > 0 and all(is_valid(each) for each in values)
         assert valid, f"Invalid {name}: {expected} is needed, or a tuple or list of them, not {value!r}"
