@@ -79,7 +79,10 @@ def test_gradients_flow_through_a_loop():
         (lambda x: poptorch.for_loop(2, lambda y: None, [x]), "returned NoneType"),
         (lambda x: poptorch.cond(True, abs, [x], abs, [x]), "`condition` is a tensor, not bool"),
         (lambda x: poptorch.cond(x > 0, abs, [x], abs, [x]), r"tensor of shape \[\] or \[1\], not \[2\]"),
-        (lambda x: poptorch.cond(x.sum() > 0, abs, x, abs, [x]), "`then_inps` to be a list"),
+        (
+            lambda x: poptorch.cond(x.sum() > 0, abs, x, abs, [x]),
+            r"input tensors \(then_inps\) to be a list of tensors. \(Object is not list\)",
+        ),
         (lambda x: poptorch.cond(x.sum() > 0, abs, [x], abs, [x, 3]), "index 1 is not torch.tensor"),
         (lambda x: poptorch.cond(x.sum() > 0, abs, [x], "abs", [x]), "`else_body` is a function"),
     ],

@@ -92,13 +92,14 @@ def _check_branches(then_signature: Signature, else_signature: Signature) -> Non
 def _inputs(op: str, name: str, inputs: Any, kinds: Any) -> List[torch.Tensor]:
     if not isinstance(inputs, kinds):
         raise ArgumentError(
-            f"poptorch.{op} expects `{name}` to be a list of tensors. (Object is not list, but {type(inputs).__name__})"
+            f"poptorch.{op} expects input tensors ({name}) to be a list of tensors. (Object is not list) It is "
+            f"{type(inputs).__name__}"
         )
     for index, tensor in enumerate(inputs):
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(
-                f"poptorch.{op} expects `{name}` to be a list of tensors. (Object contained in list at index {index} "
-                f"is not torch.tensor, but {type(tensor).__name__})"
+                f"poptorch.{op} expects input tensors ({name}) to be a list of tensors. (Object contained in list at "
+                f"index {index} is not torch.tensor) It is {type(tensor).__name__}"
             )
     return list(inputs)
 
