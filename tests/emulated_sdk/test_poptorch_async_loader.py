@@ -121,6 +121,10 @@ def test_batches_of_workers_are_no_larger_than_the_combined(load, size):
         load(Numbers(20), 4, MODES[1], options(2), rebatched_worker_size=size)
 
 
+def test_without_joining_the_size_of_workers_batches_has_no_effect(load):
+    assert [len(batch) for batch in load(Numbers(20), 4, opts=options(2), rebatched_worker_size=64)] == [8, 8]
+
+
 def test_a_terminated_loader_says_so(load):
     data = load(Numbers(9), 3)
     for _ in range(2):

@@ -29,7 +29,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # not 
         `next()`, and the shuffling is done there. AsyncRebatched lets the workers make batches of
         `rebatched_worker_size` samples, which that process joins to combined batches. Async with `drop_last=False` that
         combines batches is AsyncRebatched.
-    rebatched_worker_size: the combined batch size by default, as in the SDK.
+    rebatched_worker_size: the combined batch size by default, as in the SDK; without effect unless batches are joined.
 
     Raises:
         AssertionError: shuffle in several processes without `options.randomSeed`; an IterableDataset or
@@ -170,7 +170,8 @@ def _check_async(
 ) -> None:
     if rebatched is not None and "rebatched_size" in (async_options or {}):
         raise Error(f"rebatched_size in async_options excludes rebatched loading, where it is {rebatched}")
-    if mode != DataLoaderMode.Sync and worker_size is not None:
+    # The other modes have no use for it; programs pass it on whatever mode they are given.
+    if (mode == DataLoaderMode.AsyncRebatched or rebatched is not None) and worker_size is not None:
         most = 1 if rebatched is None else rebatched
         is_size = isinstance(worker_size, int) and 0 < worker_size <= most
         assert is_size, f"rebatched_worker_size must be from 1 to the combined batch size {most}, got {worker_size!r}"
