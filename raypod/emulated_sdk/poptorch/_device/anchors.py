@@ -7,6 +7,7 @@ The names are our own, as PopTorch's depend on its compiler, but alike:
     conv1.weight             a parameter
     Gradient___<name>        the gradient of any of these that is floating point (training only): that of one
                              micro-batch's loss, times the loss scaling
+    UpdatedVar___conv1.weight    a parameter after the weight update of a device iteration (training only)
 
 A leading "model." is looked over in names that are not found with it: programs wrap their networks in a module `model`.
 Of a module that runs several times in a forward, the last run counts.
@@ -15,7 +16,7 @@ Of a module that runs several times in a forward, the last run counts.
 from __future__ import annotations
 
 import functools
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Sequence, Tuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -27,6 +28,7 @@ from poptorch.enums import OutputMode
 from poptorch.options import Options
 
 _GRADIENT = "Gradient___"
+_UPDATED = "UpdatedVar___"
 
 
 class Anchor(NamedTuple):
@@ -56,8 +58,8 @@ def anchors_of(options: Options, names: Sequence[str]) -> List[Anchor]:
 
 
 def _spellings(long_name: str) -> Tuple[str, ...]:
-    bare = long_name[len(_GRADIENT) :] if long_name.startswith(_GRADIENT) else long_name
-    prefix = long_name[: len(long_name) - len(bare)]
+    prefix = next((prefix for prefix in (_GRADIENT, _UPDATED) if long_name.startswith(prefix)), "")
+    bare = long_name[len(prefix) :]
     without = bare[len("model.") :] if bare.startswith("model.") else bare
     return long_name, prefix + without
 
@@ -87,6 +89,8 @@ class Watch:
             self._see(name, tensor)
         for name, parameter in self._module.named_parameters():
             self._see(name, parameter)
+            if parameter.requires_grad and torch.is_grad_enabled():
+                self._names[_UPDATED + name] = None
 
     def take(self, name: str) -> torch.Tensor:
         """The tensor of this name, of the last forward and backward pass. Error when they did not make it."""
@@ -135,14 +139,26 @@ class AnchorOutputs:
 
     def __init__(self, anchors: Sequence[Anchor], layout: BatchLayout) -> None:
         self._collectors = [(anchor, OutputCollector(anchor.mode, anchor.period, layout, None)) for anchor in anchors]
+        self._layout = layout
 
     def add(self, iteration: int, step: int, replica: int, watch: Watch, gradient_scale: float) -> None:
         """Offer one micro-batch's tensors."""
         for anchor, collector in self._collectors:
+            if anchor.name.startswith(_UPDATED):
+                continue
             tensor = watch.take(anchor.name)
             is_gradient = anchor.name.startswith(_GRADIENT) and gradient_scale != 1.0
             collector.add(iteration, step, replica, [tensor * gradient_scale if is_gradient else tensor])
         watch.end()
+
+    def add_updated(self, iteration: int, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Offer the parameters after the update of an iteration: the same for all its micro-batches."""
+        for anchor, collector in self._collectors:
+            if anchor.name.startswith(_UPDATED):
+                value = parameters[anchor.name[len(_UPDATED) :]].detach().clone()
+                for replica in range(self._layout.replicas):
+                    for step in range(self._layout.accumulation_steps):
+                        collector.add(iteration, step, replica, [value])
 
     def assemble(self) -> Dict[str, torch.Tensor]:
         """One tensor for every short name."""

@@ -91,6 +91,7 @@ class Program:
             for iteration in range(self.layout.device_iterations):
                 self._threads.each(functools.partial(self._run_steps, iteration, call))
                 self._update.apply(self._threads)
+                call.anchors.add_updated(iteration, self.memory.parameters)
                 if self._checks_numbers and self.is_training:
                     self._check_weights()
         except BaseException:
