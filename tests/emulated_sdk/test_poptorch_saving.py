@@ -120,8 +120,8 @@ def test_a_directory_gets_a_file_of_the_default_name(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: b"", "no file saved by"),
-        (lambda data: b"PK\x03\x04" + data, "no file saved by"),
+        (lambda data: b"", "is not a valid PopTorch file"),
+        (lambda data: b"PK\x03\x04" + data, "is not a valid PopTorch file"),
         (lambda data: data[:30], "truncated"),
         (lambda data: data[:100], "truncated"),
         (lambda data: data[:-1], "truncated"),

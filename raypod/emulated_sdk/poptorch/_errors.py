@@ -4,7 +4,8 @@ Exception
 |-- Error                       what the device, the compiler or a wrapper refuses
 |   |-- RecoverableError        a reset named by `recovery_action` makes the device usable again
 |   |-- UnrecoverableError      the hardware needs service
-|   `-- DataFetcherError        the process that loads asynchronously failed; also an AssertionError
+|   |-- DataFetcherError        the process that loads asynchronously failed; also an AssertionError
+|   `-- ModelFileError          a file is no saved model that fits; also an AssertionError
 `-- ConfigFileError             a line of an options file that cannot be applied
 """
 
@@ -61,6 +62,13 @@ class DataFetcherError(Error, AssertionError):
 
     The contract names AssertionError for errors of the data set and Error for a start that fails: a broken first
     element is both.
+    """
+
+
+class ModelFileError(Error, AssertionError):
+    """A file is not what `save` wrote, or not for this version, or without what is needed of it (contract 2.6).
+
+    The contract names no type: the SDK asserts [I], and the errors of everything else that concerns models are Errors.
     """
 
 

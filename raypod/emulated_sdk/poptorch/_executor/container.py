@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Dict, List, Union
 
-from poptorch._errors import Error
+from poptorch._errors import ModelFileError
 from poptorch._log import logger
 from poptorch._version import VERSION
 
@@ -53,7 +53,7 @@ def write(filename: Union[str, os.PathLike[str]], sections: Dict[str, bytes]) ->
 def read(filename: Union[str, os.PathLike[str]]) -> Dict[str, bytes]:
     """The sections of a file.
 
-    Error for a file that is missing, of another kind, of another version of poptorch, truncated or damaged.
+    ModelFileError for a file that is missing, of another kind, of another version of poptorch, truncated or damaged.
     """
     path = Path(filename)
     if path.is_dir():
@@ -61,10 +61,12 @@ def read(filename: Union[str, os.PathLike[str]]) -> Dict[str, bytes]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise Error(f"{path} cannot be read: {error}") from error
+        raise ModelFileError(f"{path} cannot be read: {error}") from error
     header = _header(path, content)
     if header["poptorch"] != VERSION:
-        raise Error(f"{path} was saved by poptorch {header['poptorch']}, and this is {VERSION}: compile and save anew")
+        raise ModelFileError(
+            f"{path} was saved by poptorch {header['poptorch']}, and this is {VERSION}: compile and save anew"
+        )
     return _sections(path, content[_PREFIX.size + header["length"] :], header["sections"])
 
 
@@ -91,13 +93,13 @@ def _umask() -> int:
 
 def _header(path: Path, content: bytes) -> Dict[str, Any]:
     if not content.startswith(_MAGIC):
-        raise Error(f"{path} is no file saved by PoplarExecutor.save of the emulated poptorch")
+        raise ModelFileError(f"{path} is not a valid PopTorch file: PoplarExecutor.save here did not write it")
     if len(content) < _PREFIX.size:
-        raise Error(f"{path} is truncated: {len(content)} bytes")
+        raise ModelFileError(f"{path} is truncated: {len(content)} bytes")
     _, length, digest = _PREFIX.unpack_from(content)
     header = content[_PREFIX.size : _PREFIX.size + min(length, _LONGEST_HEADER)]
     if hashlib.sha256(header).digest() != digest:
-        raise Error(f"{path} is damaged or truncated: the checksum of its header is wrong")
+        raise ModelFileError(f"{path} is damaged or truncated: the checksum of its header is wrong")
     parsed: Dict[str, Any] = json.loads(header)
     return {**parsed, "length": length}
 
@@ -105,12 +107,12 @@ def _header(path: Path, content: bytes) -> Dict[str, Any]:
 def _sections(path: Path, content: bytes, described: List[Dict[str, Any]]) -> Dict[str, bytes]:
     expected = sum(section["length"] for section in described)
     if len(content) != expected:
-        raise Error(f"{path} is damaged or truncated: {len(content)} bytes of sections instead of {expected}")
+        raise ModelFileError(f"{path} is damaged or truncated: {len(content)} bytes of sections instead of {expected}")
     found, start = {}, 0
     for section in described:
         data = content[start : start + section["length"]]
         start += section["length"]
         if hashlib.sha256(data).hexdigest() != section["sha256"]:
-            raise Error(f"{path} is damaged: the checksum of its section {section['name']!r} is wrong")
+            raise ModelFileError(f"{path} is damaged: the checksum of its section {section['name']!r} is wrong")
         found[section["name"]] = data
     return found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple, Union
 import torch
 
 from poptorch._device.executable import Executable
-from poptorch._errors import Error
+from poptorch._errors import Error, ModelFileError
 from poptorch.options import Options
 
 from . import container
@@ -102,9 +102,10 @@ def content_of(
     """
     sections = container.read(filename)
     if _MODEL not in sections:
-        raise Error(
-            f"{filename} holds an executable but no model, as it was saved with export_model=False: wrap the model "
-            "and call loadExecutable"
+        raise ModelFileError(
+            f"{filename} is a valid PopTorch file but was created with 'export_model=False' which means you need to "
+            "re-create the PopTorch model using poptorch.inferenceModel or poptorch.trainingModel then call "
+            f'`model.loadExecutable("{filename}")` to restore its state.'
         )
     return sections, _unpickled("the model", sections[_MODEL])
 
