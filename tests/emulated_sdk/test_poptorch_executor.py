@@ -8,6 +8,7 @@ import io
 import os
 import subprocess
 import sys
+import warnings
 
 import poptorch
 import pytest
@@ -47,15 +48,24 @@ def test_wrapping_changes_the_classes_and_not_the_objects():
 
 def test_a_model_is_wrapped_once():
     model, training = train_line()
-    with pytest.raises(RuntimeError, match="already wrapped"):
+    with pytest.raises(RuntimeError, match="already been wrapped"):
         poptorch.trainingModel(model, options())
-    with pytest.raises(RuntimeError, match="already wrapped"):
+    with pytest.raises(RuntimeError, match="already been wrapped"):
         poptorch.trainingModel(nn.Sequential(model), options())
     training(torch.ones(1))
     training.destroy()
     assert type(model) is Line
     assert type(model.weight) is nn.Parameter
     poptorch.trainingModel(model, options())
+
+
+def test_the_wrapped_module_can_destroy_and_fetch_too():
+    model, training = train_line()
+    training(torch.ones(1))
+    assert model.copyWeightsToHostIfNeeded()
+    model.destroy()
+    assert type(model) is Line
+    assert not training.isCompiled()
 
 
 def test_destroying_before_compiling_does_not_unwrap():
@@ -256,7 +266,7 @@ def test_modes_are_frozen_by_wrapping_and_compiling():
 
 
 def test_inference_refuses_gradient_accumulation():
-    with pytest.raises(poptorch.Error, match="must be 1 for inference, not 2"):
+    with pytest.raises(poptorch.Error, match="leave it as its default value"):
         poptorch.inferenceModel(Line(), options(accumulation=2))
 
 
@@ -415,3 +425,30 @@ def test_a_saved_model_loads_without_poptorch(tmp_path, monkeypatch):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, timeout=60, check=False)
     assert done.returncode == 0
+
+
+class Softmax(nn.Module):
+    def forward(self, x, labels):
+        return nn.functional.cross_entropy(x, labels)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_model_without_parameters_has_a_loss_and_nothing_to_train(replicas):
+    images, labels = torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
+    loss = poptorch.trainingModel(Softmax(), options(replicas))(images, labels)
+    torch.testing.assert_close(loss.mean(), torch.tensor(3.0).log())
+
+
+def test_a_scripted_module_is_refused():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = nn.Sequential(torch.jit.script(nn.ReLU()))
+    with pytest.raises(poptorch.Error, match="'0' is a torch.jit.ScriptModule"):
+        poptorch.inferenceModel(scripted, options())
+
+
+@pytest.mark.parametrize("state", [3, "ab", [1], [1.5, 2], None])
+def test_a_random_state_is_two_integers(state):
+    inference = poptorch.inferenceModel(nn.ReLU(), options())
+    with pytest.raises(poptorch.Error, match="a seed and a number"):
+        inference.rng_state = state

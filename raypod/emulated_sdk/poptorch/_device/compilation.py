@@ -171,8 +171,9 @@ class _Tensors:
         statistics = {id(tensor) for tensor in mode.statistics}
         for name in self._changed(self._buffers, statistics) if checks.refuse_changed_buffers else ():
             raise Error(
-                f"forward changes the buffer {name!r}, and with more than one input group the replicas' copies would "
-                "drift apart. If that is meant, call options.broadcastBuffers(False)"
+                "PopTorch does not support broadcasting buffers. If your model is able to tolerate buffers becoming "
+                "out of sync between replicas, you can disable buffer broadcasting using "
+                f"poptorch.Options.broadcastBuffers(False): forward changes the buffer {name!r}"
             )
 
     def _all(self) -> Dict[str, torch.Tensor]:

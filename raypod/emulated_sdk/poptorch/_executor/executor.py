@@ -16,6 +16,7 @@ from poptorch._errors import Error
 from poptorch._log import logger
 from poptorch._optimizers.attribute_checks import AttributeChecks
 from poptorch._optimizers.hyperparameters import extract, warn_of_what_is_ignored
+from poptorch._options.base import is_integer
 from poptorch._parallel.placement import Placement
 from poptorch._parallel.schedule import Schedule, side_by_side
 from poptorch.enums import CommGroupType, ConnectionType
@@ -78,7 +79,10 @@ class PoplarExecutor(Measurements, Saving):
         ConnectionType.Never and for a batch dimension that does not divide; Error for arguments other than compiled.
         """
         never = self._options.connection_type == ConnectionType.Never
-        assert not never, "Trying to run a model with ConnectionType.Never (an offline target only compiles)"
+        assert not never, (
+            "Trying to run a model on an offline device (ConnectionType.Never): use model.compile(inputs) instead of "
+            "model(inputs)"
+        )
         if self._program is None:
             self.compile(*args, **kwargs)
         program = self._compiled()
@@ -240,8 +244,8 @@ class PoplarExecutor(Measurements, Saving):
 
     @rng_state.setter
     def rng_state(self, state: Sequence[int]) -> None:
-        if len(state) != 2:
-            raise Error(f"The state of the random numbers is a seed and a number of micro-batches, not {list(state)}")
+        if not isinstance(state, (list, tuple)) or len(state) != 2 or not all(map(is_integer, state)):
+            raise Error(f"The state of the random numbers is a seed and a number of micro-batches, not {state!r}")
         self._first_rng_state = list(state)
         if self._program is not None:
             self._program.rng_state = self._first_rng_state

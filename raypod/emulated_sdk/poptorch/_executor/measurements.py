@@ -28,12 +28,11 @@ class Measurements:
 
         Error unless `options.logCycleCount(True)`, and before the first call.
         """
-        program = self._compiled()
         if not self._options.log_cycle_count:
-            raise Error("Cycle count logging is disabled: set options.logCycleCount(True) before wrapping the model")
-        if not program.timeline.micro_batches:
-            raise Error("Cycles are counted in a call, and there has been none yet")
-        return program.timeline.cycles()
+            raise Error("Cycle count logging is disabled. Please set option logCycleCount to True to enable.")
+        if not self.isCompiled() or not self._compiled().timeline.micro_batches:
+            raise Error("Please run the model at least once before obtaining cycle count.")
+        return self._compiled().timeline.cycles()
 
     def compilationTime(self) -> float:
         """How long compiling took, in seconds."""
@@ -81,6 +80,10 @@ class Measurements:
         if short_name not in program.anchored:
             raise Error(f"The anchored tensor {short_name!r} is there after a call, and there has been none yet")
         return program.anchored[short_name]
+
+    def isCompiled(self) -> bool:
+        """Whether the model is compiled."""
+        raise NotImplementedError
 
     def _compiled(self) -> Program:
         raise NotImplementedError

@@ -95,8 +95,8 @@ class _NoBackward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise Error(
-            "backward() cannot be called on outputs of a wrapped model: a training model runs the backward pass "
-            "itself, from the loss that is marked in forward"
+            "backward() cannot be called explicitly on outputs of a PopTorch model. A trainingModel runs the backward "
+            "pass itself, from the loss that is marked in forward; an inferenceModel has none"
         )
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> _NoBackward:

@@ -25,6 +25,9 @@ class DeviceCopy(Protocol):
     def copyWeightsToHostIfNeeded(self) -> bool:
         """Bring the host's copy up to date."""
 
+    def destroy(self) -> None:
+        """Fetch the weights and give the module its own class back."""
+
     def _check_grouping(self, comm_group_type: CommGroupType, shards: int) -> None:
         """Error unless groups of this kind are all replicas, and the model is not compiled yet."""
 
@@ -115,8 +118,8 @@ def wrap(model: torch.nn.Module, device: DeviceCopy) -> None:
     """Change the classes of the model and its tensors. RuntimeError when it, or a part of it, is wrapped already."""
     if any(device_of(type(wrapped)) is not None for wrapped in (model, *host_tensors(model))):
         raise RuntimeError(
-            f"This {original_class(type(model)).__name__}, or a part of it, is already wrapped for training: call "
-            "destroy() on its executor first"
+            "model has already been wrapped in 'poptorch.trainingModel'. Call model.destroy() on the model to unwrap "
+            f"before wrapping again (a {original_class(type(model)).__name__}, or a part of it)"
         )
     classes: Dict[type, type] = {}
     for tensor in list(host_tensors(model)):
@@ -143,6 +146,14 @@ class _HostModule:
 
     _poptorch_device: DeviceCopy
     _poptorch_original: Type[torch.nn.Module]
+
+    def copyWeightsToHostIfNeeded(self) -> bool:
+        """As the executor's method."""
+        return self._poptorch_device.copyWeightsToHostIfNeeded()
+
+    def destroy(self) -> None:
+        """As the executor's method: for a program that holds the module alone."""
+        self._poptorch_device.destroy()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._poptorch_device.copyWeightsToHostIfNeeded()

@@ -31,7 +31,8 @@ def trainingModel(
     module = _module_of(model)
     chosen = _fixed(options, OutputMode.Final)
     if optimizer is None:
-        optimizer = SGD(module.parameters(), lr=0.01)
+        # A model may have a loss and nothing to train, but an optimizer of torch wants a parameter.
+        optimizer = SGD(list(module.parameters()) or [torch.nn.Parameter(torch.zeros(()))], lr=0.01)
     return PoplarExecutor(shallow_copy(module), chosen, True, VERSION, optimizer, module)
 
 
@@ -41,8 +42,9 @@ def inferenceModel(model: Union[torch.nn.Module, PoplarExecutor], options: Optio
     chosen = _fixed(options, OutputMode.All)
     if chosen.Training.gradient_accumulation != 1:
         raise Error(
-            f"Gradient accumulation must be 1 for inference, not {chosen.Training.gradient_accumulation}: use options "
-            "of their own for validation"
+            "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its default value (1) "
+            "when running a poptorch.inferenceModel(): it is "
+            f"{chosen.Training.gradient_accumulation}, so use options of their own for validation"
         )
     return PoplarExecutor(shallow_copy(module), chosen, False, VERSION, None, module)
 
@@ -52,6 +54,11 @@ def _module_of(model: Union[torch.nn.Module, PoplarExecutor]) -> torch.nn.Module
         return model.model
     if not isinstance(model, torch.nn.Module):
         raise Error(f"A torch.nn.Module can be wrapped, not {type(model).__name__}")
+    scripts = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripts:
+        raise Error(
+            f"The module {scripts[0]!r} is a torch.jit.ScriptModule: wrap the Python module that it was made of"
+        )
     return model
 
 
