@@ -173,7 +173,7 @@ class _Tensors:
             raise Error(
                 "PopTorch does not support broadcasting buffers. If your model is able to tolerate buffers becoming "
                 "out of sync between replicas, you can disable buffer broadcasting using "
-                f"poptorch.Options.broadcastBuffers(False): forward changes the buffer {name!r}"
+                f"poptorch.Options.broadcastBuffers(False). Here forward changes the buffer {name!r}"
             )
 
     def _all(self) -> Dict[str, torch.Tensor]:

@@ -95,8 +95,9 @@ class _NoBackward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise Error(
-            "backward() cannot be called explicitly on outputs of a PopTorch model. A trainingModel runs the backward "
-            "pass itself, from the loss that is marked in forward; an inferenceModel has none"
+            "backward() cannot be called explicitly on outputs of a PopTorch model. If you're using a "
+            "trainingModel, the backwards pass is performed automatically when invoking the model. If you're using an "
+            "inferenceModel, you should use a trainingModel instead."
         )
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> _NoBackward:

@@ -43,8 +43,8 @@ def inferenceModel(model: Union[torch.nn.Module, PoplarExecutor], options: Optio
     if chosen.Training.gradient_accumulation != 1:
         raise Error(
             "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its default value (1) "
-            "when running a poptorch.inferenceModel(): it is "
-            f"{chosen.Training.gradient_accumulation}, so use options of their own for validation"
+            "when running a poptorch.inferenceModel(). "
+            f"It is {chosen.Training.gradient_accumulation}: use options of their own for validation"
         )
     return PoplarExecutor(shallow_copy(module), chosen, False, VERSION, None, module)
 
