@@ -15,7 +15,7 @@ class Net(torch.nn.Module):
         super().__init__()
         self.layer = torch.nn.Linear(3, 2)
     def forward(self, x, y):
-        return torch.nn.functional.cross_entropy(self.layer(x), y)
+        return torch.nn.functional.cross_entropy(torch.nn.functional.dropout(self.layer(x)), y)
 net = Net()
 optimizer = poptorch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 options = poptorch.Options().showCompilationProgressBar(False)

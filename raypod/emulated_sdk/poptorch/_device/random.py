@@ -55,6 +55,10 @@ class DrawsInside(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     has_drawn = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else newer torch imports its compiler at the first kernel, to keep it out: seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.has_drawn = True
