@@ -300,6 +300,14 @@ def test_hooks_surround_a_compilation():
         poptorch.registerPreCompileHook(3)
 
 
+def test_a_compile_hook_may_take_no_argument():
+    calls = []
+    hook = poptorch.registerPostCompileHook(lambda: calls.append(None))
+    train_line()[1].compile(torch.ones(1))
+    hook.remove()
+    assert calls == [None]
+
+
 def test_a_progress_bar_is_shown_when_wanted(capsys):
     poptorch.inferenceModel(nn.ReLU(), poptorch.Options())(torch.ones(1))
     assert "Graph compilation" in capsys.readouterr().err

@@ -104,8 +104,7 @@ class PoplarExecutor(Measurements, Saving):
         if self._program is not None:
             logger.warning("compile: the model is compiled already; the call has no effect")
             return
-        for hook in list(compile_hooks.before_compile.values()):
-            hook(self)
+        compile_hooks.call(compile_hooks.before_compile, self)
         progress = ProgressBar() if self._options.show_compilation_progress_bar else _no_progress
         progress(0, 100)
         began = time.perf_counter()
@@ -114,8 +113,7 @@ class PoplarExecutor(Measurements, Saving):
         finally:
             progress(100, 100)
         self._compilation_s = time.perf_counter() - began
-        for hook in list(compile_hooks.after_compile.values()):
-            hook(self)
+        compile_hooks.call(compile_hooks.after_compile, self)
 
     def isCompiled(self) -> bool:
         """Whether the model is compiled."""
