@@ -6,6 +6,8 @@ from typing import Any, Optional
 
 from tqdm import tqdm
 
+_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"  # as the SDK's: percents have no rate
+
 
 class ProgressBar:
     """Called with the progress so far and the total; draws on stderr."""
@@ -15,7 +17,7 @@ class ProgressBar:
 
     def __call__(self, progress: int, total: int) -> None:
         if self._bar is None:
-            self._bar = tqdm(total=total, desc="Graph compilation")
+            self._bar = tqdm(total=total, desc="Graph compilation", bar_format=_FORMAT)
         self._bar.update(progress - self._bar.n)
         if progress >= total:
             self._bar.close()
