@@ -2,7 +2,8 @@
 
 Bytes pass through unchanged; a tag `[1,<instance>]<stdout>:` stands before each line. Lines of different instances and
 streams never mix. A line that a program redraws with carriage returns is drawn in place on a terminal for one instance,
-and becomes plain elsewhere: the state in which it was left, and for that one instance a state now and then.
+and becomes plain elsewhere: the state in which it was left, and for that one instance a state now and then. So is a bar
+below another one, for which a program moves the cursor down and up again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ _LIFE_SIGN_S = 10.0
 _REDRAW_S = 0.05
 _CONTROL = re.compile(rb"[\x00-\x07\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]")
 _ERASE = b"\r\x1b[K"
+_UP = b"\x1b[A"
+_UP_AND_DOWN = re.compile(rb"(?:\x1b\[A)+\n+")
 _NAMES = {STDOUT: b"stdout", STDERR: b"stderr"}
 
 Source = Tuple[int, int]  # instance, STDOUT or STDERR
@@ -48,13 +51,15 @@ class Console:
         """Take bytes of a program; `flush` shows what is whole."""
         source = (instance, stream)
         before = self._partial.pop(source, bytearray())
+        data = _without_going_down(bytes(before[-len(_UP) :]), data)
         lines, newline, rest = data.rpartition(b"\n")
         if newline:
             self._say(source, bytes(before) + lines)
             before = bytearray()
         before += rest
         if b"\r" in rest and is_text(bytes(before)):
-            end = b"\r" if before.endswith(b"\r") else b""  # what comes next starts at the beginning again
+            # After these, what comes next starts at the beginning again.
+            end = next((end for end in (b"\r", _UP) if before.endswith(end)), b"")
             before = bytearray(b"\r" + last_state(bytes(before)) + end)
         if len(before) > LONGEST_LINE_BYTES:
             self._say(source, bytes(before))
@@ -131,10 +136,17 @@ def is_text(data: bytes) -> bool:
 
 def last_state(line: bytes) -> bytes:
     """What a line shows that was redrawn from its beginning: its last state that is not empty."""
-    for state in reversed(line.split(b"\r")):
+    for state in reversed(line.replace(_UP, b"").split(b"\r")):
         if state.strip():
             return state
     return b""
+
+
+def _without_going_down(before: bytes, data: bytes) -> bytes:
+    """Data after what ends with `before`: going up from a bar and down to it again is going to its beginning."""
+    if before == _UP and data.startswith(b"\n"):
+        data = b"\r" + data.lstrip(b"\n")
+    return _UP_AND_DOWN.sub(b"\r", data) if _UP in data and is_text(data) else data
 
 
 def _plain(line: bytes) -> bytes:

@@ -105,6 +105,20 @@ def test_the_bar_of_instance_0_is_drawn_in_place(terminal: Screen, monkeypatch: 
     assert terminal((0, STDERR, b"\r100%\n")) == erase + b"[1,0]<stderr>:100%\n"
 
 
+def test_a_bar_below_another_is_drawn_in_place(terminal: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_REDRAW_S", 0.0)
+    erase, up = b"\r\x1b[K", b"\x1b[A"
+    terminal((0, STDERR, b"\repochs 0%"))
+    assert terminal((0, STDERR, b"\n\rsteps 0%" + up)).endswith(b"epochs 0%\n" + erase + b"[1,0]<stderr>:steps 0%")
+    assert terminal((0, STDERR, b"\n\rsteps 1%" + up)) == erase + b"[1,0]<stderr>:steps 1%"
+    assert terminal((0, STDERR, b"\n\r        " + up + b"\repochs 9%")) == erase + b"[1,0]<stderr>:epochs 9%"
+
+
+def test_a_bar_below_another_leaves_no_escapes_in_a_file(file: Screen) -> None:
+    assert file((0, STDERR, b"\repochs 0%\n\rsteps 0%\x1b[A\n\rsteps 1%\x1b[A")) == b"[1,0]<stderr>:epochs 0%\n"
+    assert file((0, STDERR, b"\rsteps 2%\n")) == b"[1,0]<stderr>:steps 2%\n"
+
+
 def test_a_question_without_a_line_end_is_seen_on_a_terminal(terminal: Screen) -> None:
     assert terminal((0, STDOUT, b"Name? ")).endswith(b"[1,0]<stdout>:Name? ")
 
