@@ -57,8 +57,8 @@ def usage(prog: str) -> str:
         letter = f"-{option.letter}, " if option.letter else "    "
         name = f"{letter}--{option.name} {option.kind}" if option.letter != "x" else "-x VAR[=VALUE]"
         default = "" if option.default in (None, ()) else f" [{_text(option.default)}]"
-        lines.append(f"  {name:<34}{option.help}{default}")
-    lines += [f"  {'-v, -vv':<34}say what is done", f"  {'--version, --version-format':<34}raypod's version", ""]
+        lines.append(f"  {name:<38}{option.help}{default}")
+    lines += [f"  {'-v, -vv':<38}say what is done", f"  {'--version, --version-format':<38}raypod's version", ""]
     lines += [f"--{BY_KEY[key].name} is refused: {instead}." for key, instead in _REFUSED.items()]
     return "\n".join(lines)
 
