@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pty
+import select
 from typing import Iterator, List, Tuple
 
 import pytest
@@ -19,6 +19,7 @@ class Screen:
 
     def __init__(self, terminal: bool) -> None:
         self.ends: List[Tuple[int, int]] = [pty.openpty() if terminal else os.pipe() for _ in range(2)]
+        self.patience_s = 0.05 if terminal else 0.0  # the kernel hands a terminal's bytes on when it finds time
         self.console = Console(self.ends[0][1], self.ends[1][1])
 
     def __call__(self, *pieces: Tuple[int, int, bytes]) -> bytes:
@@ -30,8 +31,7 @@ class Screen:
     def read(self) -> bytes:
         found = b""
         for end, _ in self.ends:
-            os.set_blocking(end, False)
-            with contextlib.suppress(BlockingIOError):
+            while select.select([end], [], [], self.patience_s)[0]:
                 found += os.read(end, 1 << 16)
         return found.replace(b"\r\n", b"\n")  # a terminal's own line ends
 
