@@ -68,7 +68,7 @@ def test_gradients_flow_through_both():
         (lambda x: poptorch.dynamic_slice(x, 0, 0, torch.tensor(2), 1), "`size` is a constant int"),
         (lambda x: poptorch.dynamic_slice(x, 0, 0, 2, 0), "`step` is a constant int of at least 1"),
         (lambda x: poptorch.dynamic_update(x, x, 0, 0, 2), r"`src` is float32 \[4\], but the slice .* float32 \[2\]"),
-        (lambda x: poptorch.dynamic_update(x, x[:2].long(), 0, 0, 2), r"`src` is int32 \[2\]"),
+        (lambda x: poptorch.dynamic_update(x, x[:2].to(torch.int64), 0, 0, 2), r"`src` is int32 \[2\]"),
         (lambda x: poptorch.dynamic_update(x, x, 0, 1, 4), "a slice of 4 from 1"),
     ],
 )
