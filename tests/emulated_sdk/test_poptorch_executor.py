@@ -460,3 +460,21 @@ def test_a_random_state_is_two_integers(state):
     inference = poptorch.inferenceModel(nn.ReLU(), options())
     with pytest.raises(poptorch.Error, match="a seed and a number"):
         inference.rng_state = state
+
+
+def test_a_destroyed_model_can_be_called_again():
+    model, training = train_line()
+    training(torch.ones(1))
+    training.destroy()
+    training(torch.ones(1))
+    assert model.weight.item() == 0.0
+    training.destroy()
+    poptorch.trainingModel(model, options())
+    with pytest.raises(RuntimeError, match="already been wrapped"):
+        training(torch.ones(1))
+
+
+@pytest.mark.parametrize("wrap", [poptorch.trainingModel, poptorch.inferenceModel])
+def test_options_of_another_type_are_refused(wrap):
+    with pytest.raises(poptorch.Error, match="options is a poptorch.Options, not dict"):
+        wrap(Line(), {"device_iterations": 1})

@@ -289,6 +289,8 @@ class PoplarExecutor(Measurements, Saving):
         self._install(lambda: Arguments(self._model.forward, executable.compiled), executable.traced)
 
     def _install(self, arguments: Callable[[], Arguments], traced: Optional[Trace] = None) -> None:
+        if self._training and device_of(type(self._user_model)) is not self:
+            wrap(self._user_model, self)  # again, after destroy()
         self._follow_training()
         with _plain_torch():
             self._made_for = describe(self._model, self._options, self._optimizer, self._training)

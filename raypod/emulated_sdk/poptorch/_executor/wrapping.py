@@ -65,6 +65,8 @@ def _module_of(model: Union[torch.nn.Module, PoplarExecutor]) -> torch.nn.Module
 def _fixed(options: Optional[Options], default_mode: OutputMode) -> Options:
     """A frozen clone with an output mode; the given object is frozen too."""
     given = Options() if options is None else options
+    if not isinstance(given, Options):
+        raise Error(f"options is a poptorch.Options, not {type(given).__name__}")
     chosen = given.clone()
     given._freeze()
     if chosen.defaultOutputMode():
