@@ -1,8 +1,9 @@
-"""Runs the replicas of a process side by side, one thread each, with the process's intra-op threads in each."""
+"""Runs the replicas of a process side by side, as many at once as there are cores, with the process's intra-op threads in each."""
 
 from __future__ import annotations
 
 import contextvars
+import os
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Callable, List, Optional
@@ -12,7 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 
 class ReplicaThreads:
-    """A thread per replica; a single replica works in the caller's thread."""
+    """A thread per replica, no more than cores; a single replica works in the caller's thread."""
 
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
@@ -20,7 +21,7 @@ class ReplicaThreads:
         if replicas > 1:
             # A new thread takes torch's count only at its first parallel region, after oneDNN may have asked OpenMP.
             self._pool = ThreadPoolExecutor(
-                max_workers=replicas,
+                max_workers=min(replicas, _cores()),  # more would take the caches from each other
                 thread_name_prefix="replica",
                 initializer=torch.set_num_threads,
                 initargs=(torch.get_num_threads(),),
@@ -75,3 +76,10 @@ class _CallersState:
         finally:
             for _ in self._modes:
                 torch._C._pop_torch_function_stack()
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
