@@ -1,4 +1,4 @@
-"""Runs the replicas of a process side by side, as many at once as there are cores, with the process's intra-op threads in each."""
+"""Runs the replicas of a process side by side, as many as there are cores, with its intra-op threads in each."""
 
 from __future__ import annotations
 
