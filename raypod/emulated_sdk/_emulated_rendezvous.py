@@ -30,17 +30,17 @@ _store: Optional[Store] = None
 _store_address = ""
 
 
-def open_rendezvous(host: str = "127.0.0.1") -> Tuple[Store, str]:
+def open_rendezvous(host: str = "127.0.0.1", port: int = 0) -> Tuple[Store, str]:
     """Opens the store at which a pod's processes meet.
 
     Returns the store, which must be kept alive as long as the pod runs, and its address "host:port" for
-    EMULATED_POD_RENDEZVOUS. `host` is the name under which the other processes reach this one. The store answers
+    EMULATED_POD_RENDEZVOUS. `host` is the name under which the other processes reach this one; `port` 0 lets the system
+    choose, another may be kept by a bound socket with SO_REUSEADDR that does not listen. The store answers
     everybody, so it listens on that address alone, where torch lets it: not before 2.1, which listens on all of them.
     """
     options: Dict[str, Any] = {"wait_for_workers": False}
-    port = 0
     if "master_listen_fd" in (_c10d.TCPStore.__init__.__doc__ or ""):
-        listener = _listen(host)
+        listener = _listen(host, port)
         port = listener.getsockname()[1]
         options["master_listen_fd"] = listener.detach()  # the store closes it
     store = _c10d.TCPStore(host, port, None, True, timedelta(seconds=_DEFAULT_TIMEOUT_S), **options)
@@ -126,11 +126,12 @@ def split(address: str) -> Tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _listen(host: str) -> socket.socket:
-    """A listening socket on the one address, on a port that the system chooses."""
-    family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket on the one address."""
+    family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
         listener.listen(128)
     except OSError:

@@ -8,41 +8,25 @@ Arguments: host, port.
 
 from __future__ import annotations
 
-import datetime
 import importlib
 import os
 import signal
-import socket
 import sys
 import time
-from typing import Any, Dict
+from pathlib import Path
 
 _AFTER_S = 0.3  # programs come first: those that never meet have said their first line by then
-_TIMEOUT_S = 300.0
+_EMULATED_SDK = str(Path(__file__).resolve().parents[1] / "emulated_sdk")
 
 
 def main() -> None:
     """Serve until somebody ends this process."""
     os.nice(5)
     time.sleep(_AFTER_S)
-    distributed: Any = importlib.import_module("torch.distributed")
-    host, port = sys.argv[1], int(sys.argv[2])
-    timeout = datetime.timedelta(seconds=_TIMEOUT_S)
-    options: Dict[str, Any] = {"wait_for_workers": False}
-    if "master_listen_fd" in (distributed.TCPStore.__init__.__doc__ or ""):
-        options["master_listen_fd"] = _listen(host, port)
-    store = distributed.TCPStore(host, port, None, True, timeout, **options)
+    sys.path.append(_EMULATED_SDK)
+    store, _ = importlib.import_module("_emulated_rendezvous").open_rendezvous(sys.argv[1], int(sys.argv[2]))
     while store.port:
         signal.pause()
-
-
-def _listen(host: str, port: int) -> int:
-    """The descriptor of a socket that listens on this address alone; the store closes it."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
-    listener.listen(128)
-    return listener.detach()
 
 
 if __name__ == "__main__":
