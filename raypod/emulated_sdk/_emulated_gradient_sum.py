@@ -83,6 +83,19 @@ class GradientSum:
         reason = "a replica of this process failed"
         _emulated_pod.abandon(_emulated_gcl.GROUP, placement.process_id, placement.num_processes, reason)
 
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Every process's tensor of one shape and dtype, [processes, *shape]; called in the same order by all.
+
+        RuntimeError if a peer is lost or silent.
+        """
+        if self._placement.num_processes == 1:
+            return row.unsqueeze(0)
+        return _emulated_gcl.join(self._placement.process_id, self._placement.num_processes).gather(row)
+
+    def let_go(self) -> None:
+        """Leave the wires if they are broken; the next sum joins new ones."""
+        _emulated_pod.disconnect_broken(_emulated_gcl.GROUP)
+
     def uses_board(self) -> bool:
         """Whether the last sums lie in shared memory."""
         return any(board is not None for board in self._boards.values())

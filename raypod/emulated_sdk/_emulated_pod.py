@@ -47,6 +47,7 @@ __all__ = [
     "connect",
     "cut",
     "disconnect",
+    "disconnect_broken",
     "open_rendezvous",
     "timeout_s",
 ]
@@ -105,6 +106,14 @@ def disconnect(name: str) -> None:
             group.close()
 
 
+def disconnect_broken(name: str) -> None:
+    """Closes the group `name` if it has failed or was abandoned, so that `connect` joins anew."""
+    with _lock:
+        group = _groups.get(name)
+        if group is not None and group.is_broken:
+            disconnect(name)
+
+
 def close() -> None:
     """Closes every group and the store's client. Idempotent; runs at exit too."""
     with _lock:
@@ -131,6 +140,11 @@ class Group:
         self._wait_s = wait_s
         self._broken = ""
         self._sequence = 0
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it is of no use any more."""
+        return bool(self._broken)
 
     def next_tag(self) -> int:
         """A tag for one collective operation: equal on all ranks because all call in the same order."""

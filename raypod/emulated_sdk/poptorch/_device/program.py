@@ -25,6 +25,7 @@ from .replica import Forward, Replica
 from .replica_threads import ReplicaThreads
 from .synthetic import synthetic_block
 from .timeline import MicroBatch, Timeline
+from .transaction import CallTransaction, NoTransaction, ReplicaBuffers
 from .weight_update import NoUpdate, WeightUpdate, device_groups, placement_of, reduction_strategy
 
 
@@ -59,6 +60,7 @@ class Program:
         self.memory = DeviceMemory(model, self.layout.replicas, user_model)
         self._options = options
         self._update = NoUpdate()
+        self._transaction = NoTransaction()
         self._checks_numbers = options.Precision.enable_fp_exceptions
         self._threads = ReplicaThreads(self.layout.replicas)
         self._synthetic = synthetic_block(arguments, self.layout) if options.enable_synthetic_data else None
@@ -77,7 +79,10 @@ class Program:
         self.rng_state = [options.random_seed if options.exists("random_seed") else torch.initial_seed(), 0]
 
     def run(self, inputs: Sequence[torch.Tensor]) -> Any:
-        """Run one call on the tensors of the arguments; returns what `forward` returns, by the output mode."""
+        """Run one call on the tensors of the arguments; returns what `forward` returns, by the output mode.
+
+        A call of training that fails leaves weights, optimizer state, buffers and counters as it found them.
+        """
         options = self._options
         mode, period = options.output_mode, options.output_return_period
         call = _Call(
@@ -87,18 +92,22 @@ class Program:
         )
         began = time.perf_counter()
         self.timeline.micro_batches = []
+        last = self.layout.device_iterations - 1
+        self._transaction.begin()
         try:
             for iteration in range(self.layout.device_iterations):
                 self._threads.each(functools.partial(self._run_steps, iteration, call))
-                self._update.apply(self._threads)
+                self._update.apply(self._threads, iteration == last)
                 call.anchors.add_updated(iteration, self.memory.parameters)
                 if self._checks_numbers and self.is_training:
                     self._check_weights()
         except BaseException:
             self._update.abandon()
+            self._transaction.roll_back()
             raise
         finally:
             self._update.discard_gradients()
+        self._transaction.commit()
         results = call.outputs.assemble()
         self.anchored = call.anchors.assemble()
         self.timeline.seconds = time.perf_counter() - began
@@ -116,9 +125,19 @@ class Program:
         for replica in self._replicas:
             replica.seed, replica.micro_batches = state
 
+    def upload(self) -> None:
+        """Bring the host's weights and buffers to the device."""
+        self.memory.upload()
+        self._transaction.note_upload()
+
+    def let_go(self) -> None:
+        """Forget wires to other processes that are broken."""
+        self._update.let_go()
+
     def upload_buffers(self, names: Sequence[str]) -> None:
         """Bring these buffers of the host to the device. Error for names of no buffer."""
         self.memory.upload_buffers(names)
+        self._transaction.note_upload()
         for replica in self._replicas:
             replica.take_constants()
 
@@ -190,9 +209,21 @@ class TrainingProgram(Program):
         if options.Training.auto_loss_scaling:
             values = values._replace(variable=values.variable | {"loss_scaling"})
         self.optimizer = DeviceOptimizer(values, groups, parts=self.layout.replicas)
+        buffers = self._buffers = ReplicaBuffers(self.memory, placement_of(options))
         self._update = WeightUpdate(
-            self.memory, self.optimizer, options, self.traced.trained, self._count_micro_batches
+            self.memory, self.optimizer, options, self.traced.trained, self._count_micro_batches, buffers
         )
+        has_several_updates = self.layout.device_iterations > 1
+        self._transaction = CallTransaction(self.memory, self.optimizer, self._replicas, buffers, has_several_updates)
+
+    def replica_state(self) -> Dict[str, Any]:
+        """What each replica of all processes has of its own after the last complete call; the state is a copy."""
+        return {"buffers": self._buffers.state(), "rng_state": self.rng_state}
+
+    def load_replica_state(self, state: Dict[str, Any]) -> None:
+        """Take over a `replica_state()`. Error if it is of other buffers or of another number of replicas."""
+        self._buffers.load(state["buffers"])
+        self.rng_state = state["rng_state"]
 
     def check_optimizer(self, values: Hyperparameters) -> None:
         """Error when these values need another compilation; ValueError when it is for how they take a mean."""

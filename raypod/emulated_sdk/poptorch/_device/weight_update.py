@@ -22,6 +22,7 @@ from poptorch.options import Options
 from .half_storage import HalfAccumulator, HalfWeights
 from .memory import DeviceMemory
 from .replica_threads import ReplicaThreads
+from .transaction import ReplicaBuffers
 
 
 class NoUpdate:
@@ -35,7 +36,7 @@ class NoUpdate:
     def backward(self, replica: int, loss: Optional[torch.Tensor]) -> None:
         """Nothing to differentiate."""
 
-    def apply(self, threads: ReplicaThreads) -> None:
+    def apply(self, threads: ReplicaThreads, is_last: bool) -> None:
         """Nothing to update."""
 
     def discard_gradients(self) -> None:
@@ -43,6 +44,9 @@ class NoUpdate:
 
     def abandon(self) -> None:
         """Nobody waits."""
+
+    def let_go(self) -> None:
+        """There are no wires."""
 
 
 class WeightUpdate(NoUpdate):
@@ -61,9 +65,11 @@ class WeightUpdate(NoUpdate):
         options: Options,
         in_graph: FrozenSet[str],
         count_micro_batches: Callable[[], int],
+        buffers: ReplicaBuffers,
     ) -> None:
         self.optimizer = optimizer
         self._memory = memory
+        self._buffers = buffers
         placement = placement_of(options)
         self._half_weights = HalfWeights(memory, options, count_micro_batches)
         self._accumulators = _half_accumulators(memory, optimizer.hyperparameters, options)
@@ -71,8 +77,9 @@ class WeightUpdate(NoUpdate):
         names = [name for name, parameter in optimizer.parameters.items() if parameter.requires_grad]
         self._trained = [[replica.parameters[name] for name in names] for replica in memory.replicas]
         self._is_in_graph = torch.tensor([float(name in in_graph) for name in names])
-        # A single replica has nobody to combine with. Others also count who has a gradient of each parameter.
-        like = [*self._trained[0], self._is_in_graph]
+        # A single replica has nobody to combine with. Others also count who has a gradient of each parameter, and who
+        # has changed each buffer.
+        like = [*self._trained[0], self._is_in_graph, buffers.changed(0, is_last=False)]
         self._sum = GradientSum(like, placement) if placement.total_replicas > 1 else None
 
     def backward(self, replica: int, loss: Optional[torch.Tensor]) -> None:
@@ -85,12 +92,17 @@ class WeightUpdate(NoUpdate):
         with self._accumulators[replica] if self._accumulators else contextlib.nullcontext():
             torch.autograd.backward(loss, None if scaling == 1.0 else torch.full_like(loss, scaling))
 
-    def apply(self, threads: ReplicaThreads) -> None:
-        """Combine the gradients of all replicas and update the weights."""
+    def apply(self, threads: ReplicaThreads, is_last: bool) -> None:
+        """Combine the gradients of all replicas and update the weights; in the last update of a call buffers, too.
+
+        Up to the first weight that changes this waits for other processes, and from there on for none.
+        """
         if self._sum is None:
             self._complete()
+            if is_last:
+                self._buffers.exchange(self._buffers.changed(0, is_last).tolist(), _of_one_process)
         else:
-            self._combine(self._sum)
+            self._combine(self._sum, is_last)
         if self.optimizer.hyperparameters.max_grad_norm == float("inf"):
             threads.each(self._scale_and_step)
         else:
@@ -105,6 +117,11 @@ class WeightUpdate(NoUpdate):
         if self._sum is not None:
             self._sum.abandon()
 
+    def let_go(self) -> None:
+        """Forget wires that are broken: the next call joins new ones."""
+        if self._sum is not None:
+            self._sum.let_go()
+
     def discard_gradients(self) -> None:
         """Begin anew: after an update, and after an error in the middle of one."""
         for accumulator in self._accumulators:
@@ -118,10 +135,17 @@ class WeightUpdate(NoUpdate):
             if parameter.grad is None and is_in_graph:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _combine(self, gradient_sum: GradientSum) -> None:
+    def _combine(self, gradient_sum: GradientSum, is_last: bool) -> None:
         """Give replica 0, whose parameters the optimizer holds, the sums as gradients."""
         with torch.no_grad():
-            *sums, replicas = gradient_sum([_gradients(replica) for replica in self._trained])
+            *sums, replicas, changed = gradient_sum(
+                [
+                    [*_gradients(replica), self._buffers.changed(index, is_last)]
+                    for index, replica in enumerate(self._trained)
+                ]
+            )
+            if is_last:
+                self._buffers.exchange(changed.tolist(), gradient_sum.gather)
             if self._is_scaled:  # in place, and the sums may lie in memory that others read
                 sums = [total.clone() for total in sums]
         for parameter, total, having in zip(self._trained[0], sums, (replicas + self._is_in_graph).tolist()):
@@ -138,6 +162,10 @@ class WeightUpdate(NoUpdate):
     def _scale_and_step(self, part: int) -> None:
         self._scale(part)
         self.optimizer.step(part)
+
+
+def _of_one_process(row: torch.Tensor) -> torch.Tensor:
+    return row.unsqueeze(0)
 
 
 def _gradients(parameters: List[torch.nn.Parameter]) -> List[Optional[torch.Tensor]]:

@@ -17,13 +17,12 @@ from poptorch._log import logger
 from poptorch._optimizers.attribute_checks import AttributeChecks
 from poptorch._optimizers.hyperparameters import extract, warn_of_what_is_ignored
 from poptorch._options.base import is_integer
-from poptorch._parallel.placement import Placement
-from poptorch._parallel.schedule import Schedule, side_by_side
 from poptorch.enums import CommGroupType, ConnectionType
 from poptorch.options import Options
 
 from . import compile_hooks, optimizer_exchange
 from .arguments import Arguments
+from .emulated import Emulated
 from .measurements import Measurements
 from .progress_bar import ProgressBar
 from .saving import Saving
@@ -32,7 +31,7 @@ from .user_model import device_of, host_tensors, unwrap, wrap
 _versions = itertools.count(1)  # of the host's weights, over all executors
 
 
-class PoplarExecutor(Measurements, Saving):
+class PoplarExecutor(Measurements, Saving, Emulated):
     """A user's module compiled for the device. Made by `trainingModel` and `inferenceModel`.
 
     The first call compiles: structure, shapes and dtypes of the arguments are fixed from then on. Names that the
@@ -143,15 +142,20 @@ class PoplarExecutor(Measurements, Saving):
             raise Error("Cannot attach to the device: the model is already attached")
         self._is_attached = True
         self._uploaded = self._fetch_training()
-        program.memory.upload()
+        program.upload()
+        self._use_replica_state()
 
     def detachFromDevice(self) -> None:
-        """Fetch weights and optimizer state and give the device back. Error unless compiled and attached."""
+        """Fetch weights and optimizer state and give the device back. Error unless compiled and attached.
+
+        Wires to processes that were lost are given up: attached again, the program meets the others anew.
+        """
         program = self._compiled()
         if not self._is_attached:
             raise Error("Cannot detach from the device: the model is not attached")
         self.copyWeightsToHostIfNeeded()
         optimizer_exchange.fetch(self._optimizer, program)
+        program.let_go()
         self._is_attached = False
 
     def isAttachedToDevice(self) -> bool:
@@ -184,7 +188,7 @@ class PoplarExecutor(Measurements, Saving):
         self._device_is_newer = False
         self._weights_version = next(_versions)
         if self._is_attached:
-            program.memory.upload()
+            program.upload()
 
     def copyNamedBuffersToDevice(self) -> None:
         """Upload the buffers named by `options.updatableNamedBuffers`, and nothing else.
@@ -248,16 +252,6 @@ class PoplarExecutor(Measurements, Saving):
         if self._program is not None:
             self._program.rng_state = self._first_rng_state
 
-    def emulatedPlacement(self) -> Placement:
-        """What lies on which IPU: the emulation's own, no part of PopTorch. Error unless compiled."""
-        return self._compiled().placement
-
-    def emulatedSchedules(self) -> Dict[str, Schedule]:
-        """One weight update, or one call of inference, by each execution strategy: as `emulatedPlacement`."""
-        placement, training = self._compiled().placement, self._training
-        batches = self._options.Training.gradient_accumulation if training else self._options.device_iterations
-        return side_by_side([stage.cost for stage in placement.stages], batches, training)
-
     @property
     def model(self) -> torch.nn.Module:
         """The user's module."""
@@ -298,6 +292,8 @@ class PoplarExecutor(Measurements, Saving):
         if self._first_rng_state is not None:
             self._program.rng_state = self._first_rng_state
         self._is_attached = self._options.connection_type == ConnectionType.Always
+        if self._is_attached:
+            self._use_replica_state()
 
     def _build(self, arguments: Arguments, traced: Optional[Trace] = None) -> Program:
         model, options, user_model = self._model, self._options, self._user_model
@@ -318,7 +314,7 @@ class PoplarExecutor(Measurements, Saving):
         """Upload the weights if an executor has trained them further since the last upload."""
         versions = self._fetch_training()
         if versions != self._uploaded and self._program is not None:
-            self._program.memory.upload()
+            self._program.upload()
         self._uploaded = versions
 
 

@@ -83,6 +83,19 @@ class DeviceOptimizer:
             if held[name].get(stored.key) is not None
         }
 
+    def snapshot(self) -> List[Dict[Any, Dict[str, Any]]]:
+        """The state as it lies here, copied: for `restore`."""
+        return [
+            {parameter: {key: _copied(value) for key, value in held.items()} for parameter, held in part.state.items()}
+            for part in self._parts
+        ]
+
+    def restore(self, snapshot: List[Dict[Any, Dict[str, Any]]]) -> None:
+        """Put a `snapshot()` back, which belongs to this optimizer from then on."""
+        for part, states in zip(self._parts, snapshot):
+            part.state.clear()
+            part.state.update(states)
+
     def load_state(self, state: Dict[str, torch.Tensor], saved_with: Hyperparameters) -> None:
         """Take over a `state()` and forget the present one. Error when it names what is not here.
 
@@ -161,6 +174,11 @@ class _Stored(NamedTuple):
         """As the emulation computes with it: a copy."""
         value = stored.detach().to(torch.float32, copy=True)
         return value.div_(self.scaling) if self.is_half else value
+
+
+def _copied(value: Any) -> Any:
+    # As `clone` keeps strides, kernels find it as they left it.
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _complete_state(optimizer: torch.optim.Optimizer) -> None:

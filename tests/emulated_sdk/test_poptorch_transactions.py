@@ -1,0 +1,194 @@
+"""A call of training that fails leaves no trace, and every process holds the state of all replicas."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Dict, Iterator, List
+
+import _emulated_pod
+import _emulated_shared_memory
+import poptorch
+import pytest
+import torch
+from poptorch_models import Classifier, batch, options, seeded
+from ranks import run_ranks
+
+REPLICAS, ITERATIONS, CALLS, FAILING_CALL = 4, 2, 4, 2
+BAD = 1e6
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """As the ranks have: kernels that are split over threads round differently."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Fragile(Classifier):
+    """Refuses a sample after its statistics have taken it in."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.25)
+        self.register_buffer("table", torch.ones(3))  # never changed
+
+    def forward(self, images: torch.Tensor, labels: Any = None) -> Any:
+        found = super().forward(images, labels)
+        if images.max() == BAD:
+            raise ValueError("this sample is bad")
+        return found
+
+
+def wrapped(rank: int = 0, size: int = 1, iterations: int = ITERATIONS) -> Any:
+    model = seeded(Fragile)
+    opts = options(REPLICAS // size, iterations=iterations).randomSeed(3)
+    opts.Distributed.configureProcessId(rank, size)
+    return poptorch.trainingModel(model, opts, poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+def share(call: int, rank: int = 0, size: int = 1) -> List[torch.Tensor]:
+    """What a process feeds: [iteration, replica, 2]."""
+    images, labels = batch(ITERATIONS * REPLICAS * 2, seed=call)
+    local = REPLICAS // size
+    mine = slice(rank * local, (rank + 1) * local)
+    each = [
+        tensor.view(ITERATIONS, REPLICAS, 2, *tensor.shape[1:])[:, mine].flatten(0, 2) for tensor in (images, labels)
+    ]
+    return [tensor.contiguous() for tensor in each]
+
+
+def spoiled(samples: List[torch.Tensor]) -> List[torch.Tensor]:
+    """The last sample of the last iteration is bad."""
+    images = samples[0].clone()
+    images[-1] = BAD
+    return [images, samples[1]]
+
+
+def state_of(training: Any) -> Dict[str, torch.Tensor]:
+    """All that a run depends on, by name."""
+    replicas = training.emulatedReplicaState()
+    optimizer = training._optimizer.state_dict()["ipu_state"]
+    found = {
+        f"weight {name}": value.clone() for name, value in training.model.state_dict().items() if "norm.r" not in name
+    }
+    found.update({f"optimizer {name}": value for name, value in optimizer.items()})
+    found.update({f"buffer {name}": value for name, value in replicas["buffers"].items()})
+    found["random"] = torch.tensor(replicas["rng_state"])
+    return found
+
+
+def assert_same(ours: Dict[str, torch.Tensor], theirs: Dict[str, torch.Tensor]) -> None:
+    assert set(ours) == set(theirs)
+    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert not different
+
+
+# ---- what the ranks run
+
+
+def _with_a_failure(rank: int, size: int, generation: str) -> Dict[str, Any]:
+    os.environ[_emulated_pod.GENERATION] = generation
+    training = wrapped(rank, size)
+    for call in range(CALLS):
+        samples = share(call, rank, size)
+        if call == FAILING_CALL:
+            before = state_of(training)
+            try:
+                training(*(spoiled(samples) if rank == size - 1 else samples))
+                error = ""
+            except (RuntimeError, ValueError) as caught:
+                error = str(caught)
+            after = state_of(training)
+            replicas = training.emulatedReplicaState()
+            training.detachFromDevice()
+            os.environ[_emulated_pod.GENERATION] = generation + "-again"
+            training.loadEmulatedReplicaState(replicas)
+        training(*samples)
+    used_board = training._program._update._sum.uses_board()
+    return {"before": before, "after": after, "error": error, "end": state_of(training), "board": used_board}
+
+
+def on_the_board(rank: int, size: int) -> Dict[str, Any]:
+    return _with_a_failure(rank, size, "board")
+
+
+def on_the_wires(rank: int, size: int) -> Dict[str, Any]:
+    wanted = _emulated_shared_memory.is_wanted
+    _emulated_shared_memory.is_wanted = lambda offers: False
+    try:
+        return _with_a_failure(rank, size, "wires")
+    finally:
+        _emulated_shared_memory.is_wanted = wanted
+
+
+@pytest.fixture(scope="module")
+def found() -> Dict[str, List[Any]]:
+    return run_ranks(__file__, ["on_the_board", "on_the_wires"], 2)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Dict[str, torch.Tensor]:
+    """The same training in one process."""
+    training = wrapped()
+    for call in range(CALLS):
+        training(*share(call))
+    return state_of(training)
+
+
+# ---- tests
+
+
+@pytest.mark.parametrize("way", ["on_the_board", "on_the_wires"])
+def test_a_lost_peer_leaves_the_survivor_as_it_was(found: Dict[str, List[Any]], way: str) -> None:
+    survivor, failed = found[way]
+    assert survivor["board"] == failed["board"] == (way == "on_the_board")
+    assert "this sample is bad" in failed["error"]
+    assert "lost the connection" in survivor["error"]
+    for each in (survivor, failed):
+        assert_same(each["before"], each["after"])
+
+
+@pytest.mark.parametrize("way", ["on_the_board", "on_the_wires"])
+def test_attached_again_the_processes_meet_anew_and_go_on(
+    found: Dict[str, List[Any]], undisturbed: Dict[str, torch.Tensor], way: str
+) -> None:
+    for each in found[way]:  # so each process holds the statistics of all four replicas
+        assert_same(each["end"], undisturbed)
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_a_failed_call_changes_nothing(iterations: int) -> None:
+    training = wrapped(iterations=iterations)
+    half = [tensor[: len(tensor) * iterations // ITERATIONS] for tensor in share(0)]
+    training(*half)
+    before = state_of(training)
+    with pytest.raises(ValueError, match="this sample is bad"):
+        training(*spoiled(half))
+    assert_same(state_of(training), before)
+
+
+def test_the_state_of_the_replicas_makes_another_program_go_on_alike(undisturbed: Dict[str, torch.Tensor]) -> None:
+    first, second = wrapped(), wrapped()
+    for call in range(2):
+        first(*share(call))
+    first.copyWeightsToHost()
+    second.model.load_state_dict(first.model.state_dict())
+    second._optimizer.load_state_dict(first._optimizer.state_dict())
+    second.loadEmulatedReplicaState(first.emulatedReplicaState())  # before it is compiled
+    for call in range(2, CALLS):
+        second(*share(call))
+    assert_same(state_of(second), undisturbed)
+    assert len(torch.unique(undisturbed["buffer norm.running_mean"], dim=0)) == REPLICAS
+
+
+def test_a_state_that_does_not_fit_is_refused() -> None:
+    training = wrapped()
+    training(*share(0))
+    state = training.emulatedReplicaState()
+    fewer = {"buffers": {name: value[:2] for name, value in state["buffers"].items()}, "rng_state": [0, 0]}
+    with pytest.raises(poptorch.Error, match=r"'table' is \(2, 3\), and here \(4, 3\)"):
+        training.loadEmulatedReplicaState(fewer)
+    del state["buffers"]["table"]
+    with pytest.raises(poptorch.Error, match=r"'table' is no such buffer, and here \(4, 3\)"):
+        training.loadEmulatedReplicaState(state)
