@@ -68,11 +68,16 @@ def horovod_interface(rendezvous: str) -> Dict[str, str]:
 
     Without it Horovod listens on whatever address this host's name resolves to. IPv4 only.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((rendezvous, 9))  # connecting a datagram socket sends nothing
-        own = probe.getsockname()[0]
+    own = own_address(rendezvous)
     names = [name for name, address in interface_addresses().items() if address == own]
     return {"HOROVOD_GLOO_IFACE": names[0]} if names else {}
+
+
+def own_address(rendezvous: str) -> str:
+    """The address by which this host reaches the address `rendezvous`. IPv4 only."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((rendezvous, 9))  # connecting a datagram socket sends nothing
+        return str(probe.getsockname()[0])
 
 
 def interface_addresses() -> Dict[str, str]:

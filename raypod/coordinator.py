@@ -28,6 +28,7 @@ from raypod.events import (
 from raypod.fleet import Fleet
 from raypod.metrics import MetricsFold
 from raypod.plan import Leg, Plan
+from raypod.seeding import new_seeding
 
 Events = Generator[Event, None, None]
 
@@ -55,8 +56,9 @@ def run(plan: Plan, fleet: Fleet, metrics: MetricsFold, resumed: Optional[Checkp
 
 
 def _seed_weights(fleet: Fleet, resumed: Optional[Checkpoint]) -> None:
-    """All instances start from the weights of instance 0, or of a checkpoint; proved by the hash of each."""
-    hashes = fleet.call("seed_weights", str(resumed.path) if resumed else None)
+    """All instances start from the state of instance 0, fresh or out of a checkpoint; proved by the hash of each."""
+    seeding = new_seeding(fleet.call("open_seeding"))
+    hashes = fleet.call("seed_weights", seeding, str(resumed.path) if resumed else None)
     if len(set(hashes)) > 1:
         raise WeightsDiffer(dict(enumerate(hashes)))
     if resumed is not None and hashes[0] != resumed.position.weights_sha256:

@@ -9,6 +9,7 @@
         |-- InstanceFailed      one instance died or raised: host, instance, cause, log file
         |   `-- ProgramFailed   a launched program ended with another exit code than 0, which is the launch's too
         |-- HostLost            a host, or what raypod runs there, is gone
+        |-- PeerLost            an instance cannot reach another one, or it is gone
         |-- WaitTimedOut        something did not happen within its stated bound
         `-- WeightsDiffer       instances disagree on the weights they start from
 
@@ -81,6 +82,23 @@ class HostLost(RunError):
     def __str__(self) -> str:
         told = ", ".join(map(str, self.instances))
         return f"host {self.host} is lost, with instance {told}: {self.cause}; the logs: {self.logs}"
+
+
+@dataclasses.dataclass(eq=False)
+class PeerLost(RunError):
+    """Scene: the weights travel from host to host, and one of the hosts is cut off."""
+
+    instance: int
+    host: str
+    peer: int
+    peer_host: str
+    cause: str
+
+    def __str__(self) -> str:
+        return (
+            f"instance {self.instance} on host {self.host} lost instance {self.peer} on host {self.peer_host} "
+            f"while the weights were seeded: {self.cause}"
+        )
 
 
 @dataclasses.dataclass(eq=False)

@@ -6,6 +6,7 @@ are settled before this module is imported. Whoever runs it (fleet/) calls its m
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -19,13 +20,14 @@ import poptorch
 import torch
 from torch.nn import functional
 
-from raypod import datasets, models, weights
-from raypod.collectives import Rendezvous, horovod_interface, uses_installed_horovod
+from raypod import datasets, flat_state, models, weights
+from raypod.collectives import Rendezvous, horovod_interface, own_address, uses_installed_horovod
 from raypod.events import CallReport, EvaluationReport, InstanceStarted
 from raypod.feed import Feed
 from raypod.optimizers import build_optimizer, learning_rate
 from raypod.plan import Leg, Plan
 from raypod.sdk import Sdk
+from raypod.seeding import Place, Seeding, SeedingEnd
 from raypod.stop_gate import StopGate
 
 _REDUCTIONS = {"sum": poptorch.ReductionType.Sum, "mean": poptorch.ReductionType.Mean}
@@ -40,6 +42,7 @@ class Instance:
         self._feed: Optional[Feed] = None
         self._models: List[Any] = []  # that hold a device
         self._rendezvous: Optional[Rendezvous] = None
+        self._address = "127.0.0.1"  # by which other instances reach this one; the fleet's network once it has joined
         self._seconds: List[Tuple[str, float]] = []
 
     def build(self) -> InstanceStarted:
@@ -87,22 +90,31 @@ class Instance:
     def join(self, environment: Dict[str, str]) -> None:
         """Meet the other instances."""
         os.environ.update(environment)
+        if "EMULATED_POD_RENDEZVOUS" in environment:
+            self._address = own_address(environment["EMULATED_POD_RENDEZVOUS"].rpartition(":")[0])
         if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environment:
             os.environ.update(horovod_interface(environment["HOROVOD_GLOO_RENDEZVOUS_ADDR"]))
         popdist.init()
         hvd.init()
 
-    def seed_weights(self, checkpoint: Optional[str]) -> str:
-        """Start from the weights of instance 0, fresh or out of `checkpoint`; the hash of what is here now."""
-        state: Dict[str, Any] = {"weights": self._network.state_dict(), "optimizer": None}
-        if checkpoint is not None and hvd.rank() == 0:
-            state = weights.load(Path(checkpoint))
-        if checkpoint is not None:
-            state = hvd.broadcast_object(state, root_rank=0)
-            self._network.load_state_dict(state["weights"])
-            self._optimizer.load_state_dict(state["optimizer"])
-        else:
-            hvd.broadcast_parameters(self._network.state_dict(), root_rank=0)
+    def open_seeding(self) -> Place:
+        """Be ready to take part in a seeding; where this instance listens for it."""
+        timeout_s = self._plan.config.run.start_timeout_s
+        self._seeding_end = SeedingEnd(self._spec.index, self._spec.host, self._address, timeout_s)
+        return self._seeding_end.place
+
+    def seed_weights(self, seeding: Seeding, checkpoint: Optional[str]) -> str:
+        """Start from the weights and optimizer state of the root; the hash of the weights that are here now.
+
+        The root starts from `checkpoint` if there is one. Who neither is the root nor a receiver keeps what it has.
+        """
+        with contextlib.closing(self._seeding_end) as end:
+            if self._spec.index == seeding.root:
+                if checkpoint is not None:
+                    self._load_state(weights.load(Path(checkpoint)))
+                end.give(seeding, flat_state.pack(self._state()))
+            elif self._spec.index in seeding.receivers:
+                self._load_state(flat_state.unpack(end.take(seeding)))
         return weights.weights_sha256(self._network.state_dict())
 
     def run(self, leg: Leg) -> Iterator[CallReport]:
@@ -151,8 +163,7 @@ class Instance:
         """Read the weights back (all instances must), write them in instance 0; their hash."""
         self._read_back()
         if self._spec.index == 0:
-            state = self._network.state_dict()
-            weights.save(Path(path), {"weights": state, "optimizer": self._optimizer.state_dict()})
+            weights.save(Path(path), self._state())
         return weights.weights_sha256(self._network.state_dict())
 
     def close(self) -> None:
@@ -166,6 +177,13 @@ class Instance:
         popdist.finalizeBackend()
         if self._rendezvous is not None:
             self._rendezvous.close()
+
+    def _state(self) -> Dict[str, Any]:
+        return {"weights": self._network.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def _load_state(self, state: Dict[str, Any]) -> None:
+        self._network.load_state_dict(state["weights"])
+        self._optimizer.load_state_dict(state["optimizer"])
 
     def _training_options(self) -> Any:
         training = self._plan.config.training

@@ -17,8 +17,12 @@ LEVELS: Dict[str, int] = {
     **dict.fromkeys(("config", "cluster", "stop_gate", "shell", "launcher/console", "launcher/pump"), 1),
     **dict.fromkeys(("placement", "launcher/parser", "launcher/mpi_arguments", "launcher/output"), 2),
     **dict.fromkeys(("plan", "vipu", "launcher/topology", "launcher/run"), 3),
-    **dict.fromkeys(("environment", "sampling", "plan_table", "horovod_rendezvous", "launcher/partition"), 4),
-    **dict.fromkeys(("datasets", "checkpoint", "metrics", "weights", "collectives", "sdk", "launcher/programs"), 5),
+    **dict.fromkeys(
+        ("environment", "sampling", "plan_table", "horovod_rendezvous", "seeding", "launcher/partition"), 4
+    ),
+    **dict.fromkeys(
+        ("datasets", "checkpoint", "metrics", "weights", "flat_state", "collectives", "sdk", "launcher/programs"), 5
+    ),
     **dict.fromkeys(("feed", "models", "optimizers", "run_folder", "launcher/host_process"), 6),
     **dict.fromkeys(("instance",), 7),
     **dict.fromkeys(("fleet/__init__",), 8),

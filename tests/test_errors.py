@@ -15,6 +15,7 @@ EXAMPLES = {
     errors.InstanceFailed: errors.InstanceFailed(3, "h1", "it died", "logs/instance-3.log"),
     errors.ProgramFailed: errors.ProgramFailed(3, "h1", "exit code 4", "logs/instance-3.log", 4),
     errors.HostLost: errors.HostLost("h1", (2, 3), "no answer", "logs"),
+    errors.PeerLost: errors.PeerLost(1, "h2", 0, "h1", "it closed the connection"),
     errors.WaitTimedOut: errors.WaitTimedOut("the actors", 5.0, "run.start_timeout_s"),
     errors.WeightsDiffer: errors.WeightsDiffer({0: "aa", 1: "bb"}),
 }
