@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from raypod.datasets import ArrayDataset, Splits
+from raypod.datasets.arrays import ArrayDataset, Splits
 from raypod.errors import ConfigError
 from raypod.placement import InstanceSpec
 from raypod.plan import Leg, Plan
 from raypod.sampling import call_positions, epoch_order, sample_seed
+from raypod.transforms import gather, normalise
 
 Batch = Tuple[torch.Tensor, torch.Tensor]
 _AHEAD = 3  # calls prepared in the background
@@ -108,7 +109,7 @@ class Feed:
         self, data: ArrayDataset, calls: Iterable[np.ndarray], augmentation: Optional[Tuple[int, int]]
     ) -> Iterator[Batch]:
         for samples in calls:
-            images, labels = data.gather(samples, augmentation)
+            images, labels = gather(data, samples, self._splits.augmentation, augmentation)
             yield self._typed((torch.from_numpy(images), torch.from_numpy(labels)))
 
     def _typed(self, batch: Any) -> Batch:
@@ -120,7 +121,7 @@ class Feed:
                 raise ConfigError(f"--eight-bit-io needs uint8 images, and {config.data.dataset} gives {images.dtype}")
             return images, labels
         if images.dtype == torch.uint8:
-            images = images.to(torch.float32) * (1 / (255 * self._splits.std)) - self._splits.mean / self._splits.std
+            images = normalise(images, self._splits.mean, self._splits.std)
         half = config.training.precision.startswith("16")
         return images.to(torch.float16 if half else torch.float32), labels
 

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from raypod import datasets, flat_state, models, weights
 from raypod.collectives import Rendezvous, horovod_interface, own_address, uses_installed_horovod
+from raypod.device_input import OnDeviceNormalisation
 from raypod.events import CallReport, EvaluationReport, InstanceStarted
 from raypod.feed import Feed
 from raypod.optimizers import build_optimizer, learning_rate
@@ -61,7 +62,7 @@ class Instance:
         if stored == "16":
             self._network.half()
         dtype = torch.float16 if activations == "16" else torch.float32
-        normalisation = models.OnDeviceNormalisation(dtype, splits.mean, splits.std)
+        normalisation = OnDeviceNormalisation(dtype, splits.mean, splits.std)
         step = models.TrainingStep(self._network, normalisation).train()
         self._optimizer = build_optimizer(config, self._network)
         self._training = poptorch.trainingModel(step, options=self._training_options(), optimizer=self._optimizer)

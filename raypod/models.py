@@ -15,8 +15,9 @@ from torch.nn import functional
 
 from raypod import torchvision_import
 from raypod.config import SMALL_RESNETS, TORCHVISION_RESNETS, Config
-from raypod.datasets import import_attribute
+from raypod.device_input import OnDeviceNormalisation
 from raypod.errors import ConfigError
+from raypod.user_code import import_attribute
 
 
 def build_model(config: Config, channels: int, side: int, classes: int) -> nn.Module:
@@ -102,20 +103,6 @@ def _torchvision_resnet(name: str, channels: int, side: int, classes: int) -> nn
     elif channels != 3:
         model.conv1 = nn.Conv2d(channels, 64, 7, 2, 3, bias=False)
     return model
-
-
-class OnDeviceNormalisation(nn.Module):
-    """Casts what arrives to the compute type; uint8 images (8-bit IO, contract section 5) are scaled and normalised."""
-
-    def __init__(self, dtype: torch.dtype, mean: float, std: float) -> None:
-        super().__init__()
-        self.dtype, self.mean, self.std = dtype, mean, std
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """uint8 or floating [n, c, h, w] to floating [n, c, h, w]."""
-        if images.dtype != torch.uint8:
-            return images
-        return images.to(self.dtype) * (1 / (255 * self.std)) - self.mean / self.std
 
 
 class TrainingStep(nn.Module):

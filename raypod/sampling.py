@@ -2,7 +2,7 @@
 
 The order of an epoch is a function of (seed, epoch, position). Position p of an epoch belongs to update
 p // global_batch_size, and inside it to [accumulation step, global replica, place in the micro-batch]. Random numbers
-of augmentation are a function of (seed, epoch, sample). All of it comes from one 64-bit mixer written here, so that it
+of augmentation are a function of (seed, epoch, sample). All of it comes from one 64-bit mixer (`mixer.py`), so that it
 does not change with a version of numpy.
 """
 
@@ -10,21 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from raypod.mixer import mix
 from raypod.plan import Geometry
 
 _ORDER, _AUGMENTATION = 1, 2  # streams: never the same numbers for two purposes
-
-
-def mix(*words: object) -> np.ndarray:
-    """Hash integers (scalars or arrays, broadcast together) to uniform uint64 (SplitMix64: Steele et al. 2014)."""
-    value = np.zeros((), dtype=np.uint64)
-    with np.errstate(over="ignore"):  # the arithmetic is modulo 2**64
-        for word in words:
-            value = value + np.asarray(word).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-            value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            value = value ^ (value >> np.uint64(31))
-    return value
 
 
 def epoch_order(seed: int, epoch: int, num_samples: int) -> np.ndarray:

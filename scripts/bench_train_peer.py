@@ -68,7 +68,7 @@ def ddp(config: Config, updates: int, warm_up: int) -> float:
     network, optimizer = network_and_optimizer(config)
     model = DistributedDataParallel(network)
     splits = datasets.load(config)
-    images = (torch.from_numpy(splits.train.images).float() / 255 - splits.mean) / splits.std
+    images = (torch.from_numpy(splits.train.images).float() / 255 - splits.mean[0]) / splits.std[0]
     data = TensorDataset(images, torch.from_numpy(splits.train.labels))
     loader = DataLoader(data, config.training.batch_size, sampler=DistributedSampler(data), drop_last=True)
     accumulation = config.training.gradient_accumulation

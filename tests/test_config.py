@@ -139,7 +139,7 @@ def test_every_key_is_known_here() -> None:
     keys = [key for _, key, _ in config.fields()]
     assert len(keys) == len(set(keys)), "flags are flat: keys must be unique over all sections"
     assert " ".join(keys) == (
-        "dataset data_dir samples image classes augment num_workers async_dataloader eight_bit_io "
+        "dataset data_dir samples image classes augment crop_padding flip num_workers async_dataloader eight_bit_io "
         "model precision batch_size gradient_accumulation device_iterations epochs updates optimizer learning_rate "
         "lr_schedule warmup_updates momentum weight_decay loss_scaling reduction seed "
         "replicas num_instances ipus_per_replica num_ipus threads_per_replica cluster executable_cache_path "

@@ -9,6 +9,8 @@ from sklearn.datasets import load_digits
 
 from raypod import datasets
 from raypod.config import from_values
+from raypod.datasets import digits
+from raypod.datasets.arrays import fingerprint_of
 from raypod.errors import ConfigError
 
 
@@ -17,13 +19,13 @@ def test_digits_are_the_images_of_scikit_learn() -> None:
     is_test = np.arange(1797) % 5 == 0
     assert np.array_equal(splits.test.images[:, 0], np.rint(ours.images[is_test] * 255 / 16))
     assert np.array_equal(splits.train.labels, ours.target[~is_test])
-    assert (len(splits.train), len(splits.test)) == (datasets.DIGITS_TRAIN, datasets.DIGITS_TEST)
+    assert (len(splits.train), len(splits.test)) == (digits.TRAIN_SAMPLES, digits.TEST_SAMPLES)
 
 
 def test_normalisation_constants_are_those_of_the_training_images() -> None:
     splits = datasets.load(from_values({}))
     scaled = splits.train.images / 255
-    assert (scaled.mean(), scaled.std()) == pytest.approx((splits.mean, splits.std), abs=1e-3)
+    assert (scaled.mean(), scaled.std()) == pytest.approx((*splits.mean, *splits.std), abs=1e-3)
 
 
 def test_the_planned_size_is_the_loaded_one() -> None:
@@ -42,20 +44,31 @@ def test_synthetic_images_are_a_function_of_the_seed() -> None:
     assert not np.array_equal(images(1), images(2))
 
 
-def test_a_shift_moves_every_image_by_its_own_offset() -> None:
-    images = np.arange(2 * 3 * 4 * 4, dtype=np.uint8).reshape(2, 3, 4, 4)
-    shifted = datasets._shift(images, np.array([[1, 1], [2, 0]]), largest=1)
-    assert np.array_equal(shifted[0], images[0])  # offset 1 of 0..2 is the middle
-    expected = np.zeros((3, 4, 4), dtype=np.uint8)
-    expected[:, :3, 1:] = images[1, :, 1:, :3]  # one row up, one column right
-    assert np.array_equal(shifted[1], expected)
+def test_the_fingerprint_tells_data_apart() -> None:
+    def of(**data: object) -> str:
+        return datasets.fingerprint(from_values({"data": {"dataset": "synthetic", "samples": 50, **data}}))
+
+    found = [of(), of(samples=51), of(classes=9), of(image="3x32x16"), datasets.fingerprint(from_values({}))]
+    assert of() == found[0]
+    assert len(set(found)) == len(found)
 
 
-def test_a_batch_is_augmented_as_its_samples_are_one_by_one() -> None:
+def test_one_changed_label_or_pixel_is_other_data() -> None:
     train = datasets.load(from_values({})).train
-    together = train.gather(np.arange(20), (1, 2))[0]
-    assert all(np.array_equal(together[i], train.gather(np.array([i]), (1, 2))[0][0]) for i in range(20))
-    assert not np.array_equal(together, train.gather(np.arange(20), (1, 3))[0])
+    labels, images = train.labels.copy(), train.images.copy()
+    labels[-1] += 1
+    images[0, 0, 0, 0] += 1
+    changed = [datasets.ArrayDataset(train.images, labels), datasets.ArrayDataset(images, train.labels)]
+    assert len({fingerprint_of(each) for each in (train, *changed)}) == 3
+
+
+def test_what_the_config_says_of_augmentation_goes_before_what_is_usual() -> None:
+    def of(**data: object) -> datasets.Augmentation:
+        return datasets.load(from_values({"data": data})).augmentation
+
+    assert of() == datasets.Augmentation(padding=1, flip=False)
+    assert of(crop_padding=2, flip=True) == datasets.Augmentation(padding=2, flip=True)
+    assert of(augment=False, flip=True) == datasets.Augmentation()
 
 
 @pytest.mark.parametrize(

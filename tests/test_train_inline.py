@@ -23,6 +23,7 @@ from raypod.metrics import MetricsFold
 from raypod.optimizers import learning_rate
 from raypod.plan import Plan
 from raypod.sampling import epoch_order
+from raypod.transforms import gather
 
 INLINE = {"run": {"fleet": "inline", "device": "emulated"}}
 
@@ -54,8 +55,8 @@ def hand_written_loop(plan: Plan) -> Dict[str, torch.Tensor]:
         first = update * geometry.global_batch_size
         samples = order[first : first + geometry.global_batch_size]
         for number, micro_batch in enumerate(np.split(samples, len(samples) // geometry.micro_batch_size)):
-            images, labels = splits.train.gather(micro_batch, (config.training.seed, 0))
-            inputs = torch.from_numpy(images).float() / (255 * splits.std) - splits.mean / splits.std
+            images, labels = gather(splits.train, micro_batch, splits.augmentation, (config.training.seed, 0))
+            inputs = torch.from_numpy(images).float() / (255 * splits.std[0]) - splits.mean[0] / splits.std[0]
             if number % geometry.total_replicas == 0:  # global replica 0: its statistics are the ones that count
                 network.load_state_dict(statistics, strict=False)
             loss = functional.cross_entropy(network(inputs), torch.from_numpy(labels))

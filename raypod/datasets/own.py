@@ -1,0 +1,36 @@
+"""Data sets of one's own: `module:function`, called with the data folder, gives any torch map-style data sets."""
+
+from __future__ import annotations
+
+from raypod.config import Config
+from raypod.datasets.arrays import Splits, fingerprint_of_words
+from raypod.errors import ConfigError
+from raypod.plan import DatasetSize
+from raypod.user_code import import_attribute
+
+
+def size(config: Config) -> DatasetSize:
+    """The lengths of what the function gives."""
+    splits = load(config)
+    return DatasetSize(len(splits.train), len(splits.test))
+
+
+def load(config: Config) -> Splits:
+    """(train, test) or (train, test, classes).
+
+    Which data it is, only its owner knows: a `fingerprint` attribute of the training split, or else its name and sizes.
+
+    Raises:
+        ConfigError: the function cannot be found, or what it returns cannot be used.
+    """
+    name = config.data.dataset
+    found = import_attribute(name, "data.dataset")(config.data.data_dir)
+    if not isinstance(found, tuple) or len(found) not in (2, 3):
+        raise ConfigError(f"{name} must return (train, test) or (train, test, number of classes)")
+    train, test = found[:2]
+    for split, data in (("train", train), ("test", test)):
+        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+            raise ConfigError(f"{name}: its {split} split is no map-style data set (no length or index)")
+    classes = found[2] if len(found) == 3 else config.data.classes
+    own = getattr(train, "fingerprint", "")
+    return Splits(train, test, classes, fingerprint_of_words(name, len(train), len(test), classes, own))
