@@ -15,12 +15,26 @@ import pydantic
 import yaml
 from pydantic import Field
 from pydantic.fields import FieldInfo
-from typing_extensions import Literal
+from typing_extensions import Annotated, Literal
 
 from raypod.errors import ConfigError
 
 SMALL_RESNETS = ("resnet8", "resnet14", "resnet20")
-TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101")
+TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+VISION_TRANSFORMERS = ("vit_tiny", "vit_small", "vit_b_16")
+
+
+def _split_words(value: Any) -> Any:
+    """A list on the command line is words with commas between them; in YAML it may be one."""
+    return [word for word in value.replace(" ", "").split(",") if word] if isinstance(value, str) else value
+
+
+def _split_numbers(value: Any) -> Any:
+    return [value] if isinstance(value, int) else _split_words(value)
+
+
+Names = Annotated[Optional[Tuple[str, ...]], pydantic.BeforeValidator(_split_words)]
+Epochs = Annotated[Optional[Tuple[Annotated[int, Field(ge=1)], ...]], pydantic.BeforeValidator(_split_numbers)]
 
 
 class Section(pydantic.BaseModel):
@@ -48,27 +62,43 @@ class DataSection(Section):
 class TrainingSection(Section):
     """The arithmetic of the run: the model, the sizes, the optimizer."""
 
-    model: str = Field("resnet8", description="resnet8/14/20, resnet18/34/50/101, tiny, or module:function")
+    model: str = Field(
+        "resnet8", description="resnet8/14/20, resnet18/34/50/101/152, vit_tiny/small/b_16, tiny, or module:function"
+    )
+    stem: Literal["auto", "cifar", "imagenet"] = Field("auto", description="of ResNets; auto: cifar under 64 pixels")
+    norm: Literal["batch", "group", "frozen"] = Field("batch", description="what stands for every BatchNorm2d")
+    pipeline_splits: Names = Field(None, description="modules with which the next IPU begins, as in layer2.0,layer3.8")
+    pipeline_balance: Optional[Literal["parameters", "time"]] = Field(
+        None, description="split a model over the IPUs of a replica by itself; without splits: parameters"
+    )
+    execution: Literal["pipelined", "sharded"] = Field("pipelined", description="of the IPUs of a replica")
     precision: Literal["16.16", "16.32", "32.32"] = Field("32.32", description="activations.weights, in bits")
     batch_size: int = Field(8, ge=1, description="micro-batch: samples that forward sees")
     gradient_accumulation: int = Field(1, ge=1, description="micro-batches per replica and update")
     device_iterations: int = Field(1, ge=1, description="updates per call")
     epochs: int = Field(15, ge=1, description="passes over the training split")
     updates: Optional[int] = Field(None, ge=1, description="stop after this many updates")
-    optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="poptorch.optim class")
+    optimizer: Literal["sgd", "adam", "adamw", "lamb"] = Field("sgd", description="poptorch.optim class")
     learning_rate: float = Field(0.1, gt=0, description="peak learning rate")
-    lr_schedule: Literal["constant", "cosine"] = Field("cosine", description="over the whole run")
+    lr_schedule: Literal["constant", "cosine", "step"] = Field("cosine", description="over the whole run")
+    lr_steps: Epochs = Field(None, description="step: epochs after which the rate falls, as in 30,60,80")
+    lr_gamma: float = Field(0.1, gt=0, description="step: factor by which it falls")
     warmup_updates: int = Field(20, ge=0, description="linear warm-up of the learning rate")
     momentum: float = Field(0.9, ge=0, lt=1, description="of SGD")
     weight_decay: float = Field(5e-4, ge=0, description="on all parameters of more than one dimension")
     loss_scaling: float = Field(1.0, gt=0, description="multiplies the loss, divided out before the update")
     reduction: Literal["sum", "mean"] = Field("mean", description="of gradients over accumulation and replicas")
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of a label spread over all classes")
+    evaluate_every: Optional[int] = Field(None, ge=1, description="epochs between evaluations (one at the end anyway)")
+    evaluation_iterations: Optional[int] = Field(
+        None, ge=1, description="device iterations of an evaluation call; default: as few as the pipeline needs"
+    )
     seed: int = Field(42, ge=0, lt=2**31, description="of weights, sample order, augmentation and dropout")
 
     @pydantic.field_validator("model")
     @classmethod
     def _is_known(cls, value: str) -> str:
-        known = ("tiny", *SMALL_RESNETS, *TORCHVISION_RESNETS)
+        known = ("tiny", *SMALL_RESNETS, *TORCHVISION_RESNETS, *VISION_TRANSFORMERS)
         if value not in known and ":" not in value:
             raise ValueError(f"known are {', '.join(known)}, or module:function for one of your own")
         return value

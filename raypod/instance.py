@@ -20,7 +20,7 @@ import poptorch
 import torch
 from torch.nn import functional
 
-from raypod import datasets, flat_state, models, weights
+from raypod import datasets, flat_state, models, steps, weights
 from raypod.collectives import Rendezvous, horovod_interface, own_address, uses_installed_horovod
 from raypod.device_input import OnDeviceNormalisation
 from raypod.events import CallReport, EvaluationReport, InstanceStarted
@@ -58,15 +58,16 @@ class Instance:
             torch.manual_seed(config.training.seed)
         channels, side = feed.sample_shape()
         self._network = models.build_model(config, channels, side, splits.classes)
+        steps.begin_blocks(self._network, self._plan.pipeline_splits)
         activations, stored = config.training.precision.split(".")
         if stored == "16":
             self._network.half()
         dtype = torch.float16 if activations == "16" else torch.float32
         normalisation = OnDeviceNormalisation(dtype, splits.mean, splits.std)
-        step = models.TrainingStep(self._network, normalisation).train()
+        step = steps.TrainingStep(self._network, normalisation, config.training.label_smoothing).train()
         self._optimizer = build_optimizer(config, self._network)
         self._training = poptorch.trainingModel(step, options=self._training_options(), optimizer=self._optimizer)
-        evaluation = models.EvaluationStep(self._network, normalisation)
+        evaluation = steps.EvaluationStep(self._network, normalisation)
         self._inference = poptorch.inferenceModel(evaluation, options=self._inference_options())
         self._models = [self._training, self._inference]
         self._clock("build model", began)
@@ -197,16 +198,23 @@ class Instance:
         return options
 
     def _inference_options(self) -> Any:
-        return self._common_options().outputMode(poptorch.OutputMode.All)
+        options = self._common_options()
+        options.deviceIterations(self._plan.geometry.evaluation_iterations)
+        return options.outputMode(poptorch.OutputMode.All)
 
     def _common_options(self) -> Any:
         options = popdist.poptorch.Options(ipus_per_replica=self._plan.geometry.ipus_per_replica)
         options.randomSeed(self._plan.config.training.seed)
         options.showCompilationProgressBar(False)
+        options.setExecutionStrategy(steps.execution_strategy(self._plan.config.training.execution))
+        if self._plan.config.pod.executable_cache_path is not None:
+            options.enableExecutableCaching(self._plan.config.pod.executable_cache_path)
         return options
 
     def _set_learning_rate(self, update: int) -> None:
-        rate = learning_rate(self._plan.config, update, self._plan.total_updates)
+        rate = learning_rate(self._plan.config, update, self._plan.total_updates, self._plan.updates_per_epoch)
+        if rate == self._optimizer.param_groups[0]["lr"]:
+            return
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._training.setOptimizer(self._optimizer)

@@ -1,23 +1,32 @@
-"""Models, and the two programs around them that the replicas run: a training step and an evaluation step.
+"""Models: networks by name, or of one's own.
 
 `resnet8`, `resnet14`, `resnet20` are the residual networks for small images of He et al. 2016, section 4.2 (6n + 2
 layers). `resnet18` and larger come from torchvision; for images under 64 pixels they get the stem that is usual there,
-one 3x3 convolution of stride 1 and no pooling.
+one 3x3 convolution of stride 1 and no pooling. Vision transformers are torchvision's, too: ViT-B/16 as it is, and two
+small ones that cut an image of any size into 8 x 8 patches.
 """
 
 from __future__ import annotations
 
-from typing import Tuple
+from typing import Dict, Tuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from raypod import torchvision_import
-from raypod.config import SMALL_RESNETS, TORCHVISION_RESNETS, Config
-from raypod.device_input import OnDeviceNormalisation
+from raypod.config import SMALL_RESNETS, TORCHVISION_RESNETS, VISION_TRANSFORMERS, Config
 from raypod.errors import ConfigError
+from raypod.norms import replace_batch_norms
 from raypod.user_code import import_attribute
+
+# Layers, heads, width, width of the MLP (Dosovitskiy et al. 2021, table 1; the small ones with fewer layers).
+_TRANSFORMERS: Dict[str, Tuple[int, int, int, int]] = {
+    "vit_tiny": (6, 3, 192, 768),
+    "vit_small": (8, 6, 384, 1536),
+    "vit_b_16": (12, 12, 768, 3072),
+}
+_PATCHES = 8  # of the small ones, along a side
 
 
 def build_model(config: Config, channels: int, side: int, classes: int) -> nn.Module:
@@ -26,13 +35,24 @@ def build_model(config: Config, channels: int, side: int, classes: int) -> nn.Mo
     Raises:
         ConfigError: the module of your own cannot be used.
     """
+    network = _network(config, channels, side, classes)
+    if config.training.norm != "batch":
+        replace_batch_norms(network, config.training.norm)
+    return network
+
+
+def _network(config: Config, channels: int, side: int, classes: int) -> nn.Module:
     name = config.training.model
     if name == "tiny":
         return Tiny(channels, classes)
     if name in SMALL_RESNETS:
         return SmallResNet(1 + SMALL_RESNETS.index(name), channels, classes)
     if name in TORCHVISION_RESNETS:
-        return _torchvision_resnet(name, channels, side, classes)
+        stem = config.training.stem
+        has_small_stem = side < 64 if stem == "auto" else stem == "cifar"
+        return _torchvision_resnet(name, channels, classes, has_small_stem)
+    if name in VISION_TRANSFORMERS:
+        return _vision_transformer(name, channels, side, classes)
     model = import_attribute(name, "training.model")(channels, classes)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"training.model = {name!r} returned {type(model).__name__}, not a torch.nn.Module")
@@ -91,13 +111,13 @@ class SmallResNet(nn.Module):
         return logits
 
 
-def _torchvision_resnet(name: str, channels: int, side: int, classes: int) -> nn.Module:
+def _torchvision_resnet(name: str, channels: int, classes: int, has_small_stem: bool) -> nn.Module:
     # Imported here and not above: it takes a second, and the default model does without.
     torchvision_import.install()
     import torchvision
 
     model: nn.Module = getattr(torchvision.models, name)(num_classes=classes)
-    if side < 64:
+    if has_small_stem:
         model.conv1 = nn.Conv2d(channels, 64, 3, 1, 1, bias=False)
         model.maxpool = nn.Identity()
     elif channels != 3:
@@ -105,28 +125,15 @@ def _torchvision_resnet(name: str, channels: int, side: int, classes: int) -> nn
     return model
 
 
-class TrainingStep(nn.Module):
-    """What a replica does with one micro-batch in training."""
+def _vision_transformer(name: str, channels: int, side: int, classes: int) -> nn.Module:
+    torchvision_import.install()
+    from torchvision.models.vision_transformer import VisionTransformer
 
-    def __init__(self, network: nn.Module, normalisation: OnDeviceNormalisation) -> None:
-        super().__init__()
-        self.network, self.normalisation = network, normalisation
-
-    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-        """Mean cross-entropy (the marked loss) and the number of right predictions, both 0-d."""
-        logits = self.network(self.normalisation(images)).float()
-        loss = functional.cross_entropy(logits, labels)
-        return loss, (logits.argmax(dim=1) == labels).sum()
-
-
-class EvaluationStep(nn.Module):
-    """What a replica does with one micro-batch of the test split."""
-
-    def __init__(self, network: nn.Module, normalisation: OnDeviceNormalisation) -> None:
-        super().__init__()
-        self.network, self.normalisation = network, normalisation
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits [n, classes], float32."""
-        logits: torch.Tensor = self.network(self.normalisation(images)).float()
-        return logits
+    patch = 16 if name == "vit_b_16" else max(1, side // _PATCHES)
+    if side % patch:
+        raise ConfigError(f"{name} cuts images into patches of {patch} pixels, and {side} pixels are no multiple of it")
+    layers, heads, width, mlp_width = _TRANSFORMERS[name]
+    model: nn.Module = VisionTransformer(side, patch, layers, heads, width, mlp_width, num_classes=classes)
+    if channels != 3:
+        model.conv_proj = nn.Conv2d(channels, width, patch, patch)
+    return model

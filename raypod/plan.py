@@ -7,7 +7,7 @@ an SDK. Every product of sizes is named here once; elsewhere nobody multiplies.
 from __future__ import annotations
 
 import dataclasses
-from typing import List, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 from raypod.cluster import Cluster, Host
 from raypod.config import Config
@@ -25,6 +25,7 @@ class Geometry:
     total_replicas: int
     num_instances: int
     ipus_per_replica: int
+    evaluation_iterations: int = 1
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -75,7 +76,7 @@ class Geometry:
     @property
     def evaluation_batch_size(self) -> int:
         """Samples that one instance feeds per inference call (no accumulation there: contract section 1.3)."""
-        return self.micro_batch_size * self.local_replicas
+        return self.micro_batch_size * self.local_replicas * self.evaluation_iterations
 
     def calls_per_epoch(self, train_samples: int) -> int:
         """Whole calls in one pass over the training split; what is left over is not visited in that pass."""
@@ -123,6 +124,7 @@ class Plan:
     geometry: Geometry
     size: DatasetSize
     run_dir: str
+    pipeline_splits: Tuple[str, ...] = ()  # modules of the model with which the next IPU of a replica begins
 
     @property
     def cluster(self) -> Cluster:
@@ -170,8 +172,10 @@ class Plan:
         return f"{self.run_dir}/logs/instance-{instance}.log"
 
 
-def make_plan(config: Config, cluster: Cluster, size: DatasetSize, run_dir: str) -> Plan:
-    """Check everything against everything.
+def make_plan(
+    config: Config, cluster: Cluster, size: DatasetSize, run_dir: str, pipeline_splits: Optional[Sequence[str]] = None
+) -> Plan:
+    """Check everything against everything. `pipeline_splits` are those found for the model, where any were.
 
     Raises:
         ConfigError: sizes that contradict each other, with the numbers and the way out.
@@ -185,20 +189,52 @@ def make_plan(config: Config, cluster: Cluster, size: DatasetSize, run_dir: str)
         total_replicas=pod.replicas,
         num_instances=pod.num_instances,
         ipus_per_replica=pod.ipus_per_replica,
+        evaluation_iterations=training.evaluation_iterations or pipeline_stages(config),
     )
     _check_against_data(geometry, size, config)
-    if pod.ipus_per_replica > 1 and ":" not in training.model:
-        raise ConfigError(
-            f"{training.model} lies on one IPU and --ipus-per-replica is {pod.ipus_per_replica}; use 1, or a model of "
-            "your own (--model module:function) that poptorch.Block divides over several"
-        )
     if config.run.fleet == "inline" and geometry.num_instances > 1:
         raise ConfigError(
             f"the inline fleet runs one instance in this process, not {geometry.num_instances}; "
             "add --num-instances 1, or leave out --fleet inline"
         )
     placement = place(cluster, pod.replicas, pod.num_instances, pod.ipus_per_replica, pod.threads_per_replica)
-    return Plan(config, placement, geometry, size, run_dir)
+    splits = tuple(pipeline_splits or training.pipeline_splits or ())
+    _check_pipeline(config, geometry, splits)
+    return Plan(config, placement, geometry, size, run_dir, splits)
+
+
+def pipeline_stages(config: Config) -> int:
+    """Forward stages whose work overlaps: 1 for a model on one IPU, and where IPUs take turns (contract section 3)."""
+    return config.pod.ipus_per_replica if config.training.execution == "pipelined" else 1
+
+
+def _check_pipeline(config: Config, geometry: Geometry, splits: Sequence[str]) -> None:
+    """What PopTorch would refuse after minutes of compiling (contract section 3)."""
+    training, ipus, stages = config.training, geometry.ipus_per_replica, pipeline_stages(config)
+    if splits and len(splits) + 1 != ipus:
+        raise ConfigError(
+            f"--pipeline-splits {','.join(splits)} makes {len(splits) + 1} stages, and --ipus-per-replica is {ipus}: "
+            f"use --ipus-per-replica {len(splits) + 1}, or {ipus - 1} splits"
+        )
+    if not _is_power_of_two(geometry.local_ipus):
+        fits = [n for n in range(1, geometry.total_replicas + 1) if geometry.total_replicas % n == 0]
+        fits = [n for n in fits if _is_power_of_two(geometry.total_replicas // n * ipus)]
+        hint = f"--num-instances can be {', '.join(map(str, fits))}" if fits else "use 1, 2, 4, 8, ... IPUs per replica"
+        raise ConfigError(
+            f"one instance would drive {geometry.local_replicas} replicas x {ipus} IPUs = {geometry.local_ipus} IPUs, "
+            f"and PopTorch reserves a power of two; {hint}"
+        )
+    if training.gradient_accumulation < 2 * stages - 1:
+        raise ConfigError(
+            f"a pipeline of {stages} stages is filled by {2 * stages - 1} = 2 x {stages} - 1 micro-batches, and "
+            f"--gradient-accumulation is {training.gradient_accumulation}: use {2 * stages - 1} or more, or "
+            "--execution sharded"
+        )
+    if geometry.evaluation_iterations < stages:
+        raise ConfigError(
+            f"a pipeline of {stages} stages is filled by as many micro-batches in inference, and "
+            f"--evaluation-iterations is {geometry.evaluation_iterations}: leave it out, or use {stages} or more"
+        )
 
 
 def _check_against_data(geometry: Geometry, size: DatasetSize, config: Config) -> None:

@@ -34,7 +34,14 @@ def plan_of(argv: Sequence[str], prog: str, extra: Sequence[str] = ()) -> Tuple[
     args = config.parse_arguments(parser, argv)
     resolved = config.resolve(args)
     run_dir = run_folder.choose(resolved)
-    return make_plan(resolved, read_cluster(resolved.pod.cluster), datasets.dataset_size(resolved), run_dir), args
+    cluster, size = read_cluster(resolved.pod.cluster), datasets.dataset_size(resolved)
+    plan = make_plan(resolved, cluster, size, run_dir)
+    if resolved.pod.ipus_per_replica > 1:
+        # Needs torch, which planning does without where no model is divided.
+        from raypod.pipeline import find_splits
+
+        plan = make_plan(resolved, cluster, size, run_dir, find_splits(resolved))
+    return plan, args
 
 
 _EXTRA_HELP = {"--dry-run": "print the plan and touch nothing", "--json": "print the plan as JSON"}

@@ -21,11 +21,11 @@ LEVELS: Dict[str, int] = {
     **dict.fromkeys(("placement", "launcher/parser", "launcher/mpi_arguments", "launcher/output"), 2),
     **dict.fromkeys(("plan", "vipu", "launcher/topology", "launcher/run"), 3),
     **dict.fromkeys(
-        ("environment", "sampling", "plan_table", "horovod_rendezvous", "seeding", "launcher/partition"), 4
+        ("environment", "norms", "sampling", "plan_table", "horovod_rendezvous", "seeding", "launcher/partition"), 4
     ),
     **dict.fromkeys(("checkpoint", "metrics", "weights", "flat_state", "collectives", "sdk", "launcher/programs"), 5),
-    **dict.fromkeys(("feed", "models", "optimizers", "run_folder", "launcher/host_process"), 6),
-    **dict.fromkeys(("instance",), 7),
+    **dict.fromkeys(("feed", "models", "optimizers", "run_folder", "launcher/host_process", "steps"), 6),
+    **dict.fromkeys(("instance", "pipeline"), 7),
     **dict.fromkeys(("fleet/__init__",), 8),
     **dict.fromkeys(("fleet/process", "fleet/inline", "fleet/ray_session"), 9),
     **dict.fromkeys(("fleet/ray", "fleet/ray_hosts", "coordinator", "progress"), 10),
@@ -41,7 +41,7 @@ SDK = {
     "_emulated_gradient_sum",
     "_emulated_shared_memory",
 }
-SDK_USERS = {"sdk", "instance", "optimizers", "collectives"}
+SDK_USERS = {"sdk", "instance", "optimizers", "collectives", "steps"}
 
 
 def modules() -> Iterator[str]:

@@ -140,8 +140,10 @@ def test_every_key_is_known_here() -> None:
     assert len(keys) == len(set(keys)), "flags are flat: keys must be unique over all sections"
     assert " ".join(keys) == (
         "dataset data_dir samples image classes augment crop_padding flip num_workers async_dataloader eight_bit_io "
-        "model precision batch_size gradient_accumulation device_iterations epochs updates optimizer learning_rate "
-        "lr_schedule warmup_updates momentum weight_decay loss_scaling reduction seed "
+        "model stem norm pipeline_splits pipeline_balance execution "
+        "precision batch_size gradient_accumulation device_iterations epochs updates optimizer learning_rate "
+        "lr_schedule lr_steps lr_gamma warmup_updates momentum weight_decay loss_scaling reduction "
+        "label_smoothing evaluate_every evaluation_iterations seed "
         "replicas num_instances ipus_per_replica num_ipus threads_per_replica cluster executable_cache_path "
         "device fleet collectives run_dir resume start_timeout_s report_timeout_s stop_timeout_s"
     )

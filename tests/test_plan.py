@@ -130,6 +130,33 @@ def test_planning_imports_neither_ray_nor_torch_nor_an_sdk(command: list[str]) -
     assert "replicas" in done.stdout
 
 
-def test_a_model_on_one_ipu_is_not_given_several(make: Callable[..., Plan]) -> None:
-    with pytest.raises(ConfigError, match="resnet8 lies on one IPU and --ipus-per-replica is 2"):
-        make(pod={"ipus_per_replica": 2})
+@pytest.mark.parametrize(
+    ("training", "pod", "words"),
+    [
+        ({"gradient_accumulation": 2}, {"ipus_per_replica": 2}, r"2 stages is filled by 3 = 2 x 2 - 1 .* is 2"),
+        (
+            {"gradient_accumulation": 7, "evaluation_iterations": 3},
+            {"ipus_per_replica": 4},
+            "4 stages .* --evaluation-iterations is 3: leave it out, or use 4 or more",
+        ),
+        ({"gradient_accumulation": 9}, {"ipus_per_replica": 3}, "2 replicas x 3 IPUs = 6 IPUs, .* a power of two"),
+        ({}, {"replicas": 6, "num_instances": 2}, "3 IPUs, .* --num-instances can be 3, 6"),
+        (
+            {"gradient_accumulation": 3, "pipeline_splits": "features.3,features.5"},
+            {"ipus_per_replica": 2},
+            "makes 3 stages, and --ipus-per-replica is 2: use --ipus-per-replica 3, or 1 splits",
+        ),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused_with_its_numbers(
+    make: Callable[..., Plan], training: dict[str, object], pod: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make(training=training, pod=pod)
+
+
+def test_evaluation_fills_the_pipeline_and_sharding_asks_for_nothing(make: Callable[..., Plan]) -> None:
+    pod: dict[str, object] = {"ipus_per_replica": 4}
+    piped = make(training={"gradient_accumulation": 7}, pod=pod).geometry
+    assert (piped.evaluation_iterations, piped.evaluation_batch_size) == (4, 8 * 2 * 4)
+    assert make(training={"execution": "sharded"}, pod=pod).geometry.evaluation_iterations == 1

@@ -12,11 +12,11 @@ from typing import Any, Dict
 
 from raypod.config import Config
 from raypod.datasets import digits, own, synthetic
-from raypod.datasets.arrays import ArrayDataset, Augmentation, Splits
+from raypod.datasets.arrays import ArrayDataset, Augmentation, ImageShape, Splits
 from raypod.errors import ConfigError
 from raypod.plan import DatasetSize
 
-__all__ = ["ArrayDataset", "Augmentation", "Splits", "dataset_size", "fingerprint", "load"]
+__all__ = ["ArrayDataset", "Augmentation", "ImageShape", "Splits", "dataset_size", "fingerprint", "image_shape", "load"]
 
 _BY_NAME: Dict[str, ModuleType] = {"digits": digits, "synthetic": synthetic}
 
@@ -28,6 +28,16 @@ def dataset_size(config: Config) -> DatasetSize:
         ConfigError: as `load`.
     """
     found: DatasetSize = _source(config).size(config)
+    return found
+
+
+def image_shape(config: Config) -> ImageShape:
+    """What the network has to know of the images, as they arrive on the device.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    found: ImageShape = _source(config).shape(config)
     return found
 
 

@@ -59,6 +59,15 @@ class Splits:
     augmentation: Augmentation = Augmentation()
 
 
+@dataclasses.dataclass(frozen=True)
+class ImageShape:
+    """What a network has to know: images [channels, side, side], and the number of classes."""
+
+    channels: int
+    side: int
+    classes: int
+
+
 def fingerprint_of(*splits: ArrayDataset) -> str:
     """SHA-256 over shapes, labels and up to 1,024 images of each split."""
     digest = hashlib.sha256()

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from raypod.config import Config
-from raypod.datasets.arrays import ArrayDataset, Augmentation, Splits, fingerprint_of
+from raypod.datasets.arrays import ArrayDataset, Augmentation, ImageShape, Splits, fingerprint_of
 from raypod.errors import ConfigError
 from raypod.plan import DatasetSize
 
@@ -21,6 +21,11 @@ TRAIN_SAMPLES, TEST_SAMPLES = 1437, 360  # of 1,797: every fifth image is a test
 def size(config: Config) -> DatasetSize:
     """Known without reading anything."""
     return DatasetSize(TRAIN_SAMPLES, TEST_SAMPLES)
+
+
+def shape(config: Config) -> ImageShape:
+    """Known without reading anything."""
+    return ImageShape(1, 8, 10)
 
 
 def load(config: Config) -> Splits:

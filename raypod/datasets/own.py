@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from raypod.config import Config
-from raypod.datasets.arrays import Splits, fingerprint_of_words
+from raypod.datasets.arrays import ImageShape, Splits, fingerprint_of_words
 from raypod.errors import ConfigError
 from raypod.plan import DatasetSize
 from raypod.user_code import import_attribute
@@ -13,6 +17,14 @@ def size(config: Config) -> DatasetSize:
     """The lengths of what the function gives."""
     splits = load(config)
     return DatasetSize(len(splits.train), len(splits.test))
+
+
+def shape(config: Config) -> ImageShape:
+    """That of the first training image."""
+    splits = load(config)
+    samples: Any = splits.train
+    channels, height, _ = np.shape(samples[0][0])
+    return ImageShape(channels, height, splits.classes)
 
 
 def load(config: Config) -> Splits:

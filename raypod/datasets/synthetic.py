@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from raypod.config import Config
-from raypod.datasets.arrays import ArrayDataset, Splits, fingerprint_of
+from raypod.datasets.arrays import ArrayDataset, ImageShape, Splits, fingerprint_of
 from raypod.mixer import mix
 from raypod.plan import DatasetSize
 
@@ -15,6 +15,12 @@ _PATTERNS, _TRAIN, _TEST = 3, 4, 5  # streams of random numbers
 def size(config: Config) -> DatasetSize:
     """As configured; one test image for eight training images."""
     return DatasetSize(config.data.samples, max(1, config.data.samples // 8))
+
+
+def shape(config: Config) -> ImageShape:
+    """As configured."""
+    channels, height, _ = (int(size) for size in config.data.image.split("x"))
+    return ImageShape(channels, height, config.data.classes)
 
 
 def load(config: Config) -> Splits:
