@@ -1,7 +1,7 @@
 """The hosts of a pod, out of the same cluster YAML that `ray up` reads (provider type `local`).
 
-What Ray's schema has no place for lies under its free-form `metadata` key: `metadata.raypod.ipus_per_host` and
-`cpus_per_host`. Without a cluster file the pod is this host.
+`cluster_file.py` reads that file and finds what is wrong with it; here are the values. Without a file the pod is this
+host.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ import dataclasses
 import re
 import socket
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import List, Optional, Tuple
 
 import yaml
 
+from raypod import cluster_file
+from raypod.cluster_file import ClusterFile
 from raypod.errors import ClusterError
+
+GCS_PORT = 6379  # where `ray start --head` listens unless it is told otherwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +32,54 @@ class Host:
 
 
 @dataclasses.dataclass(frozen=True)
+class VipuPartition:
+    """The partition of a pod, and the V-IPU controller that knows it (contract section 9)."""
+
+    partition: str
+    server: str = "localhost"
+    port: int = 8090
+    timeout_s: int = 120
+    allocation: Optional[str] = None
+    size: Optional[int] = None  # IPUs; None: those of the run
+    gcds: Optional[int] = None  # graph compile domains; None: one per instance
+    link_domains: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Ssh:
+    """How the hosts are reached for what happens before Ray runs there."""
+
+    user: Optional[str] = None
+    private_key: Optional[str] = None
+    proxy_command: Optional[str] = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Cluster:
     """The hosts in the order of the file: the head first. Instances follow this order."""
 
     name: str
     hosts: Tuple[Host, ...]
+    instances_per_host: int = 1
+    data_network: Optional[str] = None  # CIDR: by which instances reach each other; None: Ray's own addresses
+    numa: bool = False  # bind each of several instances of a host to a NUMA node
+    sdk: Optional[str] = None  # folder of the Poplar SDK on the hosts
+    python: str = "python3"  # the interpreter of the hosts
+    folder: Optional[str] = None  # where the hosts have raypod
+    vipu: Optional[VipuPartition] = None
+    ssh: Ssh = Ssh()
+    gcs_port: int = GCS_PORT
+    auth_mode: Optional[str] = None  # RAY_AUTH_MODE of the start commands, where they set it
+
+    @property
+    def instances(self) -> int:
+        """Instances of the whole pod, as the file wishes them."""
+        return len(self.hosts) * self.instances_per_host
+
+    @property
+    def gcs_address(self) -> str:
+        """host:port of the head's GCS, which every Ray process of the cluster asks."""
+        return f"{self.hosts[0].address}:{self.gcs_port}"
 
 
 LOCAL = Cluster("this host", (Host("localhost", "localhost"),))
@@ -42,25 +89,81 @@ def read_cluster(path: Optional[str]) -> Cluster:
     """The cluster of a YAML file, or this host when `path` is None.
 
     Raises:
-        ClusterError: the file cannot be read, is not of provider `local`, or contradicts itself.
+        ClusterError: the file cannot be read, is not of provider `local`, or contradicts itself: every mistake of it.
     """
-    if path is None:
-        return LOCAL
-    document = _read(Path(path))
-    provider = _section(document, "provider", path)
-    if provider.get("type") != "local":
-        raise ClusterError(f"{path}: provider.type is {provider.get('type')!r}; raypod reads clusters of type local")
-    if not provider.get("head_ip"):
-        raise ClusterError(f"{path}: provider.head_ip is missing")
-    addresses = [str(address) for address in (provider["head_ip"], *(provider.get("worker_ips") or ()))]
-    for address in addresses:
-        if addresses.count(address) > 1:
-            raise ClusterError(f"{path}: host {address} is listed {addresses.count(address)} times")
-    ours = _section(_section(document, "metadata", path), "raypod", path)
-    ipus = _count(ours, "ipus_per_host", path) or _ipus_of_start_commands(document)
-    cpus = _count(ours, "cpus_per_host", path)
-    hosts = tuple(Host(address, address, ipus, cpus) for address in addresses)
-    return Cluster(str(document.get("cluster_name", Path(path).stem)), hosts)
+    return LOCAL if path is None else cluster_from(read_file(path), path)
+
+
+def read_file(path: str) -> ClusterFile:
+    """A file without mistakes.
+
+    Raises:
+        ClusterError: as `read_cluster`.
+    """
+    try:
+        file = cluster_file.parse(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"cannot read the cluster file {path}: {getattr(error, 'strerror', error)}") from None
+    except yaml.YAMLError as error:
+        raise ClusterError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except TypeError as error:
+        raise ClusterError(f"{path}: expected the keys of a Ray cluster file, found {error}") from None
+    refuse(path, file.mistakes)
+    return file
+
+
+def refuse(path: str, mistakes: List[cluster_file.Mistake]) -> None:
+    """Raise ClusterError if there are mistakes, with all of them."""
+    if len(mistakes) == 1:
+        raise ClusterError(f"{path}, {mistakes[0]}")
+    if mistakes:
+        raise ClusterError("\n  ".join([f"{path} has {len(mistakes)} mistakes", *map(str, mistakes)]))
+
+
+def cluster_from(file: ClusterFile, path: str) -> Cluster:
+    """The values of a file without mistakes; `path` names it where it has no name of its own."""
+    ours, auth = file.ours, file.top.section("auth")
+    start = file.commands("head_start_ray_commands")
+    ipus = ours.count("ipus_per_host") or _found(r'"IPU"\s*:\s*(\d+)', start)
+    hosts = tuple(Host(address, address, ipus, ours.count("cpus_per_host")) for address in file.addresses)
+    mode = re.search(r"\bRAY_AUTH_MODE=[\"']?(\w+)", start)
+    return Cluster(
+        name=file.top.text("cluster_name") or Path(path).stem,
+        hosts=hosts,
+        instances_per_host=ours.count("instances_per_host") or 1,
+        data_network=ours.text("data_network"),
+        numa=ours.flag("numa"),
+        sdk=ours.text("sdk"),
+        python=ours.text("python") or Cluster.python,
+        folder=ours.text("folder"),
+        vipu=_vipu(file),
+        ssh=Ssh(auth.text("ssh_user"), auth.text("ssh_private_key"), auth.text("ssh_proxy_command")),
+        gcs_port=_found(r"--port[= ](\d+)", start) or GCS_PORT,
+        auth_mode=mode.group(1) if mode else None,
+    )
+
+
+def _vipu(file: ClusterFile) -> Optional[VipuPartition]:
+    section = file.ours.section("vipu")
+    partition = section.text("partition")
+    if partition is None:
+        return None
+    return VipuPartition(
+        partition=partition,
+        server=section.text("server") or VipuPartition.server,
+        port=section.count("port") or VipuPartition.port,
+        timeout_s=section.count("timeout_s") or VipuPartition.timeout_s,
+        allocation=section.text("allocation"),
+        size=section.count("size"),
+        gcds=section.count("gcds"),
+        link_domains=section.count("link_domains") or VipuPartition.link_domains,
+    )
+
+
+def _found(pattern: str, text: str) -> Optional[int]:
+    """The number that a pattern finds: resources and ports have no other place than the start commands."""
+    found = re.search(pattern, text)
+    return int(found.group(1)) if found else None
 
 
 def cluster_of(hosts: str) -> Cluster:
@@ -119,38 +222,3 @@ def _range(text: str, where: str) -> List[str]:
     if not first.isdigit() or (dash and not last.isdigit()) or int(last or first) < int(first):
         raise ClusterError(f"cannot read the range {text!r} of the hosts {where!r}; it is written as in host[0-2,4]")
     return [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
-
-
-def _read(path: Path) -> Dict[str, Any]:
-    try:
-        document = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ClusterError(f"cannot read the cluster file {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ClusterError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(document, dict):
-        raise ClusterError(f"{path}: expected the keys of a Ray cluster file, found {type(document).__name__}")
-    return document
-
-
-def _section(document: Dict[str, Any], key: str, path: str) -> Dict[str, Any]:
-    part = document.get(key) or {}
-    if not isinstance(part, dict):
-        raise ClusterError(f"{path}: {key} must be a mapping, not {type(part).__name__}")
-    return part
-
-
-def _count(ours: Dict[str, Any], key: str, path: str) -> Optional[int]:
-    value = ours.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ClusterError(f"{path}: metadata.raypod.{key} = {value!r} must be a whole number of at least 1")
-    return value
-
-
-def _ipus_of_start_commands(document: Dict[str, Any]) -> Optional[int]:
-    """What the hosts will tell Ray: `ray start ... --resources='{"IPU":16}'` (provider local has no other place)."""
-    commands = str(document.get("head_start_ray_commands", ""))
-    found = re.search(r'"IPU"\s*:\s*(\d+)', commands)
-    return int(found.group(1)) if found else None

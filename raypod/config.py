@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from pathlib import Path
-from typing import Any, Dict, Iterator, Mapping, NoReturn, Optional, Sequence, Tuple, get_args
+from typing import Any, Callable, Dict, Iterator, Mapping, NoReturn, Optional, Sequence, Tuple, get_args
 
 import pydantic
 import yaml
@@ -151,6 +151,8 @@ class Config(pydantic.BaseModel):
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
 
 
+InstancesOf = Callable[[str], int]
+
 _ALIASES = {"replicas": ["--num-replicas"]}
 
 
@@ -199,8 +201,11 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> arg
     return args
 
 
-def resolve(args: argparse.Namespace) -> Config:
-    """Merge defaults < YAML < flags and `section.key=value` (the last two of equal rank; both at once must agree)."""
+def resolve(args: argparse.Namespace, instances_of: Optional[InstancesOf] = None) -> Config:
+    """Merge defaults < YAML < flags and `section.key=value` (the last two of equal rank; both at once must agree).
+
+    `instances_of` says how many instances a cluster file wishes, where nobody said how many there shall be.
+    """
     resumed = Path(getattr(args, "run.resume") or "", "config.yaml")
     # A run that goes on does so as it was started, unless it is told otherwise.
     source = args.config or (str(resumed) if getattr(args, "run.resume") and resumed.is_file() else None)
@@ -223,7 +228,7 @@ def resolve(args: argparse.Namespace) -> Config:
     for name, value in given.items():
         section, _, key = name.partition(".")
         values.setdefault(section, {})[key] = value
-    return from_values(values, source=source or "the command line")
+    return from_values(values, source or "the command line", instances_of)
 
 
 def load_yaml(path: Path) -> Config:
@@ -231,11 +236,13 @@ def load_yaml(path: Path) -> Config:
     return from_values(_read_yaml(path), source=str(path))
 
 
-def from_values(values: Mapping[str, Mapping[str, Any]], source: str = "config") -> Config:
+def from_values(
+    values: Mapping[str, Mapping[str, Any]], source: str = "config", instances_of: Optional[InstancesOf] = None
+) -> Config:
     """Check keys and values, settle what follows from others, and check what contradicts itself."""
     _check_keys(values, source)
     try:
-        return Config.model_validate(_settle(values))
+        return Config.model_validate(_settle(values, instances_of))
     except pydantic.ValidationError as error:
         raise ConfigError("; ".join(_tell(detail) for detail in error.errors())) from None
 
@@ -282,7 +289,7 @@ def _nearest(word: str, known: Any) -> str:
     return f"; did you mean {found[0]}?" if found else f"; known: {', '.join(sorted(known))}"
 
 
-def _settle(values: Mapping[str, Mapping[str, Any]]) -> Dict[str, Dict[str, Any]]:
+def _settle(values: Mapping[str, Mapping[str, Any]], instances_of: Optional[InstancesOf]) -> Dict[str, Dict[str, Any]]:
     """Numbers that follow from other numbers: replicas from IPUs, and the default count of instances."""
     settled = {section: dict(part) for section, part in values.items()}
     pod = settled.setdefault("pod", {})
@@ -300,7 +307,12 @@ def _settle(values: Mapping[str, Mapping[str, Any]]) -> Dict[str, Dict[str, Any]
     if pod.get("num_instances") is None:
         total = replicas or PodSection().replicas
         inline = settled.get("run", {}).get("fleet") == "inline"
-        pod["num_instances"] = 1 if inline or total % 2 else 2
+        if instances_of is not None and pod.get("cluster") and not inline:
+            pod["num_instances"] = wished = instances_of(str(pod["cluster"]))
+            if replicas is None:  # the default, or the next number that leaves no instance without
+                pod["replicas"] = -(-total // wished) * wished
+        else:
+            pod["num_instances"] = 1 if inline or total % 2 else 2
     return settled
 
 

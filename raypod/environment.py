@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Dict, Optional, Sequence, Tuple
 
+from raypod import vipu
+from raypod.devices import gcd_of, gcds_of
 from raypod.placement import InstanceSpec, Placement
 
 if TYPE_CHECKING:  # a launcher knows no training plan, nor what it is checked with
@@ -22,7 +24,7 @@ def instance_environment(plan: Plan, spec: InstanceSpec, python_path: str = "") 
 
     `python_path` is the PYTHONPATH it would otherwise inherit.
     """
-    env = placement_environment(plan.placement, spec)
+    env = {**placement_environment(plan.placement, spec), **device_environment(plan.placement, spec)}
     # For the processes that the instance itself starts: lets torchvision load in them too.
     env["PYTHONPATH"] = join_path(STARTUP_DIR, python_path)
     # The bound of every host collective and gradient exchange: the one by which the coordinator gives up as well.
@@ -56,6 +58,16 @@ def placement_environment(placement: Placement, spec: InstanceSpec) -> Dict[str,
         "MKL_NUM_THREADS": str(spec.threads_per_replica),
         **horovod_identity(hosts, spec.index),
     }
+
+
+def device_environment(placement: Placement, spec: InstanceSpec) -> Dict[str, str]:
+    """What leads the SDK of an instance to its part of the partition that the cluster file names, if it names one."""
+    asked = placement.cluster.vipu
+    if asked is None:
+        return {}
+    controller = vipu.Controller(asked.server, asked.port, asked.timeout_s)
+    gcd = gcd_of(spec, gcds_of(asked, placement))
+    return vipu.environment(asked.partition, gcd, controller, placement, asked.link_domains)
 
 
 def cache_environment(path: Optional[str]) -> Dict[str, str]:

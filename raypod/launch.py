@@ -59,9 +59,11 @@ def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> i
     threads = 0 if sdk.has_ipus else 1  # the emulated arithmetic depends on them, and a pod's hosts have cores to use
     _check(request)
     placement = place(_cluster(request), request.num_replicas, request.num_instances, request.ipus_per_replica, threads)
-    topology.check_ilds(placement, request.num_ilds)
+    of_file = placement.cluster.vipu
+    num_ilds = request.num_ilds or (of_file.link_domains if of_file else None)
+    topology.check_ilds(placement, num_ilds)
     if request.print_topology:
-        print(topology.render(placement, request.num_ilds), flush=True)  # noqa: T201
+        print(topology.render(placement, num_ilds), flush=True)  # noqa: T201
     if request.export_config:
         _export(request)
     if not request.program:
@@ -84,7 +86,10 @@ def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
         hosts.join()
         stack.enter_context(signals.caught())  # again, after Ray
         hosts.open()
-        facts = hosts.meet(request.host_subnet or programs.arguments.network, len(placement.instances))
+        facts = hosts.meet(
+            request.host_subnet or programs.arguments.network or placement.cluster.data_network,
+            len(placement.instances),
+        )
         folder = _run_folder(request)
         only = request.only_output_from_instance
         output = Output(folder, len(placement.instances), Console(bar_instance=only or 0), only)

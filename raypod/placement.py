@@ -57,6 +57,11 @@ class Placement:
         """IPUs of the run."""
         return self.total_replicas * self.ipus_per_replica
 
+    @property
+    def binds_numa(self) -> bool:
+        """Whether instances are bound to NUMA nodes: where the cluster file wishes it and a host has several."""
+        return self.cluster.numa and self.instances[-1].local_index > 0
+
     def instances_on(self, host_index: int) -> List[InstanceSpec]:
         """The instances of one host."""
         return [spec for spec in self.instances if spec.host_index == host_index]

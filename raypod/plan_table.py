@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
+from raypod.cluster import Host
+from raypod.devices import device_id_of, gcd_of, gcds_of, link_domain_of, misfit_of
 from raypod.plan import Geometry, Plan
+
+_NAMED_HOSTS = 8
 
 
 def describe(plan: Plan) -> Dict[str, Any]:
@@ -38,14 +42,14 @@ def topology(plan: Plan) -> Dict[str, int]:
 def render(plan: Plan) -> str:
     """The plan as a table for people."""
     geometry, training = plan.geometry, plan.config.training
-    hosts = ", ".join(host.name for host in plan.hosts)
     rows: List[Tuple[str, str]] = [
-        ("pod", f"{plan.cluster.name}: {_count(len(plan.hosts), 'host')} ({hosts})"),
+        ("pod", f"{plan.cluster.name}: {_count(len(plan.hosts), 'host')} ({_names(plan.hosts)})"),
         (
             "placement",
             f"{_count(geometry.num_instances, 'instance')} x {_count(geometry.local_replicas, 'replica')} x "
             f"{_count(geometry.ipus_per_replica, 'IPU')} = {_count(geometry.total_ipus, 'IPU')}",
         ),
+        *_pod_rows(plan),
         (
             "global batch",
             f"{training.batch_size} (micro-batch) x {training.gradient_accumulation} (accumulation) x "
@@ -66,13 +70,76 @@ def render(plan: Plan) -> str:
         ("run folder", plan.run_dir),
     ]
     lines = [f"{name:>12}  {text}" for name, text in rows]
-    lines.append("")
-    lines.append(f"{'instance':>12}  {'host':<16}{'local':>5}  {'replicas':<10}{'threads':>7}")
+    return "\n".join([*lines, "", *_instance_table(plan)])
+
+
+def _pod_rows(plan: Plan) -> List[Tuple[str, str]]:
+    """What the cluster file says beyond the hosts that carry instances."""
+    cluster, rows = plan.cluster, []
+    idle = cluster.hosts[len(plan.hosts) :]
+    if idle:
+        rows.append(("idle", f"{_count(len(idle), 'host')} without an instance ({_names(idle)})"))
+    if cluster.data_network:
+        rows.append(("data network", f"{cluster.data_network}: rendezvous, Gloo and Horovod use it alone"))
+    if cluster.vipu is not None:
+        gcds = gcds_of(cluster.vipu, plan.placement)
+        rows.append(
+            (
+                "partition",
+                f"{cluster.vipu.partition} at {cluster.vipu.server}:{cluster.vipu.port}: {_count(gcds, 'GCD')}, "
+                f"{_count(cluster.vipu.link_domains, 'IPU-Link domain')}",
+            )
+        )
+        misfit = misfit_of(cluster.vipu, plan.placement)
+        if misfit:
+            rows.append(("", f"on IPUs this run would be refused: {misfit}"))
+    return rows
+
+
+def _instance_table(plan: Plan) -> List[str]:
+    """One line per instance, host by host."""
+    placement, vipu = plan.placement, plan.cluster.vipu
+    columns = ["instance", "host", "local", "replicas", "threads"]
+    has_ipus = vipu is not None or any(host.ipus for host in plan.hosts)
+    if has_ipus:
+        columns += ["IPUs", "ILD", "GCD", "device"]
+    if placement.binds_numa:
+        columns.append("NUMA")
+    table = []
     for spec in plan.instances:
-        replicas = f"{spec.replica_offset}..{spec.replica_offset + spec.local_replicas - 1}"
         threads = spec.local_replicas * spec.threads_per_replica
-        lines.append(f"{spec.index:>12}  {spec.host:<16}{spec.local_index:>5}  {replicas:<10}{threads:>7}")
-    return "\n".join(lines)
+        cells = [spec.index, spec.host, spec.local_index, _span(spec.replica_offset, spec.local_replicas), threads]
+        if has_ipus:
+            domains, gcds = (vipu.link_domains, gcds_of(vipu, placement)) if vipu else (1, 1)
+            cells += [
+                _span(spec.index * placement.local_ipus, placement.local_ipus),
+                link_domain_of(spec, placement, domains),
+                gcd_of(spec, gcds),
+                device_id_of(spec, placement),
+            ]
+        if placement.binds_numa:
+            cells.append(f"node {spec.local_index}")
+        table.append(["-" if cell is None else str(cell) for cell in cells])
+    return _aligned([columns, *table])
+
+
+def _aligned(rows: List[List[str]]) -> List[str]:
+    """Columns as wide as they must be; the first ends where the names of the rows above it end."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join([row[0].rjust(12), *(cell.ljust(w) for cell, w in zip(row[1:], widths[1:]))]).rstrip() for row in rows
+    ]
+
+
+def _names(hosts: Sequence[Host]) -> str:
+    """The hosts by name; of many the first and the last."""
+    if len(hosts) > _NAMED_HOSTS:
+        return f"{hosts[0].name} to {hosts[-1].name}"
+    return ", ".join(host.name for host in hosts)
+
+
+def _span(first: int, count: int) -> str:
+    return f"{first}..{first + count - 1}"
 
 
 def _same_bits(plan: Plan) -> str:

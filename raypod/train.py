@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -32,9 +33,10 @@ def plan_of(argv: Sequence[str], prog: str, extra: Sequence[str] = ()) -> Tuple[
     for flag in extra:
         parser.add_argument(flag, action="store_true", help=_EXTRA_HELP[flag])
     args = config.parse_arguments(parser, argv)
-    resolved = config.resolve(args)
+    read = functools.lru_cache(maxsize=1)(read_cluster)
+    resolved = config.resolve(args, lambda path: read(path).instances)
     run_dir = run_folder.choose(resolved)
-    cluster, size = read_cluster(resolved.pod.cluster), datasets.dataset_size(resolved)
+    cluster, size = read(resolved.pod.cluster), datasets.dataset_size(resolved)
     plan = make_plan(resolved, cluster, size, run_dir)
     if resolved.pod.ipus_per_replica > 1:
         # Needs torch, which planning does without where no model is divided.

@@ -15,7 +15,7 @@ import time
 from typing import Dict, List, Optional, Tuple
 
 from raypod.errors import ClusterError
-from raypod.placement import InstanceSpec, Placement
+from raypod.placement import Placement
 
 _PAUSE_S = 1.0  # between two attempts to make a partition
 IPUS_PER_LINK_DOMAIN = 64  # contract section 0: ILD
@@ -183,11 +183,11 @@ def parse_partition(name: str, description: str) -> Partition:
 
 
 def environment(
-    name: str, gcds: int, controller: Controller, spec: InstanceSpec, placement: Placement
+    name: str, gcd: int, controller: Controller, placement: Placement, link_domains: int = 1
 ) -> Dict[str, str]:
-    """How the SDK of an instance finds its part of a partition (contract section 6.3); the values are inferred [I]."""
+    """How the SDK of an instance finds its GCD of a partition (contract section 6.3); the values are inferred [I]."""
     target = {
-        "ipuLinkDomainSize": str(min(placement.total_ipus, IPUS_PER_LINK_DOMAIN)),
+        "ipuLinkDomainSize": str(min(placement.total_ipus // link_domains or 1, IPUS_PER_LINK_DOMAIN)),
         "ipuLinkConfiguration": "slidingWindow",
         "ipuLinkTopology": "torus",
         "gatewayMode": "true",
@@ -198,7 +198,7 @@ def environment(
         "IPUOF_VIPU_API_PORT": str(controller.port),
         "IPUOF_VIPU_API_TIMEOUT": str(controller.timeout_s),
         "IPUOF_VIPU_API_PARTITION_ID": name,
-        "IPUOF_VIPU_API_GCD_ID": str(spec.index if gcds > 1 else 0),
+        "IPUOF_VIPU_API_GCD_ID": str(gcd),
         "IPUOF_LOG_LEVEL": "WARN",
         "POPLAR_TARGET_OPTIONS": json.dumps(target, separators=(",", ":")),
     }

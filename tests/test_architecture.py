@@ -13,16 +13,17 @@ PACKAGE = Path(__file__).resolve().parent.parent / "raypod"
 LEVELS: Dict[str, int] = {
     **dict.fromkeys(("__init__", "errors", "events", "torchvision_import", "allocator", "mixer", "device_input"), 0),
     **dict.fromkeys(("launcher/__init__", "launcher/records", "launcher/keeper", "launcher/rendezvous_store"), 0),
-    **dict.fromkeys(("launcher/numa", "launcher/options", "launcher/stdin"), 0),
+    **dict.fromkeys(("launcher/options", "launcher/stdin", "cluster_file", "numa"), 0),
     **dict.fromkeys(("config", "cluster", "stop_gate", "shell", "launcher/console", "launcher/pump"), 1),
     **dict.fromkeys(("user_code", "datasets/arrays"), 1),
     **dict.fromkeys(("datasets/digits", "datasets/synthetic", "datasets/own"), 4),
     **dict.fromkeys(("datasets/__init__", "transforms"), 5),
     **dict.fromkeys(("placement", "launcher/parser", "launcher/mpi_arguments", "launcher/output"), 2),
-    **dict.fromkeys(("plan", "vipu", "launcher/topology", "launcher/run"), 3),
+    **dict.fromkeys(("plan", "devices", "vipu", "launcher/run"), 3),
     **dict.fromkeys(
         ("environment", "norms", "sampling", "plan_table", "horovod_rendezvous", "seeding", "launcher/partition"), 4
     ),
+    **dict.fromkeys(("launcher/topology",), 4),
     **dict.fromkeys(("checkpoint", "metrics", "weights", "flat_state", "collectives", "sdk", "launcher/programs"), 5),
     **dict.fromkeys(("feed", "models", "optimizers", "run_folder", "launcher/host_process", "steps"), 6),
     **dict.fromkeys(("instance", "pipeline"), 7),

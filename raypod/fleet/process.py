@@ -18,8 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional
 
 from raypod import allocator
+from raypod.devices import misfit_of
 from raypod.environment import instance_environment
+from raypod.errors import ClusterError
 from raypod.events import CallReport, InstanceStarted
+from raypod.numa import bind_process, cpus_of_node
 from raypod.plan import Leg, Plan
 
 if TYPE_CHECKING:
@@ -41,6 +44,9 @@ class InstanceProcess:
         allocator.keep_freed_memory()
         os.chdir(working_dir)
         _write_output_to(Path(plan.log_file(index)))
+        cpus = cpus_of_node(plan.instances[index].local_index) if plan.placement.binds_numa else None
+        if cpus is not None:  # before torch counts cores and starts threads
+            bind_process(cpus)
         python_path = os.environ.get("PYTHONPATH", "")
         os.environ.update(instance_environment(plan, plan.instances[index], python_path))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instance")
@@ -80,6 +86,10 @@ class InstanceProcess:
         torchvision_import.install()
         found = sdk.select(self._plan.config.run.device)
         collectives.check_available(self._plan.config.run.collectives)
+        partition = self._plan.cluster.vipu if found.has_ipus else None
+        misfit = misfit_of(partition, self._plan.placement) if partition else None
+        if misfit:
+            raise ClusterError(misfit)
         from raypod.instance import Instance
 
         imported_s = time.monotonic() - began

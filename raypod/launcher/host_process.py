@@ -23,9 +23,9 @@ from raypod.collectives import horovod_interface, interface_addresses
 from raypod.errors import ClusterError
 from raypod.horovod_rendezvous import HorovodRendezvous
 from raypod.launcher import keeper
-from raypod.launcher.numa import cpus_of_node
 from raypod.launcher.pump import Pump
 from raypod.launcher.records import STDERR, STDOUT, HostFacts, HostReport, Program
+from raypod.numa import cpus_of_node
 
 _HERE = Path(__file__).resolve().parent
 _KEEPER_S = 5.0  # more than it allows itself

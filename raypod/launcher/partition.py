@@ -8,6 +8,7 @@ import getpass
 from typing import Callable, Dict, Iterator, Mapping
 
 from raypod import vipu
+from raypod.devices import gcd_of
 from raypod.errors import ClusterError
 from raypod.launcher.options import OF_VIPU, Request
 from raypod.placement import Placement
@@ -25,7 +26,8 @@ def partition(
         ClusterError: it cannot be had.
     """
     asked = [f"--{key.replace('_', '-')}" for key in OF_VIPU if key in request.given]
-    name = request.vipu_partition or caller.get("IPUOF_VIPU_API_PARTITION_ID")
+    of_file = placement.cluster.vipu
+    name = request.vipu_partition or caller.get("IPUOF_VIPU_API_PARTITION_ID") or (of_file and of_file.partition)
     if not has_ipus or request.offline_mode:
         if asked:
             why = "--offline-mode" if request.offline_mode else "the programs run on the emulated SDK"
@@ -35,7 +37,7 @@ def partition(
     if not asked and not name:
         yield {}
         return
-    tool = vipu.Vipu(_controller(request))
+    tool = vipu.Vipu(_controller(request, placement))
     wish = _wish(request, placement, name or f"raypod-{getpass.getuser()}")
     ready = tool.prepare(wish)
     try:
@@ -48,15 +50,19 @@ def partition(
                 say(f"the partition stays: {error}")
 
 
-def _controller(request: Request) -> vipu.Controller:
+def _controller(request: Request, placement: Placement) -> vipu.Controller:
     chosen = bool({"vipu_server_host", "vipu_server_port"} & set(request.given))
+    of_file = placement.cluster.vipu
+    if of_file is not None and not chosen:
+        return vipu.Controller(of_file.server, of_file.port, of_file.timeout_s, is_chosen=True)
     return vipu.Controller(request.vipu_server_host, request.vipu_server_port, request.vipu_server_timeout, chosen)
 
 
 def _wish(request: Request, placement: Placement, name: str) -> vipu.Wish:
+    of_file = placement.cluster.vipu
     return dataclasses.replace(
         vipu.wish_for(placement, name),
-        allocation=request.vipu_allocation or request.vipu_cluster,
+        allocation=request.vipu_allocation or request.vipu_cluster or (of_file.allocation if of_file else None),
         sync_type=request.sync_type,
         may_resize=request.update_partition,
         reset=request.reset_partition,
@@ -69,7 +75,9 @@ def _environment(
 ) -> Dict[int, Dict[str, str]]:
     """By instance; target options that the caller chose stand."""
     own = {key: caller[key] for key in ("POPLAR_TARGET_OPTIONS", "IPUOF_LOG_LEVEL") if key in caller}
-    controller = _controller(request)
+    controller = _controller(request, placement)
+    domains = request.num_ilds or (placement.cluster.vipu.link_domains if placement.cluster.vipu else 1)
     return {
-        spec.index: {**vipu.environment(name, gcds, controller, spec, placement), **own} for spec in placement.instances
+        spec.index: {**vipu.environment(name, gcd_of(spec, gcds), controller, placement, domains), **own}
+        for spec in placement.instances
     }

@@ -79,4 +79,5 @@ class Programs:
     @property
     def _binds(self) -> bool:
         placement = self.request.process_placement
-        return bool(self.request.numa_aware and placement != "disabled") or placement == "spreadnuma"
+        aware = self.request.numa_aware or self.placement.binds_numa
+        return bool(aware and placement != "disabled") or placement == "spreadnuma"

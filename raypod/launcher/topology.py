@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import List, Optional, Sequence
 
+from raypod.devices import link_domain_of
 from raypod.errors import ConfigError
-from raypod.placement import InstanceSpec, Placement
+from raypod.placement import Placement
 
 
 def render(placement: Placement, num_ilds: Optional[int]) -> str:
@@ -15,7 +16,7 @@ def render(placement: Placement, num_ilds: Optional[int]) -> str:
     for spec in placement.instances:
         replicas = _span(spec.replica_offset, spec.local_replicas)
         ipus = _span(spec.index * per_instance, per_instance)
-        rows.append((spec.host, str(ild_of(spec, placement, num_ilds or 1)), str(spec.index), replicas, ipus))
+        rows.append((spec.host, str(link_domain_of(spec, placement, num_ilds or 1)), str(spec.index), replicas, ipus))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     rule = "+".join(["", *("-" * (width + 2) for width in widths), ""])
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in rows]
@@ -29,11 +30,6 @@ def check_ilds(placement: Placement, num_ilds: Optional[int]) -> None:
             f"{len(placement.instances)} instances cannot be divided equally between {num_ilds} IPU-Link domains; "
             f"--num-instances can be a multiple of {num_ilds}"
         )
-
-
-def ild_of(spec: InstanceSpec, placement: Placement, num_ilds: int) -> int:
-    """The IPU-Link domain of an instance: equal blocks of consecutive instances [I]."""
-    return spec.index * num_ilds // len(placement.instances)
 
 
 def _span(first: int, count: int) -> str:

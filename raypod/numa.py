@@ -1,10 +1,11 @@
-"""The cores of a host's NUMA nodes, for instances that are bound to one (`--numa-aware`)."""
+"""The cores of a host's NUMA nodes, for instances that are bound to one (`--numa-aware`, `numa: true`)."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
-from typing import List, Optional
+from typing import List, Optional, Sequence
 
 _NODES = Path("/sys/devices/system/node")
 
@@ -16,6 +17,13 @@ def cpus_of_node(index: int, nodes: Path = _NODES) -> Optional[List[int]]:
     lists = [[cpu for cpu in parse_cpu_list(path.read_text()) if cpu in allowed] for path in found]
     lists = [cpus for cpus in lists if cpus]
     return lists[index % len(lists)] if len(lists) > 1 else None
+
+
+def bind_process(cpus: Sequence[int]) -> None:
+    """Bind every thread that this process has, and so those that they start, to cores."""
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread.name), cpus)
 
 
 def parse_cpu_list(text: str) -> List[int]:
