@@ -7,9 +7,8 @@ import sys
 from typing import Callable, Dict, Optional, Sequence
 
 from raypod.errors import ConfigError
-from raypod.plan_table import describe, render
 from raypod.shell import report_errors
-from raypod.train import plan_of
+from raypod.train import described, drawn, plan_of
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -31,7 +30,7 @@ def _dispatch(words: Sequence[str]) -> int:
 def _plan(argv: Sequence[str]) -> int:
     """Print the plan of a command line of `raypod.train`: as a table, or as JSON."""
     plan, args = plan_of(argv, "raypod plan", ["--json"])
-    print(json.dumps(describe(plan), indent=2) if args.json else render(plan))  # noqa: T201
+    print(json.dumps(described(plan), indent=2) if args.json else drawn(plan))  # noqa: T201
     return 0
 
 

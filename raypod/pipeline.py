@@ -154,7 +154,7 @@ def _called(network: nn.Module, images: torch.Tensor) -> List[Tuple[str, nn.Modu
     def note(name: str) -> Any:
         return lambda module, inputs: calls.append(name)
 
-    units = dict(_units(network, _parameters(network)))
+    units = dict(_units(network))
     hooks = [part.register_forward_pre_hook(note(name)) for name, part in units.items()]
     try:
         with torch.no_grad():
@@ -168,14 +168,20 @@ def _called(network: nn.Module, images: torch.Tensor) -> List[Tuple[str, nn.Modu
     return [(name, units[name]) for name in once]
 
 
-def _units(module: nn.Module, total: int, prefix: str = "") -> Iterator[Tuple[str, nn.Module]]:
-    """The modules to divide between IPUs: sequences are opened, and what holds more than half of the parameters."""
+def _units(module: nn.Module, prefix: str = "") -> Iterator[Tuple[str, nn.Module]]:
+    """The modules to divide between IPUs: sequences are opened, and what consists of hardly more than one."""
     for name, part in module.named_children():
-        is_sequence = isinstance(part, (nn.Sequential, nn.ModuleList))
-        if any(part.named_children()) and (is_sequence or 2 * _parameters(part) > total):
-            yield from _units(part, total, f"{prefix}{name}.")
+        if any(part.named_children()) and any(
+            10 * _parameters(each) > 9 * _parameters(part) for each in _sequences(part)
+        ):
+            yield from _units(part, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", part
+
+
+def _sequences(module: nn.Module) -> List[nn.Module]:
+    """The module itself and its children, as far as they are sequences."""
+    return [each for each in (module, *module.children()) if isinstance(each, (nn.Sequential, nn.ModuleList))]
 
 
 def _parameters(module: nn.Module) -> int:

@@ -24,6 +24,7 @@ def describe(plan: Plan) -> Dict[str, Any]:
         "total_updates": plan.total_updates,
         "instances": [dataclasses.asdict(spec) for spec in plan.instances],
         "legs": [dataclasses.asdict(leg) for leg in plan.legs()],
+        "pipeline_splits": list(plan.pipeline_splits),
         "run_dir": plan.run_dir,
     }
 
@@ -69,6 +70,9 @@ def render(plan: Plan) -> str:
         ("bits", _same_bits(plan)),
         ("run folder", plan.run_dir),
     ]
+    if geometry.ipus_per_replica > 1:
+        cuts = ", ".join(f"IPU {ipu} from {name}" for ipu, name in enumerate(plan.pipeline_splits, start=1))
+        rows.insert(2, (training.execution, cuts or "by the blocks of the model itself"))
     lines = [f"{name:>12}  {text}" for name, text in rows]
     return "\n".join([*lines, "", *_instance_table(plan)])
 

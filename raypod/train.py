@@ -16,7 +16,7 @@ from raypod.events import CheckpointSaved, RunEnded, RunStarted, UpdateDone
 from raypod.fleet import Fleet
 from raypod.metrics import JsonLines, MetricsFold
 from raypod.plan import Plan, make_plan
-from raypod.plan_table import render
+from raypod.plan_table import describe, render
 from raypod.progress import Progress
 from raypod.shell import INTERRUPTED, report_errors
 
@@ -46,6 +46,24 @@ def plan_of(argv: Sequence[str], prog: str, extra: Sequence[str] = ()) -> Tuple[
     return plan, args
 
 
+def drawn(plan: Plan) -> str:
+    """The plan as a table, and below it the pipeline of a replica of several IPUs. For a process that runs nothing."""
+    if plan.geometry.ipus_per_replica == 1:
+        return render(plan)
+    from raypod.pipeline_table import look_at, render_pipeline
+
+    return f"{render(plan)}\n\n{render_pipeline(look_at(plan), plan.config.training.execution)}"
+
+
+def described(plan: Plan) -> Dict[str, Any]:
+    """What `drawn` shows, as plain data."""
+    if plan.geometry.ipus_per_replica == 1:
+        return describe(plan)
+    from raypod.pipeline_table import describe_pipeline, look_at
+
+    return {**describe(plan), "pipeline": describe_pipeline(look_at(plan))}
+
+
 _EXTRA_HELP = {"--dry-run": "print the plan and touch nothing", "--json": "print the plan as JSON"}
 
 
@@ -53,7 +71,7 @@ def _train(argv: Sequence[str]) -> int:
     started_at_s = time.monotonic() - _process_age_s()
     plan, args = plan_of(argv, "raypod.train", ["--dry-run"])
     if args.dry_run:
-        print(render(plan))  # noqa: T201
+        print(drawn(plan))  # noqa: T201
         return 0
     resumed = checkpoint.read(plan) if plan.config.run.resume else None
     run_folder.open_for(plan)

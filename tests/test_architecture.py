@@ -26,7 +26,7 @@ LEVELS: Dict[str, int] = {
     **dict.fromkeys(("launcher/topology",), 4),
     **dict.fromkeys(("checkpoint", "metrics", "weights", "flat_state", "collectives", "sdk", "launcher/programs"), 5),
     **dict.fromkeys(("feed", "models", "optimizers", "run_folder", "launcher/host_process", "steps"), 6),
-    **dict.fromkeys(("instance", "pipeline"), 7),
+    **dict.fromkeys(("instance", "pipeline", "pipeline_table"), 7),
     **dict.fromkeys(("fleet/__init__",), 8),
     **dict.fromkeys(("fleet/process", "fleet/inline", "fleet/ray_session"), 9),
     **dict.fromkeys(("fleet/ray", "fleet/ray_hosts", "coordinator", "progress"), 10),
@@ -42,7 +42,7 @@ SDK = {
     "_emulated_gradient_sum",
     "_emulated_shared_memory",
 }
-SDK_USERS = {"sdk", "instance", "optimizers", "collectives", "steps"}
+SDK_USERS = {"sdk", "instance", "optimizers", "collectives", "steps", "pipeline_table"}
 
 
 def modules() -> Iterator[str]:

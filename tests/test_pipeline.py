@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Callable, Dict, List, Tuple
 
+import poptorch
 import pytest
 import torch
 from hypothesis import given
@@ -18,6 +19,7 @@ from raypod.events import RunEnded
 from raypod.fleet.inline import InlineFleet
 from raypod.metrics import MetricsFold
 from raypod.pipeline import Unit
+from raypod.pipeline_table import describe_pipeline, look_at, render_pipeline
 from raypod.plan import Plan
 
 INLINE = {"run": {"fleet": "inline", "device": "emulated"}}
@@ -48,6 +50,12 @@ def test_no_other_division_has_a_cheaper_costliest_stage(costs: List[int], stage
 def test_a_resnet_is_divided_between_its_blocks() -> None:
     # 14,575,168 parameters before it and 8,945,674 from it on; one block earlier it would be 8,536,128 and 14,984,714.
     assert pipeline.find_splits(config("resnet50", 2)) == ("layer4.1",)
+
+
+def test_blocks_of_residual_networks_stay_whole_and_transformers_are_opened() -> None:
+    assert pipeline.find_splits(config("resnet8", 4)) == ("features.4", "features.5", "head")
+    splits = pipeline.find_splits(config("vit_tiny", 2))
+    assert splits == ("encoder.layers.encoder_layer_3",)
 
 
 class Uneven(nn.Module):
@@ -107,3 +115,38 @@ def test_pipelined_sharded_and_whole_models_train_to_the_same_bits(make: Callabl
         plan = make(training={**sizes, "execution": execution, "pipeline_splits": splits}, pod=four, **INLINE)
         hashes.add(weights_of(plan))
     assert len(hashes) == 1
+
+
+def test_the_plan_draws_what_lies_where_and_works_when(make: Callable[..., Plan]) -> None:
+    sizes: Dict[str, object] = {"gradient_accumulation": 8, "batch_size": 2, "pipeline_splits": "features.5"}
+    look = look_at(make(training={**sizes, "precision": "16.16"}, pod={"ipus_per_replica": 2}))
+    first, second = look.stages
+    assert (first.modules[0], second.modules[0]) == ("features.0", "features.5.conv1")
+    # Half weights, a half gradient and a half momentum.
+    assert second.parameters == 64 * 32 * 9 + 64 * 64 * 9 + 64 * 32 + 3 * 2 * 64 + 65 * 10
+    assert second.weight_bytes == 2 * (second.parameters + 3 * 2 * 64)
+    assert second.update_bytes == 4 * second.parameters
+    described = describe_pipeline(look)["schedules"]
+    assert described["pipelined"]["cycles"] == 2 + 6 + 2 + 1
+    assert described["sharded"]["cycles"] == 2 * 2 * 8 + 1
+    idle = [each["pipelined"].idle_share for each in look.schedules.values()]
+    assert idle == sorted(idle, reverse=True)  # more accumulation, less waiting
+    text = render_pipeline(look, "pipelined")
+    rows = [line.split() for line in text.splitlines()]
+    assert ["IPU", "0", "forward", *"01234567", ".", ".", "U"] in rows
+    assert ["backward", ".", *"01234567", ".", "U"] in rows
+    assert text.index("pipelined  11 cycles") < text.index("sharded  33 cycles")
+
+
+def test_a_model_with_blocks_of_its_own_that_does_not_fit_is_refused_in_the_plan(make: Callable[..., Plan]) -> None:
+    own: Dict[str, object] = {"model": f"{__name__}:build_there_and_back", "gradient_accumulation": 3}
+    with pytest.raises(ConfigError, match=r"number of pipeline stages \(5\)"):
+        look_at(make(training=own, pod={"ipus_per_replica": 2}))
+
+
+def build_there_and_back(channels: int, classes: int) -> nn.Module:
+    """On IPU 0, then on 1, then on 0 again: three stages on two IPUs."""
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 8), nn.Linear(8, classes))
+    poptorch.BeginBlock(network[2], ipu_id=1)
+    poptorch.BeginBlock(network[3], ipu_id=0)
+    return network
