@@ -46,14 +46,16 @@ class Section(pydantic.BaseModel):
 class DataSection(Section):
     """What to train on, and how it reaches the replicas."""
 
-    dataset: str = Field("digits", description="digits, synthetic, or module:function that gives (train, test)")
-    data_dir: Optional[str] = Field(None, description="folder handed to a data set of your own")
+    dataset: str = Field("digits", description="digits, synthetic, cifar10, cifar100, or your own module:function")
+    data_dir: Optional[str] = Field(None, description="folder of the data set's files; handed to one of your own")
+    cache_dir: Optional[str] = Field(None, description="folder of decoded data (default: beside the data)")
     samples: int = Field(4096, ge=1, description="size of the synthetic data set")
     image: str = Field("3x32x32", pattern=r"^\d+x\d+x\d+$", description="CxHxW of the synthetic images")
     classes: int = Field(10, ge=2, description="classes of the synthetic data set")
     augment: bool = Field(True, description="crop and flip training images at random, as is usual for the data set")
     crop_padding: Optional[int] = Field(None, ge=0, description="pixels that an augmented image is shifted by at most")
     flip: Optional[bool] = Field(None, description="mirror half of the augmented images")
+    image_size: Optional[int] = Field(None, ge=1, description="height and width that images are resized to")
     num_workers: int = Field(0, ge=0, description="loader processes per instance for data sets not held in memory")
     async_dataloader: bool = Field(False, description="prepare the next calls in the background")
     eight_bit_io: bool = Field(False, description="send images as uint8 and normalise them on the device")
@@ -153,7 +155,7 @@ class Config(pydantic.BaseModel):
 
 InstancesOf = Callable[[str], int]
 
-_ALIASES = {"replicas": ["--num-replicas"]}
+_ALIASES = {"replicas": ["--num-replicas"], "image_size": ["--resize"]}
 
 
 def fields() -> Iterator[Tuple[str, str, FieldInfo]]:

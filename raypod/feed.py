@@ -1,31 +1,29 @@
 """From data set to combined batch: what one instance feeds in each of its calls.
 
 The feed of the run's one idea: which samples a call takes is `sampling.py`'s arithmetic, so the loader's own shuffling
-and partition are not used (a loader of one's own is legal: poptorch contract section 13, trap 54). Data sets held in
-memory are gathered a whole call at a time; others are loaded sample by sample in worker processes.
+and partition are not used (a loader of one's own is legal: poptorch contract section 13, trap 54). Arrays are gathered
+a whole call at a time, in a thread beside the call before; other data sets sample by sample, in worker processes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import random
-import threading
-from typing import Any, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Iterable, Iterator, Optional, Tuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
 from raypod.datasets.arrays import ArrayDataset, Splits
 from raypod.errors import ConfigError
 from raypod.placement import InstanceSpec
 from raypod.plan import Leg, Plan
-from raypod.sampling import call_positions, epoch_order, sample_seed
-from raypod.transforms import gather, normalise
+from raypod.prefetch import ahead
+from raypod.sample_loader import SampleLoader, SeededSamples
+from raypod.sampling import call_positions, epoch_order
+from raypod.transforms import gather, normalise, resize
 
 Batch = Tuple[torch.Tensor, torch.Tensor]
-_AHEAD = 3  # calls prepared in the background
+_AHEAD, _ASYNC_AHEAD = 1, 3  # calls prepared in the background: for arrays always, with --async-dataloader for all
 _NO_EPOCH = 1 << 32  # of the training: evaluation draws its own random numbers, the same ones every time
 
 
@@ -34,32 +32,38 @@ class Feed:
 
     def __init__(self, plan: Plan, spec: InstanceSpec, splits: Splits) -> None:
         self._plan, self._spec, self._splits = plan, spec, splits
-        self._loader: Optional[_SampleLoader] = None
-        self._test_loader: Optional[_SampleLoader] = None
+        self._loader: Optional[SampleLoader] = None
+        self._test_loader: Optional[SampleLoader] = None
+        self._host_size = _host_size(splits, plan.config.data.eight_bit_io, plan.config.data.image_size)
         if not isinstance(splits.train, ArrayDataset):
             data = plan.config.data
             # Samples of one's own draw from the process's generators: beside the replicas only in another process.
             workers = max(data.num_workers, int(data.async_dataloader))
-            self._loader = _SampleLoader(splits.train, plan.config.training.seed, workers)
-            self._test_loader = _SampleLoader(splits.test, plan.config.training.seed, data.num_workers)
+            self._loader = SampleLoader(splits.train, plan.config.training.seed, workers)
+            self._test_loader = SampleLoader(splits.test, plan.config.training.seed, data.num_workers)
 
     def sample_shape(self) -> Tuple[int, int]:
-        """(channels, height) of an image."""
+        """(channels, height) of an image as the network sees it."""
+        channels, height, _ = self.sent_shape()
+        return channels, self._plan.config.data.image_size or height
+
+    def sent_shape(self) -> Tuple[int, int, int]:
+        """(channels, height, width) of an image as it goes to the device."""
         train, seed = self._splits.train, self._plan.config.training.seed
         if isinstance(train, ArrayDataset):
             images, _ = next(self._gathered(train, [np.arange(1)], None))
         else:
-            images, _ = self._typed(default_collate([_SeededSamples(train, seed)[_NO_EPOCH, 0]]))
+            images, _ = self._typed(default_collate([SeededSamples(train, seed)[_NO_EPOCH, 0]]))
         if images.dim() != 4:
             raise ConfigError(f"images must be [channels, height, width], not {list(images.shape[1:])}")
-        return images.shape[1], images.shape[2]
+        return images.shape[1], images.shape[2], images.shape[3]
 
     def calls(self, leg: Leg) -> Iterator[Batch]:
         """(images, labels) of every call of a leg; images [combined_batch_size, channels, height, width]."""
         batches = self._calls(leg)
         if self._plan.config.data.async_dataloader:
-            return _ahead(batches)
-        return batches
+            return ahead(batches, _ASYNC_AHEAD)
+        return ahead(batches, _AHEAD) if self._loader is None else batches
 
     def evaluation_calls(self) -> Iterator[Tuple[torch.Tensor, torch.Tensor, int]]:
         """(images, labels, valid): this instance's share of the test split.
@@ -98,7 +102,7 @@ class Feed:
 
     def _evaluation_batches(self, calls: Iterable[np.ndarray]) -> Iterator[Batch]:
         if self._test_loader is None:
-            yield from self._gathered(self._splits.test, calls, None)
+            yield from ahead(self._gathered(self._splits.test, calls, None), _AHEAD)
             return
         try:
             yield from map(self._typed, self._test_loader.load(calls, _NO_EPOCH))
@@ -109,13 +113,16 @@ class Feed:
         self, data: ArrayDataset, calls: Iterable[np.ndarray], augmentation: Optional[Tuple[int, int]]
     ) -> Iterator[Batch]:
         for samples in calls:
-            images, labels = gather(data, samples, self._splits.augmentation, augmentation)
+            images, labels = gather(data, samples, self._splits.augmentation, augmentation, self._host_size)
             yield self._typed((torch.from_numpy(images), torch.from_numpy(labels)))
 
     def _typed(self, batch: Any) -> Batch:
-        """Normalise on the host unless the device does (8-bit IO), and cast to the precision of the activations."""
+        """Resize and normalise on the host unless the device does (8-bit IO); cast to the precision of activations."""
         images, labels = batch
         config = self._plan.config
+        size = self._host_size
+        if size is not None and images.shape[-2:] != (size, size):
+            images = self._resized(images, size)
         if config.data.eight_bit_io:
             if images.dtype != torch.uint8:
                 raise ConfigError(f"--eight-bit-io needs uint8 images, and {config.data.dataset} gives {images.dtype}")
@@ -125,103 +132,17 @@ class Feed:
         half = config.training.precision.startswith("16")
         return images.to(torch.float16 if half else torch.float32), labels
 
-
-class _SampleLoader:
-    """torch's DataLoader over a data set of one's own, told the samples of each call; its workers live as long."""
-
-    def __init__(self, data: Any, seed: int, num_workers: int) -> None:
-        self._batches = _Batches()
-        samples: Any = _SeededSamples(data, seed)
-        batches: Any = self._batches
-        self._loader: Any = DataLoader(
-            samples,
-            batch_sampler=batches,
-            num_workers=num_workers,
-            persistent_workers=num_workers > 0,
-            generator=torch.Generator(),  # or every iteration would draw from the program's own
-        )
-
-    def load(self, calls: Iterable[np.ndarray], epoch: int) -> Iterator[Any]:
-        """The collated samples of every call."""
-        self._batches.calls = ([(epoch, int(sample)) for sample in call] for call in calls)
-        return iter(self._loader)
-
-    def close(self) -> None:
-        """End the worker processes."""
-        iterator = getattr(self._loader, "_iterator", None)  # persistent workers end with their iterator
-        if iterator is not None:
-            iterator._shutdown_workers()
-            self._loader._iterator = None
+    def _resized(self, images: torch.Tensor, size: int) -> torch.Tensor:
+        if images.dtype != torch.uint8:
+            raise ConfigError(
+                f"--image-size {size} needs uint8 images, and {self._plan.config.data.dataset} gives others"
+            )
+        return torch.from_numpy(resize(images.numpy(), (size, size)))
 
 
-class _Batches:
-    """A batch sampler whose content is set before each iteration."""
-
-    def __init__(self) -> None:
-        self.calls: Iterable[List[Tuple[int, int]]] = ()
-
-    def __iter__(self) -> Iterator[List[Tuple[int, int]]]:
-        return iter(self.calls)
-
-
-class _SeededSamples:
-    """A data set whose random numbers depend on (seed, epoch, sample), whichever process makes the sample."""
-
-    def __init__(self, data: Any, seed: int) -> None:
-        self._data, self._seed = data, seed
-
-    def __getitem__(self, key: Tuple[int, int]) -> Any:
-        epoch, sample = key
-        with _seeded(sample_seed(self._seed, epoch, sample)):
-            return self._data[sample]
-
-
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed torch, numpy and random for one sample, and put their states back."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-
-
-def _ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches, the next `_AHEAD` of them prepared in a thread; an error there surfaces here, in its place."""
-    slots: queue.Queue[Any] = queue.Queue(maxsize=_AHEAD)
-    ended = threading.Event()
-
-    def put(item: Any) -> bool:
-        while not ended.is_set():
-            with contextlib.suppress(queue.Full):
-                slots.put(item, timeout=0.1)
-                return True
-        return False
-
-    def fill() -> None:
-        try:
-            for batch in batches:
-                if not put((batch, None)):
-                    return
-            put((None, None))
-        except BaseException as error:  # noqa: BLE001 - handed over to the consumer, who raises it
-            put((None, error))
-
-    thread = threading.Thread(target=fill, name="feed-ahead", daemon=True)
-    thread.start()
-    try:
-        while True:
-            batch, error = slots.get()
-            if error is not None:
-                raise error
-            if batch is None:
-                return
-            yield batch
-    finally:
-        ended.set()
-        thread.join()
+def _host_size(splits: Splits, eight_bit_io: bool, size: Optional[int]) -> Optional[int]:
+    """The size that images get on the host, if any: with 8-bit IO arrays are enlarged on the device instead."""
+    is_enlarged = (
+        size is not None and isinstance(splits.train, ArrayDataset) and size >= max(splits.train.images.shape[2:])
+    )
+    return None if eight_bit_io and is_enlarged else size

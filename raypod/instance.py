@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from raypod import datasets, flat_state, models, steps, weights
 from raypod.collectives import Rendezvous, horovod_interface, own_address, uses_installed_horovod
-from raypod.device_input import OnDeviceNormalisation
+from raypod.device_input import device_input
 from raypod.events import CallReport, EvaluationReport, InstanceStarted
 from raypod.feed import Feed
 from raypod.optimizers import build_optimizer, learning_rate
@@ -63,11 +63,11 @@ class Instance:
         if stored == "16":
             self._network.half()
         dtype = torch.float16 if activations == "16" else torch.float32
-        normalisation = OnDeviceNormalisation(dtype, splits.mean, splits.std)
-        step = steps.TrainingStep(self._network, normalisation, config.training.label_smoothing).train()
+        prepare = device_input(dtype, splits.mean, splits.std, feed.sent_shape()[1:], config.data.image_size)
+        step = steps.TrainingStep(self._network, prepare, config.training.label_smoothing).train()
         self._optimizer = build_optimizer(config, self._network)
         self._training = poptorch.trainingModel(step, options=self._training_options(), optimizer=self._optimizer)
-        evaluation = steps.EvaluationStep(self._network, normalisation)
+        evaluation = steps.EvaluationStep(self._network, prepare)
         self._inference = poptorch.inferenceModel(evaluation, options=self._inference_options())
         self._models = [self._training, self._inference]
         self._clock("build model", began)

@@ -13,13 +13,13 @@ from torch.nn import functional
 class TrainingStep(nn.Module):
     """What a replica does with one micro-batch in training."""
 
-    def __init__(self, network: nn.Module, normalisation: nn.Module, label_smoothing: float = 0.0) -> None:
+    def __init__(self, network: nn.Module, prepare: nn.Module, label_smoothing: float = 0.0) -> None:
         super().__init__()
-        self.network, self.normalisation, self.label_smoothing = network, normalisation, label_smoothing
+        self.network, self.prepare, self.label_smoothing = network, prepare, label_smoothing
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
         """Mean cross-entropy (the marked loss) and the number of right predictions, both 0-d."""
-        logits = self.network(self.normalisation(images)).float()
+        logits = self.network(self.prepare(images)).float()
         loss = functional.cross_entropy(logits, labels)
         if self.label_smoothing:
             # Gradients start at the marked loss: what is added to a torch loss must be marked with it (contract 2.4).
@@ -32,13 +32,13 @@ class TrainingStep(nn.Module):
 class EvaluationStep(nn.Module):
     """What a replica does with one micro-batch of the test split."""
 
-    def __init__(self, network: nn.Module, normalisation: nn.Module) -> None:
+    def __init__(self, network: nn.Module, prepare: nn.Module) -> None:
         super().__init__()
-        self.network, self.normalisation = network, normalisation
+        self.network, self.prepare = network, prepare
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Logits [n, classes], float32."""
-        logits: torch.Tensor = self.network(self.normalisation(images)).float()
+        logits: torch.Tensor = self.network(self.prepare(images)).float()
         return logits
 
 

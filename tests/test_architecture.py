@@ -11,13 +11,15 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "raypod"
 
 LEVELS: Dict[str, int] = {
-    **dict.fromkeys(("__init__", "errors", "events", "torchvision_import", "allocator", "mixer", "device_input"), 0),
+    **dict.fromkeys(("__init__", "errors", "events", "torchvision_import", "allocator", "mixer"), 0),
     **dict.fromkeys(("launcher/__init__", "launcher/records", "launcher/keeper", "launcher/rendezvous_store"), 0),
     **dict.fromkeys(("launcher/options", "launcher/stdin", "cluster_file", "numa"), 0),
     **dict.fromkeys(("config", "cluster", "stop_gate", "shell", "launcher/console", "launcher/pump"), 1),
-    **dict.fromkeys(("user_code", "datasets/arrays"), 1),
-    **dict.fromkeys(("datasets/digits", "datasets/synthetic", "datasets/own"), 4),
-    **dict.fromkeys(("datasets/__init__", "transforms"), 5),
+    **dict.fromkeys(("device_input", "prefetch"), 0),
+    **dict.fromkeys(("user_code", "file_lock", "datasets/arrays"), 1),
+    **dict.fromkeys(("datasets/digits", "datasets/synthetic", "datasets/own", "datasets/cifar"), 4),
+    **dict.fromkeys(("datasets/cache",), 2),
+    **dict.fromkeys(("datasets/__init__", "transforms", "sample_loader"), 5),
     **dict.fromkeys(("placement", "launcher/parser", "launcher/mpi_arguments", "launcher/output"), 2),
     **dict.fromkeys(("plan", "devices", "vipu", "launcher/run"), 3),
     **dict.fromkeys(

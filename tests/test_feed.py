@@ -156,3 +156,34 @@ def test_images_are_normalised_on_the_host(make: Callable[..., Plan]) -> None:
     images = torch.cat([images for images, _ in calls(plan)[0]])
     assert (float(images.mean()), float(images.std())) == pytest.approx((0, 1), abs=0.05)
     assert np.isfinite(images.numpy()).all()
+
+
+@pytest.mark.parametrize("eight_bit_io", [False, True])
+def test_images_grow_on_the_host_or_with_eight_bit_io_on_the_device(
+    make: Callable[..., Plan], eight_bit_io: bool
+) -> None:
+    plan = make(data={"image_size": 20, "eight_bit_io": eight_bit_io})
+    (feed, _) = feeds(plan)
+    assert feed.sent_shape() == ((1, 8, 8) if eight_bit_io else (1, 20, 20))
+    assert feed.sample_shape() == (1, 20)
+    images, _ = next(iter(feed.calls(plan.legs()[0])))
+    assert tuple(images.shape[1:]) == feed.sent_shape()
+
+
+def test_images_shrink_on_the_host_always(make: Callable[..., Plan]) -> None:
+    feed = feeds(make(data={"image_size": 6, "eight_bit_io": True}))[0]
+    assert feed.sent_shape() == (1, 6, 6)
+
+
+def test_arrays_are_the_same_with_and_without_loading_ahead(make: Callable[..., Plan]) -> None:
+    expected = calls(make(), leg=1)
+    assert all(
+        torch.equal(ours[0], theirs[0])
+        for one, other in zip(expected, calls(make(data={"async_dataloader": True}), leg=1))
+        for ours, theirs in zip(one, other)
+    )
+
+
+def test_only_bytes_are_resized(make: Callable[..., Plan], own: str) -> None:
+    with pytest.raises(ConfigError, match="needs uint8 images"):
+        calls(make(data={"dataset": own, "image_size": 8}, training={"batch_size": 2}))

@@ -114,6 +114,11 @@ def test_the_other_optimizers_train(make: Callable[..., Plan], optimizer: str) -
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
 
 
+def test_eight_bit_io_gives_the_same_weights(make: Callable[..., Plan]) -> None:
+    hashes = {sha256(make(data={"eight_bit_io": on}, training={"updates": 2}, **INLINE)) for on in (False, True)}
+    assert len(hashes) == 1
+
+
 def command(tmp_path: Path, *flags: str) -> tuple[int, Path]:
     folder = tmp_path / "run"
     inline = ["--fleet", "inline", "--device", "emulated", "--run-dir", str(folder)]

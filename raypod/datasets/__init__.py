@@ -7,18 +7,38 @@ imports torch until data of one's own asks for it, so that a plan can be made wi
 from __future__ import annotations
 
 import dataclasses
-from types import ModuleType
-from typing import Any, Dict
+from typing import Dict
+
+from typing_extensions import Protocol
 
 from raypod.config import Config
-from raypod.datasets import digits, own, synthetic
+from raypod.datasets import cifar, digits, own, synthetic
 from raypod.datasets.arrays import ArrayDataset, Augmentation, ImageShape, Splits
 from raypod.errors import ConfigError
 from raypod.plan import DatasetSize
 
 __all__ = ["ArrayDataset", "Augmentation", "ImageShape", "Splits", "dataset_size", "fingerprint", "image_shape", "load"]
 
-_BY_NAME: Dict[str, ModuleType] = {"digits": digits, "synthetic": synthetic}
+
+class Source(Protocol):
+    """What a data set is before it is loaded: a module, or an object like one."""
+
+    def size(self, config: Config) -> DatasetSize:
+        """The numbers of samples."""
+
+    def shape(self, config: Config) -> ImageShape:
+        """The images and classes."""
+
+    def load(self, config: Config) -> Splits:
+        """The splits, with the augmentation that is usual for them."""
+
+
+_BY_NAME: Dict[str, Source] = {
+    "digits": digits,
+    "synthetic": synthetic,
+    "cifar10": cifar.CIFAR10,
+    "cifar100": cifar.CIFAR100,
+}
 
 
 def dataset_size(config: Config) -> DatasetSize:
@@ -27,18 +47,17 @@ def dataset_size(config: Config) -> DatasetSize:
     Raises:
         ConfigError: as `load`.
     """
-    found: DatasetSize = _source(config).size(config)
-    return found
+    return _source(config).size(config)
 
 
 def image_shape(config: Config) -> ImageShape:
-    """What the network has to know of the images, as they arrive on the device.
+    """What the network has to know of the images, as it sees them.
 
     Raises:
         ConfigError: as `load`.
     """
-    found: ImageShape = _source(config).shape(config)
-    return found
+    found = _source(config).shape(config)
+    return found if config.data.image_size is None else dataclasses.replace(found, side=config.data.image_size)
 
 
 def load(config: Config) -> Splits:
@@ -47,7 +66,7 @@ def load(config: Config) -> Splits:
     Raises:
         ConfigError: the name is not known, files are missing or damaged, or what is your own cannot be used.
     """
-    splits: Splits = _source(config).load(config)
+    splits = _source(config).load(config)
     return dataclasses.replace(splits, augmentation=_augmentation(config, splits.augmentation))
 
 
@@ -56,7 +75,7 @@ def fingerprint(config: Config) -> str:
     return load(config).fingerprint
 
 
-def _source(config: Config) -> Any:
+def _source(config: Config) -> Source:
     name = config.data.dataset
     if name in _BY_NAME:
         return _BY_NAME[name]

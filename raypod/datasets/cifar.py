@@ -1,0 +1,140 @@
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009) in torchvision's folders: pickled batches of 32x32 colour images."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import numpy as np
+
+from raypod.config import Config
+from raypod.datasets.arrays import ArrayDataset, Augmentation, ImageShape, Splits, fingerprint_of
+from raypod.datasets.cache import Cache, identity_of
+from raypod.errors import ConfigError
+from raypod.plan import DatasetSize
+
+_SHAPE = (3, 32, 32)
+_PIXELS = 3 * 32 * 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Cifar:
+    """One of the two: where its files lie, and what they hold."""
+
+    folder: str
+    archive: str
+    train_files: Tuple[str, ...]
+    test_file: str
+    label_key: str
+    classes: int
+    mean: Tuple[float, ...]
+    std: Tuple[float, ...]
+
+    def size(self, config: Config) -> DatasetSize:
+        """Out of the cache, or counted in the files; nothing is written."""
+        files = self._files(config)
+        found = Cache(config, files[0].parent).find(identity_of(files))
+        arrays = self._read(files) if found is None else found
+        return DatasetSize(len(arrays["train_labels"]), len(arrays["test_labels"]))
+
+    def shape(self, config: Config) -> ImageShape:
+        """The same for all such files."""
+        return ImageShape(3, 32, self.classes)
+
+    def load(self, config: Config) -> Splits:
+        """The arrays, shared by the instances of a host.
+
+        Raises:
+            ConfigError: files are missing or damaged.
+        """
+        files = self._files(config)
+        arrays = Cache(config, files[0].parent).find_or_make(identity_of(files), lambda: self._read(files))
+        train = ArrayDataset(arrays["train_images"], arrays["train_labels"])
+        test = ArrayDataset(arrays["test_images"], arrays["test_labels"])
+        augmentation = Augmentation(padding=4, flip=True)
+        return Splits(train, test, self.classes, fingerprint_of(train, test), self.mean, self.std, augmentation)
+
+    def _files(self, config: Config) -> List[Path]:
+        """The training files, and last the test file."""
+        name = config.data.dataset
+        if config.data.data_dir is None:
+            raise ConfigError(f"--dataset {name} needs --data-dir: the folder that holds {self.folder}/")
+        root = Path(config.data.data_dir).expanduser()
+        folder = root if root.name == self.folder else root / self.folder
+        files = [folder / file for file in (*self.train_files, self.test_file)]
+        for file in files:
+            if not file.is_file():
+                raise ConfigError(f"--dataset {name}: {file} does not exist; unpack {self.archive} in {folder.parent}")
+        return files
+
+    def _read(self, files: List[Path]) -> Dict[str, np.ndarray]:
+        parts = [self._read_batch(file) for file in files]
+        return {
+            "train_images": np.concatenate([images for images, _ in parts[:-1]]),
+            "train_labels": np.concatenate([labels for _, labels in parts[:-1]]),
+            "test_images": parts[-1][0],
+            "test_labels": parts[-1][1],
+        }
+
+    def _read_batch(self, file: Path) -> Tuple[np.ndarray, np.ndarray]:
+        try:
+            content = _Unpickler(io.BytesIO(file.read_bytes()), encoding="latin1").load()
+            images, labels = content["data"], np.asarray(content[self.label_key], dtype=np.int64)
+            if images.dtype != np.uint8 or images.shape != (len(labels), _PIXELS):
+                raise ValueError(f"{images.dtype} {images.shape} for {len(labels)} labels")
+            if len(labels) and not 0 <= labels.min() <= labels.max() < self.classes:
+                raise ValueError(f"labels from {labels.min()} to {labels.max()} for {self.classes} classes")
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {error.strerror}") from None
+        except Exception as error:  # noqa: BLE001 - damaged pickles raise whatever their bytes happen to mean
+            raise ConfigError(
+                f"{file} is damaged, it is no batch of {self.folder} ({type(error).__name__}: {error}); "
+                f"unpack {self.archive} again"
+            ) from None
+        return images.reshape(-1, *_SHAPE), labels
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds arrays and plain values only: a file from somewhere must not be able to run code."""
+
+    _ALLOWED = (
+        ("numpy.core.multiarray", "_reconstruct"),
+        ("numpy._core.multiarray", "_reconstruct"),
+        ("numpy", "ndarray"),
+        ("numpy", "dtype"),
+        ("_codecs", "encode"),  # how Python 3 writes bytes for Python 2
+    )
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        """What a pickle may name."""
+        if (module_name, global_name) not in self._ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
+        if global_name == "_reconstruct":  # numpy moved it; both names are found in pickles
+            return np.zeros(0).__reduce__()[0]
+        return super().find_class(module_name, global_name)
+
+
+CIFAR10 = Cifar(
+    folder="cifar-10-batches-py",
+    archive="cifar-10-python.tar.gz",
+    train_files=tuple(f"data_batch_{number}" for number in range(1, 6)),
+    test_file="test_batch",
+    label_key="labels",
+    classes=10,
+    mean=(0.4914, 0.4822, 0.4465),
+    std=(0.2470, 0.2435, 0.2616),
+)
+
+CIFAR100 = Cifar(
+    folder="cifar-100-python",
+    archive="cifar-100-python.tar.gz",
+    train_files=("train",),
+    test_file="test",
+    label_key="fine_labels",
+    classes=100,
+    mean=(0.5071, 0.4865, 0.4409),
+    std=(0.2673, 0.2564, 0.2762),
+)

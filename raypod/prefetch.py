@@ -1,0 +1,62 @@
+"""What is prepared while a call runs, and how long a call waited for it nevertheless."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from typing import Any, Iterator, Tuple, TypeVar
+
+Item = TypeVar("Item")
+
+
+def timed(batches: Iterator[Item]) -> Iterator[Tuple[Item, float]]:
+    """Each batch, and the seconds that whoever asked for it waited."""
+    with contextlib.ExitStack() as stack:
+        close = getattr(batches, "close", None)  # generators have it: what they started ends with this one
+        if close is not None:
+            stack.callback(close)
+        while True:
+            asked_s = time.monotonic()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch, time.monotonic() - asked_s
+
+
+def ahead(batches: Iterator[Item], depth: int) -> Iterator[Item]:
+    """The same batches, up to `depth` of them prepared in a thread; an error there surfaces here, in its place."""
+    slots: queue.Queue[Any] = queue.Queue(maxsize=depth)
+    ended = threading.Event()
+
+    def put(item: Any) -> bool:
+        while not ended.is_set():
+            with contextlib.suppress(queue.Full):
+                slots.put(item, timeout=0.1)
+                return True
+        return False
+
+    def fill() -> None:
+        try:
+            for batch in batches:
+                if not put((batch, None)):
+                    return
+            put((None, None))
+        except BaseException as error:  # noqa: BLE001 - handed over to the consumer, who raises it
+            put((None, error))
+
+    thread = threading.Thread(target=fill, name="feed-ahead", daemon=True)
+    thread.start()
+    try:
+        while True:
+            batch, error = slots.get()
+            if error is not None:
+                raise error
+            if batch is None:
+                return
+            yield batch
+    finally:
+        ended.set()
+        thread.join()
