@@ -48,10 +48,12 @@ def run(plan: Plan, fleet: Fleet, metrics: MetricsFold, resumed: Optional[Checkp
                     yield metrics.end_epoch(leg.epoch)
                 saved = _save(plan, fleet, update)
                 yield saved
+                if plan.is_evaluated_after(leg) and not stop.requested:
+                    yield _evaluate(fleet, update, leg)
                 if stop.requested:
                     break
         if update == plan.total_updates and plan.size.test_samples:
-            yield _evaluate(fleet)
+            yield _evaluate(fleet, update, leg)
         yield RunEnded(update, update < plan.total_updates, saved.weights_sha256, saved.path)
 
 
@@ -78,11 +80,12 @@ def _save(plan: Plan, fleet: Fleet, update: int) -> CheckpointSaved:
     return CheckpointSaved(update, str(path), weights_sha256)
 
 
-def _evaluate(fleet: Fleet) -> EvaluationDone:
+def _evaluate(fleet: Fleet, update: int, leg: Leg) -> EvaluationDone:
     reports: List[EvaluationReport] = fleet.call("evaluate")
     samples = sum(report.samples for report in reports)
     loss = math.fsum(report.loss_sum for report in reports) / samples
-    return EvaluationDone(samples, loss, 100.0 * sum(report.correct for report in reports) / samples)
+    accuracy = 100.0 * sum(report.correct for report in reports) / samples
+    return EvaluationDone(samples, loss, accuracy, update, leg.epoch + 1)
 
 
 def _run_started(started: List[InstanceStarted], fleet: Fleet, first_update: int) -> RunStarted:

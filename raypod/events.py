@@ -101,6 +101,8 @@ class EvaluationDone:
     samples: int
     loss: float
     accuracy: float
+    update: int  # the number of updates done
+    epoch: int  # 1-based
 
 
 @dataclasses.dataclass(frozen=True)

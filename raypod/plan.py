@@ -163,6 +163,13 @@ class Plan:
             update = end
         return legs
 
+    def is_evaluated_after(self, leg: Leg) -> bool:
+        """Whether the test split is evaluated between this leg and the next; after the last one it is anyway."""
+        every = self.config.training.evaluate_every
+        is_last = leg.first_update + leg.num_updates == self.total_updates
+        is_due = every is not None and leg.ends_epoch and (leg.epoch + 1) % every == 0
+        return is_due and not is_last and self.size.test_samples > 0
+
     def instances_on(self, host_index: int) -> List[InstanceSpec]:
         """The instances of one host."""
         return self.placement.instances_on(host_index)

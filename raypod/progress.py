@@ -41,6 +41,9 @@ class Progress:
         elif isinstance(event, EpochDone):
             self._close_bar()
             self._say(f"[Epoch {event.epoch:02d}] loss: {event.loss:.3f}, acc: {event.accuracy:.1f}")
+        elif isinstance(event, EvaluationDone) and event.update < self._plan.total_updates:
+            self._close_bar()
+            self._say(f"[Epoch {event.epoch:02d}] test loss: {event.loss:.3f}, test acc: {event.accuracy:.2f}")
         elif isinstance(event, EvaluationDone):
             self._close_bar()
             self._say(f"Test accuracy: {event.accuracy:.2f} % of {event.samples} images (loss {event.loss:.3f})")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional, Sequence
 
 from raypod.config import Config
 from raypod.errors import ConfigError
@@ -46,8 +47,10 @@ def open_for(plan: Plan) -> None:
     (folder / "plan.json").write_text(json.dumps(describe(plan), indent=2) + "\n")
 
 
-def write_summary(plan: Plan, metrics: MetricsFold, seen: Dict[type, Any]) -> None:
-    """Write `summary.json` out of the last event of each type."""
+def write_summary(
+    plan: Plan, metrics: MetricsFold, seen: Dict[type, Any], evaluations: Sequence[EvaluationDone] = ()
+) -> None:
+    """Write `summary.json` out of the last event of each type and all evaluations."""
     started: RunStarted = seen[RunStarted]
     ended: RunEnded = seen[RunEnded]
     test: Optional[EvaluationDone] = seen.get(EvaluationDone)
@@ -58,6 +61,7 @@ def write_summary(plan: Plan, metrics: MetricsFold, seen: Dict[type, Any]) -> No
         "loss": last.loss if last else None,
         "accuracy": last.accuracy if last else None,
         "test_accuracy": test.accuracy if test else None,
+        "evaluations": _earlier_evaluations(plan, started) + [dataclasses.asdict(each) for each in evaluations],
         "samples_per_s": metrics.samples_per_s,
         "seconds_to_first_update": metrics.first_update_s,
         "seconds_to_start": dict(started.seconds),
@@ -72,3 +76,12 @@ def write_summary(plan: Plan, metrics: MetricsFold, seen: Dict[type, Any]) -> No
     partial = path.with_name("summary.json.partial")
     partial.write_text(json.dumps(summary, indent=2) + "\n")
     partial.replace(path)
+
+
+def _earlier_evaluations(plan: Plan, started: RunStarted) -> List[Any]:
+    """Those that the run had made, by its last summary, before it went on from `started.first_update`."""
+    path = Path(plan.run_dir) / "summary.json"
+    if not started.first_update or not path.is_file():
+        return []
+    earlier = json.loads(path.read_text()).get("evaluations", [])
+    return [each for each in earlier if each["update"] <= started.first_update]

@@ -8,11 +8,11 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod import checkpoint, config, coordinator, datasets, run_folder
 from raypod.cluster import read_cluster
-from raypod.events import CheckpointSaved, RunEnded, RunStarted, UpdateDone
+from raypod.events import CheckpointSaved, EvaluationDone, RunEnded, RunStarted, UpdateDone
 from raypod.fleet import Fleet
 from raypod.metrics import JsonLines, MetricsFold
 from raypod.plan import Plan, make_plan
@@ -93,6 +93,7 @@ def _run(plan: Plan, resumed: Optional[checkpoint.Checkpoint], started_at_s: flo
     progress.begin()
     metrics = MetricsFold(plan, started_at_s)
     seen: Dict[type, Any] = {}
+    evaluations: List[EvaluationDone] = []
     with contextlib.ExitStack() as stack:
         stack.callback(progress.close)
         events = stack.enter_context(contextlib.closing(coordinator.run(plan, _fleet(plan), metrics, resumed)))
@@ -103,10 +104,12 @@ def _run(plan: Plan, resumed: Optional[checkpoint.Checkpoint], started_at_s: flo
                 stack.callback(lines.close)
             elif isinstance(event, UpdateDone):
                 lines.write(event)
+            elif isinstance(event, EvaluationDone):
+                evaluations.append(event)
             elif isinstance(event, CheckpointSaved):
                 lines.flush()
             progress.show(event)
-    run_folder.write_summary(plan, metrics, seen)
+    run_folder.write_summary(plan, metrics, seen, evaluations)
     print(f"Everything else: {plan.run_dir}")  # noqa: T201
     return INTERRUPTED if seen[RunEnded].interrupted else 0
 

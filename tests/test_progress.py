@@ -56,7 +56,9 @@ def test_without_a_terminal_there_are_plain_lines(shown: Callable[..., Any]) -> 
 
 def test_the_result_and_an_interruption_are_told(shown: Callable[..., Any]) -> None:
     started = RunStarted("emulated", "emulated SDK on CPU", 44, 77754, ())
-    out, _ = shown(io.StringIO(), started, EvaluationDone(360, 0.05, 98.61), RunEnded(50, True, "ab", None))
+    on_the_way, last = EvaluationDone(360, 0.5, 91.94, 44, 1), EvaluationDone(360, 0.05, 98.61, 88, 2)
+    out, _ = shown(io.StringIO(), started, on_the_way, last, RunEnded(50, True, "ab", None))
     assert "emulated SDK on CPU; 77,754 parameters, the same in all instances, from update 44 on" in out
+    assert "[Epoch 01] test loss: 0.500, test acc: 91.94\n" in out
     assert "Test accuracy: 98.61 % of 360 images (loss 0.050)" in out
     assert "Interrupted after update 50; go on with --resume" in out

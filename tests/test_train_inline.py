@@ -86,6 +86,21 @@ def sha256(plan: Plan) -> str:
     return next(event for event in train_inline(plan) if isinstance(event, RunEnded)).weights_sha256
 
 
+def test_evaluating_on_the_way_changes_nothing_but_what_is_known(
+    make: Callable[..., Plan], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--epochs", "3", "--batch-size", "64", "--evaluate-every", "1")
+    code, folder = command(tmp_path, *flags)
+    assert code == 0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert [each["epoch"] for each in summary["evaluations"]] == [1, 2, 3]
+    assert summary["evaluations"][-1]["accuracy"] == summary["test_accuracy"]
+    out = capsys.readouterr().out
+    assert "[Epoch 02] test loss: " in out
+    assert out.count("test loss") == 2
+    assert sha256(make(training={"epochs": 3, "batch_size": 64}, **INLINE)) == summary["weights_sha256"]
+
+
 def test_another_seed_gives_other_weights(make: Callable[..., Plan]) -> None:
     hashes = [sha256(make(training={"updates": 2, "seed": seed}, **INLINE)) for seed in (1, 1, 2)]
     assert hashes[0] == hashes[1]
