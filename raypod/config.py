@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from typing_extensions import Annotated, Literal
 
 from raypod.errors import ConfigError
+from raypod.interval import parse_interval
 
 SMALL_RESNETS = ("resnet8", "resnet14", "resnet20")
 TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
@@ -131,11 +132,22 @@ class RunSection(Section):
     collectives: Literal["auto", "horovod", "gloo"] = Field("auto", description="auto: Horovod where installed")
     run_dir: Optional[str] = Field(None, description="run folder (default runs/<time>-<name>)")
     resume: Optional[str] = Field(None, description="run folder or checkpoint to go on from")
+    resume_anyway: Optional[str] = Field(None, description="settings that may differ from the checkpoint's, by commas")
+    checkpoint_every: str = Field("1 epoch", description="as in 100 updates, 2 epochs, 10 minutes")
+    keep_checkpoints: int = Field(3, ge=1, description="newest ones that are kept, and the best by test accuracy")
+    on_nonfinite: Literal["stop", "continue"] = Field("stop", description="when the loss is no number any more")
+    save_timeout_s: float = Field(600, gt=0, description="bound of the wait for a checkpoint to be written")
     start_timeout_s: float = Field(120, gt=0, description="bound of every step of starting the instances")
     report_timeout_s: float = Field(
         1800, gt=0, description="bound of the wait for the next report (compiling included)"
     )
     stop_timeout_s: float = Field(10, gt=0, description="grace for an instance to end by itself")
+
+    @pydantic.field_validator("checkpoint_every")
+    @classmethod
+    def _is_an_interval(cls, value: str) -> str:
+        parse_interval(value)
+        return value
 
 
 class Config(pydantic.BaseModel):
@@ -213,7 +225,8 @@ def resolve(args: argparse.Namespace, instances_of: Optional[InstancesOf] = None
     source = args.config or (str(resumed) if getattr(args, "run.resume") and resumed.is_file() else None)
     values = _read_yaml(Path(source)) if source else {}
     if source and source != args.config:
-        values.get("run", {}).pop("run_dir", None)
+        for key in ("run_dir", "resume_anyway"):
+            values.get("run", {}).pop(key, None)
     given: Dict[str, Any] = {}
     for section, key, _ in fields():
         value = getattr(args, f"{section}.{key}")

@@ -13,11 +13,10 @@ import time
 from types import FrameType
 from typing import Dict, Generator, Iterator, List, Optional
 
-from raypod import checkpoint
-from raypod.checkpoint import Checkpoint
-from raypod.errors import RunError, WeightsDiffer
+from raypod.checkpoint.manifest import Checkpoint
+from raypod.checkpoint.reader import check_data
+from raypod.errors import CheckpointDamaged, ConfigError, WeightsDiffer
 from raypod.events import (
-    CheckpointSaved,
     EvaluationDone,
     EvaluationReport,
     Event,
@@ -28,6 +27,7 @@ from raypod.events import (
 from raypod.fleet import Fleet
 from raypod.metrics import MetricsFold
 from raypod.plan import Leg, Plan
+from raypod.saving import Saving
 from raypod.seeding import new_seeding
 
 Events = Generator[Event, None, None]
@@ -35,26 +35,46 @@ Events = Generator[Event, None, None]
 
 def run(plan: Plan, fleet: Fleet, metrics: MetricsFold, resumed: Optional[Checkpoint] = None) -> Events:
     """Run a plan on a fleet; the events of the run, as they happen."""
-    update = first_update = resumed.position.update if resumed else 0
+    update = first_update = resumed.update if resumed else 0
     with _stop_on_signal() as stop, contextlib.closing(fleet):
         started = fleet.start()
+        _check_data(plan, started, resumed)
         _seed_weights(fleet, resumed)
+        saving = Saving(plan, started[0], resumed)
         yield _run_started(started, fleet, first_update)
         with stop.at_a_checkpoint():
-            for leg in plan.legs(first_update):
-                yield from _train(fleet, leg, metrics, stop)
+            while update < plan.total_updates and not stop.requested:
+                leg = plan.next_leg(update)
+                yield from _train(fleet, leg, metrics, saving, stop)
                 update = metrics.last.update if metrics.last else first_update
-                if leg.ends_epoch and update == leg.first_update + leg.num_updates:
+                if leg.ends_epoch and update == leg.end:
                     yield metrics.end_epoch(leg.epoch)
-                saved = _save(plan, fleet, update)
-                yield saved
-                if plan.is_evaluated_after(leg) and not stop.requested:
-                    yield _evaluate(fleet, update, leg)
-                if stop.requested:
-                    break
+                test_accuracy = None
+                if update == leg.end and plan.is_evaluated_after(leg) and not stop.requested:
+                    evaluation = _evaluate(fleet, update, leg)
+                    yield evaluation
+                    test_accuracy = evaluation.accuracy
+                if saving.is_due(update) or stop.requested:
+                    yield from saving.begin(fleet, update, test_accuracy)
+            yield from saving.finish(fleet)
         if update == plan.total_updates and plan.size.test_samples:
             yield _evaluate(fleet, update, leg)
-        yield RunEnded(update, update < plan.total_updates, saved.weights_sha256, saved.path)
+        assert saving.last is not None, "a run ends with a checkpoint"
+        yield RunEnded(update, update < plan.total_updates, saving.last.weights_sha256, saving.last.path)
+
+
+def _check_data(plan: Plan, started: List[InstanceStarted], resumed: Optional[Checkpoint]) -> None:
+    """All instances see the same data, and that of the checkpoint."""
+    first = started[0]
+    for other in started:
+        if other.data_fingerprint != first.data_fingerprint:
+            raise ConfigError(
+                f"the data set of instance {other.instance} on host {other.host} is not that of instance "
+                f"{first.instance} on host {first.host}: fingerprints {other.data_fingerprint} and "
+                f"{first.data_fingerprint}; copy one to all hosts"
+            )
+    if resumed is not None:
+        check_data(plan, resumed, first.data_fingerprint)
 
 
 def _seed_weights(fleet: Fleet, resumed: Optional[Checkpoint]) -> None:
@@ -63,21 +83,15 @@ def _seed_weights(fleet: Fleet, resumed: Optional[Checkpoint]) -> None:
     hashes = fleet.call("seed_weights", seeding, str(resumed.path) if resumed else None)
     if len(set(hashes)) > 1:
         raise WeightsDiffer(dict(enumerate(hashes)))
-    if resumed is not None and hashes[0] != resumed.position.weights_sha256:
-        raise RunError(f"{resumed.path} is damaged: the hash of its weights is not the one it was saved with")
+    if resumed is not None and hashes[0] != resumed.manifest.weights_sha256:
+        raise CheckpointDamaged(str(resumed.path), "the hash of its weights is not the one it was saved with")
 
 
-def _train(fleet: Fleet, leg: Leg, metrics: MetricsFold, stop: _Stop) -> Iterator[Event]:
+def _train(fleet: Fleet, leg: Leg, metrics: MetricsFold, saving: Saving, stop: _Stop) -> Iterator[Event]:
     metrics.begin_leg(time.monotonic())
-    for report in fleet.run(leg, lambda: stop.requested):
+    for report in fleet.run(leg, lambda: stop.requested or saving.is_late()):
+        yield from map(saving.take, report.saves)
         yield from metrics.add(report, leg, time.monotonic())
-
-
-def _save(plan: Plan, fleet: Fleet, update: int) -> CheckpointSaved:
-    path = checkpoint.weights_path(plan, update)
-    weights_sha256 = fleet.call("save", str(path))[0]
-    checkpoint.commit(plan, update, weights_sha256)
-    return CheckpointSaved(update, str(path), weights_sha256)
 
 
 def _evaluate(fleet: Fleet, update: int, leg: Leg) -> EvaluationDone:

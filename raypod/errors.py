@@ -11,7 +11,10 @@
         |-- HostLost            a host, or what raypod runs there, is gone
         |-- PeerLost            an instance cannot reach another one, or it is gone
         |-- WaitTimedOut        something did not happen within its stated bound
-        `-- WeightsDiffer       instances disagree on the weights they start from
+        |-- WeightsDiffer       instances disagree on the weights they start from
+        |-- CheckpointDamaged   a file of a checkpoint is not what it was written as
+        |-- CheckpointNotSaved  no checkpoint could be written where one has to be
+        `-- LossNotFinite       the loss is no number any more
 
 Errors cross processes: every field is positional, so that a pickled error arrives as what it was.
 """
@@ -122,3 +125,42 @@ class WeightsDiffer(RunError):
     def __str__(self) -> str:
         told = ", ".join(f"instance {index}: {value[:12]}" for index, value in sorted(self.hashes.items()))
         return f"the instances start from different weights ({told})"
+
+
+@dataclasses.dataclass(eq=False)
+class CheckpointDamaged(RunError):
+    """Scene: a flipped byte, a file cut off, or one that something else has written."""
+
+    path: str
+    cause: str
+
+    def __str__(self) -> str:
+        return f"{self.path} is damaged: {self.cause}"
+
+
+@dataclasses.dataclass(eq=False)
+class CheckpointNotSaved(RunError):
+    """Scene: the disk is full, and this is the first checkpoint or the last."""
+
+    path: str
+    cause: str
+    way_out: str
+
+    def __str__(self) -> str:
+        return f"cannot write the checkpoint {self.path}: {self.cause}; {self.way_out}"
+
+
+@dataclasses.dataclass(eq=False)
+class LossNotFinite(RunError):
+    """Scene: the learning rate is too high, or half precision needs loss scaling."""
+
+    loss: float
+    last_finite_update: int
+    update: int
+    way_out: str
+
+    def __str__(self) -> str:
+        return (
+            f"the loss turned {self.loss} between update {self.last_finite_update} and update {self.update}; "
+            f"{self.way_out}"
+        )

@@ -23,6 +23,18 @@ class InstanceStarted:
     device_line: str  # which SDK was found, in one line for people
     parameters: int
     seconds: Tuple[Tuple[str, float], ...]  # where the start-up time went, in order
+    data_fingerprint: str = ""  # of the data set as this instance loaded it
+    versions: Tuple[Tuple[str, str], ...] = ()  # of what it computes with
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveReport:
+    """What became of a checkpoint that instance 0 was told to write."""
+
+    update: int
+    path: str
+    weights_sha256: str  # empty where it could not be written
+    error: Optional[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +49,7 @@ class CallReport:
     first_update: int
     losses: Tuple[Tuple[float, ...], ...]
     correct: Tuple[Tuple[int, ...], ...]
+    saves: Tuple[SaveReport, ...] = ()  # that ended since the last report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +99,29 @@ class EpochDone:
 
 
 @dataclasses.dataclass(frozen=True)
+class CheckpointBegun:
+    """A checkpoint is about to be taken: what goes with it belongs on the disk now."""
+
+    update: int
+
+
+@dataclasses.dataclass(frozen=True)
 class CheckpointSaved:
     """A checkpoint was written and renamed into place."""
 
     update: int
     path: str
     weights_sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointFailed:
+    """A checkpoint could not be written; the run goes on, and `previous` is still there."""
+
+    update: int
+    path: str
+    cause: str
+    previous: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,4 +145,13 @@ class RunEnded:
     checkpoint: Optional[str]
 
 
-Event = Union[RunStarted, UpdateDone, EpochDone, CheckpointSaved, EvaluationDone, RunEnded]
+Event = Union[
+    RunStarted,
+    UpdateDone,
+    EpochDone,
+    CheckpointBegun,
+    CheckpointSaved,
+    CheckpointFailed,
+    EvaluationDone,
+    RunEnded,
+]

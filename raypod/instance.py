@@ -20,16 +20,20 @@ import poptorch
 import torch
 from torch.nn import functional
 
-from raypod import datasets, flat_state, models, steps, weights
+from raypod import datasets, flat_state, models, replica_state, steps, weights
+from raypod.checkpoint import writer
+from raypod.checkpoint.background import BackgroundWriter
+from raypod.checkpoint.manifest import Manifest
 from raypod.collectives import Rendezvous, horovod_interface, own_address, uses_installed_horovod
 from raypod.device_input import device_input
-from raypod.events import CallReport, EvaluationReport, InstanceStarted
+from raypod.events import CallReport, EvaluationReport, InstanceStarted, SaveReport
 from raypod.feed import Feed
 from raypod.optimizers import build_optimizer, learning_rate
 from raypod.plan import Leg, Plan
 from raypod.sdk import Sdk
 from raypod.seeding import Place, Seeding, SeedingEnd
 from raypod.stop_gate import StopGate
+from raypod.versions import versions
 
 _REDUCTIONS = {"sum": poptorch.ReductionType.Sum, "mean": poptorch.ReductionType.Mean}
 
@@ -43,6 +47,7 @@ class Instance:
         self._feed: Optional[Feed] = None
         self._models: List[Any] = []  # that hold a device
         self._rendezvous: Optional[Rendezvous] = None
+        self._saves: Optional[BackgroundWriter] = None  # of instance 0
         self._address = "127.0.0.1"  # by which other instances reach this one; the fleet's network once it has joined
         self._seconds: List[Tuple[str, float]] = []
 
@@ -56,6 +61,7 @@ class Instance:
         began = self._clock("load data", began)
         if self._spec.index == 0:
             torch.manual_seed(config.training.seed)
+            self._saves = BackgroundWriter(self._plan)
         channels, side = feed.sample_shape()
         self._network = models.build_model(config, channels, side, splits.classes)
         steps.begin_blocks(self._network, self._plan.pipeline_splits)
@@ -79,6 +85,8 @@ class Instance:
             device_line=self._sdk.line,
             parameters=sum(parameter.numel() for parameter in self._network.parameters()),
             seconds=tuple(self._seconds),
+            data_fingerprint=splits.fingerprint,
+            versions=versions(),
         )
 
     def open_rendezvous(self, address: str, hosts: Sequence[str]) -> Dict[str, str]:
@@ -113,7 +121,7 @@ class Instance:
         with contextlib.closing(self._seeding_end) as end:
             if self._spec.index == seeding.root:
                 if checkpoint is not None:
-                    self._load_state(weights.load(Path(checkpoint)))
+                    self._load_state(writer.load(Path(checkpoint)))
                 end.give(seeding, flat_state.pack(self._state()))
             elif self._spec.index in seeding.receivers:
                 self._load_state(flat_state.unpack(end.take(seeding)))
@@ -135,6 +143,10 @@ class Instance:
     def pause(self) -> int:
         """Start no further call until `stop_after` is told; the number of calls started since the run's first."""
         return self._gate.pause()
+
+    def reopen(self) -> None:
+        """After a stopped leg: the next one may start its calls."""
+        self._gate.reopen()
 
     def stop_after(self, calls: int) -> None:
         """End the leg once `calls` calls are done. All instances must be told the same number."""
@@ -161,12 +173,15 @@ class Instance:
         self._network.train()
         return EvaluationReport(self._spec.index, samples, correct, math.fsum(losses))
 
-    def save(self, path: str) -> str:
-        """Read the weights back (all instances must), write them in instance 0; their hash."""
+    def save(self, manifest: Manifest) -> None:
+        """Read the weights back (all instances must); instance 0 copies them and writes them beside the next calls."""
         self._read_back()
-        if self._spec.index == 0:
-            weights.save(Path(path), self._state())
-        return weights.weights_sha256(self._network.state_dict())
+        if self._saves is not None:
+            self._saves.begin(manifest, writer.State(**self._state()))
+
+    def finish_saves(self) -> Tuple[SaveReport, ...]:
+        """Wait for the checkpoint that is being written; what became of those not reported yet."""
+        return self._saves.finish() if self._saves is not None else ()
 
     def close(self) -> None:
         """Leave the fleet and end what this instance started."""
@@ -181,11 +196,16 @@ class Instance:
             self._rendezvous.close()
 
     def _state(self) -> Dict[str, Any]:
-        return {"weights": self._network.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return {
+            "weights": self._network.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "replicas": replica_state.read(self._training),
+        }
 
     def _load_state(self, state: Dict[str, Any]) -> None:
         self._network.load_state_dict(state["weights"])
         self._optimizer.load_state_dict(state["optimizer"])
+        replica_state.load(self._training, state["replicas"])
 
     def _training_options(self) -> Any:
         training = self._plan.config.training
@@ -229,6 +249,7 @@ class Instance:
             first_update=update,
             losses=tuple(tuple(row) for row in mean_losses),
             correct=tuple(tuple(row) for row in counts),
+            saves=self._saves.taken() if self._saves is not None else (),
         )
 
     def _read_back(self) -> None:

@@ -12,6 +12,7 @@ from typing import List, Optional, Sequence, Tuple
 from raypod.cluster import Cluster, Host
 from raypod.config import Config
 from raypod.errors import ConfigError
+from raypod.interval import parse_interval
 from raypod.placement import InstanceSpec, Placement, check_sizes, place
 
 
@@ -106,6 +107,11 @@ class Leg:
     num_updates: int
     ends_epoch: bool
 
+    @property
+    def end(self) -> int:
+        """The update after its last."""
+        return self.first_update + self.num_updates
+
 
 @dataclasses.dataclass(frozen=True)
 class DatasetSize:
@@ -156,19 +162,30 @@ class Plan:
         """The stretches between two points where the coordinator acts, from `first_update` on."""
         legs, update = [], first_update
         while update < self.total_updates:
-            epoch = update // self.updates_per_epoch
-            end_of_epoch = (epoch + 1) * self.updates_per_epoch
-            end = min(end_of_epoch, self.total_updates)
-            legs.append(Leg(epoch, update, end - update, ends_epoch=end == end_of_epoch))
-            update = end
+            legs.append(self.next_leg(update))
+            update = legs[-1].end
         return legs
 
     def is_evaluated_after(self, leg: Leg) -> bool:
         """Whether the test split is evaluated between this leg and the next; after the last one it is anyway."""
         every = self.config.training.evaluate_every
-        is_last = leg.first_update + leg.num_updates == self.total_updates
+        is_last = leg.end == self.total_updates
         is_due = every is not None and leg.ends_epoch and (leg.epoch + 1) % every == 0
         return is_due and not is_last and self.size.test_samples > 0
+
+    def next_leg(self, update: int) -> Leg:
+        """The stretch from `update` to the next point where the coordinator acts."""
+        epoch = update // self.updates_per_epoch
+        end_of_epoch = (epoch + 1) * self.updates_per_epoch
+        end = min(end_of_epoch, self.total_updates)
+        if self.save_every_updates:
+            end = min(end, (update // self.save_every_updates + 1) * self.save_every_updates)
+        return Leg(epoch, update, end - update, ends_epoch=end == end_of_epoch)
+
+    @property
+    def save_every_updates(self) -> int:
+        """Updates between two checkpoints; 0 where the clock says when one is due."""
+        return parse_interval(self.config.run.checkpoint_every).updates(self.updates_per_epoch)
 
     def instances_on(self, host_index: int) -> List[InstanceSpec]:
         """The instances of one host."""
@@ -253,11 +270,19 @@ def _check_against_data(geometry: Geometry, size: DatasetSize, config: Config) -
             f"{geometry.samples_per_call} samples, and the training split has {size.train_samples}; "
             "make one of the four smaller"
         )
-    if training.updates is not None and training.updates % training.device_iterations:
-        below = training.updates // training.device_iterations * training.device_iterations
-        way_out = [n for n in (below, below + training.device_iterations) if n]
+    if training.updates is not None:
+        _check_whole_calls("--updates", training.updates, training.device_iterations)
+    every = parse_interval(config.run.checkpoint_every)
+    if every.unit == "update":
+        _check_whole_calls("--checkpoint-every", int(every.count), training.device_iterations)
+
+
+def _check_whole_calls(flag: str, updates: int, device_iterations: int) -> None:
+    if updates % device_iterations:
+        below = updates // device_iterations * device_iterations
+        way_out = [n for n in (below, below + device_iterations) if n]
         raise ConfigError(
-            f"--updates {training.updates} is not a whole number of calls of {training.device_iterations} updates "
+            f"{flag} {updates} is not a whole number of calls of {device_iterations} updates "
             f"(device iterations); use {' or '.join(map(str, way_out))}"
         )
 

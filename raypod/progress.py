@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Any, Optional, TextIO
 
 from tqdm import tqdm
 
-from raypod.events import EpochDone, EvaluationDone, Event, RunEnded, RunStarted, UpdateDone
+from raypod.events import CheckpointFailed, EpochDone, EvaluationDone, Event, RunEnded, RunStarted, UpdateDone
 from raypod.plan import Plan
 from raypod.plan_table import render
 
@@ -44,6 +45,10 @@ class Progress:
         elif isinstance(event, EvaluationDone) and event.update < self._plan.total_updates:
             self._close_bar()
             self._say(f"[Epoch {event.epoch:02d}] test loss: {event.loss:.3f}, test acc: {event.accuracy:.2f}")
+        elif isinstance(event, CheckpointFailed):
+            self._close_bar()
+            previous = Path(event.previous).name
+            self.warn(f"cannot write the checkpoint {event.path}: {event.cause}; {previous} is still there")
         elif isinstance(event, EvaluationDone):
             self._close_bar()
             self._say(f"Test accuracy: {event.accuracy:.2f} % of {event.samples} images (loss {event.loss:.3f})")
@@ -51,6 +56,10 @@ class Progress:
             self._close_bar()
             if event.interrupted:
                 self._say(f"Interrupted after update {event.updates}; go on with --resume {self._plan.run_dir}")
+
+    def warn(self, text: str) -> None:
+        """A line that is no error."""
+        self._say(f"warning: {text}")
 
     def close(self) -> None:
         """Leave the terminal in order, whatever happened."""

@@ -40,6 +40,11 @@ class StopGate:
             self._paused = True
             return self._started
 
+    def reopen(self) -> None:
+        """After the leg that was stopped has ended everywhere: the next one may start its calls."""
+        with self._condition:
+            self._paused, self._last = False, None
+
     def stop_after(self, calls: int) -> None:
         """Start no call from `calls` (0-based) on."""
         with self._condition:

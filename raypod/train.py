@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from raypod import checkpoint, config, coordinator, datasets, run_folder
+from raypod import config, coordinator, datasets, run_folder
+from raypod.checkpoint import reader
 from raypod.cluster import read_cluster
-from raypod.events import CheckpointSaved, EvaluationDone, RunEnded, RunStarted, UpdateDone
+from raypod.events import CheckpointBegun, EvaluationDone, RunEnded, RunStarted, UpdateDone
 from raypod.fleet import Fleet
 from raypod.metrics import JsonLines, MetricsFold
 from raypod.plan import Plan, make_plan
@@ -73,9 +74,9 @@ def _train(argv: Sequence[str]) -> int:
     if args.dry_run:
         print(drawn(plan))  # noqa: T201
         return 0
-    resumed = checkpoint.read(plan) if plan.config.run.resume else None
+    found = reader.read(plan) if plan.config.run.resume else None
     run_folder.open_for(plan)
-    return _run(plan, resumed, started_at_s)
+    return _run(plan, found, started_at_s)
 
 
 def _process_age_s() -> float:
@@ -88,9 +89,12 @@ def _process_age_s() -> float:
     return uptime_s - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _run(plan: Plan, resumed: Optional[checkpoint.Checkpoint], started_at_s: float) -> int:
+def _run(plan: Plan, found: Optional[reader.Found], started_at_s: float) -> int:
     progress = Progress(plan)
     progress.begin()
+    resumed = found.checkpoint if found else None
+    for damaged in found.passed_over if found else ():
+        progress.warn(f"{damaged}; going on from {resumed.path.name if resumed else ''}")
     metrics = MetricsFold(plan, started_at_s)
     seen: Dict[type, Any] = {}
     evaluations: List[EvaluationDone] = []
@@ -106,7 +110,7 @@ def _run(plan: Plan, resumed: Optional[checkpoint.Checkpoint], started_at_s: flo
                 lines.write(event)
             elif isinstance(event, EvaluationDone):
                 evaluations.append(event)
-            elif isinstance(event, CheckpointSaved):
+            elif isinstance(event, CheckpointBegun):
                 lines.flush()
             progress.show(event)
     run_folder.write_summary(plan, metrics, seen, evaluations)

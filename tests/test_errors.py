@@ -17,6 +17,9 @@ EXAMPLES = {
     errors.HostLost: errors.HostLost("h1", (2, 3), "no answer", "logs"),
     errors.PeerLost: errors.PeerLost(1, "h2", 0, "h1", "it closed the connection"),
     errors.WaitTimedOut: errors.WaitTimedOut("the actors", 5.0, "run.start_timeout_s"),
+    errors.CheckpointDamaged: errors.CheckpointDamaged("checkpoints/update-00000044", "it ends too early"),
+    errors.CheckpointNotSaved: errors.CheckpointNotSaved("checkpoints/update-00000044", "No space left", "make room"),
+    errors.LossNotFinite: errors.LossNotFinite(float("inf"), 43, 44, "go on from update-00000022"),
     errors.WeightsDiffer: errors.WeightsDiffer({0: "aa", 1: "bb"}),
 }
 

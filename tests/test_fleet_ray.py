@@ -268,7 +268,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_130(tmp_path: Path, number: int) -> N
     assert command.returncode == 130, err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["interrupted"]
-    assert Path(summary["checkpoint"]).is_file()
+    assert (Path(summary["checkpoint"]) / "manifest.json").is_file()
     assert summary["updates"] == len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert f"Interrupted after update {summary['updates']}; go on with --resume" in out
     assert are_gone(processes)

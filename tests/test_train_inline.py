@@ -15,7 +15,8 @@ import torch
 from bounded import wait_until
 from torch.nn import functional
 
-from raypod import coordinator, datasets, models, train, weights
+from raypod import coordinator, datasets, models, train
+from raypod.checkpoint import writer
 from raypod.errors import WeightsDiffer
 from raypod.events import EvaluationDone, Event, RunEnded
 from raypod.fleet.inline import InlineFleet
@@ -33,7 +34,7 @@ def train_inline(plan: Plan) -> List[Event]:
 
 
 def final_weights(plan: Plan) -> Dict[str, torch.Tensor]:
-    return weights.load(Path(plan.run_dir) / "checkpoints" / f"update-{plan.total_updates:08d}.pt")["weights"]
+    return writer.load(Path(plan.run_dir) / "checkpoints" / f"update-{plan.total_updates:08d}")["weights"]
 
 
 def hand_written_loop(plan: Plan) -> Dict[str, torch.Tensor]:

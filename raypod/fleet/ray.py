@@ -87,6 +87,8 @@ class RayFleet:
                     del streams[stream]
                 else:
                     yield from reports
+        if stopping:
+            self._call_now("reopen")
         self._at_rest = True
 
     def close(self) -> None:

@@ -1,0 +1,141 @@
+"""Writing that survives: every write of a checkpoint and of the files that a run appends to goes through here.
+
+What is written beside and renamed is whole or absent, at a kill as at a power loss: files are flushed to the disk
+before they are renamed, and so is the folder that holds their names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import Iterator, Union
+
+_CHUNK_BYTES = 8 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+Bytes = Union[bytes, memoryview]
+
+
+class HashedFile:
+    """A file under construction: counts and hashes what is written to it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._digest = hashlib.sha256()
+        self.size_bytes = 0
+
+    @property
+    def sha256(self) -> str:
+        """Of what has been written so far."""
+        return self._digest.hexdigest()
+
+    def write(self, data: Bytes) -> None:
+        """Append. OSError as the disk says it."""
+        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        for first in range(0, len(view), _CHUNK_BYTES):
+            chunk = view[first : first + _CHUNK_BYTES]
+            _write_all(self._descriptor, chunk)
+            self._digest.update(chunk)
+        self.size_bytes += len(view)
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[HashedFile]:
+    """A new file, on the disk when the block has ended."""
+    descriptor = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        yield HashedFile(descriptor)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Let `path` hold `data`: the old content or the new one, never a part."""
+    partial = path.with_name(path.name + ".partial")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(str(partial))  # noqa: PTH108 - all calls of this file go through os
+    with new_file(partial) as file:
+        file.write(data)
+    os.replace(str(partial), str(path))  # noqa: PTH105
+    sync_folder(path.parent)
+
+
+def rename_folder(source: Path, target: Path) -> None:
+    """Give a finished folder its name, and keep that on the disk too."""
+    sync_folder(source)
+    os.rename(str(source), str(target))  # noqa: PTH104
+    sync_folder(target.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder, first under a name by which nobody looks for it: a half removed one is never found."""
+    removed = path.with_name(path.name + ".removed")
+    shutil.rmtree(str(removed), ignore_errors=True)
+    os.rename(str(path), str(removed))  # noqa: PTH104
+    shutil.rmtree(str(removed), ignore_errors=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Flush the names in a folder to the disk."""
+    descriptor = os.open(str(path), os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class AppendedLines:
+    """A file that only grows, a line at a time; each is with the system when `write` returns.
+
+    A full disk does not end the run: lines wait in memory and are written as soon as there is room.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._waiting = bytearray()
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether lines wait for room on the disk."""
+        return bool(self._waiting)
+
+    def write(self, line: str) -> None:
+        """Append a line (without its end)."""
+        self._waiting += line.encode() + b"\n"
+        self._drain()
+
+    def sync(self) -> None:
+        """All lines on the disk, if there is room for them."""
+        self._drain()
+        if not self._waiting:
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """The last try. OSError if lines could not be written."""
+        try:
+            if self._waiting:
+                _write_all(self._descriptor, memoryview(bytes(self._waiting)))
+                self._waiting.clear()
+        finally:
+            os.close(self._descriptor)
+
+    def _drain(self) -> None:
+        while self._waiting:
+            try:
+                written = os.write(self._descriptor, bytes(self._waiting))
+            except OSError as error:
+                if error.errno in _FULL:
+                    return
+                raise
+            del self._waiting[:written]
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while len(data):
+        written = os.write(descriptor, data)
+        data = data[written:]

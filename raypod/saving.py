@@ -1,0 +1,87 @@
+"""When a checkpoint is due, and what becomes of it: the coordinator's side of the writing in instance 0."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Iterator, Optional
+
+from raypod.checkpoint.fit import FINGERPRINT, manifest_of
+from raypod.checkpoint.folder import folder_of, found_in
+from raypod.checkpoint.manifest import Checkpoint
+from raypod.errors import CheckpointNotSaved
+from raypod.events import CheckpointBegun, CheckpointFailed, CheckpointSaved, Event, InstanceStarted, SaveReport
+from raypod.fleet import Fleet
+from raypod.interval import parse_interval
+from raypod.plan import Plan
+
+
+class Saving:
+    """The checkpoints of one run."""
+
+    def __init__(self, plan: Plan, started: InstanceStarted, resumed: Optional[Checkpoint]) -> None:
+        """`started`: instance 0, which writes them."""
+        self._plan, self._started = plan, started
+        self._interval = parse_interval(plan.config.run.checkpoint_every)
+        self._begun_s = time.monotonic()
+        self._begun_update: Optional[int] = None
+        self.last: Optional[CheckpointSaved] = None
+        self.generation = next_generation(plan, resumed)
+        if resumed is not None and resumed.path.parent == folder_of(plan.run_dir).resolve():
+            # Nothing has to be written where the run goes on from.
+            self._begun_update = resumed.update
+            self.last = CheckpointSaved(resumed.update, str(resumed.path), resumed.manifest.weights_sha256)
+
+    def is_late(self) -> bool:
+        """Whether a checkpoint that is due by the clock has to be taken after the calls under way."""
+        return time.monotonic() - self._begun_s >= self._interval.seconds
+
+    def is_due(self, update: int) -> bool:
+        """Whether a checkpoint has to be taken now, after `update` updates."""
+        every = self._plan.save_every_updates
+        return self.is_late() or update == self._plan.total_updates or (every > 0 and update % every == 0)
+
+    def begin(self, fleet: Fleet, update: int, test_accuracy: Optional[float] = None) -> Iterator[Event]:
+        """Let instance 0 copy the state and write it, beside what comes next; `test_accuracy` in percent, if known."""
+        if update == self._begun_update:
+            return
+        manifest = manifest_of(self._plan, update, self.generation)
+        settings = {**manifest.settings, FINGERPRINT: self._started.data_fingerprint}
+        versions = dict(self._started.versions)
+        manifest = dataclasses.replace(manifest, settings=settings, versions=versions, test_accuracy=test_accuracy)
+        yield CheckpointBegun(update)
+        fleet.call("save", manifest)
+        self._begun_update, self._begun_s = update, time.monotonic()
+
+    def take(self, report: SaveReport) -> Event:
+        """What became of a checkpoint.
+
+        Raises:
+            CheckpointNotSaved: it could not be written, and there is no other.
+        """
+        if report.error is None:
+            self.last = CheckpointSaved(report.update, report.path, report.weights_sha256)
+            return self.last
+        if self.last is None:
+            raise CheckpointNotSaved(report.path, report.error, "there is no other, so the run ends here")
+        return CheckpointFailed(report.update, report.path, report.error, self.last.path)
+
+    def finish(self, fleet: Fleet) -> Iterator[Event]:
+        """Wait for the checkpoint under way.
+
+        Raises:
+            CheckpointNotSaved: the last one could not be written.
+        """
+        for report in fleet.call("finish_saves")[0]:
+            if report.error is not None and report.update == self._begun_update and self.last is not None:
+                way_out = f"go on from {self.last.path} with --resume {self._plan.run_dir}"
+                raise CheckpointNotSaved(report.path, report.error, way_out)
+            yield self.take(report)
+
+
+def next_generation(plan: Plan, resumed: Optional[Checkpoint]) -> int:
+    """1 for a run that starts, and more than whatever its folder holds for one that goes on."""
+    found, _ = found_in(folder_of(Path(plan.run_dir)))
+    before = [each.manifest.generation for each in found] + ([resumed.manifest.generation] if resumed else [])
+    return 1 + max(before, default=0)

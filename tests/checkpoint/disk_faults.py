@@ -1,0 +1,41 @@
+"""A disk that fails at a chosen operation: as a process killed there, or as a disk that is full from there on."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any, Callable, Optional
+
+import pytest
+
+OPERATIONS = ("open", "write", "fsync", "rename", "replace", "mkdir", "rmdir", "unlink")
+
+
+class Killed(BaseException):
+    """The process is gone: nothing it would have done after this happens."""
+
+
+class Disk:
+    """Counts the operations of `os` that change or flush a disk; at number `fails_at` it fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails_at: Optional[int] = None, *, full: bool = False) -> None:
+        self.count, self._fails_at, self._full = 0, fails_at, full
+        for name in OPERATIONS:
+            monkeypatch.setattr(os, name, self._wrapped(name, getattr(os, name)))
+
+    def _wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*arguments: Any, **keywords: Any) -> Any:
+            if name == "open" and not arguments[1] & os.O_CREAT:
+                return real(*arguments, **keywords)
+            if self._full and name not in ("write", "mkdir", "open"):
+                return real(*arguments, **keywords)  # a full disk can still remove and rename
+            self.count += 1
+            if self._fails_at is None or self.count < self._fails_at:
+                return real(*arguments, **keywords)
+            if name == "write" and self.count == self._fails_at:
+                real(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
+            if self._full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise Killed
+
+        return operation
