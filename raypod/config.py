@@ -121,6 +121,7 @@ class PodSection(Section):
     num_ipus: Optional[int] = Field(None, ge=1, description="IPUs in total; the replicas follow from it")
     threads_per_replica: int = Field(1, ge=0, description="intra-op threads; 0: the host's cores / its replicas")
     cluster: Optional[str] = Field(None, description="cluster YAML, the one of `ray up`; default: this host")
+    wait_hosts: float = Field(0, ge=0, description="seconds to wait for hosts of the cluster that are not there yet")
     executable_cache_path: Optional[str] = Field(None, description="folder of compiled executables")
 
 

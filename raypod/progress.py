@@ -30,8 +30,8 @@ class Progress:
 
     def begin(self) -> None:
         """Before anything is started: which pod, what will run where."""
-        self._say(render(self._plan))
-        self._say("")
+        self.say(render(self._plan))
+        self.say("")
 
     def show(self, event: Event) -> None:
         """Show one event."""
@@ -41,25 +41,31 @@ class Progress:
             self._updated(event)
         elif isinstance(event, EpochDone):
             self._close_bar()
-            self._say(f"[Epoch {event.epoch:02d}] loss: {event.loss:.3f}, acc: {event.accuracy:.1f}")
+            self.say(f"[Epoch {event.epoch:02d}] loss: {event.loss:.3f}, acc: {event.accuracy:.1f}")
         elif isinstance(event, EvaluationDone) and event.update < self._plan.total_updates:
             self._close_bar()
-            self._say(f"[Epoch {event.epoch:02d}] test loss: {event.loss:.3f}, test acc: {event.accuracy:.2f}")
+            self.say(f"[Epoch {event.epoch:02d}] test loss: {event.loss:.3f}, test acc: {event.accuracy:.2f}")
         elif isinstance(event, CheckpointFailed):
             self._close_bar()
             previous = Path(event.previous).name
             self.warn(f"cannot write the checkpoint {event.path}: {event.cause}; {previous} is still there")
         elif isinstance(event, EvaluationDone):
             self._close_bar()
-            self._say(f"Test accuracy: {event.accuracy:.2f} % of {event.samples} images (loss {event.loss:.3f})")
+            self.say(f"Test accuracy: {event.accuracy:.2f} % of {event.samples} images (loss {event.loss:.3f})")
         elif isinstance(event, RunEnded):
             self._close_bar()
             if event.interrupted:
-                self._say(f"Interrupted after update {event.updates}; go on with --resume {self._plan.run_dir}")
+                self.say(f"Interrupted after update {event.updates}; go on with --resume {self._plan.run_dir}")
 
     def warn(self, text: str) -> None:
         """A line that is no error."""
-        self._say(f"warning: {text}")
+        self.say(f"warning: {text}")
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._said_s = time.monotonic()
+        self._out.write(text + "\n")
+        self._out.flush()
 
     def close(self) -> None:
         """Leave the terminal in order, whatever happened."""
@@ -67,12 +73,12 @@ class Progress:
 
     def _started(self, event: RunStarted) -> None:
         again = f", from update {event.first_update} on" if event.first_update else ""
-        self._say(f"{event.device_line}; {event.parameters:,} parameters, the same in all instances{again}")
+        self.say(f"{event.device_line}; {event.parameters:,} parameters, the same in all instances{again}")
 
     def _updated(self, event: UpdateDone) -> None:
         if not self._is_terminal:
             if time.monotonic() - self._said_s > _LINE_EVERY_S:
-                self._say(f"update {event.update}/{self._plan.total_updates}: {_figures(event)}")
+                self.say(f"update {event.update}/{self._plan.total_updates}: {_figures(event)}")
             return
         if self._bar is None:
             done = (event.update - 1) % self._plan.updates_per_epoch
@@ -87,11 +93,6 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-    def _say(self, text: str) -> None:
-        self._said_s = time.monotonic()
-        self._out.write(text + "\n")
-        self._out.flush()
 
 
 def _figures(event: UpdateDone) -> str:

@@ -100,7 +100,9 @@ def _run(plan: Plan, found: Optional[reader.Found], started_at_s: float) -> int:
     evaluations: List[EvaluationDone] = []
     with contextlib.ExitStack() as stack:
         stack.callback(progress.close)
-        events = stack.enter_context(contextlib.closing(coordinator.run(plan, _fleet(plan), metrics, resumed)))
+        events = stack.enter_context(
+            contextlib.closing(coordinator.run(plan, _fleet(plan, progress), metrics, resumed))
+        )
         for event in events:
             seen[type(event)] = event
             if isinstance(event, RunStarted):  # not before: a run that could not start leaves its folder free
@@ -118,7 +120,7 @@ def _run(plan: Plan, found: Optional[reader.Found], started_at_s: float) -> int:
     return INTERRUPTED if seen[RunEnded].interrupted else 0
 
 
-def _fleet(plan: Plan) -> Fleet:
+def _fleet(plan: Plan, progress: Progress) -> Fleet:
     # Only the chosen fleet is imported: the inline one works without Ray.
     if plan.config.run.fleet == "inline":
         from raypod.fleet.inline import InlineFleet
@@ -126,7 +128,7 @@ def _fleet(plan: Plan) -> Fleet:
         return InlineFleet(plan)
     from raypod.fleet.ray import RayFleet
 
-    return RayFleet(plan)
+    return RayFleet(plan, progress.say)
 
 
 if __name__ == "__main__":

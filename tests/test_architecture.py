@@ -47,7 +47,7 @@ LEVELS: Dict[str, int] = {
     **dict.fromkeys(("feed", "models", "optimizers", "run_folder", "launcher/host_process", "steps"), 6),
     **dict.fromkeys(("instance", "pipeline", "pipeline_table"), 7),
     **dict.fromkeys(("fleet/__init__",), 8),
-    **dict.fromkeys(("fleet/process", "fleet/inline", "fleet/ray_session"), 9),
+    **dict.fromkeys(("fleet/process", "fleet/inline", "fleet/ray_session", "fleet/ray_nodes"), 9),
     **dict.fromkeys(("fleet/ray", "fleet/ray_hosts", "coordinator", "progress"), 10),
     **dict.fromkeys(("train", "launch"), 11),
     **dict.fromkeys(("__main__",), 12),

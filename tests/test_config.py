@@ -145,7 +145,7 @@ def test_every_key_is_known_here() -> None:
         "precision batch_size gradient_accumulation device_iterations epochs updates optimizer learning_rate "
         "lr_schedule lr_steps lr_gamma warmup_updates momentum weight_decay loss_scaling reduction "
         "label_smoothing evaluate_every evaluation_iterations seed "
-        "replicas num_instances ipus_per_replica num_ipus threads_per_replica cluster executable_cache_path "
+        "replicas num_instances ipus_per_replica num_ipus threads_per_replica cluster wait_hosts executable_cache_path "
         "device fleet collectives run_dir resume resume_anyway checkpoint_every keep_checkpoints on_nonfinite "
         "save_timeout_s start_timeout_s report_timeout_s stop_timeout_s"
     )

@@ -26,7 +26,7 @@ from raypod.errors import ClusterError, InstanceFailed, WaitTimedOut
 from raypod.events import Event, RunEnded, UpdateDone
 from raypod.fleet.inline import InlineFleet
 from raypod.fleet.ray import RayFleet
-from raypod.fleet.ray_session import match_hosts
+from raypod.fleet.ray_nodes import await_hosts, match_hosts
 from raypod.metrics import MetricsFold
 from raypod.plan import Plan, make_plan
 
@@ -194,7 +194,8 @@ def test_an_instance_that_raises_in_mid_leg_is_told_while_the_others_wait_for_it
 
 
 def test_more_ipus_than_the_pod_has_is_answered_at_once(pod: Any, tmp_path: Path) -> None:
-    plan = plan_for(tmp_path, pod={"num_instances": 2, "ipus_per_replica": 4}, training={"model": "own:build"})
+    sizes = {"model": "own:build", "gradient_accumulation": 7}
+    plan = plan_for(tmp_path, pod={"num_instances": 2, "ipus_per_replica": 4}, training=sizes)
     began = time.monotonic()
     with pytest.raises(ClusterError, match=r"localhost has 4 IPUs and the plan puts 16 on it \(the pod has 8 in all"):
         run(plan)
@@ -213,6 +214,23 @@ def test_a_missing_host_is_named_at_once(two_hosts: Cluster, tmp_path: Path) -> 
     cluster = Cluster("pod16", (two_hosts.hosts[1], Host("10.9.9.9", "10.9.9.9")))
     with pytest.raises(ClusterError, match=r"pod16: no Ray node is alive on 10\.9\.9\.9; alive: .*127\.0\.0\.2"):
         run(plan_for(tmp_path, cluster, pod={"num_instances": 2}))
+
+
+def test_a_missing_host_is_waited_for_and_named(tmp_path: Path) -> None:
+    cluster = Cluster("two", (Host("a", "10.0.0.1"), Host("b", "10.0.0.2")))
+    node = {"Alive": True, "NodeManagerHostname": "", "Resources": {}}
+    nodes = [{**node, "NodeManagerAddress": "10.0.0.1"}]
+    told: List[str] = []
+
+    def tell(line: str) -> None:
+        told.append(line)
+        nodes.append({**node, "NodeManagerAddress": "10.0.0.2"})
+
+    found = await_hosts(SimpleNamespace(nodes=lambda: nodes), plan_for(tmp_path, cluster).placement, 30, tell)
+    assert [each["NodeManagerAddress"] for each in found] == ["10.0.0.1", "10.0.0.2"]
+    assert told == ["waiting for b (30 s more, --wait-hosts)"]
+    with pytest.raises(ClusterError, match="no Ray node is alive on b"):
+        await_hosts(SimpleNamespace(nodes=lambda: nodes[:1]), plan_for(tmp_path, cluster).placement, 0.1, told.append)
 
 
 def test_a_busy_pod_is_waited_for_within_the_bound(pod: Any, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 from raypod.errors import InstanceFailed, RaypodError, WaitTimedOut
 from raypod.events import CallReport, InstanceStarted
 from raypod.fleet.process import InstanceProcess
-from raypod.fleet.ray_session import RaySession, Reservation, match_hosts, reason_of_death, reserve
+from raypod.fleet.ray_nodes import await_hosts
+from raypod.fleet.ray_session import RaySession, Reservation, reason_of_death, reserve
 from raypod.plan import Leg, Plan
 
 _LOOK_EVERY_S = 0.2  # how long a stop request may go unnoticed
@@ -22,8 +23,9 @@ _BLAME_S = 2.0  # how long to look for the death behind the broken collective of
 class RayFleet:
     """A fleet of actors (see `Fleet`)."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan, self._bounds = plan, plan.config.run
+    def __init__(self, plan: Plan, tell: Callable[[str], None] = lambda line: None) -> None:
+        """`tell` gets a line for people about whatever keeps the start waiting."""
+        self._plan, self._bounds, self._tell = plan, plan.config.run, tell
         self._session = RaySession(plan.placement, plan.config.pod.cluster, preload="torch")
         self._ray: Any = None
         self._reservation: Optional[Reservation] = None
@@ -36,7 +38,8 @@ class RayFleet:
         began = time.monotonic()
         self._ray = self._session.open()
         began = self._clock("start or join Ray", began)
-        nodes = match_hosts(self._ray, self._plan.placement)
+        nodes = await_hosts(self._ray, self._plan.placement, self._plan.config.pod.wait_hosts, self._tell)
+        began = self._clock("wait for hosts", began)
         bound = (self._bounds.start_timeout_s, "run.start_timeout_s")
         self._reservation = reserve(self._ray, self._plan.placement, nodes, bound)
         self._start_actors(self._reservation)

@@ -17,8 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
-from raypod.cluster import LOCAL, Host
-from raypod.errors import ClusterError, WaitTimedOut
+from raypod.cluster import LOCAL
+from raypod.errors import ClusterError, RunError, WaitTimedOut
 from raypod.placement import Placement
 
 _PROBE_S = 2.0
@@ -153,44 +153,12 @@ def _silence_worker_deaths(ray: Any) -> None:
         worker._worker_logs_enabled = False
 
 
-def match_hosts(ray: Any, placement: Placement) -> List[Dict[str, Any]]:
-    """The Ray node of every host of a placement, in order.
-
-    Raises:
-        ClusterError: hosts that are not there, or IPUs that they do not have, by name.
-    """
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    if placement.cluster is LOCAL:
-        own = ray.get_runtime_context().get_node_id()
-        nodes = [node for node in alive if node["NodeID"] == own]
-    else:
-        nodes = [next((node for node in alive if _is(host, node)), {}) for host in placement.hosts]
-        missing = [host.name for host, node in zip(placement.hosts, nodes) if not node]
-        if missing:
-            raise ClusterError(
-                f"{placement.cluster.name}: no Ray node is alive on {', '.join(missing)}; "
-                f"alive: {', '.join(node['NodeManagerAddress'] for node in alive)}"
-            )
-    total = sum(each["Resources"].get("IPU", 0) for each in alive)
-    for index, (host, node) in enumerate(zip(placement.hosts, nodes)):
-        needed, has = placement.ipus_on(index), node["Resources"].get("IPU", 0)
-        if total and needed > has:  # no host of an emulated pod has any
-            raise ClusterError(
-                f"host {host.name} has {has:g} IPUs and the plan puts {needed} on it (the pod has {total:g} in all, "
-                f"the plan needs {placement.total_ipus}); use fewer replicas or more hosts"
-            )
-    return nodes
-
-
-def _is(host: Host, node: Dict[str, Any]) -> bool:
-    return host.address in (node["NodeManagerAddress"], node["NodeManagerHostname"], node.get("NodeName"))
-
-
 def reserve(ray: Any, placement: Placement, nodes: List[Dict[str, Any]], bound: Tuple[float, str]) -> Reservation:
     """One bundle per host, all or none; `bound` is how long to wait in seconds, and what sets it.
 
     Raises:
         WaitTimedOut: others are using what is asked for.
+        RunError: a host has joined Ray again meanwhile, as another node.
     """
     timeout_s, setting = bound
     counts = [len(placement.instances_on(index)) for index in range(len(nodes))]
@@ -204,6 +172,11 @@ def reserve(ray: Any, placement: Placement, nodes: List[Dict[str, Any]], bound: 
             ray.util.remove_placement_group(group)
             asked = "; ".join(f"{host.name}: {bundle}" for host, bundle in zip(placement.hosts, bundles))
             raise WaitTimedOut(f"Ray to reserve what others may be using ({asked})", timeout_s, setting)
+    reserved: Dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    for index, (host, node) in enumerate(zip(placement.hosts, nodes)):
+        if reserved[index] != node["NodeID"]:  # an address may have two nodes as long as the first's death is not known
+            ray.util.remove_placement_group(group)
+            raise RunError(f"host {host.name} has just joined Ray again, as another node; start once more")
     return Reservation(group, bundles)
 
 
