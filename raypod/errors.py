@@ -3,6 +3,7 @@
     RaypodError
     |-- UserError               exit code 2: something to correct in what was asked for
     |   |-- ConfigError         a key, a value, or two values that contradict each other
+    |   |   `-- DataMissing     the files of a data set are not where they were looked for
     |   |-- ClusterError        the pod does not have what the plan needs
     |   `-- SdkError            the SDK that was asked for cannot be imported
     `-- RunError                exit code 1: the run was right and failed
@@ -39,6 +40,10 @@ class UserError(RaypodError):
 
 class ConfigError(UserError):
     """Scene: `--batch-sice 8`, or 6 replicas for 4 instances."""
+
+
+class DataMissing(ConfigError):
+    """Scene: `--dataset cifar10` on a machine that has no CIFAR-10. A plan can be made there all the same."""
 
 
 class ClusterError(UserError):

@@ -119,6 +119,7 @@ class DatasetSize:
 
     train_samples: int
     test_samples: int
+    is_published: bool = False  # not counted: the files are not here
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,6 +43,7 @@ def topology(plan: Plan) -> Dict[str, int]:
 def render(plan: Plan) -> str:
     """The plan as a table for people."""
     geometry, training = plan.geometry, plan.config.training
+    published = " (as published; the files are not here)" if plan.size.is_published else ""
     rows: List[Tuple[str, str]] = [
         ("pod", f"{plan.cluster.name}: {_count(len(plan.hosts), 'host')} ({_names(plan.hosts)})"),
         (
@@ -61,7 +62,10 @@ def render(plan: Plan) -> str:
             f"{_count(training.device_iterations, 'update')}; each instance feeds "
             f"{geometry.combined_batch_size} samples",
         ),
-        ("data", f"{plan.config.data.dataset}: {plan.size.train_samples} training, {plan.size.test_samples} test"),
+        (
+            "data",
+            f"{plan.config.data.dataset}: {plan.size.train_samples} training, {plan.size.test_samples} test{published}",
+        ),
         ("model", f"{training.model}, precision {training.precision}, {training.optimizer}"),
         (
             "length",

@@ -37,7 +37,9 @@ def plan_of(argv: Sequence[str], prog: str, extra: Sequence[str] = ()) -> Tuple[
     read = functools.lru_cache(maxsize=1)(read_cluster)
     resolved = config.resolve(args, lambda path: read(path).instances)
     run_dir = run_folder.choose(resolved)
-    cluster, size = read(resolved.pod.cluster), datasets.dataset_size(resolved)
+    cluster = read(resolved.pod.cluster)
+    is_run = not getattr(args, "dry_run", True)
+    size = datasets.dataset_size(resolved) if is_run else datasets.dataset_size_for_a_look(resolved)
     plan = make_plan(resolved, cluster, size, run_dir)
     if resolved.pod.ipus_per_replica > 1:
         # Needs torch, which planning does without where no model is divided.

@@ -7,17 +7,27 @@ imports torch until data of one's own asks for it, so that a plan can be made wi
 from __future__ import annotations
 
 import dataclasses
-from typing import Dict
+from typing import Dict, Tuple
 
 from typing_extensions import Protocol
 
 from raypod.config import Config
 from raypod.datasets import cifar, digits, own, synthetic
 from raypod.datasets.arrays import ArrayDataset, Augmentation, ImageShape, Splits
-from raypod.errors import ConfigError
+from raypod.errors import ConfigError, DataMissing
 from raypod.plan import DatasetSize
 
-__all__ = ["ArrayDataset", "Augmentation", "ImageShape", "Splits", "dataset_size", "fingerprint", "image_shape", "load"]
+__all__ = [
+    "ArrayDataset",
+    "Augmentation",
+    "ImageShape",
+    "Splits",
+    "dataset_size",
+    "dataset_size_for_a_look",
+    "fingerprint",
+    "image_shape",
+    "load",
+]
 
 
 class Source(Protocol):
@@ -40,6 +50,12 @@ _BY_NAME: Dict[str, Source] = {
     "cifar100": cifar.CIFAR100,
 }
 
+_PUBLISHED: Dict[str, Tuple[int, int]] = {
+    "cifar10": (50000, 10000),
+    "cifar100": (50000, 10000),
+    "imagenet": (1281167, 50000),
+}
+
 
 def dataset_size(config: Config) -> DatasetSize:
     """Sizes for the plan; the images are not loaded for it.
@@ -48,6 +64,21 @@ def dataset_size(config: Config) -> DatasetSize:
         ConfigError: as `load`.
     """
     return _source(config).size(config)
+
+
+def dataset_size_for_a_look(config: Config) -> DatasetSize:
+    """As `dataset_size`, and where the files are not here the sizes that were published: for a plan that is not run.
+
+    Raises:
+        ConfigError: as `load`, but for published data that is missing.
+    """
+    published = _PUBLISHED.get(config.data.dataset)
+    try:
+        return dataset_size(config)
+    except DataMissing:
+        if published is None:
+            raise
+        return DatasetSize(*published, is_published=True)
 
 
 def image_shape(config: Config) -> ImageShape:

@@ -13,7 +13,7 @@ import numpy as np
 from raypod.config import Config
 from raypod.datasets.arrays import ArrayDataset, Augmentation, ImageShape, Splits, fingerprint_of
 from raypod.datasets.cache import Cache, identity_of
-from raypod.errors import ConfigError
+from raypod.errors import ConfigError, DataMissing
 from raypod.plan import DatasetSize
 
 _SHAPE = (3, 32, 32)
@@ -61,13 +61,13 @@ class Cifar:
         """The training files, and last the test file."""
         name = config.data.dataset
         if config.data.data_dir is None:
-            raise ConfigError(f"--dataset {name} needs --data-dir: the folder that holds {self.folder}/")
+            raise DataMissing(f"--dataset {name} needs --data-dir: the folder that holds {self.folder}/")
         root = Path(config.data.data_dir).expanduser()
         folder = root if root.name == self.folder else root / self.folder
         files = [folder / file for file in (*self.train_files, self.test_file)]
         for file in files:
             if not file.is_file():
-                raise ConfigError(f"--dataset {name}: {file} does not exist; unpack {self.archive} in {folder.parent}")
+                raise DataMissing(f"--dataset {name}: {file} does not exist; unpack {self.archive} in {folder.parent}")
         return files
 
     def _read(self, files: List[Path]) -> Dict[str, np.ndarray]:

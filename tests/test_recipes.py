@@ -1,0 +1,56 @@
+"""The recipes of `configs/`: each is planned on every pod that it names, on a machine without the data."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import List
+
+import pytest
+
+from raypod import config
+from raypod.plan import Plan
+from raypod.plan_table import render
+from raypod.train import plan_of
+
+HOME = Path(__file__).resolve().parent.parent
+RECIPES = sorted((HOME / "configs").glob("*.yaml"))
+
+
+def header(recipe: Path) -> str:
+    return "".join(line for line in recipe.read_text().splitlines(keepends=True) if line.startswith("#"))
+
+
+def pods(recipe: Path) -> List[str]:
+    line = next(line for line in header(recipe).splitlines() if line.startswith("# Pods: "))
+    return re.findall(r"\b(?:emulated-)?pod\d*\b", line)
+
+
+def planned(recipe: Path, pod: str) -> Plan:
+    flags = ["--config", str(recipe), "--cluster", str(HOME / "cluster" / f"{pod}.yaml"), "--dry-run"]
+    return plan_of(flags, "raypod.train", ["--dry-run"])[0]
+
+
+NAMED = [(recipe, pod) for recipe in RECIPES for pod in pods(recipe)]
+
+
+@pytest.mark.parametrize(("recipe", "pod"), NAMED, ids=[f"{recipe.stem} on {pod}" for recipe, pod in NAMED])
+def test_every_recipe_is_planned_on_the_pods_it_names(recipe: Path, pod: str) -> None:
+    plan = planned(recipe, pod)
+    assert plan.cluster.name == pod
+    assert plan.total_updates > 0
+    assert len(plan.pipeline_splits) == plan.geometry.ipus_per_replica - 1
+    assert f"= {plan.geometry.global_batch_size} samples per update" in render(plan)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_every_recipe_opens_with_its_command(recipe: Path) -> None:
+    command = re.search(r"#     python -m raypod\.train (.*)", header(recipe))
+    assert command is not None
+    words = command.group(1).split()
+    assert words[words.index("--config") + 1] == f"configs/{recipe.name}"
+    assert "--cluster" not in words or Path(words[words.index("--cluster") + 1]).stem in pods(recipe)
+
+
+def test_the_default_run_is_a_recipe() -> None:
+    assert config.load_yaml(HOME / "configs" / "digits.yaml") == config.from_values({})
