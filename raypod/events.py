@@ -50,6 +50,8 @@ class CallReport:
     losses: Tuple[Tuple[float, ...], ...]
     correct: Tuple[Tuple[int, ...], ...]
     saves: Tuple[SaveReport, ...] = ()  # that ended since the last report
+    data_wait_s: float = 0.0  # how long the call waited for its data
+    call_s: float = 0.0  # from asking for the data to the results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +89,7 @@ class UpdateDone:
     samples: int  # seen since the start of the training, all replicas
     samples_per_s: float
     time_s: float  # since the run started
+    data_wait_share: float = 0.0  # of the time of this update's call, the part that it waited for its data
 
 
 @dataclasses.dataclass(frozen=True)

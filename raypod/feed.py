@@ -7,7 +7,7 @@ a whole call at a time, in a thread beside the call before; other data sets samp
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Iterator, Optional, Tuple
+from typing import Any, Generator, Iterable, Iterator, Optional, Tuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from raypod.errors import ConfigError
 from raypod.placement import InstanceSpec
 from raypod.plan import Leg, Plan
 from raypod.prefetch import ahead
-from raypod.sample_loader import SampleLoader, SeededSamples
+from raypod.sample_loader import EpochSamples, SampleLoader, SeededSamples
 from raypod.sampling import call_positions, epoch_order
 from raypod.transforms import gather, normalise, resize
 
@@ -34,6 +34,8 @@ class Feed:
         self._plan, self._spec, self._splits = plan, spec, splits
         self._loader: Optional[SampleLoader] = None
         self._test_loader: Optional[SampleLoader] = None
+        self._stream: Optional[Generator[Batch, None, None]] = None
+        self._next_update = 0  # what comes next out of the stream
         self._host_size = _host_size(splits, plan.config.data.eight_bit_io, plan.config.data.image_size)
         if not isinstance(splits.train, ArrayDataset):
             data = plan.config.data
@@ -51,7 +53,7 @@ class Feed:
         """(channels, height, width) of an image as it goes to the device."""
         train, seed = self._splits.train, self._plan.config.training.seed
         if isinstance(train, ArrayDataset):
-            images, _ = next(self._gathered(train, [np.arange(1)], None))
+            images, _ = next(self._gathered(train, [(_NO_EPOCH, np.arange(1))]))
         else:
             images, _ = self._typed(default_collate([SeededSamples(train, seed)[_NO_EPOCH, 0]]))
         if images.dim() != 4:
@@ -59,11 +61,22 @@ class Feed:
         return images.shape[1], images.shape[2], images.shape[3]
 
     def calls(self, leg: Leg) -> Iterator[Batch]:
-        """(images, labels) of every call of a leg; images [combined_batch_size, channels, height, width]."""
-        batches = self._calls(leg)
-        if self._plan.config.data.async_dataloader:
-            return ahead(batches, _ASYNC_AHEAD)
-        return ahead(batches, _AHEAD) if self._loader is None else batches
+        """(images, labels) of every call of a leg; images [combined_batch_size, channels, height, width].
+
+        Loading goes on beyond the leg: the first call of the next one is ready when it begins.
+        """
+        iterations = self._plan.geometry.device_iterations
+        for update in range(leg.first_update, leg.first_update + leg.num_updates, iterations):
+            if self._stream is None or self._next_update != update:
+                self._end_stream()
+                self._stream = self._batches_from(update)
+            try:
+                batch = next(self._stream)
+            except BaseException:
+                self._end_stream()
+                raise
+            self._next_update = update + iterations
+            yield batch
 
     def evaluation_calls(self) -> Iterator[Tuple[torch.Tensor, torch.Tensor, int]]:
         """(images, labels, valid): this instance's share of the test split.
@@ -76,22 +89,40 @@ class Feed:
             yield images, labels, int((samples < total).sum())
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the loading in the background, and the worker processes."""
+        self._end_stream()
         for loader in (self._loader, self._test_loader):
             if loader is not None:
                 loader.close()
 
-    def _calls(self, leg: Leg) -> Iterator[Batch]:
-        plan = self._plan
-        order = epoch_order(plan.config.training.seed, leg.epoch, plan.size.train_samples)
-        in_epoch = leg.first_update - leg.epoch * plan.updates_per_epoch
-        first = in_epoch // plan.geometry.device_iterations
-        number = leg.num_updates // plan.geometry.device_iterations
-        positions = (call_positions(plan.geometry, self._spec.index, call) for call in range(first, first + number))
-        calls = (order[part] for part in positions)
+    def _end_stream(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+    def _batches_from(self, first_update: int) -> Generator[Batch, None, None]:
+        """The calls from an update on, to the end of the run."""
+        samples = self._samples_from(first_update)
         if self._loader is None:
-            return self._gathered(self._splits.train, calls, (plan.config.training.seed, leg.epoch))
-        return map(self._typed, self._loader.load(calls, leg.epoch))
+            batches = self._gathered(self._splits.train, samples)
+        else:
+            batches = map(self._typed, self._loader.load(samples))
+        if self._plan.config.data.async_dataloader:
+            yield from ahead(batches, _ASYNC_AHEAD)
+        elif self._loader is None:
+            yield from ahead(batches, _AHEAD)
+        else:
+            yield from batches
+
+    def _samples_from(self, first_update: int) -> Iterator[EpochSamples]:
+        plan, iterations = self._plan, self._plan.geometry.device_iterations
+        epoch, order = -1, np.empty(0)
+        for update in range(first_update, plan.total_updates, iterations):
+            if update // plan.updates_per_epoch != epoch:
+                epoch = update // plan.updates_per_epoch
+                order = epoch_order(plan.config.training.seed, epoch, plan.size.train_samples)
+            call = update % plan.updates_per_epoch // iterations
+            yield epoch, order[call_positions(plan.geometry, self._spec.index, call)]
 
     def _evaluation_samples(self, total: int) -> Iterator[np.ndarray]:
         """The test samples of this instance's calls, counted on beyond `total` in the last one."""
@@ -101,19 +132,20 @@ class Feed:
             yield np.arange(first, first + size)
 
     def _evaluation_batches(self, calls: Iterable[np.ndarray]) -> Iterator[Batch]:
+        samples = ((_NO_EPOCH, call) for call in calls)
         if self._test_loader is None:
-            yield from ahead(self._gathered(self._splits.test, calls, None), _AHEAD)
+            yield from ahead(self._gathered(self._splits.test, samples), _AHEAD)
             return
         try:
-            yield from map(self._typed, self._test_loader.load(calls, _NO_EPOCH))
+            yield from map(self._typed, self._test_loader.load(samples))
         finally:
             self._test_loader.close()  # between two evaluations its workers would only hold memory
 
-    def _gathered(
-        self, data: ArrayDataset, calls: Iterable[np.ndarray], augmentation: Optional[Tuple[int, int]]
-    ) -> Iterator[Batch]:
-        for samples in calls:
-            images, labels = gather(data, samples, self._splits.augmentation, augmentation, self._host_size)
+    def _gathered(self, data: ArrayDataset, calls: Iterable[EpochSamples]) -> Iterator[Batch]:
+        seed = self._plan.config.training.seed
+        for epoch, samples in calls:
+            random = None if epoch == _NO_EPOCH else (seed, epoch)
+            images, labels = gather(data, samples, self._splits.augmentation, random, self._host_size)
             yield self._typed((torch.from_numpy(images), torch.from_numpy(labels)))
 
     def _typed(self, batch: Any) -> Batch:

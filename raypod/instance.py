@@ -7,6 +7,7 @@ are settled before this module is imported. Whoever runs it (fleet/) calls its m
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import time
@@ -30,6 +31,7 @@ from raypod.events import CallReport, EvaluationReport, InstanceStarted, SaveRep
 from raypod.feed import Feed
 from raypod.optimizers import build_optimizer, learning_rate
 from raypod.plan import Leg, Plan
+from raypod.prefetch import timed
 from raypod.sdk import Sdk
 from raypod.seeding import Place, Seeding, SeedingEnd
 from raypod.stop_gate import StopGate
@@ -132,13 +134,15 @@ class Instance:
         assert self._feed is not None, "build comes first"
         geometry = self._plan.geometry
         first_call = leg.first_update // geometry.device_iterations
-        for number, (images, labels) in enumerate(self._feed.calls(leg)):
+        for number, ((images, labels), wait_s) in enumerate(timed(self._feed.calls(leg))):
             if not self._gate.enter(first_call + number):
                 return
             update = leg.first_update + number * geometry.device_iterations
             self._set_learning_rate(update)
+            began = time.monotonic()
             losses, correct = self._training(images, labels)
-            yield self._report(update, losses, correct)
+            call_s = wait_s + time.monotonic() - began
+            yield dataclasses.replace(self._report(update, losses, correct), data_wait_s=wait_s, call_s=call_s)
 
     def pause(self) -> int:
         """Start no further call until `stop_after` is told; the number of calls started since the run's first."""

@@ -28,6 +28,7 @@ class MetricsFold:
         self._mark_s = started_at_s
         self._calls = 0
         self._timed_samples, self._timed_s = 0, 0.0
+        self._data_wait_s, self._call_s = 0.0, 0.0
         self._epoch: List[UpdateDone] = []
         self.last: Optional[UpdateDone] = None
         self.first_update_s: Optional[float] = None
@@ -48,6 +49,8 @@ class MetricsFold:
         samples = self._plan.geometry.samples_per_call
         if self._calls:  # the first call compiles
             self._timed_samples, self._timed_s = self._timed_samples + samples, self._timed_s + elapsed_s
+            self._data_wait_s += math.fsum(each.data_wait_s for each in reports)
+            self._call_s += math.fsum(each.call_s for each in reports)
         self._calls += 1
         if self.first_update_s is None:
             self.first_update_s = now_s - self._started_at_s
@@ -69,6 +72,11 @@ class MetricsFold:
         """Samples of all replicas per second of training, without the first call."""
         return self._timed_samples / self._timed_s if self._timed_s > 0 else 0.0
 
+    @property
+    def data_wait_share(self) -> float:
+        """Of the time that calls took, the part they waited for their data (0..1), without the first call."""
+        return self._data_wait_s / self._call_s if self._call_s > 0 else 0.0
+
     def _update(self, reports: List[CallReport], index: int, epoch: int, rate: float, now_s: float) -> UpdateDone:
         losses = [loss for report in reports for loss in report.losses[index]]
         correct = sum(sum(report.correct[index]) for report in reports)
@@ -81,7 +89,13 @@ class MetricsFold:
             samples=update * self._plan.geometry.global_batch_size,
             samples_per_s=rate,
             time_s=now_s - self._started_at_s,
+            data_wait_share=_share(reports),
         )
+
+
+def _share(reports: List[CallReport]) -> float:
+    call_s = math.fsum(report.call_s for report in reports)
+    return math.fsum(report.data_wait_s for report in reports) / call_s if call_s > 0 else 0.0
 
 
 class JsonLines:

@@ -63,6 +63,7 @@ def write_summary(
         "test_accuracy": test.accuracy if test else None,
         "evaluations": _earlier_evaluations(plan, started) + [dataclasses.asdict(each) for each in evaluations],
         "samples_per_s": metrics.samples_per_s,
+        "data_wait_share": metrics.data_wait_share,
         "seconds_to_first_update": metrics.first_update_s,
         "seconds_to_start": dict(started.seconds),
         "weights_sha256": ended.weights_sha256,

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader
 
 from raypod.sampling import sample_seed
 
+EpochSamples = Tuple[int, np.ndarray]  # of one call: the epoch, and int64 [combined_batch_size]
+
 
 class SampleLoader:
     """torch's DataLoader over a data set of one's own, told the samples of each call; its workers live as long."""
@@ -28,9 +30,9 @@ class SampleLoader:
             generator=torch.Generator(),  # or every iteration would draw from the program's own
         )
 
-    def load(self, calls: Iterable[np.ndarray], epoch: int) -> Iterator[Any]:
+    def load(self, calls: Iterable[EpochSamples]) -> Iterator[Any]:
         """The collated samples of every call."""
-        self._batches.calls = ([(epoch, int(sample)) for sample in call] for call in calls)
+        self._batches.calls = ([(epoch, int(sample)) for sample in samples] for epoch, samples in calls)
         return iter(self._loader)
 
     def close(self) -> None:

@@ -118,6 +118,7 @@ def _run(plan: Plan, found: Optional[reader.Found], started_at_s: float) -> int:
                 lines.flush()
             progress.show(event)
     run_folder.write_summary(plan, metrics, seen, evaluations)
+    print(f"Waiting for data: {100 * metrics.data_wait_share:.1f} % of the time of the calls")  # noqa: T201
     print(f"Everything else: {plan.run_dir}")  # noqa: T201
     return INTERRUPTED if seen[RunEnded].interrupted else 0
 

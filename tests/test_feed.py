@@ -168,6 +168,7 @@ def test_images_grow_on_the_host_or_with_eight_bit_io_on_the_device(
     assert feed.sample_shape() == (1, 20)
     images, _ = next(iter(feed.calls(plan.legs()[0])))
     assert tuple(images.shape[1:]) == feed.sent_shape()
+    feed.close()
 
 
 def test_images_shrink_on_the_host_always(make: Callable[..., Plan]) -> None:
@@ -187,3 +188,17 @@ def test_arrays_are_the_same_with_and_without_loading_ahead(make: Callable[..., 
 def test_only_bytes_are_resized(make: Callable[..., Plan], own: str) -> None:
     with pytest.raises(ConfigError, match="needs uint8 images"):
         calls(make(data={"dataset": own, "image_size": 8}, training={"batch_size": 2}))
+
+
+@pytest.mark.parametrize("section", [{}, {"async_dataloader": True}])
+def test_the_next_leg_is_loaded_before_it_begins(make: Callable[..., Plan], section: Any) -> None:
+    plan = make(data=section, pod={"num_instances": 1})
+    first, second = plan.legs()[:2]
+    expected = calls(plan, leg=1)[0]
+    (feed,) = feeds(plan)
+    assert len(list(feed.calls(first))) == 44
+    taken = list(feed.calls(second))
+    assert all(torch.equal(ours, theirs) for pair in zip(taken, expected) for ours, theirs in zip(*pair))
+    again = list(feed.calls(first))  # as after a repair: what was loaded ahead is of no use
+    assert not torch.equal(again[0][0], taken[0][0])
+    feed.close()

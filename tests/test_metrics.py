@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Callable, List
@@ -62,6 +63,16 @@ def test_throughput_leaves_out_the_first_call_and_pauses(make: Callable[..., Pla
     assert fold.first_update_s == 10.0
 
 
+def test_the_wait_for_data_is_a_share_of_the_calls(make: Callable[..., Plan]) -> None:
+    fold = MetricsFold(make(), 0.0)
+    for call, (wait_s, call_s) in enumerate(((9.0, 10.0), (0.5, 2.0), (0.0, 3.0))):  # the first call compiles
+        for instance in range(2):
+            told = report(instance, [[1.0] * 2], [[0] * 2], call)
+            done = fold.add(dataclasses.replace(told, data_wait_s=wait_s, call_s=call_s), LEG, float(call))
+        assert done[0].data_wait_share == wait_s / call_s
+    assert fold.data_wait_share == 0.1
+
+
 def line(update: int) -> UpdateDone:
     return UpdateDone(update, 1, 0.5, 50.0, update * 32, 10.0, 1.0)
 
@@ -85,4 +96,5 @@ def test_a_line_has_the_keys_others_rely_on(tmp_path: Path) -> None:
     lines.write(line(1))
     lines.close()
     keys = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert list(keys) == ["update", "epoch", "loss", "accuracy", "samples", "samples_per_s", "time_s"]
+    assert list(keys)[:7] == ["update", "epoch", "loss", "accuracy", "samples", "samples_per_s", "time_s"]
+    assert keys["data_wait_share"] == 0

@@ -145,6 +145,7 @@ def test_the_run_folder_holds_what_others_rely_on(tmp_path: Path, capsys: pytest
     code, folder = command(tmp_path, "--updates", "46", "--eight-bit-io", "--async-dataloader")
     assert code == 0
     summary = json.loads((folder / "summary.json").read_text())
+    assert 0 <= summary["data_wait_share"] < 1
     wanted = "updates epochs loss accuracy test_accuracy samples_per_s seconds_to_first_update weights_sha256 device "
     assert set((wanted + "restarts topology").split()) <= set(summary)
     assert (summary["updates"], summary["device"]) == (46, "emulated")

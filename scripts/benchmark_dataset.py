@@ -1,0 +1,161 @@
+"""The loop that does nothing: how fast data reaches it, `python scripts/benchmark_dataset.py [--data-dir FOLDER]`.
+
+The recipe of the tutorials, on CIFAR-10: flip at random, resize to 64x64, uint8. On one core:
+
+* torchvision's transforms, sample by sample, in torch's DataLoader with 0 workers;
+* raypod, the same tensors, a whole call at a time;
+* raypod with --eight-bit-io, where the images are enlarged on the device: what crosses the wire is 32x32.
+
+First the tensors of both are compared, pixel by pixel, with the same flips. Rounds alternate; figures are medians, a
+ratio is the median of the ratios of each round. Without --data-dir the data is made (scripts/make_cifar.py). The last
+row is a training on the emulated SDK: the share of its calls' time that they waited for data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, Callable, Dict, Iterator, List, Tuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import make_cifar  # noqa: E402 - found only now
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from PIL import Image  # noqa: E402
+from torch.utils.data import DataLoader, Dataset, Subset  # noqa: E402
+
+from raypod import datasets, torchvision_import, transforms  # noqa: E402
+from raypod.config import from_values  # noqa: E402
+from raypod.datasets import ArrayDataset, Augmentation  # noqa: E402
+from raypod.sampling import augmentation_integers, epoch_order  # noqa: E402
+
+torchvision_import.install()
+from torchvision import transforms as theirs  # noqa: E402
+
+SIZE, SEED = 64, 42
+FLIP = Augmentation(flip=True)
+
+
+class BySample(Dataset):  # type: ignore[type-arg]
+    """torchvision.datasets.CIFAR10 without the check that the files are the published ones."""
+
+    def __init__(self, data: ArrayDataset) -> None:
+        self.images = np.ascontiguousarray(data.images.transpose(0, 2, 3, 1))
+        self.labels = data.labels.tolist()
+        steps = [theirs.RandomHorizontalFlip(), theirs.Resize(SIZE), theirs.PILToTensor()]
+        self.transform = theirs.Compose(steps)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Tuple[torch.Tensor, int]:
+        return self.transform(Image.fromarray(self.images[index])), self.labels[index]
+
+
+def largest_difference(data: ArrayDataset, samples: np.ndarray) -> int:
+    """In levels of 0..255, between torchvision's tensors and ours with the same flips."""
+    ours, _ = transforms.gather(data, samples, FLIP, (SEED, 0), SIZE)
+    flips = augmentation_integers(SEED, 0, samples, 2, 3)[:, 2]
+    largest = 0
+    for mine, sample, flipped in zip(ours, samples, flips):
+        image = Image.fromarray(data.images[sample].transpose(1, 2, 0))
+        image = theirs.functional.hflip(image) if flipped else image
+        expected = theirs.functional.pil_to_tensor(theirs.functional.resize(image, [SIZE])).numpy()
+        largest = max(largest, int(np.abs(mine.astype(int) - expected).max()))
+    return largest
+
+
+def images_per_s(batches: Iterator[Any]) -> float:
+    """The loop that does nothing."""
+    began, images = time.perf_counter(), 0
+    for data, _ in batches:
+        images += len(data)
+    return images / (time.perf_counter() - began)
+
+
+def ours(data: ArrayDataset, calls: List[np.ndarray], size: Any) -> Iterator[Any]:
+    """What the feed does for each call."""
+    for samples in calls:
+        images, labels = transforms.gather(data, samples, FLIP, (SEED, 0), size)
+        yield torch.from_numpy(images), torch.from_numpy(labels)
+
+
+def loading(data: ArrayDataset, rounds: int, per_call: int, calls: int) -> List[Tuple[str, float, float]]:
+    """(what, images/s, times torchvision) of each way."""
+    order = epoch_order(SEED, 0, len(data))[: per_call * calls]
+    parts = np.split(order, len(order) // per_call)
+    loader: Any = DataLoader(Subset(BySample(data), order.tolist()), batch_size=per_call)
+    ways: Dict[str, Callable[[], Iterator[Any]]] = {
+        "torchvision, sample by sample": lambda: iter(loader),
+        "raypod, the same tensors": lambda: ours(data, parts, SIZE),
+        "raypod, 32x32 for the device": lambda: ours(data, parts, None),
+    }
+    for way in ways.values():
+        next(way())  # imports, first touches of the file
+    found: Dict[str, List[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            found[name].append(images_per_s(way()))
+    base = found["torchvision, sample by sample"]
+    return [(name, median(got), median(a / b for a, b in zip(got, base))) for name, got in found.items()]
+
+
+def training_wait(data_dir: str, flags: List[str]) -> Tuple[float, float]:
+    """(images/s, share of the calls' time spent waiting) of a short training in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        line = [sys.executable, "-m", "raypod.train", "--fleet", "inline", "--device", "emulated"]
+        line += ["--dataset", "cifar10", "--data-dir", data_dir, "--run-dir", f"{folder}/run", *flags]
+        subprocess.run(line, check=True, timeout=500, cwd=str(ROOT), stdout=subprocess.DEVNULL)
+        summary = json.loads(Path(folder, "run", "summary.json").read_text())
+    return summary["samples_per_s"], summary["data_wait_share"]
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description="How fast data reaches a loop that does nothing.")
+    parser.add_argument("--data-dir", help="folder of cifar-10-batches-py; made where not given")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--gradient-accumulation", type=int, default=8)
+    parser.add_argument("--device-iterations", type=int, default=4)
+    parser.add_argument("--calls", type=int, default=4, help="calls of a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-training", action="store_true", help="leave the last row out")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as made:
+        if args.data_dir is None:
+            make_cifar.write(Path(made), train=10000, test=1000, classes=10)
+        data_dir = args.data_dir or made
+        data = datasets.load(from_values({"data": {"dataset": "cifar10", "data_dir": data_dir}})).train
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(cores)})
+        torch.set_num_threads(1)
+        difference = largest_difference(data, np.arange(0, len(data), max(1, len(data) // 500)))
+        print(f"largest difference between the tensors of both: {difference} of 255 levels")
+        assert difference <= 1, "the tensors are not the same"
+        per_call = args.batch_size * args.gradient_accumulation * args.device_iterations
+        calls = max(1, min(args.calls, len(data) // per_call))
+        print(f"one core, {calls} calls of {per_call} images a round, {args.rounds} rounds\n")
+        print("| what | images/s | of torchvision | goal |\n|---|---|---|---|")
+        goals = {"raypod, the same tensors": ">= 10"}
+        for name, rate, ratio in loading(data, args.rounds, per_call, calls):
+            print(f"| {name} | {rate:,.0f} | {ratio:.1f} | {goals.get(name, '')} |")
+        if not args.no_training:
+            os.sched_setaffinity(0, cores)
+            flags = ["--model", "resnet8", "--batch-size", "64", "--gradient-accumulation", "4", "--replicas", "2"]
+            rate, share = training_wait(data_dir, [*flags, "--eight-bit-io", "--resize", str(SIZE), "--updates", "8"])
+            print(
+                f"\ntraining resnet8, emulated: {rate:,.0f} images/s, waiting for data {100 * share:.2f} % (goal < 2 %)"
+            )
+
+
+if __name__ == "__main__":
+    main()
