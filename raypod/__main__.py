@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Callable, Dict, Optional, Sequence
 
 from raypod.errors import ConfigError
@@ -34,7 +35,25 @@ def _plan(argv: Sequence[str]) -> int:
     return 0
 
 
-VERBS: Dict[str, Callable[[Sequence[str]], int]] = {"plan": _plan}
+def _verify_data(argv: Sequence[str]) -> int:
+    """Whether each epoch of a run saw each sample exactly once."""
+    from raypod import verify_data
+
+    verdict = verify_data.verify(_run_folder("verify-data", argv))
+    print("\n".join(verdict.lines))  # noqa: T201
+    return 0 if verdict.is_proved else 1
+
+
+def _run_folder(verb: str, argv: Sequence[str]) -> Path:
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise ConfigError(f"usage: python -m raypod {verb} RUN_FOLDER")
+    folder = Path(argv[0])
+    if not folder.is_dir():
+        raise ConfigError(f"{verb} {folder}: there is no such run folder")
+    return folder
+
+
+VERBS: Dict[str, Callable[[Sequence[str]], int]] = {"plan": _plan, "verify-data": _verify_data}
 
 if __name__ == "__main__":
     sys.exit(main())

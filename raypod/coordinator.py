@@ -41,7 +41,7 @@ def run(plan: Plan, fleet: Fleet, metrics: MetricsFold, resumed: Optional[Checkp
         _check_data(plan, started, resumed)
         _seed_weights(fleet, resumed)
         saving = Saving(plan, started[0], resumed)
-        yield _run_started(started, fleet, first_update)
+        yield _run_started(started, fleet, first_update, saving.generation)
         with stop.at_a_checkpoint():
             while update < plan.total_updates and not stop.requested:
                 leg = plan.next_leg(update)
@@ -91,7 +91,12 @@ def _train(fleet: Fleet, leg: Leg, metrics: MetricsFold, saving: Saving, stop: _
     metrics.begin_leg(time.monotonic())
     for report in fleet.run(leg, lambda: stop.requested or saving.is_late()):
         yield from map(saving.take, report.saves)
-        yield from metrics.add(report, leg, time.monotonic())
+        updates = metrics.add(report, leg, time.monotonic())
+        if updates and metrics.last_call is not None:
+            yield metrics.last_call
+        for update in updates:
+            yield update
+            saving.check_finite(update)
 
 
 def _evaluate(fleet: Fleet, update: int, leg: Leg) -> EvaluationDone:
@@ -102,14 +107,14 @@ def _evaluate(fleet: Fleet, update: int, leg: Leg) -> EvaluationDone:
     return EvaluationDone(samples, loss, accuracy, update, leg.epoch + 1)
 
 
-def _run_started(started: List[InstanceStarted], fleet: Fleet, first_update: int) -> RunStarted:
+def _run_started(started: List[InstanceStarted], fleet: Fleet, first_update: int, generation: int) -> RunStarted:
     first = started[0]
     slowest: Dict[str, float] = {}
     for instance in started:
         for what, seconds in instance.seconds:
             slowest[what] = max(seconds, slowest.get(what, 0.0))
     steps = (*fleet.start_seconds, *((f"in the instances: {what}", value) for what, value in slowest.items()))
-    return RunStarted(first.device, first.device_line, first_update, first.parameters, steps)
+    return RunStarted(first.device, first.device_line, first_update, first.parameters, steps, generation)
 
 
 class _Stop:

@@ -52,6 +52,7 @@ class CallReport:
     saves: Tuple[SaveReport, ...] = ()  # that ended since the last report
     data_wait_s: float = 0.0  # how long the call waited for its data
     call_s: float = 0.0  # from asking for the data to the results
+    samples_digest: str = ""  # of the indices that were gathered for it (ledger.py)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,15 @@ class RunStarted:
     first_update: int
     parameters: int
     seconds: Tuple[Tuple[str, float], ...]
+    generation: int = 1  # lives of the fleet, over all resumes
+
+
+@dataclasses.dataclass(frozen=True)
+class CallDone:
+    """All instances have done a call; a line of ledger.jsonl."""
+
+    first_update: int  # 0-based
+    digests: Tuple[Tuple[int, str], ...]  # (instance, digest of the samples it gathered) of those that reported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +160,7 @@ class RunEnded:
 
 Event = Union[
     RunStarted,
+    CallDone,
     UpdateDone,
     EpochDone,
     CheckpointBegun,

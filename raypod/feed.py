@@ -23,6 +23,7 @@ from raypod.sampling import call_positions, epoch_order
 from raypod.transforms import gather, normalise, resize
 
 Batch = Tuple[torch.Tensor, torch.Tensor]
+Gathered = Tuple[np.ndarray, Batch]  # with the indices of its samples, int64 [combined_batch_size]
 _AHEAD, _ASYNC_AHEAD = 1, 3  # calls prepared in the background: for arrays always, with --async-dataloader for all
 _NO_EPOCH = 1 << 32  # of the training: evaluation draws its own random numbers, the same ones every time
 
@@ -34,7 +35,8 @@ class Feed:
         self._plan, self._spec, self._splits = plan, spec, splits
         self._loader: Optional[SampleLoader] = None
         self._test_loader: Optional[SampleLoader] = None
-        self._stream: Optional[Generator[Batch, None, None]] = None
+        self._stream: Optional[Generator[Gathered, None, None]] = None
+        self.samples = np.zeros(0, dtype=np.int64)  # of the call that was handed out last, as they were gathered
         self._next_update = 0  # what comes next out of the stream
         self._host_size = _host_size(splits, plan.config.data.eight_bit_io, plan.config.data.image_size)
         if not isinstance(splits.train, ArrayDataset):
@@ -53,9 +55,9 @@ class Feed:
         """(channels, height, width) of an image as it goes to the device."""
         train, seed = self._splits.train, self._plan.config.training.seed
         if isinstance(train, ArrayDataset):
-            images, _ = next(self._gathered(train, [(_NO_EPOCH, np.arange(1))]))
+            _, (images, _) = next(self._gathered(train, [(_NO_EPOCH, np.arange(1))]))
         else:
-            images, _ = self._typed(default_collate([SeededSamples(train, seed)[_NO_EPOCH, 0]]))
+            images, _ = self._typed(default_collate([SeededSamples(train, seed)[_NO_EPOCH, 0]])[1])
         if images.dim() != 4:
             raise ConfigError(f"images must be [channels, height, width], not {list(images.shape[1:])}")
         return images.shape[1], images.shape[2], images.shape[3]
@@ -71,7 +73,7 @@ class Feed:
                 self._end_stream()
                 self._stream = self._batches_from(update)
             try:
-                batch = next(self._stream)
+                self.samples, batch = next(self._stream)
             except BaseException:
                 self._end_stream()
                 raise
@@ -100,13 +102,13 @@ class Feed:
         if stream is not None:
             stream.close()
 
-    def _batches_from(self, first_update: int) -> Generator[Batch, None, None]:
+    def _batches_from(self, first_update: int) -> Generator[Gathered, None, None]:
         """The calls from an update on, to the end of the run."""
         samples = self._samples_from(first_update)
         if self._loader is None:
             batches = self._gathered(self._splits.train, samples)
         else:
-            batches = map(self._typed, self._loader.load(samples))
+            batches = self._loaded(self._loader, samples)
         if self._plan.config.data.async_dataloader:
             yield from ahead(batches, _ASYNC_AHEAD)
         elif self._loader is None:
@@ -134,19 +136,22 @@ class Feed:
     def _evaluation_batches(self, calls: Iterable[np.ndarray]) -> Iterator[Batch]:
         samples = ((_NO_EPOCH, call) for call in calls)
         if self._test_loader is None:
-            yield from ahead(self._gathered(self._splits.test, samples), _AHEAD)
+            yield from (batch for _, batch in ahead(self._gathered(self._splits.test, samples), _AHEAD))
             return
         try:
-            yield from map(self._typed, self._test_loader.load(samples))
+            yield from (batch for _, batch in self._loaded(self._test_loader, samples))
         finally:
             self._test_loader.close()  # between two evaluations its workers would only hold memory
 
-    def _gathered(self, data: ArrayDataset, calls: Iterable[EpochSamples]) -> Iterator[Batch]:
+    def _loaded(self, loader: SampleLoader, calls: Iterable[EpochSamples]) -> Iterator[Gathered]:
+        return ((samples.numpy(), self._typed(batch)) for samples, batch in loader.load(calls))
+
+    def _gathered(self, data: ArrayDataset, calls: Iterable[EpochSamples]) -> Iterator[Gathered]:
         seed = self._plan.config.training.seed
         for epoch, samples in calls:
             random = None if epoch == _NO_EPOCH else (seed, epoch)
             images, labels = gather(data, samples, self._splits.augmentation, random, self._host_size)
-            yield self._typed((torch.from_numpy(images), torch.from_numpy(labels)))
+            yield samples, self._typed((torch.from_numpy(images), torch.from_numpy(labels)))
 
     def _typed(self, batch: Any) -> Batch:
         """Resize and normalise on the host unless the device does (8-bit IO); cast to the precision of activations."""

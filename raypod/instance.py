@@ -21,7 +21,7 @@ import poptorch
 import torch
 from torch.nn import functional
 
-from raypod import datasets, flat_state, models, replica_state, steps, weights
+from raypod import datasets, flat_state, ledger, models, replica_state, steps, weights
 from raypod.checkpoint import writer
 from raypod.checkpoint.background import BackgroundWriter
 from raypod.checkpoint.manifest import Manifest
@@ -189,6 +189,8 @@ class Instance:
 
     def close(self) -> None:
         """Leave the fleet and end what this instance started."""
+        if self._saves is not None:
+            self._saves.close()
         if self._feed is not None:
             self._feed.close()
         for model in self._models:
@@ -254,6 +256,7 @@ class Instance:
             losses=tuple(tuple(row) for row in mean_losses),
             correct=tuple(tuple(row) for row in counts),
             saves=self._saves.taken() if self._saves is not None else (),
+            samples_digest=ledger.digest(self._feed.samples) if self._feed is not None else "",
         )
 
     def _read_back(self) -> None:

@@ -10,12 +10,11 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any, Dict, List, Optional, TextIO
+from typing import Any, Dict, List, Optional
 
-from raypod.events import CallReport, EpochDone, UpdateDone
+from raypod.durable import AppendedLines, replace_file
+from raypod.events import CallDone, CallReport, EpochDone, UpdateDone
 from raypod.plan import Leg, Plan
-
-_FLUSH_EVERY_S = 0.5
 
 
 class MetricsFold:
@@ -31,6 +30,7 @@ class MetricsFold:
         self._data_wait_s, self._call_s = 0.0, 0.0
         self._epoch: List[UpdateDone] = []
         self.last: Optional[UpdateDone] = None
+        self.last_call: Optional[CallDone] = None
         self.first_update_s: Optional[float] = None
 
     def begin_leg(self, now_s: float) -> None:
@@ -58,6 +58,8 @@ class MetricsFold:
         updates = [self._update(reports, index, leg.epoch, rate, now_s) for index in range(len(report.losses))]
         self._epoch.extend(updates)
         self.last = updates[-1]
+        digests = tuple((each.instance, each.samples_digest) for each in reports if each.samples_digest)
+        self.last_call = CallDone(report.first_update, digests)
         return updates
 
     def end_epoch(self, epoch: int) -> EpochDone:
@@ -104,25 +106,24 @@ class JsonLines:
     def __init__(self, path: Path, first_update: int) -> None:
         """Keep what a resumed run wrote up to `first_update`; what it did beyond that will be done again."""
         kept = [line for line in _lines(path) if _update_of(line) <= first_update] if first_update else []
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(kept))
-        partial.replace(path)
-        self._file: TextIO = path.open("a")
-        self._flushed_s = -_FLUSH_EVERY_S
+        replace_file(path, "".join(kept).encode())
+        self._file = AppendedLines(path)
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether lines wait in memory for room on the disk."""
+        return self._file.waits_for_room
 
     def write(self, update: UpdateDone) -> None:
-        """Append one line; whoever follows the file sees it with a line that comes `_FLUSH_EVERY_S` later."""
-        self._file.write(json.dumps(dataclasses.asdict(update)) + "\n")
-        if update.time_s - self._flushed_s > _FLUSH_EVERY_S:
-            self._file.flush()
-            self._flushed_s = update.time_s
+        """Append one line."""
+        self._file.write(json.dumps(dataclasses.asdict(update)))
 
-    def flush(self) -> None:
-        """Let whoever follows the file see all lines."""
-        self._file.flush()
+    def sync(self) -> None:
+        """All lines on the disk, if there is room."""
+        self._file.sync()
 
     def close(self) -> None:
-        """Flush and close."""
+        """Close. OSError if lines could not be written."""
         self._file.close()
 
 

@@ -5,6 +5,7 @@ tqdm on the driver only; where the output is no terminal, plain lines without ca
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -27,6 +28,7 @@ class Progress:
         self._bar: Optional[Any] = None
         self._is_terminal = self._err.isatty()
         self._said_s = time.monotonic()
+        self._is_finite = True
 
     def begin(self) -> None:
         """Before anything is started: which pod, what will run where."""
@@ -76,6 +78,10 @@ class Progress:
         self.say(f"{event.device_line}; {event.parameters:,} parameters, the same in all instances{again}")
 
     def _updated(self, event: UpdateDone) -> None:
+        if self._is_finite and not math.isfinite(event.loss):
+            self._is_finite = False  # said once
+            self._close_bar()
+            self.warn(f"the loss turned {event.loss} at update {event.update}; --on-nonfinite stop ends a run there")
         if not self._is_terminal:
             if time.monotonic() - self._said_s > _LINE_EVERY_S:
                 self.say(f"update {event.update}/{self._plan.total_updates}: {_figures(event)}")

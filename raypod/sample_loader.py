@@ -31,7 +31,7 @@ class SampleLoader:
         )
 
     def load(self, calls: Iterable[EpochSamples]) -> Iterator[Any]:
-        """The collated samples of every call."""
+        """Of every call, the indices of its samples (int64 tensor, as workers saw them) and the samples, collated."""
         self._batches.calls = ([(epoch, int(sample)) for sample in samples] for epoch, samples in calls)
         return iter(self._loader)
 
@@ -54,7 +54,7 @@ class _Batches:
 
 
 class SeededSamples:
-    """A data set whose random numbers depend on (seed, epoch, sample), whichever process makes the sample."""
+    """Samples with their index; random numbers depend on (seed, epoch, sample), whichever process makes the sample."""
 
     def __init__(self, data: Any, seed: int) -> None:
         self._data, self._seed = data, seed
@@ -62,7 +62,7 @@ class SeededSamples:
     def __getitem__(self, key: Tuple[int, int]) -> Any:
         epoch, sample = key
         with _seeded(sample_seed(self._seed, epoch, sample)):
-            return self._data[sample]
+            return sample, self._data[sample]
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from pathlib import Path
 from typing import Iterator, Optional
@@ -10,10 +11,19 @@ from typing import Iterator, Optional
 from raypod.checkpoint.fit import FINGERPRINT, manifest_of
 from raypod.checkpoint.folder import folder_of, found_in
 from raypod.checkpoint.manifest import Checkpoint
-from raypod.errors import CheckpointNotSaved
-from raypod.events import CheckpointBegun, CheckpointFailed, CheckpointSaved, Event, InstanceStarted, SaveReport
+from raypod.errors import CheckpointNotSaved, LossNotFinite
+from raypod.events import (
+    CheckpointBegun,
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    InstanceStarted,
+    SaveReport,
+    UpdateDone,
+)
 from raypod.fleet import Fleet
 from raypod.interval import parse_interval
+from raypod.ledger import last_generation
 from raypod.plan import Plan
 
 
@@ -67,6 +77,15 @@ class Saving:
             raise CheckpointNotSaved(report.path, report.error, "there is no other, so the run ends here")
         return CheckpointFailed(report.update, report.path, report.error, self.last.path)
 
+    def check_finite(self, update: UpdateDone) -> None:
+        """LossNotFinite unless the loss of an update is a number, or the run is to go on without."""
+        if math.isfinite(update.loss) or self._plan.config.run.on_nonfinite == "continue":
+            return
+        way_out = "there is no checkpoint from before"
+        if self.last is not None:
+            way_out = f"{self.last.path} is from before: --resume it with a lower --learning-rate"
+        raise LossNotFinite(update.loss, update.update - 1, update.update, f"{way_out}, or --on-nonfinite continue")
+
     def finish(self, fleet: Fleet) -> Iterator[Event]:
         """Wait for the checkpoint under way.
 
@@ -83,5 +102,5 @@ class Saving:
 def next_generation(plan: Plan, resumed: Optional[Checkpoint]) -> int:
     """1 for a run that starts, and more than whatever its folder holds for one that goes on."""
     found, _ = found_in(folder_of(Path(plan.run_dir)))
-    before = [each.manifest.generation for each in found] + ([resumed.manifest.generation] if resumed else [])
-    return 1 + max(before, default=0)
+    before = [last_generation(plan.run_dir), *(each.manifest.generation for each in found)]
+    return 1 + max(before + ([resumed.manifest.generation] if resumed else []))

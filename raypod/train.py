@@ -13,13 +13,14 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from raypod import config, coordinator, datasets, run_folder
 from raypod.checkpoint import reader
 from raypod.cluster import read_cluster
-from raypod.events import CheckpointBegun, EvaluationDone, RunEnded, RunStarted, UpdateDone
+from raypod.events import EvaluationDone, RunEnded
 from raypod.fleet import Fleet
-from raypod.metrics import JsonLines, MetricsFold
+from raypod.metrics import MetricsFold
 from raypod.plan import Plan, make_plan
 from raypod.plan_table import describe, render
 from raypod.progress import Progress
 from raypod.shell import INTERRUPTED, report_errors
+from raypod.sinks import Sinks
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -102,20 +103,15 @@ def _run(plan: Plan, found: Optional[reader.Found], started_at_s: float) -> int:
     evaluations: List[EvaluationDone] = []
     with contextlib.ExitStack() as stack:
         stack.callback(progress.close)
+        sinks = stack.enter_context(Sinks(plan))
         events = stack.enter_context(
             contextlib.closing(coordinator.run(plan, _fleet(plan, progress), metrics, resumed))
         )
         for event in events:
             seen[type(event)] = event
-            if isinstance(event, RunStarted):  # not before: a run that could not start leaves its folder free
-                lines = JsonLines(Path(plan.run_dir) / "metrics.jsonl", event.first_update)
-                stack.callback(lines.close)
-            elif isinstance(event, UpdateDone):
-                lines.write(event)
-            elif isinstance(event, EvaluationDone):
+            sinks.take(event)
+            if isinstance(event, EvaluationDone):
                 evaluations.append(event)
-            elif isinstance(event, CheckpointBegun):
-                lines.flush()
             progress.show(event)
     run_folder.write_summary(plan, metrics, seen, evaluations)
     print(f"Waiting for data: {100 * metrics.data_wait_share:.1f} % of the time of the calls")  # noqa: T201

@@ -16,7 +16,8 @@ from bounded import wait_until
 from torch.nn import functional
 
 from raypod import coordinator, datasets, models, train
-from raypod.checkpoint import writer
+from raypod.__main__ import main
+from raypod.checkpoint import reader, writer
 from raypod.errors import WeightsDiffer
 from raypod.events import EvaluationDone, Event, RunEnded
 from raypod.fleet.inline import InlineFleet
@@ -244,3 +245,50 @@ def test_a_mistake_is_one_line_and_exit_code_2(flags: List[str], tmp_path: Path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("raypod: error: ")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("flags", [[], ["--dataset", "ledger_data:make", "--num-workers", "1", "--model", "tiny"]])
+def test_each_sample_once_is_proved_over_a_chain_of_resumes(
+    flags: List[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ledger_data.py").write_text(
+        "import torch\n\n\ndef make(folder):\n"
+        "    return [(torch.full((1, 8, 8), float(i)), i % 2) for i in range(200)], [], 2\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    constant = ("--lr-schedule", "constant", "--checkpoint-every", "2 updates", *flags)
+    command(tmp_path, *constant, "--updates", "3")
+    command(
+        tmp_path, *constant, "--updates", "8", "--resume", str(tmp_path / "run" / "checkpoints" / "update-00000002")
+    )
+    assert main(["verify-data", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "generation 2 began after update 2: 1 superseded" in out
+    assert "proved: 8 updates" in out
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines] == list(range(1, 9))
+
+
+def test_another_data_set_than_the_ledger_was_written_for_is_noticed(tmp_path: Path) -> None:
+    _, folder = command(tmp_path, "--updates", "2")
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("seed: 42", "seed: 43"))
+    assert main(["verify-data", str(folder)]) == 1
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--learning-rate", "1e30", "--lr-schedule", "constant", "--warmup-updates", "0", "--model", "tiny"]
+    flags += ["--checkpoint-every", "1 updates", "--precision", "32.32", "--updates", "40"]
+    code, folder = command(tmp_path, *flags)
+    assert code == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "the loss turned" in line
+    assert "between update" in line
+    good = reader.newest_good(folder / "checkpoints")[0]
+    if good is not None:  # whatever is there is made of numbers
+        assert all(bool(torch.isfinite(value).all()) for value in writer.load(good.path)["weights"].values())
+    code, _ = command(tmp_path / "on", *flags, "--on-nonfinite", "continue")
+    assert code == 0
+    assert capsys.readouterr().out.count("warning: the loss turned") == 1

@@ -23,6 +23,7 @@ class BackgroundWriter:
         self._checkpoints = folder.folder_of(plan.run_dir)
         run = plan.config.run
         self._keep, self._timeout_s = run.keep_checkpoints, run.save_timeout_s
+        self._grace_s = run.stop_timeout_s
         # From weights that are no numbers any more nobody can go on; the checkpoint before them is worth more.
         self._only_finite = run.on_nonfinite == "stop"
         self._thread: Optional[threading.Thread] = None
@@ -51,6 +52,11 @@ class BackgroundWriter:
         """Wait for the write under way; as `taken`. WaitTimedOut if it does not end."""
         self._join()
         return self.taken()
+
+    def close(self) -> None:
+        """Give the write under way a moment to end: if it does not, it is no checkpoint."""
+        if self._thread is not None:
+            self._thread.join(self._grace_s)
 
     def _join(self) -> None:
         if self._thread is not None:

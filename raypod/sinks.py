@@ -1,0 +1,57 @@
+"""The files of a run folder that grow with its events: metrics.jsonl and ledger.jsonl."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Optional
+
+from raypod.errors import RunError
+from raypod.events import CallDone, CheckpointBegun, Event, RunStarted, UpdateDone
+from raypod.ledger import Ledger
+from raypod.metrics import JsonLines
+from raypod.plan import Plan
+
+
+class Sinks:
+    """Takes the events of a run. They are opened by its start: a run that could not start leaves its folder free."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._metrics: Optional[JsonLines] = None
+        self._ledger: Optional[Ledger] = None
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether lines wait in memory for room on the disk."""
+        return self._metrics is not None and self._metrics.waits_for_room
+
+    def take(self, event: Event) -> None:
+        """Write what belongs to an event."""
+        if isinstance(event, RunStarted):
+            self._metrics = JsonLines(Path(self._plan.run_dir) / "metrics.jsonl", event.first_update)
+            self._ledger = Ledger(self._plan)
+            self._ledger.begin(event.generation, event.first_update)
+        elif isinstance(event, UpdateDone) and self._metrics is not None:
+            self._metrics.write(event)
+        elif isinstance(event, CallDone) and self._ledger is not None:
+            self._ledger.write(event)
+        elif isinstance(event, CheckpointBegun) and self._metrics is not None and self._ledger is not None:
+            # Whoever goes on from that checkpoint finds every line before it, also after a power loss.
+            self._metrics.sync()
+            self._ledger.sync()
+
+    def __enter__(self) -> Sinks:
+        return self
+
+    def __exit__(self, kind: Optional[type], *_: object) -> None:
+        """Close the files. RunError if lines could not be written (the disk is still full) and nothing else failed."""
+        failed = []
+        for sink in (self._metrics, self._ledger):
+            try:
+                if sink is not None:
+                    sink.close()
+            except OSError as error:
+                failed.append(error.strerror or str(error))
+        self._metrics = self._ledger = None
+        if failed and kind is None:
+            raise RunError(f"cannot write the last lines of metrics and ledger in {self._plan.run_dir}: {failed[0]}")
