@@ -124,6 +124,36 @@ def test_processes_that_start_together_make_the_arrays_once(cifar10: Path) -> No
     assert len(set(words)) == 2
 
 
+def test_processes_of_a_host_share_the_pages_of_the_arrays(cifar10: Path) -> None:
+    pixels = batch(0, 2000, 10, "labels")
+    (cifar10 / "cifar-10-batches-py" / "data_batch_1").write_bytes(pickle.dumps(pixels))
+    program = (
+        "import sys\nfrom raypod import datasets\nfrom raypod.config import from_values\n"
+        "splits = datasets.load(from_values({'data': {'dataset': 'cifar10', 'data_dir': sys.argv[1]}}))\n"
+        "splits.train.images.sum()\nprint('ready', flush=True)\ninput()\n"
+        "lines, counts, kib = open('/proc/self/smaps'), False, 0\n"
+        "for first, *rest in map(str.split, lines):\n"
+        "    counts = ('images.npy' in rest[-1]) if not first.endswith(':') else counts\n"
+        "    kib += int(rest[0]) if counts and first == 'Pss:' else 0\n"
+        "print(kib, flush=True)\ninput()\n"
+    )
+    line = [sys.executable, "-c", program, str(cifar10)]
+    pipe = subprocess.PIPE
+    members = [subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True) for _ in range(3)]
+    try:
+        assert [member.stdout.readline() for member in members] == ["ready\n"] * 3  # type: ignore[union-attr]
+        kib = 0
+        for member in members:
+            member.stdin.write("\n")  # type: ignore[union-attr]
+            member.stdin.flush()  # type: ignore[union-attr]
+            kib += int(member.stdout.readline())  # type: ignore[union-attr]
+    finally:
+        for member in members:
+            member.communicate("\n", timeout=30)
+    size_kib = sum(file.stat().st_size for file in cifar10.rglob("*_images.npy")) / 1024
+    assert 0.9 * size_kib < kib < 1.1 * size_kib
+
+
 class Evil:
     def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
         return os.system, ("true",)
