@@ -47,7 +47,9 @@ class Section(pydantic.BaseModel):
 class DataSection(Section):
     """What to train on, and how it reaches the replicas."""
 
-    dataset: str = Field("digits", description="digits, synthetic, cifar10, cifar100, or your own module:function")
+    dataset: str = Field(
+        "digits", description="digits, synthetic, cifar10, cifar100, imagefolder, or your own module:function"
+    )
     data_dir: Optional[str] = Field(None, description="folder of the data set's files; handed to one of your own")
     cache_dir: Optional[str] = Field(None, description="folder of decoded data (default: beside the data)")
     samples: int = Field(4096, ge=1, description="size of the synthetic data set")

@@ -27,7 +27,9 @@ LEVELS: Dict[str, int] = {
     **dict.fromkeys(("config", "cluster", "stop_gate", "shell", "launcher/console", "launcher/pump"), 1),
     **dict.fromkeys(("device_input", "prefetch"), 0),
     **dict.fromkeys(("user_code", "file_lock", "datasets/arrays"), 1),
-    **dict.fromkeys(("datasets/digits", "datasets/synthetic", "datasets/own", "datasets/cifar"), 4),
+    **dict.fromkeys(
+        ("datasets/digits", "datasets/synthetic", "datasets/own", "datasets/cifar", "datasets/image_folder"), 4
+    ),
     **dict.fromkeys(("datasets/cache",), 2),
     **dict.fromkeys(("datasets/__init__", "transforms", "sample_loader"), 5),
     **dict.fromkeys(("placement", "launcher/parser", "launcher/mpi_arguments", "launcher/output"), 2),

@@ -12,7 +12,7 @@ from typing import Dict, Tuple
 from typing_extensions import Protocol
 
 from raypod.config import Config
-from raypod.datasets import cifar, digits, own, synthetic
+from raypod.datasets import cifar, digits, image_folder, own, synthetic
 from raypod.datasets.arrays import ArrayDataset, Augmentation, ImageShape, Splits
 from raypod.errors import ConfigError, DataMissing
 from raypod.plan import DatasetSize
@@ -48,6 +48,7 @@ _BY_NAME: Dict[str, Source] = {
     "synthetic": synthetic,
     "cifar10": cifar.CIFAR10,
     "cifar100": cifar.CIFAR100,
+    "imagefolder": image_folder,
 }
 
 _PUBLISHED: Dict[str, Tuple[int, int]] = {

@@ -79,6 +79,15 @@ def fingerprint_of(*splits: ArrayDataset) -> str:
     return digest.hexdigest()
 
 
+def fingerprint_of_bytes(*arrays: np.ndarray) -> str:
+    """SHA-256 over all of some arrays."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.shape} {array.dtype}\n".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
 def fingerprint_of_words(*words: object) -> str:
     """SHA-256 over what identifies data that cannot be looked at cheaply."""
     return hashlib.sha256("\n".join(map(str, words)).encode()).hexdigest()
