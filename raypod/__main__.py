@@ -1,4 +1,4 @@
-"""`python -m raypod VERB`: what can be asked about a run besides running it."""
+"""`python -m raypod VERB`: what can be asked about a run besides running it, and what a cluster needs before."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Callable, Dict, Optional, Sequence
 
+from raypod import up
 from raypod.errors import ConfigError
 from raypod.shell import report_errors
 from raypod.train import described, drawn, plan_of
@@ -53,7 +54,12 @@ def _run_folder(verb: str, argv: Sequence[str]) -> Path:
     return folder
 
 
-VERBS: Dict[str, Callable[[Sequence[str]], int]] = {"plan": _plan, "verify-data": _verify_data}
+VERBS: Dict[str, Callable[[Sequence[str]], int]] = {
+    "plan": _plan,
+    "verify-data": _verify_data,
+    "up": up.up,
+    "down": up.down,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -55,6 +55,11 @@ LEVELS: Dict[str, int] = {
     **dict.fromkeys(("fleet/process", "fleet/inline", "fleet/ray_session", "fleet/ray_nodes"), 9),
     **dict.fromkeys(("fleet/ray", "fleet/ray_hosts", "coordinator", "progress"), 10),
     **dict.fromkeys(("train", "launch"), 11),
+    # What a cluster needs before a run.
+    **dict.fromkeys(("gcs", "stop_cluster"), 0),
+    **dict.fromkeys(("interfaces", "cluster_traps"), 1),
+    **dict.fromkeys(("ssh", "auth_token"), 2),
+    **dict.fromkeys(("up",), 3),
     **dict.fromkeys(("__main__",), 12),
 }
 SDK = {
