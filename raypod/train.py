@@ -40,6 +40,8 @@ def plan_of(argv: Sequence[str], prog: str, extra: Sequence[str] = ()) -> Tuple[
     run_dir = run_folder.choose(resolved)
     cluster = read(resolved.pod.cluster)
     is_run = not getattr(args, "dry_run", True)
+    if is_run:
+        datasets.download(resolved)
     size = datasets.dataset_size(resolved) if is_run else datasets.dataset_size_for_a_look(resolved)
     plan = make_plan(resolved, cluster, size, run_dir)
     if resolved.pod.ipus_per_replica > 1:

@@ -30,7 +30,7 @@ LEVELS: Dict[str, int] = {
     **dict.fromkeys(
         ("datasets/digits", "datasets/synthetic", "datasets/own", "datasets/cifar", "datasets/image_folder"), 4
     ),
-    **dict.fromkeys(("datasets/cache",), 2),
+    **dict.fromkeys(("datasets/cache", "datasets/download"), 2),
     **dict.fromkeys(("datasets/__init__", "transforms", "sample_loader"), 5),
     **dict.fromkeys(("placement", "launcher/parser", "launcher/mpi_arguments", "launcher/output"), 2),
     **dict.fromkeys(("plan", "devices", "vipu", "launcher/run"), 3),

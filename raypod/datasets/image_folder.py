@@ -16,12 +16,13 @@ from raypod import torchvision_import
 from raypod.config import Config
 from raypod.datasets.arrays import ImageShape, Splits, fingerprint_of_bytes
 from raypod.datasets.cache import Cache, identity_of
-from raypod.errors import ConfigError
+from raypod.errors import ConfigError, DataMissing
 from raypod.plan import DatasetSize
 
 SIDE = 224  # of images, where --image-size says nothing
 _RESIZE = 256 / 224  # before the centre is cropped for evaluation (He et al. 2016)
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+_IMAGENET_CLASSES = 1000
 _SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
@@ -35,7 +36,9 @@ def size(config: Config) -> DatasetSize:
 
 def shape(config: Config) -> ImageShape:
     """Colour images of the size that they are cropped to."""
-    return ImageShape(3, config.data.image_size or SIDE, len(_classes(_root(config))))
+    is_imagenet = config.data.dataset == "imagenet"  # its plan needs no files
+    classes = _IMAGENET_CLASSES if is_imagenet else len(_classes(_root(config)))
+    return ImageShape(3, config.data.image_size or SIDE, classes)
 
 
 def load(config: Config) -> Splits:
@@ -113,11 +116,11 @@ def _torchvision_transforms() -> Any:
 
 def _root(config: Config) -> Path:
     if config.data.data_dir is None:
-        raise ConfigError("--dataset imagefolder needs --data-dir: the folder that holds train/ and val/")
+        raise DataMissing(f"--dataset {config.data.dataset} needs --data-dir: the folder that holds train/ and val/")
     root = Path(config.data.data_dir).expanduser()
     if not _classes(root):
-        raise ConfigError(
-            f"--dataset imagefolder: {root / 'train'} has no folders of classes; expected are "
+        raise DataMissing(
+            f"--dataset {config.data.dataset}: {root / 'train'} has no folders of classes; expected are "
             f"{root}/train/CLASS/*.jpg (or .jpeg, .png) and {root}/val/CLASS/* (or test/)"
         )
     return root
