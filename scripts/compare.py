@@ -1,0 +1,224 @@
+"""The comparison that the tutorial leaves blank: `python scripts/compare.py [--data-dir FOLDER] [--plot compare.png]`.
+
+Its four steps on the same data: 1. no data parallelism; 2. eight replicas in one instance; 3. the same with loader
+workers; 4. eight replicas in four instances. Each three times:
+
+* stand-in device, tutorial's data path: torchvision transforms images one by one (flip, 64x64, uint8). The device takes
+  a stated time per call and no CPU, as an IPU would, so the host side is what one sees;
+* stand-in device, raypod's data path: the same images, a whole call at a time; the device enlarges them;
+* emulated SDK, raypod's data path: real training, whose arithmetic is done by this CPU. Its losses and accuracies are
+  real; its times say what emulation costs, not what an IPU would take.
+
+Without --data-dir the data is generated in CIFAR-10's format (scripts/make_cifar.py). --plot needs `raypod[plot]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, Dict, List, NamedTuple, Tuple
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S = 1800
+SECONDS = "COMPARE_SECONDS_PER_MICRO_BATCH"
+REPLICAS = 8
+
+STEPS: Tuple[Tuple[str, List[str]], ...] = (
+    ("1 replica", ["--replicas", "1", "--fleet", "inline"]),
+    (f"{REPLICAS} replicas, 1 instance", ["--replicas", str(REPLICAS), "--fleet", "inline"]),
+    ("the same, loader workers", ["--replicas", str(REPLICAS), "--fleet", "inline", "--num-workers", "4"]),
+    (f"{REPLICAS} replicas, 4 instances", ["--replicas", str(REPLICAS), "--num-instances", "4"]),
+)
+STAND_IN = ["--model", "compare:stand_in_device", "--optimizer", "sgd", "--learning-rate", "0.001"]
+WAYS: Dict[str, List[str]] = {
+    "stand-in device, tutorial's data path": [*STAND_IN, "--dataset", "compare:by_sample"],
+    "stand-in device, raypod's data path": [*STAND_IN, "--dataset", "cifar10"],
+    "emulated SDK, raypod's data path": ["--dataset", "cifar10"],
+}
+
+
+class Row(NamedTuple):
+    """One step, one way."""
+
+    step: str
+    epoch_s: float
+    images_per_s: float
+    data_wait_share: float
+    loss: float
+    test_accuracy: float
+
+
+class StandInDevice(nn.Module):
+    """A network that looks at one pixel, and takes the time of a device.
+
+    The emulated SDK runs replicas in as many threads as there are cores, on a pod they run side by side: so only one of
+    the local replicas' micro-batches sleeps for all of them.
+    """
+
+    turns, asleep = itertools.count(), threading.Lock()  # of the process: replicas are copies of the module
+
+    def __init__(self, channels: int, classes: int, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.head = nn.Linear(channels, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """[n, channels, h, w] to [n, classes]."""
+        if self.training and next(self.turns) % int(os.environ["POPDIST_NUM_LOCAL_REPLICAS"]) == 0:
+            with self.asleep:
+                time.sleep(self.seconds)
+        logits: torch.Tensor = self.head(images[:, :, 0, 0].to(self.head.weight.dtype))
+        return logits
+
+
+def stand_in_device(channels: int, classes: int) -> nn.Module:
+    """For `--model`."""
+    return StandInDevice(channels, classes, float(os.environ[SECONDS]))
+
+
+class BySample:
+    """Images one by one through torchvision's transforms, as in the tutorial."""
+
+    def __init__(self, images: Any, labels: Any) -> None:
+        from torchvision import transforms
+
+        self._images, self._labels = images, labels
+        steps = [transforms.RandomHorizontalFlip(), transforms.Resize(64), transforms.PILToTensor()]
+        self._transform = transforms.Compose(steps)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> Tuple[torch.Tensor, int]:
+        from PIL import Image
+
+        return self._transform(Image.fromarray(self._images[index].transpose(1, 2, 0))), int(self._labels[index])
+
+
+def by_sample(data_dir: str) -> Tuple[BySample, BySample, int]:
+    """For `--dataset`: the same files as `--dataset cifar10`."""
+    from raypod import datasets, torchvision_import
+    from raypod.config import from_values
+
+    torchvision_import.install()
+    splits = datasets.load(from_values({"data": {"dataset": "cifar10", "data_dir": data_dir}}))
+    train, test = splits.train, splits.test
+    return BySample(train.images, train.labels), BySample(test.images, test.labels), splits.classes
+
+
+def run(args: argparse.Namespace, data_dir: str, way: str, step: str, flags: List[str]) -> Row:
+    """Train in a process of its own."""
+    sizes = [args.batch_size, args.gradient_accumulation, args.device_iterations]
+    names = ["--batch-size", "--gradient-accumulation", "--device-iterations", "--epochs"]
+    common = [word for name, value in zip(names, [*sizes, args.epochs]) for word in (name, str(value))]
+    common += ["--eight-bit-io", "--async-dataloader", "--device", "emulated", "--data-dir", data_dir]
+    if "--model" not in WAYS[way]:
+        common += ["--model", args.model, "--learning-rate", str(args.learning_rate), "--warmup-updates", "10"]
+    seconds = args.call_ms / 1000 / (args.gradient_accumulation * args.device_iterations)
+    environment = {**os.environ, SECONDS: str(seconds)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
+    with tempfile.TemporaryDirectory() as folder:
+        line = [sys.executable, "-m", "raypod.train", *common, *WAYS[way], *flags, "--run-dir", f"{folder}/run"]
+        done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        if done.returncode:
+            raise SystemExit(f"{way}, {step}: {' '.join(line)} ended with {done.returncode}\n{done.stderr[-2000:]}")
+        summary = json.loads(Path(folder, "run", "summary.json").read_text())
+        plan = json.loads(Path(folder, "run", "plan.json").read_text())
+    images = plan["updates_per_epoch"] * plan["geometry"]["global_batch_size"]
+    rate = summary["samples_per_s"]
+    return Row(step, images / rate, rate, summary["data_wait_share"], summary["loss"], summary["test_accuracy"])
+
+
+def median_row(rows: List[Row]) -> Row:
+    """Of the rounds, column by column."""
+    return Row(rows[0].step, *(median(column) for column in list(zip(*rows))[1:]))
+
+
+def print_table(way: str, rows: List[Row], is_trained: bool) -> None:
+    """One way, step by step."""
+    print(f"\n{way}")
+    head = f"{'step':<26}{'s per epoch':>12}{'images/s':>10}{'of step 1':>11}{'waiting for data':>18}"
+    print(head + (f"{'loss':>8}{'test acc':>10}" if is_trained else ""))
+    for row in rows:
+        ratio = row.images_per_s / rows[0].images_per_s
+        line = f"{row.step:<26}{row.epoch_s:>12.2f}{row.images_per_s:>10.0f}{ratio:>11.2f}"
+        line += f"{100 * row.data_wait_share:>16.1f} %"
+        print(line + (f"{row.loss:>8.3f}{row.test_accuracy:>8.1f} %" if is_trained else ""))
+
+
+def draw(path: Path, found: Dict[str, List[Row]], title: str) -> None:
+    """Seconds per epoch, the share that waits for data darker."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(found), figsize=(4.6 * len(found), 4.2))
+    for axis, (way, rows) in zip(axes, found.items()):
+        names = [f"{number}. {row.step}".replace(", ", ",\n") for number, row in enumerate(rows, start=1)]
+        seconds = [row.epoch_s for row in rows]
+        waiting = [row.epoch_s * row.data_wait_share for row in rows]
+        axis.bar(names, seconds, color="#9ecae1", label="in the call")
+        axis.bar(names, waiting, color="#08519c", label="waiting for data")
+        axis.set_title(way.replace(", ", ",\n"), fontsize=10)
+        axis.set_ylabel("seconds per epoch")
+        axis.tick_params(axis="x", labelsize=7)
+    axes[0].legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    figure.savefig(str(path), dpi=120)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description="The four steps of the tutorial's last chapter, in one run.")
+    parser.add_argument("--data-dir", help="folder that holds cifar-10-batches-py; without: generated data")
+    parser.add_argument("--images", type=int, default=8192, help="training images of the generated data")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--gradient-accumulation", type=int, default=2)
+    parser.add_argument("--device-iterations", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--call-ms", type=float, default=60, help="time that the stand-in device takes per call")
+    parser.add_argument("--model", default="resnet8", help="of the emulated SDK")
+    parser.add_argument("--learning-rate", type=float, default=0.05)
+    parser.add_argument("--rounds", type=int, default=1, help="alternating; medians are told")
+    parser.add_argument("--plot", type=Path, metavar="PNG")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        data_dir, what = args.data_dir, f"CIFAR-10 in {args.data_dir}"
+        if data_dir is None:
+            import make_cifar
+
+            make_cifar.write(Path(folder), args.images, args.images // 8, 10)
+            data_dir, what = folder, f"{args.images} generated images in CIFAR-10's format"
+        per_call = args.batch_size * args.gradient_accumulation * args.device_iterations
+        title = f"{what}; a call feeds {per_call} images per replica; stand-in device: {args.call_ms:g} ms per call"
+        print(f"{title}; {os.cpu_count()} cores", flush=True)
+        rounds: Dict[str, List[List[Row]]] = {way: [[] for _ in STEPS] for way in WAYS}
+        for _ in range(args.rounds):
+            for way in WAYS:
+                for index, (step, flags) in enumerate(STEPS):
+                    rounds[way][index].append(run(args, data_dir, way, step, flags))
+    found = {way: [median_row(each) for each in steps] for way, steps in rounds.items()}
+    for way, rows in found.items():
+        print_table(way, rows, is_trained=way.startswith("emulated"))
+    if args.plot:
+        draw(args.plot, found, title)
+        print(f"\nplot: {args.plot}")
+
+
+if __name__ == "__main__":
+    main()
