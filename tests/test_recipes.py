@@ -52,5 +52,16 @@ def test_every_recipe_opens_with_its_command(recipe: Path) -> None:
     assert "--cluster" not in words or Path(words[words.index("--cluster") + 1]).stem in pods(recipe)
 
 
+@pytest.mark.parametrize(
+    ("pod", "combined", "global_batch", "updates"), [(4, 8208, 16416, 78), (16, 2052, 16416, 78), (64, 504, 16128, 79)]
+)
+def test_imagenet_has_the_published_numbers(pod: int, combined: int, global_batch: int, updates: int) -> None:
+    plan = planned(HOME / "configs" / f"imagenet-resnet50-pod{pod}.yaml", f"pod{pod}")
+    geometry = plan.geometry
+    assert (geometry.combined_batch_size, geometry.global_batch_size) == (combined, global_batch)
+    assert (plan.updates_per_epoch, plan.config.training.warmup_updates) == (updates, 5 * updates)
+    assert "1281167 training, 50000 test (as published; the files are not here)" in render(plan)
+
+
 def test_the_default_run_is_a_recipe() -> None:
     assert config.load_yaml(HOME / "configs" / "digits.yaml") == config.from_values({})
