@@ -1,4 +1,4 @@
-"""`python -m raypod VERB`: what can be asked about a run besides running it."""
+"""`python -m raypod VERB`: what can be asked about a run besides running it, and what a cluster needs before."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Callable, Dict, Optional, Sequence
 
+from raypod import supervisor, up
 from raypod.errors import ConfigError
 from raypod.shell import report_errors
 from raypod.train import described, drawn, plan_of
@@ -44,6 +45,21 @@ def _verify_data(argv: Sequence[str]) -> int:
     return 0 if verdict.is_proved else 1
 
 
+def _status(argv: Sequence[str]) -> int:
+    """How far a run is."""
+    return supervisor.status(_run_folder("status", argv))
+
+
+def _attach(argv: Sequence[str]) -> int:
+    """Show the output of a detached run until it ends."""
+    return supervisor.attach(_run_folder("attach", argv))
+
+
+def _stop(argv: Sequence[str]) -> int:
+    """End a run after a checkpoint."""
+    return supervisor.stop(_run_folder("stop", argv))
+
+
 def _run_folder(verb: str, argv: Sequence[str]) -> Path:
     if len(argv) != 1 or argv[0].startswith("-"):
         raise ConfigError(f"usage: python -m raypod {verb} RUN_FOLDER")
@@ -53,7 +69,15 @@ def _run_folder(verb: str, argv: Sequence[str]) -> Path:
     return folder
 
 
-VERBS: Dict[str, Callable[[Sequence[str]], int]] = {"plan": _plan, "verify-data": _verify_data}
+VERBS: Dict[str, Callable[[Sequence[str]], int]] = {
+    "plan": _plan,
+    "verify-data": _verify_data,
+    "status": _status,
+    "attach": _attach,
+    "stop": _stop,
+    "up": up.up,
+    "down": up.down,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

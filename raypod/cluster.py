@@ -68,7 +68,7 @@ class Cluster:
     folder: Optional[str] = None  # where the hosts have raypod
     vipu: Optional[VipuPartition] = None
     ssh: Ssh = Ssh()
-    gcs_port: int = GCS_PORT
+    gcs_port: Optional[int] = None  # of the head; None where the file does not say how Ray starts
     auth_mode: Optional[str] = None  # RAY_AUTH_MODE of the start commands, where they set it
 
     @property
@@ -77,9 +77,9 @@ class Cluster:
         return len(self.hosts) * self.instances_per_host
 
     @property
-    def gcs_address(self) -> str:
-        """host:port of the head's GCS, which every Ray process of the cluster asks."""
-        return f"{self.hosts[0].address}:{self.gcs_port}"
+    def gcs_address(self) -> Optional[str]:
+        """host:port of the head's GCS, which every Ray process of the cluster asks; None where nobody can know it."""
+        return f"{self.hosts[0].address}:{self.gcs_port}" if self.gcs_port else None
 
 
 LOCAL = Cluster("this host", (Host("localhost", "localhost"),))
@@ -138,7 +138,7 @@ def cluster_from(file: ClusterFile, path: str) -> Cluster:
         folder=ours.text("folder"),
         vipu=_vipu(file),
         ssh=Ssh(auth.text("ssh_user"), auth.text("ssh_private_key"), auth.text("ssh_proxy_command")),
-        gcs_port=_found(r"--port[= ](\d+)", start) or GCS_PORT,
+        gcs_port=_found(r"--port[= ](\d+)", start) or (GCS_PORT if "--head" in start else None),
         auth_mode=mode.group(1) if mode else None,
     )
 

@@ -6,16 +6,12 @@ meeting point is a server on a port that the system chooses, which whoever start
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
-import socket
-import struct
 from typing import Any, Dict, Optional, Sequence
 
 from raypod.errors import SdkError
 from raypod.horovod_rendezvous import HorovodRendezvous
-
-_SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
+from raypod.interfaces import address_towards, interface_of
 
 
 def check_available(collectives: str) -> None:
@@ -68,29 +64,5 @@ def horovod_interface(rendezvous: str) -> Dict[str, str]:
 
     Without it Horovod listens on whatever address this host's name resolves to. IPv4 only.
     """
-    own = own_address(rendezvous)
-    names = [name for name, address in interface_addresses().items() if address == own]
-    return {"HOROVOD_GLOO_IFACE": names[0]} if names else {}
-
-
-def own_address(rendezvous: str) -> str:
-    """The address by which this host reaches the address `rendezvous`. IPv4 only."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((rendezvous, 9))  # connecting a datagram socket sends nothing
-        return str(probe.getsockname()[0])
-
-
-def interface_addresses() -> Dict[str, str]:
-    """The interfaces of this host that have an IPv4 address, and that address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        found = {name: _address_of(probe, name) for _, name in socket.if_nameindex()}
-    return {name: address for name, address in found.items() if address is not None}
-
-
-def _address_of(probe: socket.socket, interface: str) -> Optional[str]:
-    """The first IPv4 address of an interface, which is the one that Gloo takes."""
-    try:
-        found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-    except OSError:  # it has none
-        return None
-    return socket.inet_ntoa(found[20:24])
+    name = interface_of(address_towards(rendezvous))
+    return {"HOROVOD_GLOO_IFACE": name} if name else {}

@@ -48,9 +48,11 @@ class DataSection(Section):
     """What to train on, and how it reaches the replicas."""
 
     dataset: str = Field(
-        "digits", description="digits, synthetic, cifar10, cifar100, imagefolder, imagenet, or your own module:function"
+        "digits",
+        description="digits, synthetic, cifar10, cifar100, imagefolder, imagenet, or your own module:function",
     )
     data_dir: Optional[str] = Field(None, description="folder of the data set's files; handed to one of your own")
+    download: bool = Field(False, description="fetch the files of cifar10 or cifar100 where they are missing")
     cache_dir: Optional[str] = Field(None, description="folder of decoded data (default: beside the data)")
     samples: int = Field(4096, ge=1, description="size of the synthetic data set")
     image: str = Field("3x32x32", pattern=r"^\d+x\d+x\d+$", description="CxHxW of the synthetic images")

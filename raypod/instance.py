@@ -25,10 +25,11 @@ from raypod import datasets, flat_state, ledger, models, replica_state, steps, w
 from raypod.checkpoint import writer
 from raypod.checkpoint.background import BackgroundWriter
 from raypod.checkpoint.manifest import Manifest
-from raypod.collectives import Rendezvous, horovod_interface, own_address, uses_installed_horovod
+from raypod.collectives import Rendezvous, horovod_interface, uses_installed_horovod
 from raypod.device_input import device_input
 from raypod.events import CallReport, EvaluationReport, InstanceStarted, SaveReport
 from raypod.feed import Feed
+from raypod.interfaces import address_in, address_towards, interface_of
 from raypod.optimizers import build_optimizer, learning_rate
 from raypod.plan import Leg, Plan
 from raypod.prefetch import timed
@@ -91,6 +92,18 @@ class Instance:
             versions=versions(),
         )
 
+    def data_address(self) -> Optional[str]:
+        """This host's address in the data network of the cluster file, to which Gloo and Horovod are bound now.
+
+        None where the file names none. ClusterError if the host has no address in it.
+        """
+        network = self._plan.cluster.data_network
+        if network is None:
+            return None
+        address = address_in(network, "metadata.raypod.data_network")
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["HOROVOD_GLOO_IFACE"] = str(interface_of(address))
+        return address
+
     def open_rendezvous(self, address: str, hosts: Sequence[str]) -> Dict[str, str]:
         """Open the meeting point of the instances on `hosts` at this host's `address`; the variables that lead there.
 
@@ -103,8 +116,9 @@ class Instance:
         """Meet the other instances."""
         os.environ.update(environment)
         if "EMULATED_POD_RENDEZVOUS" in environment:
-            self._address = own_address(environment["EMULATED_POD_RENDEZVOUS"].rpartition(":")[0])
-        if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environment:
+            rendezvous = environment["EMULATED_POD_RENDEZVOUS"].rpartition(":")[0]
+            self._address = self.data_address() or address_towards(rendezvous)
+        if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environment and self._plan.cluster.data_network is None:
             os.environ.update(horovod_interface(environment["HOROVOD_GLOO_RENDEZVOUS_ADDR"]))
         popdist.init()
         hvd.init()

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
+from raypod import run_state
 from raypod.config import Config
 from raypod.errors import ConfigError
 from raypod.events import EvaluationDone, RunEnded, RunStarted
@@ -25,20 +26,21 @@ def choose(resolved: Config) -> str:
     return os.path.abspath(default_run_dir(resolved, time.strftime("%Y%m%d-%H%M%S")))  # noqa: PTH100 - keeps symlinks
 
 
-def open_for(plan: Plan) -> None:
-    """Make the folder, and write the resolved config and the plan into it.
-
-    Raises:
-        ConfigError: it holds another run, or cannot be made.
-    """
+def check_free(plan: Plan) -> None:
+    """ConfigError if the folder holds another run than the one that goes on, or one that is over."""
     folder = Path(plan.run_dir)
     resumed = plan.config.run.resume
     goes_on_here = resumed is not None and folder.resolve() in (
         Path(resumed).resolve(),
         *Path(resumed).resolve().parents,
     )
-    if (folder / "metrics.jsonl").exists() and not goes_on_here:
+    if (folder / "metrics.jsonl").exists() and not goes_on_here and not run_state.was_cut_off(folder):
         raise ConfigError(f"--run-dir {folder} holds a run already; choose another, or go on with --resume {folder}")
+
+
+def open_for(plan: Plan) -> None:
+    """Make the folder, and write the resolved config and the plan into it. ConfigError if it cannot be made."""
+    folder = Path(plan.run_dir)
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:

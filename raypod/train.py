@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import sys
@@ -10,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from raypod import config, coordinator, datasets, run_folder
+from raypod import config, coordinator, datasets, run_folder, run_state, supervisor
 from raypod.checkpoint import reader
 from raypod.cluster import read_cluster
 from raypod.events import EvaluationDone, RunEnded
@@ -40,6 +41,8 @@ def plan_of(argv: Sequence[str], prog: str, extra: Sequence[str] = ()) -> Tuple[
     run_dir = run_folder.choose(resolved)
     cluster = read(resolved.pod.cluster)
     is_run = not getattr(args, "dry_run", True)
+    if is_run:
+        datasets.download(resolved)
     size = datasets.dataset_size(resolved) if is_run else datasets.dataset_size_for_a_look(resolved)
     plan = make_plan(resolved, cluster, size, run_dir)
     if resolved.pod.ipus_per_replica > 1:
@@ -68,18 +71,40 @@ def described(plan: Plan) -> Dict[str, Any]:
     return {**describe(plan), "pipeline": describe_pipeline(look_at(plan))}
 
 
-_EXTRA_HELP = {"--dry-run": "print the plan and touch nothing", "--json": "print the plan as JSON"}
+_EXTRA_HELP = {
+    "--dry-run": "print the plan and touch nothing",
+    "--json": "print the plan as JSON",
+    "--detach": "run on without this terminal; python -m raypod status|attach|stop RUN_FOLDER",
+}
 
 
 def _train(argv: Sequence[str]) -> int:
     started_at_s = time.monotonic() - _process_age_s()
-    plan, args = plan_of(argv, "raypod.train", ["--dry-run"])
+    plan, args = plan_of(argv, "raypod.train", ["--dry-run", "--detach"])
     if args.dry_run:
         print(drawn(plan))  # noqa: T201
         return 0
+    folder = Path(plan.run_dir)
+    run_state.refuse_if_alive(folder)
+    plan = _goes_on(plan)
     found = reader.read(plan) if plan.config.run.resume else None
+    run_folder.check_free(plan)
+    if args.detach:
+        return supervisor.detach(argv, folder, plan.config.run.start_timeout_s)
     run_folder.open_for(plan)
-    return _run(plan, found, started_at_s)
+    with run_state.StateFile(folder, plan.total_updates) as state:
+        return _run(plan, found, state, started_at_s)
+
+
+def _goes_on(plan: Plan) -> Plan:
+    """The command of a run that was cut off goes on from its newest good checkpoint; without one it starts again."""
+    folder = Path(plan.run_dir)
+    if plan.config.run.resume or not run_state.was_cut_off(folder):
+        return plan
+    if reader.newest_good(folder / "checkpoints")[0] is None:
+        return plan
+    run = plan.config.run.model_copy(update={"resume": str(folder)})
+    return dataclasses.replace(plan, config=plan.config.model_copy(update={"run": run}))
 
 
 def _process_age_s() -> float:
@@ -92,7 +117,7 @@ def _process_age_s() -> float:
     return uptime_s - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _run(plan: Plan, found: Optional[reader.Found], started_at_s: float) -> int:
+def _run(plan: Plan, found: Optional[reader.Found], state: run_state.StateFile, started_at_s: float) -> int:
     progress = Progress(plan)
     progress.begin()
     resumed = found.checkpoint if found else None
@@ -110,6 +135,7 @@ def _run(plan: Plan, found: Optional[reader.Found], started_at_s: float) -> int:
         for event in events:
             seen[type(event)] = event
             sinks.take(event)
+            state.take(event)
             if isinstance(event, EvaluationDone):
                 evaluations.append(event)
             progress.show(event)

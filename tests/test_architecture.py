@@ -20,6 +20,8 @@ LEVELS: Dict[str, int] = {
     **dict.fromkeys(("checkpoint/fit", "weights"), 4),
     **dict.fromkeys(("checkpoint/reader", "checkpoint/writer"), 5),
     **dict.fromkeys(("checkpoint/background",), 6),
+    **dict.fromkeys(("run_state",), 1),
+    **dict.fromkeys(("supervisor",), 2),
     **dict.fromkeys(("ledger",), 4),
     **dict.fromkeys(("verify_data",), 5),
     **dict.fromkeys(("sinks",), 6),
@@ -30,7 +32,7 @@ LEVELS: Dict[str, int] = {
     **dict.fromkeys(
         ("datasets/digits", "datasets/synthetic", "datasets/own", "datasets/cifar", "datasets/image_folder"), 4
     ),
-    **dict.fromkeys(("datasets/cache",), 2),
+    **dict.fromkeys(("datasets/cache", "datasets/download"), 2),
     **dict.fromkeys(("datasets/__init__", "transforms", "sample_loader"), 5),
     **dict.fromkeys(("placement", "launcher/parser", "launcher/mpi_arguments", "launcher/output"), 2),
     **dict.fromkeys(("plan", "devices", "vipu", "launcher/run"), 3),
@@ -55,6 +57,11 @@ LEVELS: Dict[str, int] = {
     **dict.fromkeys(("fleet/process", "fleet/inline", "fleet/ray_session", "fleet/ray_nodes"), 9),
     **dict.fromkeys(("fleet/ray", "fleet/ray_hosts", "coordinator", "progress"), 10),
     **dict.fromkeys(("train", "launch"), 11),
+    # What a cluster needs before a run.
+    **dict.fromkeys(("gcs", "stop_cluster"), 0),
+    **dict.fromkeys(("interfaces", "cluster_traps"), 1),
+    **dict.fromkeys(("ssh", "auth_token"), 2),
+    **dict.fromkeys(("up",), 3),
     **dict.fromkeys(("__main__",), 12),
 }
 SDK = {

@@ -24,6 +24,7 @@ __all__ = [
     "Splits",
     "dataset_size",
     "dataset_size_for_a_look",
+    "download",
     "fingerprint",
     "image_shape",
     "load",
@@ -49,7 +50,7 @@ _BY_NAME: Dict[str, Source] = {
     "cifar10": cifar.CIFAR10,
     "cifar100": cifar.CIFAR100,
     "imagefolder": image_folder,
-    "imagenet": image_folder,  # the same folders, of which is known what they hold
+    "imagenet": image_folder,
 }
 
 _PUBLISHED: Dict[str, Tuple[int, int]] = {
@@ -101,6 +102,19 @@ def load(config: Config) -> Splits:
     """
     splits = _source(config).load(config)
     return dataclasses.replace(splits, augmentation=_augmentation(config, splits.augmentation))
+
+
+def download(config: Config) -> None:
+    """Fetch the files on this host, where `--download` asks for it and they are missing.
+
+    Raises:
+        ConfigError: there is nothing to download, or it cannot be fetched.
+    """
+    source = _source(config)
+    if isinstance(source, cifar.Cifar):
+        source.download(config)
+    elif config.data.download:
+        raise ConfigError(f"--download: raypod knows no place to get {config.data.dataset} from; leave it out")
 
 
 def fingerprint(config: Config) -> str:

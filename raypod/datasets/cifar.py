@@ -13,6 +13,7 @@ import numpy as np
 from raypod.config import Config
 from raypod.datasets.arrays import ArrayDataset, Augmentation, ImageShape, Splits, fingerprint_of
 from raypod.datasets.cache import Cache, identity_of
+from raypod.datasets.download import Archive, download
 from raypod.errors import ConfigError, DataMissing
 from raypod.plan import DatasetSize
 
@@ -22,10 +23,9 @@ _PIXELS = 3 * 32 * 32
 
 @dataclasses.dataclass(frozen=True)
 class Cifar:
-    """One of the two: where its files lie, and what they hold."""
+    """One of the two: where its files come from, and what they hold."""
 
-    folder: str
-    archive: str
+    archive: Archive
     train_files: Tuple[str, ...]
     test_file: str
     label_key: str
@@ -48,8 +48,9 @@ class Cifar:
         """The arrays, shared by the instances of a host.
 
         Raises:
-            ConfigError: files are missing or damaged.
+            ConfigError: files are missing or damaged, or cannot be downloaded where that is asked for.
         """
+        self.download(config)
         files = self._files(config)
         arrays = Cache(config, files[0].parent).find_or_make(identity_of(files), lambda: self._read(files))
         train = ArrayDataset(arrays["train_images"], arrays["train_labels"])
@@ -57,17 +58,29 @@ class Cifar:
         augmentation = Augmentation(padding=4, flip=True)
         return Splits(train, test, self.classes, fingerprint_of(train, test), self.mean, self.std, augmentation)
 
+    def download(self, config: Config) -> None:
+        """Where the config asks for it and the folder is not there."""
+        folder = self._folder(config)
+        if config.data.download and not folder.is_dir():
+            download(self.archive, folder.parent, config.run.start_timeout_s)
+
+    def _folder(self, config: Config) -> Path:
+        if config.data.data_dir is None:
+            raise DataMissing(
+                f"--dataset {config.data.dataset} needs --data-dir: the folder that holds {self.archive.folder}/"
+            )
+        root = Path(config.data.data_dir).expanduser()
+        return root if root.name == self.archive.folder else root / self.archive.folder
+
     def _files(self, config: Config) -> List[Path]:
         """The training files, and last the test file."""
-        name = config.data.dataset
-        if config.data.data_dir is None:
-            raise DataMissing(f"--dataset {name} needs --data-dir: the folder that holds {self.folder}/")
-        root = Path(config.data.data_dir).expanduser()
-        folder = root if root.name == self.folder else root / self.folder
+        folder = self._folder(config)
         files = [folder / file for file in (*self.train_files, self.test_file)]
         for file in files:
             if not file.is_file():
-                raise DataMissing(f"--dataset {name}: {file} does not exist; unpack {self.archive} in {folder.parent}")
+                where = f"unpack {self.archive.name} in {folder.parent}"
+                way_out = f"{where} again" if folder.is_dir() else f"{where}, or add --download"
+                raise DataMissing(f"--dataset {config.data.dataset}: {file} does not exist; {way_out}")
         return files
 
     def _read(self, files: List[Path]) -> Dict[str, np.ndarray]:
@@ -91,8 +104,8 @@ class Cifar:
             raise ConfigError(f"cannot read {file}: {error.strerror}") from None
         except Exception as error:  # noqa: BLE001 - damaged pickles raise whatever their bytes happen to mean
             raise ConfigError(
-                f"{file} is damaged, it is no batch of {self.folder} ({type(error).__name__}: {error}); "
-                f"unpack {self.archive} again"
+                f"{file} is damaged, it is no batch of {self.archive.folder} ({type(error).__name__}: {error}); "
+                f"unpack {self.archive.name} again"
             ) from None
         return images.reshape(-1, *_SHAPE), labels
 
@@ -118,8 +131,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 CIFAR10 = Cifar(
-    folder="cifar-10-batches-py",
-    archive="cifar-10-python.tar.gz",
+    archive=Archive(
+        "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
+        md5="c58f30108f718f92721af3b95e74349a",
+        folder="cifar-10-batches-py",
+    ),
     train_files=tuple(f"data_batch_{number}" for number in range(1, 6)),
     test_file="test_batch",
     label_key="labels",
@@ -129,8 +145,11 @@ CIFAR10 = Cifar(
 )
 
 CIFAR100 = Cifar(
-    folder="cifar-100-python",
-    archive="cifar-100-python.tar.gz",
+    archive=Archive(
+        "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
+        md5="eb9058c3a382ffc7106e4002c42a8d85",
+        folder="cifar-100-python",
+    ),
     train_files=("train",),
     test_file="test",
     label_key="fine_labels",

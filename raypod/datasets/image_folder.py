@@ -19,10 +19,10 @@ from raypod.datasets.cache import Cache, identity_of
 from raypod.errors import ConfigError, DataMissing
 from raypod.plan import DatasetSize
 
-IMAGENET_CLASSES = 1000
 SIDE = 224  # of images, where --image-size says nothing
 _RESIZE = 256 / 224  # before the centre is cropped for evaluation (He et al. 2016)
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+_IMAGENET_CLASSES = 1000
 _SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
@@ -36,7 +36,8 @@ def size(config: Config) -> DatasetSize:
 
 def shape(config: Config) -> ImageShape:
     """Colour images of the size that they are cropped to."""
-    classes = IMAGENET_CLASSES if config.data.dataset == "imagenet" else len(_classes(_root(config)))
+    is_imagenet = config.data.dataset == "imagenet"  # its plan needs no files
+    classes = _IMAGENET_CLASSES if is_imagenet else len(_classes(_root(config)))
     return ImageShape(3, config.data.image_size or SIDE, classes)
 
 

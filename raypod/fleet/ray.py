@@ -116,6 +116,9 @@ class RayFleet:
         where: Dict[str, str] = {}
         if len(self._actors) > 1:
             hosts = [node["NodeManagerAddress"] for node in nodes]
+            if self._plan.cluster.data_network is not None:
+                asked = [actor.call.remote("data_address") for actor in self._actors]
+                hosts = self._get(asked, "the addresses in the data network")
             opened = self._actors[0].call.remote("open_rendezvous", hosts[0], hosts)
             where = self._get([opened], "the first instance to open the rendezvous")[0]
         self._get([actor.call.remote("join", where) for actor in self._actors], "the instances to meet")

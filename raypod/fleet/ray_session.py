@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import os
+import re
 import secrets
 import signal
 import socket
@@ -17,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
+from raypod import auth_token
 from raypod.cluster import LOCAL
 from raypod.errors import ClusterError, RunError, WaitTimedOut
 from raypod.placement import Placement
@@ -40,9 +42,9 @@ class RaySession:
         """Connect; the `ray` module.
 
         Raises:
-            ClusterError: a cluster file was given and no Ray cluster runs here.
+            ClusterError: a cluster file was given and no Ray cluster runs here, or it does not let this process in.
         """
-        running = _running_cluster()
+        running = _running_cluster(self._placement.cluster.gcs_address)
         cluster = self._placement.cluster
         if running is None and cluster is not LOCAL and not _is_connected():
             up = f"`ray up {self._cluster_file}`" if self._cluster_file else "start one (`ray up`, or `ray start`)"
@@ -50,11 +52,13 @@ class RaySession:
         quiet = {"log_to_driver": False, "logging_level": "ERROR"}
         if _is_connected():
             return importlib.import_module("ray")
+        # Asked before Ray is, which says little, and that late.
+        admission = auth_token.admission(running) if running and re.fullmatch(r"[^/]+:\d+", running) else {}
         self._started_here = True
         if running is not None:
-            ray = importlib.import_module("ray")
             try:
-                with _own_sigterm():
+                with _environment(admission), _own_sigterm():
+                    ray = importlib.import_module("ray")
                     ray.init(address=running, namespace="raypod", **quiet)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise ClusterError(
@@ -98,21 +102,30 @@ def _is_connected() -> bool:
     return ray is not None and bool(ray.is_initialized())
 
 
-def _running_cluster() -> Optional[str]:
-    """Address of the Ray cluster that this host belongs to: RAY_ADDRESS, else what `ray start` noted, if it answers."""
+def _running_cluster(gcs_address: Optional[str]) -> Optional[str]:
+    """Address of the Ray cluster that this host belongs to, if it answers.
+
+    RAY_ADDRESS, else that of the cluster file, else what `ray start` noted on this host.
+    """
     address = os.environ.get("RAY_ADDRESS")
     if address:
         return address
+    if gcs_address is not None and _answers(gcs_address):
+        return gcs_address
     note = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
     if not note.is_file():
         return None
     address = note.read_text().strip()
+    return address if _answers(address) else None  # it may be left over from a cluster that is gone
+
+
+def _answers(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=_PROBE_S).close()
-    except (OSError, ValueError):  # left over from a cluster that is gone
-        return None
-    return address
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 @contextlib.contextmanager

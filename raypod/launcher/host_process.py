@@ -7,7 +7,6 @@ Plain Python; `fleet/ray_hosts.py` wraps it where it starts actors. The programs
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import os
 import pty
@@ -19,8 +18,8 @@ import tty
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from raypod.collectives import horovod_interface, interface_addresses
-from raypod.errors import ClusterError
+from raypod import interfaces
+from raypod.collectives import horovod_interface
 from raypod.horovod_rendezvous import HorovodRendezvous
 from raypod.launcher import keeper
 from raypod.launcher.pump import Pump
@@ -52,20 +51,13 @@ class HostProcess:
         Raises:
             ClusterError: it has none.
         """
-        addresses = interface_addresses()
-        for interface, address in addresses.items():
-            if interface == subnet or (
-                "/" in subnet and ipaddress.ip_address(address) in ipaddress.ip_network(subnet, strict=False)
-            ):
-                return address
-        told = ", ".join(f"{name} {address}" for name, address in addresses.items())
-        raise ClusterError(f"host {socket.gethostname()} has no address in --host-subnet {subnet}; it has {told}")
+        return interfaces.address_in(subnet, "--host-subnet")
 
     def facts(self, meeting_point: str, address: str = "") -> HostFacts:
         """By which interface this host reaches `meeting_point`; `address` is its own, where that was chosen."""
         environment = horovod_interface(meeting_point)
         if address:
-            (name,) = [name for name, own in interface_addresses().items() if own == address][:1]
+            name = str(interfaces.interface_of(address))
             environment = {"HOROVOD_GLOO_IFACE": name, "GLOO_SOCKET_IFNAME": name}
         return HostFacts(address or meeting_point, environment)
 

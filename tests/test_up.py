@@ -1,0 +1,100 @@
+"""What `raypod up` and `down` check, make and ask for, without a host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, List
+
+import pytest
+
+from raypod import auth_token, cluster_file, ssh, up
+from raypod.__main__ import main
+from raypod.cluster import Host, Ssh
+from raypod.cluster_traps import advice_for_launch, is_marked, mistakes_for_launch
+
+SHIPPED = Path(__file__).resolve().parent.parent / "cluster" / "pod64.yaml"
+
+
+def told(text: str, check: Any) -> List[str]:
+    return [str(each) for each in check(cluster_file.parse(text))]
+
+
+def test_the_shipped_file_has_neither_mistake_nor_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(SHIPPED.parent.parent)
+    assert told(SHIPPED.read_text(), mistakes_for_launch) == []
+    assert told(SHIPPED.read_text(), advice_for_launch) == []
+    assert is_marked(cluster_file.parse(SHIPPED.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("cluster_name: pod64", "", "cluster_name is missing"),
+        ("  ssh_user: ubuntu", "", "auth.ssh_user is missing"),
+        ('"raypod"', '"rayopd"', "file_mounts: rayopd (for ~/raypod/source/raypod) is not there"),
+        ("--autoscaling-config", "--autoscaling", "--autoscaling-config=~/ray_bootstrap_config.yaml is missing"),
+        ("RAY_AUTH_MODE=token ", "", "worker_start_ray_commands: RAY_AUTH_MODE=token is missing"),
+        ("address=10.0.0.11", "address=10.0.0.1", "--node-ip-address=10.0.0.1, and provider.head_ip is 10.0.0.11"),
+        ("ipus_per_host: 16", "ipus_per_host: 8", "says 16 IPUs, and metadata.raypod.ipus_per_host is 8"),
+        (" --resources='{\"IPU\":16}'", "", "says nothing of IPUs, and metadata.raypod.ipus_per_host is 16"),
+    ],
+)
+def test_what_cannot_start_is_refused(monkeypatch: pytest.MonkeyPatch, old: str, new: str, line: str) -> None:
+    monkeypatch.chdir(SHIPPED.parent.parent)
+    assert any(line in each for each in told(SHIPPED.read_text().replace(old, new), mistakes_for_launch))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("unset OMP_NUM_THREADS;", "", "sets OMP_NUM_THREADS=1"),
+        ("RAY_enable_autoscaler_v2=0", "", "autoscaler v2 starts one worker too few"),
+        ("--dashboard-host=127.0.0.1", "--dashboard-host=0.0.0.0", "the dashboard is open to the network"),
+        ("RAY_AUTH_MODE=token", "RAY_AUTH_MODE=disabled", "whoever reaches a port can run commands"),
+        ("python3 ~/raypod/source/raypod/stop_cluster.py pod64", "ray stop", "ends the Ray of other clusters"),
+        ("RAYPOD_CLUSTER=pod64 ", "", "export RAYPOD_CLUSTER=<cluster_name>"),
+    ],
+)
+def test_what_works_and_is_no_good_is_told(old: str, new: str, line: str) -> None:
+    assert any(line in each for each in told(SHIPPED.read_text().replace(old, new), advice_for_launch))
+
+
+def test_a_token_is_made_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "ray" / "token"
+    assert "made the cluster's token" in str(auth_token.ensure_token(path))
+    assert path.stat().st_mode & 0o777 == 0o600
+    token = path.read_text()
+    assert len(token) == 64
+    assert auth_token.ensure_token(path) is None
+    path.chmod(0o644)
+    assert "was readable for others (mode 0644)" in str(auth_token.ensure_token(path))
+    assert (path.read_text(), path.stat().st_mode & 0o777) == (token, 0o600)
+
+
+def test_a_head_that_cannot_be_reached_ends_it_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(SHIPPED.parent.parent)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(ssh, "run_on", lambda *_, **__: ssh.Done(255, "", "No route to host"))
+    monkeypatch.setattr(up, "_ray", lambda *_: pytest.fail("ray up was called"))
+    assert main(["up", str(SHIPPED)]) == 2
+    assert "the head 10.0.0.11 cannot be reached: No route to host" in capsys.readouterr().err
+    assert len((tmp_path / ".ray" / "auth_token").read_text()) == 64
+
+
+def test_ssh_asks_nothing_and_keeps_the_keys_of_hosts(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("")
+    words = ssh.connection(Host("h", "10.0.0.9"), Ssh("me", str(key), "nc %h %p"))
+    assert words[0] == "ssh"
+    assert words[-1] == "me@10.0.0.9"
+    assert {"BatchMode=yes", "StrictHostKeyChecking=accept-new", "ProxyCommand=nc %h %p"} <= set(words)
+    assert words[words.index("-i") + 1] == str(key)
+
+
+def test_this_machine_is_reached_without_ssh() -> None:
+    done = ssh.run_on(Host("h", "127.0.0.1"), Ssh(), ["sh", "-c", "cat; echo no >&2; exit 3"], stdin="yes")
+    assert (done.exit_code, done.output, done.complaint) == (3, "yes", "no")
+    slow = ssh.run_on(Host("h", "127.0.0.1"), Ssh(), ["sleep", "9"], timeout_s=0.2)
+    assert slow.complaint == "no answer within 0.2 s"
