@@ -31,6 +31,7 @@ from _emulated_rendezvous import (
     LONGEST_JOIN_S,
     RENDEZVOUS,
     TIMEOUT_S,
+    PeerFailed,
     open_rendezvous,
     timeout_s,
 )
@@ -40,8 +41,10 @@ __all__ = [
     "RENDEZVOUS",
     "TIMEOUT_S",
     "Group",
+    "PeerFailed",
     "Transfer",
     "abandon",
+    "abandon_all",
     "as_bytes",
     "close",
     "connect",
@@ -58,6 +61,7 @@ _ROOM_OF_TAGS = 1 << 20  # Gloo keeps the top bits of a slot for its own collect
 _lock = threading.RLock()
 _groups: Dict[str, Group] = {}
 _joins: Dict[str, int] = {}  # how often this process has joined each group: the keys of closed ones are stale
+_joining: Dict[str, threading.Event] = {}  # set to give up joining
 _abandoned: List[Any] = []  # what a forked child must neither use nor destroy
 
 
@@ -96,6 +100,18 @@ def abandon(name: str, rank: int, size: int, reason: str) -> None:
                 store, address = _emulated_rendezvous.client(size)
                 prefix = _prefix(name)
                 store.add(f"{prefix}/{_joins.get(address + prefix, 0) + 1}/joined/{FAILED}", rank + 1)
+
+
+def abandon_all(reason: str) -> None:
+    """Ends every wait of this process for others, from any thread: each gets a PeerFailed, here and at the peers.
+
+    For whoever knows that a peer is silent, long before the waits reach their bound. Takes no lock: a thread that joins
+    a group holds it.
+    """
+    for given_up in list(_joining.values()):
+        given_up.set()
+    for group in list(_groups.values()):
+        group.abandon(reason)
 
 
 def disconnect(name: str) -> None:
@@ -198,7 +214,7 @@ class Group:
         self._wires = None
         self._broken = self._broken or "it was closed"
 
-    def fail(self, doing: str, cause: Exception, waited_s: float) -> RuntimeError:
+    def fail(self, doing: str, cause: Exception, waited_s: float) -> PeerFailed:
         """Marks the group as broken, tells the peers, and returns the error to raise."""
         if waited_s >= self._wait_s * 0.99:
             reason = f"waited {waited_s:.3g} s ({TIMEOUT_S}={self._wait_s:g})"
@@ -206,7 +222,7 @@ class Group:
             reason = "lost the connection: a peer has ended, failed or timed out"
         self._broken = f"{doing} failed earlier"
         self._cut()
-        return RuntimeError(f"rank {self.rank} of {self.size} in group {self.name!r}, {doing}: {reason} [{cause}]")
+        return PeerFailed(f"rank {self.rank} of {self.size} in group {self.name!r}, {doing}: {reason} [{cause}]")
 
     def _cut(self) -> None:
         """Closes the connections to all peers, so that those that wait for this rank need not wait until the bound.
@@ -238,7 +254,8 @@ class Group:
 
     def _open_wires(self) -> Any:
         if self._broken or self._wires is None:
-            raise RuntimeError(f"group {self.name!r} cannot be used any more: {self._broken or 'it has one rank only'}")
+            kind = PeerFailed if self._broken else RuntimeError
+            raise kind(f"group {self.name!r} cannot be used any more: {self._broken or 'it has one rank only'}")
         return self._wires
 
     def wait_for(self, work: Any, doing: str) -> None:
@@ -290,7 +307,11 @@ def _join(name: str, rank: int, size: int, join_s: Optional[float]) -> Group:
     times = _joins.get(address + prefix, 0) + 1
     bound_s = min(wait_s, LONGEST_JOIN_S) if join_s is None else join_s
     where = f"of group {name!r} at {address}"
-    _emulated_rendezvous.meet(store, f"{prefix}/{times}/joined", where, rank, size, bound_s)
+    given_up = _joining[name] = threading.Event()
+    try:
+        _emulated_rendezvous.meet(store, f"{prefix}/{times}/joined", where, rank, size, bound_s, given_up)
+    finally:
+        del _joining[name]
     _joins[address + prefix] = times
     prefix += f"/{times}"
     wires = _c10d.ProcessGroupGloo(_c10d.PrefixStore(f"{prefix}/wires", store), rank, size, _options(address, wait_s))
@@ -321,6 +342,7 @@ def _start_afresh_in_a_forked_child() -> None:
     _abandoned.append((dict(_groups), _emulated_rendezvous.forget()))
     _groups.clear()
     _joins.clear()
+    _joining.clear()
 
 
 os.register_at_fork(after_in_child=_start_afresh_in_a_forked_child)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import threading
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple
@@ -22,6 +23,11 @@ GENERATION = "EMULATED_POD_GENERATION"
 TIMEOUT_S = "EMULATED_POD_TIMEOUT_S"
 LONGEST_JOIN_S = 60.0
 FAILED = "failed"  # set beside the ranks that are here when one will not come
+
+
+class PeerFailed(RuntimeError):
+    """The other processes are the cause: one has ended, failed, stays away or is silent."""
+
 
 _c10d: Any = torch.distributed  # whose stubs lack half of what its documentation names
 _DEFAULT_TIMEOUT_S = 300.0
@@ -88,10 +94,11 @@ def forget() -> Optional[Store]:
     return store
 
 
-def meet(store: Store, key: str, where: str, rank: int, size: int, bound_s: float) -> None:
+def meet(store: Store, key: str, where: str, rank: int, size: int, bound_s: float, given_up: threading.Event) -> None:
     """Waits until every rank has said under `key` that it is here: Gloo alone would not tell who is missing.
 
-    `where` names the group in errors. RuntimeError if a rank is missing at the bound, this one is taken, or one failed.
+    `where` names the group in errors. RuntimeError if a rank is missing at the bound, this one is taken, one failed, or
+    another thread sets `given_up`.
     """
     if store.add(f"{key}/{rank}", 1) > 1:
         raise RuntimeError(
@@ -102,11 +109,13 @@ def meet(store: Store, key: str, where: str, rank: int, size: int, bound_s: floa
     while missing:
         missing = [other for other in missing if not store.add(f"{key}/{other}", 0)]  # reads; torch 2.0 has no check()
         if missing and store.add(f"{key}/{FAILED}", 0):
-            raise RuntimeError(f"rank {rank} {where}: another rank has failed before it joined")
+            raise PeerFailed(f"rank {rank} {where}: another rank has failed before it joined")
+        if missing and given_up.is_set():
+            raise PeerFailed(f"rank {rank} {where}: given up while rank {missing[0]} had not joined")
         if missing and time.monotonic() > deadline:
             store.add(f"{key}/{rank}", -1)  # so that this rank may try again, and nobody takes it for here
             ranks = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
-            raise RuntimeError(f"rank {rank} waited {bound_s:g} s for {ranks} {where}")
+            raise PeerFailed(f"rank {rank} waited {bound_s:g} s for {ranks} {where}")
         time.sleep(pause_s if missing else 0.0)
         pause_s = min(pause_s * 1.5, 0.05)
 

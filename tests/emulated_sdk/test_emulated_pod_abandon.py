@@ -1,0 +1,97 @@
+"""A process that waits for a frozen one is freed from another thread, whatever it waits in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any, Callable, Dict, List
+
+import _emulated_gcl
+import _emulated_pod
+import pytest
+import torch
+from ranks import become, run_ranks
+
+FREED_WITHIN_S = 5.0  # the wires' own bound is 30 s here
+WAITS = ["barrier", "receive", "gather", "board", "horovod", "joining"]
+
+
+def _gradient_sum(rank: int, size: int) -> Any:
+    from _emulated_gradient_sum import GradientSum, Placement
+
+    return GradientSum([torch.zeros(100)], Placement(1, rank, size))
+
+
+def _waits(rank: int, size: int) -> Dict[str, Callable[[], Any]]:
+    """Ways to wait for the other rank; each is tried on groups of its own."""
+
+    def group() -> Any:
+        return _emulated_pod.connect("test", rank, size)
+
+    def horovod() -> Any:
+        import horovod.torch as hvd
+
+        become(rank, [("a", size)])
+        hvd.init()
+        return hvd
+
+    gradients = _gradient_sum(rank, size)
+    return {
+        "barrier": lambda: group().barrier(),
+        "receive": lambda: group().receive(torch.zeros(4), 1, 7).wait(),
+        "gather": lambda: group().gather(torch.zeros(4)),
+        "board": lambda: gradients([[torch.ones(100)]]),
+        "horovod": lambda: horovod().allreduce(torch.ones(4)),
+        "joining": lambda: _emulated_gcl.join(rank, size),
+    }
+
+
+def frozen(rank: int, size: int) -> Dict[str, Any]:
+    """Rank 1 meets rank 0 and freezes; rank 0 waits for it, and a thread of its own ends that."""
+    found = {}
+    for what in WAITS:
+        os.environ[_emulated_pod.GENERATION] = what
+        pids = _emulated_pod.connect("pids", rank, size).gather_numbers([os.getpid()])
+        waits = _waits(rank, size)
+        if what == "board":
+            waits["board"]()  # the board is open
+        elif what == "horovod":
+            waits["horovod"]()
+        elif what != "joining":
+            _emulated_pod.connect("test", rank, size)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            threading.Timer(0.3, _emulated_pod.abandon_all, ["rank 1 is frozen"]).start()
+            began = time.monotonic()
+            try:
+                waits[what]()
+                error = ""
+            except RuntimeError as caught:
+                error = f"{type(caught).__name__}: {caught}"
+            found[what] = (error, time.monotonic() - began)
+            os.kill(pids[1][0], signal.SIGCONT)
+        _leave()
+    return found
+
+
+def _leave() -> None:
+    import horovod.torch as hvd
+
+    hvd.shutdown()
+    for name in ("test", "gcl", "pids"):
+        _emulated_pod.disconnect(name)
+
+
+@pytest.fixture(scope="module")
+def found() -> List[Dict[str, Any]]:
+    return run_ranks(__file__, ["frozen"], 2, bound_s=90.0)["frozen"]
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_a_wait_for_a_frozen_process_is_ended_from_another_thread(found: List[Dict[str, Any]], what: str) -> None:
+    error, waited_s = found[0][what]
+    assert error.startswith(("PeerFailed: ", "HorovodInternalError: ")), error
+    assert waited_s < FREED_WITHIN_S
