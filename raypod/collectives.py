@@ -7,6 +7,7 @@ meeting point is a server on a port that the system chooses, which whoever start
 from __future__ import annotations
 
 import importlib.util
+import sys
 from typing import Any, Dict, Optional, Sequence
 
 from raypod.errors import SdkError
@@ -29,6 +30,25 @@ def uses_installed_horovod() -> bool:
     return importlib.util.find_spec("horovod.runner") is not None
 
 
+def is_a_peers(error: BaseException) -> bool:
+    """Whether an error of a collective or a call says that other instances are the cause: lost, failed or silent.
+
+    By name, so that none of the modules that define them has to be there.
+    """
+    return any(kind.__name__ in _OF_PEERS for kind in type(error).__mro__)
+
+
+# Of the emulated SDK's wires; of Horovod, real or emulated; of the real PopTorch, whose device ends with the others'.
+_OF_PEERS = ("PeerFailed", "HorovodInternalError", "RecoverableError", "UnrecoverableError")
+
+
+def abandon(reason: str) -> None:
+    """End every wait of this process for other instances, from any thread, where the SDK can: the emulated one's."""
+    wires: Any = sys.modules.get("_emulated_pod")
+    if wires is not None:
+        wires.abandon_all(reason)
+
+
 class Rendezvous:
     """Where the instances of one fleet meet. Open for as long as the fleet lives, in any process of `address`.
 
@@ -37,8 +57,10 @@ class Rendezvous:
     which interface, `horovod_interface`.
     """
 
-    def __init__(self, address: str, hosts: Sequence[str], for_horovod: bool) -> None:
+    def __init__(self, address: str, hosts: Sequence[str], for_horovod: bool, generation: int = 0) -> None:
         """Listen on `address`, a name or address of this host, for instances on `hosts` (names or addresses).
+
+        Each repair of a fleet makes another `generation`, whose instances meet anew.
 
         The emulated SDK must be importable (`sdk.select`). OSError if an address cannot be resolved or listened on.
         """
@@ -46,7 +68,10 @@ class Rendezvous:
 
         self._store: Any
         self._store, where = _emulated_pod.open_rendezvous(address)
-        self.environment: Dict[str, str] = {"EMULATED_POD_RENDEZVOUS": where}
+        self.environment: Dict[str, str] = {
+            "EMULATED_POD_RENDEZVOUS": where,
+            "EMULATED_POD_GENERATION": str(generation),
+        }
         self._horovod: Optional[HorovodRendezvous] = None
         if for_horovod:
             self._horovod = HorovodRendezvous(address, hosts)

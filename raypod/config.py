@@ -147,6 +147,10 @@ class RunSection(Section):
         1800, gt=0, description="bound of the wait for the next report (compiling included)"
     )
     stop_timeout_s: float = Field(10, gt=0, description="grace for an instance to end by itself")
+    max_restarts: int = Field(3, ge=0, description="repairs before the run fails; refilled by an hour of progress")
+    dead_after_s: float = Field(1, gt=0, description="bound for noticing that a process is dead")
+    silent_after_s: float = Field(15, gt=0, description="bound for noticing a frozen process or a silent host")
+    stuck_after_s: float = Field(30, gt=0, description="least bound of a call; else 3 x the slowest so far")
 
     @pydantic.field_validator("checkpoint_every")
     @classmethod

@@ -10,12 +10,13 @@ import contextlib
 import math
 import signal
 import time
+from functools import partial
 from types import FrameType
 from typing import Dict, Generator, Iterator, List, Optional
 
 from raypod.checkpoint.manifest import Checkpoint
 from raypod.checkpoint.reader import check_data
-from raypod.errors import CheckpointDamaged, ConfigError, WeightsDiffer
+from raypod.errors import ConfigError
 from raypod.events import (
     EvaluationDone,
     EvaluationReport,
@@ -27,38 +28,40 @@ from raypod.events import (
 from raypod.fleet import Fleet
 from raypod.metrics import MetricsFold
 from raypod.plan import Leg, Plan
+from raypod.repairs import Repairs, seed
 from raypod.saving import Saving
-from raypod.seeding import new_seeding
 
 Events = Generator[Event, None, None]
 
 
 def run(plan: Plan, fleet: Fleet, metrics: MetricsFold, resumed: Optional[Checkpoint] = None) -> Events:
     """Run a plan on a fleet; the events of the run, as they happen."""
-    update = first_update = resumed.update if resumed else 0
+    first_update = resumed.update if resumed else 0
     with _stop_on_signal() as stop, contextlib.closing(fleet):
         started = fleet.start()
         _check_data(plan, started, resumed)
-        _seed_weights(fleet, resumed)
+        seed(fleet, resumed)
+        metrics.settle(first_update, time.monotonic())
         saving = Saving(plan, started[0], resumed)
+        repairs = Repairs(plan, fleet, metrics, saving, started[0].device, resumed)
         yield _run_started(started, fleet, first_update, saving.generation)
         with stop.at_a_checkpoint():
-            while update < plan.total_updates and not stop.requested:
-                leg = plan.next_leg(update)
-                yield from _train(fleet, leg, metrics, saving, stop)
-                update = metrics.last.update if metrics.last else first_update
-                if leg.ends_epoch and update == leg.end:
+            while metrics.position < plan.total_updates and not stop.requested:
+                leg = plan.next_leg(metrics.position)
+                yield from repairs.once(_train(fleet, leg, metrics, saving, stop))
+                update = metrics.position
+                if leg.ends_epoch and update == leg.end and leg.epoch >= metrics.epochs_done:
                     yield metrics.end_epoch(leg.epoch)
-                test_accuracy = None
+                tested: List[EvaluationDone] = []
                 if update == leg.end and plan.is_evaluated_after(leg) and not stop.requested:
-                    evaluation = _evaluate(fleet, update, leg)
-                    yield evaluation
-                    test_accuracy = evaluation.accuracy
+                    yield from repairs.until_done(update, partial(_evaluate, fleet, update, leg, tested))
                 if saving.is_due(update) or stop.requested:
-                    yield from saving.begin(fleet, update, test_accuracy)
-            yield from saving.finish(fleet)
+                    accuracy = tested[-1].accuracy if tested else None
+                    yield from repairs.until_done(update, partial(saving.begin, fleet, update, accuracy))
+            update = metrics.position
+            yield from repairs.until_done(update, partial(_finish_saving, fleet, update, saving))
         if update == plan.total_updates and plan.size.test_samples:
-            yield _evaluate(fleet, update, leg)
+            yield from repairs.until_done(update, partial(_evaluate, fleet, update, leg, []))
         assert saving.last is not None, "a run ends with a checkpoint"
         yield RunEnded(update, update < plan.total_updates, saving.last.weights_sha256, saving.last.path)
 
@@ -77,34 +80,29 @@ def _check_data(plan: Plan, started: List[InstanceStarted], resumed: Optional[Ch
         check_data(plan, resumed, first.data_fingerprint)
 
 
-def _seed_weights(fleet: Fleet, resumed: Optional[Checkpoint]) -> None:
-    """All instances start from the state of instance 0, fresh or out of a checkpoint; proved by the hash of each."""
-    seeding = new_seeding(fleet.call("open_seeding"))
-    hashes = fleet.call("seed_weights", seeding, str(resumed.path) if resumed else None)
-    if len(set(hashes)) > 1:
-        raise WeightsDiffer(dict(enumerate(hashes)))
-    if resumed is not None and hashes[0] != resumed.manifest.weights_sha256:
-        raise CheckpointDamaged(str(resumed.path), "the hash of its weights is not the one it was saved with")
-
-
 def _train(fleet: Fleet, leg: Leg, metrics: MetricsFold, saving: Saving, stop: _Stop) -> Iterator[Event]:
     metrics.begin_leg(time.monotonic())
     for report in fleet.run(leg, lambda: stop.requested or saving.is_late()):
         yield from map(saving.take, report.saves)
-        updates = metrics.add(report, leg, time.monotonic())
-        if updates and metrics.last_call is not None:
-            yield metrics.last_call
+        updates = metrics.add(report, time.monotonic())
+        yield from metrics.take_calls()
         for update in updates:
             yield update
             saving.check_finite(update)
 
 
-def _evaluate(fleet: Fleet, update: int, leg: Leg) -> EvaluationDone:
+def _finish_saving(fleet: Fleet, update: int, saving: Saving) -> Iterator[Event]:
+    yield from saving.begin(fleet, update)  # without effect if it has begun already
+    yield from saving.finish(fleet)
+
+
+def _evaluate(fleet: Fleet, update: int, leg: Leg, tested: List[EvaluationDone]) -> Iterator[Event]:
     reports: List[EvaluationReport] = fleet.call("evaluate")
     samples = sum(report.samples for report in reports)
     loss = math.fsum(report.loss_sum for report in reports) / samples
     accuracy = 100.0 * sum(report.correct for report in reports) / samples
-    return EvaluationDone(samples, loss, accuracy, update, leg.epoch + 1)
+    tested.append(EvaluationDone(samples, loss, accuracy, update, leg.epoch + 1))
+    yield tested[-1]
 
 
 def _run_started(started: List[InstanceStarted], fleet: Fleet, first_update: int, generation: int) -> RunStarted:

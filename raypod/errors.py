@@ -9,6 +9,7 @@
     `-- RunError                exit code 1: the run was right and failed
         |-- InstanceFailed      one instance died or raised: host, instance, cause, log file
         |   `-- ProgramFailed   a launched program ended with another exit code than 0, which is the launch's too
+        |-- CollectiveBroken    what an instance sees when another one is lost
         |-- HostLost            a host, or what raypod runs there, is gone
         |-- PeerLost            an instance cannot reach another one, or it is gone
         |-- WaitTimedOut        something did not happen within its stated bound
@@ -107,6 +108,17 @@ class PeerLost(RunError):
             f"instance {self.instance} on host {self.host} lost instance {self.peer} on host {self.peer_host} "
             f"while the weights were seeded: {self.cause}"
         )
+
+
+@dataclasses.dataclass(eq=False)
+class CollectiveBroken(RunError):
+    """Scene: another instance was lost in the middle of what this one does together with it. Never the first cause."""
+
+    instance: int
+    cause: str
+
+    def __str__(self) -> str:
+        return f"instance {self.instance} has lost others: {self.cause}"
 
 
 @dataclasses.dataclass(eq=False)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Optional, Tuple, Union
 
+from typing_extensions import Literal
+
 # ---- from an instance to the coordinator ----------------------------------------------------------------------------
 
 
@@ -63,6 +65,31 @@ class EvaluationReport:
     samples: int
     correct: int
     loss_sum: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Beat:
+    """What an instance is doing, told by a thread that does nothing else."""
+
+    instance: int
+    doing: str
+    for_s: float
+    calls: int  # done by this process
+    slowest_call_s: Optional[float]  # of this process; the first counts only while it is alone
+    waits_for_others: bool  # inside an exchange
+
+
+@dataclasses.dataclass(frozen=True)
+class InstanceLost:
+    """An instance is given up. Also an event of the run: it goes on without that process."""
+
+    instance: int
+    host: str
+    kind: Literal["died", "raised", "silent", "stuck"]
+    cause: str
+    doing: str  # when it was last heard, "" if that is not known
+    stack: str  # of its working thread, "" where none could be had
+    log_file: str
 
 
 # ---- from the coordinator upwards -----------------------------------------------------------------------------------
@@ -149,6 +176,19 @@ class EvaluationDone:
 
 
 @dataclasses.dataclass(frozen=True)
+class Repaired:
+    """Lost instances were replaced, and the run goes on after update `update`."""
+
+    lost: Tuple[int, ...]
+    hosts: Tuple[str, ...]  # where each of them lives now
+    seeded_from: str  # "instance 1", or a checkpoint's path
+    update: int
+    seconds: float
+    restarts: int  # of the run so far
+    generation: int  # of the fleet, from here on
+
+
+@dataclasses.dataclass(frozen=True)
 class RunEnded:
     """The last event of a run, interrupted or not."""
 
@@ -167,5 +207,7 @@ Event = Union[
     CheckpointSaved,
     CheckpointFailed,
     EvaluationDone,
+    InstanceLost,
+    Repaired,
     RunEnded,
 ]

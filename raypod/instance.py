@@ -21,7 +21,7 @@ import poptorch
 import torch
 from torch.nn import functional
 
-from raypod import datasets, flat_state, ledger, models, replica_state, steps, weights
+from raypod import collectives, datasets, flat_state, ledger, models, replica_state, steps, weights
 from raypod.checkpoint import writer
 from raypod.checkpoint.background import BackgroundWriter
 from raypod.checkpoint.manifest import Manifest
@@ -33,6 +33,7 @@ from raypod.interfaces import address_in, address_towards, interface_of
 from raypod.optimizers import build_optimizer, learning_rate
 from raypod.plan import Leg, Plan
 from raypod.prefetch import timed
+from raypod.pulse import Pulse
 from raypod.sdk import Sdk
 from raypod.seeding import Place, Seeding, SeedingEnd
 from raypod.stop_gate import StopGate
@@ -47,6 +48,8 @@ class Instance:
     def __init__(self, plan: Plan, index: int, sdk: Sdk) -> None:
         self._plan, self._spec, self._sdk = plan, plan.instances[index], sdk
         self._gate = StopGate(plan.config.run.report_timeout_s)
+        self.pulse = Pulse(index)
+        self._update = self._host_update = -1  # after which the device's weights are, and the host's; -1: of no run yet
         self._feed: Optional[Feed] = None
         self._models: List[Any] = []  # that hold a device
         self._rendezvous: Optional[Rendezvous] = None
@@ -74,6 +77,7 @@ class Instance:
         dtype = torch.float16 if activations == "16" else torch.float32
         prepare = device_input(dtype, splits.mean, splits.std, feed.sent_shape()[1:], config.data.image_size)
         step = steps.TrainingStep(self._network, prepare, config.training.label_smoothing).train()
+        self._step = step
         self._optimizer = build_optimizer(config, self._network)
         self._training = poptorch.trainingModel(step, options=self._training_options(), optimizer=self._optimizer)
         evaluation = steps.EvaluationStep(self._network, prepare)
@@ -104,12 +108,13 @@ class Instance:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["HOROVOD_GLOO_IFACE"] = str(interface_of(address))
         return address
 
-    def open_rendezvous(self, address: str, hosts: Sequence[str]) -> Dict[str, str]:
+    def open_rendezvous(self, address: str, hosts: Sequence[str], generation: int) -> Dict[str, str]:
         """Open the meeting point of the instances on `hosts` at this host's `address`; the variables that lead there.
 
-        `address` and `hosts` are addresses of the network between the hosts.
+        `address` and `hosts` are addresses of the network between the hosts; every repair makes a new `generation`.
         """
-        self._rendezvous = Rendezvous(address, hosts, for_horovod=uses_installed_horovod())
+        self._close_rendezvous()
+        self._rendezvous = Rendezvous(address, hosts, uses_installed_horovod(), generation)
         return self._rendezvous.environment
 
     def join(self, environment: Dict[str, str]) -> None:
@@ -122,6 +127,33 @@ class Instance:
             os.environ.update(horovod_interface(environment["HOROVOD_GLOO_RENDEZVOUS_ADDR"]))
         popdist.init()
         hvd.init()
+
+    def leave(self) -> int:
+        """Part from the other instances, after one of them was lost; the update whose state is here, -1 for none.
+
+        Weights and state are read back and the device is given back, so that this process, with its compiled model, can
+        `join` again. Where a failed call leaves the device in no state to be read, the host's last copy counts.
+        """
+        self._gate = StopGate(self._plan.config.run.report_timeout_s)
+        self._network.train()
+        state = None
+        try:
+            state = replica_state.read(self._training)
+            self._give_back_devices()
+            self._host_update = self._update
+        except poptorch.Error:
+            self._update = self._host_update
+        replica_state.show_replica_0(self._step.named_buffers(), state)
+        replica_state.load(self._training, state)
+        hvd.shutdown()
+        popdist.finalizeBackend()
+        self._close_rendezvous()
+        return self._update
+
+    def abandon(self) -> None:
+        """From another thread: end every wait for other instances, because one is lost."""
+        self._gate.stop_after(0)
+        collectives.abandon("another instance is lost")
 
     def open_seeding(self) -> Place:
         """Be ready to take part in a seeding; where this instance listens for it."""
@@ -138,7 +170,7 @@ class Instance:
             if self._spec.index == seeding.root:
                 if checkpoint is not None:
                     self._load_state(writer.load(Path(checkpoint)))
-                end.give(seeding, flat_state.pack(self._state()))
+                end.give(seeding, flat_state.pack({**self._state(), "update": self._update}))
             elif self._spec.index in seeding.receivers:
                 self._load_state(flat_state.unpack(end.take(seeding)))
         return weights.weights_sha256(self._network.state_dict())
@@ -148,13 +180,17 @@ class Instance:
         assert self._feed is not None, "build comes first"
         geometry = self._plan.geometry
         first_call = leg.first_update // geometry.device_iterations
-        for number, ((images, labels), wait_s) in enumerate(timed(self._feed.calls(leg))):
+        self._update = leg.first_update
+        batches = timed(self.pulse.loading(self._feed.calls(leg)))
+        for number, ((images, labels), wait_s) in enumerate(batches):
             if not self._gate.enter(first_call + number):
                 return
             update = leg.first_update + number * geometry.device_iterations
             self._set_learning_rate(update)
             began = time.monotonic()
-            losses, correct = self._training(images, labels)
+            with self.pulse.in_call(first_call + number):
+                losses, correct = self._training(images, labels)
+            self._update = update + geometry.device_iterations
             call_s = wait_s + time.monotonic() - began
             yield dataclasses.replace(self._report(update, losses, correct), data_wait_s=wait_s, call_s=call_s)
 
@@ -175,8 +211,10 @@ class Instance:
         assert self._feed is not None, "build comes first"
         self._read_back()
         hvd.broadcast_parameters(dict(self._network.named_buffers()), root_rank=0)
+        state = replica_state.read(self._training)
         if self._training.isCompiled() and self._training.isAttachedToDevice():
             self._training.detachFromDevice()
+        replica_state.load(self._training, state)
         # Both programs share the network, and each keeps the mode it is compiled in (contract section 13, trap 22).
         self._network.eval()
         samples = correct = 0
@@ -212,8 +250,7 @@ class Instance:
                 model.destroy()
         hvd.shutdown()
         popdist.finalizeBackend()
-        if self._rendezvous is not None:
-            self._rendezvous.close()
+        self._close_rendezvous()
 
     def _state(self) -> Dict[str, Any]:
         return {
@@ -226,6 +263,7 @@ class Instance:
         self._network.load_state_dict(state["weights"])
         self._optimizer.load_state_dict(state["optimizer"])
         replica_state.load(self._training, state["replicas"])
+        self._update = self._host_update = state.get("update", -1)
 
     def _training_options(self) -> Any:
         training = self._plan.config.training
@@ -273,10 +311,21 @@ class Instance:
             samples_digest=ledger.digest(self._feed.samples) if self._feed is not None else "",
         )
 
+    def _close_rendezvous(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+            self._rendezvous = None
+
+    def _give_back_devices(self) -> None:
+        for model in self._models:
+            if model.isCompiled() and model.isAttachedToDevice():
+                model.detachFromDevice()
+
     def _read_back(self) -> None:
         # On a pod with remote buffers this is a collective: every instance reads, whoever needs the result.
         if self._training.isCompiled():
             self._training.copyWeightsToHostIfNeeded()
+            self._host_update = self._update
 
     def _clock(self, what: str, began: float) -> float:
         now = time.monotonic()

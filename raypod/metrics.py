@@ -14,11 +14,14 @@ from typing import Any, Dict, List, Optional
 
 from raypod.durable import AppendedLines, replace_file
 from raypod.events import CallDone, CallReport, EpochDone, UpdateDone
-from raypod.plan import Leg, Plan
+from raypod.plan import Plan
 
 
 class MetricsFold:
-    """Waits until every instance has reported a call, then tells its updates in order."""
+    """Waits until every instance has reported a call, then tells its updates in order, each once.
+
+    `position` is the update after which the run is; after a step back it is behind `last`, the last one told.
+    """
 
     def __init__(self, plan: Plan, started_at_s: float) -> None:
         self._plan = plan
@@ -29,22 +32,44 @@ class MetricsFold:
         self._timed_samples, self._timed_s = 0, 0.0
         self._data_wait_s, self._call_s = 0.0, 0.0
         self._epoch: List[UpdateDone] = []
+        self.position = 0
+        self.epochs_done = 0
         self.last: Optional[UpdateDone] = None
-        self.last_call: Optional[CallDone] = None
+        self._calls_told: List[CallDone] = []
         self.first_update_s: Optional[float] = None
 
     def begin_leg(self, now_s: float) -> None:
         """Time before a leg (starting, saving, evaluating) is not training time."""
         self._mark_s = now_s
 
-    def add(self, report: CallReport, leg: Leg, now_s: float) -> List[UpdateDone]:
+    def add(self, report: CallReport, now_s: float) -> List[UpdateDone]:
         """The updates that this report completes (none while other instances still owe theirs)."""
         reports = self._waiting.setdefault(report.first_update, [])
         reports.append(report)
         if len(reports) < self._plan.geometry.num_instances:
             return []
-        del self._waiting[report.first_update]
-        reports.sort(key=lambda each: each.instance)
+        return self._tell(report.first_update, now_s)
+
+    def settle(self, update: int, now_s: float) -> List[UpdateDone]:
+        """The run goes on after update `update`: the updates up to there that have not been told.
+
+        Of those the reports of lost instances may be missing: they are told as the others saw them. Reports of what
+        lies beyond are dropped, as it will be done again.
+        """
+        calls = sorted(first for first in self._waiting if first < update)
+        told = [each for first in calls for each in self._tell(first, now_s)]
+        self._waiting.clear()
+        self.position = update
+        return told
+
+    def take_calls(self) -> List[CallDone]:
+        """The calls that were completed since this was last asked."""
+        calls, self._calls_told = self._calls_told, []
+        return calls
+
+    def _tell(self, first_update: int, now_s: float) -> List[UpdateDone]:
+        """The updates of a call, but for those that were told before a step back."""
+        reports = sorted(self._waiting.pop(first_update), key=lambda each: each.instance)
         elapsed_s, self._mark_s = now_s - self._mark_s, now_s
         samples = self._plan.geometry.samples_per_call
         if self._calls:  # the first call compiles
@@ -55,16 +80,18 @@ class MetricsFold:
         if self.first_update_s is None:
             self.first_update_s = now_s - self._started_at_s
         rate = samples / elapsed_s if elapsed_s > 0 else 0.0
-        updates = [self._update(reports, index, leg.epoch, rate, now_s) for index in range(len(report.losses))]
-        self._epoch.extend(updates)
-        self.last = updates[-1]
         digests = tuple((each.instance, each.samples_digest) for each in reports if each.samples_digest)
-        self.last_call = CallDone(report.first_update, digests)
-        return updates
+        self._calls_told.append(CallDone(first_update, digests))
+        updates = [self._update(reports, index, rate, now_s) for index in range(len(reports[0].losses))]
+        self.position = updates[-1].update
+        new = [update for update in updates if self.last is None or update.update > self.last.update]
+        self._epoch.extend(new)
+        self.last = new[-1] if new else self.last
+        return new
 
     def end_epoch(self, epoch: int) -> EpochDone:
         """Means over the updates since the last epoch ended."""
-        done, self._epoch = self._epoch, []
+        done, self._epoch, self.epochs_done = self._epoch, [], epoch + 1
         count = len(done)
         loss = math.fsum(update.loss for update in done) / count
         return EpochDone(epoch + 1, loss, math.fsum(update.accuracy for update in done) / count)
@@ -79,16 +106,17 @@ class MetricsFold:
         """Of the time that calls took, the part they waited for their data (0..1), without the first call."""
         return self._data_wait_s / self._call_s if self._call_s > 0 else 0.0
 
-    def _update(self, reports: List[CallReport], index: int, epoch: int, rate: float, now_s: float) -> UpdateDone:
+    def _update(self, reports: List[CallReport], index: int, rate: float, now_s: float) -> UpdateDone:
+        geometry = self._plan.geometry
         losses = [loss for report in reports for loss in report.losses[index]]
         correct = sum(sum(report.correct[index]) for report in reports)
         update = reports[0].first_update + index + 1
         return UpdateDone(
             update=update,
-            epoch=epoch + 1,
+            epoch=(update - 1) // self._plan.updates_per_epoch + 1,
             loss=math.fsum(losses) / len(losses),
-            accuracy=100.0 * correct / self._plan.geometry.global_batch_size,
-            samples=update * self._plan.geometry.global_batch_size,
+            accuracy=100.0 * correct / (len(losses) * geometry.replica_samples),
+            samples=update * geometry.global_batch_size,
             samples_per_s=rate,
             time_s=now_s - self._started_at_s,
             data_wait_share=_share(reports),

@@ -9,11 +9,21 @@ import math
 import sys
 import time
 from pathlib import Path
-from typing import Any, Optional, TextIO
+from typing import Any, Optional, TextIO, Union
 
 from tqdm import tqdm
 
-from raypod.events import CheckpointFailed, EpochDone, EvaluationDone, Event, RunEnded, RunStarted, UpdateDone
+from raypod.events import (
+    CheckpointFailed,
+    EpochDone,
+    EvaluationDone,
+    Event,
+    InstanceLost,
+    Repaired,
+    RunEnded,
+    RunStarted,
+    UpdateDone,
+)
 from raypod.plan import Plan
 from raypod.plan_table import render
 
@@ -54,6 +64,9 @@ class Progress:
         elif isinstance(event, EvaluationDone):
             self._close_bar()
             self.say(f"Test accuracy: {event.accuracy:.2f} % of {event.samples} images (loss {event.loss:.3f})")
+        elif isinstance(event, (InstanceLost, Repaired)):
+            self._close_bar()
+            self.say(_of_a_failure(event))
         elif isinstance(event, RunEnded):
             self._close_bar()
             if event.interrupted:
@@ -103,3 +116,16 @@ class Progress:
 
 def _figures(event: UpdateDone) -> str:
     return f"loss={event.loss:.3f}, acc={event.accuracy:.1f}, {event.samples_per_s:.0f} images/s"
+
+
+def _of_a_failure(event: Union[InstanceLost, Repaired]) -> str:
+    if isinstance(event, InstanceLost):
+        where = f"; it was {event.doing}" if event.doing and event.doing not in event.cause else ""
+        return (
+            f"Instance {event.instance} on host {event.host} is lost: {event.cause}{where}; its log: {event.log_file}"
+        )
+    new = ", ".join(f"instance {index} on {host}" for index, host in zip(event.lost, event.hosts))
+    return (
+        f"Repaired in {event.seconds:.1f} s: {f'new {new}' if new else 'all have met anew'}, with the state of "
+        f"{event.seeded_from}; going on after update {event.update} (restart {event.restarts})"
+    )

@@ -6,7 +6,7 @@ on with those for all replicas.
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Iterable, Optional, Tuple
 
 
 def read(training: Any) -> Optional[Dict[str, Any]]:
@@ -21,3 +21,11 @@ def load(training: Any, state: Optional[Dict[str, Any]]) -> None:
     taker = getattr(training, "loadEmulatedReplicaState", None)
     if state is not None and taker is not None:
         taker(state)
+
+
+def show_replica_0(buffers: Iterable[Tuple[str, Any]], state: Optional[Dict[str, Any]]) -> None:
+    """Give the host's buffers (name, tensor) the values of global replica 0, which are those that are saved."""
+    values = state["buffers"] if state is not None else {}
+    for name, buffer in buffers:
+        if name in values:
+            buffer.copy_(values[name][0])

@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Optional, Sequence
 from raypod import run_state
 from raypod.config import Config
 from raypod.errors import ConfigError
-from raypod.events import EvaluationDone, RunEnded, RunStarted
+from raypod.events import EvaluationDone, Repaired, RunEnded, RunStarted
 from raypod.metrics import MetricsFold
 from raypod.plan import Plan, default_run_dir
 from raypod.plan_table import describe, topology
@@ -55,6 +55,7 @@ def write_summary(
     """Write `summary.json` out of the last event of each type and all evaluations."""
     started: RunStarted = seen[RunStarted]
     ended: RunEnded = seen[RunEnded]
+    repaired: Optional[Repaired] = seen.get(Repaired)
     test: Optional[EvaluationDone] = seen.get(EvaluationDone)
     last = metrics.last
     summary = {
@@ -70,7 +71,7 @@ def write_summary(
         "seconds_to_start": dict(started.seconds),
         "weights_sha256": ended.weights_sha256,
         "device": started.device,
-        "restarts": 0,
+        "restarts": repaired.restarts if repaired else 0,
         "topology": topology(plan),
         "interrupted": ended.interrupted,
         "checkpoint": ended.checkpoint,

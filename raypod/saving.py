@@ -50,7 +50,9 @@ class Saving:
     def is_due(self, update: int) -> bool:
         """Whether a checkpoint has to be taken now, after `update` updates."""
         every = self._plan.save_every_updates
-        return self.is_late() or update == self._plan.total_updates or (every > 0 and update % every == 0)
+        return (
+            self.is_late() or update == self._plan.total_updates or (every > 0 and update > 0 and update % every == 0)
+        )
 
     def begin(self, fleet: Fleet, update: int, test_accuracy: Optional[float] = None) -> Iterator[Event]:
         """Let instance 0 copy the state and write it, beside what comes next; `test_accuracy` in percent, if known."""
@@ -63,6 +65,10 @@ class Saving:
         yield CheckpointBegun(update)
         fleet.call("save", manifest)
         self._begun_update, self._begun_s = update, time.monotonic()
+
+    def forget_unfinished(self) -> None:
+        """Whoever was writing is lost, and what was not finished with it: it is due again."""
+        self._begun_update = self.last.update if self.last is not None else None
 
     def take(self, report: SaveReport) -> Event:
         """What became of a checkpoint.

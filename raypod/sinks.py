@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Optional
 
 from raypod.errors import RunError
-from raypod.events import CallDone, CheckpointBegun, Event, RunStarted, UpdateDone
+from raypod.events import CallDone, CheckpointBegun, Event, Repaired, RunStarted, UpdateDone
 from raypod.ledger import Ledger
 from raypod.metrics import JsonLines
 from raypod.plan import Plan
@@ -31,6 +31,8 @@ class Sinks:
             self._metrics = JsonLines(Path(self._plan.run_dir) / "metrics.jsonl", event.first_update)
             self._ledger = Ledger(self._plan)
             self._ledger.begin(event.generation, event.first_update)
+        elif isinstance(event, Repaired) and self._ledger is not None:
+            self._ledger.begin(event.generation, event.update)
         elif isinstance(event, UpdateDone) and self._metrics is not None:
             self._metrics.write(event)
         elif isinstance(event, CallDone) and self._ledger is not None:

@@ -26,7 +26,7 @@ LEVELS: Dict[str, int] = {
     **dict.fromkeys(("verify_data",), 5),
     **dict.fromkeys(("sinks",), 6),
     **dict.fromkeys(("saving",), 9),
-    **dict.fromkeys(("config", "cluster", "stop_gate", "shell", "launcher/console", "launcher/pump"), 1),
+    **dict.fromkeys(("config", "cluster", "stop_gate", "pulse", "shell", "launcher/console", "launcher/pump"), 1),
     **dict.fromkeys(("device_input", "prefetch"), 0),
     **dict.fromkeys(("user_code", "file_lock", "datasets/arrays"), 1),
     **dict.fromkeys(
@@ -55,14 +55,16 @@ LEVELS: Dict[str, int] = {
     **dict.fromkeys(("instance", "pipeline", "pipeline_table"), 7),
     **dict.fromkeys(("fleet/__init__",), 8),
     **dict.fromkeys(("fleet/process", "fleet/inline", "fleet/ray_session", "fleet/ray_nodes"), 9),
-    **dict.fromkeys(("fleet/ray", "fleet/ray_hosts", "coordinator", "progress"), 10),
-    **dict.fromkeys(("train", "launch"), 11),
+    **dict.fromkeys(("liveness", "failure"), 9),
+    **dict.fromkeys(("fleet/ray_watch", "fleet/ray_substitutes", "fleet/ray_hosts", "repairs", "progress"), 10),
+    **dict.fromkeys(("fleet/ray", "coordinator"), 11),
+    **dict.fromkeys(("train", "launch"), 12),
     # What a cluster needs before a run.
     **dict.fromkeys(("gcs", "stop_cluster"), 0),
     **dict.fromkeys(("interfaces", "cluster_traps"), 1),
     **dict.fromkeys(("ssh", "auth_token"), 2),
     **dict.fromkeys(("up",), 3),
-    **dict.fromkeys(("__main__",), 12),
+    **dict.fromkeys(("__main__",), 13),
 }
 SDK = {
     "poptorch",

@@ -68,7 +68,8 @@ def two_hosts(pod: Any) -> Cluster:
 
 def plan_for(folder: Path, cluster: Cluster = LOCAL, **sections: Dict[str, Any]) -> Plan:
     sections = {**sections, "training": {"updates": UPDATES, **sections.get("training", {})}}
-    config: Config = from_values({"run": {"device": "emulated"}, **sections})
+    sections = {**sections, "run": {"device": "emulated", **sections.get("run", {})}}
+    config: Config = from_values(sections)
     return make_plan(config, cluster, dataset_size(config), str(folder / "run"))
 
 
@@ -130,7 +131,7 @@ def test_the_environment_stands_before_the_instances_import_the_sdk(pod: Any, tm
 
 
 def test_a_killed_instance_is_named_and_nothing_is_left(pod: Any, tmp_path: Path) -> None:
-    plan = plan_for(tmp_path, pod={"num_instances": 2}, training={"updates": 600})
+    plan = plan_for(tmp_path, pod={"num_instances": 2}, training={"updates": 600}, run={"max_restarts": 0})
     killed_at_s: List[float] = []
 
     def kill_one_after_three_updates() -> None:
@@ -185,7 +186,13 @@ def test_an_instance_that_raises_in_mid_leg_is_told_while_the_others_wait_for_it
         "def make(folder): return Data(2000), Data(8), 2\n"
     )
     monkeypatch.chdir(tmp_path)
-    plan = plan_for(tmp_path, data={"dataset": "bad_data:make"}, pod={"num_instances": 2}, training={"updates": 60})
+    plan = plan_for(
+        tmp_path,
+        data={"dataset": "bad_data:make"},
+        pod={"num_instances": 2},
+        training={"updates": 60},
+        run={"max_restarts": 0},
+    )
     began = time.monotonic()
     with pytest.raises(InstanceFailed, match="instance 0 on host localhost failed: OSError: the disk is gone"):
         run(plan)
@@ -305,7 +312,7 @@ def test_a_sigterm_while_the_run_starts_ends_it_with_130(tmp_path: Path) -> None
 
 
 def test_a_killed_instance_ends_the_command_with_1_and_one_line(tmp_path: Path) -> None:
-    command = start_command(tmp_path, "--epochs", "400")
+    command = start_command(tmp_path, "--epochs", "400", "--max-restarts", "0")
     wait_for_lines(tmp_path, lambda text: text.count("\n") > 3)
     processes = session_processes(command)
     os.kill(_pid_in(str(tmp_path / "run" / "logs" / "instance-1.log")), signal.SIGKILL)

@@ -20,23 +20,23 @@ def report(instance: int, losses: list[list[float]], correct: list[list[int]], f
 
 def test_an_update_is_told_once_all_instances_have_reported(make: Callable[..., Plan]) -> None:
     fold = MetricsFold(make(), started_at_s=100.0)
-    assert fold.add(report(1, [[3.0, 4.0]], [[8, 8]]), LEG, 101.0) == []
-    (update,) = fold.add(report(0, [[1.0, 2.0]], [[0, 8]]), LEG, 102.0)
+    assert fold.add(report(1, [[3.0, 4.0]], [[8, 8]]), 101.0) == []
+    (update,) = fold.add(report(0, [[1.0, 2.0]], [[0, 8]]), 102.0)
     assert (update.update, update.epoch, update.loss, update.accuracy) == (1, 1, 2.5, 75.0)
     assert (update.samples, update.samples_per_s, update.time_s) == (32, 16.0, 2.0)
 
 
 def test_an_instance_may_be_ahead(make: Callable[..., Plan]) -> None:
     fold = MetricsFold(make(), 0.0)
-    fold.add(report(0, [[1.0, 1.0]], [[0, 0]]), LEG, 1.0)
-    fold.add(report(0, [[2.0, 2.0]], [[0, 0]], first=1), LEG, 1.0)
-    assert [u.update for u in fold.add(report(1, [[1.0, 1.0]], [[0, 0]]), LEG, 2.0)] == [1]
-    assert [u.loss for u in fold.add(report(1, [[4.0, 4.0]], [[0, 0]], first=1), LEG, 3.0)] == [3.0]
+    fold.add(report(0, [[1.0, 1.0]], [[0, 0]]), 1.0)
+    fold.add(report(0, [[2.0, 2.0]], [[0, 0]], first=1), 1.0)
+    assert [u.update for u in fold.add(report(1, [[1.0, 1.0]], [[0, 0]]), 2.0)] == [1]
+    assert [u.loss for u in fold.add(report(1, [[4.0, 4.0]], [[0, 0]], first=1), 3.0)] == [3.0]
 
 
 def test_a_call_of_several_updates_tells_each(make: Callable[..., Plan]) -> None:
     fold = MetricsFold(make(training={"device_iterations": 2}, pod={"num_instances": 1, "replicas": 1}), 0.0)
-    updates = fold.add(report(0, [[1.0], [3.0]], [[8], [4]]), LEG, 1.0)
+    updates = fold.add(report(0, [[1.0], [3.0]], [[8], [4]]), 1.0)
     assert [(u.update, u.loss, u.accuracy) for u in updates] == [(1, 1.0, 100.0), (2, 3.0, 50.0)]
     assert fold.end_epoch(0).loss == 2.0
 
@@ -48,7 +48,7 @@ def test_the_loss_does_not_depend_on_the_placement(make: Callable[..., Plan], in
     done: List[UpdateDone] = []
     for index in reversed(range(instances)):
         part = losses[index * local : (index + 1) * local]
-        done += fold.add(report(index, [part], [[1] * local]), LEG, 1.0)
+        done += fold.add(report(index, [part], [[1] * local]), 1.0)
     assert done[0].loss == 1.02500000025
 
 
@@ -56,9 +56,9 @@ def test_throughput_leaves_out_the_first_call_and_pauses(make: Callable[..., Pla
     fold = MetricsFold(make(pod={"num_instances": 1}), 0.0)
     fold.begin_leg(5.0)
     for call, now in enumerate((10.0, 11.0)):  # the first call takes 5 s, it compiles
-        fold.add(report(0, [[1.0] * 4], [[0] * 4], first=call), LEG, now)
+        fold.add(report(0, [[1.0] * 4], [[0] * 4], first=call), now)
     fold.begin_leg(50.0)  # an evaluation lay between
-    fold.add(report(0, [[1.0] * 4], [[0] * 4], first=2), LEG, 51.0)
+    fold.add(report(0, [[1.0] * 4], [[0] * 4], first=2), 51.0)
     assert fold.samples_per_s == 32.0
     assert fold.first_update_s == 10.0
 

@@ -6,16 +6,40 @@ and the coordinator cannot tell them apart.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator, List, Tuple
+import dataclasses
+from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 from typing_extensions import Protocol
 
-from raypod.events import CallReport, InstanceStarted
+from raypod.errors import InstanceFailed, RunError
+from raypod.events import CallReport, InstanceLost, InstanceStarted
 from raypod.plan import Leg
 
 
+@dataclasses.dataclass(eq=False)
+class FleetBroken(RunError):
+    """Scene: an instance was killed, and the others wait for it in vain. `Fleet.repair` makes the fleet whole again.
+
+    `losses`: who is given up, the first cause first; nobody if the instances have lost each other, as `cause` says.
+    """
+
+    losses: Tuple[InstanceLost, ...]
+    cause: str
+
+    def __str__(self) -> str:
+        return str(failure_of(self.losses[0])) if self.losses else f"the instances have lost each other: {self.cause}"
+
+
+def failure_of(loss: InstanceLost) -> InstanceFailed:
+    """The error that ends a run which is not repaired."""
+    return InstanceFailed(loss.instance, loss.host, loss.cause, loss.log_file)
+
+
 class Fleet(Protocol):
-    """All instances of a run. Every wait inside is bounded; failures are raised as errors of raypod's tree."""
+    """All instances of a run. Every wait inside is bounded; failures are raised as errors of raypod's tree.
+
+    `call` and `run` raise FleetBroken where instances were lost and others may go on.
+    """
 
     start_seconds: List[Tuple[str, float]]  # where the time of `start` went, in order
 
@@ -30,6 +54,21 @@ class Fleet(Protocol):
 
         Once `stop_requested()` is true, all instances end after the same call, as soon as they can.
         """
+
+    def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+        """Replace the instances `lost`, and let all meet anew.
+
+        A replacement takes the place of the dead where its host still answers, else a spare host of the cluster; with
+        `may_share_hosts`, else any host. The survivors keep their processes; the result is, for each of them, the
+        update whose state it has (-1 for none). A replacement has no state.
+
+        Raises:
+            FleetBroken: further instances were lost.
+            RunError: there is no room for a replacement.
+        """
+
+    def hosts(self) -> List[str]:
+        """The host on which each instance lives now, in instance order."""
 
     def close(self) -> None:
         """End every process, actor, placement group and session that `start` made. Harmless when called again."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional,
 
 from raypod import collectives, sdk, torchvision_import
 from raypod.environment import instance_environment
+from raypod.errors import RunError
 from raypod.events import CallReport, InstanceStarted
 from raypod.plan import Leg, Plan
 
@@ -53,6 +54,14 @@ class InlineFleet:
             yield report
             if stop_requested():
                 return
+
+    def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+        """Never asked for: what fails in this process is the program's own, and is raised as it is."""
+        raise RunError(f"instance {lost} lives in this process, which cannot replace itself")
+
+    def hosts(self) -> List[str]:
+        """See `Fleet.hosts`."""
+        return [self._plan.instances[0].host]
 
     def close(self) -> None:
         """See `Fleet.close`; the environment is put back."""

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional
 from raypod import allocator
 from raypod.devices import misfit_of
 from raypod.environment import instance_environment
-from raypod.errors import ClusterError
-from raypod.events import CallReport, InstanceStarted
+from raypod.errors import ClusterError, CollectiveBroken
+from raypod.events import Beat, CallReport, InstanceStarted
 from raypod.numa import bind_process, cpus_of_node
 from raypod.plan import Leg, Plan
 
@@ -40,7 +40,7 @@ class InstanceProcess:
 
     def __init__(self, plan: Plan, index: int, working_dir: str) -> None:
         self._plan, self._index = plan, index
-        self._instance: Instance
+        self._instance: Optional[Instance] = None
         allocator.keep_freed_memory()
         os.chdir(working_dir)
         _write_output_to(Path(plan.log_file(index)))
@@ -57,12 +57,26 @@ class InstanceProcess:
         return started
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the instance, after what it is doing."""
-        return self._thread.submit(_traced, getattr(self._instance, method), *arguments).result()
+        """Call a method of the instance, after what it is doing.
+
+        Raises:
+            CollectiveBroken: it failed because another instance did.
+        """
+        return self._thread.submit(_traced, self._call, method, *arguments).result()
 
     def call_now(self, method: str, *arguments: Any) -> Any:
         """Call a method of the instance beside what it is doing: `pause` and `stop_after` are made for it."""
         return getattr(self._instance, method)(*arguments)
+
+    def beat(self) -> Optional[Beat]:
+        """What the instance is doing; None while it is being built."""
+        return self._instance.pulse.beat() if self._instance is not None else None
+
+    def stack(self) -> str:
+        """Where the instance's thread is, and into the log file with it."""
+        told = self._instance.pulse.stack() if self._instance is not None else ""
+        sys.stderr.write(f"the coordinator asks where instance {self._index} is:\n{told}\n")
+        return told
 
     def run(self, leg: Leg) -> Iterator[List[CallReport]]:
         """Run a leg; the reports, those of quick calls together."""
@@ -93,18 +107,38 @@ class InstanceProcess:
         from raypod.instance import Instance
 
         imported_s = time.monotonic() - began
-        self._instance = Instance(self._plan, self._index, found)
-        started = self._instance.build()
+        instance = Instance(self._plan, self._index, found)
+        started = instance.build()
+        self._instance = instance
         of = self._plan.geometry.num_instances
         sys.stdout.write(f"instance {self._index} of {of}, pid {os.getpid()}: {found.line}\n")
         return dataclasses.replace(started, seconds=(("import torch and the SDK", imported_s), *started.seconds))
 
+    def _call(self, method: str, *arguments: Any) -> Any:
+        assert self._instance is not None, "build comes first"
+        with self._instance.pulse.doing(method), self._blaming_others():
+            return getattr(self._instance, method)(*arguments)
+
     def _run_into(self, reports: queue.SimpleQueue[Optional[CallReport]], leg: Leg) -> None:
+        assert self._instance is not None, "build comes first"
         try:
-            for report in self._instance.run(leg):
-                reports.put(report)
+            with self._blaming_others():
+                for report in self._instance.run(leg):
+                    reports.put(report)
         finally:
             reports.put(None)
+
+    @contextlib.contextmanager
+    def _blaming_others(self) -> Iterator[None]:
+        """What fails because another instance failed is told as that: it is not the cause."""
+        from raypod import collectives
+
+        try:
+            yield
+        except Exception as error:
+            if collectives.is_a_peers(error):
+                raise CollectiveBroken(self._index, " ".join(str(error).split())) from error
+            raise
 
     def environment(self) -> Dict[str, str]:
         """The process's environment, for a look from outside."""

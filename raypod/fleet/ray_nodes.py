@@ -58,6 +58,19 @@ def match_hosts(ray: Any, placement: Placement) -> List[Dict[str, Any]]:
     return nodes
 
 
+def host_name(placement: Placement, node: Dict[str, Any]) -> str:
+    """The name of a Ray node in the cluster file; for one that is not in it, its address."""
+    if placement.cluster is LOCAL:
+        return placement.hosts[0].name
+    names = [host.name for host in placement.cluster.hosts if _is(host, node)]
+    return names[0] if names else str(node["NodeManagerAddress"])
+
+
+def is_named(placement: Placement, node: Dict[str, Any]) -> bool:
+    """Whether a Ray node is a host of the placement's cluster."""
+    return any(_is(host, node) for host in placement.cluster.hosts)
+
+
 def _nodes_of(ray: Any, placement: Placement) -> List[Dict[str, Any]]:
     """The living node of each host; {} where there is none."""
     alive = [node for node in ray.nodes() if node["Alive"]]

@@ -166,6 +166,14 @@ def _silence_worker_deaths(ray: Any) -> None:
         worker._worker_logs_enabled = False
 
 
+def affinity_options(node: Dict[str, Any], ipus: int) -> Dict[str, Any]:
+    """Options of an actor on a node of its own choice, outside of any reservation; it takes `ipus` IPUs there."""
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
+    strategy = strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": strategy}
+    return {**options, "resources": {"IPU": float(ipus)}} if ipus else options
+
+
 def reserve(ray: Any, placement: Placement, nodes: List[Dict[str, Any]], bound: Tuple[float, str]) -> Reservation:
     """One bundle per host, all or none; `bound` is how long to wait in seconds, and what sets it.
 
