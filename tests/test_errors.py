@@ -5,6 +5,7 @@ import pickle
 import pytest
 
 from raypod import errors
+from raypod.fleet import FleetBroken
 
 
 def every_class(base: type = errors.RaypodError) -> list[type]:
@@ -14,6 +15,8 @@ def every_class(base: type = errors.RaypodError) -> list[type]:
 EXAMPLES = {
     errors.InstanceFailed: errors.InstanceFailed(3, "h1", "it died", "logs/instance-3.log"),
     errors.ProgramFailed: errors.ProgramFailed(3, "h1", "exit code 4", "logs/instance-3.log", 4),
+    FleetBroken: FleetBroken((), "rank 1 has lost rank 0"),
+    errors.CollectiveBroken: errors.CollectiveBroken(1, "the barrier: lost the connection"),
     errors.HostLost: errors.HostLost("h1", (2, 3), "no answer", "logs"),
     errors.PeerLost: errors.PeerLost(1, "h2", 0, "h1", "it closed the connection"),
     errors.WaitTimedOut: errors.WaitTimedOut("the actors", 5.0, "run.start_timeout_s"),

@@ -9,9 +9,7 @@ import pytest
 
 from raypod.events import CallReport, UpdateDone
 from raypod.metrics import JsonLines, MetricsFold
-from raypod.plan import Leg, Plan
-
-LEG = Leg(epoch=0, first_update=0, num_updates=44, ends_epoch=True)
+from raypod.plan import Plan
 
 
 def report(instance: int, losses: list[list[float]], correct: list[list[int]], first: int = 0) -> CallReport:
@@ -68,7 +66,7 @@ def test_the_wait_for_data_is_a_share_of_the_calls(make: Callable[..., Plan]) ->
     for call, (wait_s, call_s) in enumerate(((9.0, 10.0), (0.5, 2.0), (0.0, 3.0))):  # the first call compiles
         for instance in range(2):
             told = report(instance, [[1.0] * 2], [[0] * 2], call)
-            done = fold.add(dataclasses.replace(told, data_wait_s=wait_s, call_s=call_s), LEG, float(call))
+            done = fold.add(dataclasses.replace(told, data_wait_s=wait_s, call_s=call_s), float(call))
         assert done[0].data_wait_share == wait_s / call_s
     assert fold.data_wait_share == 0.1
 
