@@ -7,7 +7,6 @@ Defaults live in the sections and nowhere else. A flag is the key with dashes (`
 from __future__ import annotations
 
 import argparse
-import difflib
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, Mapping, NoReturn, Optional, Sequence, Tuple, get_args
 
@@ -18,6 +17,7 @@ from pydantic.fields import FieldInfo
 from typing_extensions import Annotated, Literal
 
 from raypod.errors import ConfigError
+from raypod.suggestions import nearest
 from raypod.interval import parse_interval
 
 SMALL_RESNETS = ("resnet8", "resnet14", "resnet20")
@@ -220,7 +220,7 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> arg
     args, unknown = parser.parse_known_intermixed_args(list(argv))
     for word in unknown:
         known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
-        raise ConfigError(f"unknown flag {word}{_nearest(word.split('=')[0], known)}; --help lists all")
+        raise ConfigError(f"unknown flag {word}{nearest(word.split('=')[0], known)}; --help lists all")
     return args
 
 
@@ -298,19 +298,11 @@ def _check_keys(values: Mapping[str, Mapping[str, Any]], source: str) -> None:
     known = {f"{section}.{key}" for section, key, _ in fields()}
     for section, part in values.items():
         if section not in Config.model_fields:
-            raise ConfigError(f"unknown section {section!r} in {source}{_nearest(section, Config.model_fields)}")
+            raise ConfigError(f"unknown section {section!r} in {source}{nearest(section, Config.model_fields)}")
         for key in part:
             name = f"{section}.{key}"
             if name not in known:
-                raise ConfigError(f"unknown key {name} in {source}{_nearest(name, known)}")
-
-
-def _nearest(word: str, known: Any) -> str:
-    known = list(known)
-    key = word.partition(".")[2]
-    found = [name for name in known if key and name.partition(".")[2] == key]  # the right key in the wrong section
-    found = found or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {found[0]}?" if found else f"; known: {', '.join(sorted(known))}"
+                raise ConfigError(f"unknown key {name} in {source}{nearest(name, known)}")
 
 
 def _settle(values: Mapping[str, Mapping[str, Any]], instances_of: Optional[InstancesOf]) -> Dict[str, Dict[str, Any]]:

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "raypod"
 
 LEVELS: Dict[str, int] = {
-    **dict.fromkeys(("__init__", "errors", "events", "torchvision_import", "allocator", "mixer"), 0),
+    **dict.fromkeys(("__init__", "errors", "events", "torchvision_import", "allocator", "mixer", "suggestions"), 0),
     **dict.fromkeys(("launcher/__init__", "launcher/records", "launcher/keeper", "launcher/rendezvous_store"), 0),
     **dict.fromkeys(("launcher/options", "launcher/stdin", "cluster_file", "numa"), 0),
     **dict.fromkeys(("durable", "interval", "versions", "replica_state"), 0),
