@@ -17,8 +17,8 @@ from pydantic.fields import FieldInfo
 from typing_extensions import Annotated, Literal
 
 from raypod.errors import ConfigError
-from raypod.suggestions import nearest
 from raypod.interval import parse_interval
+from raypod.suggestions import nearest
 
 SMALL_RESNETS = ("resnet8", "resnet14", "resnet20")
 TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
