@@ -1,0 +1,188 @@
+"""What checkpoints cost, against named baselines: `python scripts/bench_checkpoint.py [--rounds 5] [--megabytes 256]`.
+
+* save and load: seconds per GB of a state of random weights and momentum, beside `torch.save` (with the fsync that
+  makes it durable) and `torch.load(weights_only=True)` of the same state in the same folder. Ours hashes every byte
+  while it is written, and again when `--resume` looks for the newest good one;
+* share of the training: ResNet-18 on 3x32x32 synthetic images, one checkpoint per epoch of 512 images. What stands
+  between two calls (reading back and copying) counts by the clock, what the writing thread does by its CPU seconds;
+  and the whole, images/s with checkpoints against without, in rounds one after the other.
+
+Rounds are interleaved; medians. Read ratios, not absolute figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, Callable, Dict, List
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from raypod import coordinator, datasets
+from raypod.checkpoint import background, folder, reader, writer
+from raypod.checkpoint.fit import manifest_of
+from raypod.cluster import LOCAL
+from raypod.config import from_values
+from raypod.events import CheckpointSaved, UpdateDone
+from raypod.fleet.inline import InlineFleet
+from raypod.metrics import MetricsFold
+from raypod.plan import Plan, make_plan
+
+SAMPLES_PER_EPOCH = 512
+
+
+def plan_in(where: str, **sections: Dict[str, Any]) -> Plan:
+    config = from_values({"run": {"fleet": "inline", "device": "emulated", **sections.pop("run", {})}, **sections})
+    return make_plan(config, LOCAL, datasets.dataset_size(config), f"{where}/run")
+
+
+def timed(action: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+# ---- save and load --------------------------------------------------------------------------------------------------
+
+
+def state_of(megabytes: int) -> writer.State:
+    """As many MB of float32 weights and momentum, in tensors of 4 MB."""
+    count = max(1, megabytes // 8)
+    weights = {f"layer.{number}.weight": torch.randn(1024, 1024) for number in range(count)}
+    momentum = {number: {"momentum": torch.randn(1024, 1024)} for number in range(count)}
+    return writer.State(weights, {"state": momentum, "param_groups": [{"lr": 0.1, "params": list(range(count))}]})
+
+
+def torch_save(state: writer.State, path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save({"weights": state.weights, "optimizer": state.optimizer}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def save_and_load(rounds: int, megabytes: int) -> None:
+    state, gigabytes = state_of(megabytes), 8 * max(1, megabytes // 8) * 1024**2 / 1e9
+    took: Dict[str, List[float]] = {name: [] for name in ("save", "torch.save", "load", "verify", "torch.load")}
+    with tempfile.TemporaryDirectory() as where:
+        plan, checkpoints, file = plan_in(where), folder.folder_of(f"{where}/run"), Path(where, "torch.pt")
+        for number in range(rounds + 1):  # the first one warms up
+            manifest = manifest_of(plan, 44, 1)
+            shutil.rmtree(str(checkpoints), ignore_errors=True)
+            file.unlink() if file.exists() else None
+            took["save"].append(timed(lambda m=manifest: writer.write(checkpoints, m, state, 3)))
+            took["torch.save"].append(timed(lambda: torch_save(state, file)))
+            newest = checkpoints / folder.name_of(44)
+            took["load"].append(timed(lambda path=newest: writer.load(path)))
+            took["torch.load"].append(timed(lambda: torch.load(str(file), weights_only=True)))
+            took["verify"].append(timed(lambda: reader.newest_good(checkpoints)))
+            if not number:
+                took = {name: [] for name in took}
+    per_gb = {name: median(values) / gigabytes for name, values in took.items()}
+    print(f"\n{gigabytes:.2f} GB, {rounds} rounds, seconds per GB\n")
+    print("| | raypod | torch | ratio |\n|---|---|---|---|")
+    for name, ours, theirs in (
+        ("save (fsync; ours with sha256)", per_gb["save"], per_gb["torch.save"]),
+        ("load", per_gb["load"], per_gb["torch.load"]),
+        ("find the newest good one (sha256) and load", per_gb["verify"] + per_gb["load"], per_gb["torch.load"]),
+    ):
+        print(f"| {name} | {ours:.2f} | {theirs:.2f} | {ours / theirs:.2f} |")
+
+
+# ---- share of the training ------------------------------------------------------------------------------------------
+
+
+class TimedFleet(InlineFleet):
+    """Adds up the seconds that the calls named `save` stand between two calls of training."""
+
+    saving_s = 0.0
+
+    def call(self, method: str, *arguments: Any) -> List[Any]:
+        began = time.perf_counter()
+        try:
+            return super().call(method, *arguments)
+        finally:
+            if method == "save":
+                self.saving_s += time.perf_counter() - began
+
+
+class TimedWriter(background.BackgroundWriter):
+    """Adds up the CPU seconds of the writing thread."""
+
+    cpu_s = 0.0
+
+    def _write(self, *arguments: Any) -> None:
+        began = time.thread_time()
+        try:
+            super()._write(*arguments)
+        finally:
+            TimedWriter.cpu_s += time.thread_time() - began
+
+
+def train(epochs: int, every: str) -> Dict[str, float]:
+    """Train without the first epoch, which compiles; seconds, images/s, and what checkpoints took."""
+    data = {"dataset": "synthetic", "samples": SAMPLES_PER_EPOCH, "image": "3x32x32"}
+    training = {"model": "resnet18", "batch_size": 16, "epochs": epochs + 1, "learning_rate": 0.01}
+    with tempfile.TemporaryDirectory() as where:
+        run = {"checkpoint_every": every}
+        plan = plan_in(where, data=data, training=training, pod={"replicas": 2, "num_instances": 1}, run=run)
+        fleet = TimedFleet(plan)
+        saved, began, ended = 0, 0.0, 0.0
+        for event in coordinator.run(plan, fleet, MetricsFold(plan, 0.0)):
+            if isinstance(event, UpdateDone):
+                ended = time.perf_counter()
+                if event.update == plan.updates_per_epoch:
+                    began, fleet.saving_s, TimedWriter.cpu_s = ended, 0.0, 0.0
+            saved += isinstance(event, CheckpointSaved)
+        size = sum(path.stat().st_size for path in Path(plan.run_dir).glob("checkpoints/update-*/*"))
+        kept = len(list(Path(plan.run_dir).glob("checkpoints/update-*")))
+    seconds = ended - began
+    return {
+        "images_per_s": epochs * SAMPLES_PER_EPOCH / seconds,
+        "between_calls": fleet.saving_s / seconds,
+        "thread": TimedWriter.cpu_s / seconds / (os.cpu_count() or 1),
+        "saved": saved,
+        "megabytes": size / kept / 1e6,
+    }
+
+
+def share(rounds: int, epochs: int) -> None:
+    background.BackgroundWriter = TimedWriter  # type: ignore[misc]  # before instance.py is imported
+    found: Dict[str, List[Dict[str, float]]] = {"1 epoch": [], "1000 minutes": []}
+    for _ in range(rounds):
+        for every, results in found.items():
+            results.append(train(epochs, every))
+    saved, without = found["1 epoch"], found["1000 minutes"]
+    pairs = [ours["images_per_s"] / theirs["images_per_s"] for ours, theirs in zip(saved, without)]
+    between, thread = median(each["between_calls"] for each in saved), median(each["thread"] for each in saved)
+    print(f"\n{saved[0]['megabytes']:.0f} MB per checkpoint, one per epoch of {SAMPLES_PER_EPOCH} images\n")
+    print("| | of the training time |\n|---|---|")
+    print(f"| between two calls: read back, copy | {100 * between:.2f} % |")
+    print(f"| CPU of the writing thread, of all cores | {100 * thread:.2f} % |")
+    print(f"| both (goal: at most 2 %) | {100 * (between + thread):.2f} % |")
+    rates = [median(each["images_per_s"] for each in results) for results in (saved, without)]
+    print(f"\nimages/s with checkpoints {rates[0]:.1f}, without {rates[1]:.1f}, median ratio {median(pairs):.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--megabytes", type=int, default=256)
+    parser.add_argument("--training-rounds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=2, help="of each measured training")
+    args = parser.parse_args()
+    logging.disable(logging.INFO)
+    save_and_load(args.rounds, args.megabytes)
+    share(args.training_rounds, args.epochs)
+
+
+if __name__ == "__main__":
+    main()
