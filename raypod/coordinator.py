@@ -63,7 +63,7 @@ def run(plan: Plan, fleet: Fleet, metrics: MetricsFold, resumed: Optional[Checkp
         if update == plan.total_updates and plan.size.test_samples:
             yield from repairs.until_done(update, partial(_evaluate, fleet, update, leg, []))
         assert saving.last is not None, "a run ends with a checkpoint"
-        yield RunEnded(update, update < plan.total_updates, saving.last.weights_sha256, saving.last.path)
+        yield RunEnded(update, update < plan.total_updates, saving.last.weights_sha256, saving.last.path, stop.cause)
 
 
 def _check_data(plan: Plan, started: List[InstanceStarted], resumed: Optional[Checkpoint]) -> None:
@@ -82,7 +82,7 @@ def _check_data(plan: Plan, started: List[InstanceStarted], resumed: Optional[Ch
 
 def _train(fleet: Fleet, leg: Leg, metrics: MetricsFold, saving: Saving, stop: _Stop) -> Iterator[Event]:
     metrics.begin_leg(time.monotonic())
-    for report in fleet.run(leg, lambda: stop.requested or saving.is_late()):
+    for report in fleet.run(leg, lambda: stop.is_due(fleet) or saving.is_late()):
         yield from map(saving.take, report.saves)
         updates = metrics.add(report, time.monotonic())
         yield from metrics.take_calls()
@@ -120,7 +120,8 @@ class _Stop:
 
     def __init__(self) -> None:
         self.requested = False
-        self._waits = False
+        self.cause = ""
+        self._waits = self._signalled = False
 
     @contextlib.contextmanager
     def at_a_checkpoint(self) -> Iterator[None]:
@@ -133,9 +134,16 @@ class _Stop:
 
     def on_signal(self, number: int, frame: Optional[FrameType]) -> None:
         """The handler."""
-        if self.requested or not self._waits:
+        if self._signalled or not self._waits:
             raise KeyboardInterrupt
-        self.requested = True
+        self.requested = self._signalled = True
+
+    def is_due(self, fleet: Fleet) -> bool:
+        """Whether the calls under way are the last ones: a signal came, or a host is taken away."""
+        draining = fleet.draining() if not self.requested else []
+        if draining:
+            self.requested, self.cause = True, f"Ray drains host {', '.join(draining)}"
+        return self.requested
 
 
 @contextlib.contextmanager

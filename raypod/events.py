@@ -196,6 +196,7 @@ class RunEnded:
     interrupted: bool
     weights_sha256: str
     checkpoint: Optional[str]
+    cause: str = ""  # of an interruption that nobody signalled
 
 
 Event = Union[

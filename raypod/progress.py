@@ -70,7 +70,8 @@ class Progress:
         elif isinstance(event, RunEnded):
             self._close_bar()
             if event.interrupted:
-                self.say(f"Interrupted after update {event.updates}; go on with --resume {self._plan.run_dir}")
+                cause = f" ({event.cause})" if event.cause else ""
+                self.say(f"Interrupted after update {event.updates}; go on with --resume {self._plan.run_dir}{cause}")
 
     def warn(self, text: str) -> None:
         """A line that is no error."""

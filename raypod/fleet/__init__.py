@@ -67,6 +67,9 @@ class Fleet(Protocol):
             RunError: there is no room for a replacement.
         """
 
+    def draining(self) -> List[str]:
+        """The hosts of the run that somebody is about to take away. Cheap: asked between any two reports."""
+
     def hosts(self) -> List[str]:
         """The host on which each instance lives now, in instance order."""
 

@@ -63,6 +63,10 @@ class InlineFleet:
         """See `Fleet.hosts`."""
         return [self._plan.instances[0].host]
 
+    def draining(self) -> List[str]:
+        """See `Fleet.draining`: nobody takes this host away."""
+        return []
+
     def close(self) -> None:
         """See `Fleet.close`; the environment is put back."""
         if self._instance is not None:

@@ -12,11 +12,13 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 from raypod.events import CallReport, InstanceStarted
 from raypod.fleet import FleetBroken, failure_of
 from raypod.fleet.process import InstanceProcess
-from raypod.fleet.ray_nodes import await_hosts, host_name
+from raypod.fleet.ray_nodes import await_hosts, draining_hosts, host_name
 from raypod.fleet.ray_session import RaySession, Reservation, reserve
 from raypod.fleet.ray_substitutes import Substitutes
 from raypod.fleet.ray_watch import Watch
 from raypod.plan import Leg, Plan
+
+_DRAINS_EVERY_S = 2.0  # how long a host that is taken away may go unnoticed
 
 
 class RayFleet:
@@ -32,6 +34,8 @@ class RayFleet:
         self._nodes: List[Dict[str, Any]] = []  # of Ray, on which each actor lives
         self._watch: Optional[Watch] = None
         self._generation = 0
+        self._draining: List[str] = []
+        self._drains_asked_s = 0.0
         self._at_rest = False  # all instances answer, and none is inside a leg
         self.start_seconds: List[Tuple[str, float]] = []
 
@@ -101,6 +105,13 @@ class RayFleet:
         self._meet(survivors[0] if survivors else 0)
         self._at_rest = True
         return positions
+
+    def draining(self) -> List[str]:
+        """See `Fleet.draining`."""
+        if time.monotonic() - self._drains_asked_s > _DRAINS_EVERY_S:
+            self._drains_asked_s = time.monotonic()
+            self._draining = draining_hosts(self._ray, self._plan.placement, self._nodes)
+        return self._draining
 
     def hosts(self) -> List[str]:
         """See `Fleet.hosts`."""

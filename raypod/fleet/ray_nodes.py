@@ -28,6 +28,13 @@ def await_hosts(ray: Any, placement: Placement, wait_s: float, tell: Callable[[s
     return match_hosts(ray, placement)
 
 
+def draining_hosts(ray: Any, placement: Placement, nodes: List[Dict[str, Any]]) -> List[str]:
+    """The hosts among `nodes` that Ray is draining, by name: `ray drain-node`, or a cloud that takes them back."""
+    drained = set(ray._private.state.state.get_draining_nodes())
+    names = {host_name(placement, node): None for node in nodes if node["NodeID"] in drained}
+    return list(names)
+
+
 def missing_hosts(ray: Any, placement: Placement) -> List[str]:
     """The hosts of a placement that no living Ray node is on."""
     return [host.name for host, node in zip(placement.hosts, _nodes_of(ray, placement)) if not node]
