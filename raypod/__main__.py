@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Callable, Dict, Optional, Sequence
 
 from raypod import supervisor, up
+from raypod.doctor.run import doctor
 from raypod.errors import ConfigError
 from raypod.shell import report_errors
 from raypod.train import described, drawn, plan_of
@@ -75,6 +76,7 @@ VERBS: Dict[str, Callable[[Sequence[str]], int]] = {
     "status": _status,
     "attach": _attach,
     "stop": _stop,
+    "doctor": doctor,
     "up": up.up,
     "down": up.down,
 }

@@ -169,10 +169,7 @@ def partition_names(listing: str) -> List[str]:
 
 def parse_partition(name: str, description: str) -> Partition:
     """`vipu get partition`: lines of a name and a value, between them a bar or a colon [I]."""
-    values: Dict[str, str] = {}
-    for line in description.splitlines():
-        key, _, value = re.sub(r"[|:]", "\0", line.strip(" |"), count=1).partition("\0")
-        values[re.sub(r"[^a-z]", "", key.lower())] = value.strip()
+    values = _values(description)
     reconfigurable = values.get("reconfigurable", "").lower() in ("yes", "true", "1")
     return Partition(
         name,
@@ -180,6 +177,21 @@ def parse_partition(name: str, description: str) -> Partition:
         _number(values, ("gcds", "numgcds", "numberofgcds")),
         reconfigurable or "reconfigurable" in values.get("type", "").lower(),
     )
+
+
+def state_of(description: str) -> str:
+    """The state that `vipu get partition` tells [I: under one of these names]; "" if it tells none."""
+    values = _values(description)
+    return next((values[key] for key in ("state", "partitionstate", "status") if values.get(key)), "")
+
+
+def _values(description: str) -> Dict[str, str]:
+    """By name, in small letters alone."""
+    values: Dict[str, str] = {}
+    for line in description.splitlines():
+        key, _, value = re.sub(r"[|:]", "\0", line.strip(" |"), count=1).partition("\0")
+        values[re.sub(r"[^a-z]", "", key.lower())] = value.strip()
+    return values
 
 
 def environment(

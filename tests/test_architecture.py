@@ -60,10 +60,13 @@ LEVELS: Dict[str, int] = {
     **dict.fromkeys(("fleet/ray", "coordinator"), 11),
     **dict.fromkeys(("train", "launch"), 12),
     # What a cluster needs before a run.
-    **dict.fromkeys(("gcs", "stop_cluster"), 0),
+    **dict.fromkeys(("gcs", "stop_cluster", "doctor/__init__", "doctor/probe"), 0),
     **dict.fromkeys(("interfaces", "cluster_traps"), 1),
     **dict.fromkeys(("ssh", "auth_token"), 2),
     **dict.fromkeys(("up",), 3),
+    **dict.fromkeys(("doctor/findings",), 4),
+    **dict.fromkeys(("doctor/table",), 5),
+    **dict.fromkeys(("doctor/run",), 6),
     **dict.fromkeys(("__main__",), 13),
 }
 SDK = {

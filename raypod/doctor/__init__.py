@@ -1,0 +1,1 @@
+"""Is the pod ready for a run? Facts of every host (`probe`), what they mean (`findings`), and both together (`run`)."""
