@@ -14,9 +14,8 @@ from raypod.plan import DatasetSize, Plan, make_plan
 
 def test_an_instance_is_told_what_poprun_would_tell_it() -> None:
     """The reference arrangement of the contract, section 6.3: 8 replicas, 4 instances, 2 IPUs each."""
-    config = from_values(
-        {"pod": {"replicas": 8, "num_instances": 4, "ipus_per_replica": 2}, "training": {"model": "own:build"}}
-    )
+    pod = {"replicas": 8, "num_instances": 4, "ipus_per_replica": 2}
+    config = from_values({"pod": pod, "training": {"model": "own:build", "gradient_accumulation": 3}})
     hosts = tuple(Host(f"h{index}", f"10.0.0.{index}") for index in range(2))
     plan = make_plan(config, Cluster("pod", hosts), DatasetSize(1000, 10), "run")
     env = [instance_environment(plan, spec) for spec in plan.instances]

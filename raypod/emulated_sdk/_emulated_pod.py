@@ -310,11 +310,14 @@ def _join(name: str, rank: int, size: int, join_s: Optional[float]) -> Group:
     given_up = _joining[name] = threading.Event()
     try:
         _emulated_rendezvous.meet(store, f"{prefix}/{times}/joined", where, rank, size, bound_s, given_up)
+        _joins[address + prefix] = times
+        prefix += f"/{times}"
+        wired = _c10d.PrefixStore(f"{prefix}/wires", store)
+        wires = _c10d.ProcessGroupGloo(wired, rank, size, _options(address, wait_s))
+        # Who has all its wires may leave at once, which would cut those that others are still laying.
+        _emulated_rendezvous.meet(store, f"{prefix}/wired", where, rank, size, bound_s, given_up)
     finally:
         del _joining[name]
-    _joins[address + prefix] = times
-    prefix += f"/{times}"
-    wires = _c10d.ProcessGroupGloo(_c10d.PrefixStore(f"{prefix}/wires", store), rank, size, _options(address, wait_s))
     return Group(name, rank, size, wires, wait_s)
 
 
