@@ -26,11 +26,6 @@ def test_the_device_resizes_to_a_level_of_the_host(height: int, width: int, size
     assert (prepared - expected).abs().max() <= 1.001  # Pillow rounds after the width and after the height
 
 
-def test_half_precision_comes_out_as_half() -> None:
-    prepared = device_input(torch.float16, MEAN, STD, (8, 8), 16)(bytes_of(8, 8))
-    assert (prepared.dtype, prepared.shape) == (torch.float16, (5, 3, 16, 16))
-
-
 def test_what_is_normalised_already_is_passed_on() -> None:
     images = torch.rand(2, 3, 8, 8)
     assert torch.equal(device_input(torch.float32, MEAN, STD, (8, 8), 8)(images), images)

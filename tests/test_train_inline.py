@@ -19,7 +19,7 @@ from raypod import coordinator, datasets, models, train
 from raypod.__main__ import main
 from raypod.checkpoint import reader, writer
 from raypod.errors import WeightsDiffer
-from raypod.events import EvaluationDone, Event, RunEnded
+from raypod.events import EvaluationDone, Event, RunEnded, UpdateDone
 from raypod.fleet.inline import InlineFleet
 from raypod.metrics import MetricsFold
 from raypod.optimizers import learning_rate
@@ -134,6 +134,14 @@ def test_the_other_optimizers_train(make: Callable[..., Plan], optimizer: str) -
 def test_eight_bit_io_gives_the_same_weights(make: Callable[..., Plan]) -> None:
     hashes = {sha256(make(data={"eight_bit_io": on}, training={"updates": 2}, **INLINE)) for on in (False, True)}
     assert len(hashes) == 1
+
+
+def test_images_are_enlarged_on_the_device_in_half_precision(make: Callable[..., Plan]) -> None:
+    data = {"eight_bit_io": True, "image_size": 16}
+    plan = make(data=data, training={"precision": "16.16", "updates": 2}, **INLINE)
+    assert [event.loss for event in train_inline(plan) if isinstance(event, UpdateDone)] == pytest.approx(
+        [2.3, 2.3], abs=0.4
+    )
 
 
 def command(tmp_path: Path, *flags: str) -> tuple[int, Path]:
