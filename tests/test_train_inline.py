@@ -178,6 +178,24 @@ def test_a_run_goes_on_where_it_stopped_bit_for_bit(tmp_path: Path) -> None:
     assert len((part / "metrics.jsonl").read_text().splitlines()) == 60
 
 
+def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flat = ("--lr-schedule", "constant", "--checkpoint-every", "10 updates")
+    _, folder = command(tmp_path, *flat, "--updates", "24")
+    weights = folder / "checkpoints" / "update-00000024" / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    _, whole = command(tmp_path / "whole", *flat, "--updates", "30")
+    capsys.readouterr()
+    assert command(tmp_path, *flat, "--updates", "30", "--resume", str(folder))[0] == 0
+    out = capsys.readouterr().out
+    assert "warning: " in out
+    assert "update-00000024 is damaged: weights.safetensors has" in out
+    assert "going on from update-00000020" in out
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (whole, folder)]
+    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
+
+
 def start_inline(folder: Path, *flags: str) -> subprocess.Popen[str]:
     line = [sys.executable, "-m", "raypod.train", "--fleet", "inline", "--num-instances", "1", "--device", "emulated"]
     pipe = subprocess.PIPE
