@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Iterator, Tuple
@@ -21,9 +22,15 @@ HAS_TOKENS = auth_token.has_tokens(auth_token.ray_version())
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def folder() -> Iterator[Path]:
+    """Not pytest's own: Ray's sockets lie in it, and their paths may have 107 bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="r") as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def head(folder: Path) -> Iterator[str]:
     """The address of a head that is closed by a token, where Ray can do that."""
-    folder = tmp_path_factory.mktemp("r")
     token = folder / "token"
     token.write_text(TOKEN)
     environment = {**os.environ, stop_cluster.MARK: NAME, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
