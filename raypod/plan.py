@@ -10,7 +10,7 @@ import dataclasses
 from typing import List, Optional, Sequence, Tuple
 
 from raypod.cluster import Cluster, Host
-from raypod.config import Config
+from raypod.config import VISION_TRANSFORMERS, Config
 from raypod.errors import ConfigError
 from raypod.interval import parse_interval
 from raypod.placement import InstanceSpec, Placement, check_sizes, place
@@ -217,6 +217,7 @@ def make_plan(
         evaluation_iterations=training.evaluation_iterations or pipeline_stages(config),
     )
     _check_against_data(geometry, size, config)
+    _check_choices(config)
     if config.run.fleet == "inline" and geometry.num_instances > 1:
         raise ConfigError(
             f"the inline fleet runs one instance in this process, not {geometry.num_instances}; "
@@ -231,6 +232,17 @@ def make_plan(
 def pipeline_stages(config: Config) -> int:
     """Forward stages whose work overlaps: 1 for a model on one IPU, and where IPUs take turns (contract section 3)."""
     return config.pod.ipus_per_replica if config.training.execution == "pipelined" else 1
+
+
+def _check_choices(config: Config) -> None:
+    """Choices that say nothing beside another one."""
+    training = config.training
+    if (training.lr_schedule == "step") != (training.lr_steps is not None):
+        raise ConfigError(
+            "--lr-schedule step and --lr-steps 30,60,80 (epochs) go together: one is given without the other"
+        )
+    if training.norm != "batch" and training.model in ("tiny", *VISION_TRANSFORMERS):
+        raise ConfigError(f"--norm {training.norm} stands for BatchNorm, and {training.model} has none: leave it out")
 
 
 def _check_pipeline(config: Config, geometry: Geometry, splits: Sequence[str]) -> None:

@@ -155,6 +155,21 @@ def test_what_a_pipeline_cannot_do_is_refused_with_its_numbers(
         make(training=training, pod=pod)
 
 
+@pytest.mark.parametrize(
+    ("training", "words"),
+    [
+        ({"lr_schedule": "step"}, "--lr-steps .* go together"),
+        ({"lr_steps": "3"}, "--lr-schedule step"),
+        ({"model": "vit_tiny", "norm": "group"}, "vit_tiny has none"),
+    ],
+)
+def test_a_choice_that_says_nothing_is_refused(
+    make: Callable[..., Plan], training: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make(training=training)
+
+
 def test_evaluation_fills_the_pipeline_and_sharding_asks_for_nothing(make: Callable[..., Plan]) -> None:
     pod: dict[str, object] = {"ipus_per_replica": 4}
     piped = make(training={"gradient_accumulation": 7}, pod=pod).geometry

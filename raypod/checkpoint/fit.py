@@ -71,7 +71,7 @@ def settings_of(plan: Plan) -> Dict[str, Any]:
                 settings[f"{section}.{key}"] = value
     settings["pod.threads_per_replica"] = config.pod.threads_per_replica
     # A schedule over the whole run has another learning rate at every update when the run has another length.
-    settings[LENGTH] = None if config.training.lr_schedule == "constant" else plan.total_updates
+    settings[LENGTH] = plan.total_updates if config.training.lr_schedule == "cosine" else None
     return settings
 
 
