@@ -20,7 +20,10 @@ SLOWER_THAN_EVER = 3.0  # times the slowest call so far
 
 @dataclasses.dataclass(frozen=True)
 class Heard:
-    """The last beat of an instance (None before the first), and when it was heard, by the fleet's clock."""
+    """The last beat of an instance, and when it was heard, by the fleet's clock.
+
+    None before the first: what starts an instance, and builds it, has a bound of its own.
+    """
 
     beat: Optional[Beat]
     at_s: float
@@ -41,9 +44,13 @@ def judge(heard: Dict[int, Heard], now_s: float, bounds: RunSection) -> List[Tro
     Of those that wait for each other too long, the cause is whoever does not wait; else whoever has done the fewest
     calls. If all have done the same and all wait, nobody is to blame: one Trouble for each, and the wires are renewed.
     """
-    silent = [index for index, each in sorted(heard.items()) if now_s - each.at_s > bounds.silent_after_s]
+    silent = [
+        Trouble(index, "silent", _silence(each.beat, now_s - each.at_s, bounds))
+        for index, each in sorted(heard.items())
+        if each.beat is not None and now_s - each.at_s > bounds.silent_after_s
+    ]
     if silent:
-        return [Trouble(index, "silent", _silence(heard[index], now_s, bounds)) for index in silent]
+        return silent
     beats = [each.beat for _, each in sorted(heard.items()) if each.beat is not None and _works(each.beat)]
     bound_s = _bound(beats, bounds)
     late = [beat for beat in beats if beat.for_s > bound_s]
@@ -70,11 +77,10 @@ def _bound(beats: List[Beat], bounds: RunSection) -> float:
     return max(bounds.stuck_after_s, SLOWER_THAN_EVER * max(each for each in slowest if each is not None))
 
 
-def _silence(heard: Heard, now_s: float, bounds: RunSection) -> str:
-    last = f"it was {heard.beat.doing}" if heard.beat is not None else "nothing was heard before"
+def _silence(last: Beat, for_s: float, bounds: RunSection) -> str:
     return (
-        f"silent for {now_s - heard.at_s:.1f} s (run.silent_after_s = {bounds.silent_after_s:g}): its process is "
-        f"frozen, or its host cut off; when last heard {last}"
+        f"silent for {for_s:.1f} s (run.silent_after_s = {bounds.silent_after_s:g}): its process is frozen, or its "
+        f"host cut off; when last heard it was {last.doing}"
     )
 
 

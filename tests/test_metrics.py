@@ -96,3 +96,29 @@ def test_a_line_has_the_keys_others_rely_on(tmp_path: Path) -> None:
     keys = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert list(keys)[:7] == ["update", "epoch", "loss", "accuracy", "samples", "samples_per_s", "time_s"]
     assert keys["data_wait_share"] == 0
+
+
+def test_after_a_repair_every_update_is_told_once(make: Callable[..., Plan]) -> None:
+    fold = MetricsFold(make(), 0.0)
+    for instance in (0, 1):
+        fold.add(report(instance, [[1.0, 1.0]], [[8, 8]]), 1.0)
+    fold.add(report(0, [[2.0, 4.0]], [[8, 4]], first=1), 2.0)  # instance 1 has done it too, and is lost
+    fold.add(report(1, [[9.0, 9.0]], [[0, 0]], first=2), 2.0)  # it alone had done this one
+    (told,) = fold.settle(2, 3.0)
+    assert (told.update, told.loss, told.accuracy) == (2, 3.0, 75.0)  # of those whose report is there
+    assert fold.position == 2
+    for instance in (0, 1):
+        done = fold.add(report(instance, [[5.0, 5.0]], [[8, 8]], first=2), 4.0)
+    assert [(each.update, each.loss) for each in done] == [(3, 5.0)]
+    assert [call.first_update for call in fold.take_calls()] == [0, 1, 2]
+
+
+def test_after_a_step_back_no_update_is_told_again(make: Callable[..., Plan]) -> None:
+    fold = MetricsFold(make(pod={"num_instances": 1}), 0.0)
+    for first in (0, 1, 2):
+        fold.add(report(0, [[1.0] * 4], [[8] * 4], first=first), 1.0)
+    assert fold.settle(1, 2.0) == []
+    assert (fold.position, fold.last and fold.last.update) == (1, 3)
+    told = [fold.add(report(0, [[1.0] * 4], [[8] * 4], first=first), 3.0) for first in (1, 2, 3)]
+    assert [[each.update for each in updates] for updates in told] == [[], [], [4]]
+    assert fold.position == 4

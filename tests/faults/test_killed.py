@@ -1,0 +1,73 @@
+"""Killed and frozen instances: the weights of a run that nobody disturbed, and the survivors keep their processes."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any, List
+
+import pytest
+from harness import Told, assert_undisturbed, pid_of, plan_for, run, send
+
+from raypod.plan import Plan
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights of 4 replicas in one instance, in this process."""
+    plan = plan_for(tmp_path_factory.mktemp("inline"), run={"fleet": "inline"}, pod={"num_instances": 1})
+    return run(plan).sha256
+
+
+def lost(told: Told) -> List[Any]:
+    return [(loss.instance, loss.kind) for loss in told.losses]
+
+
+def test_one_instance_after_the_other_is_killed(session: Any, undisturbed: str, tmp_path: Path) -> None:
+    plan = plan_for(tmp_path, pod={"num_instances": 2})
+    pids: List[int] = []
+
+    def kill_0(plan: Plan) -> None:
+        pids.extend(pid_of(plan, index) for index in (0, 1))
+        send(signal.SIGKILL, 0)(plan)
+
+    told = run(plan, [(5, kill_0), (14, send(signal.SIGKILL, 1))])
+    assert_undisturbed(plan, told, undisturbed)
+    assert lost(told) == [(0, "died"), (1, "died")]
+    assert [repair.seeded_from for repair in told.repairs] == ["instance 1", "instance 0"]
+    assert [repair.restarts for repair in told.repairs] == [1, 2]
+    first, second = (Path(plan.log_file(index)).read_text() for index in (0, 1))
+    assert (first.count(", pid "), second.count(", pid ")) == (2, 2)  # each was started once more, and no oftener
+    assert pid_of(plan, 0) != pids[0]
+
+
+def test_two_of_four_are_killed_at_once(session: Any, undisturbed: str, tmp_path: Path) -> None:
+    plan = plan_for(tmp_path, pod={"num_instances": 4})
+    told = run(plan, [(7, send(signal.SIGKILL, 0, 2))])
+    assert_undisturbed(plan, told, undisturbed)
+    assert sorted(lost(told)) == [(0, "died"), (2, "died")]
+    assert {index for repair in told.repairs for index in repair.lost} == {0, 2}
+    for survivor in (1, 3):
+        assert Path(plan.log_file(survivor)).read_text().count(", pid ") == 1
+
+
+def test_nobody_is_left_but_a_checkpoint(session: Any, undisturbed: str, tmp_path: Path) -> None:
+    plan = plan_for(tmp_path, pod={"num_instances": 2}, run={"checkpoint_every": "6 updates"})
+    told = run(plan, [(16, send(signal.SIGKILL, 0, 1))])
+    assert_undisturbed(plan, told, undisturbed)
+    repair = told.repairs[-1]
+    assert repair.seeded_from.endswith(("update-00000012", "update-00000006"))
+    assert repair.update in (12, 6)
+
+
+def test_a_frozen_instance_is_noticed_and_replaced(session: Any, undisturbed: str, tmp_path: Path) -> None:
+    plan = plan_for(tmp_path, pod={"num_instances": 2})
+    told = run(plan, [(9, send(signal.SIGSTOP, 1))])
+    assert_undisturbed(plan, told, undisturbed)
+    assert lost(told) == [(1, "silent")]
+    assert "run.silent_after_s = 6" in told.losses[0].cause

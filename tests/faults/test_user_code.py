@@ -1,0 +1,71 @@
+"""User code that raises or never returns: found, told with its stack, and replaced; twice the same ends the run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+from harness import assert_undisturbed, plan_for, run
+
+from raypod.errors import InstanceFailed
+from raypod.plan import Plan
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the user's modules are, and the files that tell them to fail."""
+    shutil.copy(Path(__file__).parent / "fragile.py", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def plan_of(folder: Path, name: str, **run_section: Any) -> Plan:
+    (folder / name).mkdir()
+    fleet = {"fleet": "inline"} if name == "inline" else {}
+    return plan_for(
+        folder / name,
+        data={"dataset": "fragile:data"},
+        training={"model": "fragile:model", "warmup_updates": 1},
+        pod={"num_instances": 1 if fleet else 2},
+        run={**fleet, **run_section},
+    )
+
+
+def told(folder: Path, what: str) -> Callable[[Plan], None]:
+    return lambda plan: (folder / what).touch()
+
+
+def test_user_code_that_fails_once_costs_a_restart_each_time(session: Any, folder: Path) -> None:
+    reference = run(plan_of(folder, "inline")).sha256
+    plan = plan_of(folder, "ray")
+    faults = ["model-raises", "loader-raises", "model-hangs", "loader-hangs"]
+    found = run(plan, [(4 + 5 * number, told(folder, what)) for number, what in enumerate(faults)])
+    assert_undisturbed(plan, found, reference)
+    assert [(loss.instance, loss.kind) for loss in found.losses] == [
+        (1, "raised"),
+        (1, "raised"),
+        (1, "stuck"),
+        (1, "stuck"),
+    ]
+    raised, loader, hangs, blocked = found.losses
+    assert raised.cause == "ValueError: no such layer"
+    assert loader.cause == "OSError: the disk is gone"
+    assert "stuck: in call" in hangs.cause
+    assert "stuck: loading data" in blocked.cause
+    assert "_hang_in_user_code" in blocked.stack
+    assert [repair.restarts for repair in found.repairs] == [1, 2, 3, 4]
+
+
+def test_an_exception_that_comes_again_ends_the_run(session: Any, folder: Path) -> None:
+    (folder / "again").touch()
+    with pytest.raises(InstanceFailed, match="ValueError: no such layer .the same happened at update") as caught:
+        run(plan_of(folder, "ray"), [(6, told(folder, "model-raises"))])
+    assert (caught.value.instance, caught.value.host) == (1, "localhost")
