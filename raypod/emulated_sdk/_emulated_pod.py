@@ -179,9 +179,7 @@ class Group:
         """Everyone's tensors of one shape and dtype, [size, *shape], by rank. Meant for small ones: all go to all."""
         table = row.new_empty(self.size, *row.shape)
         table[self.rank] = row
-        tag = (
-            _ROOM_OF_TAGS + self.next_tag()
-        )  # its own kind: ranks that are out of step wait instead of mixing up sizes
+        tag = _ROOM_OF_TAGS + self.next_tag()  # a kind of its own: ranks out of step wait instead of mixing up sizes
         transfers = [self.receive(table[peer], peer, tag) for peer in self.peers]
         transfers += [self.send(table[self.rank], peer, tag) for peer in self.peers]
         for transfer in transfers:
