@@ -164,10 +164,10 @@ class Feed:
             if images.dtype != torch.uint8:
                 raise ConfigError(f"--eight-bit-io needs uint8 images, and {config.data.dataset} gives {images.dtype}")
             return images, labels
+        dtype = torch.float16 if config.training.precision.startswith("16") else torch.float32
         if images.dtype == torch.uint8:
-            images = normalise(images, self._splits.mean, self._splits.std)
-        half = config.training.precision.startswith("16")
-        return images.to(torch.float16 if half else torch.float32), labels
+            return normalise(images, self._splits.mean, self._splits.std, dtype), labels
+        return images.to(dtype), labels
 
     def _resized(self, images: torch.Tensor, size: int) -> torch.Tensor:
         if images.dtype != torch.uint8:

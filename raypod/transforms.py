@@ -124,7 +124,13 @@ def _double(images: np.ndarray) -> np.ndarray:
     return doubled
 
 
-def normalise(images: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
-    """uint8 [n, c, h, w] to float32 of mean 0 and deviation 1; `mean` and `std` as in `Splits`."""
+def normalise(
+    images: torch.Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """uint8 [n, c, h, w] to mean 0 and deviation 1, computed in float32; `mean` and `std` as in `Splits`."""
     scale, offset = normalisation_factors(mean, std)
-    return images.to(torch.float32).mul_(scale).sub_(offset)
+    normalised = torch.empty(images.shape, dtype=dtype)
+    for first in range(0, len(images), _CHUNK):
+        chunk = slice(first, first + _CHUNK)
+        normalised[chunk] = images[chunk].to(torch.float32).mul_(scale).sub_(offset)
+    return normalised

@@ -102,10 +102,28 @@ def test_the_cache_lies_where_it_is_told(cifar10: Path, tmp_path: Path) -> None:
     assert not (cifar10 / "cifar-10-batches-py" / ".raypod-cache").exists()
 
 
+def test_beside_data_that_is_read_only_nothing_is_written(
+    cifar10: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # a test may run as root
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    datasets.load(config(cifar10))
+    assert list((tmp_path / "home" / "raypod").rglob("train_images.npy"))
+    assert not list(cifar10.rglob("*.npy"))
+
+
 def test_a_cache_that_cannot_be_written_is_told(cifar10: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--cache-dir"):
         datasets.load(config(cifar10, cache_dir=str(tmp_path / "file")))
+
+
+def test_a_damaged_cache_is_named(cifar10: Path) -> None:
+    datasets.load(config(cifar10))
+    (made,) = cifar10.rglob("train_images.npy")
+    made.write_bytes(made.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=f"{made.parent} is damaged.*remove that folder"):
+        datasets.load(config(cifar10))
 
 
 def test_processes_that_start_together_make_the_arrays_once(cifar10: Path) -> None:

@@ -98,3 +98,17 @@ def test_digits_need_no_import_of_scikit_learn(run_python: Callable[[str], str])
         "import sys\nfrom raypod import config, datasets\n"
         "datasets.load(config.Config())\nassert not {'sklearn', 'torch'} & set(sys.modules)"
     )
+
+
+def test_arrays_of_ones_own_are_told_apart_by_what_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_arrays.py").write_text(
+        "import numpy as np\nfrom raypod.datasets import ArrayDataset\n"
+        "def make(folder):\n"
+        "    images = np.full((6, 1, 4, 4), int(folder), dtype=np.uint8)\n"
+        "    return ArrayDataset(images, np.arange(6)), ArrayDataset(images[:2], np.arange(2)), 6\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    configs = [from_values({"data": {"dataset": "own_arrays:make", "data_dir": str(level)}}) for level in (1, 2)]
+    assert datasets.image_shape(configs[0]) == datasets.ImageShape(1, 4, 6)
+    assert datasets.load(configs[1]).train[3][1] == 3
+    assert len({datasets.fingerprint(config) for config in configs}) == 2

@@ -26,6 +26,10 @@ class ArrayDataset:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __getitem__(self, index: int) -> Tuple[np.ndarray, int]:
+        """(image, label): it is a map-style data set, too."""
+        return self.images[index], int(self.labels[index])
+
 
 @dataclasses.dataclass(frozen=True)
 class Augmentation:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from raypod.config import Config
-from raypod.datasets.arrays import ImageShape, Splits, fingerprint_of_words
+from raypod.datasets.arrays import ArrayDataset, ImageShape, Splits, fingerprint_of, fingerprint_of_words
 from raypod.errors import ConfigError
 from raypod.plan import DatasetSize
 from raypod.user_code import import_attribute
@@ -28,7 +28,7 @@ def shape(config: Config) -> ImageShape:
 
 
 def load(config: Config) -> Splits:
-    """(train, test) or (train, test, classes).
+    """(train, test) or (train, test, classes). An `ArrayDataset` of raypod's is gathered as the built-in ones are.
 
     Which data it is, only its owner knows: a `fingerprint` attribute of the training split, or else its name and sizes.
 
@@ -44,5 +44,6 @@ def load(config: Config) -> Splits:
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise ConfigError(f"{name}: its {split} split is no map-style data set (no length or index)")
     classes = found[2] if len(found) == 3 else config.data.classes
-    own = getattr(train, "fingerprint", "")
+    arrays = [data for data in (train, test) if isinstance(data, ArrayDataset)]
+    own = fingerprint_of(*arrays) if arrays else getattr(train, "fingerprint", "")
     return Splits(train, test, classes, fingerprint_of_words(name, len(train), len(test), classes, own))
