@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -238,6 +239,26 @@ def test_a_missing_host_is_waited_for_and_named(tmp_path: Path) -> None:
     assert told == ["waiting for b (30 s more, --wait-hosts)"]
     with pytest.raises(ClusterError, match="no Ray node is alive on b"):
         await_hosts(SimpleNamespace(nodes=lambda: nodes[:1]), plan_for(tmp_path, cluster).placement, 0.1, told.append)
+
+
+def test_instances_meet_in_the_data_network_alone(pod: Any, two_hosts: Cluster, tmp_path: Path) -> None:
+    cluster = dataclasses.replace(two_hosts, data_network="127.0.0.0/8")
+    fleet = RayFleet(plan_for(tmp_path, cluster, pod={"num_instances": 2}))
+    try:
+        fleet.start()
+        for environment in pod.get([actor.environment.remote() for actor in fleet._actors]):
+            assert environment["GLOO_SOCKET_IFNAME"] == environment["HOROVOD_GLOO_IFACE"] == "lo"
+            assert environment["EMULATED_POD_RENDEZVOUS"].startswith("127.")
+    finally:
+        fleet.close()
+
+
+def test_a_host_outside_the_data_network_is_told(two_hosts: Cluster, tmp_path: Path) -> None:
+    cluster = dataclasses.replace(two_hosts, data_network="10.213.0.0/30")
+    with pytest.raises(
+        ClusterError, match=r"has no address in metadata\.raypod\.data_network 10\.213\.0\.0/30; it has lo "
+    ):
+        run(plan_for(tmp_path, cluster, pod={"num_instances": 2}))
 
 
 def test_a_busy_pod_is_waited_for_within_the_bound(pod: Any, tmp_path: Path) -> None:
