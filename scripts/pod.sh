@@ -6,7 +6,7 @@
 #   pod.sh op CMD...       run CMD on the operator's machine: it has the ssh key of the hosts, and `ray up` runs here
 #   pod.sh on I CMD...     run CMD on host I, without ssh
 #   pod.sh kill I          host I loses its power: its peers see closed connections
-#   pod.sh boot I          start host I again, with an empty disk
+#   pod.sh boot I          start host I again; of its disk the home is kept
 #   pod.sh cut I           host I loses its network: its peers see silence
 #   pod.sh mend I          its network is back
 #   pod.sh speed RATE      limit every link in both directions, as in `speed 1gbit`; `speed off` lifts it

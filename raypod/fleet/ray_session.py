@@ -20,7 +20,7 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from raypod import auth_token
 from raypod.cluster import LOCAL
-from raypod.errors import ClusterError, RunError, WaitTimedOut
+from raypod.errors import ClusterError, WaitTimedOut
 from raypod.placement import Placement
 
 _PROBE_S = 2.0
@@ -179,7 +179,6 @@ def reserve(ray: Any, placement: Placement, nodes: List[Dict[str, Any]], bound: 
 
     Raises:
         WaitTimedOut: others are using what is asked for.
-        RunError: a host has joined Ray again meanwhile, as another node.
     """
     timeout_s, setting = bound
     counts = [len(placement.instances_on(index)) for index in range(len(nodes))]
@@ -193,11 +192,6 @@ def reserve(ray: Any, placement: Placement, nodes: List[Dict[str, Any]], bound: 
             ray.util.remove_placement_group(group)
             asked = "; ".join(f"{host.name}: {bundle}" for host, bundle in zip(placement.hosts, bundles))
             raise WaitTimedOut(f"Ray to reserve what others may be using ({asked})", timeout_s, setting)
-    reserved: Dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    for index, (host, node) in enumerate(zip(placement.hosts, nodes)):
-        if reserved[index] != node["NodeID"]:  # an address may have two nodes as long as the first's death is not known
-            ray.util.remove_placement_group(group)
-            raise RunError(f"host {host.name} has just joined Ray again, as another node; start once more")
     return Reservation(group, bundles)
 
 

@@ -8,7 +8,7 @@ mount --make-rprivate /
 hostname "$name"
 # The disk: everything of this machine, with a layer on top whose size is limited.
 mount -t tmpfs -o "size=$POD_DISK,mode=755" tmpfs "$folder/mnt"
-mkdir "$folder/mnt/upper" "$folder/mnt/work" "$folder/mnt/home" "$root"
+mkdir "$folder/mnt/upper" "$folder/mnt/work" "$root"
 mount -t overlay overlay -o "lowerdir=/,upperdir=$folder/mnt/upper,workdir=$folder/mnt/work" "$root"
 mount -t proc proc "$root/proc"
 mount --rbind /sys "$root/sys"
@@ -17,10 +17,10 @@ mount -t tmpfs -o "size=$POD_SHM,mode=1777" tmpfs "$root/dev/shm"
 mount -t devpts -o newinstance,ptmxmode=0666,mode=620,gid=5 devpts "$root/dev/pts"
 mount -t tmpfs -o "size=$POD_DISK,mode=1777" tmpfs "$root/tmp"
 mount -t tmpfs -o mode=755 tmpfs "$root/run"
-# A home of its own: Ray keeps its token and its notes there, and entries of an overlay whose lower folder changes
-# meanwhile cannot be read.
-mount --bind "$folder/mnt/home" "$root/root"
-chmod 700 "$root/root"
+# A home of its own, which outlives the host: Ray keeps its token and its notes there, and entries of an overlay whose
+# lower folder changes meanwhile cannot be read.
+mkdir -p -m 700 "$folder/home"
+mount --bind "$folder/home" "$root/root"
 IFS=:
 folders=$POD_SHARE:$POD_VENV:$POD_PYTHON # the Python that the environment is made of may lie in a home
 for shared in $folders; do
@@ -34,7 +34,7 @@ cp "$POD_RUN/hosts" "$root/etc/hosts"
 [ "$POD_HOSTS" != debian ] || echo "127.0.1.1 $name" >>"$root/etc/hosts"
 echo "$name" >"$root/etc/hostname"
 : >"$root/etc/resolv.conf"
-mkdir -m 700 "$root/root/.ssh"
+mkdir -p -m 700 "$root/root/.ssh"
 install -m 600 "$POD_RUN/id.pub" "$root/root/.ssh/authorized_keys"
 [ "$id" != op ] || install -m 600 "$POD_RUN/id" "$root/root/.ssh/id_ed25519"
 # What an administrator does on every server: the Python environment on everybody's path, login shell or not.

@@ -44,7 +44,7 @@ class EmulatedPod:
             "POD_SHARE": f"{REPOSITORY}:{shared}",
             "POD_VENV": sys.prefix,
             # Every raylet looks at the memory of the whole machine.
-            "POD_ENV": f"PYTHONPATH={REPOSITORY} RAY_memory_monitor_refresh_ms=0 RAY_AUTH_MODE=token",
+            "POD_ENV": f"PYTHONPATH={REPOSITORY} RAY_memory_monitor_refresh_ms=0",
         }
         self.run("up", str(hosts))
 

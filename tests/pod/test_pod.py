@@ -7,40 +7,27 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict, Iterator
+from typing import Any, Dict, Iterator, List, Tuple
 
 import pytest
 from bounded import wait_until
-from pod.emulated import REPOSITORY, EmulatedPod, address, why_not
+from pod.emulated import NETWORK, REPOSITORY, EmulatedPod, address, why_not
 
 HOSTS = 3  # and a fourth, the intruder, that no file lists
 INTRUDER = 4
 TRAINING = ["--num-instances", str(HOSTS), "--replicas", str(2 * HOSTS), "--device", "emulated"]
 EPOCHS = ["--epochs", "5"]
 NOTICED_WITHIN_S = 15.0
+INSECURE = ("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null")
 
 pytestmark = [pytest.mark.pod, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
-CLUSTER = f"""
-cluster_name: e2e
-provider: {{type: local, head_ip: {address(1)}, worker_ips: [{address(2)}, {address(3)}]}}
-auth: {{ssh_user: root, ssh_private_key: ~/.ssh/id_ed25519}}
-file_mounts: {{"~/.ray/auth_token": "~/.ray/auth_token"}}
-head_start_ray_commands:
-  - ray stop
-  - >-
-    export RAY_enable_autoscaler_v2=0 AUTOSCALER_UPDATE_INTERVAL_S=1 AUTOSCALER_NODE_SSH_INTERVAL_S=1
-    RAY_AUTH_MODE=token
-    RAY_health_check_initial_delay_ms=1000 RAY_health_check_period_ms=1000 RAY_health_check_timeout_ms=1000
-    RAY_health_check_failure_threshold=3 RAY_gcs_rpc_server_reconnect_timeout_s=8;
-    ray start --head --port=6379 --node-ip-address={address(1)} --num-cpus=1 --object-store-memory=80000000
-    --disable-usage-stats --include-dashboard=false --autoscaling-config=~/ray_bootstrap_config.yaml
-worker_start_ray_commands:
-  - ray stop
-  - >-
-    export RAY_AUTH_MODE=token RAY_gcs_rpc_server_reconnect_timeout_s=8;
-    ray start --address=$RAY_HEAD_IP:6379 --num-cpus=1 --object-store-memory=80000000 --disable-usage-stats
-"""
+
+def cluster_file() -> str:
+    """The cluster file for hosts without IPUs, with the addresses of this pod, and small: all of it is one machine."""
+    text = (REPOSITORY / "cluster" / "emulated-pod.yaml").read_text()
+    text = text.replace("10.0.0.", f"{NETWORK}.").replace("ssh_user: ubuntu", "ssh_user: root")
+    return text.replace("ray start ", "ray start --num-cpus=1 ").replace("=500000000", "=80000000")
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +39,10 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pod(shared: Path) -> Iterator[EmulatedPod]:
     """The pod, with a cluster of Ray that `ray up` has made on its first three hosts."""
-    (shared / "cluster.yaml").write_text(CLUSTER)
+    (shared / "cluster.yaml").write_text(cluster_file())
     made = EmulatedPod(f"t{os.getpid()}", HOSTS + 1, shared)
     try:
-        made.run("op", "bash", "-c", "umask 077; ray get-auth-token --generate >/dev/null")
-        made.run("op", "ray", "up", "-y", "--no-config-cache", str(shared / "cluster.yaml"), within_s=120)
+        made.run("op", "bash", "-c", f"cd {REPOSITORY} && python -m raypod up {shared}/cluster.yaml", within_s=200)
         yield made
     finally:
         made.down()
@@ -95,3 +81,103 @@ def test_a_pod_trains_to_the_weights_of_one_host(pod: EmulatedPod, shared: Path,
     assert hosts == [address(1), address(2), address(3)]
     assert wait_until((on_this_host / "summary.json").is_file, 120)
     assert ours["weights_sha256"] == summary(on_this_host)["weights_sha256"]
+
+
+# ---- a run that goes on and on, and what happens to it --------------------------------------------------------------
+
+
+class LongRun:
+    """A training of many epochs, under way on the pod."""
+
+    def __init__(self, pod: EmulatedPod, shared: Path, name: str) -> None:
+        self.pod, self.folder, self.out = pod, shared / name, shared / f"{name}.out"
+        self.command = pod.start(1, train(shared, name, "--epochs", "5000"), self.out)
+        runs = wait_until(lambda: self.updates() > 5 or self.command.poll() is not None, 150)
+        if not runs or self.command.poll() is not None:
+            self.end()
+            raise AssertionError(self.out.read_text())
+
+    def updates(self) -> int:
+        """How many updates it has written down."""
+        path = self.folder / "metrics.jsonl"
+        return path.read_text().count("\n") if path.is_file() else 0
+
+    def names(self, host: str, since: int, within_s: float) -> bool:
+        """Whether the run tells of a host within a bound, beyond the first `since` characters of its output."""
+        return wait_until(lambda: host in self.out.read_text()[since:], within_s)
+
+    def is_over_or_goes_on(self) -> bool:
+        """It has ended with 1, or it is repaired: it counts updates again."""
+        before = self.updates()
+        return wait_until(lambda: self.command.poll() == 1 or self.updates() > before + 5, 120)
+
+    def end(self) -> None:
+        """End it, if it has not ended."""
+        if self.command.poll() is None:
+            self.pod.run("on", "1", "bash", "-c", "kill -TERM $(pgrep -f raypod.train)", check=False)
+        try:
+            self.command.wait(60)
+        except subprocess.TimeoutExpired:
+            self.command.kill()
+            raise
+
+
+@pytest.fixture(scope="module")
+def long_run(pod: EmulatedPod, shared: Path) -> Iterator[LongRun]:
+    """One that a stranger looks at, and that then loses a host."""
+    run = LongRun(pod, shared, "long")
+    yield run
+    run.end()
+
+
+def listening(pod: EmulatedPod) -> List[str]:
+    """Where something listens for other hosts, but for sshd."""
+    return [f"{address(host)}:{port}" for host in range(1, HOSTS + 1) for port in pod.listening(host) if port != 22]
+
+
+def test_who_has_no_token_is_refused_on_every_port(pod: EmulatedPod, shared: Path, long_run: LongRun) -> None:
+    token = pod.run("op", "cat", "/root/.ray/auth_token").strip()
+    script = str(Path(__file__).with_name("intruder.py"))
+    told = pod.run("on", str(INTRUDER), "python", script, token, *listening(pod), within_s=120)
+    found: Dict[str, Tuple[List[str], List[str]]] = json.loads(told)
+    open_to_all = {place: what for place, (what, _) in found.items() if what}
+    assert not open_to_all
+    # The same calls are answered to who has the token: they were refused for the lack of it.
+    known = {address(1): "NodeInfoGcs", address(2): "NodeManager", address(3): "NodeManager"}
+    for host, service in known.items():
+        assert any(service in rpc for place, (_, what) in found.items() if place.startswith(host) for rpc in what)
+    assert "denied" in pod.run("on", str(INTRUDER), "ssh", "-o", "BatchMode=yes", *INSECURE, address(1), check=False)
+    join = f"export RAY_ADDRESS={address(1)}:6379; {train(shared, 'intruder', '--epochs', '1')}"
+    refused = pod.run("on", str(INTRUDER), "bash", "-lc", join, check=False)
+    assert "raypod: error: " in refused.splitlines()[-1]
+    assert "token" in refused.splitlines()[-1]
+    assert not (shared / "intruder" / "metrics.jsonl").exists()
+    assert long_run.command.poll() is None
+
+
+def test_a_killed_host_is_named(pod: EmulatedPod, long_run: LongRun) -> None:
+    told = len(long_run.out.read_text())
+    pod.run("kill", "3")
+    try:
+        assert long_run.names(address(3), told, NOTICED_WITHIN_S), long_run.out.read_text()
+    finally:
+        pod.run("boot", "3")
+    assert long_run.is_over_or_goes_on(), long_run.out.read_text()
+    long_run.end()
+
+
+def test_a_cut_link_is_named(pod: EmulatedPod, shared: Path) -> None:
+    run = LongRun(pod, shared, "cut")  # it waits until the host that was killed is back
+    told = len(run.out.read_text())
+    pod.run("cut", "2")
+    try:
+        assert run.names(address(2), told, NOTICED_WITHIN_S), run.out.read_text()
+    finally:
+        pod.run("mend", "2")
+    assert run.is_over_or_goes_on(), run.out.read_text()
+    run.end()
+
+
+def test_down_leaves_nothing(pod: EmulatedPod, shared: Path) -> None:
+    pod.run("op", "bash", "-c", f"cd {REPOSITORY} && python -m raypod down {shared}/cluster.yaml", within_s=150)
+    assert wait_until(lambda: listening(pod) == [], 10), listening(pod)

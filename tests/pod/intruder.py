@@ -1,0 +1,109 @@
+"""What somebody on the network can try at a port: run on a host as `python intruder.py TOKEN ADDRESS:PORT...`.
+
+Prints a JSON object: for every port, what it carries out for whoever asks, and what for who has the token.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Iterator, List, Tuple
+
+WITHIN_S = 1.5
+RPCS = (
+    "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
+    "/ray.rpc.NodeManagerService/GetNodeStats",
+    "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",
+)
+JOB = json.dumps({"entrypoint": "touch /tmp/intruder-was-here"}).encode()
+REQUESTS = (("GET", "/metrics", b""), ("POST", "/api/jobs/", JOB), ("POST", "/api/job_agent/jobs/", JOB))
+
+
+def answers(where: Tuple[str, int], token: str) -> Tuple[List[str], List[str]]:
+    """The requests that a port carries out for whoever asks, and the further ones for who has the token.
+
+    Those are HTTP requests with a status below 300, and gRPC calls that return a message.
+    """
+    open_to_all = [
+        f"{method} {path}" for method, path, body in REQUESTS if http_status(where, method, path, body) < 300
+    ]
+    open_to_all += [rpc for rpc in RPCS if grpc_returns_a_message(where, rpc, "")]
+    return open_to_all, [rpc for rpc in RPCS if grpc_returns_a_message(where, rpc, token)]
+
+
+def http_status(where: Tuple[str, int], method: str, path: str, body: bytes) -> int:
+    """The status of the answer; 999 if there is none."""
+    head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    answer = b"".join(exchange(where, f"{head}Connection: close\r\n\r\n".encode() + body))
+    words = answer.split(None, 2)
+    return int(words[1]) if answer.startswith(b"HTTP/1") and len(words) > 1 and words[1].isdigit() else 999
+
+
+def grpc_returns_a_message(where: Tuple[str, int], rpc: str, token: str) -> bool:
+    """Call with an empty request over HTTP/2: a call that is refused is answered by headers alone."""
+    headers = {":method": "POST", ":scheme": "http", ":path": rpc, ":authority": "x", "te": "trailers"}
+    headers["content-type"] = "application/grpc"
+    if token:
+        headers["authorization"] = f"Bearer {token}"
+    block = b"".join(b"\x00" + text(name) + text(value) for name, value in headers.items())  # literal, not indexed
+    sent = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0) + frame(1, 4, 1, block) + frame(0, 1, 1, bytes(5))
+    received = b"".join(exchange(where, sent, until=ends_stream))
+    return any(kind == 0 and len(content) > 5 for kind, _, content in frames(received))
+
+
+def text(value: str) -> bytes:
+    """A string of at most 126 + 127 bytes as HPACK has it, without Huffman."""
+    data = value.encode()
+    return (bytes([len(data)]) if len(data) < 127 else bytes([127, len(data) - 127])) + data
+
+
+def frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
+    """A frame of HTTP/2."""
+    return struct.pack(">I", len(content))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + content
+
+
+def frames(received: bytes) -> Iterator[Tuple[int, int, bytes]]:
+    """(kind, flags, content) of every whole frame of HTTP/2."""
+    while len(received) >= 9:
+        length = int.from_bytes(received[:3], "big")
+        if len(received) < 9 + length:
+            return
+        yield received[3], received[4], received[9 : 9 + length]
+        received = received[9 + length :]
+
+
+def ends_stream(received: bytes) -> bool:
+    """Whether the answer to a call is complete."""
+    return any(kind in (0, 1) and flags & 1 for kind, flags, _ in frames(received))
+
+
+def exchange(where: Tuple[str, int], sent: bytes, until: object = None) -> Iterator[bytes]:
+    """Send, and read until the other side ends, is silent, or is complete."""
+    received = b""
+    try:
+        with socket.create_connection(where, WITHIN_S) as connection:
+            connection.sendall(sent)
+            while True:
+                data = connection.recv(65536)
+                received += data
+                if not data or (callable(until) and until(received)):
+                    break
+    except OSError:
+        pass
+    yield received
+
+
+def main() -> None:
+    """See above."""
+    token, *places = sys.argv[1:]
+    split = [(place.rpartition(":")[0], int(place.rpartition(":")[2])) for place in places]
+    with ThreadPoolExecutor(len(places)) as pool:
+        found = list(pool.map(lambda where: answers(where, token), split))
+    sys.stdout.write(json.dumps(dict(zip(places, found))) + "\n")
+
+
+if __name__ == "__main__":
+    main()
