@@ -54,7 +54,7 @@ LEVELS: Dict[str, int] = {
     **dict.fromkeys(("feed", "models", "optimizers", "run_folder", "launcher/host_process", "steps"), 6),
     **dict.fromkeys(("instance", "pipeline", "pipeline_table"), 7),
     **dict.fromkeys(("fleet/__init__",), 8),
-    **dict.fromkeys(("fleet/process", "fleet/inline", "fleet/ray_session", "fleet/ray_nodes"), 9),
+    **dict.fromkeys(("fleet/process", "fleet/inline", "fleet/scripted", "fleet/ray_session", "fleet/ray_nodes"), 9),
     **dict.fromkeys(("liveness", "failure"), 9),
     **dict.fromkeys(("fleet/ray_watch", "fleet/ray_substitutes", "fleet/ray_hosts", "repairs", "progress"), 10),
     **dict.fromkeys(("fleet/ray", "coordinator"), 11),

@@ -1,0 +1,76 @@
+"""A fleet that computes nothing: what its instances say is made up beforehand.
+
+It shows what the coordinator does and what it costs, with more instances than any machine here could run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Iterator, List, Tuple
+
+from raypod.events import CallReport, EvaluationReport, InstanceStarted, SaveReport
+from raypod.plan import Leg, Plan
+from raypod.seeding import Place
+
+_WEIGHTS_SHA256 = "0" * 64
+
+
+class ScriptedFleet:
+    """A fleet (see `Fleet`) whose reports are ready before it starts; every instance reports every call."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._instances = plan, range(plan.geometry.num_instances)
+        self.start_seconds: List[Tuple[str, float]] = []
+        self.called: List[str] = []  # the methods that were called, in order
+        self._saves: Tuple[SaveReport, ...] = ()
+        iterations = plan.geometry.device_iterations
+        self._reports: Dict[int, List[CallReport]] = {
+            update: [self._report(instance, update) for instance in self._instances]
+            for update in range(0, plan.total_updates, iterations)
+        }
+
+    def start(self) -> List[InstanceStarted]:
+        """See `Fleet.start`."""
+        hosts = self.hosts()
+        return [InstanceStarted(index, hosts[index], 0, "emulated", "scripted", 1, ()) for index in self._instances]
+
+    def call(self, method: str, *arguments: Any) -> List[Any]:
+        """See `Fleet.call`; methods without a script give None."""
+        self.called.append(method)
+        if method == "save":
+            update = arguments[0].update
+            self._saves = (SaveReport(update, f"update-{update}", _WEIGHTS_SHA256, None),)
+        scripts: Dict[str, Callable[[int], Any]] = {
+            "open_seeding": lambda index: Place(index, self._plan.instances[index].host, "127.0.0.1", 0),
+            "seed_weights": lambda index: _WEIGHTS_SHA256,
+            "evaluate": lambda index: EvaluationReport(index, 1, 1, 0.5),
+            "finish_saves": lambda index: self._saves if index == 0 else (),
+        }
+        script = scripts.get(method)
+        return [script(index) if script else None for index in self._instances]
+
+    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+        """See `Fleet.run`."""
+        for update in range(leg.first_update, leg.end, self._plan.geometry.device_iterations):
+            if stop_requested():
+                return
+            yield from self._reports[update]
+
+    def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+        """See `Fleet.repair`."""
+        raise AssertionError("no scripted instance is ever lost")
+
+    def draining(self) -> List[str]:
+        """See `Fleet.draining`."""
+        return []
+
+    def hosts(self) -> List[str]:
+        """See `Fleet.hosts`."""
+        return [spec.host for spec in self._plan.instances]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _report(self, instance: int, update: int) -> CallReport:
+        replicas, iterations = self._plan.geometry.local_replicas, self._plan.geometry.device_iterations
+        losses = tuple((1.0 / (1 + instance),) * replicas for _ in range(iterations))
+        return CallReport(instance, update, losses, ((1,) * replicas,) * iterations)

@@ -1,0 +1,89 @@
+"""Seeding over a network: seconds until every host has the state, against the ideal and against broadcasts.
+
+    sudo python scripts/bench_seeding.py [--hosts 2 4 8] [--large-hosts 4] [--gbit 1] [--rounds 3]
+
+The hosts are those of `scripts/pod.sh`, their links limited in both directions. The ideal is the size divided by the
+speed of one link. Compared with `hvd.broadcast_parameters` (an installed Horovod, else the emulated one) and with
+torch.distributed's broadcast over gloo, tensor by tensor. A seeding counts from the root's state dict to state dicts of
+tensors on all others, packing and unpacking included. Medians of interleaved rounds; every state is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Dict, List
+
+SCRIPTS = Path(__file__).resolve().parent
+NETWORK = "10.78.0"
+NAMES = {"seeding": "seeding", "horovod": "hvd.broadcast_parameters", "per tensor": "gloo, per tensor"}
+
+
+def measure(hosts: int, state: str, rounds: int, shared: str, environment: Dict[str, str]) -> Dict[str, Any]:
+    """Start the peers, and wait for what the first one prints."""
+    with tempfile.TemporaryDirectory(dir=shared) as folder:
+        started: List[subprocess.Popen[str]] = []
+        for rank in range(hosts):
+            words = [str(rank), str(hosts), state, str(rounds), NETWORK, folder]
+            peer = ["python", str(SCRIPTS / "bench_seeding_peer.py"), *words]
+            line = [str(SCRIPTS / "pod.sh"), "on", str(rank + 1), *peer]
+            piped = subprocess.PIPE if rank == 0 else None
+            started.append(subprocess.Popen(line, env=environment, stdout=piped, text=True))
+        try:
+            out, _ = started[0].communicate(timeout=540)
+            assert all(each.wait(30) == 0 for each in started), "a peer failed"
+        finally:
+            for each in started:
+                each.kill()
+    found: Dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, nargs="*", default=[2, 4, 8], help="for the state of a ResNet-50")
+    parser.add_argument("--large-hosts", type=int, nargs="*", default=[4], help="for the state of 1 GB: 2 GB a host")
+    parser.add_argument("--gbit", type=float, default=1.0, help="speed of every link, in both directions")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    cases = [("ResNet-50", hosts) for hosts in args.hosts] + [("1 GB", hosts) for hosts in args.large_hosts]
+    repository = str(SCRIPTS.parent)
+    with tempfile.TemporaryDirectory() as shared:
+        environment = {
+            **os.environ,
+            "POD_NAME": "seeding",
+            "POD_NET": NETWORK,
+            "POD_VENV": sys.prefix,
+            "POD_SHARE": f"{repository}:{shared}",
+            "POD_ENV": f"PYTHONPATH={repository}",
+        }
+
+        def pod(*words: str) -> None:
+            subprocess.run([str(SCRIPTS / "pod.sh"), *words], env=environment, check=True, timeout=120)
+
+        pod("up", str(max(hosts for _, hosts in cases)))
+        try:
+            pod("speed", f"{args.gbit:g}gbit")
+            results = [measure(hosts, state, args.rounds, shared, environment) for state, hosts in cases]
+        finally:
+            pod("down")
+    print(
+        f"\nhvd: the {results[0]['horovod']} Horovod; links of {args.gbit:g} Gbit/s; medians of {args.rounds} rounds\n"
+    )
+    print("| state | hosts | ideal, s | " + " | ".join(f"{name}, s | of ideal" for name in NAMES.values()) + " |")
+    print("|---|---|---|" + "---|---|" * len(NAMES))
+    for (state, hosts), result in zip(cases, results):
+        ideal = result["bytes"] * 8 / (args.gbit * 1e9)
+        medians = [statistics.median(result["seconds"][name]) for name in NAMES]
+        cells = " | ".join(f"{median:.2f} | {median / ideal:.2f}" for median in medians)
+        print(f"| {state} | {hosts} | {ideal:.2f} | {cells} |")
+
+
+if __name__ == "__main__":
+    main()

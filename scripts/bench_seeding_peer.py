@@ -1,0 +1,156 @@
+"""One host's part in `bench_seeding.py`: python bench_seeding_peer.py RANK SIZE STATE ROUNDS NETWORK FOLDER.
+
+Rank 0 prints the seconds of every round as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+import torch
+import torch.distributed as dist
+
+from raypod import collectives, flat_state, sdk, torchvision_import
+from raypod.environment import horovod_identity
+from raypod.seeding import SeedingEnd, new_seeding
+
+WAIT_S = 120.0
+
+
+def resnet50() -> Dict[str, torch.Tensor]:
+    """The state dict of a ResNet-50: 320 tensors, 102 MB."""
+    torchvision_import.install()
+    from torchvision.models import resnet50 as network
+
+    return dict(network().state_dict())
+
+
+def gigabyte() -> Dict[str, torch.Tensor]:
+    """40 tensors of 25 MB."""
+    return {f"layer{number}": torch.rand(2500, 2500) for number in range(40)}
+
+
+STATES = {"ResNet-50": resnet50, "1 GB": gigabyte}
+
+
+def meet(rank: int, hosts: List[str], folder: Path) -> Any:
+    """Join the other hosts by Horovod and by torch.distributed; returns what must be kept."""
+    sdk.select("emulated")
+    note, rendezvous = folder / "rendezvous.json", None
+    if rank == 0:
+        rendezvous = collectives.Rendezvous(hosts[0], hosts, collectives.uses_installed_horovod())
+        partial = folder / "partial"
+        partial.write_text(json.dumps(rendezvous.environment))
+        partial.replace(note)
+    deadline = time.monotonic() + WAIT_S
+    while not note.is_file():
+        assert time.monotonic() < deadline, "no rendezvous"
+        time.sleep(0.05)
+    os.environ.update(json.loads(note.read_text()))
+    os.environ.update(horovod_identity([(host, 1) for host in hosts], rank))
+    os.environ.update(collectives.horovod_interface(hosts[0]))
+    os.environ.update(GLOO_SOCKET_IFNAME="eth0", OMPI_COMM_WORLD_RANK=str(rank), OMPI_COMM_WORLD_SIZE=str(len(hosts)))
+    import horovod.torch as hvd
+
+    hvd.init()
+    host, _, port = os.environ["EMULATED_POD_RENDEZVOUS"].rpartition(":")
+    store = dist.TCPStore(host, int(port), None, False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore("bench", store), rank=rank, world_size=len(hosts))
+    return rendezvous
+
+
+class Methods:
+    """The ways for root's state to reach everybody; each gives the seconds it took and the state that is here then."""
+
+    def __init__(self, rank: int, hosts: List[str], state: Dict[str, torch.Tensor]) -> None:
+        self._rank, self._hosts, self._state = rank, hosts, state
+
+    def seeding(self) -> Any:
+        """raypod's own."""
+        end = SeedingEnd(self._rank, self._hosts[self._rank], self._hosts[self._rank], WAIT_S)
+        places: List[Any] = [None] * len(self._hosts)
+        dist.all_gather_object(places, end.place)
+        told = [new_seeding(places)] if self._rank == 0 else [None]
+        dist.broadcast_object_list(told)
+        received: List[Any] = [self._state]
+
+        def hand_on() -> None:
+            if self._rank == 0:
+                end.give(told[0], flat_state.pack(self._state))
+            else:
+                received[0] = flat_state.unpack(end.take(told[0]))
+
+        seconds = self._timed(hand_on)
+        end.close()
+        return seconds, received[0]
+
+    def horovod(self) -> Any:
+        """Horovod's, as PopTorch programs call it."""
+        import horovod.torch as hvd
+
+        return self._timed(lambda: hvd.broadcast_parameters(self._state, root_rank=0)), self._state
+
+    def per_tensor(self) -> Any:
+        """torch.distributed's."""
+
+        def broadcast() -> None:
+            for tensor in self._state.values():
+                dist.broadcast(tensor, 0)
+
+        return self._timed(broadcast), self._state
+
+    def _timed(self, work: Callable[[], None]) -> float:
+        dist.barrier()
+        began = time.monotonic()
+        work()
+        dist.barrier()
+        return time.monotonic() - began
+
+
+def check(received: Dict[str, torch.Tensor], name: str) -> None:
+    """Every host has what root has."""
+    sums: List[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(sums, [float(tensor.double().sum()) for tensor in received.values()])
+    assert all(each == sums[0] for each in sums), name
+    assert any(sums[0]), name
+
+
+def main() -> None:
+    rank, size, state_name, rounds, network, folder = sys.argv[1:]
+    hosts = [f"{network}.{11 + each}" for each in range(int(size))]
+    kept = meet(int(rank), hosts, Path(folder))
+    torch.set_num_threads(1)
+    state = STATES[state_name]()
+    methods = Methods(int(rank), hosts, state)
+    ways = {"seeding": methods.seeding, "horovod": methods.horovod, "per tensor": methods.per_tensor}
+    seconds: Dict[str, List[float]] = {name: [] for name in ways}
+    for round_ in range(int(rounds) + 1):
+        for name, way in ways.items():
+            if rank != "0":
+                for tensor in state.values():
+                    tensor.zero_()
+            took, received = way()
+            if round_ == 0:  # it opens connections, and is checked instead
+                check(received, name)
+            else:
+                seconds[name].append(took)
+            del received
+    if rank == "0":
+        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+        installed = "installed" if collectives.uses_installed_horovod() else "emulated"
+        print(json.dumps({"bytes": size_bytes, "horovod": installed, "seconds": seconds}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    import horovod.torch as hvd
+
+    hvd.shutdown()
+    del kept
+
+
+if __name__ == "__main__":
+    main()
