@@ -141,6 +141,7 @@ class RunSection(Section):
     checkpoint_every: str = Field("1 epoch", description="as in 100 updates, 2 epochs, 10 minutes")
     keep_checkpoints: int = Field(3, ge=1, description="newest ones that are kept, and the best by test accuracy")
     on_nonfinite: Literal["stop", "continue"] = Field("stop", description="when the loss is no number any more")
+    tensorboard: bool = Field(False, description="curves for TensorBoard in the run folder, too")
     save_timeout_s: float = Field(600, gt=0, description="bound of the wait for a checkpoint to be written")
     start_timeout_s: float = Field(120, gt=0, description="bound of every step of starting the instances")
     report_timeout_s: float = Field(

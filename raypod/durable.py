@@ -88,10 +88,10 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-class AppendedLines:
-    """A file that only grows, a line at a time; each is with the system when `write` returns.
+class AppendedFile:
+    """A file that only grows; what is added is with the system when `write` returns.
 
-    A full disk does not end the run: lines wait in memory and are written as soon as there is room.
+    A full disk does not end the run: additions wait in memory and are written as soon as there is room.
     """
 
     def __init__(self, path: Path) -> None:
@@ -101,22 +101,22 @@ class AppendedLines:
 
     @property
     def waits_for_room(self) -> bool:
-        """Whether lines wait for room on the disk."""
+        """Whether additions wait for room on the disk."""
         return bool(self._waiting)
 
-    def write(self, line: str) -> None:
-        """Append a line (without its end)."""
-        self._waiting += line.encode() + b"\n"
+    def write(self, addition: bytes) -> None:
+        """Append."""
+        self._waiting += addition
         self._drain()
 
     def sync(self) -> None:
-        """All lines on the disk, if there is room for them."""
+        """Everything on the disk, if there is room for it."""
         self._drain()
         if not self._waiting:
             os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """The last try. OSError if lines could not be written."""
+        """The last try. OSError if additions could not be written."""
         try:
             if self._waiting:
                 _write_all(self._descriptor, memoryview(bytes(self._waiting)))
@@ -133,6 +133,14 @@ class AppendedLines:
                     return
                 raise
             del self._waiting[:written]
+
+
+class AppendedLines(AppendedFile):
+    """The same for lines of text."""
+
+    def add(self, line: str) -> None:
+        """Append a line (without its end)."""
+        self.write(line.encode() + b"\n")
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:

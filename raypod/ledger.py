@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any, Dict, List, Tuple, Union
 
@@ -57,10 +58,10 @@ class Ledger:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         path = Path(plan.run_dir) / NAME
-        ends_whole = not path.is_file() or path.read_bytes()[-1:] in (b"", b"\n")
+        ends_whole = _ends_whole(path)
         self._lines = AppendedLines(path)
         if not ends_whole:  # a line was cut off; what follows it begins a line of its own
-            self._lines.write("")
+            self._lines.add("")
         self._generation = 0
 
     def begin(self, generation: int, update: int) -> None:
@@ -85,7 +86,15 @@ class Ledger:
         self._lines.close()
 
     def _write(self, line: Line) -> None:
-        self._lines.write(json.dumps(dataclasses.asdict(line)))
+        self._lines.add(json.dumps(dataclasses.asdict(line)))
+
+
+def _ends_whole(path: Path) -> bool:
+    if not path.is_file() or not path.stat().st_size:
+        return True
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 def read(path: Path) -> Tuple[List[Line], List[int]]:

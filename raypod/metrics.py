@@ -137,14 +137,9 @@ class JsonLines:
         replace_file(path, "".join(kept).encode())
         self._file = AppendedLines(path)
 
-    @property
-    def waits_for_room(self) -> bool:
-        """Whether lines wait in memory for room on the disk."""
-        return self._file.waits_for_room
-
     def write(self, update: UpdateDone) -> None:
         """Append one line."""
-        self._file.write(json.dumps(dataclasses.asdict(update)))
+        self._file.add(json.dumps(dataclasses.asdict(update)))
 
     def sync(self) -> None:
         """All lines on the disk, if there is room."""

@@ -1,4 +1,4 @@
-"""The files of a run folder that grow with its events: metrics.jsonl and ledger.jsonl."""
+"""The files of a run folder that grow with its events: metrics.jsonl, ledger.jsonl, and curves for TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from raypod.events import CallDone, CheckpointBegun, Event, Repaired, RunStarted
 from raypod.ledger import Ledger
 from raypod.metrics import JsonLines
 from raypod.plan import Plan
+from raypod.tensorboard import EventFile
 
 
 class Sinks:
@@ -19,18 +20,18 @@ class Sinks:
         self._plan = plan
         self._metrics: Optional[JsonLines] = None
         self._ledger: Optional[Ledger] = None
-
-    @property
-    def waits_for_room(self) -> bool:
-        """Whether lines wait in memory for room on the disk."""
-        return self._metrics is not None and self._metrics.waits_for_room
+        self._curves: Optional[EventFile] = None
 
     def take(self, event: Event) -> None:
         """Write what belongs to an event."""
+        if self._curves is not None:
+            self._curves.take(event)
         if isinstance(event, RunStarted):
             self._metrics = JsonLines(Path(self._plan.run_dir) / "metrics.jsonl", event.first_update)
             self._ledger = Ledger(self._plan)
             self._ledger.begin(event.generation, event.first_update)
+            if self._plan.config.run.tensorboard:
+                self._curves = EventFile(Path(self._plan.run_dir), event.first_update)
         elif isinstance(event, Repaired) and self._ledger is not None:
             self._ledger.begin(event.generation, event.update)
         elif isinstance(event, UpdateDone) and self._metrics is not None:
@@ -48,12 +49,12 @@ class Sinks:
     def __exit__(self, kind: Optional[type], *_: object) -> None:
         """Close the files. RunError if lines could not be written (the disk is still full) and nothing else failed."""
         failed = []
-        for sink in (self._metrics, self._ledger):
+        for sink in (self._metrics, self._ledger, self._curves):
             try:
                 if sink is not None:
                     sink.close()
             except OSError as error:
                 failed.append(error.strerror or str(error))
-        self._metrics = self._ledger = None
+        self._metrics = self._ledger = self._curves = None
         if failed and kind is None:
             raise RunError(f"cannot write the last lines of metrics and ledger in {self._plan.run_dir}: {failed[0]}")

@@ -20,7 +20,7 @@ LEVELS: Dict[str, int] = {
     **dict.fromkeys(("checkpoint/fit", "weights"), 4),
     **dict.fromkeys(("checkpoint/reader", "checkpoint/writer"), 5),
     **dict.fromkeys(("checkpoint/background",), 6),
-    **dict.fromkeys(("run_state",), 1),
+    **dict.fromkeys(("run_state", "tensorboard"), 1),
     **dict.fromkeys(("supervisor",), 2),
     **dict.fromkeys(("ledger",), 4),
     **dict.fromkeys(("verify_data",), 5),

@@ -147,6 +147,6 @@ def test_every_key_is_known_here() -> None:
         "label_smoothing evaluate_every evaluation_iterations seed "
         "replicas num_instances ipus_per_replica num_ipus threads_per_replica cluster wait_hosts executable_cache_path "
         "device fleet collectives run_dir resume resume_anyway checkpoint_every keep_checkpoints on_nonfinite "
-        "save_timeout_s start_timeout_s report_timeout_s stop_timeout_s "
+        "tensorboard save_timeout_s start_timeout_s report_timeout_s stop_timeout_s "
         "max_restarts dead_after_s silent_after_s stuck_after_s"
     )
