@@ -22,6 +22,7 @@ Kind = Literal["died", "raised", "silent", "stuck"]
 
 LOOK_EVERY_S = 0.2  # how long a stop request may go unnoticed
 _BEAT_EVERY_S = 1.0
+_NO_LOOK_S = 2.0
 _STACK_S = 2.0  # how long to wait for the stack of an instance that is given up
 _BREAK_LOOK_S = 0.05
 _ECHOES = (CollectiveBroken, PeerLost)
@@ -37,7 +38,7 @@ class Watch:
         now_s = time.monotonic()
         self._heard = {index: Heard(None, now_s) for index in range(len(actors))}
         self._asked: Dict[Any, int] = {}
-        self._asked_s = now_s
+        self._asked_s = self._looked_s = now_s
 
     def results(self, refs: Dict[Any, int], what: str, bound: Tuple[float, str]) -> Dict[int, Any]:
         """The values of `refs` by instance; `bound` is how long to wait in seconds, and what sets it.
@@ -89,6 +90,10 @@ class Watch:
     def _troubles(self) -> List[Trouble]:
         """Ask every instance once a second what it is doing, and judge the answers."""
         now_s = time.monotonic()
+        if now_s - self._looked_s > _NO_LOOK_S:
+            # Nobody has listened here meanwhile (this process was stopped, or did something else): no sign of silence.
+            self._heard = {index: Heard(each.beat, now_s) for index, each in self._heard.items()}
+        self._looked_s = now_s
         if self._asked:
             answered, _ = self._ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
             for ref in answered:

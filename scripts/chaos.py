@@ -1,0 +1,144 @@
+"""A long training under random faults: `python scripts/chaos.py --minutes 5 --seed 1`.
+
+Four instances under Ray train on digits while processes are killed (one, two at once, or one while the last repair is
+under way) and frozen, at random moments that follow from the seed. Beforehand the same updates are done by one instance
+in this process, undisturbed; the weights must be the same, bit for bit. Ends in one line, and with exit code 0 if all
+is as it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, Counter, Dict, List
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from raypod import coordinator, run_folder, verify_data  # noqa: E402 - the checkout's own
+from raypod.cluster import LOCAL  # noqa: E402
+from raypod.config import from_values  # noqa: E402
+from raypod.datasets import dataset_size  # noqa: E402
+from raypod.events import Event, InstanceLost, Repaired, RunEnded, UpdateDone  # noqa: E402
+from raypod.fleet.inline import InlineFleet  # noqa: E402
+from raypod.fleet.ray import RayFleet  # noqa: E402
+from raypod.metrics import MetricsFold  # noqa: E402
+from raypod.plan import Plan, make_plan  # noqa: E402
+from raypod.sinks import Sinks  # noqa: E402
+
+INSTANCES = 4
+FAULTS = {"kill": 5, "kill-two": 2, "kill-again": 2, "freeze": 2}  # how often, relative to each other
+MEAN_PAUSE_S = 15.0
+PROBE_UPDATES = 60
+
+
+def plan_for(folder: Path, fleet: str, updates: int) -> Plan:
+    """4 replicas on digits; the learning rate does not depend on how many updates there are."""
+    run = {"device": "emulated", "fleet": fleet, "max_restarts": 100_000, "checkpoint_every": "100 updates"}
+    training = {"updates": updates, "epochs": 100_000, "lr_schedule": "constant", "learning_rate": 0.02}
+    pod = {"replicas": 4, "num_instances": 1 if fleet == "inline" else INSTANCES}
+    config = from_values({"run": {**run, "silent_after_s": 8}, "training": training, "pod": pod})
+    plan = make_plan(config, LOCAL, dataset_size(config), str(folder / "run"))
+    run_folder.open_for(plan)
+    return plan
+
+
+def events_of(plan: Plan) -> List[Event]:
+    """Run a plan; what it told."""
+    fleet: Any = InlineFleet(plan) if plan.config.run.fleet == "inline" else RayFleet(plan)
+    told = []
+    with Sinks(plan) as sinks, contextlib.closing(coordinator.run(plan, fleet, MetricsFold(plan, 0.0))) as events:
+        for event in events:
+            sinks.take(event)
+            told.append(event)
+            if isinstance(event, InstanceLost):
+                print(f"  lost: instance {event.instance}, {event.kind}", flush=True)
+            elif isinstance(event, Repaired):
+                print(f"  repaired in {event.seconds:.1f} s, after update {event.update}", flush=True)
+    return told
+
+
+class Planter(threading.Thread):
+    """Plants faults until it is told to end."""
+
+    def __init__(self, plan: Plan, seed: int) -> None:
+        super().__init__(daemon=True)
+        self._plan, self._random, self._ended = plan, random.Random(seed), threading.Event()
+        self.planted: Counter[str] = collections.Counter()
+
+    def run(self) -> None:
+        kinds = list(FAULTS)
+        while not self._ended.wait(self._random.expovariate(1 / MEAN_PAUSE_S)):
+            (kind,) = self._random.choices(kinds, [FAULTS[kind] for kind in kinds])
+            victims = self._random.sample(range(INSTANCES), 2)
+            if kind == "freeze":
+                self._send(kind, signal.SIGSTOP, victims[0])
+            else:
+                self._send(kind, signal.SIGKILL, victims[0])
+            if kind == "kill-again":
+                self._ended.wait(self._random.uniform(0.5, 4.0))
+            if kind.startswith("kill-"):
+                self._send(kind, signal.SIGKILL, victims[1])
+
+    def end(self) -> None:
+        """No further faults."""
+        self._ended.set()
+        self.join()
+
+    def _send(self, kind: str, number: int, instance: int) -> None:
+        """A signal to the newest process of an instance, if it has one and that lives."""
+        with contextlib.suppress(OSError, ValueError):
+            text = Path(self._plan.log_file(instance)).read_text()
+            os.kill(int(text.rpartition(", pid ")[2].partition(":")[0]), number)
+            self.planted[kind] += 1
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=5.0, help="about how long it takes")
+    parser.add_argument("--seed", type=int, default=1, help="of the faults")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        paths: Dict[str, Path] = {name: Path(folder, name) for name in ("probe", "undisturbed", "chaos")}
+        began = time.monotonic()
+        events_of(plan_for(paths["probe"], "inline", PROBE_UPDATES))
+        rate = PROBE_UPDATES / (time.monotonic() - began)
+        updates = max(100, int(rate * 60 * args.minutes / 3))  # repairs take the rest
+        print(f"{updates} updates, undisturbed", flush=True)
+        reference = events_of(plan_for(paths["undisturbed"], "inline", updates))
+        print(f"{updates} updates under faults (seed {args.seed})", flush=True)
+        plan = plan_for(paths["chaos"], "ray", updates)
+        planter = Planter(plan, args.seed)
+        planter.start()
+        try:
+            told = events_of(plan)
+        finally:
+            planter.end()
+        unproved = [line for line in verify_data.verify(Path(plan.run_dir)).lines if line.startswith("NOT PROVED")]
+    done = [event.update for event in told if isinstance(event, UpdateDone)]
+    samples = plan.geometry.global_batch_size
+    lost, repeated = (updates - len(set(done))) * samples, (len(done) - len(set(done))) * samples
+    repairs = sum(isinstance(event, Repaired) for event in told)
+    ended = [next(event for event in each if isinstance(event, RunEnded)) for each in (reference, told)]
+    is_equal = ended[0].weights_sha256 == ended[1].weights_sha256
+    kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(planter.planted.items())) or "none"
+    print(
+        f"chaos: {sum(planter.planted.values())} faults planted ({kinds}), {repairs} repairs, {updates} updates, "
+        f"samples lost {lost}, samples repeated {repeated}, calls whose report was lost {len(unproved)}, hash "
+        f"{'equal' if is_equal else 'DIFFERENT'}"
+    )
+    return 0 if is_equal and not lost and not repeated else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
