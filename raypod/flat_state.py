@@ -7,6 +7,7 @@ tensors' bytes follow side by side, whatever their dtypes. Nothing is pickled.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, Dict, List, Tuple
 
 import numpy as np
@@ -16,8 +17,8 @@ _LENGTH_BYTES = 8
 _ALIGNMENT = 64  # of every tensor; a cache line, and a multiple of every element size
 
 
-def pack(state: Any) -> np.ndarray:
-    """The bytes of a state: uint8 [bytes].
+def pack(state: Any) -> List[np.ndarray]:
+    """The bytes of a state, in parts: uint8 [bytes] each. Those of tensors on the host share their memory.
 
     Args:
         state: dicts (keys: str or int), lists and tuples of tensors, numbers, strings, booleans and None.
@@ -27,36 +28,37 @@ def pack(state: Any) -> np.ndarray:
     """
     tensors: List[torch.Tensor] = []
     tree = _encode(state, "state", tensors)
+    parts: List[np.ndarray] = []
     places: List[Tuple[str, List[int], int]] = []  # dtype, shape, offset
     end = 0
     for tensor in tensors:
-        places.append((str(tensor.dtype).partition(".")[2], list(tensor.shape), end))
-        end += _aligned(tensor.numel() * tensor.element_size())
-    header = json.dumps({"tree": tree, "tensors": places}).encode()
-    first = _aligned(_LENGTH_BYTES + len(header))
-    flat = np.empty(first + end, dtype=np.uint8)
-    flat[:_LENGTH_BYTES] = np.frombuffer(len(header).to_bytes(_LENGTH_BYTES, "little"), dtype=np.uint8)
-    flat[_LENGTH_BYTES : _LENGTH_BYTES + len(header)] = np.frombuffer(header, dtype=np.uint8)
-    flat[_LENGTH_BYTES + len(header) : first] = 0
-    for tensor, (_, _, offset) in zip(tensors, places):
         values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        place = flat[first + offset : first + offset + _aligned(values.size)]
-        place[: values.size], place[values.size :] = values, 0
-    return flat
+        places.append((str(tensor.dtype).partition(".")[2], list(tensor.shape), end))
+        parts += [values, _padding(values.size)]
+        end += _aligned(values.size)
+    header = json.dumps({"tree": tree, "tensors": places}).encode()
+    head = np.frombuffer(len(header).to_bytes(_LENGTH_BYTES, "little") + header, dtype=np.uint8)
+    return [part for part in (head, _padding(head.size), *parts) if part.size]
 
 
 def unpack(flat: np.ndarray) -> Any:
-    """The state that `pack` made `flat` (uint8 [bytes]) of; its tensors have memory of their own."""
+    """The state that `pack` made the parts of, now one behind the other in `flat`: uint8 [bytes].
+
+    Its tensors share the memory of `flat`.
+    """
     length = int.from_bytes(flat[:_LENGTH_BYTES].tobytes(), "little")
     header: Dict[str, Any] = json.loads(flat[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes())
     content = torch.from_numpy(flat[_aligned(_LENGTH_BYTES + length) :])
     tensors = []
     for name, shape, offset in header["tensors"]:
-        tensor = torch.empty(shape, dtype=getattr(torch, name))
-        values = tensor.reshape(-1).view(torch.uint8)
-        values.copy_(content[offset : offset + values.numel()])
-        tensors.append(tensor)
+        dtype = getattr(torch, name)
+        size = math.prod(shape) * torch.empty((), dtype=dtype).element_size()
+        tensors.append(content[offset : offset + size].view(dtype).reshape(shape))
     return _decode(header["tree"], tensors)
+
+
+def _padding(size: int) -> np.ndarray:
+    return np.zeros(_aligned(size) - size, dtype=np.uint8)
 
 
 def _aligned(size: int) -> int:

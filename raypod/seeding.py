@@ -19,13 +19,13 @@ import struct
 import sys
 import threading
 import time
-from typing import Any, Optional, Sequence, Tuple
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from raypod.errors import PeerLost
 
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES, _SMALL_BYTES = 1 << 20, 1 << 17
 _NONCE_BYTES, _DIGEST = 32, "sha256"
 _DIGEST_BYTES = 32
 _HANDSHAKE_S = 5.0  # of whoever connects: a stranger that stays silent does not keep the chain waiting for longer
@@ -78,17 +78,16 @@ class SeedingEnd:
         self._timeout_s = timeout_s
         self.place = Place(instance, host, address, self._listener.getsockname()[1])
 
-    def give(self, seeding: Seeding, flat: np.ndarray) -> None:
-        """As the root: hand `flat` (uint8 [bytes]) to the first receiver.
+    def give(self, seeding: Seeding, parts: Sequence[np.ndarray]) -> None:
+        """As the root: hand `parts` (uint8 [bytes] each), one behind the other, to the first receiver.
 
         Raises:
             PeerLost: it cannot be reached, or is gone.
         """
         digest = hmac.new(seeding.secret, digestmod=_DIGEST)
         with self._pass_on(seeding) as successor:
-            successor.put(_SIZE, flat.size.to_bytes(8, "big"))
-            for first in range(0, flat.size, _PIECE_BYTES):
-                piece = memoryview(flat[first : first + _PIECE_BYTES])  # type: ignore[arg-type]
+            successor.put(_SIZE, sum(part.size for part in parts).to_bytes(8, "big"))
+            for piece in _pieces(parts):
                 digest.update(piece)
                 successor.put(_PIECE, piece)
             successor.put(_END, digest.digest())
@@ -187,6 +186,28 @@ class _Successor(threading.Thread):
             return _PATIENCE, b""
 
 
+def _pieces(parts: Sequence[np.ndarray]) -> Iterator[memoryview]:
+    """Parts in pieces of a size that travels well: large ones divided, small ones together."""
+    small: List[np.ndarray] = []
+    for part in parts:
+        if part.size < _SMALL_BYTES:
+            small.append(part)
+            if sum(each.size for each in small) < _PIECE_BYTES:
+                continue
+        if small:
+            yield _view(np.concatenate(small))
+            small = []
+        if part.size >= _SMALL_BYTES:
+            for first in range(0, part.size, _PIECE_BYTES):
+                yield _view(part[first : first + _PIECE_BYTES])
+    if small:
+        yield _view(np.concatenate(small))
+
+
+def _view(array: np.ndarray) -> memoryview:
+    return memoryview(array)  # type: ignore[arg-type]
+
+
 def _receive(upstream: socket.socket, secret: bytes, successor: _Successor) -> np.ndarray:
     """All messages of the predecessor, each passed on as soon as it is here."""
     digest = hmac.new(secret, digestmod=_DIGEST)
@@ -194,7 +215,7 @@ def _receive(upstream: socket.socket, secret: bytes, successor: _Successor) -> n
     while True:
         kind, length = _HEAD.unpack(_read(upstream, _HEAD.size))
         if kind == _PIECE:
-            piece = memoryview(flat[filled : filled + length])  # type: ignore[arg-type]
+            piece = _view(flat[filled : filled + length])
             _fill(upstream, piece)
             successor.put(kind, piece)
             digest.update(piece)

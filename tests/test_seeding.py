@@ -16,6 +16,8 @@ from raypod.errors import PeerLost
 from raypod.seeding import Seeding, SeedingEnd, new_seeding
 
 STATE = np.random.default_rng(0).integers(0, 256, 3_500_000, dtype=np.uint8)
+# Of all sizes: smaller than what is worth a message, and larger than one.
+PARTS = np.split(STATE, [3, 3, 5000, 5100, 1_400_000, 3_499_990])
 TIMEOUT_S = 2.0
 
 
@@ -32,7 +34,7 @@ def seed(ends: List[SeedingEnd], seeding: Seeding, without: Optional[int] = None
 
     def take_part(index: int) -> np.ndarray:
         if index == seeding.root:
-            ends[index].give(seeding, STATE)
+            ends[index].give(seeding, PARTS)
             return STATE
         return ends[index].take(seeding)
 
@@ -135,7 +137,7 @@ def test_who_does_not_know_the_secret_learns_nothing_and_disturbs_nobody(
 def test_a_listener_that_does_not_know_the_secret_gets_nothing(ends: List[SeedingEnd]) -> None:
     seeding = new_seeding([end.place for end in ends], 0, [1])
     with ThreadPoolExecutor(1) as pool:
-        given = pool.submit(ends[0].give, seeding, STATE)
+        given = pool.submit(ends[0].give, seeding, PARTS)
         connection, _ = ends[1]._listener.accept()
         with connection:
             connection.sendall(bytes(64))
