@@ -63,6 +63,12 @@ def token_source(file: ClusterFile) -> Path:
     return Path(str(source)).expanduser() if source else Path(gcs.token_path())
 
 
+def tls_variables(file: ClusterFile) -> List[str]:
+    """The words NAME=VALUE by which the head is started with TLS; none where it is not."""
+    commands = file.commands("head_start_ray_commands")
+    return [f"{name}={value}" for name, value in re.findall(r"\b(RAY_(?:USE_)?TLS\w*)=([^\s;]+)", commands)]
+
+
 def is_marked(file: ClusterFile) -> bool:
     """Whether the processes of the cluster can be told from those of others."""
     name = file.top.text("cluster_name")

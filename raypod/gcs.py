@@ -7,6 +7,7 @@ Python 3.6: it is sent to hosts that have neither Ray nor raypod, as `python3 - 
 import json
 import os
 import socket
+import ssl
 import struct
 import sys
 import time
@@ -83,13 +84,28 @@ def _call(address: str, method: str, token: Optional[str], timeout_s: float) -> 
     request += _frame(_HEADERS, _END_HEADERS, 1, b"".join(_literal(name, value) for name, value in headers))
     request += _frame(_DATA, _END_STREAM, 1, bytes(5))  # not compressed, 0 bytes long
     try:
-        with socket.create_connection((host, int(port)), timeout=timeout_s) as connection:
+        with _connect(host, int(port), timeout_s) as connection:
             connection.sendall(request)
             return _answer(connection, deadline)
     except socket.timeout:
         return Answer(SILENT, f"no answer within {timeout_s:g} s", b"")
     except (OSError, ValueError) as error:
         return Answer(SILENT, str(getattr(error, "strerror", None) or error), b"")
+
+
+def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
+    """A connection, with TLS where this process's environment asks Ray for it: both sides prove themselves then."""
+    connection = socket.create_connection((host, port), timeout=timeout_s)
+    if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
+        return connection
+    try:
+        context = ssl.create_default_context(cafile=os.environ.get("RAY_TLS_CA_CERT"))
+        context.load_cert_chain(os.environ.get("RAY_TLS_SERVER_CERT", ""), os.environ.get("RAY_TLS_SERVER_KEY"))
+        context.set_alpn_protocols(["h2"])
+        return context.wrap_socket(connection, server_hostname=host)
+    except OSError:  # ssl.SSLError is one
+        connection.close()
+        raise
 
 
 def _answer(connection: socket.socket, deadline: float) -> Answer:

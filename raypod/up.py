@@ -40,7 +40,7 @@ def up(argv: Sequence[str]) -> int:
     _look(cluster)
     flags = ["--no-config-cache", *(["--no-restart"] if args.no_restart else [])]
     _ray("up", args.file, flags, {"RAY_UP_enable_autoscaler_v2": "0"}, args.timeout)
-    _wait(cluster, args.wait_hosts)
+    _wait(cluster, args.wait_hosts, cluster_traps.tls_variables(file))
     _say(f"{cluster.name}: Ray runs on all {len(cluster.hosts)} hosts")
     _say(
         f"next: python -m raypod doctor --cluster {args.file}; then, on {cluster.hosts[0].name}: python -m raypod.train"
@@ -136,10 +136,10 @@ def _last_words(log: Path) -> str:
     return (telling or lines or ["it said nothing"])[-1]
 
 
-def _wait(cluster: Cluster, within_s: float) -> None:
+def _wait(cluster: Cluster, within_s: float, tls: Sequence[str]) -> None:
     """Wait until the head's GCS knows all hosts; asked on the head, where its port is open."""
     head, names = cluster.hosts[0], [host.address for host in cluster.hosts]
-    words = ["python3", "-", str(cluster.gcs_address), str(within_s), *names]
+    words = ["env", *tls, "python3", "-", str(cluster.gcs_address), str(within_s), *names]
     done = ssh.run_on(head, cluster.ssh, words, Path(gcs.__file__).read_text(), within_s + _SSH_SLACK_S)
     if not done.went_well:
         raise RunError(f"cannot ask {head.name} which hosts are there: {done.complaint}")

@@ -307,9 +307,8 @@ def _door(expected: Expected) -> Iterator[Finding]:
     if answer.state == gcs.REFUSED:
         yield Finding(OK, "", "closed", f"the GCS at {address} answers nobody without the token")
     elif answer.state == gcs.SILENT:
-        yield Finding(
-            OK, "", "closed", f"no Ray answers at {address} ({answer.told}): it is not up, or a firewall stands there"
-        )
+        text = f"nothing at {address} for one without a token ({answer.told}): Ray is not up, or well hidden"
+        yield Finding(OK, "", "closed", text)
     elif expected.cluster.auth_mode == "token" and auth_token.has_tokens(answer.told or "0"):
         way_out = "start it again: python -m raypod up"
         yield Finding(TROUBLE, "", "closed", f"the GCS at {address} answers without a token", way_out)

@@ -85,4 +85,4 @@ def test_every_host_of_the_file_is_asked(monkeypatch: pytest.MonkeyPatch, capsys
     told = capsys.readouterr().out
     for last in (11, 12, 13):
         assert f"no way to 10.0.0.{last}" in told
-    assert "no Ray answers at 10.0.0.11:6379 (nobody)" in told
+    assert "nothing at 10.0.0.11:6379 for one without a token (nobody)" in told

@@ -172,7 +172,11 @@ def test_a_ray_without_tokens_is_told_with_what_to_do() -> None:
     ("answer", "level", "words"),
     [
         (gcs.Answer(gcs.REFUSED, "", b""), OK, "answers nobody without the token"),
-        (gcs.Answer(gcs.SILENT, "Connection refused", b""), OK, "no Ray answers at 10.0.0.1:6379 (Connection refused)"),
+        (
+            gcs.Answer(gcs.SILENT, "Connection refused", b""),
+            OK,
+            "nothing at 10.0.0.1:6379 for one without a token (Connection refused)",
+        ),
         (gcs.Answer(gcs.ANSWERED, "2.60.0", b""), TROUBLE, "answers without a token"),
         (gcs.Answer(gcs.ANSWERED, "2.10.0", b""), WARN, "answers everybody"),
     ],
