@@ -6,8 +6,11 @@ every other Ray on it. Here both are about the hosts of the file, all of them, a
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -39,6 +42,8 @@ def up(argv: Sequence[str]) -> int:
     _prepare_token(cluster_traps.token_source(file))
     _look(cluster)
     flags = ["--no-config-cache", *(["--no-restart"] if args.no_restart else [])]
+    if not args.no_restart:
+        _forget(cluster)
     _ray("up", args.file, flags, {"RAY_UP_enable_autoscaler_v2": "0"}, args.timeout)
     _wait(cluster, args.wait_hosts, cluster_traps.tls_variables(file))
     _say(f"{cluster.name}: Ray runs on all {len(cluster.hosts)} hosts")
@@ -109,7 +114,13 @@ def _ray(verb: str, path: str, flags: List[str], variables: Dict[str, str], time
     handle, log = tempfile.mkstemp(prefix=f"raypod-ray-{verb}-", suffix=".log")
     _say(f"ray {verb} {path} (what it says: {log})")
     command = [sys.executable, "-m", "ray.scripts.scripts", verb, "-y", *flags, path]
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1", **variables}
+    environment = {
+        **os.environ,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONUNBUFFERED": "1",
+        "RAY_TMPDIR": str(_temp_folder()),
+    }
+    environment.update(variables)
     with os.fdopen(handle, "wb") as file:
         try:
             done = subprocess.run(
@@ -129,11 +140,31 @@ def _ray(verb: str, path: str, flags: List[str], variables: Dict[str, str], time
     _say(f"ray {verb} {path}: done in {time.monotonic() - began:.0f} s")
 
 
+def _temp_folder() -> Path:
+    """Where Ray's launcher keeps its notes: /tmp/ray, unless that belongs to somebody else, its first user."""
+    if "RAY_TMPDIR" in os.environ:
+        return Path(os.environ["RAY_TMPDIR"])
+    common = Path(tempfile.gettempdir())
+    if not (common / "ray").exists() or os.access(str(common / "ray"), os.W_OK | os.X_OK):
+        return common
+    own = common / f"ray-{getpass.getuser()}"
+    own.mkdir(mode=0o700, exist_ok=True)
+    return own
+
+
+def _forget(cluster: Cluster) -> None:
+    """Have the hosts set up anew: by its notes Ray holds them for ready, though they may have new disks since."""
+    with contextlib.suppress(FileNotFoundError):
+        (_temp_folder() / "ray" / f"cluster-{cluster.name}.state").unlink()
+
+
 def _last_words(log: Path) -> str:
-    """The line that says why, as far as one does."""
+    """The line that says why, as far as one does: what a command on a host said last, else Ray's own."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    failed = next((at for at, line in enumerate(lines) if "New status: update-failed" in line), 0)
+    said = [line for line in lines[:failed] if not re.match(r"\d{4}-\d\d-\d\d |Shared connection|Warning: Perm", line)]
     telling = [line for line in lines if "Error" in line and "click.exceptions" not in line]
-    return (telling or lines or ["it said nothing"])[-1]
+    return (said or telling or lines or ["it said nothing"])[-1]
 
 
 def _wait(cluster: Cluster, within_s: float, tls: Sequence[str]) -> None:

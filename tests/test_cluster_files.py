@@ -70,6 +70,7 @@ def test_the_traps_of_rays_launcher_are_disarmed(name: str) -> None:
     assert "--autoscaling-config=~/ray_bootstrap_config.yaml" in starts["head"]
     assert f"--node-ip-address={given['provider']['head_ip']} " in starts["head"]
     assert "--dashboard-host=127.0.0.1" in starts["head"]
+    assert f"rm -f $RAY_TMPDIR/ray/cluster-{name}.state;" in starts["head"]
     assert "ray stop" not in json.dumps(given)
 
 

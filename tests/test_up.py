@@ -9,8 +9,8 @@ import pytest
 
 from raypod import auth_token, cluster_file, ssh, up
 from raypod.__main__ import main
-from raypod.cluster import Host, Ssh
-from raypod.cluster_traps import advice_for_launch, is_marked, mistakes_for_launch
+from raypod.cluster import Cluster, Host, Ssh
+from raypod.cluster_traps import advice_for_launch, is_marked, mistakes_for_launch, tls_variables
 
 SHIPPED = Path(__file__).resolve().parent.parent / "cluster" / "pod64.yaml"
 
@@ -98,3 +98,38 @@ def test_this_machine_is_reached_without_ssh() -> None:
     assert (done.exit_code, done.output, done.complaint) == (3, "yes", "no")
     slow = ssh.run_on(Host("h", "127.0.0.1"), Ssh(), ["sleep", "9"], timeout_s=0.2)
     assert slow.complaint == "no answer within 0.2 s"
+
+
+def test_what_a_host_said_is_told_and_not_what_rays_launcher_makes_of_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "2026-11-21 15:59:28,010\tINFO updater.py:509 -- [7/7] Starting the Ray runtime\n"
+        "bash: ray: command not found\n"
+        "Shared connection to 10.77.0.11 closed.\n"
+        "2026-11-21 15:59:28,068\tERR updater.py:177 -- New status: update-failed\n"
+        "click.exceptions.ClickException: SSH command failed.\n"
+        "Error: Failed to setup head node.\n"
+    )
+    assert up._last_words(log) == "bash: ray: command not found"
+    log.write_text("FileNotFoundError: no such file: 'key'\n")
+    assert up._last_words(log) == "FileNotFoundError: no such file: 'key'"
+
+
+def test_notes_of_an_earlier_life_of_the_cluster_are_dropped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    stale, other = (tmp_path / "ray" / f"cluster-{name}.state" for name in ("pod", "pod-b"))
+    stale.touch()
+    other.touch()
+    cluster = Cluster("pod", (Host("h", "h"),))
+    up._forget(cluster)
+    up._forget(cluster)
+    assert not stale.exists()
+    assert other.exists()
+
+
+def test_with_tls_the_head_is_asked_with_tls() -> None:
+    words = "RAY_USE_TLS=1 RAY_TLS_SERVER_CERT=/c RAY_TLS_SERVER_KEY=/k RAY_TLS_CA_CERT=/ca "
+    text = SHIPPED.read_text().replace("export RAYPOD", f"export {words}RAYPOD")
+    assert " ".join(tls_variables(cluster_file.parse(text))) + " " == words
+    assert tls_variables(cluster_file.parse(SHIPPED.read_text())) == []
