@@ -61,7 +61,7 @@ class DataSection(Section):
     crop_padding: Optional[int] = Field(None, ge=0, description="pixels that an augmented image is shifted by at most")
     flip: Optional[bool] = Field(None, description="mirror half of the augmented images")
     image_size: Optional[int] = Field(None, ge=1, description="height and width that images are resized to")
-    num_workers: int = Field(0, ge=0, description="loader processes per instance for data sets not held in memory")
+    num_workers: int = Field(0, ge=0, description="loader processes per instance; threads for data held in memory")
     async_dataloader: bool = Field(False, description="prepare the next calls in the background")
     eight_bit_io: bool = Field(False, description="send images as uint8 and normalise them on the device")
 

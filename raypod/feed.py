@@ -7,6 +7,7 @@ a whole call at a time, in a thread beside the call before; other data sets samp
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Generator, Iterable, Iterator, Optional, Tuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from raypod.datasets.arrays import ArrayDataset, Splits
 from raypod.errors import ConfigError
 from raypod.placement import InstanceSpec
 from raypod.plan import Leg, Plan
-from raypod.prefetch import ahead
+from raypod.prefetch import ahead, prepared
 from raypod.sample_loader import EpochSamples, SampleLoader, SeededSamples
 from raypod.sampling import call_positions, epoch_order
 from raypod.transforms import gather, normalise, resize
@@ -55,7 +56,7 @@ class Feed:
         """(channels, height, width) of an image as it goes to the device."""
         train, seed = self._splits.train, self._plan.config.training.seed
         if isinstance(train, ArrayDataset):
-            _, (images, _) = next(self._gathered(train, [(_NO_EPOCH, np.arange(1))]))
+            _, (images, _) = self._gathered(train, (_NO_EPOCH, np.arange(1)))
         else:
             images, _ = self._typed(default_collate([SeededSamples(train, seed)[_NO_EPOCH, 0]])[1])
         if images.dim() != 4:
@@ -104,17 +105,15 @@ class Feed:
 
     def _batches_from(self, first_update: int) -> Generator[Gathered, None, None]:
         """The calls from an update on, to the end of the run."""
-        samples = self._samples_from(first_update)
+        samples, data = self._samples_from(first_update), self._plan.config.data
         if self._loader is None:
-            batches = self._gathered(self._splits.train, samples)
+            workers = max(1, data.num_workers)
+            depth = max(workers, _ASYNC_AHEAD if data.async_dataloader else _AHEAD)
+            yield from prepared(functools.partial(self._gathered, self._splits.train), samples, workers, depth)
+        elif data.async_dataloader:
+            yield from ahead(self._loaded(self._loader, samples), _ASYNC_AHEAD)
         else:
-            batches = self._loaded(self._loader, samples)
-        if self._plan.config.data.async_dataloader:
-            yield from ahead(batches, _ASYNC_AHEAD)
-        elif self._loader is None:
-            yield from ahead(batches, _AHEAD)
-        else:
-            yield from batches
+            yield from self._loaded(self._loader, samples)
 
     def _samples_from(self, first_update: int) -> Iterator[EpochSamples]:
         plan, iterations = self._plan, self._plan.geometry.device_iterations
@@ -136,7 +135,8 @@ class Feed:
     def _evaluation_batches(self, calls: Iterable[np.ndarray]) -> Iterator[Batch]:
         samples = ((_NO_EPOCH, call) for call in calls)
         if self._test_loader is None:
-            yield from (batch for _, batch in ahead(self._gathered(self._splits.test, samples), _AHEAD))
+            make = functools.partial(self._gathered, self._splits.test)
+            yield from (batch for _, batch in prepared(make, samples, 1, _AHEAD))
             return
         try:
             yield from (batch for _, batch in self._loaded(self._test_loader, samples))
@@ -146,12 +146,11 @@ class Feed:
     def _loaded(self, loader: SampleLoader, calls: Iterable[EpochSamples]) -> Iterator[Gathered]:
         return ((samples.numpy(), self._typed(batch)) for samples, batch in loader.load(calls))
 
-    def _gathered(self, data: ArrayDataset, calls: Iterable[EpochSamples]) -> Iterator[Gathered]:
-        seed = self._plan.config.training.seed
-        for epoch, samples in calls:
-            random = None if epoch == _NO_EPOCH else (seed, epoch)
-            images, labels = gather(data, samples, self._splits.augmentation, random, self._host_size)
-            yield samples, self._typed((torch.from_numpy(images), torch.from_numpy(labels)))
+    def _gathered(self, data: ArrayDataset, call: EpochSamples) -> Gathered:
+        epoch, samples = call
+        random = None if epoch == _NO_EPOCH else (self._plan.config.training.seed, epoch)
+        images, labels = gather(data, samples, self._splits.augmentation, random, self._host_size)
+        return samples, self._typed((torch.from_numpy(images), torch.from_numpy(labels)))
 
     def _typed(self, batch: Any) -> Batch:
         """Resize and normalise on the host unless the device does (8-bit IO); cast to the precision of activations."""

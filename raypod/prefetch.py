@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import queue
 import threading
 import time
-from typing import Any, Iterator, Tuple, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Callable, Deque, Generator, Iterator, Tuple, TypeVar
 
 Item = TypeVar("Item")
+Request = TypeVar("Request")
 
 
 def timed(batches: Iterator[Item]) -> Iterator[Tuple[Item, float]]:
@@ -24,6 +27,28 @@ def timed(batches: Iterator[Item]) -> Iterator[Tuple[Item, float]]:
             except StopIteration:
                 return
             yield batch, time.monotonic() - asked_s
+
+
+def prepared(
+    make: Callable[[Request], Item], requests: Iterator[Request], workers: int, depth: int
+) -> Generator[Item, None, None]:
+    """What `make` gives for each request, in their order, `depth` of them ahead of the one that is asked for.
+
+    `workers` threads make them, so `make` should spend its time outside of the interpreter lock. An error in it
+    surfaces here, in its place.
+    """
+    pending: Deque[Future[Item]] = collections.deque()
+    with ThreadPoolExecutor(workers, thread_name_prefix="feed") as pool:
+        try:
+            for request in requests:
+                pending.append(pool.submit(make, request))
+                if len(pending) > depth:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
 
 
 def ahead(batches: Iterator[Item], depth: int) -> Iterator[Item]:

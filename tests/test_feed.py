@@ -180,7 +180,7 @@ def test_arrays_are_the_same_with_and_without_loading_ahead(make: Callable[..., 
     expected = calls(make(), leg=1)
     assert all(
         torch.equal(ours[0], theirs[0])
-        for one, other in zip(expected, calls(make(data={"async_dataloader": True}), leg=1))
+        for one, other in zip(expected, calls(make(data={"async_dataloader": True, "num_workers": 3}), leg=1))
         for ours, theirs in zip(one, other)
     )
 

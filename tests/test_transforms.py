@@ -5,9 +5,10 @@ import pytest
 import torch
 from PIL import Image
 
-from raypod import datasets, transforms
+from raypod import datasets, torchvision_import, transforms
 from raypod.config import from_values
 from raypod.datasets import ArrayDataset, Augmentation
+from raypod.sampling import augmentation_integers
 
 
 def images(count: int = 20, channels: int = 3, height: int = 32, width: int = 32) -> np.ndarray:
@@ -34,6 +35,21 @@ def test_a_flip_mirrors_the_images_it_is_told() -> None:
     after = transforms.flip(before.copy(), np.array([False, True, False]))
     assert np.array_equal(after[1], before[1, :, :, ::-1])
     assert np.array_equal(after[[0, 2]], before[[0, 2]])
+
+
+def test_the_recipe_of_the_tutorials_gives_the_tensors_of_torchvision() -> None:
+    """Flip at random, resize to 64x64, uint8: sample by sample there, the whole batch here."""
+    torchvision_import.install()
+    from torchvision.transforms import functional
+
+    data, samples = ArrayDataset(images(40), np.arange(40)), np.arange(39, -1, -1)
+    ours, _ = transforms.gather(data, samples, Augmentation(flip=True), (1, 0), size=64)
+    flips = augmentation_integers(1, 0, samples, 2, 3)[:, 2]
+    assert 0 < flips.sum() < 40
+    for mine, sample, flipped in zip(ours, samples, flips):
+        image = Image.fromarray(data.images[sample].transpose(1, 2, 0))
+        image = functional.hflip(image) if flipped else image
+        assert np.array_equal(mine, functional.pil_to_tensor(functional.resize(image, [64])))
 
 
 @pytest.mark.parametrize("shape", [(3, 32, 32), (1, 8, 8), (3, 4, 12), (2, 5, 16)])
