@@ -25,7 +25,7 @@ import numpy as np
 
 from raypod.errors import PeerLost
 
-_PIECE_BYTES, _SMALL_BYTES = 1 << 20, 1 << 17
+_PIECE_BYTES, _SMALL_BYTES = 1 << 18, 1 << 16  # every host of the chain adds the time of one piece
 _NONCE_BYTES, _DIGEST = 32, "sha256"
 _DIGEST_BYTES = 32
 _HANDSHAKE_S = 5.0  # of whoever connects: a stranger that stays silent does not keep the chain waiting for longer

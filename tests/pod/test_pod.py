@@ -72,6 +72,11 @@ def on_this_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         command.wait(60)
 
 
+def test_the_doctor_finds_the_pod_ready(pod: EmulatedPod, shared: Path) -> None:
+    told = pod.run("op", "bash", "-c", f"cd {REPOSITORY} && python -m raypod doctor --cluster {shared}/cluster.yaml")
+    assert all(address(host) in told for host in (1, 2, 3))
+
+
 def test_a_pod_trains_to_the_weights_of_one_host(pod: EmulatedPod, shared: Path, on_this_host: Path) -> None:
     command = pod.start(1, train(shared, "run", *EPOCHS), shared / "out")
     assert command.wait(200) == 0, (shared / "out").read_text()
