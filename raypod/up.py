@@ -24,6 +24,8 @@ from raypod.config import FlagParser
 from raypod.errors import ClusterError, RunError
 
 _STOP_BOUND_S = 60.0
+_LONGEST_LINE = 240
+_RAYS_OWN = re.compile(r"\d{4}-\d\d-\d\d |Shared connection|Warning: Permanently")  # lines of its launcher, and of ssh
 _SSH_SLACK_S = 30.0
 
 
@@ -135,7 +137,9 @@ def _ray(verb: str, path: str, flags: List[str], variables: Dict[str, str], time
         except subprocess.TimeoutExpired:
             raise RunError(f"ray {verb} {path}: not done within {timeout_s:g} s (--timeout); see {log}") from None
     if done.returncode:
-        raise RunError(f"ray {verb} {path} failed: {_last_words(Path(log))}; all of it: {log}")
+        raise RunError(
+            f"ray {verb} {path} failed: {_last_words(Path(log).read_text(errors='replace'))}; all of it: {log}"
+        )
     Path(log).unlink()
     _say(f"ray {verb} {path}: done in {time.monotonic() - began:.0f} s")
 
@@ -158,13 +162,14 @@ def _forget(cluster: Cluster) -> None:
         (_temp_folder() / "ray" / f"cluster-{cluster.name}.state").unlink()
 
 
-def _last_words(log: Path) -> str:
+def _last_words(log: str) -> str:
     """The line that says why, as far as one does: what a command on a host said last, else Ray's own."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    failed = next((at for at, line in enumerate(lines) if "New status: update-failed" in line), 0)
-    said = [line for line in lines[:failed] if not re.match(r"\d{4}-\d\d-\d\d |Shared connection|Warning: Perm", line)]
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    failed = [at for at, line in enumerate(lines) if "New status: update-failed" in line]
+    said = [line for line in lines[: (failed or [0])[-1]] if not _RAYS_OWN.match(line)]
     telling = [line for line in lines if "Error" in line and "click.exceptions" not in line]
-    return (said or telling or lines or ["it said nothing"])[-1]
+    rest = [line for line in lines if "VINFO" not in line]  # the commands of ssh, at length
+    return (said or telling or rest or ["nothing"])[-1][:_LONGEST_LINE]
 
 
 def _wait(cluster: Cluster, within_s: float, tls: Sequence[str]) -> None:
@@ -192,8 +197,11 @@ def _why_missing(host: Host, cluster: Cluster) -> str:
     done = ssh.run_on(host, cluster.ssh, ["true"], timeout_s=_SSH_SLACK_S)
     if not done.went_well:
         return done.complaint
-    logs = "/tmp/ray-$USER/ray/session_latest/logs/monitor.*"  # RAY_TMPDIR of the files that are shipped
-    return f"can be reached, and Ray did not start or join there; the head's {logs} say why"
+    # The head starts the workers; RAY_TMPDIR is that of the files that are shipped, or Ray's own.
+    logs = "/ray/session_latest/logs/monitor.out"
+    command = f"tail -qn 400 /tmp/ray-$(id -un){logs} /tmp{logs} 2>/dev/null"
+    log = ssh.run_on(cluster.hosts[0], cluster.ssh, ["bash", "-c", command], timeout_s=_SSH_SLACK_S).output
+    return f"can be reached; of starting Ray there the head's {logs} says last: {_last_words(log)}"
 
 
 def _stop(cluster: Cluster, hosts: Sequence[Host]) -> Dict[str, ssh.Done]:
