@@ -1,0 +1,55 @@
+"""A whole host is lost: its instances move to a spare one, and the weights are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any, Dict, Iterator
+
+import pytest
+from harness import assert_undisturbed, plan_for, run
+
+from raypod.cluster import Cluster, Host
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+SECOND, SPARE = "127.0.0.2", "127.0.0.3"
+
+
+@pytest.fixture
+def hosts() -> Iterator[Dict[str, Any]]:
+    """A Ray cluster of three hosts on this machine, and its nodes by address."""
+    environment = dict(os.environ)
+    ray = importlib.import_module("ray")
+    cluster_utils = importlib.import_module("ray.cluster_utils")
+    cluster = cluster_utils.Cluster()
+    nodes: Dict[str, Any] = {}
+    for address in ("", SECOND, SPARE):
+        where = {"node_ip_address": address} if address else {}
+        sizes = {"num_cpus": 1, "object_store_memory": 80_000_000}
+        nodes[address] = cluster.add_node(include_dashboard=False, **sizes, **where)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR", namespace="tests")
+    head = next(node["NodeManagerAddress"] for node in ray.nodes() if not node["NodeManagerAddress"].startswith("127."))
+    yield {"cluster": cluster, "nodes": nodes, "head": head}
+    ray.shutdown()
+    cluster.shutdown()
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def test_the_instances_of_a_lost_host_move_to_a_spare_one(hosts: Dict[str, Any], tmp_path: Path) -> None:
+    for name in ("inline", "ray"):
+        (tmp_path / name).mkdir()
+    inline = plan_for(tmp_path / "inline", run={"fleet": "inline"}, pod={"num_instances": 1})
+    cluster = Cluster("three", tuple(Host(address, address) for address in (hosts["head"], SECOND, SPARE)))
+    plan = plan_for(tmp_path / "ray", cluster, pod={"num_instances": 2})
+    assert [host.name for host in plan.hosts] == [hosts["head"], SECOND]
+    end = (6, lambda plan: hosts["cluster"].remove_node(hosts["nodes"][SECOND], allow_graceful=False))
+    told = run(plan, [end])
+    assert_undisturbed(plan, told, run(inline).sha256)
+    assert [(loss.instance, loss.host) for loss in told.losses] == [(1, SECOND)]
+    assert told.repairs[0].hosts == (SPARE,)
