@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.cluster import Host
 from raypod.devices import device_id_of, gcd_of, gcds_of, link_domain_of, misfit_of
+from raypod.placement import InstanceSpec
 from raypod.plan import Geometry, Plan
 
 _NAMED_HOSTS = 8
@@ -22,7 +23,7 @@ def describe(plan: Plan) -> Dict[str, Any]:
         "dataset": {"name": plan.config.data.dataset, **dataclasses.asdict(plan.size)},
         "updates_per_epoch": plan.updates_per_epoch,
         "total_updates": plan.total_updates,
-        "instances": [dataclasses.asdict(spec) for spec in plan.instances],
+        "instances": [{**dataclasses.asdict(spec), **_seat(plan, spec)} for spec in plan.instances],
         "legs": [dataclasses.asdict(leg) for leg in plan.legs()],
         "pipeline_splits": list(plan.pipeline_splits),
         "run_dir": plan.run_dir,
@@ -106,9 +107,9 @@ def _pod_rows(plan: Plan) -> List[Tuple[str, str]]:
 
 def _instance_table(plan: Plan) -> List[str]:
     """One line per instance, host by host."""
-    placement, vipu = plan.placement, plan.cluster.vipu
+    placement = plan.placement
     columns = ["instance", "host", "local", "replicas", "threads"]
-    has_ipus = vipu is not None or any(host.ipus for host in plan.hosts)
+    has_ipus = plan.cluster.vipu is not None or any(host.ipus for host in plan.hosts)
     if has_ipus:
         columns += ["IPUs", "ILD", "GCD", "device"]
     if placement.binds_numa:
@@ -118,17 +119,24 @@ def _instance_table(plan: Plan) -> List[str]:
         threads = spec.local_replicas * spec.threads_per_replica
         cells = [spec.index, spec.host, spec.local_index, _span(spec.replica_offset, spec.local_replicas), threads]
         if has_ipus:
-            domains, gcds = (vipu.link_domains, gcds_of(vipu, placement)) if vipu else (1, 1)
-            cells += [
-                _span(spec.index * placement.local_ipus, placement.local_ipus),
-                link_domain_of(spec, placement, domains),
-                gcd_of(spec, gcds),
-                device_id_of(spec, placement),
-            ]
+            seat = _seat(plan, spec)
+            cells.append(_span(spec.index * placement.local_ipus, placement.local_ipus))
+            cells += [seat["link_domain"], seat["gcd"], seat["device"]]
         if placement.binds_numa:
             cells.append(f"node {spec.local_index}")
         table.append(["-" if cell is None else str(cell) for cell in cells])
     return _aligned([columns, *table])
+
+
+def _seat(plan: Plan, spec: InstanceSpec) -> Dict[str, Optional[int]]:
+    """Where an instance sits in the partition of the pod."""
+    vipu = plan.cluster.vipu
+    domains, gcds = (vipu.link_domains, gcds_of(vipu, plan.placement)) if vipu else (1, 1)
+    return {
+        "link_domain": link_domain_of(spec, plan.placement, domains),
+        "gcd": gcd_of(spec, gcds),
+        "device": device_id_of(spec, plan.placement),
+    }
 
 
 def _aligned(rows: List[List[str]]) -> List[str]:

@@ -98,7 +98,9 @@ def test_a_plan_shows_where_every_instance_sits(capsys: pytest.CaptureFixture[st
 
 def test_instances_follow_the_file_and_replicas_the_instances(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--cluster", str(FOLDER / "emulated-pod.yaml"), "--json"]) == 0
-    geometry = json.loads(capsys.readouterr().out)["geometry"]
+    described = json.loads(capsys.readouterr().out)
+    geometry = described["geometry"]
+    assert [(each["gcd"], each["host"]) for each in described["instances"]][1] == (0, "10.0.0.12")
     assert (geometry["num_instances"], geometry["total_replicas"]) == (3, 6)  # the next multiple of 3 from 4 on
     assert main(["plan", "--cluster", str(FOLDER / "pod64.yaml"), "--num-instances", "2"]) == 0
     told = capsys.readouterr().out

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import subprocess
+import sys
 import threading
-from typing import Iterator
+from pathlib import Path
+from typing import Dict, Iterator, List
 
 import pytest
 
-from raypod import gcs
+from raypod import gcs, stop_cluster
 
 
 @pytest.fixture
@@ -50,3 +54,16 @@ def test_one_who_speaks_something_else_is_told_so(listener: socket.socket) -> No
 
 def test_an_address_without_a_port_is_no_address() -> None:
     assert gcs.check("somewhere").state == gcs.SILENT
+
+
+@pytest.mark.parametrize(
+    ("file", "words", "told"),
+    [
+        (gcs.__file__, ["127.0.0.1:1", "0", "here"], {"missing": ["here"]}),
+        (stop_cluster.__file__, ["no-such-cluster"], {"found": 0, "left": 0}),
+    ],
+)
+def test_what_is_sent_to_hosts_needs_python_alone(file: str, words: List[str], told: Dict[str, object]) -> None:
+    command = [sys.executable, "-I", "-S", "-", *words]
+    done = subprocess.run(command, input=Path(file).read_text(), capture_output=True, text=True, timeout=60, check=True)
+    assert told.items() <= json.loads(done.stdout).items()
