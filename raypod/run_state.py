@@ -54,6 +54,11 @@ class RunState:
         """Whether it has said how it ended."""
         return self.exit_code is not None
 
+    @property
+    def is_going_on(self) -> bool:
+        """Whether another process carries the run out now. A full disk may have kept the end out of the file."""
+        return self.is_alive and not self.is_over and self.pid != os.getpid()
+
 
 def ticks_of(pid: int) -> Optional[int]:
     """When a process began, in the kernel's ticks since boot; None if there is none (a zombie is none)."""
@@ -75,13 +80,13 @@ def read(run_dir: Path) -> Optional[RunState]:
 def was_cut_off(run_dir: Path) -> bool:
     """Whether a run in this folder ended before its time: its coordinator died, it failed, or it was interrupted."""
     state = read(run_dir)
-    return state is not None and state.state != DONE and state.is_here and not state.is_alive
+    return state is not None and state.state != DONE and state.is_here and not state.is_going_on
 
 
 def refuse_if_alive(run_dir: Path) -> None:
     """ConfigError if the coordinator of the run in this folder is alive."""
     state = read(run_dir)
-    if state is not None and state.is_alive and state.pid != os.getpid() and not state.is_over:
+    if state is not None and state.is_going_on:
         raise ConfigError(
             f"{run_dir} is in use: its run is at update {state.update} (pid {state.pid}); "
             f"python -m raypod attach {run_dir} follows it, python -m raypod stop {run_dir} ends it"
