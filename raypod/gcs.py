@@ -125,7 +125,9 @@ def _answer(connection: socket.socket, deadline: float) -> Answer:
             if status == b"0":
                 return Answer(ANSWERED, told, body[5:])
             is_refusal = status == b"%d" % _UNAUTHENTICATED
-            return Answer(REFUSED if is_refusal else SILENT, told or "gRPC status " + status.decode(), b"")
+            if not told:
+                told = f"gRPC status {status.decode()}" if status else "what listens there speaks HTTP/2 and is no GCS"
+            return Answer(REFUSED if is_refusal else SILENT, told, b"")
     return Answer(SILENT, "what listens there does not speak gRPC in clear text (is it TLS, or not Ray at all?)", b"")
 
 

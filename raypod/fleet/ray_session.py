@@ -47,7 +47,11 @@ class RaySession:
         running = _running_cluster(self._placement.cluster.gcs_address)
         cluster = self._placement.cluster
         if running is None and cluster is not LOCAL and not _is_connected():
-            up = f"`ray up {self._cluster_file}`" if self._cluster_file else "start one (`ray up`, or `ray start`)"
+            up = (
+                f"`python -m raypod up {self._cluster_file}`"
+                if self._cluster_file
+                else "start one (`ray up`, or `ray start`)"
+            )
             raise ClusterError(f"no Ray cluster is running for {cluster.name}: {up}, then run this on its head")
         quiet = {"log_to_driver": False, "logging_level": "ERROR"}
         if _is_connected():
