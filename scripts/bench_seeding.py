@@ -70,19 +70,27 @@ def main() -> None:
         pod("up", str(max(hosts for _, hosts in cases)))
         try:
             pod("speed", f"{args.gbit:g}gbit")
-            results = [measure(hosts, state, args.rounds, shared, environment) for state, hosts in cases]
+            print(
+                "\n| state | hosts | ideal, s | "
+                + " | ".join(f"{name}, s | of ideal" for name in NAMES.values())
+                + " |"
+            )
+            print("|---|---|---|" + "---|---|" * len(NAMES), flush=True)
+            for state, hosts in cases:
+                result = measure(hosts, state, args.rounds, shared, environment)
+                print(row(state, hosts, result, args.gbit), flush=True)
         finally:
             pod("down")
-    print(
-        f"\nhvd: the {results[0]['horovod']} Horovod; links of {args.gbit:g} Gbit/s; medians of {args.rounds} rounds\n"
-    )
-    print("| state | hosts | ideal, s | " + " | ".join(f"{name}, s | of ideal" for name in NAMES.values()) + " |")
-    print("|---|---|---|" + "---|---|" * len(NAMES))
-    for (state, hosts), result in zip(cases, results):
-        ideal = result["bytes"] * 8 / (args.gbit * 1e9)
-        medians = [statistics.median(result["seconds"][name]) for name in NAMES]
-        cells = " | ".join(f"{median:.2f} | {median / ideal:.2f}" for median in medians)
-        print(f"| {state} | {hosts} | {ideal:.2f} | {cells} |")
+    which = result["horovod"]
+    print(f"\nhvd: the {which} Horovod; links of {args.gbit:g} Gbit/s; medians of {args.rounds} rounds")
+
+
+def row(state: str, hosts: int, result: Dict[str, Any], gbit: float) -> str:
+    """A line of the table."""
+    ideal = result["bytes"] * 8 / (gbit * 1e9)
+    medians = [statistics.median(result["seconds"][name]) for name in NAMES]
+    cells = " | ".join(f"{median:.2f} | {median / ideal:.2f}" for median in medians)
+    return f"| {state} | {hosts} | {ideal:.2f} | {cells} |"
 
 
 if __name__ == "__main__":
