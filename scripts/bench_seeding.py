@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -54,6 +55,7 @@ def main() -> None:
     args = parser.parse_args()
     cases = [("ResNet-50", hosts) for hosts in args.hosts] + [("1 GB", hosts) for hosts in args.large_hosts]
     repository = str(SCRIPTS.parent)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the pod goes down then, too
     with tempfile.TemporaryDirectory() as shared:
         environment = {
             **os.environ,
