@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Tuple
 
@@ -65,8 +66,10 @@ def on_this_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The run folder of the same training, under way on this one host."""
     folder = tmp_path_factory.mktemp("here")
     line = [sys.executable, "-m", "raypod.train", *TRAINING, *EPOCHS, "--run-dir", str(folder / "run")]
-    with (folder / "out").open("wb") as out:
-        command = subprocess.Popen(line, cwd=REPOSITORY, stdout=out, stderr=subprocess.STDOUT)
+    # Not in a Ray that somebody else runs here: a temporary folder of its own, with a short path for Ray's sockets.
+    with (folder / "out").open("wb") as out, tempfile.TemporaryDirectory(prefix="ray") as temporary:
+        environment = {**os.environ, "RAY_TMPDIR": temporary}
+        command = subprocess.Popen(line, cwd=REPOSITORY, env=environment, stdout=out, stderr=subprocess.STDOUT)
         yield folder / "run"
         command.terminate()
         command.wait(60)
