@@ -17,7 +17,7 @@ from raypod import auth_token, gcs, stop_cluster
 from raypod.errors import ClusterError
 
 TOKEN = "ab" * 32
-NAME = "test-cluster-access"
+NAME = f"test-cluster-access-{os.getpid()}"  # what bears it is ended: another run of these tests has its own
 HAS_TOKENS = auth_token.has_tokens(auth_token.ray_version())
 
 

@@ -31,7 +31,7 @@ class Substitutes:
 
     def __init__(self, ray: Any, plan: Plan, reservation: Reservation, start_timeout_s: float) -> None:
         self._ray, self._plan, self._reservation = ray, plan, reservation
-        self._timeout_s = min(_ANSWERS_WITHIN_S, start_timeout_s)
+        self._timeout_s, self._start_timeout_s = min(_ANSWERS_WITHIN_S, start_timeout_s), start_timeout_s
 
     def place(
         self,
@@ -54,7 +54,9 @@ class Substitutes:
                     node = self._next(index, nodes[index], untried[index])
                     actor = start(index, self._options(index, node, nodes[index], may_share_hosts))
                     tried[actor.beat.remote()] = (index, Place(actor, node))
-            answered, _ = self._ray.wait(list(tried), num_returns=len(tried), timeout=self._timeout_s)
+            # Where no other host is left, nothing is gained by giving up early.
+            timeout_s = self._timeout_s if any(untried.values()) else self._start_timeout_s
+            answered, _ = self._ray.wait(list(tried), num_returns=len(tried), timeout=timeout_s)
             for ref, (index, place) in tried.items():
                 if ref in answered and self._is_sound(ref):
                     found[index] = place

@@ -66,7 +66,7 @@ def test_nobody_is_left_but_a_checkpoint(session: Any, undisturbed: str, tmp_pat
 
 
 def test_a_frozen_instance_is_noticed_and_replaced(session: Any, undisturbed: str, tmp_path: Path) -> None:
-    plan = plan_for(tmp_path, pod={"num_instances": 2})
+    plan = plan_for(tmp_path, pod={"num_instances": 2}, run={"silent_after_s": 6})
     told = run(plan, [(9, send(signal.SIGSTOP, 1))])
     assert_undisturbed(plan, told, undisturbed)
     assert lost(told) == [(1, "silent")]

@@ -45,7 +45,7 @@ def told(folder: Path, what: str) -> Callable[[Plan], None]:
 
 def test_user_code_that_fails_once_costs_a_restart_each_time(session: Any, folder: Path) -> None:
     reference = run(plan_of(folder, "inline")).sha256
-    plan = plan_of(folder, "ray")
+    plan = plan_of(folder, "ray", stuck_after_s=10)
     faults = ["model-raises", "loader-raises", "model-hangs", "loader-hangs"]
     found = run(plan, [(4 + 5 * number, told(folder, what)) for number, what in enumerate(faults)])
     assert_undisturbed(plan, found, reference)
