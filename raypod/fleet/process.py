@@ -68,6 +68,11 @@ class InstanceProcess:
         """Call a method of the instance beside what it is doing: `pause` and `stop_after` are made for it."""
         return getattr(self._instance, method)(*arguments)
 
+    def abandon(self) -> None:
+        """Free the instance from waiting for others; one that is still being built waits for nobody."""
+        if self._instance is not None:
+            self._instance.abandon()
+
     def beat(self) -> Optional[Beat]:
         """What the instance is doing; None while it is being built."""
         return self._instance.pulse.beat() if self._instance is not None else None

@@ -122,7 +122,7 @@ class Watch:
             now_s = time.monotonic()
             if freed_until_s is None and (now_s >= patient_until_s or losses or any(map(_is_a_cause, errors.values()))):
                 for index in set(pending.values()):
-                    self._actors[index].call_now.remote("abandon")
+                    self._actors[index].abandon.remote()
                 freed_until_s = now_s + self._bounds.stop_timeout_s
             if freed_until_s is not None and now_s >= freed_until_s:
                 break
