@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from typing import Callable, Iterator
 
@@ -14,6 +16,9 @@ import pytest
 # Before anything imports ray: the tests' own sessions need no secret, and must not write one into the home folder.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+# Each of several test processes has sessions of its own: what one starts, a run in another would join. A short name,
+# for the sockets in it may have paths of 107 bytes.
+os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="r")
 
 from bounded import wait_until
 
@@ -24,6 +29,10 @@ from raypod.plan import Plan, make_plan
 
 # By pytest, by poptorch (contract section 1.9), and by torch's compiler, which torch's own optimizers import.
 SET_BY_AN_IMPORT = {"PYTEST_CURRENT_TEST", "RDMAV_FORK_SAFE", "TORCHINDUCTOR_CACHE_DIR"}
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
 
 
 def _children() -> set[int]:

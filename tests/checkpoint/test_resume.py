@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional
 
@@ -21,7 +23,7 @@ from raypod.checkpoint import reader
 from raypod.cluster import LOCAL
 from raypod.config import from_values
 from raypod.errors import CheckpointNotSaved, ConfigError
-from raypod.events import CheckpointFailed, CheckpointSaved, Event, RunEnded, UpdateDone
+from raypod.events import CheckpointBegun, CheckpointFailed, CheckpointSaved, Event, RunEnded, UpdateDone
 from raypod.fleet.inline import InlineFleet
 from raypod.metrics import MetricsFold
 from raypod.plan import DatasetSize, Plan, make_plan
@@ -193,6 +195,24 @@ def test_a_full_disk_is_a_warning_as_long_as_a_checkpoint_is_there(make: Make, m
     (Path(plan.run_dir) / "config.yaml").write_text(plan.config.to_yaml())
     order = verify_data.Order(plan.geometry, plan.config.training.seed, plan.size.train_samples)
     assert verify_data.judge(order, *verify_data.ledger.read(Path(plan.run_dir) / "ledger.jsonl")).is_proved
+
+
+def test_a_slow_disk_does_not_stop_the_training(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = {"model": "tiny", "updates": 60}
+
+    def plan_named(name: str) -> Plan:
+        keys = {"fleet": "inline", "checkpoint_every": "20 updates", "run_dir": name}
+        plan = make(training=training, pod={"num_instances": 1}, run=keys)
+        return dataclasses.replace(plan, run_dir=str(Path(plan.run_dir).with_name(name)))
+
+    undisturbed = sha256(run(plan_named("quick")))
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.1), real(descriptor)))
+    events = run(plan_named("slow"))
+    assert sha256(events) == undisturbed
+    begun = next(at for at, event in enumerate(events) if isinstance(event, CheckpointBegun))
+    saved = next(at for at, event in enumerate(events) if isinstance(event, CheckpointSaved))
+    assert any(isinstance(event, UpdateDone) for event in events[begun:saved])
 
 
 @pytest.mark.parametrize(("is_first", "told"), [(True, "there is no other"), (False, "go on from .*/update-0")])

@@ -63,6 +63,8 @@ class Model(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if _is_told("model-raises"):
             raise ValueError("no such layer")
+        if _is_told("model-exhausts-memory"):
+            torch.empty(1 << 60, dtype=torch.uint8)
         if _is_told("model-hangs"):
             _hang_in_user_code()
         logits: torch.Tensor = self.head(self.norm(images).flatten(1))

@@ -46,22 +46,24 @@ def told(folder: Path, what: str) -> Callable[[Plan], None]:
 def test_user_code_that_fails_once_costs_a_restart_each_time(session: Any, folder: Path) -> None:
     reference = run(plan_of(folder, "inline")).sha256
     plan = plan_of(folder, "ray", stuck_after_s=10)
-    faults = ["model-raises", "loader-raises", "model-hangs", "loader-hangs"]
-    found = run(plan, [(4 + 5 * number, told(folder, what)) for number, what in enumerate(faults)])
+    faults = ["model-raises", "model-exhausts-memory", "loader-raises", "model-hangs", "loader-hangs"]
+    found = run(plan, [(4 + 4 * number, told(folder, what)) for number, what in enumerate(faults)])
     assert_undisturbed(plan, found, reference)
     assert [(loss.instance, loss.kind) for loss in found.losses] == [
+        (1, "raised"),
         (1, "raised"),
         (1, "raised"),
         (1, "stuck"),
         (1, "stuck"),
     ]
-    raised, loader, hangs, blocked = found.losses
+    raised, memory, loader, hangs, blocked = found.losses
     assert raised.cause == "ValueError: no such layer"
+    assert "can't allocate memory" in memory.cause
     assert loader.cause == "OSError: the disk is gone"
     assert "stuck: in call" in hangs.cause
     assert "stuck: loading data" in blocked.cause
     assert "_hang_in_user_code" in blocked.stack
-    assert [repair.restarts for repair in found.repairs] == [1, 2, 3, 4]
+    assert [repair.restarts for repair in found.repairs] == [1, 2, 3, 4, 5]
 
 
 def test_an_exception_that_comes_again_ends_the_run(session: Any, folder: Path) -> None:
