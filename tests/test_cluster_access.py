@@ -122,3 +122,15 @@ def test_only_what_is_marked_is_ended() -> None:
             assert process.stdout is not None
             process.stdout.close()
     assert wait_until(lambda: not stop_cluster.members("pod-ab"))
+
+
+def test_a_cluster_that_ends_while_it_is_joined_is_not_waited_for() -> None:
+    program = """
+import time
+from raypod.fleet import ray_session
+with ray_session._given_up_after(0.5, "h:1"):
+    time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("raypod: error: the Ray cluster at h:1 has not let this process in for 0.5 s")

@@ -20,10 +20,11 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from raypod import auth_token
 from raypod.cluster import LOCAL
-from raypod.errors import ClusterError, WaitTimedOut
+from raypod.errors import ClusterError, RunError, WaitTimedOut
 from raypod.placement import Placement
 
 _PROBE_S = 2.0
+_JOIN_S = 60.0  # Ray's own bounds, where it has some, are shorter
 _OBJECT_STORE_BYTES = 80_000_000  # only reports travel through it; Ray's minimum is 75 MB
 # From here on Ray's workers can import torch while the session still starts: measured 0.4 to 2 s sooner with 2.60, and
 # later with 2.10, which starts such workers again for the job.
@@ -61,7 +62,7 @@ class RaySession:
         self._started_here = True
         if running is not None:
             try:
-                with _environment(admission), _own_sigterm():
+                with _environment(admission), _own_sigterm(), _given_up_after(_JOIN_S, running):
                     ray = importlib.import_module("ray")
                     ray.init(address=running, namespace="raypod", **quiet)
             except (ConnectionError, RuntimeError, ValueError) as error:
@@ -161,6 +162,29 @@ def _own_sigterm() -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _given_up_after(seconds: float, address: str) -> Iterator[None]:
+    """End this process if Ray does not come back: it waits without end, and for no signal, where a cluster ends just
+    while it is being joined. Nothing has been started yet that would have to be ended in order.
+    """
+
+    def give_up() -> None:
+        sys.stderr.write(
+            f"raypod: error: the Ray cluster at {address} has not let this process in for {seconds:g} s; "
+            "it may have ended meanwhile: see whether it still runs (`ray status`), then start again\n"
+        )
+        sys.stderr.flush()
+        os._exit(RunError.exit_code)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _silence_worker_deaths(ray: Any) -> None:
