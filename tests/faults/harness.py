@@ -21,6 +21,7 @@ from raypod.plan import Plan, make_plan
 from raypod.sinks import Sinks
 
 UPDATES = 24
+_CALLS_BETWEEN = 3
 
 
 def plan_for(folder: Path, cluster: Cluster = LOCAL, **sections: Dict[str, Any]) -> Plan:
@@ -83,16 +84,21 @@ class Told:
 def run(plan: Plan, faults: Sequence[Tuple[int, Callable[[Plan], None]]] = ()) -> Told:
     """Run a plan; each fault (update, what to do) is planted as soon as that update is told.
 
+    Not before the one before it is repaired and all have done some calls since: a first call has a longer bound.
+
     The run folder gets its files as by the command, so that `verify-data` can look at it.
     """
     fleet = InlineFleet(plan) if plan.config.run.fleet == "inline" else RayFleet(plan)
-    left = list(faults)
+    left, quiet_until = list(faults), 0
     told = Told([])
     with Sinks(plan) as sinks, contextlib.closing(coordinator.run(plan, fleet, MetricsFold(plan, 0.0))) as events:
         for event in events:
             sinks.take(event)
             told.events.append(event)
-            while left and isinstance(event, UpdateDone) and event.update >= left[0][0]:
+            if isinstance(event, Repaired):
+                quiet_until = event.update + _CALLS_BETWEEN
+            is_repaired = len(told.repairs) >= len(faults) - len(left)
+            if left and is_repaired and isinstance(event, UpdateDone) and event.update >= max(left[0][0], quiet_until):
                 left.pop(0)[1](plan)
     return told
 

@@ -1,16 +1,17 @@
-"""A whole host is lost: its instances move to a spare one, and the weights are those of an undisturbed run."""
+"""Whole hosts are lost: instances move to a spare one, then beside others; the weights of an undisturbed run."""
 
 from __future__ import annotations
 
 import importlib
 import os
 from pathlib import Path
-from typing import Any, Dict, Iterator
+from typing import Any, Callable, Dict, Iterator, Tuple
 
 import pytest
 from harness import assert_undisturbed, plan_for, run
 
 from raypod.cluster import Cluster, Host
+from raypod.plan import Plan
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -41,15 +42,20 @@ def hosts() -> Iterator[Dict[str, Any]]:
     os.environ.update(environment)
 
 
-def test_the_instances_of_a_lost_host_move_to_a_spare_one(hosts: Dict[str, Any], tmp_path: Path) -> None:
+def test_the_instances_of_a_lost_host_move_to_a_spare_one_then_beside_others(
+    hosts: Dict[str, Any], tmp_path: Path
+) -> None:
     for name in ("inline", "ray"):
         (tmp_path / name).mkdir()
     inline = plan_for(tmp_path / "inline", run={"fleet": "inline"}, pod={"num_instances": 1})
     cluster = Cluster("three", tuple(Host(address, address) for address in (hosts["head"], SECOND, SPARE)))
     plan = plan_for(tmp_path / "ray", cluster, pod={"num_instances": 2})
     assert [host.name for host in plan.hosts] == [hosts["head"], SECOND]
-    end = (6, lambda plan: hosts["cluster"].remove_node(hosts["nodes"][SECOND], allow_graceful=False))
-    told = run(plan, [end])
+
+    def end(update: int, address: str) -> Tuple[int, Callable[[Plan], None]]:
+        return update, lambda plan: hosts["cluster"].remove_node(hosts["nodes"][address], allow_graceful=False)
+
+    told = run(plan, [end(6, SECOND), end(14, SPARE)])
     assert_undisturbed(plan, told, run(inline).sha256)
-    assert [(loss.instance, loss.host) for loss in told.losses] == [(1, SECOND)]
-    assert told.repairs[0].hosts == (SPARE,)
+    assert [(loss.instance, loss.host) for loss in told.losses] == [(1, SECOND), (1, SPARE)]
+    assert [repair.hosts for repair in told.repairs] == [(SPARE,), (hosts["head"],)]

@@ -33,7 +33,7 @@ def plan_of(folder: Path, name: str, **run_section: Any) -> Plan:
     return plan_for(
         folder / name,
         data={"dataset": "fragile:data"},
-        training={"model": "fragile:model", "warmup_updates": 1},
+        training={"model": "fragile:model", "warmup_updates": 1, "updates": 60},
         pod={"num_instances": 1 if fleet else 2},
         run={**fleet, **run_section},
     )
@@ -45,9 +45,9 @@ def told(folder: Path, what: str) -> Callable[[Plan], None]:
 
 def test_user_code_that_fails_once_costs_a_restart_each_time(session: Any, folder: Path) -> None:
     reference = run(plan_of(folder, "inline")).sha256
-    plan = plan_of(folder, "ray", stuck_after_s=10)
+    plan = plan_of(folder, "ray", stuck_after_s=10, report_timeout_s=60)
     faults = ["model-raises", "model-exhausts-memory", "loader-raises", "model-hangs", "loader-hangs"]
-    found = run(plan, [(4 + 4 * number, told(folder, what)) for number, what in enumerate(faults)])
+    found = run(plan, [(4 + 5 * number, told(folder, what)) for number, what in enumerate(faults)])
     assert_undisturbed(plan, found, reference)
     assert [(loss.instance, loss.kind) for loss in found.losses] == [
         (1, "raised"),
