@@ -104,7 +104,7 @@ def test_hosts_that_do_not_come_are_named(head: str, monkeypatch: pytest.MonkeyP
 def test_only_what_is_marked_is_ended() -> None:
     def start(mark: str) -> Tuple[subprocess.Popen[bytes], int]:
         """A process with a mark, and its child, which has none."""
-        program = "env -i sleep 60 & echo $!; wait"
+        program = "env -i sleep 60 & echo $!; wait; exec sleep 60"  # it is ended itself, and not by its child's end
         process = subprocess.Popen(["sh", "-c", program], env={**os.environ, stop_cluster.MARK: mark}, stdout=-1)
         assert process.stdout is not None
         return process, int(process.stdout.readline())
