@@ -109,8 +109,12 @@ def assert_undisturbed(plan: Plan, told: Told, sha256: str) -> None:
     assert told.updates == list(range(1, plan.total_updates + 1))
     lines = (Path(plan.run_dir) / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["update"] for line in lines] == told.updates
-    faults = [line for line in verify_data.verify(Path(plan.run_dir)).lines if line.startswith("NOT PROVED")]
+    told_of = [line for line in verify_data.verify(Path(plan.run_dir)).lines if line.startswith("NOT PROVED: ")]
     # What a lost instance fed to its last call may be known to nobody; everything else is proved.
+    calls = [line for line in told_of if line.startswith("NOT PROVED: the call ")]
     ends = [f"instance {loss.instance} reported no digest; its report was lost with it" for loss in told.losses]
-    assert len(faults) <= len(ends)
-    assert all(fault.endswith(tuple(ends)) for fault in faults), faults
+    assert len(calls) <= len(ends)
+    assert all(line.endswith(tuple(ends)) for line in calls), calls
+    epochs = [line for line in told_of if line not in calls]  # that such a call belongs to
+    assert len(epochs) <= len(calls)
+    assert all(line.endswith("of its samples are not proved to be seen") for line in epochs), epochs
