@@ -47,7 +47,7 @@ def test_the_instances_of_a_lost_host_move_to_a_spare_one_then_beside_others(
 ) -> None:
     for name in ("inline", "ray"):
         (tmp_path / name).mkdir()
-    long = {"updates": 240}  # until a node has ended, the run gets on
+    long = {"updates": 160}  # until a node has ended, the run gets on
     inline = plan_for(tmp_path / "inline", run={"fleet": "inline"}, pod={"num_instances": 1}, training=long)
     cluster = Cluster("three", tuple(Host(address, address) for address in (hosts["head"], SECOND, SPARE)))
     plan = plan_for(tmp_path / "ray", cluster, pod={"num_instances": 2}, training=long)
