@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
@@ -21,6 +22,9 @@ from raypod.plan import Plan, make_plan
 from raypod.sinks import Sinks
 
 UPDATES = 24
+# 2.10 neither ends a frozen process nor frees its place: the run ends, in one line; and its `cluster_utils` refuses to
+# end nodes on several addresses of one machine.
+HAS_OLD_RAY = tuple(int(part) for part in version("ray").split(".")[:2]) < (2, 50)
 _CALLS_BETWEEN = 3
 
 

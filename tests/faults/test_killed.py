@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, List
 
 import pytest
-from harness import Told, assert_undisturbed, pid_of, plan_for, run, send
+from harness import HAS_OLD_RAY, Told, assert_undisturbed, pid_of, plan_for, run, send
 
 from raypod.plan import Plan
 
@@ -65,6 +65,7 @@ def test_nobody_is_left_but_a_checkpoint(session: Any, undisturbed: str, tmp_pat
     assert repair.update in (12, 6)
 
 
+@pytest.mark.skipif(HAS_OLD_RAY, reason="Ray 2.10 does not end a frozen process")
 def test_a_frozen_instance_is_noticed_and_replaced(session: Any, undisturbed: str, tmp_path: Path) -> None:
     plan = plan_for(tmp_path, pod={"num_instances": 2}, run={"silent_after_s": 6})
     told = run(plan, [(9, send(signal.SIGSTOP, 1))])

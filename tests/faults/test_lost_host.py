@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, Tuple
 
 import pytest
-from harness import assert_undisturbed, plan_for, run
+from harness import HAS_OLD_RAY, assert_undisturbed, plan_for, run
 
 from raypod.cluster import Cluster, Host
 from raypod.plan import Plan
@@ -42,6 +42,7 @@ def hosts() -> Iterator[Dict[str, Any]]:
     os.environ.update(environment)
 
 
+@pytest.mark.skipif(HAS_OLD_RAY, reason="the cluster_utils of Ray 2.10 refuse to end such a node")
 def test_the_instances_of_a_lost_host_move_to_a_spare_one_then_beside_others(
     hosts: Dict[str, Any], tmp_path: Path
 ) -> None:
