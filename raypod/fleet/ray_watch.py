@@ -70,12 +70,7 @@ class Watch:
         """
         pending = dict(tasks)
         while pending:
-            ready, _ = self._ray.wait(list(pending), timeout=LOOK_EVERY_S)
-            for ref in ready:
-                index = pending[ref]
-                value, ended, error = self._take(ref)
-                if ended:
-                    del pending[ref]
+            for index, value, error in self._arrivals(pending, LOOK_EVERY_S):
                 if error is not None:
                     yield from self._break({index: error}, [], pending)
                 elif value is not _NONE:
@@ -84,6 +79,16 @@ class Watch:
             if troubles:
                 yield from self._break({}, troubles, pending)
             yield None, None
+
+    def _arrivals(self, pending: Dict[Any, int], within_s: float) -> Iterator[Tuple[int, Any, Optional[Exception]]]:
+        """(instance, value, error) of what arrives within a time; tasks that have ended are taken out of `pending`."""
+        ready, _ = self._ray.wait(list(pending), timeout=within_s)
+        for ref in ready:
+            index = pending[ref]
+            value, ended, error = self._take(ref)
+            if ended:
+                del pending[ref]
+            yield index, value, error
 
     # ---- looking after them ----------------------------------------------------------------------------------------
 
@@ -126,12 +131,7 @@ class Watch:
                 freed_until_s = now_s + self._bounds.stop_timeout_s
             if freed_until_s is not None and now_s >= freed_until_s:
                 break
-            ready, _ = self._ray.wait(list(pending), timeout=_BREAK_LOOK_S)
-            for ref in ready:
-                index = pending[ref]
-                value, ended, error = self._take(ref)
-                if ended:
-                    del pending[ref]
+            for index, value, error in self._arrivals(pending, _BREAK_LOOK_S):
                 if error is not None:
                     errors[index] = error
                 elif value is not _NONE:
