@@ -67,7 +67,8 @@ def on_this_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("here")
     line = [sys.executable, "-m", "raypod.train", *TRAINING, *EPOCHS, "--run-dir", str(folder / "run")]
     # Not in a Ray that somebody else runs here: a temporary folder of its own, with a short path for Ray's sockets.
-    with (folder / "out").open("wb") as out, tempfile.TemporaryDirectory(prefix="ray") as temporary:
+    log = folder / "out"
+    with log.open("wb") as out, tempfile.TemporaryDirectory(prefix="ray") as temporary:
         environment = {**os.environ, "RAY_TMPDIR": temporary}
         command = subprocess.Popen(line, cwd=REPOSITORY, env=environment, stdout=out, stderr=subprocess.STDOUT)
         yield folder / "run"
