@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 from typing import Callable, Dict, Optional, Sequence
 
-from raypod import supervisor, up
+from raypod import supervisor
 from raypod.doctor.run import doctor
 from raypod.errors import ConfigError
+from raypod.pod import up
 from raypod.shell import report_errors
 from raypod.train import described, drawn, plan_of
 
@@ -39,7 +40,7 @@ def _plan(argv: Sequence[str]) -> int:
 
 def _verify_data(argv: Sequence[str]) -> int:
     """Whether each epoch of a run saw each sample exactly once."""
-    from raypod import verify_data
+    from raypod.record import verify_data
 
     verdict = verify_data.verify(_run_folder("verify-data", argv))
     print("\n".join(verdict.lines))  # noqa: T201

@@ -255,7 +255,7 @@ def _check_vipu(ours: Section, ipus: Optional[int], hosts: int, per_host: int) -
         vipu.count(key)
     size, gcds, domains = vipu.count("size"), vipu.count("gcds"), vipu.count("link_domains")
     if "vipu" in ours and not vipu.text("partition"):
-        vipu.note("partition", "metadata.raypod.vipu.partition is missing: the name of the partition")
+        vipu.note("partition", "metadata.raypod.host.vipu.partition is missing: the name of the partition")
     if size is not None and size & (size - 1):
         vipu.note("size", f"a partition of {size} IPUs: the size must be a power of two")
     if size is not None and ipus is not None and size < ipus * hosts:

@@ -12,7 +12,7 @@ from typing import Any, Dict, Optional, Sequence
 
 from raypod.errors import SdkError
 from raypod.horovod_rendezvous import HorovodRendezvous
-from raypod.interfaces import address_towards, interface_of
+from raypod.host.interfaces import address_towards, interface_of
 
 
 def check_available(collectives: str) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Dict, Optional, Sequence, Tuple
 
-from raypod import vipu
-from raypod.devices import gcd_of, gcds_of
+from raypod.host import vipu
+from raypod.host.devices import gcd_of, gcds_of
 from raypod.placement import InstanceSpec, Placement
 
 if TYPE_CHECKING:  # a launcher knows no training plan, nor what it is checked with

@@ -16,12 +16,12 @@ from torch.utils.data import default_collate
 
 from raypod.datasets.arrays import ArrayDataset, Splits
 from raypod.errors import ConfigError
+from raypod.input.prefetch import ahead, prepared
+from raypod.input.sample_loader import EpochSamples, SampleLoader, SeededSamples
+from raypod.input.transforms import gather, normalise, resize
 from raypod.placement import InstanceSpec
 from raypod.plan import Leg, Plan
-from raypod.prefetch import ahead, prepared
-from raypod.sample_loader import EpochSamples, SampleLoader, SeededSamples
 from raypod.sampling import call_positions, epoch_order
-from raypod.transforms import gather, normalise, resize
 
 Batch = Tuple[torch.Tensor, torch.Tensor]
 Gathered = Tuple[np.ndarray, Batch]  # with the indices of its samples, int64 [combined_batch_size]

@@ -21,23 +21,25 @@ import poptorch
 import torch
 from torch.nn import functional
 
-from raypod import collectives, datasets, flat_state, ledger, models, replica_state, steps, weights
+from raypod import collectives, datasets, models, steps
 from raypod.checkpoint import writer
 from raypod.checkpoint.background import BackgroundWriter
 from raypod.checkpoint.manifest import Manifest
 from raypod.collectives import Rendezvous, horovod_interface, uses_installed_horovod
-from raypod.device_input import device_input
 from raypod.events import CallReport, EvaluationReport, InstanceStarted, SaveReport
 from raypod.feed import Feed
-from raypod.interfaces import address_in, address_towards, interface_of
+from raypod.host.interfaces import address_in, address_towards, interface_of
+from raypod.input.device_input import device_input
+from raypod.input.prefetch import timed
 from raypod.optimizers import build_optimizer, learning_rate
 from raypod.plan import Leg, Plan
-from raypod.prefetch import timed
 from raypod.pulse import Pulse
+from raypod.record import ledger
+from raypod.record.versions import versions
 from raypod.sdk import Sdk
-from raypod.seeding import Place, Seeding, SeedingEnd
+from raypod.state import flat_state, replica_state, weights
+from raypod.state.seeding import Place, Seeding, SeedingEnd
 from raypod.stop_gate import StopGate
-from raypod.versions import versions
 
 _REDUCTIONS = {"sum": poptorch.ReductionType.Sum, "mean": poptorch.ReductionType.Mean}
 

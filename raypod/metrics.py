@@ -12,9 +12,9 @@ import math
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
-from raypod.durable import AppendedLines, replace_file
 from raypod.events import CallDone, CallReport, EpochDone, UpdateDone
 from raypod.plan import Plan
+from raypod.record.durable import AppendedLines, replace_file
 
 
 class MetricsFold:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.cluster import Host
-from raypod.devices import device_id_of, gcd_of, gcds_of, link_domain_of, misfit_of
+from raypod.host.devices import device_id_of, gcd_of, gcds_of, link_domain_of, misfit_of
 from raypod.placement import InstanceSpec
 from raypod.plan import Geometry, Plan
 

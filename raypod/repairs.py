@@ -21,7 +21,7 @@ from raypod.fleet import Fleet, FleetBroken
 from raypod.metrics import MetricsFold
 from raypod.plan import Plan
 from raypod.saving import Saving
-from raypod.seeding import new_seeding
+from raypod.state.seeding import new_seeding
 
 
 class Repairs:

@@ -23,8 +23,8 @@ from raypod.events import (
 )
 from raypod.fleet import Fleet
 from raypod.interval import parse_interval
-from raypod.ledger import last_generation
 from raypod.plan import Plan
+from raypod.record.ledger import last_generation
 
 
 class Saving:

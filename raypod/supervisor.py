@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import List, Sequence, Tuple
 
-from raypod import run_state
 from raypod.errors import ConfigError, RunError
-from raypod.run_state import RunState
+from raypod.record import run_state
+from raypod.record.run_state import RunState
 
 _LOOK_EVERY_S = 0.2
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from raypod import config, coordinator, datasets, run_folder, run_state, supervisor
+from raypod import config, coordinator, datasets, supervisor
 from raypod.checkpoint import reader
 from raypod.cluster import read_cluster
 from raypod.events import EvaluationDone, RunEnded
@@ -20,8 +20,9 @@ from raypod.metrics import MetricsFold
 from raypod.plan import Plan, make_plan
 from raypod.plan_table import describe, render
 from raypod.progress import Progress
+from raypod.record import run_folder, run_state
+from raypod.record.sinks import Sinks
 from raypod.shell import INTERRUPTED, report_errors
-from raypod.sinks import Sinks
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -54,7 +54,8 @@ def raypod() -> Result:
 RAYPOD = """
 import contextlib, json, os, signal, sys, time
 from pathlib import Path
-from raypod import coordinator, run_folder
+from raypod import coordinator
+from raypod.record import run_folder
 from raypod.cluster import LOCAL
 from raypod.config import from_values
 from raypod.datasets import dataset_size

@@ -15,9 +15,10 @@ from typing import Any, Callable, Dict, List
 import torch
 import torch.distributed as dist
 
-from raypod import collectives, flat_state, sdk, torchvision_import
+from raypod import collectives, sdk, torchvision_import
 from raypod.environment import horovod_identity
-from raypod.seeding import SeedingEnd, new_seeding
+from raypod.state import flat_state
+from raypod.state.seeding import SeedingEnd, new_seeding
 
 WAIT_S = 120.0
 

@@ -35,13 +35,14 @@ import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 from torch.utils.data import DataLoader, Dataset, Subset  # noqa: E402
 
-from raypod import datasets, torchvision_import, transforms  # noqa: E402
+from raypod import datasets, torchvision_import  # noqa: E402
 from raypod.cluster import LOCAL  # noqa: E402
 from raypod.config import from_values  # noqa: E402
 from raypod.datasets import ArrayDataset, Augmentation  # noqa: E402
 from raypod.feed import Feed  # noqa: E402
+from raypod.input import transforms  # noqa: E402
+from raypod.input.prefetch import timed  # noqa: E402
 from raypod.plan import make_plan  # noqa: E402
-from raypod.prefetch import timed  # noqa: E402
 from raypod.sampling import augmentation_integers, epoch_order  # noqa: E402
 
 torchvision_import.install()

@@ -24,7 +24,7 @@ from typing import Any, Counter, Dict, List
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from raypod import coordinator, run_folder, verify_data  # noqa: E402 - the checkout's own
+from raypod import coordinator  # noqa: E402 - the checkout's own
 from raypod.cluster import LOCAL  # noqa: E402
 from raypod.config import from_values  # noqa: E402
 from raypod.datasets import dataset_size  # noqa: E402
@@ -33,7 +33,8 @@ from raypod.fleet.inline import InlineFleet  # noqa: E402
 from raypod.fleet.ray import RayFleet  # noqa: E402
 from raypod.metrics import MetricsFold  # noqa: E402
 from raypod.plan import Plan, make_plan  # noqa: E402
-from raypod.sinks import Sinks  # noqa: E402
+from raypod.record import run_folder, verify_data  # noqa: E402 - the checkout's own
+from raypod.record.sinks import Sinks  # noqa: E402
 
 INSTANCES = 4
 FAULTS = {"kill": 5, "kill-two": 2, "kill-again": 2, "freeze": 2}  # how often, relative to each other

@@ -22,7 +22,8 @@ LIMIT_S = 120
 MEMBER = """
 import sys
 import numpy as np
-from raypod import datasets, transforms
+from raypod import datasets
+from raypod.input import transforms
 from raypod.config import from_values
 
 def kib(keys, path=""):

@@ -6,7 +6,7 @@ from typing import Callable
 
 PROGRAM = """
 import resource, threading
-from raypod import allocator
+from raypod.host import allocator
 
 told = allocator.keep_freed_memory() if {keep} else None
 import torch

@@ -11,63 +11,38 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "raypod"
 
 LEVELS: Dict[str, int] = {
-    **dict.fromkeys(("__init__", "errors", "events", "torchvision_import", "allocator", "mixer", "suggestions"), 0),
-    **dict.fromkeys(("launcher/__init__", "launcher/records", "launcher/keeper", "launcher/rendezvous_store"), 0),
-    **dict.fromkeys(("launcher/options", "launcher/stdin", "cluster_file", "numa"), 0),
-    **dict.fromkeys(("durable", "interval", "versions", "replica_state"), 0),
-    **dict.fromkeys(("checkpoint/__init__", "checkpoint/manifest"), 0),
-    **dict.fromkeys(("checkpoint/folder", "checkpoint/retention", "checkpoint/tensors"), 1),
-    **dict.fromkeys(("checkpoint/fit", "weights"), 4),
-    **dict.fromkeys(("checkpoint/reader", "checkpoint/writer"), 5),
-    **dict.fromkeys(("checkpoint/background",), 6),
-    **dict.fromkeys(("run_state", "tensorboard"), 1),
-    **dict.fromkeys(("supervisor",), 2),
-    **dict.fromkeys(("ledger",), 4),
-    **dict.fromkeys(("verify_data",), 5),
-    **dict.fromkeys(("sinks",), 6),
-    **dict.fromkeys(("saving",), 9),
-    **dict.fromkeys(("config", "cluster", "stop_gate", "pulse", "shell", "launcher/console", "launcher/pump"), 1),
-    **dict.fromkeys(("device_input", "prefetch"), 0),
-    **dict.fromkeys(("user_code", "file_lock", "datasets/arrays"), 1),
-    **dict.fromkeys(
-        ("datasets/digits", "datasets/synthetic", "datasets/own", "datasets/cifar", "datasets/image_folder"), 4
-    ),
-    **dict.fromkeys(("datasets/cache", "datasets/download"), 2),
-    **dict.fromkeys(("datasets/__init__", "transforms", "sample_loader"), 5),
-    **dict.fromkeys(("placement", "launcher/parser", "launcher/mpi_arguments", "launcher/output"), 2),
-    **dict.fromkeys(("plan", "devices", "vipu", "launcher/run"), 3),
-    **dict.fromkeys(
+    name: level
+    for level, names in enumerate(
         (
-            "environment",
-            "norms",
-            "weights",
-            "sampling",
-            "plan_table",
-            "horovod_rendezvous",
-            "seeding",
-            "launcher/partition",
-        ),
-        4,
-    ),
-    **dict.fromkeys(("launcher/topology",), 4),
-    **dict.fromkeys(("metrics", "flat_state", "collectives", "sdk", "launcher/programs"), 5),
-    **dict.fromkeys(("feed", "models", "optimizers", "run_folder", "launcher/host_process", "steps"), 6),
-    **dict.fromkeys(("instance", "pipeline", "pipeline_table"), 7),
-    **dict.fromkeys(("fleet/__init__",), 8),
-    **dict.fromkeys(("fleet/process", "fleet/inline", "fleet/scripted", "fleet/ray_session", "fleet/ray_nodes"), 9),
-    **dict.fromkeys(("liveness", "failure"), 9),
-    **dict.fromkeys(("fleet/ray_watch", "fleet/ray_substitutes", "fleet/ray_hosts", "repairs", "progress"), 10),
-    **dict.fromkeys(("fleet/ray", "coordinator"), 11),
-    **dict.fromkeys(("train", "launch"), 12),
-    # What a cluster needs before a run.
-    **dict.fromkeys(("gcs", "stop_cluster", "doctor/__init__", "doctor/probe"), 0),
-    **dict.fromkeys(("interfaces", "cluster_traps"), 1),
-    **dict.fromkeys(("ssh", "auth_token"), 2),
-    **dict.fromkeys(("up",), 3),
-    **dict.fromkeys(("doctor/findings",), 4),
-    **dict.fromkeys(("doctor/table",), 5),
-    **dict.fromkeys(("doctor/run",), 6),
-    **dict.fromkeys(("__main__",), 13),
+            "__init__ cluster_file errors events interval mixer suggestions torchvision_import "
+            "checkpoint/__init__ checkpoint/manifest doctor/__init__ doctor/probe host/__init__ "
+            "host/allocator host/numa input/__init__ input/device_input input/prefetch launcher/__init__ "
+            "launcher/keeper launcher/options launcher/records launcher/rendezvous_store launcher/stdin "
+            "pod/__init__ pod/gcs pod/stop_cluster record/__init__ record/durable record/versions "
+            "state/__init__ state/replica_state",
+            "cluster config file_lock pulse shell stop_gate user_code checkpoint/folder checkpoint/retention "
+            "checkpoint/tensors datasets/arrays host/interfaces launcher/console launcher/pump "
+            "pod/cluster_traps record/run_state record/tensorboard",
+            "placement supervisor datasets/cache datasets/download launcher/mpi_arguments launcher/output "
+            "launcher/parser pod/auth_token pod/ssh",
+            "plan host/devices host/vipu launcher/run pod/up",
+            "environment horovod_rendezvous norms plan_table sampling checkpoint/fit datasets/cifar "
+            "datasets/digits datasets/image_folder datasets/own datasets/synthetic doctor/findings "
+            "launcher/partition launcher/topology record/ledger state/seeding state/weights",
+            "collectives metrics sdk checkpoint/reader checkpoint/writer datasets/__init__ doctor/table "
+            "input/sample_loader input/transforms launcher/programs record/verify_data state/flat_state",
+            "feed models optimizers steps checkpoint/background doctor/run launcher/host_process "
+            "record/run_folder record/sinks",
+            "instance pipeline pipeline_table",
+            "fleet/__init__",
+            "failure liveness saving fleet/inline fleet/process fleet/ray_nodes fleet/ray_session fleet/scripted",
+            "progress repairs fleet/ray_hosts fleet/ray_substitutes fleet/ray_watch",
+            "coordinator fleet/ray",
+            "launch train",
+            "__main__",
+        )
+    )
+    for name in names.split()
 }
 SDK = {
     "poptorch",

@@ -13,8 +13,8 @@ from typing import Iterator, Tuple
 import pytest
 from bounded import wait_until
 
-from raypod import auth_token, gcs, stop_cluster
 from raypod.errors import ClusterError
+from raypod.pod import auth_token, gcs, stop_cluster
 
 TOKEN = "ab" * 32
 NAME = f"test-cluster-access-{os.getpid()}"  # what bears it is ended: another run of these tests has its own

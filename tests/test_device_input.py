@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raypod.device_input import device_input
-from raypod.transforms import normalise, resize
+from raypod.input.device_input import device_input
+from raypod.input.transforms import normalise, resize
 
 MEAN, STD = (0.1, 0.5, 0.3), (0.2, 0.25, 1.0)
 

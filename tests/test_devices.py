@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from raypod.cluster import Cluster, Host, VipuPartition
-from raypod.devices import device_id_of, gcds_of, link_domain_of, misfit_of
 from raypod.environment import device_environment
+from raypod.host.devices import device_id_of, gcds_of, link_domain_of, misfit_of
 from raypod.placement import Placement, place
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from raypod.flat_state import pack, unpack
+from raypod.state.flat_state import pack, unpack
 
 
 def there_and_back(state: Any) -> Any:

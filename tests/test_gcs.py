@@ -12,7 +12,7 @@ from typing import Dict, Iterator, List
 
 import pytest
 
-from raypod import gcs, stop_cluster
+from raypod.pod import gcs, stop_cluster
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypod import ledger
 from raypod.events import CallDone
-from raypod.ledger import CallFed, Ledger, LifeBegun, Line
 from raypod.plan import Geometry, Plan
+from raypod.record import ledger
+from raypod.record.ledger import CallFed, Ledger, LifeBegun, Line
+from raypod.record.verify_data import Order, Verdict, judge
 from raypod.sampling import call_positions, epoch_order
-from raypod.verify_data import Order, Verdict, judge
 
 SEED = 5
 

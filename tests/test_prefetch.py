@@ -7,7 +7,7 @@ from typing import Iterator, List
 import pytest
 from bounded import wait_until
 
-from raypod.prefetch import ahead, prepared, timed
+from raypod.input.prefetch import ahead, prepared, timed
 
 
 def test_batches_come_in_order_and_are_made_ahead() -> None:

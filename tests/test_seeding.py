@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from bounded import wait_until
 
-from raypod import seeding as seeding_module
 from raypod.errors import PeerLost
-from raypod.seeding import Seeding, SeedingEnd, new_seeding
+from raypod.state import seeding as seeding_module
+from raypod.state.seeding import Seeding, SeedingEnd, new_seeding
 
 STATE = np.random.default_rng(0).integers(0, 256, 3_500_000, dtype=np.uint8)
 # Of all sizes: smaller than what is worth a message, and larger than one.

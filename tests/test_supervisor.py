@@ -15,10 +15,11 @@ import psutil
 import pytest
 from bounded import wait_until
 
-from raypod import run_state, supervisor
+from raypod import supervisor
 from raypod.__main__ import main
 from raypod.errors import ConfigError
-from raypod.run_state import RunState
+from raypod.record import run_state
+from raypod.record.run_state import RunState
 
 FLAGS = ["--fleet", "inline", "--device", "emulated", "--lr-schedule", "constant", "--checkpoint-every", "4 updates"]
 

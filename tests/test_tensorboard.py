@@ -8,9 +8,10 @@ from typing import Dict, List, Tuple
 
 import pytest
 
-from raypod import tensorboard, train
+from raypod import train
 from raypod.events import EvaluationDone, UpdateDone
-from raypod.tensorboard import EventFile, _masked_crc
+from raypod.record import tensorboard
+from raypod.record.tensorboard import EventFile, _masked_crc
 
 
 def files_in(folder: Path) -> List[Path]:

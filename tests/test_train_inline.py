@@ -21,11 +21,11 @@ from raypod.checkpoint import reader, writer
 from raypod.errors import WeightsDiffer
 from raypod.events import EvaluationDone, Event, RunEnded, UpdateDone
 from raypod.fleet.inline import InlineFleet
+from raypod.input.transforms import gather
 from raypod.metrics import MetricsFold
 from raypod.optimizers import learning_rate
 from raypod.plan import Plan
 from raypod.sampling import epoch_order
-from raypod.transforms import gather
 
 INLINE = {"run": {"fleet": "inline", "device": "emulated"}}
 

@@ -5,9 +5,10 @@ import pytest
 import torch
 from PIL import Image
 
-from raypod import datasets, torchvision_import, transforms
+from raypod import datasets, torchvision_import
 from raypod.config import from_values
 from raypod.datasets import ArrayDataset, Augmentation
+from raypod.input import transforms
 from raypod.sampling import augmentation_integers
 
 

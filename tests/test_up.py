@@ -7,10 +7,11 @@ from typing import Any, List
 
 import pytest
 
-from raypod import auth_token, cluster_file, ssh, up
+from raypod import cluster_file
 from raypod.__main__ import main
 from raypod.cluster import Cluster, Host, Ssh
-from raypod.cluster_traps import advice_for_launch, is_marked, mistakes_for_launch, tls_variables
+from raypod.pod import auth_token, ssh, up
+from raypod.pod.cluster_traps import advice_for_launch, is_marked, mistakes_for_launch, tls_variables
 
 SHIPPED = Path(__file__).resolve().parent.parent / "cluster" / "pod64.yaml"
 
@@ -51,7 +52,7 @@ def test_what_cannot_start_is_refused(monkeypatch: pytest.MonkeyPatch, old: str,
         ("RAY_enable_autoscaler_v2=0", "", "autoscaler v2 starts one worker too few"),
         ("--dashboard-host=127.0.0.1", "--dashboard-host=0.0.0.0", "the dashboard is open to the network"),
         ("RAY_AUTH_MODE=token", "RAY_AUTH_MODE=disabled", "whoever reaches a port can run commands"),
-        ("python3 ~/raypod/source/raypod/stop_cluster.py pod64", "ray stop", "ends the Ray of other clusters"),
+        ("python3 ~/raypod/source/raypod/pod/stop_cluster.py pod64", "ray stop", "ends the Ray of other clusters"),
         ("RAYPOD_CLUSTER=pod64 ", "", "export RAYPOD_CLUSTER=<cluster_name>"),
     ],
 )

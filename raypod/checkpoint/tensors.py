@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, Dict, List, Mapping, Tuple
 
 import torch
 
-from raypod.durable import HashedFile
 from raypod.errors import CheckpointDamaged
+from raypod.record.durable import HashedFile
 
 _NAMES = {
     torch.float64: "F64",

@@ -15,10 +15,11 @@ from typing import Any, Dict, Mapping, Tuple
 
 import torch
 
-from raypod import durable, weights
 from raypod.checkpoint import folder, tensors
 from raypod.checkpoint.manifest import Checkpoint, FileRecord, Manifest
 from raypod.checkpoint.retention import superfluous
+from raypod.record import durable
+from raypod.state import weights
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,9 @@ import dataclasses
 import ipaddress
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
-from raypod import auth_token, gcs, vipu
 from raypod.cluster import LOCAL, Cluster
+from raypod.host import vipu
+from raypod.pod import auth_token, gcs
 
 OK, WARN, TROUBLE = "ok", "warn", "trouble"
 

@@ -10,12 +10,14 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Union
 
-from raypod import cluster_traps, config, gcs, ssh, vipu
+from raypod import config
 from raypod.cluster import LOCAL, Cluster, Host, cluster_from, read_file
 from raypod.config import Config
 from raypod.doctor import probe, table
 from raypod.doctor.findings import MONITOR_PORTS, TROUBLE, WARN, Expected, Facts, Finding, examine
+from raypod.host import vipu
 from raypod.placement import place
+from raypod.pod import cluster_traps, gcs, ssh
 
 _PACKAGES = ("ray", "torch", "torchvision", "raypod", "poptorch", "popdist", "horovod", "scikit-learn")
 _TOOLS = ("rsync", "gc-info", "gc-monitor", "vipu")

@@ -17,12 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional
 
-from raypod import allocator
-from raypod.devices import misfit_of
 from raypod.environment import instance_environment
 from raypod.errors import ClusterError, CollectiveBroken
 from raypod.events import Beat, CallReport, InstanceStarted
-from raypod.numa import bind_process, cpus_of_node
+from raypod.host import allocator
+from raypod.host.devices import misfit_of
+from raypod.host.numa import bind_process, cpus_of_node
 from raypod.plan import Leg, Plan
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
-from raypod import auth_token
 from raypod.cluster import LOCAL
 from raypod.errors import ClusterError, RunError, WaitTimedOut
 from raypod.placement import Placement
+from raypod.pod import auth_token
 
 _PROBE_S = 2.0
 _JOIN_S = 60.0  # Ray's own bounds, where it has some, are shorter

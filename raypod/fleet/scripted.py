@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 from raypod.events import CallReport, EvaluationReport, InstanceStarted, SaveReport
 from raypod.plan import Leg, Plan
-from raypod.seeding import Place
+from raypod.state.seeding import Place
 
 _WEIGHTS_SHA256 = "0" * 64
 

@@ -18,13 +18,13 @@ import tty
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from raypod import interfaces
 from raypod.collectives import horovod_interface
 from raypod.horovod_rendezvous import HorovodRendezvous
+from raypod.host import interfaces
+from raypod.host.numa import cpus_of_node
 from raypod.launcher import keeper
 from raypod.launcher.pump import Pump
 from raypod.launcher.records import STDERR, STDOUT, HostFacts, HostReport, Program
-from raypod.numa import cpus_of_node
 
 _HERE = Path(__file__).resolve().parent
 _KEEPER_S = 5.0  # more than it allows itself

@@ -7,9 +7,9 @@ import dataclasses
 import getpass
 from typing import Callable, Dict, Iterator, Mapping
 
-from raypod import vipu
-from raypod.devices import gcd_of
 from raypod.errors import ClusterError
+from raypod.host import vipu
+from raypod.host.devices import gcd_of
 from raypod.launcher.options import OF_VIPU, Request
 from raypod.placement import Placement
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import List, Optional, Sequence
 
-from raypod.devices import link_domain_of
 from raypod.errors import ConfigError
+from raypod.host.devices import link_domain_of
 from raypod.placement import Placement
 
 

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypod import durable
 from raypod.checkpoint import tensors
 from raypod.errors import CheckpointDamaged
+from raypod.record import durable
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 STATE = {f"layer.{place}": torch.arange(6).reshape(2, 3).to(dtype) for place, dtype in enumerate(DTYPES)}

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypod import coordinator, models, train, verify_data
+from raypod import coordinator, models, train
 from raypod.checkpoint import reader
 from raypod.cluster import LOCAL
 from raypod.config import from_values
@@ -27,7 +27,8 @@ from raypod.events import CheckpointBegun, CheckpointFailed, CheckpointSaved, Ev
 from raypod.fleet.inline import InlineFleet
 from raypod.metrics import MetricsFold
 from raypod.plan import DatasetSize, Plan, make_plan
-from raypod.sinks import Sinks
+from raypod.record import verify_data
+from raypod.record.sinks import Sinks
 
 Make = Callable[..., Plan]
 

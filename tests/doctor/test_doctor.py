@@ -12,9 +12,9 @@ from typing import Any, Dict
 
 import pytest
 
-from raypod import gcs, ssh
 from raypod.__main__ import main
 from raypod.doctor import probe
+from raypod.pod import gcs, ssh
 
 SHIPPED = Path(__file__).resolve().parent.parent.parent / "cluster" / "emulated-pod.yaml"
 

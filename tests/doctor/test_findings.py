@@ -7,10 +7,10 @@ from typing import Any, Callable, Dict, List, Union
 
 import pytest
 
-from raypod import gcs
 from raypod.cluster import LOCAL, Cluster, Host, VipuPartition
 from raypod.doctor.findings import OK, TROUBLE, WARN, Expected, Finding, examine
 from raypod.doctor.table import render
+from raypod.pod import gcs
 
 GIB = 1 << 30
 HOSTS = ("10.0.0.1", "10.0.0.2")

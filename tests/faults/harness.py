@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
-from raypod import coordinator, run_folder, verify_data
+from raypod import coordinator
 from raypod.cluster import LOCAL, Cluster
 from raypod.config import from_values
 from raypod.datasets import dataset_size
@@ -19,7 +19,8 @@ from raypod.fleet.inline import InlineFleet
 from raypod.fleet.ray import RayFleet
 from raypod.metrics import MetricsFold
 from raypod.plan import Plan, make_plan
-from raypod.sinks import Sinks
+from raypod.record import run_folder, verify_data
+from raypod.record.sinks import Sinks
 
 UPDATES = 24
 # 2.10 neither ends a frozen process nor frees its place: the run ends, in one line; and its `cluster_utils` refuses to

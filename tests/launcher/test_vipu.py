@@ -105,7 +105,7 @@ def test_one_that_was_made_stays_when_told(tool: Tool) -> None:
 
 
 def test_it_is_tried_as_often_as_told(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypod.vipu._PAUSE_S", 0.0)
+    monkeypatch.setattr("raypod.host.vipu._PAUSE_S", 0.0)
     tool.fail(2, "no IPUs are free")
     use("--vipu-partition", "p", "--vipu-partition-attempts", "3")
     assert [each.split()[0] for each in tool.changes] == ["create"] * 3 + ["remove"]

@@ -10,9 +10,9 @@ import re
 from pathlib import Path
 from typing import List, Optional
 
-from raypod import gcs
 from raypod.cluster_file import ClusterFile, Mistake
-from raypod.stop_cluster import MARK
+from raypod.pod import gcs
+from raypod.pod.stop_cluster import MARK
 
 TOKEN_ON_HOSTS = "~/.ray/auth_token"  # where Ray looks for it
 

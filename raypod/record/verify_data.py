@@ -12,10 +12,11 @@ from typing import Dict, List, Optional, Tuple
 
 import numpy as np
 
-from raypod import config, ledger
+from raypod import config
 from raypod.errors import ConfigError
-from raypod.ledger import CallFed, LifeBegun, Line
 from raypod.plan import Geometry
+from raypod.record import ledger
+from raypod.record.ledger import CallFed, LifeBegun, Line
 from raypod.sampling import call_positions, epoch_order
 
 

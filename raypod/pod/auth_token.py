@@ -13,9 +13,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Dict, Optional
 
-from raypod import gcs
 from raypod.errors import ClusterError
-from raypod.interfaces import interface_addresses
+from raypod.host.interfaces import interface_addresses
+from raypod.pod import gcs
 
 SINCE = (2, 52)
 NO_TOKEN = (

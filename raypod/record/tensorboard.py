@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Dict, List
 
-from raypod.durable import AppendedFile
 from raypod.events import EvaluationDone, Event, UpdateDone
+from raypod.record.durable import AppendedFile
 
 FOLDER = "tensorboard"
 _SESSION_STARTS = 1

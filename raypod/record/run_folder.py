@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
-from raypod import run_state
 from raypod.config import Config
 from raypod.errors import ConfigError
 from raypod.events import EvaluationDone, Repaired, RunEnded, RunStarted
 from raypod.metrics import MetricsFold
 from raypod.plan import Plan, default_run_dir
 from raypod.plan_table import describe, topology
+from raypod.record import run_state
 
 
 def choose(resolved: Config) -> str:

@@ -16,9 +16,9 @@ from typing import Any, Dict, List, Tuple, Union
 
 import numpy as np
 
-from raypod.durable import AppendedLines
 from raypod.events import CallDone
 from raypod.plan import Plan
+from raypod.record.durable import AppendedLines
 
 NAME = "ledger.jsonl"
 

@@ -7,10 +7,10 @@ from typing import Optional
 
 from raypod.errors import RunError
 from raypod.events import CallDone, CheckpointBegun, Event, Repaired, RunStarted, UpdateDone
-from raypod.ledger import Ledger
 from raypod.metrics import JsonLines
 from raypod.plan import Plan
-from raypod.tensorboard import EventFile
+from raypod.record.ledger import Ledger
+from raypod.record.tensorboard import EventFile
 
 
 class Sinks:

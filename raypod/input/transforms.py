@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch.nn import functional
 
 from raypod.datasets.arrays import ArrayDataset, Augmentation
-from raypod.device_input import normalisation_factors
+from raypod.input.device_input import normalisation_factors
 from raypod.sampling import augmentation_integers
 
 _CHUNK = 64  # images that are worked on together: their steps meet in the cache

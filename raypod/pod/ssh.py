@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Callable, Dict, List, Sequence, TypeVar
 
 from raypod.cluster import Host, Ssh
-from raypod.interfaces import interface_addresses
+from raypod.host.interfaces import interface_addresses
 
 CONNECT_S = 8
 _AT_ONCE = 64

@@ -1,0 +1,1 @@
+"""What a run leaves on the disk, beside its checkpoints; written such that it survives."""
