@@ -91,7 +91,8 @@ def _same_versions(known: Mapping[str, Facts]) -> Iterator[Finding]:
     pythons = {name: facts["python"] for name, facts in known.items() if "error" not in facts["python"]}
     subjects = {"Python": {name: python["version"] for name, python in pythons.items()}}
     for package in _MUST_MATCH:
-        subjects[package] = {name: str(python["packages"].get(package)) for name, python in pythons.items()}
+        if any(python["packages"].get(package) for python in pythons.values()):
+            subjects[package] = {name: str(python["packages"].get(package)) for name, python in pythons.items()}
     digests = {name: python["raypod_sha256"] for name, python in pythons.items()}
     subjects["raypod's files"] = {name: digest[:12] for name, digest in digests.items() if digest}
     for subject, versions in subjects.items():
