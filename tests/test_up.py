@@ -10,6 +10,7 @@ import pytest
 from raypod import cluster_file
 from raypod.__main__ import main
 from raypod.cluster import Cluster, Host, Ssh
+from raypod.errors import ClusterError
 from raypod.pod import auth_token, ssh, up
 from raypod.pod.cluster_traps import advice_for_launch, is_marked, mistakes_for_launch, tls_variables
 
@@ -80,6 +81,10 @@ def test_a_head_that_cannot_be_reached_ends_it_before_anything_starts(
     monkeypatch.setattr(ssh, "run_on", lambda *_, **__: ssh.Done(255, "", "No route to host"))
     monkeypatch.setattr(up, "_ray", lambda *_: pytest.fail("ray up was called"))
     assert main(["up", str(SHIPPED)]) == 2
+    assert "line 23: auth.ssh_private_key: ~/.ssh/id_ed25519 is not there" in capsys.readouterr().err
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "id_ed25519").touch()
+    assert main(["up", str(SHIPPED)]) == 2
     assert "the head 10.0.0.11 cannot be reached: No route to host" in capsys.readouterr().err
     assert len((tmp_path / ".ray" / "auth_token").read_text()) == 64
 
@@ -99,6 +104,29 @@ def test_this_machine_is_reached_without_ssh() -> None:
     assert (done.exit_code, done.output, done.complaint) == (3, "yes", "no")
     slow = ssh.run_on(Host("h", "127.0.0.1"), Ssh(), ["sleep", "9"], timeout_s=0.2)
     assert slow.complaint == "no answer within 0.2 s"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(255, "host h cannot be reached over ssh"), (127, "host h has no ~/venv/bin/python")]
+)
+def test_a_command_on_a_host_that_does_not_begin_is_told(
+    monkeypatch: pytest.MonkeyPatch, code: int, words: str
+) -> None:
+    monkeypatch.setattr(ssh, "connection", lambda *_: ["sh", "-c", f"exit {code}"])
+    with pytest.raises(ClusterError, match=words):
+        ssh.pass_through(Host("h", "10.0.0.9"), Ssh(), ["~/venv/bin/python", "-V"])
+
+
+def test_a_command_on_a_host_speaks_for_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".bashrc").write_text("export SAID=out\n")
+    (tmp_path / "tool").write_text('#!/bin/sh\necho "$SAID $1"; echo err >&2; exit 3\n')
+    (tmp_path / "tool").chmod(0o755)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(ssh, "connection", lambda *_: ["sh", "-c"])
+    assert ssh.pass_through(Host("h", "10.0.0.9"), Ssh(), ["~/tool", "a  b"]) == 3
+    assert capfd.readouterr() == ("out a  b\n", "err\n")
 
 
 def test_what_a_host_said_is_told_and_not_what_rays_launcher_makes_of_it() -> None:

@@ -40,7 +40,10 @@ def doctor(argv: Sequence[str]) -> int:
     facts = ask(cluster, settings_for(cluster, resolved), args.timeout)
     findings = examine(expected, facts)
     if file is not None:
-        mistakes = [(TROUBLE, each) for each in cluster_traps.mistakes_for_launch(file)]
+        mistakes = [
+            (TROUBLE, each)
+            for each in (*cluster_traps.mistakes_of_access(file), *cluster_traps.mistakes_for_launch(file))
+        ]
         advice = [(WARN, each) for each in cluster_traps.advice_for_launch(file)]
         findings = [*(Finding(level, "", "cluster file", str(each)) for level, each in (*mistakes, *advice)), *findings]
     if args.json:

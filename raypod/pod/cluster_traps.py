@@ -15,6 +15,7 @@ from raypod.pod import gcs
 from raypod.pod.stop_cluster import MARK
 
 TOKEN_ON_HOSTS = "~/.ray/auth_token"  # where Ray looks for it
+KEY_ON_A_HEAD = "~/ray_bootstrap_key.pem"  # where `ray up` puts the operator's ssh key
 
 
 def mistakes_for_launch(file: ClusterFile) -> List[Mistake]:
@@ -37,6 +38,15 @@ def mistakes_for_launch(file: ClusterFile) -> List[Mistake]:
     for kind in ("head", "worker"):
         found += _mistakes_of(kind, file)
     return found
+
+
+def mistakes_of_access(file: ClusterFile) -> List[Mistake]:
+    """Why the hosts cannot be reached from here, as far as this machine can tell."""
+    auth = file.top.section("auth")
+    key = auth.text("ssh_private_key")
+    if key is None or Path(key).expanduser().is_file() or Path(KEY_ON_A_HEAD).expanduser().is_file():
+        return []
+    return [Mistake(auth.line_of("ssh_private_key"), f"auth.ssh_private_key: {key} is not there")]
 
 
 def advice_for_launch(file: ClusterFile) -> List[Mistake]:

@@ -9,16 +9,19 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, Dict, List, Sequence, TypeVar
 
 from raypod.cluster import Host, Ssh
+from raypod.errors import ClusterError
 from raypod.host.interfaces import interface_addresses
+from raypod.pod.cluster_traps import KEY_ON_A_HEAD
 
 CONNECT_S = 8
 _AT_ONCE = 64
-_KEY_ON_A_HEAD = "~/ray_bootstrap_key.pem"  # where `ray up` puts the operator's key
+_NO_CONNECTION, _NO_COMMAND = 255, 127  # exit codes of ssh, of a shell
 
 T = TypeVar("T")
 
@@ -58,14 +61,35 @@ def run_on(host: Host, ssh: Ssh, words: Sequence[str], stdin: str = "", timeout_
     return Done(done.returncode, done.stdout, complaint)
 
 
-def connection(host: Host, ssh: Ssh) -> List[str]:
+def pass_through(host: Host, ssh: Ssh, words: Sequence[str]) -> int:
+    """Run a command in the environment in which `ray up` starts Ray on a host; its output is this process's own, and
+    so is its exit code. It lasts as long as the command; ssh ends it where the host falls silent. `~/` is the host's.
+
+    Raises:
+        ClusterError: the host cannot be reached, or does not have the command; the line before says more.
+    """
+    # Bash complains where an interactive shell has no terminal; the command's own words on stderr pass.
+    command = " ".join("~/" + shlex.quote(word[2:]) if word.startswith("~/") else shlex.quote(word) for word in words)
+    shell = f"bash --login -i -c {shlex.quote(f'source ~/.bashrc; exec {command} 2>&3')} 3>&2 2>/dev/null"
+    terminal = ["-t"] if sys.stdin.isatty() and sys.stdout.isatty() else []
+    code = subprocess.run([*connection(host, ssh, terminal or ["-T"]), shell], check=False).returncode
+    if code == _NO_CONNECTION:
+        raise ClusterError(f"host {host.name} cannot be reached over ssh, or was lost")
+    if code == _NO_COMMAND:
+        raise ClusterError(
+            f"host {host.name} has no {words[0]}: `python -m raypod up` runs setup_commands, which make it"
+        )
+    return code
+
+
+def connection(host: Host, ssh: Ssh, terminal: Sequence[str] = ("-T",)) -> List[str]:
     """The words of ssh up to the command."""
     options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_S}", "StrictHostKeyChecking=accept-new", "LogLevel=ERROR"]
     options += ["ServerAliveInterval=5", "ServerAliveCountMax=3"]
     if ssh.proxy_command:
         options.append(f"ProxyCommand={ssh.proxy_command}")
-    words = ["ssh", "-T", *(word for option in options for word in ("-o", option))]
-    keys = [Path(key).expanduser() for key in (ssh.private_key, _KEY_ON_A_HEAD) if key]
+    words = ["ssh", *terminal, *(word for option in options for word in ("-o", option))]
+    keys = [Path(key).expanduser() for key in (ssh.private_key, KEY_ON_A_HEAD) if key]
     for key in [key for key in keys if key.is_file()][:1]:
         words += ["-i", str(key), "-o", "IdentitiesOnly=yes"]
     return [*words, f"{ssh.user}@{host.address}" if ssh.user else host.address]

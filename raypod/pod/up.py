@@ -37,7 +37,7 @@ def up(argv: Sequence[str]) -> int:
     parser.add_argument("--no-restart", action="store_true", help="leave a Ray that runs as it is")
     args = parser.parse_args(argv)
     file = read_file(args.file)
-    refuse(args.file, cluster_traps.mistakes_for_launch(file))
+    refuse(args.file, [*cluster_traps.mistakes_of_access(file), *cluster_traps.mistakes_for_launch(file)])
     cluster = cluster_from(file, args.file)
     for advice in cluster_traps.advice_for_launch(file):
         _say(f"{args.file}, {advice}")
@@ -59,6 +59,7 @@ def down(argv: Sequence[str]) -> int:
     """End what runs of a cluster on all hosts of its file, and nothing else."""
     args = _parser("down", "End Ray on all hosts of a cluster file.").parse_args(argv)
     file = read_file(args.file)
+    refuse(args.file, cluster_traps.mistakes_of_access(file))
     cluster = cluster_from(file, args.file)
     if not cluster_traps.is_marked(file):
         mark = f"{stop_cluster.MARK}={cluster.name}"
