@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Callable, Dict, Optional, Sequence
 
 from raypod import supervisor
+from raypod.cluster import read_cluster
+from raypod.config import FlagParser
 from raypod.doctor.run import doctor
 from raypod.errors import ConfigError
-from raypod.pod import up
+from raypod.pod import ssh, up
 from raypod.shell import report_errors
 from raypod.train import described, drawn, plan_of
 
@@ -49,17 +51,31 @@ def _verify_data(argv: Sequence[str]) -> int:
 
 def _status(argv: Sequence[str]) -> int:
     """How far a run is."""
-    return supervisor.status(_run_folder("status", argv))
+    return _ask_run("status", supervisor.status, argv)
 
 
 def _attach(argv: Sequence[str]) -> int:
     """Show the output of a detached run until it ends."""
-    return supervisor.attach(_run_folder("attach", argv))
+    return _ask_run("attach", supervisor.attach, argv)
 
 
 def _stop(argv: Sequence[str]) -> int:
     """End a run after a checkpoint."""
-    return supervisor.stop(_run_folder("stop", argv))
+    return _ask_run("stop", supervisor.stop, argv)
+
+
+def _ask_run(verb: str, ask: Callable[[Path], int], argv: Sequence[str]) -> int:
+    """Ask a run in a folder of this host, or of the head of a cluster."""
+    parser = FlagParser(prog=f"raypod {verb}", description=f"{verb} of a run, by its folder.")
+    parser.add_argument("run", metavar="RUN_FOLDER", help="as the host knows it on which the run was started")
+    parser.add_argument("--cluster", metavar="FILE", help="the run was started on the head of this cluster: ask there")
+    args = parser.parse_args(argv)
+    if args.cluster:
+        cluster = read_cluster(args.cluster)
+        head = cluster.hosts[0]
+        if not ssh.is_here(head):
+            return ssh.pass_through(head, cluster.ssh, [cluster.python, "-m", "raypod", verb, args.run])
+    return ask(_run_folder(verb, [args.run]))
 
 
 def _run_folder(verb: str, argv: Sequence[str]) -> Path:

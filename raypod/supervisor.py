@@ -67,6 +67,8 @@ def status(run_dir: Path) -> int:
     ]
     if state.loss is not None:
         rows.append(("loss", f"{state.loss:.3f}, {state.samples_per_s or 0:.0f} images/s"))
+    if state.restarts:
+        rows.append(("restarts", str(state.restarts)))
     rows.append(("checkpoint", latest.read_text().strip() if latest.is_file() else "none yet"))
     rows.append(("said", f"{max(0.0, time.time() - state.written_at_s):.0f} s ago"))
     print("\n".join(f"{key:>12}  {text}" for key, text in rows))  # noqa: T201

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Optional
 
 from raypod.errors import ConfigError, RaypodError
-from raypod.events import Event, RunEnded, RunStarted, UpdateDone
+from raypod.events import Event, Repaired, RunEnded, RunStarted, UpdateDone
 
 NAME = "state.json"
 _EVERY_S = 1.0
@@ -35,6 +35,7 @@ class RunState:
     total_updates: int
     loss: Optional[float] = None
     samples_per_s: Optional[float] = None
+    restarts: int = 0  # repairs since the coordinator was started
     exit_code: Optional[int] = None
     message: str = ""  # why it failed
     written_at_s: float = 0.0  # seconds since 1970
@@ -113,6 +114,8 @@ class StateFile:
             )
             if time.monotonic() - self._written_s >= _EVERY_S:
                 self._write(self._now)
+        elif isinstance(event, Repaired):
+            self._write(dataclasses.replace(self._now, update=event.update, restarts=event.restarts))
         elif isinstance(event, RunEnded):
             code, state = (130, INTERRUPTED) if event.interrupted else (0, DONE)
             self._now = dataclasses.replace(self._now, state=state, exit_code=code, update=event.updates)
