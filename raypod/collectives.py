@@ -49,6 +49,15 @@ def abandon(reason: str) -> None:
         wires.abandon_all(reason)
 
 
+def part() -> None:
+    """Let go of all connections to other instances that outlive `hvd.shutdown` and `popdist.finalizeBackend`: the
+    emulated SDK's, for gradients. Who was idle when another instance was lost would go on with those to the lost.
+    """
+    wires: Any = sys.modules.get("_emulated_pod")
+    if wires is not None:
+        wires.close()
+
+
 class Rendezvous:
     """Where the instances of one fleet meet. Open for as long as the fleet lives, in any process of `address`.
 

@@ -149,6 +149,7 @@ class Instance:
         replica_state.load(self._training, state)
         hvd.shutdown()
         popdist.finalizeBackend()
+        collectives.part()
         self._close_rendezvous()
         return self._update
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import signal
 from pathlib import Path
 from typing import Any, List
@@ -9,7 +11,9 @@ from typing import Any, List
 import pytest
 from harness import HAS_OLD_RAY, Told, assert_undisturbed, pid_of, plan_for, run, send
 
+from raypod.fleet.ray import RayFleet
 from raypod.plan import Plan
+from raypod.repairs import seed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -44,6 +48,20 @@ def test_one_instance_after_the_other_is_killed(session: Any, undisturbed: str, 
     first, second = (Path(plan.log_file(index)).read_text() for index in (0, 1))
     assert (first.count(", pid "), second.count(", pid ")) == (2, 2)  # each was started once more, and no oftener
     assert pid_of(plan, 0) != pids[0]
+
+
+def test_who_was_idle_when_another_died_meets_the_new_one(session: Any, tmp_path: Path) -> None:
+    plan = plan_for(tmp_path, pod={"num_instances": 2})
+    first = dataclasses.replace(plan.next_leg(0), num_updates=3, ends_epoch=False)
+    with contextlib.closing(RayFleet(plan)) as fleet:
+        fleet.start()
+        seed(fleet, None)
+        assert list(fleet.run(first, lambda: False))
+        send(signal.SIGKILL, 1)(plan)
+        assert fleet.repair((1,), may_share_hosts=True) == {0: 3}
+        seed(fleet, None, 0, [1])
+        then = dataclasses.replace(first, first_update=3)
+        assert {report.instance for report in fleet.run(then, lambda: False)} == {0, 1}
 
 
 def test_two_of_four_are_killed_at_once(session: Any, undisturbed: str, tmp_path: Path) -> None:
