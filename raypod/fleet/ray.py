@@ -13,7 +13,8 @@ from raypod.events import CallReport, InstanceStarted
 from raypod.fleet import FleetBroken, failure_of
 from raypod.fleet.process import InstanceProcess
 from raypod.fleet.ray_nodes import await_hosts, draining_hosts, host_name
-from raypod.fleet.ray_session import RaySession, Reservation, reserve
+from raypod.fleet.ray_reservation import Reservation, reserve
+from raypod.fleet.ray_session import RaySession
 from raypod.fleet.ray_substitutes import Substitutes
 from raypod.fleet.ray_watch import Watch
 from raypod.plan import Leg, Plan
@@ -143,7 +144,7 @@ class RayFleet:
             hosts = [node["NodeManagerAddress"] for node in self._nodes]
             if self._plan.cluster.data_network is not None:
                 hosts = self._all("the addresses in the data network", bound, "call", "data_address")
-            opened = self._actors[root].call.remote("open_rendezvous", hosts[root], hosts, self._generation)
+            opened = self._actors[root].call.remote("open_rendezvous", hosts[root], self._generation)
             where = self._watch.results({opened: root}, "an instance to open the rendezvous", bound)[root]
         self._all("the instances to meet", bound, "call", "join", where)
 

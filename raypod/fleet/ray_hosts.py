@@ -11,7 +11,8 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from raypod.errors import HostLost, RaypodError, RunError, WaitTimedOut
 from raypod.fleet.ray_nodes import match_hosts
-from raypod.fleet.ray_session import RaySession, Reservation, reason_of_death, reserve
+from raypod.fleet.ray_reservation import Reservation, reserve
+from raypod.fleet.ray_session import RaySession, reason_of_death
 from raypod.launcher.host_process import HostProcess
 from raypod.launcher.records import HostFacts, HostReport, Program
 from raypod.placement import Placement
@@ -63,9 +64,8 @@ class RayHosts:
             hosts = chosen = self._call("address_in", [(subnet,) for _ in self._actors])
         if instances == 1:
             return [HostFacts(address, {}) for address in hosts]
-        where: Dict[str, str] = self._call("open_rendezvous", [(hosts[0], hosts)], self._actors[:1])[0]
-        facts: List[HostFacts] = self._call("facts", [(hosts[0], own) for own in chosen])
-        return [HostFacts(each.address, {**each.environment, **where}) for each in facts]
+        where: Dict[str, str] = self._call("open_rendezvous", [(hosts[0],)], self._actors[:1])[0]
+        return self._call("facts", [(where, own) for own in chosen])
 
     def start(self, programs: Sequence[Sequence[Program]], grace_s: float, logs: str) -> None:
         """Start the programs of every host; `logs` is where their output goes."""

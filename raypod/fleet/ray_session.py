@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import os
 import re
@@ -13,13 +12,12 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, Optional
 
 from raypod.cluster import LOCAL
-from raypod.errors import ClusterError, RunError, WaitTimedOut
+from raypod.errors import ClusterError, RunError
 from raypod.placement import Placement
 from raypod.pod import auth_token
 
@@ -192,68 +190,6 @@ def _silence_worker_deaths(ray: Any) -> None:
     worker = ray._private.worker
     if hasattr(worker, "_worker_logs_enabled"):
         worker._worker_logs_enabled = False
-
-
-def affinity_options(node: Dict[str, Any], ipus: int) -> Dict[str, Any]:
-    """Options of an actor on a node of its own choice, outside of any reservation; it takes `ipus` IPUs there."""
-    strategies = importlib.import_module("ray.util.scheduling_strategies")
-    strategy = strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-    options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": strategy}
-    return {**options, "resources": {"IPU": float(ipus)}} if ipus else options
-
-
-def reserve(ray: Any, placement: Placement, nodes: List[Dict[str, Any]], bound: Tuple[float, str]) -> Reservation:
-    """One bundle per host, all or none; `bound` is how long to wait in seconds, and what sets it.
-
-    Raises:
-        WaitTimedOut: others are using what is asked for.
-    """
-    timeout_s, setting = bound
-    counts = [len(placement.instances_on(index)) for index in range(len(nodes))]
-    bundles = [
-        _bundle_for(node, count, placement.ipus_on(index)) for index, (node, count) in enumerate(zip(nodes, counts))
-    ]
-    group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
-    deadline = time.monotonic() + timeout_s
-    while not group.wait(min(1.0, timeout_s)):  # short waits, so that Ctrl-C is heard
-        if time.monotonic() >= deadline:
-            ray.util.remove_placement_group(group)
-            asked = "; ".join(f"{host.name}: {bundle}" for host, bundle in zip(placement.hosts, bundles))
-            raise WaitTimedOut(f"Ray to reserve what others may be using ({asked})", timeout_s, setting)
-    return Reservation(group, bundles)
-
-
-@dataclasses.dataclass(frozen=True)
-class Reservation:
-    """A placement group, and what each of its bundles (one per host, in host order) holds."""
-
-    group: Any
-    bundles: List[Dict[str, float]]
-
-    def options(self, host_index: int, share: int) -> Dict[str, Any]:
-        """Options of an actor that takes one of `share` equal parts of a host's bundle."""
-        strategies = importlib.import_module("ray.util.scheduling_strategies")
-        bundle = self.bundles[host_index]
-        options: Dict[str, Any] = {
-            "num_cpus": bundle.get("CPU", 0) / share,
-            "max_restarts": 0,
-            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(self.group, host_index),
-        }
-        if "IPU" in bundle:
-            options["resources"] = {"IPU": bundle["IPU"] / share}
-        return options
-
-
-def _bundle_for(node: Dict[str, Any], instances: int, ipus: int) -> Dict[str, float]:
-    """What a host's instances reserve: a share of its cores (fractional, so that 4 fit on 2 cores), IPUs, the host."""
-    resources = node["Resources"]
-    bundle = {f"node:{node['NodeManagerAddress']}": 0.001}
-    share = min(1.0, int(100 * resources.get("CPU", 0) / instances) / 100)
-    if share:
-        bundle["CPU"] = share * instances
-    if ipus and "IPU" in resources:
-        bundle["IPU"] = float(ipus)
-    return bundle
 
 
 def reason_of_death(text: str) -> str:

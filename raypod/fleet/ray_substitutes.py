@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, List, Sequence, Tuple
 from raypod.cluster import LOCAL
 from raypod.errors import HostLost
 from raypod.fleet.ray_nodes import host_name, is_named
-from raypod.fleet.ray_session import Reservation, affinity_options
+from raypod.fleet.ray_reservation import Reservation, affinity_options
 from raypod.plan import Plan
 
 _ANSWERS_WITHIN_S = 10.0  # an actor's process on a host that is there; its imports come later
@@ -88,8 +88,7 @@ class Substitutes:
     def _options(self, index: int, node: Dict[str, Any], before: Dict[str, Any], may_share: bool) -> Dict[str, Any]:
         """In its own part of the reservation where that still is, else on the node, with IPUs of its own."""
         spec = self._plan.instances[index]
-        address = f"node:{before['NodeManagerAddress']}"
-        if node["NodeID"] == before["NodeID"] and address in self._reservation.bundles[spec.host_index]:
+        if node["NodeID"] == before["NodeID"] == self._reservation.node_ids[spec.host_index]:
             return self._reservation.options(spec.host_index, len(self._plan.instances_on(spec.host_index)))
         has_ipus = "IPU" in self._reservation.bundles[spec.host_index]
         return affinity_options(node, self._plan.placement.local_ipus if has_ipus and not may_share else 0)
