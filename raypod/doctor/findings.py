@@ -5,17 +5,14 @@ Facts are what `probe.py` prints, by host; a host that could not be asked has an
 
 from __future__ import annotations
 
-import dataclasses
-import ipaddress
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, Union
+from typing import Callable, Dict, Iterator, List, Mapping, Tuple, Union
 
 from raypod.cluster import LOCAL, Cluster
+from raypod.doctor.finding import OK, TROUBLE, WARN, Expected, Facts, Finding
+from raypod.doctor.listeners import exposure, ports
 from raypod.host import vipu
+from raypod.host.interfaces import is_address, is_in
 from raypod.pod import auth_token, gcs
-
-OK, WARN, TROUBLE = "ok", "warn", "trouble"
-
-Facts = Mapping[str, Any]
 
 _GIB = 1 << 30
 _CLOCK_WARN_S, _CLOCK_TROUBLE_S = 2.0, 30.0
@@ -23,32 +20,6 @@ _LEAST_RUN_FOLDER, _WISHED_RUN_FOLDER = _GIB // 4, 2 * _GIB
 _LEAST_SHM, _WISHED_SHM = _GIB // 4, _GIB
 _WISHED_OPEN_FILES = 8192
 _MUST_MATCH = ("ray", "torch", "torchvision", "poptorch", "horovod")
-_LOOPBACK = ("127.", "::1", "::ffff:127.")
-_ANY = ("0.0.0.0", "::")
-DASHBOARD_PORT = 8265
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One line of the table. `host` is "" for what concerns the pod."""
-
-    level: str
-    host: str
-    what: str
-    text: str
-    way_out: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Expected:
-    """What a run will need of the hosts."""
-
-    cluster: Cluster
-    ports: Tuple[int, ...] = ()  # that the start commands fix, apart from those of workers
-    worker_ports: Tuple[int, int] = (0, 0)
-    data_dir: Optional[str] = None
-    wants_ipus: Optional[bool] = None  # None: where there are any
-    gcs: Optional[gcs.Answer] = None  # of one who shows no token; None: nobody asked
 
 
 def examine(expected: Expected, hosts: Mapping[str, Union[Facts, str]]) -> List[Finding]:
@@ -61,7 +32,7 @@ def examine(expected: Expected, hosts: Mapping[str, Union[Facts, str]]) -> List[
     known = {name: facts for name, facts in hosts.items() if not isinstance(facts, str)}
     found += [Finding(OK, name, "reachable", f"as {facts['user']}") for name, facts in known.items()]
     checks: List[Callable[[Expected, str, Facts], Iterator[Finding]]]
-    checks = [_python, _ipus, _network, _ports, _exposure, _folders, _data, _limits, _token]
+    checks = [_python, _ipus, _network, ports, exposure, _folders, _data, _limits, _token]
     for check in checks:
         for name, facts in known.items():
             found += check(expected, name, facts)
@@ -162,12 +133,12 @@ def _network(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     interfaces: Dict[str, Tuple[str, int]] = {name: tuple(value) for name, value in facts["interfaces"].items()}
     of_host = next((each.address for each in cluster.hosts if each.name == host), host)
     network = cluster.data_network or of_host
-    found = {name: address for name, (address, _) in interfaces.items() if _is_in(address, network)}
+    found = {name: address for name, (address, _) in interfaces.items() if is_in(address, network)}
     listed = ", ".join(f"{name} {address}" for name, (address, _) in interfaces.items())
     if not found and cluster.data_network:
         text = f"no interface is in data_network {cluster.data_network}; there are {listed}"
         yield Finding(TROUBLE, host, "data network", text, "correct metadata.raypod.data_network")
-    elif not found and _is_address(of_host):
+    elif not found and is_address(of_host):
         text = f"no interface has the address {of_host} of the file; there are {listed}"
         yield Finding(WARN, host, "data network", text, "Ray knows a host by its own address: use that one in the file")
     else:
@@ -177,7 +148,7 @@ def _network(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
         )
     head = cluster.hosts[0].address
     source = facts["towards"].get(head)
-    if _is_address(of_host) and of_host != head and source not in (None, of_host):
+    if is_address(of_host) and of_host != head and source not in (None, of_host):
         text = f"its address towards the head is {source}, and the file says {of_host}: Ray will know it as {source}"
         yield Finding(TROUBLE, host, "network", text, f"list {source} in worker_ips")
 
@@ -191,48 +162,6 @@ def _clocks(known: Mapping[str, Facts]) -> Iterator[Finding]:
     level = OK if spread < _CLOCK_WARN_S else WARN if spread < _CLOCK_TROUBLE_S else TROUBLE
     text = f"apart by {spread:.1f} s at most" + (f", {last} is ahead" if level != OK else "")
     yield Finding(level, "", "clocks", text, "" if level == OK else "run an NTP client on all hosts")
-
-
-def _ports(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
-    if not expected.ports:
-        return
-    cluster, taken, ours = expected.cluster, {}, 0
-    for each in facts["listening"]:
-        first, last = expected.worker_ports
-        if each["port"] in expected.ports or first <= each["port"] <= last:
-            if each["cluster"] == cluster.name:
-                ours += 1
-            else:
-                taken[each["port"]] = each
-    for port, each in sorted(taken.items()):
-        who = f"{each['program']}, pid {each['pid']}" if each["pid"] else "a process of another user"
-        whose = f" of the cluster {each['cluster']}" if each["cluster"] else ""
-        way_out = "end it, or choose other ports in the start commands"
-        yield Finding(TROUBLE, host, "ports", f"{port} is taken by {who}{whose}", way_out)
-    others = sum(1 for mark in facts["clusters"] if mark != cluster.name)
-    if others:
-        yield Finding(WARN, host, "ports", f"{others} Ray of others runs here", "`raypod up` and `down` leave it alone")
-    if not taken:
-        yield Finding(OK, host, "ports", "held by this cluster" if ours else f"{len(expected.ports)} are free")
-
-
-def _exposure(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
-    """Who listens for whom. Ray binds most of its ports to all interfaces and guards them by the token."""
-    name, (first, last) = expected.cluster.name, expected.worker_ports
-    ours = [each for each in facts["listening"] if each["cluster"] == name and not _is_loopback(each["address"])]
-    if not ours or expected.cluster is LOCAL:
-        return
-    for each in ours:
-        if each["port"] == DASHBOARD_PORT:
-            text = f"listens on {each['address']}:{DASHBOARD_PORT}"
-            yield Finding(TROUBLE, host, "dashboard", text, "--dashboard-host=127.0.0.1; reach it by `ray dashboard`")
-    known = {*expected.ports, *range(first, last + 1), *MONITOR_PORTS, 10001}
-    rest = sorted({each["port"] for each in ours if each["port"] not in known and each["address"] in _ANY})
-    if rest:
-        told = ", ".join(map(str, rest))
-        text = f"{told}: Ray's, on all interfaces, and no start command fixes them"
-        yield Finding(WARN, host, "exposed", text, "a firewall that admits the hosts alone")
-    yield Finding(OK, host, "exposed", f"{len({each['port'] for each in ours})} ports of Ray (README, What is exposed)")
 
 
 def _folders(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
@@ -318,27 +247,6 @@ def _door(expected: Expected) -> Iterator[Finding]:
         yield Finding(
             WARN, "", "closed", f"the GCS at {address} answers everybody", "let a firewall admit the hosts alone"
         )
-
-
-MONITOR_PORTS = (44217, 44227)  # Prometheus pages of the autoscaler and the dashboard; Ray has no flag for them
-
-
-def _is_in(address: str, network: str) -> bool:
-    if "/" not in network:
-        return address == network
-    return ipaddress.ip_address(address) in ipaddress.ip_network(network, strict=False)
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith(_LOOPBACK)
 
 
 def _distinct(values: Mapping[str, str]) -> List[str]:

@@ -14,7 +14,9 @@ from raypod import config
 from raypod.cluster import LOCAL, Cluster, Host, cluster_from, read_file
 from raypod.config import Config
 from raypod.doctor import probe, table
-from raypod.doctor.findings import MONITOR_PORTS, TROUBLE, WARN, Expected, Facts, Finding, examine
+from raypod.doctor.finding import TROUBLE, WARN, Expected, Facts, Finding
+from raypod.doctor.findings import examine
+from raypod.doctor.listeners import MONITOR_PORTS
 from raypod.host import vipu
 from raypod.placement import place
 from raypod.pod import cluster_traps, gcs, ssh
@@ -111,6 +113,7 @@ def _expected(cluster: Cluster, resolved: Config, commands: str) -> Expected:
         cluster=cluster,
         ports=tuple(port for port in ports if port not in (0, *MONITOR_PORTS)),
         worker_ports=(workers[0] or 0, workers[1] or 0),
+        metrics_port=_number(r"--metrics-export-port[= ](\d+)", commands) or 0,
         data_dir=resolved.data.data_dir,
         wants_ipus={"ipu": True, "emulated": False}.get(resolved.run.device),
         gcs=gcs.check(cluster.gcs_address) if cluster.gcs_address else None,

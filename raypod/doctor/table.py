@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Dict, List, Sequence, Tuple
 
-from raypod.doctor.findings import OK, TROUBLE, WARN, Finding
+from raypod.doctor.finding import OK, TROUBLE, WARN, Finding
 
 _WHAT_WIDTH = 15
 

@@ -40,12 +40,26 @@ def address_in(network: str, setting: str) -> str:
     """
     addresses = interface_addresses()
     for interface, address in addresses.items():
-        if interface == network or (
-            "/" in network and ipaddress.ip_address(address) in ipaddress.ip_network(network, strict=False)
-        ):
+        if interface == network or ("/" in network and is_in(address, network)):
             return address
     told = ", ".join(f"{name} {address}" for name, address in addresses.items())
     raise ClusterError(f"host {socket.gethostname()} has no address in {setting} {network}; it has {told}")
+
+
+def is_in(address: str, network: str) -> bool:
+    """Whether an address is in a network (CIDR), or is that very one."""
+    if "/" not in network:
+        return address == network
+    return ipaddress.ip_address(address) in ipaddress.ip_network(network, strict=False)
+
+
+def is_address(text: str) -> bool:
+    """Whether a text is an address, not a name."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _address_of(probe: socket.socket, interface: str) -> Optional[str]:

@@ -8,7 +8,8 @@ from typing import Any, Callable, Dict, List, Union
 import pytest
 
 from raypod.cluster import LOCAL, Cluster, Host, VipuPartition
-from raypod.doctor.findings import OK, TROUBLE, WARN, Expected, Finding, examine
+from raypod.doctor.finding import OK, TROUBLE, WARN, Expected, Finding
+from raypod.doctor.findings import examine
 from raypod.doctor.table import render
 from raypod.pod import gcs
 
@@ -22,7 +23,7 @@ POD = Cluster(
     gcs_port=6379,
     auth_mode="token",
 )
-EXPECTED = Expected(POD, ports=(6379, 6380, 8265), worker_ports=(10002, 10999))
+EXPECTED = Expected(POD, ports=(6379, 6380, 6384, 8265), worker_ports=(10002, 10999), metrics_port=6384)
 Pod = Dict[str, Any]
 
 
@@ -82,6 +83,24 @@ def test_a_pod_that_is_well_has_nothing_but_ok() -> None:
     assert {"run folder", "object store", "data set", "token"} <= whats
 
 
+def test_the_ports_of_a_running_pod_are_counted_where_they_may_be() -> None:
+    pod = healthy()
+    for name in HOSTS:
+        network = pod[name]["interfaces"]["eth1"][0]
+        places = [
+            (6380, "::"),
+            (10500, "0.0.0.0"),
+            (40001, network),
+            (40002, f"::ffff:{network}"),
+            (40003, "127.0.0.1"),
+        ]
+        pod[name]["listening"] = [listener(port, "pod", address) for port, address in places]
+    told = [finding for finding in examine(EXPECTED, pod) if finding.what == "exposed"]
+    assert {(finding.level, finding.text) for finding in told} == {
+        (OK, "2 ports of Ray, 2 of instances in 10.1.0.0/16 (README, What is exposed)")
+    }
+
+
 def on_second(change: Callable[[Dict[str, Any]], Any]) -> Pod:
     pod = healthy()
     change(pod[HOSTS[1]])
@@ -110,6 +129,13 @@ def on_second(change: Callable[[Dict[str, Any]], Any]) -> Pod:
         (lambda f: f["clusters"].append("b"), WARN, "ports", "1 Ray of others runs here"),
         (lambda f: f["listening"].append(listener(8265, "pod")), TROUBLE, "dashboard", "listens on 0.0.0.0:8265"),
         (lambda f: f["listening"].append(listener(4711, "pod")), WARN, "exposed", "4711: Ray's, on all interfaces"),
+        (
+            lambda f: f["listening"].append(listener(40001, "pod", "10.0.0.2")),
+            WARN,
+            "exposed",
+            "10.0.0.2:40001: an instance's, outside of the data network 10.1.0.0/16",
+        ),
+        (lambda f: f["listening"].append(listener(6384, "pod")), WARN, "exposed", "6384: metrics, which everybody may"),
         (lambda f: f["folders"].update({"run folder": folder(GIB)}), WARN, "run folder", "1.0 GiB free"),
         (lambda f: f["folders"].update({"run folder": folder(9)}), TROUBLE, "run folder", "0.0 GiB free"),
         (lambda f: f["folders"].update(cache=folder(is_writable=False)), TROUBLE, "cache", "cannot be written by me"),
