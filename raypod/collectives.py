@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict
 
 from raypod.errors import SdkError
-from raypod.horovod_rendezvous import HorovodRendezvous
+from raypod.horovod_rendezvous import HorovodDoor
 from raypod.host.interfaces import address_towards, interface_of
+
+_JOIN_S = 60.0  # to reach the meeting point
 
 
 def check_available(collectives: str) -> None:
@@ -61,36 +63,38 @@ def part() -> None:
 class Rendezvous:
     """Where the instances of one fleet meet. Open for as long as the fleet lives, in any process of `address`.
 
-    `environment` leads every instance there: EMULATED_POD_RENDEZVOUS for the emulated SDK, and with `for_horovod` the
-    HOROVOD_GLOO_RENDEZVOUS_* of a real Horovod. Who an instance is among them says `environment.horovod_identity`; by
-    which interface, `horovod_interface`.
+    `environment` leads every instance there: EMULATED_POD_RENDEZVOUS, with the secret without which nobody is answered.
+    A real Horovod goes through a door of its own host (`horovod_door`). Who an instance is among them says
+    `environment.horovod_identity`; by which interface, `horovod_interface`.
     """
 
-    def __init__(self, address: str, hosts: Sequence[str], for_horovod: bool, generation: int = 0) -> None:
-        """Listen on `address`, a name or address of this host, for instances on `hosts` (names or addresses).
+    def __init__(self, address: str, generation: int = 0) -> None:
+        """Listen on `address`, a name or address of this host, and nowhere else.
 
         Each repair of a fleet makes another `generation`, whose instances meet anew.
 
-        The emulated SDK must be importable (`sdk.select`). OSError if an address cannot be resolved or listened on.
+        The emulated SDK must be importable (`sdk.select` or `sdk.offer_store`).
+        OSError if the address cannot be resolved or listened on.
         """
-        import _emulated_pod  # of the emulated SDK: the wires that stand in for IPU-Links
+        from _emulated_store_server import StoreServer  # of the emulated SDK; it needs no torch
 
-        self._store: Any
-        self._store, where = _emulated_pod.open_rendezvous(address)
-        self.environment: Dict[str, str] = {
-            "EMULATED_POD_RENDEZVOUS": where,
-            "EMULATED_POD_GENERATION": str(generation),
-        }
-        self._horovod: Optional[HorovodRendezvous] = None
-        if for_horovod:
-            self._horovod = HorovodRendezvous(address, hosts)
-            self.environment.update(self._horovod.environment)
+        self._store = StoreServer(address)
+        self.environment: Dict[str, str] = {**self._store.environment, "EMULATED_POD_GENERATION": str(generation)}
 
     def close(self) -> None:
-        """Close the servers; nobody can join any more."""
-        if self._horovod is not None:
-            self._horovod.close()
-        self._store = None
+        """Close it; nobody can join any more."""
+        self._store.close()
+
+
+def horovod_door(rendezvous: Dict[str, str]) -> HorovodDoor:
+    """The way of a real Horovod on this host to the others; `rendezvous` is the environment of a `Rendezvous`.
+
+    RuntimeError if it does not answer, or has another secret.
+    """
+    from _emulated_store_client import StoreClient
+
+    host, _, port = rendezvous["EMULATED_POD_RENDEZVOUS"].rpartition(":")
+    return HorovodDoor(StoreClient(host, int(port), rendezvous["EMULATED_POD_SECRET"], _JOIN_S))
 
 
 def horovod_interface(rendezvous: str) -> Dict[str, str]:

@@ -1,66 +1,84 @@
-"""The key-value server at which the processes of a real Horovod find each other over Gloo.
+"""How the processes of a real Horovod find each other over Gloo: through the store at which the instances meet.
 
-Horovod's own server listens on every interface and answers everybody. This one speaks the same protocol (HTTP: PUT, GET
-and DELETE of /scope/key), listens on one address and answers the hosts of the run alone. It needs no Horovod.
+Horovod asks a key-value server by plain HTTP (PUT, GET and DELETE of /scope/key), and can prove nothing to it. So what
+it asks is a door on the loopback interface of its own host, which nobody can reach from the network, and which hands
+the requests on over a connection to the store that is proved on both sides. It needs no Horovod.
 """
 
 from __future__ import annotations
 
+import hmac
 import http.server
+import os
+import secrets
 import socket
 import socketserver
-import sys
 import threading
-from typing import Dict, Iterable, Tuple
+import weakref
+from typing import Dict, Optional, Tuple
+
+from typing_extensions import Protocol
 
 _MOST_BYTES = 1 << 20  # of one value: Gloo's are the addresses of one rank, some hundred bytes for each other rank
 _REQUEST_TIMEOUT_S = 3.0
-_OK, _BAD_REQUEST, _NOT_FOUND, _TIMEOUT, _TOO_LARGE = 200, 400, 404, 408, 413
+_ENDS_WITHIN_S = 5.0
+_OK, _BAD_REQUEST, _FORBIDDEN, _NOT_FOUND, _TIMEOUT, _TOO_LARGE, _UNAVAILABLE = 200, 400, 403, 404, 408, 413, 503
 
 
-class HorovodRendezvous:
-    """The server, on a port that the system chooses, from its birth until `close`."""
+class Store(Protocol):
+    """What a door leads to. RuntimeError from each, once it is gone."""
 
-    def __init__(self, address: str, hosts: Iterable[str]) -> None:
-        """Listen on `address` (a name or IPv4 address of this host) and answer `hosts` (names or addresses).
+    def get(self, key: str) -> Optional[bytes]:
+        """The value of a key; None if there is none."""
 
-        Raises:
-            OSError: the address is not this host's, or a name cannot be resolved.
-        """
-        own = socket.gethostbyname(address)
-        self._server = _Server(own, {own, *map(socket.gethostbyname, hosts)})
-        self._thread = threading.Thread(target=self._server.serve_forever, name="horovod rendezvous", daemon=True)
+    def set(self, key: str, value: bytes) -> None:
+        """Keep a value."""
+
+    def delete(self, key: str) -> bool:
+        """Drop a key."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class HorovodDoor:
+    """The server, on a port of 127.0.0.1 that the system chooses, from its birth until `close`.
+
+    Others on this host may reach the port as well. So the requests lead through a path that nobody can guess: Horovod
+    makes its URLs of "http://" + HOROVOD_GLOO_RENDEZVOUS_ADDR + ":" + HOROVOD_GLOO_RENDEZVOUS_PORT + "/scope/key"
+    (http_store.h of 0.28), and takes the port of the first colon.
+    """
+
+    def __init__(self, store: Store) -> None:
+        """Lead to `store`, which is closed with the door."""
+        self._server = _Server(store)
+        port = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, name="horovod door", daemon=True)
         self._thread.start()
         self.environment: Dict[str, str] = {
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": own,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self._server.server_address[1]),
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": f"127.0.0.1:{port}/{self._server.secret}",
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
         }
 
     def close(self) -> None:
         """Close the port and end the thread."""
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join()
+        self._thread.join(_ENDS_WITHIN_S)
+        self._server.store.close()
 
 
 class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
-    request_queue_size = 128  # all ranks come at once
+    request_queue_size = 128  # all ranks of the host come at once
 
-    def __init__(self, address: str, allowed: Iterable[str]) -> None:
-        self.values: Dict[Tuple[str, str], bytes] = {}  # by scope and key; each access is one atomic operation
-        self._allowed = frozenset(allowed)
-        super().__init__((address, 0), _Handler)
+    def __init__(self, store: Store) -> None:
+        self.store, self.secret = store, secrets.token_hex(16)
+        super().__init__(("127.0.0.1", 0), _Handler)
+        _servers.add(self)
 
-    def verify_request(self, request: object, client_address: Tuple[str, int]) -> bool:
-        """Whether it comes from a host of the run; said on stderr if not, for that host's Horovod only sees a reset."""
-        allowed = client_address[0] in self._allowed
-        if not allowed:
-            hosts = ", ".join(sorted(self._allowed))
-            sys.stderr.write(
-                f"Horovod rendezvous: refused {client_address[0]}, which is no host of this run ({hosts})\n"
-            )
-        return allowed
+
+_servers: weakref.WeakSet[_Server] = weakref.WeakSet()
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -71,11 +89,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """The value of a key; 404 as long as there is none: Horovod asks again."""
-        value = self.server.values.get(self._key())
-        self._answer(_NOT_FOUND if value is None else _OK, value or b"")
+        found = self._place()
+        if found is not None:
+            value = self.server.store.get("/".join(found))
+            self._answer(_NOT_FOUND if value is None else _OK, value or b"")
 
     def do_PUT(self) -> None:
         """Keep a value."""
+        found = self._place()
+        if found is None:
+            return
         length = self.headers.get("Content-Length", "")
         if not length.isdigit():
             self._answer(_BAD_REQUEST)
@@ -83,22 +106,38 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(_TOO_LARGE)
         else:
             try:
-                self.server.values[self._key()] = self.rfile.read(int(length))
+                value = self.rfile.read(int(length))
             except socket.timeout:
                 self._answer(_TIMEOUT)
             else:
+                self.server.store.set("/".join(found), value)
                 self._answer(_OK)
 
     def do_DELETE(self) -> None:
         """A rank (the key) has met all others in a scope: drop what it said there, so that they can meet again."""
-        scope, rank = self._key()
-        for key in (rank, f"rank_{rank}"):
-            self.server.values.pop((scope, key), None)
-        self._answer(_OK)
+        found = self._place()
+        if found is not None:
+            scope, rank = found
+            for key in (rank, f"rank_{rank}"):
+                self.server.store.delete(f"{scope}/{key}")
+            self._answer(_OK)
 
-    def _key(self) -> Tuple[str, str]:
-        scope, _, key = self.path.lstrip("/").partition("/")
-        return scope, key
+    def handle_one_request(self) -> None:
+        """As ever; without the store, which is gone with the instance that held it, Horovod gives up after three."""
+        try:
+            super().handle_one_request()
+        except RuntimeError:
+            self._answer(_UNAVAILABLE)
+            self.close_connection = True
+
+    def _place(self) -> Optional[Tuple[str, str]]:
+        """Scope and key that are asked for; None, and an answer, for who does not know the way."""
+        way, _, place = self.path.lstrip("/").partition("/")
+        if not hmac.compare_digest(way.partition(":")[0].encode(), self.server.secret.encode()):
+            self._answer(_FORBIDDEN)
+            return None
+        scope, _, key = place.partition("/")
+        return f"horovod/{scope}", key
 
     def _answer(self, status: int, content: bytes = b"") -> None:
         self.send_response(status)
@@ -108,3 +147,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Nothing: the output of the process is the program's."""
+
+
+def _serve_nobody_in_a_forked_child() -> None:
+    """The thread is not there, and a port that a loader's worker holds would outlive the door."""
+    for server in list(_servers):
+        server.socket.close()
+
+
+os.register_at_fork(after_in_child=_serve_nobody_in_a_forked_child)

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import horovod.torch as hvd
 import popdist
@@ -25,9 +25,10 @@ from raypod import collectives, datasets, models, steps
 from raypod.checkpoint import writer
 from raypod.checkpoint.background import BackgroundWriter
 from raypod.checkpoint.manifest import Manifest
-from raypod.collectives import Rendezvous, horovod_interface, uses_installed_horovod
+from raypod.collectives import Rendezvous, horovod_door, horovod_interface, uses_installed_horovod
 from raypod.events import CallReport, EvaluationReport, InstanceStarted, SaveReport
 from raypod.feed import Feed
+from raypod.horovod_rendezvous import HorovodDoor
 from raypod.host.interfaces import address_in, address_towards, interface_of
 from raypod.input.device_input import device_input
 from raypod.input.prefetch import timed
@@ -55,6 +56,7 @@ class Instance:
         self._feed: Optional[Feed] = None
         self._models: List[Any] = []  # that hold a device
         self._rendezvous: Optional[Rendezvous] = None
+        self._horovod_door: Optional[HorovodDoor] = None  # of an installed Horovod
         self._saves: Optional[BackgroundWriter] = None  # of instance 0
         self._address = "127.0.0.1"  # by which other instances reach this one; the fleet's network once it has joined
         self._seconds: List[Tuple[str, float]] = []
@@ -110,13 +112,13 @@ class Instance:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["HOROVOD_GLOO_IFACE"] = str(interface_of(address))
         return address
 
-    def open_rendezvous(self, address: str, hosts: Sequence[str], generation: int) -> Dict[str, str]:
-        """Open the meeting point of the instances on `hosts` at this host's `address`; the variables that lead there.
+    def open_rendezvous(self, address: str, generation: int) -> Dict[str, str]:
+        """Open the meeting point of the instances at this host's `address`; the variables that lead there.
 
-        `address` and `hosts` are addresses of the network between the hosts; every repair makes a new `generation`.
+        `address` is one of the network between the hosts; every repair makes a new `generation`.
         """
         self._close_rendezvous()
-        self._rendezvous = Rendezvous(address, hosts, uses_installed_horovod(), generation)
+        self._rendezvous = Rendezvous(address, generation)
         return self._rendezvous.environment
 
     def join(self, environment: Dict[str, str]) -> None:
@@ -125,8 +127,11 @@ class Instance:
         if "EMULATED_POD_RENDEZVOUS" in environment:
             rendezvous = environment["EMULATED_POD_RENDEZVOUS"].rpartition(":")[0]
             self._address = self.data_address() or address_towards(rendezvous)
-        if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environment and self._plan.cluster.data_network is None:
-            os.environ.update(horovod_interface(environment["HOROVOD_GLOO_RENDEZVOUS_ADDR"]))
+            if uses_installed_horovod():
+                self._horovod_door = horovod_door(environment)
+                os.environ.update(self._horovod_door.environment)
+                if self._plan.cluster.data_network is None:
+                    os.environ.update(horovod_interface(rendezvous))
         popdist.init()
         hvd.init()
 
@@ -315,6 +320,9 @@ class Instance:
         )
 
     def _close_rendezvous(self) -> None:
+        if self._horovod_door is not None:
+            self._horovod_door.close()
+            self._horovod_door = None
         if self._rendezvous is not None:
             self._rendezvous.close()
             self._rendezvous = None

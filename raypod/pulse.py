@@ -17,7 +17,13 @@ _Item = TypeVar("_Item")
 IDLE = "waiting for its next order"
 LOADING = "loading data"
 # Frames by which a stack is known to wait for other instances: the emulated SDK's wires, and Horovod's.
-_WIRES = ("_emulated_pod.py", "_emulated_rendezvous.py", "_emulated_shared_memory.py", "/horovod/torch/")
+_WIRES = (
+    "_emulated_pod.py",
+    "_emulated_rendezvous.py",
+    "_emulated_store",
+    "_emulated_shared_memory.py",
+    "/horovod/torch/",
+)
 
 
 class Pulse:

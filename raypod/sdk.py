@@ -73,6 +73,12 @@ def for_programs(device: str) -> Tuple[Sdk, Tuple[str, ...]]:
     return Sdk("ipu", "Poplar SDK"), ()
 
 
+def offer_store() -> None:
+    """Make the store at which instances meet importable, in a process that needs no SDK and no torch."""
+    if EMULATED_SDK not in sys.path:
+        sys.path.append(EMULATED_SDK)
+
+
 def _use_emulated(reason: str) -> Sdk:
     sys.path.insert(0, EMULATED_SDK)
     return Sdk("emulated", f"emulated SDK on CPU ({reason})")

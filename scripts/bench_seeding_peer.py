@@ -44,7 +44,7 @@ def meet(rank: int, hosts: List[str], folder: Path) -> Any:
     sdk.select("emulated")
     note, rendezvous = folder / "rendezvous.json", None
     if rank == 0:
-        rendezvous = collectives.Rendezvous(hosts[0], hosts, collectives.uses_installed_horovod())
+        rendezvous = collectives.Rendezvous(hosts[0])
         partial = folder / "partial"
         partial.write_text(json.dumps(rendezvous.environment))
         partial.replace(note)
@@ -53,16 +53,19 @@ def meet(rank: int, hosts: List[str], folder: Path) -> Any:
         assert time.monotonic() < deadline, "no rendezvous"
         time.sleep(0.05)
     os.environ.update(json.loads(note.read_text()))
+    door = collectives.horovod_door(dict(os.environ)) if collectives.uses_installed_horovod() else None
+    os.environ.update(door.environment if door is not None else {})
     os.environ.update(horovod_identity([(host, 1) for host in hosts], rank))
     os.environ.update(collectives.horovod_interface(hosts[0]))
     os.environ.update(GLOO_SOCKET_IFNAME="eth0", OMPI_COMM_WORLD_RANK=str(rank), OMPI_COMM_WORLD_SIZE=str(len(hosts)))
     import horovod.torch as hvd
 
     hvd.init()
-    host, _, port = os.environ["EMULATED_POD_RENDEZVOUS"].rpartition(":")
-    store = dist.TCPStore(host, int(port), None, False, wait_for_workers=False)
+    import _emulated_rendezvous
+
+    store, _ = _emulated_rendezvous.client(len(hosts))
     dist.init_process_group("gloo", store=dist.PrefixStore("bench", store), rank=rank, world_size=len(hosts))
-    return rendezvous
+    return rendezvous, door, store
 
 
 class Methods:

@@ -17,15 +17,15 @@ LEVELS: Dict[str, int] = {
             "__init__ cluster_file errors events interval mixer suggestions torchvision_import "
             "checkpoint/__init__ checkpoint/manifest doctor/__init__ doctor/probe host/__init__ "
             "host/allocator host/numa input/__init__ input/device_input input/prefetch launcher/__init__ "
-            "launcher/keeper launcher/options launcher/records launcher/rendezvous_store launcher/stdin "
+            "launcher/keeper launcher/options launcher/records launcher/stdin "
             "pod/__init__ pod/gcs pod/stop_cluster record/__init__ record/durable record/versions "
             "state/__init__ state/replica_state",
             "cluster config file_lock pulse shell stop_gate user_code checkpoint/folder checkpoint/retention "
             "checkpoint/tensors datasets/arrays host/interfaces launcher/console launcher/pump "
             "pod/cluster_traps record/run_state record/tensorboard",
-            "placement supervisor datasets/cache datasets/download launcher/mpi_arguments launcher/output "
-            "launcher/parser pod/auth_token pod/ssh",
-            "plan host/devices host/vipu launcher/run pod/up",
+            "placement supervisor doctor/finding datasets/cache datasets/download launcher/mpi_arguments "
+            "launcher/output launcher/parser pod/auth_token pod/ssh",
+            "plan doctor/listeners host/devices host/vipu launcher/run pod/up",
             "environment horovod_rendezvous norms plan_table sampling checkpoint/fit datasets/cifar "
             "datasets/digits datasets/image_folder datasets/own datasets/synthetic doctor/findings "
             "launcher/partition launcher/topology record/ledger state/seeding state/weights",
@@ -35,7 +35,8 @@ LEVELS: Dict[str, int] = {
             "record/run_folder record/sinks",
             "instance pipeline pipeline_table",
             "fleet/__init__",
-            "failure liveness saving fleet/inline fleet/process fleet/ray_nodes fleet/ray_session fleet/scripted",
+            "failure liveness saving fleet/inline fleet/process fleet/ray_nodes fleet/ray_reservation "
+            "fleet/ray_session fleet/scripted",
             "progress repairs fleet/ray_hosts fleet/ray_substitutes fleet/ray_watch",
             "coordinator fleet/ray",
             "launch train",
@@ -52,6 +53,8 @@ SDK = {
     "_emulated_gcl",
     "_emulated_gradient_sum",
     "_emulated_shared_memory",
+    "_emulated_store_client",
+    "_emulated_store_server",
 }
 SDK_USERS = {"sdk", "instance", "optimizers", "collectives", "steps", "pipeline_table"}
 

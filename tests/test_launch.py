@@ -178,11 +178,12 @@ def test_two_hosts_share_the_instances(launch: Launch) -> None:
 
 
 def test_the_network_of_the_instances_can_be_chosen(launch: Launch) -> None:
-    shown = "echo $GLOO_SOCKET_IFNAME $HOROVOD_GLOO_IFACE $HOROVOD_GLOO_RENDEZVOUS_ADDR $EMULATED_POD_RENDEZVOUS"
+    shown = "echo $GLOO_SOCKET_IFNAME $HOROVOD_GLOO_IFACE $HOROVOD_GLOO_RENDEZVOUS_ADDR"
+    shown += " $EMULATED_POD_RENDEZVOUS $EMULATED_POD_SECRET"
     found = launch(*TWO, "--host-subnet", "127.0.0.0/8", "sh", "-c", shown)
     assert found.code == 0, found.err
     for index in range(2):
-        assert re.fullmatch(r"lo lo 127\.0\.0\.1 127\.0\.0\.1:\d+", found.lines(index)[0])
+        assert re.fullmatch(r"lo lo 127\.0\.0\.1:\d+/\w+ 127\.0\.0\.1:\d+ [0-9a-f]{64}", found.lines(index)[0])
     wrong = launch(*TWO, "--host-subnet", "203.0.113.0/24", "true")
     assert wrong.code == 2
     assert "has no address in --host-subnet 203.0.113.0/24; it has" in wrong.err

@@ -1,9 +1,10 @@
 """How the processes of one emulated pod find each other: named groups of Gloo wires over one rendezvous store.
 
 On a real pod the wires are IPU-Links and mpirun's connections (contract sections 6.4 and 8); here a launcher opens one
-`TCPStore` and hands its address down in the environment:
+store (`StoreServer`), keeps it open, and hands down in the environment what leads there:
 
-    EMULATED_POD_RENDEZVOUS   "host:port" of the store, which its opener keeps alive (`open_rendezvous`)
+    EMULATED_POD_RENDEZVOUS   "host:port" of the store
+    EMULATED_POD_SECRET       what only the processes of this pod know; the store answers nobody else
     EMULATED_POD_GENERATION   prefix of all keys (default "0"); a restarted fleet takes a new one
     EMULATED_POD_TIMEOUT_S    bound of every wait in seconds (default 300); joining a group waits at most 60 of them,
                               unless its ranks may have much to do before
@@ -30,18 +31,22 @@ from _emulated_rendezvous import (
     GENERATION,
     LONGEST_JOIN_S,
     RENDEZVOUS,
+    SECRET,
     TIMEOUT_S,
-    PeerFailed,
-    open_rendezvous,
     timeout_s,
 )
+from _emulated_store import Store
+from _emulated_store_protocol import PeerFailed
+from _emulated_store_server import StoreServer
 
 __all__ = [
     "GENERATION",
     "RENDEZVOUS",
+    "SECRET",
     "TIMEOUT_S",
     "Group",
     "PeerFailed",
+    "StoreServer",
     "Transfer",
     "abandon",
     "abandon_all",
@@ -51,7 +56,6 @@ __all__ = [
     "cut",
     "disconnect",
     "disconnect_broken",
-    "open_rendezvous",
     "timeout_s",
 ]
 
@@ -135,7 +139,9 @@ def close() -> None:
     with _lock:
         for name in list(_groups):
             disconnect(name)
-        _emulated_rendezvous.forget()
+        store = _emulated_rendezvous.forget()
+        if store is not None:
+            store.client.close()
 
 
 atexit.register(close)
@@ -148,11 +154,14 @@ class Group:
     that at once, and every later use raises RuntimeError.
     """
 
-    def __init__(self, name: str, rank: int, size: int, wires: Any, wait_s: float) -> None:
+    def __init__(
+        self, name: str, rank: int, size: int, wires: Any, wait_s: float, store: Optional[Store] = None
+    ) -> None:
         self.name, self.rank, self.size = name, rank, size
         # Everyone begins with its next neighbour, so that not all talk to rank 0 first.
         self.peers = [(rank + distance) % size for distance in range(1, size)]
         self._wires = wires  # a Gloo process group; None in a group of one, and after the end
+        self._store = store  # which has to live as long as they do
         self._wait_s = wait_s
         self._broken = ""
         self._sequence = 0
@@ -305,32 +314,19 @@ def _join(name: str, rank: int, size: int, join_s: Optional[float]) -> Group:
     times = _joins.get(address + prefix, 0) + 1
     bound_s = min(wait_s, LONGEST_JOIN_S) if join_s is None else join_s
     where = f"of group {name!r} at {address}"
-    given_up = _joining[name] = threading.Event()
+    _joining[name] = store.client.given_up = threading.Event()
     try:
-        _emulated_rendezvous.meet(store, f"{prefix}/{times}/joined", where, rank, size, bound_s, given_up)
+        _emulated_rendezvous.meet(store, f"{prefix}/{times}/joined", where, rank, size, bound_s)
         _joins[address + prefix] = times
         prefix += f"/{times}"
         wired = _c10d.PrefixStore(f"{prefix}/wires", store)
-        wires = _c10d.ProcessGroupGloo(wired, rank, size, _options(address, wait_s))
+        wires = _c10d.ProcessGroupGloo(wired, rank, size, _emulated_rendezvous.gloo_options(address, wait_s))
         # Who has all its wires may leave at once, which would cut those that others are still laying.
-        _emulated_rendezvous.meet(store, f"{prefix}/wired", where, rank, size, bound_s, given_up)
+        _emulated_rendezvous.meet(store, f"{prefix}/wired", where, rank, size, bound_s)
     finally:
         del _joining[name]
-    return Group(name, rank, size, wires, wait_s)
-
-
-def _options(address: str, wait_s: float) -> Any:
-    gloo = _c10d.ProcessGroupGloo
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if interfaces:
-        devices = [gloo.create_device(interface=name) for name in interfaces.split(",")]
-    else:
-        devices = [gloo.create_device(hostname=_emulated_rendezvous.own_address(*_emulated_rendezvous.split(address)))]
-    options = gloo._Options()
-    options._devices = devices
-    options._timeout = timedelta(seconds=wait_s)
-    options._threads = 2 * len(devices)
-    return options
+        store.client.given_up = threading.Event()
+    return Group(name, rank, size, wires, wait_s, store)
 
 
 def _start_afresh_in_a_forked_child() -> None:

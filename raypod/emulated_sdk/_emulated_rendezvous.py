@@ -1,56 +1,34 @@
-"""Where the processes of one emulated pod meet: a `TCPStore` of torch, which a launcher opens (contract section 6.4).
+"""Where the processes of one emulated pod meet: a store that a launcher opens (contract section 6.4), and how.
 
 `_emulated_pod` says which environment variables there are.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import socket
-import threading
-import time
+import string
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import torch.distributed
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+from _emulated_store import Store
+from _emulated_store_client import StoreClient
+from _emulated_store_protocol import PeerFailed
 
 RENDEZVOUS = "EMULATED_POD_RENDEZVOUS"
+SECRET = "EMULATED_POD_SECRET"
 GENERATION = "EMULATED_POD_GENERATION"
 TIMEOUT_S = "EMULATED_POD_TIMEOUT_S"
 LONGEST_JOIN_S = 60.0
 FAILED = "failed"  # set beside the ranks that are here when one will not come
 
 
-class PeerFailed(RuntimeError):
-    """The other processes are the cause: one has ended, failed, stays away or is silent."""
-
-
 _c10d: Any = torch.distributed  # whose stubs lack half of what its documentation names
 _DEFAULT_TIMEOUT_S = 300.0
 
 _store: Optional[Store] = None
-_store_address = ""
-
-
-def open_rendezvous(host: str = "127.0.0.1", port: int = 0) -> Tuple[Store, str]:
-    """Opens the store at which a pod's processes meet.
-
-    Returns the store, which must be kept alive as long as the pod runs, and its address "host:port" for
-    EMULATED_POD_RENDEZVOUS. `host` is the name under which the other processes reach this one; `port` 0 lets the system
-    choose, another may be kept by a bound socket with SO_REUSEADDR that does not listen. The store answers
-    everybody, so it listens on that address alone, where torch lets it: not before 2.1, which listens on all of them.
-    """
-    options: Dict[str, Any] = {"wait_for_workers": False}
-    if "master_listen_fd" in (_c10d.TCPStore.__init__.__doc__ or ""):
-        listener = _listen(host, port)
-        port = listener.getsockname()[1]
-        options["master_listen_fd"] = listener.detach()  # the store closes it
-    store = _c10d.TCPStore(host, port, None, True, timedelta(seconds=_DEFAULT_TIMEOUT_S), **options)
-    return store, f"{host}:{store.port}"
+_store_told = ("", "")  # its address and secret
 
 
 def timeout_s() -> float:
@@ -66,58 +44,75 @@ def timeout_s() -> float:
 
 
 def client(size: int) -> Tuple[Store, str]:
-    """This process's one client of the store, and the store's address."""
-    global _store, _store_address
-    address = os.environ.get(RENDEZVOUS, "")
-    if not address:
-        raise RuntimeError(
-            f"{RENDEZVOUS} is not set, and {size} processes cannot meet without it: whoever launches the instances"
-            " opens a store (raypod does; in plain Python _emulated_pod.open_rendezvous) and sets it to its host:port"
-        )
-    if _store is None or _store_address != address:
-        host, port = split(address)
-        bound = timedelta(seconds=math.ceil(min(timeout_s(), LONGEST_JOIN_S)))  # torch 2.0 counts whole seconds here
-        try:
-            _store = _c10d.TCPStore(host, port, None, False, bound, wait_for_workers=False)
-        except (RuntimeError, TimeoutError) as error:
+    """This process's one connection to the store, and the store's address."""
+    global _store, _store_told
+    told = address, secret = os.environ.get(RENDEZVOUS, ""), os.environ.get(SECRET, "")
+    for name, value in ((RENDEZVOUS, address), (SECRET, secret)):
+        if not value:
             raise RuntimeError(
-                f"no store answers at {RENDEZVOUS}={address} (tried for {bound.total_seconds():g} s): {error}"
-            ) from error
-        _store_address = address
+                f"{name} is not set, and {size} processes cannot meet without it: whoever launches the instances opens"
+                " a store (raypod does; in plain Python _emulated_pod.StoreServer) and hands down its `environment`"
+            )
+    if _store is None or _store_told != told or not _store.client.is_open:
+        host, port = split(address)
+        if len(secret) % 2 or set(secret) - set(string.hexdigits):
+            raise RuntimeError(f"{SECRET} is not the secret of a store: those are hexadecimal digits")
+        bound_s = min(timeout_s(), LONGEST_JOIN_S)
+        if _store is not None:
+            _store.client.close()
+        try:
+            _store = Store(StoreClient(host, port, secret, bound_s))
+        except PeerFailed as error:
+            raise PeerFailed(f"{RENDEZVOUS}={address}: {error}") from error
+        except RuntimeError as error:
+            raise RuntimeError(f"{RENDEZVOUS}={address}, {SECRET}: {error}") from error
+        _store_told = told
     return _store, address
 
 
 def forget() -> Optional[Store]:
-    """Lets go of the client; the next call of `client` makes a new one."""
+    """Lets go of the connection, which the caller closes or keeps; the next call of `client` makes a new one."""
     global _store
     store, _store = _store, None
     return store
 
 
-def meet(store: Store, key: str, where: str, rank: int, size: int, bound_s: float, given_up: threading.Event) -> None:
+def meet(store: Store, key: str, where: str, rank: int, size: int, bound_s: float) -> None:
     """Waits until every rank has said under `key` that it is here: Gloo alone would not tell who is missing.
 
-    `where` names the group in errors. RuntimeError if a rank is missing at the bound, this one is taken, one failed, or
-    another thread sets `given_up`.
+    `where` names the group in errors. RuntimeError if this rank is taken, PeerFailed if a rank is missing at the bound,
+    one failed, or another thread gives up.
     """
-    if store.add(f"{key}/{rank}", 1) > 1:
+    keys, failed = [f"{key}/{other}" for other in range(size)], f"{key}/{FAILED}"
+    if store.client.add(keys[rank], 1) > 1:
         raise RuntimeError(
             f"rank {rank} {where} has joined before under {key!r}: restarted processes need a new {GENERATION}"
         )
-    deadline, pause_s = time.monotonic() + bound_s, 0.002
-    missing = list(range(size))
-    while missing:
-        missing = [other for other in missing if not store.add(f"{key}/{other}", 0)]  # reads; torch 2.0 has no check()
-        if missing and store.add(f"{key}/{FAILED}", 0):
-            raise PeerFailed(f"rank {rank} {where}: another rank has failed before it joined")
-        if missing and given_up.is_set():
-            raise PeerFailed(f"rank {rank} {where}: given up while rank {missing[0]} had not joined")
-        if missing and time.monotonic() > deadline:
-            store.add(f"{key}/{rank}", -1)  # so that this rank may try again, and nobody takes it for here
-            ranks = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
-            raise PeerFailed(f"rank {rank} waited {bound_s:g} s for {ranks} {where}")
-        time.sleep(pause_s if missing else 0.0)
-        pause_s = min(pause_s * 1.5, 0.05)
+    missing = [int(each.rpartition("/")[2]) for each in store.client.wait(keys, bound_s, unless=[failed])]
+    if not missing:
+        return
+    if store.client.given_up.is_set():
+        raise PeerFailed(f"rank {rank} {where}: given up while rank {missing[0]} had not joined")
+    if store.client.has([failed]):
+        raise PeerFailed(f"rank {rank} {where}: another rank has failed before it joined")
+    store.client.delete(keys[rank])  # so that this rank may try again, and nobody takes it for here
+    ranks = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
+    raise PeerFailed(f"rank {rank} waited {bound_s:g} s for {ranks} {where}")
+
+
+def gloo_options(address: str, wait_s: float) -> Any:
+    """Of wires that listen on the interface that is asked for, else on the address that reaches the rendezvous."""
+    gloo = _c10d.ProcessGroupGloo
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if interfaces:
+        devices = [gloo.create_device(interface=name) for name in interfaces.split(",")]
+    else:
+        devices = [gloo.create_device(hostname=own_address(*split(address)))]
+    options = gloo._Options()
+    options._devices = devices
+    options._timeout = timedelta(seconds=wait_s)
+    options._threads = 2 * len(devices)
+    return options
 
 
 def own_address(host: str, port: int) -> str:
@@ -133,17 +128,3 @@ def split(address: str) -> Tuple[str, int]:
     if not host or not port.isdigit():
         raise RuntimeError(f"{RENDEZVOUS}={address!r} is not host:port")
     return host.strip("[]"), int(port)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket on the one address."""
-    family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(128)
-    except OSError:
-        listener.close()
-        raise
-    return listener

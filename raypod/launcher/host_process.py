@@ -10,25 +10,22 @@ import contextlib
 import json
 import os
 import pty
-import socket
 import subprocess
 import sys
 import time
 import tty
-from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from raypod.collectives import horovod_interface
-from raypod.horovod_rendezvous import HorovodRendezvous
+from raypod import sdk
+from raypod.collectives import Rendezvous, horovod_door, horovod_interface
+from raypod.horovod_rendezvous import HorovodDoor
 from raypod.host import interfaces
 from raypod.host.numa import cpus_of_node
 from raypod.launcher import keeper
 from raypod.launcher.pump import Pump
 from raypod.launcher.records import STDERR, STDOUT, HostFacts, HostReport, Program
 
-_HERE = Path(__file__).resolve().parent
 _KEEPER_S = 5.0  # more than it allows itself
-_RENDEZVOUS = -1  # stands for the store's process where others are numbered by instance
 
 
 class HostProcess:
@@ -37,9 +34,8 @@ class HostProcess:
     def __init__(self) -> None:
         self._pump: Optional[Pump] = None
         self._commands = self._stdin = -1
-        self._store_port: Optional[socket.socket] = None
-        self._store: Tuple[str, ...] = ()
-        self._horovod: Optional[HorovodRendezvous] = None
+        self._rendezvous: Optional[Rendezvous] = None
+        self._horovod_door: Optional[HorovodDoor] = None
 
     def ready(self) -> bool:
         """An answer, once the actor lives."""
@@ -53,23 +49,22 @@ class HostProcess:
         """
         return interfaces.address_in(subnet, "--host-subnet")
 
-    def facts(self, meeting_point: str, address: str = "") -> HostFacts:
-        """By which interface this host reaches `meeting_point`; `address` is its own, where that was chosen."""
+    def facts(self, rendezvous: Dict[str, str], address: str = "") -> HostFacts:
+        """What leads from this host to the meeting point; `address` is its own, where that was chosen."""
+        sdk.offer_store()
+        self._horovod_door = horovod_door(rendezvous)
+        meeting_point = rendezvous["EMULATED_POD_RENDEZVOUS"].rpartition(":")[0]
         environment = horovod_interface(meeting_point)
         if address:
             name = str(interfaces.interface_of(address))
             environment = {"HOROVOD_GLOO_IFACE": name, "GLOO_SOCKET_IFNAME": name}
-        return HostFacts(address or meeting_point, environment)
+        return HostFacts(address or meeting_point, {**environment, **rendezvous, **self._horovod_door.environment})
 
-    def open_rendezvous(self, address: str, hosts: Sequence[str]) -> Dict[str, str]:
+    def open_rendezvous(self, address: str) -> Dict[str, str]:
         """Where all instances of the run meet: at this host's `address`. The variables that lead there."""
-        self._horovod = HorovodRendezvous(address, hosts)
-        self._store_port = socket.socket()
-        self._store_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._store_port.bind((address, 0))
-        port = self._store_port.getsockname()[1]
-        self._store = (sys.executable, str(_HERE / "rendezvous_store.py"), address, str(port))
-        return {**self._horovod.environment, "EMULATED_POD_RENDEZVOUS": f"{address}:{port}"}
+        sdk.offer_store()
+        self._rendezvous = Rendezvous(address)
+        return self._rendezvous.environment
 
     def start(self, programs: Sequence[Program], grace_s: float) -> None:
         """Start the programs; their output and ends come with `read`."""
@@ -83,11 +78,6 @@ class HostProcess:
             outputs[stdout], outputs[stderr] = (program.instance, STDOUT), (program.instance, STDERR)
             files = [stdin, their_stdout, their_stderr]
             described.append(_describe(program, files))
-            theirs += files
-        if self._store:
-            files = [_null(), os.open(os.devnull, os.O_WRONLY), os.dup(2)]
-            store = Program(_RENDEZVOUS, self._store, dict(os.environ), str(Path.cwd()), reads_stdin=False)
-            described.append(_describe(store, files))
             theirs += files
         ends = self._start_keeper(theirs)
         self._pump = Pump(outputs, ends, [program.instance for program in programs])
@@ -131,10 +121,10 @@ class HostProcess:
             os.close(self._commands)
         if self._stdin >= 0:
             os.close(self._stdin)
-        if self._store_port is not None:
-            self._store_port.close()
-        if self._horovod is not None:
-            self._horovod.close()
+        if self._horovod_door is not None:
+            self._horovod_door.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
 
     def _open_stdin(self) -> Tuple[int, int]:
         theirs, ours = os.pipe()
@@ -163,7 +153,6 @@ class HostProcess:
 def _describe(program: Program, files: List[int]) -> Dict[str, Any]:
     return {
         "index": program.instance,
-        "is_helper": program.instance == _RENDEZVOUS,
         "argv": program.argv,
         "environment": program.environment,
         "working_dir": program.working_dir,

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Set
+from typing import Any, Callable, Dict, List, Optional
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as a shell says it
@@ -34,7 +34,6 @@ class Keeper:
 
     def __init__(self) -> None:
         self._running: Dict[int, int] = {}  # pid: index
-        self._helpers: Set[int] = set()  # pids; they hear of the end alone
         self._started: List[Any] = []  # Popen objects, kept so that they reap nothing themselves
         self._grace_s = 2.0
         self._ends_at_s: Optional[float] = None
@@ -103,8 +102,6 @@ class Keeper:
         else:
             self._started.append(started)
             self._running[started.pid] = index
-            if program["is_helper"]:
-                self._helpers.add(started.pid)
         finally:
             for file in set(program["files"]):  # else their other ends would never see the end
                 os.close(file)
@@ -129,7 +126,7 @@ class Keeper:
             os.write(1, json.dumps({"end": [index, code, cause]}).encode() + b"\n")
 
     def _signal(self, number: int) -> None:
-        for pid in set(self._running) - self._helpers:
+        for pid in list(self._running):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, number)  # each program leads its own group
 
@@ -139,7 +136,7 @@ class Keeper:
             self._signal(signal.SIGTERM)
             self._signal(signal.SIGCONT)  # a stopped one hears nothing else
             for pid in self._descendants():
-                if pid not in self._running or pid in self._helpers:
+                if pid not in self._running:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGTERM)
         self._ends_at_s = min(ends_at_s, self._ends_at_s or ends_at_s)

@@ -57,15 +57,16 @@ def run_ranks(
     """
     import _emulated_pod
 
-    from raypod.horovod_rendezvous import HorovodRendezvous
+    from raypod.collectives import horovod_door
 
-    store, address = _emulated_pod.open_rendezvous()
+    store = _emulated_pod.StoreServer()
     environment = {**os.environ, "PYTHONPATH": str(SDK), "OMP_NUM_THREADS": "1"}
-    environment.update({_emulated_pod.RENDEZVOUS: address, _emulated_pod.TIMEOUT_S: "30"})
+    environment.update({**store.environment, _emulated_pod.TIMEOUT_S: "30"})
     environment["EMULATED_POD_HOROVOD"] = horovod
     # What a real Horovod needs is no burden to the other.
-    with tempfile.TemporaryDirectory() as folder, closing(HorovodRendezvous("127.0.0.1", ["127.0.0.1"])) as server:
-        environment.update(server.environment, HOROVOD_GLOO_IFACE="lo")
+    folders, opened = tempfile.TemporaryDirectory(), closing(horovod_door(store.environment))
+    with closing(store), folders as folder, opened as door:
+        environment.update(door.environment, HOROVOD_GLOO_IFACE="lo")
         call = [sys.executable, __file__, module_file, folder, str(size), *functions]
         with Path(folder, "log").open("w") as log:
             parent = subprocess.Popen(call, env=environment, stdout=log, stderr=log, start_new_session=True)
@@ -75,7 +76,6 @@ def run_ranks(
             os.killpg(parent.pid, signal.SIGKILL)
         assert parent.wait() == 0, Path(folder, "log").read_text()
         values = [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(size)]
-    del store  # kept open up to here
     return {name: [value.get(name) for value in values] for name in functions}
 
 

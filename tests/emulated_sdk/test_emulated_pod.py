@@ -6,9 +6,11 @@ import multiprocessing
 import os
 import socket
 import time
+from contextlib import closing
 from typing import Any, Dict, Iterator, List, Tuple
 
 import _emulated_pod
+import _emulated_rendezvous
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,9 +21,8 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int
 c10d: Any = dist  # whose stubs lack its stores
 
 
-def client(address: str) -> Any:
-    host, port = address.split(":")
-    return c10d.TCPStore(host, int(port), None, False, wait_for_workers=False)
+def client() -> Any:
+    return _emulated_rendezvous.client(2)[0]
 
 
 def error_of(call: Any) -> str:
@@ -47,7 +48,7 @@ def exchange(rank: int, size: int) -> Dict[str, Any]:
 
 
 def beside_the_default_group(rank: int, size: int) -> float:
-    own = c10d.PrefixStore("own", client(os.environ[_emulated_pod.RENDEZVOUS]))
+    own = c10d.PrefixStore("own", client())
     dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
     total = torch.tensor(float(rank))
     dist.all_reduce(total)
@@ -109,12 +110,13 @@ def pod() -> Dict[str, List[Any]]:
 
 @pytest.fixture
 def rendezvous(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    store, address = _emulated_pod.open_rendezvous()
-    monkeypatch.setenv(_emulated_pod.RENDEZVOUS, address)
+    store = _emulated_pod.StoreServer()
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv(_emulated_pod.TIMEOUT_S, "0.3")
-    yield address
+    yield store.address
     _emulated_pod.close()
-    del store
+    store.close()
 
 
 def test_everyone_learns_everyones_numbers(pod: Dict[str, List[Any]]) -> None:
@@ -168,7 +170,7 @@ def test_missing_ranks_are_named_at_the_join_bound(rendezvous: str) -> None:
 
 
 def test_a_rank_that_is_taken_is_refused(rendezvous: str) -> None:
-    client(rendezvous).add("0/g/1/joined/1", 1)
+    client().add("0/g/1/joined/1", 1)
     with pytest.raises(RuntimeError, match=r"rank 1 of group 'g' .* need a new EMULATED_POD_GENERATION"):
         _emulated_pod.connect("g", 1, 2)
 
@@ -182,6 +184,7 @@ def test_a_missing_rendezvous_says_who_sets_it(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("address", ["localhost", "localhost:", ":80", "host:port"])
 def test_a_malformed_rendezvous_is_refused(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setenv(_emulated_pod.RENDEZVOUS, address)
+    monkeypatch.setenv(_emulated_pod.SECRET, "00")
     with pytest.raises(RuntimeError, match="is not host:port"):
         _emulated_pod.connect("g", 0, 2)
 
@@ -194,11 +197,13 @@ def test_a_bound_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: 
 
 
 def test_a_closed_rendezvous_is_an_error_at_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, address = _emulated_pod.open_rendezvous()
-    del store
-    monkeypatch.setenv(_emulated_pod.RENDEZVOUS, address)
+    store = _emulated_pod.StoreServer()
+    store.close()
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv(_emulated_pod.TIMEOUT_S, "0.3")
-    with pytest.raises(RuntimeError, match=f"no store answers at EMULATED_POD_RENDEZVOUS={address}"):
+    told = f"EMULATED_POD_RENDEZVOUS={store.address}: no store answers at {store.address}"
+    with pytest.raises(_emulated_pod.PeerFailed, match=told):
         _emulated_pod.connect("g", 0, 2)
 
 
@@ -227,9 +232,9 @@ def test_one_process_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_interface_that_is_asked_for_is_used(rendezvous: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     with pytest.raises(RuntimeError, match="no-such-interface"):
-        _emulated_pod._options(rendezvous, 1.0)
+        _emulated_rendezvous.gloo_options(rendezvous, 1.0)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert len(_emulated_pod._options(rendezvous, 1.0)._devices) == 1
+    assert len(_emulated_rendezvous.gloo_options(rendezvous, 1.0)._devices) == 1
 
 
 @pytest.mark.parametrize(("length", "pieces"), [(0, 3), (2, 3), (7, 3), (9, 3)])
@@ -244,7 +249,7 @@ def test_a_rank_that_gave_up_may_try_again(rendezvous: str) -> None:
         _emulated_pod.connect("g", 0, 2, join_s=0.1)
     with pytest.raises(RuntimeError, match="waited 0.2 s for rank 1"):
         _emulated_pod.connect("g", 0, 2, join_s=0.2)
-    assert client(rendezvous).add("0/g/1/joined/0", 0) == 0
+    assert client().add("0/g/1/joined/0", 0) == 0
 
 
 def test_who_joins_learns_at_once_that_another_has_failed(rendezvous: str) -> None:
@@ -262,9 +267,5 @@ def test_giving_up_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_rendezvous_listens_on_its_own_address_alone() -> None:
-    if "master_listen_fd" not in str(dist.TCPStore.__init__.__doc__):
-        pytest.skip("this torch opens its stores on all addresses")
-    store, address = _emulated_pod.open_rendezvous("127.0.0.1")
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", int(address.rpartition(":")[2])), timeout=5)
-    assert store.add("x", 1) == 1
+    with closing(_emulated_pod.StoreServer("127.0.0.1")) as store, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", int(store.address.rpartition(":")[2])), timeout=5)

@@ -1,6 +1,7 @@
 """What somebody on the network can try at a port: run on a host as `python intruder.py TOKEN ADDRESS:PORT...`.
 
-Prints a JSON object: for every port, what it carries out for whoever asks, and what for who has the token.
+Prints a JSON object: for every port, what it carries out for whoever asks, and what for who has the token. A port that
+is a pod's store says so in the second list: nobody but its instances has the secret of that.
 """
 
 from __future__ import annotations
@@ -19,19 +20,25 @@ RPCS = (
     "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",
 )
 JOB = json.dumps({"entrypoint": "touch /tmp/intruder-was-here"}).encode()
+IS_A_STORE = "the store of the instances"
+KEY = b"/intruder"  # torch puts the stroke before every key
 REQUESTS = (("GET", "/metrics", b""), ("POST", "/api/jobs/", JOB), ("POST", "/api/job_agent/jobs/", JOB))
 
 
 def answers(where: Tuple[str, int], token: str) -> Tuple[List[str], List[str]]:
     """The requests that a port carries out for whoever asks, and the further ones for who has the token.
 
-    Those are HTTP requests with a status below 300, and gRPC calls that return a message.
+    Those are HTTP requests with a status below 300, gRPC calls that return a message, and writes to a store.
     """
     open_to_all = [
         f"{method} {path}" for method, path, body in REQUESTS if http_status(where, method, path, body) < 300
     ]
     open_to_all += [rpc for rpc in RPCS if grpc_returns_a_message(where, rpc, "")]
-    return open_to_all, [rpc for rpc in RPCS if grpc_returns_a_message(where, rpc, token)]
+    open_to_all += [f"write to a store of torch {version}" for version in TORCH_STORES if adds(where, version)]
+    is_store, writes = pod_store(where)
+    open_to_all += ["write to the store"] if writes else []
+    known = [rpc for rpc in RPCS if grpc_returns_a_message(where, rpc, token)]
+    return open_to_all, known + [IS_A_STORE] * is_store
 
 
 def http_status(where: Tuple[str, int], method: str, path: str, body: bytes) -> int:
@@ -52,6 +59,30 @@ def grpc_returns_a_message(where: Tuple[str, int], rpc: str, token: str) -> bool
     sent = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0) + frame(1, 4, 1, block) + frame(0, 1, 1, bytes(5))
     received = b"".join(exchange(where, sent, until=ends_stream))
     return any(kind == 0 and len(content) > 5 for kind, _, content in frames(received))
+
+
+# How a client of torch's TCPStore begins, and the code by which it asks to add to a number.
+TORCH_STORES = {"2.0": (b"", 3), "2.1 and later": (b"\x00" + struct.pack("<I", 0x3C85F7CE), 4)}
+
+
+def adds(where: Tuple[str, int], version: str) -> bool:
+    """Whether a TCPStore of torch adds 41 to a number there, which is a write and a read at once."""
+    greeting, add = TORCH_STORES[version]
+    asked = greeting + bytes([add]) + struct.pack("<Q", len(KEY)) + KEY + struct.pack("<q", 41)
+    received = b"".join(exchange(where, asked, until=lambda heard: len(heard) >= 8))
+    return len(received) == 8 and struct.unpack("<q", received)[0] % 41 == 0
+
+
+def pod_store(where: Tuple[str, int]) -> Tuple[bool, bool]:
+    """Whether the store of a pod listens there, and whether it answers a write of who can prove nothing.
+
+    It says 64 bytes to a random number of 32, of which the last 32 prove itself, and ends with who proves nothing.
+    """
+    greeted = b"".join(exchange(where, bytes(32), until=lambda heard: len(heard) >= 64))
+    words = b"".join(struct.pack(">I", len(word)) + word for word in (b"\x00", KEY, b"was here"))
+    message = struct.pack(">I", len(words) + 32) + words + bytes(32)
+    answered = b"".join(exchange(where, bytes(64) + message))
+    return len(greeted) == 64, len(greeted) == 64 < len(answered)
 
 
 def text(value: str) -> bytes:

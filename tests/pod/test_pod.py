@@ -13,6 +13,7 @@ from typing import Any, Dict, Iterator, List, Tuple
 import pytest
 from bounded import wait_until
 from pod.emulated import NETWORK, REPOSITORY, EmulatedPod, address, why_not
+from pod.intruder import IS_A_STORE
 
 HOSTS = 3  # and a fourth, the intruder, that no file lists
 INTRUDER = 4
@@ -155,6 +156,8 @@ def test_who_has_no_token_is_refused_on_every_port(pod: EmulatedPod, shared: Pat
     known = {address(1): "NodeInfoGcs", address(2): "NodeManager", address(3): "NodeManager"}
     for host, service in known.items():
         assert any(service in rpc for place, (_, what) in found.items() if place.startswith(host) for rpc in what)
+    # The store at which the instances have met was among them.
+    assert any(IS_A_STORE in what for _, what in found.values())
     assert "denied" in pod.run("on", str(INTRUDER), "ssh", "-o", "BatchMode=yes", *INSECURE, address(1), check=False)
     join = f"export RAY_ADDRESS={address(1)}:6379; {train(shared, 'intruder', '--epochs', '1')}"
     refused = pod.run("on", str(INTRUDER), "bash", "-lc", join, check=False)
