@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -15,11 +16,16 @@ from bounded import wait_until
 from pod.emulated import NETWORK, REPOSITORY, EmulatedPod, address, why_not
 from pod.intruder import IS_A_STORE
 
+from raypod.record import run_state, verify_data
+from raypod.record.run_state import RunState
+from raypod.supervisor import log_of
+
 HOSTS = 3  # and a fourth, the intruder, that no file lists
 INTRUDER = 4
 TRAINING = ["--num-instances", str(HOSTS), "--replicas", str(2 * HOSTS), "--device", "emulated"]
 EPOCHS = ["--epochs", "5"]
 NOTICED_WITHIN_S = 15.0
+LOST_INSTANCES = 3  # host 3 has one, and then host 2 has two at most
 INSECURE = ("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null")
 
 pytestmark = [pytest.mark.pod, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
@@ -54,7 +60,7 @@ def pod(shared: Path) -> Iterator[EmulatedPod]:
 def train(shared: Path, name: str, *flags: str) -> str:
     """The command line of a run, for the head."""
     flags = ("--cluster", str(shared / "cluster.yaml"), "--run-dir", str(shared / name), "--wait-hosts", "90", *flags)
-    return f"cd {REPOSITORY} && exec python -m raypod.train {' '.join((*TRAINING, *flags))}"
+    return f"cd {REPOSITORY} && exec python -m raypod.train {shlex.join((*TRAINING, *flags))}"
 
 
 def summary(folder: Path) -> Dict[str, Any]:
@@ -93,51 +99,55 @@ def test_a_pod_trains_to_the_weights_of_one_host(pod: EmulatedPod, shared: Path,
     assert ours["weights_sha256"] == summary(on_this_host)["weights_sha256"]
 
 
-# ---- a run that goes on and on, and what happens to it --------------------------------------------------------------
+# ---- a run that goes on and on, whatever happens to it --------------------------------------------------------------
 
 
 class LongRun:
-    """A training of many epochs, under way on the pod."""
+    """A detached training of many epochs, under way on the pod."""
 
-    def __init__(self, pod: EmulatedPod, shared: Path, name: str) -> None:
-        self.pod, self.folder, self.out = pod, shared / name, shared / f"{name}.out"
-        self.command = pod.start(1, train(shared, name, "--epochs", "5000"), self.out)
-        runs = wait_until(lambda: self.updates() > 5 or self.command.poll() is not None, 150)
-        if not runs or self.command.poll() is not None:
-            self.end()
-            raise AssertionError(self.out.read_text())
+    flags = ("--epochs", "5000", "--lr-schedule", "constant", "--checkpoint-every", "50 updates")
+
+    def __init__(self, pod: EmulatedPod, shared: Path) -> None:
+        self.pod, self.folder = pod, shared / "long"
+        self._command = train(shared, self.folder.name, *self.flags, "--detach")
+        self.start()
+
+    def start(self) -> None:
+        """By the command that it was started with before, if it was."""
+        before = self.updates()
+        told = self.pod.run("on", "1", "bash", "-lc", self._command, within_s=200)
+        assert wait_until(lambda: self.updates() > before + 5, 60), f"{told}\n{self.output()}"
+
+    def state(self) -> RunState:
+        """What it says of itself."""
+        found = run_state.read(self.folder)
+        assert found is not None
+        return found
 
     def updates(self) -> int:
         """How many updates it has written down."""
         path = self.folder / "metrics.jsonl"
         return path.read_text().count("\n") if path.is_file() else 0
 
-    def names(self, host: str, since: int, within_s: float) -> bool:
-        """Whether the run tells of a host within a bound, beyond the first `since` characters of its output."""
-        return wait_until(lambda: host in self.out.read_text()[since:], within_s)
+    def output(self) -> str:
+        """What it has printed."""
+        return log_of(self.folder).read_text()
 
-    def is_over_or_goes_on(self) -> bool:
-        """It has ended with 1, or it is repaired: it counts updates again."""
+    def names(self, host: str, since: int) -> bool:
+        """Whether it tells in time of a lost host, beyond the first `since` characters of its output."""
+        return wait_until(lambda: f"on host {host} is lost" in self.output()[since:], NOTICED_WITHIN_S)
+
+    def goes_on(self, restarts: int) -> bool:
+        """Whether it counts updates again, after so many repairs."""
+        repaired = wait_until(lambda: self.state().restarts == restarts, 90)
         before = self.updates()
-        return wait_until(lambda: self.command.poll() == 1 or self.updates() > before + 5, 120)
-
-    def end(self) -> None:
-        """End it, if it has not ended."""
-        if self.command.poll() is None:
-            self.pod.run("on", "1", "bash", "-c", "kill -TERM $(pgrep -f raypod.train)", check=False)
-        try:
-            self.command.wait(60)
-        except subprocess.TimeoutExpired:
-            self.command.kill()
-            raise
+        return repaired and wait_until(lambda: self.updates() > before + 5, 60)
 
 
 @pytest.fixture(scope="module")
-def long_run(pod: EmulatedPod, shared: Path) -> Iterator[LongRun]:
-    """One that a stranger looks at, and that then loses a host."""
-    run = LongRun(pod, shared, "long")
-    yield run
-    run.end()
+def long_run(pod: EmulatedPod, shared: Path) -> LongRun:
+    """The one of the tests from here on; it ends with the pod."""
+    return LongRun(pod, shared)
 
 
 def listening(pod: EmulatedPod) -> List[str]:
@@ -164,30 +174,57 @@ def test_who_has_no_token_is_refused_on_every_port(pod: EmulatedPod, shared: Pat
     assert "raypod: error: " in refused.splitlines()[-1]
     assert "token" in refused.splitlines()[-1]
     assert not (shared / "intruder" / "metrics.jsonl").exists()
-    assert long_run.command.poll() is None
+    assert long_run.state().state == run_state.RUNNING
 
 
-def test_a_killed_host_is_named(pod: EmulatedPod, long_run: LongRun) -> None:
-    told = len(long_run.out.read_text())
+def test_a_run_goes_on_without_a_host_that_lost_its_power(pod: EmulatedPod, long_run: LongRun) -> None:
+    told = len(long_run.output())
     pod.run("kill", "3")
     try:
-        assert long_run.names(address(3), told, NOTICED_WITHIN_S), long_run.out.read_text()
+        assert long_run.names(address(3), told), long_run.output()
+        assert long_run.goes_on(restarts=1), long_run.output()
     finally:
         pod.run("boot", "3")
-    assert long_run.is_over_or_goes_on(), long_run.out.read_text()
-    long_run.end()
 
 
-def test_a_cut_link_is_named(pod: EmulatedPod, shared: Path) -> None:
-    run = LongRun(pod, shared, "cut")  # it waits until the host that was killed is back
-    told = len(run.out.read_text())
+def test_a_run_goes_on_without_a_host_whose_link_is_cut(pod: EmulatedPod, long_run: LongRun) -> None:
+    told = len(long_run.output())
     pod.run("cut", "2")
     try:
-        assert run.names(address(2), told, NOTICED_WITHIN_S), run.out.read_text()
+        assert long_run.names(address(2), told), long_run.output()
+        assert long_run.goes_on(restarts=2), long_run.output()
     finally:
         pod.run("mend", "2")
-    assert run.is_over_or_goes_on(), run.out.read_text()
-    run.end()
+
+
+def test_a_run_whose_coordinator_was_killed_goes_on_by_the_same_command(
+    pod: EmulatedPod, shared: Path, long_run: LongRun
+) -> None:
+    ask = f"cd {REPOSITORY} && python -m raypod status --cluster {shared}/cluster.yaml {long_run.folder}"
+    assert "restarts  2" in pod.run("op", "bash", "-c", ask)
+    pod.run("on", "1", "kill", "-9", str(long_run.state().pid))
+    assert wait_until(lambda: "coordinator died" in pod.run("op", "bash", "-c", ask, check=False))
+    long_run.start()  # it waits until the hosts that were lost are back
+    assert "from update" in long_run.output()
+
+
+def test_nothing_of_it_shows_in_data_and_weights(
+    pod: EmulatedPod, shared: Path, long_run: LongRun, tmp_path: Path
+) -> None:
+    stop = f"cd {REPOSITORY} && python -m raypod stop --cluster {shared}/cluster.yaml {long_run.folder}"
+    assert "interrupted after update" in pod.run("op", "bash", "-c", stop)
+    unproved = [line for line in verify_data.verify(long_run.folder).lines if "NOT PROVED" in line]
+    # The last call that a lost instance took part in may be known by the others' reports alone, one in each repair.
+    calls = [line for line in unproved if line.endswith("its report was lost with it")]
+    assert len(calls) <= LOST_INSTANCES, unproved
+    assert len(unproved) <= 2 * len(calls), unproved  # and so its epoch
+    assert all(line in calls or line.endswith("not proved to be seen") for line in unproved), unproved
+    ours = summary(long_run.folder)
+    line = [sys.executable, "-m", "raypod.train", "--fleet", "inline", "--num-instances", "1", *TRAINING[2:]]
+    line += [*long_run.flags, "--updates", str(ours["updates"]), "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    assert ours["weights_sha256"] == summary(tmp_path / "run")["weights_sha256"]
 
 
 def test_down_leaves_nothing(pod: EmulatedPod, shared: Path) -> None:
