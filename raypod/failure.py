@@ -6,6 +6,7 @@
 | its program raised | replaced like a dead one; the same exception at the same update twice ends the run | the same |
 | the instances lost each other, all alive | they meet anew | they meet anew |
 | nobody is left who has trained | from the newest good checkpoint, else from the beginning | the same |
+| Ray drains a host | its instances move, uncounted; with nowhere to go the run ends with a checkpoint | the same |
 | a replacement's place | its old one; a spare host; any host | its old one; a spare host with free IPUs |
 | more than `run.max_restarts` | the run fails with its first cause | the same |
 
@@ -48,6 +49,7 @@ class FailurePolicy:
 
     def __init__(self, device: str, max_restarts: int) -> None:
         self._policy = POLICIES[device]
+        self.may_share_hosts = self._policy.may_share_hosts
         self._max_restarts = self._left = max_restarts
         self._last_s: Optional[float] = None
         self._first = ""

@@ -37,8 +37,9 @@ LEVELS: Dict[str, int] = {
             "fleet/__init__",
             "failure liveness saving fleet/inline fleet/process fleet/ray_nodes fleet/ray_reservation "
             "fleet/ray_session fleet/scripted",
-            "progress repairs fleet/ray_hosts fleet/ray_substitutes fleet/ray_watch",
-            "coordinator fleet/ray",
+            "progress repairs fleet/ray_hosts fleet/ray_kill",
+            "coordinator fleet/ray_substitutes fleet/ray_watch",
+            "fleet/ray",
             "launch train",
             "__main__",
         )

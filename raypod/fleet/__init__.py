@@ -70,6 +70,9 @@ class Fleet(Protocol):
     def draining(self) -> List[str]:
         """The hosts of the run that somebody is about to take away. Cheap: asked between any two reports."""
 
+    def has_room_for(self, instances: Tuple[int, ...], may_share_hosts: bool) -> bool:
+        """Whether there are hosts for these instances, other than those that are about to be taken away."""
+
     def hosts(self) -> List[str]:
         """The host on which each instance lives now, in instance order."""
 

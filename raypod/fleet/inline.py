@@ -59,6 +59,10 @@ class InlineFleet:
         """Never asked for: what fails in this process is the program's own, and is raised as it is."""
         raise RunError(f"instance {lost} lives in this process, which cannot replace itself")
 
+    def has_room_for(self, instances: Tuple[int, ...], may_share_hosts: bool) -> bool:
+        """See `Fleet.has_room_for`."""
+        return False
+
     def hosts(self) -> List[str]:
         """See `Fleet.hosts`."""
         return [self._plan.instances[0].host]

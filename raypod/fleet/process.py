@@ -15,7 +15,7 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from raypod.environment import instance_environment
 from raypod.errors import ClusterError, CollectiveBroken
@@ -24,6 +24,7 @@ from raypod.host import allocator
 from raypod.host.devices import misfit_of
 from raypod.host.numa import bind_process, cpus_of_node
 from raypod.plan import Leg, Plan
+from raypod.record.run_state import ticks_of
 
 if TYPE_CHECKING:
     from raypod.instance import Instance
@@ -50,6 +51,10 @@ class InstanceProcess:
         python_path = os.environ.get("PYTHONPATH", "")
         os.environ.update(instance_environment(plan, plan.instances[index], python_path))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instance")
+
+    def identity(self) -> Tuple[int, int]:
+        """The pid of this process, and when it began (`record/run_state.py`): enough to end it from outside."""
+        return os.getpid(), ticks_of(os.getpid()) or 0
 
     def build(self) -> InstanceStarted:
         """Import torch and the SDK, and build the instance."""

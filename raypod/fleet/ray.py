@@ -5,19 +5,22 @@ The only place (with ray_session.py) that knows Ray. Every error of Ray becomes 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
-from raypod.events import CallReport, InstanceStarted
+from raypod.events import Beat, CallReport, InstanceStarted
 from raypod.fleet import FleetBroken, failure_of
 from raypod.fleet.process import InstanceProcess
+from raypod.fleet.ray_kill import Killer
 from raypod.fleet.ray_nodes import await_hosts, draining_hosts, host_name
 from raypod.fleet.ray_reservation import Reservation, reserve
 from raypod.fleet.ray_session import RaySession
 from raypod.fleet.ray_substitutes import Substitutes
 from raypod.fleet.ray_watch import Watch
 from raypod.plan import Leg, Plan
+from raypod.pulse import IDLE
 
 _DRAINS_EVERY_S = 2.0  # how long a host that is taken away may go unnoticed
 
@@ -30,6 +33,7 @@ class RayFleet:
         self._plan, self._bounds, self._tell = plan, plan.config.run, tell
         self._session = RaySession(plan.placement, plan.config.pod.cluster, preload="torch")
         self._ray: Any = None
+        self._killer: Optional[Killer] = None
         self._reservation: Optional[Reservation] = None
         self._actors: List[Any] = []
         self._nodes: List[Dict[str, Any]] = []  # of Ray, on which each actor lives
@@ -44,6 +48,7 @@ class RayFleet:
         """Session, placement group, actors, SDK, rendezvous."""
         began = time.monotonic()
         self._ray = self._session.open()
+        self._killer = Killer(self._ray)
         began = self._clock("start or join Ray", began)
         nodes = await_hosts(self._ray, self._plan.placement, self._plan.config.pod.wait_hosts, self._tell)
         began = self._clock("wait for hosts", began)
@@ -51,9 +56,10 @@ class RayFleet:
         self._reservation = reserve(self._ray, self._plan.placement, nodes, bound)
         for spec in self._plan.instances:
             share = len(self._plan.instances_on(spec.host_index))
-            self._actors.append(self._actor(spec.index, self._reservation.options(spec.host_index, share)))
-            self._nodes.append(nodes[spec.host_index])
-        self._watch = Watch(self._ray, self._plan, self._actors, self.hosts())
+            node, options = nodes[spec.host_index], self._reservation.options(spec.host_index, share)
+            self._actors.append(self._actor(spec.index, node, options))
+            self._nodes.append(node)
+        self._watch = Watch(self._ray, self._plan, self._actors, self.hosts(), self._killer)
         try:
             started: List[InstanceStarted] = self._all("the instances to start", bound, "build")
             began = self._clock("start the instances", began)
@@ -88,15 +94,17 @@ class RayFleet:
 
     def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
         """See `Fleet.repair`."""
-        assert self._reservation is not None, "start comes first"
+        assert self._killer is not None, "start comes first"
         self._at_rest = False
+        self._drains_asked_s = 0.0
         self._generation += 1
         for index in lost:
-            self._ray.kill(self._actors[index])
-        substitutes = Substitutes(self._ray, self._plan, self._reservation, self._bounds.start_timeout_s)
-        for index, place in substitutes.place(lost, self._nodes, may_share_hosts, self._actor).items():
+            self._killer.kill(self._actors[index])
+        known = self._watch.beats() if self._watch is not None else {}
+        for index, place in self._substitutes().place(lost, self._nodes, may_share_hosts, self._actor).items():
             self._actors[index], self._nodes[index] = place.actor, place.node
-        self._watch = Watch(self._ray, self._plan, self._actors, self.hosts())
+        self._watch = Watch(self._ray, self._plan, self._actors, self.hosts(), self._killer)
+        self._watch.take_beats({index: _at_rest(beat) for index, beat in known.items() if index not in lost})
         bound = (self._bounds.start_timeout_s, "run.start_timeout_s")
         building = {self._actors[index].build.remote(): index for index in lost}
         survivors = [index for index in range(len(self._actors)) if index not in lost]
@@ -114,6 +122,10 @@ class RayFleet:
             self._draining = draining_hosts(self._ray, self._plan.placement, self._nodes)
         return self._draining
 
+    def has_room_for(self, instances: Tuple[int, ...], may_share_hosts: bool) -> bool:
+        """See `Fleet.has_room_for`."""
+        return self._substitutes().has_room_for(instances, self._nodes, may_share_hosts)
+
     def hosts(self) -> List[str]:
         """See `Fleet.hosts`."""
         return [host_name(self._plan.placement, node) for node in self._nodes]
@@ -127,13 +139,21 @@ class RayFleet:
             self._actors, self._reservation, self._ray = [], None, None
             self._session.close()
 
+    def _substitutes(self) -> Substitutes:
+        assert self._reservation is not None, "start comes first"
+        assert self._killer is not None, "start comes first"
+        return Substitutes(self._ray, self._plan, self._reservation, self._killer)
+
     # ---- starting --------------------------------------------------------------------------------------------------
 
-    def _actor(self, index: int, options: Dict[str, Any]) -> Any:
-        """Start the actor of an instance where `options` say."""
+    def _actor(self, index: int, node: Dict[str, Any], options: Dict[str, Any]) -> Any:
+        """Start the actor of an instance on a Ray node, where `options` say."""
+        assert self._killer is not None, "start comes first"
         concurrency = {"max_concurrency": 8}  # so that beats and `pause` are heard while a leg runs
         actor_class = self._ray.remote(InstanceProcess)
-        return actor_class.options(**options, **concurrency).remote(self._plan, index, str(Path.cwd()))
+        actor = actor_class.options(**options, **concurrency).remote(self._plan, index, str(Path.cwd()))
+        self._killer.know(actor, node)
+        return actor
 
     def _meet(self, root: int) -> None:
         """Let all instances meet at a point that instance `root` opens."""
@@ -147,6 +167,8 @@ class RayFleet:
             opened = self._actors[root].call.remote("open_rendezvous", hosts[root], self._generation)
             where = self._watch.results({opened: root}, "an instance to open the rendezvous", bound)[root]
         self._all("the instances to meet", bound, "call", "join", where)
+        # Before the first beat nobody is called silent; from here on everybody may be.
+        self._watch.take_beats(dict(enumerate(self._all("the first beats", bound, "beat"))))
 
     def _all(self, what: str, bound: Tuple[float, str], verb: str, *arguments: Any) -> List[Any]:
         """The results of all actors' `verb`, in instance order."""
@@ -170,15 +192,26 @@ class RayFleet:
         return now
 
     def _end_actors(self) -> None:
-        if self._at_rest:
-            self._leave()
+        assert self._killer is not None, "start comes first"
+        frozen = self._leave() if self._at_rest else []
         for actor in self._actors:
-            self._ray.kill(actor)
+            if actor in frozen:
+                self._killer.kill_frozen(actor)
+            else:
+                self._killer.kill(actor)
+        self._killer.close()
         if self._reservation is not None:
             self._ray.util.remove_placement_group(self._reservation.group)
 
-    def _leave(self) -> None:
-        """Let healthy instances end what they started; those that do not answer in time are killed after it."""
-        refs = [actor.call.remote("close") for actor in self._actors]
-        if refs:
-            self._ray.wait(refs, num_returns=len(refs), timeout=self._bounds.stop_timeout_s)
+    def _leave(self) -> List[Any]:
+        """Let healthy instances end what they started; the actors that do not answer in time."""
+        refs = {actor.call.remote("close"): actor for actor in self._actors}
+        if not refs:
+            return []
+        _, late = self._ray.wait(list(refs), num_returns=len(refs), timeout=self._bounds.stop_timeout_s)
+        return [refs[ref] for ref in late]
+
+
+def _at_rest(beat: Optional[Beat]) -> Optional[Beat]:
+    """What is known of a survivor while others are replaced: it lives, and what it waited for is over."""
+    return dataclasses.replace(beat, doing=IDLE, for_s=0.0, waits_for_others=False) if beat is not None else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, Set
 
 from raypod.cluster import LOCAL, Host
 from raypod.errors import ClusterError
@@ -30,9 +30,14 @@ def await_hosts(ray: Any, placement: Placement, wait_s: float, tell: Callable[[s
 
 def draining_hosts(ray: Any, placement: Placement, nodes: List[Dict[str, Any]]) -> List[str]:
     """The hosts among `nodes` that Ray is draining, by name: `ray drain-node`, or a cloud that takes them back."""
-    drained = set(ray._private.state.state.get_draining_nodes())
+    drained = draining_nodes(ray)
     names = {host_name(placement, node): None for node in nodes if node["NodeID"] in drained}
     return list(names)
+
+
+def draining_nodes(ray: Any) -> Set[str]:
+    """The ids of the nodes that Ray is draining: it starts nothing there any more."""
+    return set(ray._private.state.state.get_draining_nodes())
 
 
 def missing_hosts(ray: Any, placement: Placement) -> List[str]:

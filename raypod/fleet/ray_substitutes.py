@@ -11,7 +11,8 @@ from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 from raypod.cluster import LOCAL
 from raypod.errors import HostLost
-from raypod.fleet.ray_nodes import host_name, is_named
+from raypod.fleet.ray_kill import Killer
+from raypod.fleet.ray_nodes import draining_nodes, host_name, is_named
 from raypod.fleet.ray_reservation import Reservation, affinity_options
 from raypod.plan import Plan
 
@@ -29,8 +30,9 @@ class Place:
 class Substitutes:
     """Starts actors in the places of dead ones."""
 
-    def __init__(self, ray: Any, plan: Plan, reservation: Reservation, start_timeout_s: float) -> None:
-        self._ray, self._plan, self._reservation = ray, plan, reservation
+    def __init__(self, ray: Any, plan: Plan, reservation: Reservation, killer: Killer) -> None:
+        self._ray, self._plan, self._reservation, self._killer = ray, plan, reservation, killer
+        start_timeout_s = plan.config.run.start_timeout_s
         self._timeout_s, self._start_timeout_s = min(_ANSWERS_WITHIN_S, start_timeout_s), start_timeout_s
 
     def place(
@@ -38,7 +40,7 @@ class Substitutes:
         lost: Sequence[int],
         nodes: List[Dict[str, Any]],
         may_share_hosts: bool,
-        start: Callable[[int, Dict[str, Any]], Any],
+        start: Callable[[int, Dict[str, Any], Dict[str, Any]], Any],
     ) -> Dict[int, Place]:
         """An actor that answers for each of `lost`; `nodes` are those of all instances before.
 
@@ -52,7 +54,7 @@ class Substitutes:
             for index in lost:
                 if index not in found:
                     node = self._next(index, nodes[index], untried[index])
-                    actor = start(index, self._options(index, node, nodes[index], may_share_hosts))
+                    actor = start(index, node, self._options(index, node, nodes[index], may_share_hosts))
                     tried[actor.beat.remote()] = (index, Place(actor, node))
             # Where no other host is left, nothing is gained by giving up early.
             timeout_s = self._timeout_s if any(untried.values()) else self._start_timeout_s
@@ -61,15 +63,27 @@ class Substitutes:
                 if ref in answered and self._is_sound(ref):
                     found[index] = place
                 else:
-                    self._ray.kill(place.actor)
+                    self._killer.kill_frozen(place.actor)
         return found
+
+    def has_room_for(self, moving: Sequence[int], nodes: List[Dict[str, Any]], may_share_hosts: bool) -> bool:
+        """Whether there is another node for each of `moving`, as far as Ray knows.
+
+        None if the coordinator itself has to move: it cannot.
+        """
+        if self._ray.get_runtime_context().get_node_id() in draining_nodes(self._ray):
+            return False
+        candidates = [self._candidates(index, moving, nodes, may_share_hosts) for index in moving]
+        different = {node["NodeID"] for each in candidates for node in each}
+        return all(candidates) and (may_share_hosts or len(different) >= len(moving))
 
     def _candidates(
         self, index: int, lost: Sequence[int], nodes: List[Dict[str, Any]], may_share_hosts: bool
     ) -> List[Dict[str, Any]]:
         """The living nodes on which it may go, best first."""
         own, placement = nodes[index]["NodeID"], self._plan.placement
-        alive = [node for node in self._ray.nodes() if node["Alive"]]
+        draining = draining_nodes(self._ray)
+        alive = [node for node in self._ray.nodes() if node["Alive"] and node["NodeID"] not in draining]
         used = {node["NodeID"] for other, node in enumerate(nodes) if other not in lost}
         order = [node for node in alive if node["NodeID"] == own]
         if placement.cluster is not LOCAL:

@@ -12,8 +12,9 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 from typing_extensions import Literal
 
 from raypod.errors import CollectiveBroken, PeerLost, RaypodError, WaitTimedOut
-from raypod.events import InstanceLost
+from raypod.events import Beat, InstanceLost
 from raypod.fleet import FleetBroken
+from raypod.fleet.ray_kill import Killer
 from raypod.fleet.ray_session import reason_of_death
 from raypod.liveness import Heard, Trouble, judge
 from raypod.plan import Plan
@@ -32,13 +33,22 @@ _NONE = object()
 class Watch:
     """Of one generation of actors, in instance order."""
 
-    def __init__(self, ray: Any, plan: Plan, actors: List[Any], hosts: List[str]) -> None:
-        self._ray, self._plan, self._bounds = ray, plan, plan.config.run
+    def __init__(self, ray: Any, plan: Plan, actors: List[Any], hosts: List[str], killer: Killer) -> None:
+        self._ray, self._plan, self._bounds, self._killer = ray, plan, plan.config.run, killer
         self._actors, self._hosts = actors, hosts
         now_s = time.monotonic()
         self._heard = {index: Heard(None, now_s) for index in range(len(actors))}
         self._asked: Dict[Any, int] = {}
         self._asked_s = self._looked_s = now_s
+
+    def take_beats(self, beats: Dict[int, Optional[Beat]]) -> None:
+        """Instances have told what they do: from now on their silence counts."""
+        now_s = time.monotonic()
+        self._heard.update({index: Heard(beat, now_s) for index, beat in beats.items()})
+
+    def beats(self) -> Dict[int, Optional[Beat]]:
+        """What each instance was heard to do last."""
+        return {index: each.beat for index, each in self._heard.items()}
 
     def results(self, refs: Dict[Any, int], what: str, bound: Tuple[float, str]) -> Dict[int, Any]:
         """The values of `refs` by instance; `bound` is how long to wait in seconds, and what sets it.
@@ -149,7 +159,7 @@ class Watch:
             ready, _ = self._ray.wait([ref], timeout=_STACK_S)
             value, _, error = self._take(ref) if ready else ("", True, None)
             stack = value if error is None else ""
-        self._ray.kill(actor)
+        self._killer.kill_frozen(actor)
         return self._loss(trouble.instance, trouble.kind, trouble.cause, stack)
 
     def _verdict(self, losses: List[InstanceLost], errors: Dict[int, Exception], late: List[int]) -> RaypodError:

@@ -63,6 +63,10 @@ class ScriptedFleet:
         """See `Fleet.draining`."""
         return []
 
+    def has_room_for(self, instances: Tuple[int, ...], may_share_hosts: bool) -> bool:
+        """See `Fleet.has_room_for`."""
+        return False
+
     def hosts(self) -> List[str]:
         """See `Fleet.hosts`."""
         return [spec.host for spec in self._plan.instances]

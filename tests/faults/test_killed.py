@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, List
 
 import pytest
-from harness import HAS_OLD_RAY, Told, assert_undisturbed, pid_of, plan_for, run, send
+from bounded import wait_until
+from harness import Told, assert_undisturbed, pid_of, plan_for, run, send
 
 from raypod.fleet.ray import RayFleet
+from raypod.fleet.ray_kill import end_process
 from raypod.plan import Plan
+from raypod.record.run_state import ticks_of
 from raypod.repairs import seed
 
 pytestmark = [
@@ -83,10 +88,42 @@ def test_nobody_is_left_but_a_checkpoint(session: Any, undisturbed: str, tmp_pat
     assert repair.update in (12, 6)
 
 
-@pytest.mark.skipif(HAS_OLD_RAY, reason="Ray 2.10 does not end a frozen process")
+def test_nobody_is_left_but_a_checkpoint_and_a_damaged_one(session: Any, undisturbed: str, tmp_path: Path) -> None:
+    plan = plan_for(tmp_path, pod={"num_instances": 2}, run={"checkpoint_every": "6 updates"})
+    checkpoints = Path(plan.run_dir) / "checkpoints"
+
+    def flip_a_byte_and_kill_all(plan: Plan) -> None:
+        assert wait_until(lambda: (checkpoints / "LATEST").read_text() == "update-00000012\n")
+        weights = checkpoints / "update-00000012" / "weights.safetensors"
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(bytes(content))
+        send(signal.SIGKILL, 0, 1)(plan)
+
+    told = run(plan, [(13, flip_a_byte_and_kill_all)])
+    assert_undisturbed(plan, told, undisturbed)
+    repair = told.repairs[-1]
+    assert repair.update == 6
+    assert repair.seeded_from.endswith("update-00000006")
+    (damaged,) = repair.passed_over
+    assert "update-00000012 is damaged" in damaged
+
+
 def test_a_frozen_instance_is_noticed_and_replaced(session: Any, undisturbed: str, tmp_path: Path) -> None:
     plan = plan_for(tmp_path, pod={"num_instances": 2}, run={"silent_after_s": 6})
     told = run(plan, [(9, send(signal.SIGSTOP, 1))])
     assert_undisturbed(plan, told, undisturbed)
     assert lost(told) == [(1, "silent")]
     assert "run.silent_after_s = 6" in told.losses[0].cause
+
+
+def test_a_frozen_process_is_ended_and_no_other_with_its_pid() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        ticks = ticks_of(process.pid)
+        assert ticks is not None
+        process.send_signal(signal.SIGSTOP)
+        end_process(process.pid, ticks - 1)
+        assert process.poll() is None
+        end_process(process.pid, ticks)
+        assert process.wait(10) == -signal.SIGKILL
+    end_process(process.pid, ticks)  # it is gone, and nothing happens
