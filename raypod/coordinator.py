@@ -55,9 +55,13 @@ def run(plan: Plan, fleet: Fleet, metrics: MetricsFold, resumed: Optional[Checkp
                 tested: List[EvaluationDone] = []
                 if update == leg.end and plan.is_evaluated_after(leg) and not stop.requested:
                     yield from repairs.until_done(update, partial(_evaluate, fleet, update, leg, tested))
-                if saving.is_due(update) or stop.requested:
+                leaving = stop.hosts_to_leave(fleet, repairs) if update < plan.total_updates else []
+                if saving.is_due(update) or stop.requested or leaving:
                     accuracy = tested[-1].accuracy if tested else None
                     yield from repairs.until_done(update, partial(saving.begin, fleet, update, accuracy))
+                if leaving:
+                    yield from repairs.until_done(update, partial(_finish_saving, fleet, update, saving))
+                    yield from repairs.move(leaving)
             update = metrics.position
             yield from repairs.until_done(update, partial(_finish_saving, fleet, update, saving))
         if update == plan.total_updates and plan.size.test_samples:
@@ -82,7 +86,7 @@ def _check_data(plan: Plan, started: List[InstanceStarted], resumed: Optional[Ch
 
 def _train(fleet: Fleet, leg: Leg, metrics: MetricsFold, saving: Saving, stop: _Stop) -> Iterator[Event]:
     metrics.begin_leg(time.monotonic())
-    for report in fleet.run(leg, lambda: stop.is_due(fleet) or saving.is_late()):
+    for report in fleet.run(leg, lambda: stop.requested or bool(fleet.draining()) or saving.is_late()):
         yield from map(saving.take, report.saves)
         updates = metrics.add(report, time.monotonic())
         yield from metrics.take_calls()
@@ -138,12 +142,13 @@ class _Stop:
             raise KeyboardInterrupt
         self.requested = self._signalled = True
 
-    def is_due(self, fleet: Fleet) -> bool:
-        """Whether the calls under way are the last ones: a signal came, or a host is taken away."""
+    def hosts_to_leave(self, fleet: Fleet, repairs: Repairs) -> List[str]:
+        """The hosts that are about to be taken away, if their instances can live elsewhere: else the run is to stop."""
         draining = fleet.draining() if not self.requested else []
-        if draining:
+        if draining and not repairs.can_move(draining):
             self.requested, self.cause = True, f"Ray drains host {', '.join(draining)}"
-        return self.requested
+            return []
+        return draining
 
 
 @contextlib.contextmanager

@@ -186,6 +186,7 @@ class Repaired:
     seconds: float
     restarts: int  # of the run so far
     generation: int  # of the fleet, from here on
+    passed_over: Tuple[str, ...] = ()  # newer checkpoints than the one it was seeded from, that are damaged: in words
 
 
 @dataclasses.dataclass(frozen=True)

@@ -126,7 +126,8 @@ def _of_a_failure(event: Union[InstanceLost, Repaired]) -> str:
             f"Instance {event.instance} on host {event.host} is lost: {event.cause}{where}; its log: {event.log_file}"
         )
     new = ", ".join(f"instance {index} on {host}" for index, host in zip(event.lost, event.hosts))
-    return (
+    damaged = "".join(f"warning: {each}\n" for each in event.passed_over)
+    return damaged + (
         f"Repaired in {event.seconds:.1f} s: {f'new {new}' if new else 'all have met anew'}, with the state of "
         f"{event.seeded_from}; going on after update {event.update} (restart {event.restarts})"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Callable, Dict, Iterator, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, Optional, Sequence, Set, Tuple
 
 from raypod import failure
 from raypod.checkpoint.folder import folder_of
@@ -49,7 +49,7 @@ class Repairs:
         try:
             yield from action
         except FleetBroken as broken:
-            yield from self._repair(broken)
+            yield from self._repair(broken, set())
 
     def until_done(self, update: int, begin: Callable[[], Iterator[Event]]) -> Iterator[Event]:
         """The same for what is to be done after `update` updates: begun again after a repair, as long as it is after
@@ -59,45 +59,68 @@ class Repairs:
             try:
                 yield from begin()
             except FleetBroken as broken:
-                yield from self._repair(broken)
+                yield from self._repair(broken, set())
             else:
                 return
 
-    def _repair(self, broken: FleetBroken) -> Iterator[Event]:
+    def move(self, hosts: Sequence[str]) -> Iterator[Event]:
+        """Let the instances on `hosts`, which are about to be taken away, live elsewhere; nobody's state is lost."""
+        moving = {index for index, host in enumerate(self._fleet.hosts()) if host in hosts}
+        try:
+            yield from self._replace(tuple(sorted(moving)), moving, self._policy.may_share_hosts, time.monotonic())
+        except FleetBroken as broken:
+            yield from self._repair(broken, moving)
+
+    def can_move(self, hosts: Sequence[str]) -> bool:
+        """Whether the instances on `hosts` have anywhere else to live, and others know what they know."""
+        moving = tuple(index for index, host in enumerate(self._fleet.hosts()) if host in hosts)
+        is_known = len(moving) < self._plan.geometry.num_instances
+        return is_known and self._fleet.has_room_for(moving, self._policy.may_share_hosts)
+
+    def _repair(self, broken: FleetBroken, replaced: Set[int]) -> Iterator[Event]:
+        """`replaced` already: by what another failure broke off."""
+        began_s = time.monotonic()
         while True:
-            began_s = time.monotonic()
             yield from broken.losses
-            decision = self._policy.decide(broken, self._metrics.position, began_s)
+            decision = self._policy.decide(broken, self._metrics.position, time.monotonic())
             if decision.give_up is not None:
                 raise decision.give_up from broken
+            replaced = replaced | set(decision.replace)
             try:
-                positions = self._fleet.repair(decision.replace, decision.may_share_hosts)
-                source, update = self._reseed(positions)
+                yield from self._replace(decision.replace, replaced, decision.may_share_hosts, began_s)
+                return
             except FleetBroken as again:
                 broken = again
-                continue
-            told = self._metrics.settle(update, time.monotonic())
-            yield from self._metrics.take_calls()
-            yield from told
-            self._saving.generation += 1
-            if 0 in decision.replace:  # who wrote the checkpoints
-                self._saving.forget_unfinished()
-            hosts = self._fleet.hosts()
-            places = tuple(hosts[index] for index in decision.replace)
-            seconds = time.monotonic() - began_s
-            restarts, generation = self._policy.restarts, self._saving.generation
-            yield Repaired(decision.replace, places, source, update, seconds, restarts, generation)
-            return
 
-    def _reseed(self, positions: Dict[int, int]) -> Tuple[str, int]:
-        """Give everybody the newest state there is; where it came from, and its update."""
+    def _replace(
+        self, lost: Tuple[int, ...], replaced: Set[int], may_share_hosts: bool, began_s: float
+    ) -> Iterator[Event]:
+        """Replace `lost`; with them, `replaced` are those that are new since the run got on."""
+        positions = self._fleet.repair(lost, may_share_hosts)
+        source, update, passed_over = self._reseed(positions)
+        told = self._metrics.settle(update, time.monotonic())
+        yield from self._metrics.take_calls()
+        yield from told
+        self._saving.generation += 1
+        if 0 in replaced:  # who wrote the checkpoints
+            self._saving.forget_unfinished()
+        hosts, new = self._fleet.hosts(), tuple(sorted(replaced))
+        places = tuple(hosts[index] for index in new)
+        seconds = time.monotonic() - began_s
+        restarts, generation = self._policy.restarts, self._saving.generation
+        yield Repaired(new, places, source, update, seconds, restarts, generation, passed_over)
+
+    def _reseed(self, positions: Dict[int, int]) -> Tuple[str, int, Tuple[str, ...]]:
+        """Give everybody the newest state there is; where it came from, its update, and damaged ones in words."""
         root = failure.newest(positions)
         if root is not None:
             seed(self._fleet, None, root, failure.receivers(positions, root, self._plan.geometry.num_instances))
-            return f"instance {root}", positions[root]
-        saved = newest_good(folder_of(Path(self._plan.run_dir)))[0] or self._resumed
+            return f"instance {root}", positions[root], ()
+        good, passed_over = newest_good(folder_of(Path(self._plan.run_dir)))
+        saved = good or self._resumed
         seed(self._fleet, saved)
-        return (str(saved.path), saved.update) if saved is not None else ("the beginning", 0)
+        source, update = (str(saved.path), saved.update) if saved is not None else ("the beginning", 0)
+        return source, update, tuple(passed_over)
 
 
 def seed(fleet: Fleet, saved: Optional[Checkpoint], root: int = 0, receivers: Optional[Sequence[int]] = None) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Callable
 
 import pytest
 
-from raypod.events import EpochDone, EvaluationDone, RunEnded, RunStarted, UpdateDone
+from raypod.events import EpochDone, EvaluationDone, Repaired, RunEnded, RunStarted, UpdateDone
 from raypod.plan import Plan
 from raypod.progress import Progress
 
@@ -62,3 +62,11 @@ def test_the_result_and_an_interruption_are_told(shown: Callable[..., Any]) -> N
     assert "[Epoch 01] test loss: 0.500, test acc: 91.94\n" in out
     assert "Test accuracy: 98.61 % of 360 images (loss 0.050)" in out
     assert "Interrupted after update 50; go on with --resume" in out
+
+
+def test_a_repair_names_the_checkpoints_it_could_not_use(shown: Callable[..., Any]) -> None:
+    damaged = ("checkpoints/update-00000012 is damaged: weights.safetensors has another sha256",)
+    repaired = Repaired((0, 1), ("a", "b"), "checkpoints/update-00000006", 6, 2.0, 1, 2, damaged)
+    warning, line = shown(io.StringIO(), repaired)[0].splitlines()
+    assert warning == f"warning: {damaged[0]}"
+    assert line.startswith("Repaired in 2.0 s: new instance 0 on a, instance 1 on b, with the state of checkpoints/")

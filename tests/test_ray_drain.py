@@ -1,4 +1,4 @@
-"""A host that is to be taken away: the run ends after the calls under way, with a checkpoint."""
+"""Hosts that are to be taken away: instances move while they can; else the run ends, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Iterator, List
+from typing import Any, Callable, Dict, Iterator, List
 
 import pytest
 
 from raypod import coordinator
 from raypod.checkpoint import reader
-from raypod.cluster import Cluster, Host
+from raypod.cluster import LOCAL, Cluster, Host
 from raypod.config import from_values
 from raypod.datasets import dataset_size
-from raypod.events import RunEnded, UpdateDone
+from raypod.events import Event, Repaired, RunEnded, UpdateDone
+from raypod.fleet import Fleet
+from raypod.fleet.inline import InlineFleet
 from raypod.fleet.ray import RayFleet
 from raypod.metrics import MetricsFold
-from raypod.plan import make_plan
+from raypod.plan import Plan, make_plan
 
 # Ray's own code leaves sockets and files to the garbage collector.
 pytestmark = [
@@ -56,21 +58,43 @@ def drain(ray: Any, address: str) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=60)
 
 
-def test_a_host_that_ray_drains_ends_the_run_with_a_checkpoint(pod: Any, tmp_path: Path) -> None:
+def events_of(plan: Plan, fleet: Fleet, react: Callable[[int], None] = lambda update: None) -> List[Event]:
+    events = []
+    for event in coordinator.run(plan, fleet, MetricsFold(plan, 0.0)):
+        events.append(event)
+        if isinstance(event, UpdateDone):
+            react(event.update)
+    return events
+
+
+def only(events: List[Event], kind: type) -> Any:
+    (found,) = (event for event in events if isinstance(event, kind))
+    return found
+
+
+def test_instances_leave_a_host_that_ray_drains_and_without_another_one_the_run_ends(pod: Any, tmp_path: Path) -> None:
     addresses = [node["NodeManagerAddress"] for node in pod.nodes()]
     head = next(address for address in addresses if address != SECOND_HOST)
     cluster = Cluster("two", (Host(head, head), Host(SECOND_HOST, SECOND_HOST)))
-    values = {"run": {"device": "emulated"}, "training": {"epochs": 400, "lr_schedule": "constant"}}
-    config = from_values({**values, "pod": {"num_instances": 2}})
-    plan = make_plan(config, cluster, dataset_size(config), str(tmp_path / "run"))
-    ended: List[RunEnded] = []
-    for event in coordinator.run(plan, RayFleet(plan), MetricsFold(plan, 0.0)):
-        if isinstance(event, UpdateDone) and event.update == 3:
-            drain(pod, SECOND_HOST)
-        if isinstance(event, RunEnded):
-            ended.append(event)
-    assert ended[0].interrupted
-    assert ended[0].cause == f"Ray drains host {SECOND_HOST}"
+
+    def plan_for(name: str, cluster: Cluster, updates: int, run: Dict[str, Any], instances: int) -> Plan:
+        training = {"updates": updates, "epochs": 400, "lr_schedule": "constant"}
+        run = {"device": "emulated", **run}
+        config = from_values({"run": run, "training": training, "pod": {"num_instances": instances}})
+        return make_plan(config, cluster, dataset_size(config), str(tmp_path / name))
+
+    drained = {3: SECOND_HOST, 60: head}
+    plan = plan_for("run", cluster, 2000, {}, 2)
+    events = events_of(plan, RayFleet(plan), lambda update: drain(pod, drained[update]) if update in drained else None)
+    moved = only(events, Repaired)
+    assert (moved.lost, moved.hosts, moved.seeded_from) == ((1,), (head,), "instance 0")
+    assert (moved.restarts, moved.generation) == (0, 2)
+    ended = only(events, RunEnded)
+    assert ended.interrupted
+    assert ended.cause == f"Ray drains host {head}"
+    assert [event.update for event in events if isinstance(event, UpdateDone)] == list(range(1, ended.updates + 1))
     good = reader.newest_good(tmp_path / "run" / "checkpoints")[0]
     assert good is not None
-    assert good.update == ended[0].updates
+    assert good.update == ended.updates
+    whole = plan_for("whole", LOCAL, ended.updates, {"fleet": "inline"}, 1)
+    assert only(events_of(whole, InlineFleet(whole)), RunEnded).weights_sha256 == ended.weights_sha256
