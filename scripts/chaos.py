@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, Counter, Dict, List
+from typing import Any, Callable, Counter, Dict, List
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -28,7 +28,7 @@ from raypod import coordinator  # noqa: E402 - the checkout's own
 from raypod.cluster import LOCAL  # noqa: E402
 from raypod.config import from_values  # noqa: E402
 from raypod.datasets import dataset_size  # noqa: E402
-from raypod.events import Event, InstanceLost, Repaired, RunEnded, UpdateDone  # noqa: E402
+from raypod.events import Event, InstanceLost, Repaired, RunEnded, RunStarted, UpdateDone  # noqa: E402
 from raypod.fleet.inline import InlineFleet  # noqa: E402
 from raypod.fleet.ray import RayFleet  # noqa: E402
 from raypod.metrics import MetricsFold  # noqa: E402
@@ -53,15 +53,17 @@ def plan_for(folder: Path, fleet: str, updates: int) -> Plan:
     return plan
 
 
-def events_of(plan: Plan) -> List[Event]:
-    """Run a plan; what it told."""
+def events_of(plan: Plan, begun: Callable[[], None] = lambda: None) -> List[Event]:
+    """Run a plan; what it told. `begun` is called once all instances are up: a start is not repaired."""
     fleet: Any = InlineFleet(plan) if plan.config.run.fleet == "inline" else RayFleet(plan)
     told = []
     with Sinks(plan) as sinks, contextlib.closing(coordinator.run(plan, fleet, MetricsFold(plan, 0.0))) as events:
         for event in events:
             sinks.take(event)
             told.append(event)
-            if isinstance(event, InstanceLost):
+            if isinstance(event, RunStarted):
+                begun()
+            elif isinstance(event, InstanceLost):
                 print(f"  lost: instance {event.instance}, {event.kind}", flush=True)
             elif isinstance(event, Repaired):
                 print(f"  repaired in {event.seconds:.1f} s, after update {event.update}", flush=True)
@@ -93,7 +95,8 @@ class Planter(threading.Thread):
     def end(self) -> None:
         """No further faults."""
         self._ended.set()
-        self.join()
+        if self.is_alive():
+            self.join()
 
     def _send(self, kind: str, number: int, instance: int) -> None:
         """A signal to the newest process of an instance, if it has one and that lives."""
@@ -120,9 +123,8 @@ def main() -> int:
         print(f"{updates} updates under faults (seed {args.seed})", flush=True)
         plan = plan_for(paths["chaos"], "ray", updates)
         planter = Planter(plan, args.seed)
-        planter.start()
         try:
-            told = events_of(plan)
+            told = events_of(plan, planter.start)
         finally:
             planter.end()
         unproved = [line for line in verify_data.verify(Path(plan.run_dir)).lines if line.startswith("NOT PROVED")]
