@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from pathlib import Path
 from typing import Callable, Iterator
 
 import psutil
@@ -72,3 +73,24 @@ def run_python() -> Callable[[str], str]:
         return done.stdout
 
     return run
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Callable[..., Path]]:
+    """`small_disk(folder, kib=1536)`: a file system of that size on a new folder. Skips where nobody may mount one."""
+    mounted: list[Path] = []
+
+    def mount(folder: Path, kib: int) -> Path:
+        folder.mkdir(parents=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)]
+        if (
+            not shutil.which("mount")
+            or subprocess.run(command, capture_output=True, check=False, timeout=10).returncode
+        ):
+            pytest.skip("mounting a file system is not permitted here")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=10)

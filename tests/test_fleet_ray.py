@@ -20,6 +20,7 @@ import pytest
 from bounded import wait_until
 
 from raypod import coordinator
+from raypod.checkpoint import reader
 from raypod.cluster import LOCAL, Cluster, Host
 from raypod.config import Config, from_values
 from raypod.datasets import dataset_size
@@ -102,6 +103,22 @@ def test_the_weights_are_the_same_bit_for_bit_wherever_the_replicas_live(
     ]
     assert told[0] == told[1]
     assert len(told[0]) == UPDATES
+
+
+def test_a_run_of_one_host_goes_on_exactly_on_two(two_hosts: Cluster, tmp_path: Path) -> None:
+    one = {"run": {"fleet": "inline"}, "pod": {"num_instances": 1}}
+
+    def constant(updates: int) -> Dict[str, Any]:
+        return {"lr_schedule": "constant", "updates": updates}
+
+    whole = run(plan_for(tmp_path / "whole", training=constant(9), **one))
+    run(plan_for(tmp_path, training=constant(4), **one))
+    resume = {"resume": str(tmp_path / "run")}
+    plan = plan_for(tmp_path, two_hosts, training=constant(9), run=resume, pod={"num_instances": 2})
+    resumed = reader.read(plan).checkpoint
+    events = list(coordinator.run(plan, RayFleet(plan), MetricsFold(plan, 0.0), resumed))
+    assert [event.update for event in events if isinstance(event, UpdateDone)] == [5, 6, 7, 8, 9]
+    assert sha256(events) == sha256(whole)
 
 
 def instance_processes() -> List[int]:

@@ -90,7 +90,7 @@ def test_a_device_that_cannot_be_read_costs_the_updates_since_it_was_read_last(
     for event in coordinator.run(plan, fleet, MetricsFold(plan, 0.0)):
         told.append(event)
         if isinstance(event, UpdateDone) and event.update == BREAKS_AFTER:
-            monkeypatch.setattr("raypod.replica_state.read", fails)
+            monkeypatch.setattr("raypod.state.replica_state.read", fails)
     assert only(told, Repaired).update == 8  # the last checkpoint's
     assert only(told, RunEnded).weights_sha256 == undisturbed
     assert [event.update for event in told if isinstance(event, UpdateDone)] == list(range(1, 15))

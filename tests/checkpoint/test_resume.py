@@ -6,12 +6,11 @@ import dataclasses
 import errno
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 import pytest
 import torch
@@ -259,38 +258,25 @@ def test_a_second_signal_does_not_wait(make: Make) -> None:
     assert seen["updates"] == 1
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1.5 MB: room for two checkpoints of the small model, and not for a third beside them."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1536k", "tmpfs", str(folder)]
-    if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False, timeout=10).returncode:
-        pytest.skip("mounting a file system is not permitted here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=10)
-
-
 def test_a_disk_that_is_really_full_costs_no_checkpoint(
-    small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_disk: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    disk = small_disk(tmp_path / "disk", kib=1536)  # two checkpoints of the small model, and no third beside them
     flags = ["--fleet", "inline", "--device", "emulated", "--updates", "8", "--checkpoint-every", "2 updates"]
-    command = [*flags, "--run-dir", str(small_disk / "run")]
+    command = [*flags, "--run-dir", str(disk / "run")]
     assert train.main(command) == 1
     told = capsys.readouterr()
     assert "warning: cannot write the checkpoint" in told.out
     (line,) = told.err.strip().splitlines()
     assert os.strerror(errno.ENOSPC) in line
-    good, passed_over = reader.newest_good(small_disk / "run" / "checkpoints")
+    good, passed_over = reader.newest_good(disk / "run" / "checkpoints")
     assert good is not None
     assert not passed_over
-    subprocess.run(["mount", "-o", "remount,size=16m", str(small_disk)], check=True, timeout=10)
+    subprocess.run(["mount", "-o", "remount,size=16m", str(disk)], check=True, timeout=10)
     assert train.main(command) == 0  # the same command goes on
     assert f"from update {good.update} on" in capsys.readouterr().out
     assert train.main([*flags, "--run-dir", str(tmp_path / "undisturbed")]) == 0
-    folders = (small_disk / "run", tmp_path / "undisturbed")
+    folders = (disk / "run", tmp_path / "undisturbed")
     hashes = {json.loads((folder / "summary.json").read_text())["weights_sha256"] for folder in folders}
     assert len(hashes) == 1
-    assert verify_data.verify(small_disk / "run").is_proved
+    assert verify_data.verify(disk / "run").is_proved

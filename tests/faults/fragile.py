@@ -1,7 +1,8 @@
 """A data set and a model of a user's own that fail when a file tells them to, once for each file.
 
 The files lie in the working directory; each is named for what happens, and is taken away by whom it happens to: the
-process whose first replica is number 2. A file `again` lets them all stay.
+process whose first replica is number 2. A file `again` lets them all stay. With a file `slow-disk` every flush to the
+disk takes its time, in all processes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 LONG_S = 600.0
+SLOW_FLUSH_S = 0.15
 
 
 def _is_told(what: str) -> bool:
@@ -47,8 +49,20 @@ class Data:
         return torch.full((1, 8, 8), float(index % 17)) + torch.arange(8.0), index % 10
 
 
+def _slow_down_the_disk() -> None:
+    flush = os.fsync
+
+    def slow_flush(descriptor: int) -> None:
+        time.sleep(SLOW_FLUSH_S)
+        flush(descriptor)
+
+    os.fsync = slow_flush  # type: ignore[assignment]
+
+
 def data(folder: Any) -> Any:
     """For --dataset."""
+    if Path("slow-disk").exists():
+        _slow_down_the_disk()
     return Data(640), Data(16), 10
 
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from importlib.metadata import version
+import struct
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
@@ -19,19 +19,16 @@ from raypod.fleet.inline import InlineFleet
 from raypod.fleet.ray import RayFleet
 from raypod.metrics import MetricsFold
 from raypod.plan import Plan, make_plan
-from raypod.record import run_folder, verify_data
+from raypod.record import ledger, run_folder, tensorboard, verify_data
 from raypod.record.sinks import Sinks
 
 UPDATES = 24
-# 2.10 neither ends a frozen process nor frees its place: the run ends, in one line; and its `cluster_utils` refuses to
-# end nodes on several addresses of one machine.
-HAS_OLD_RAY = tuple(int(part) for part in version("ray").split(".")[:2]) < (2, 50)
 _CALLS_BETWEEN = 3
 
 
 def plan_for(folder: Path, cluster: Cluster = LOCAL, **sections: Dict[str, Any]) -> Plan:
     """4 replicas in 2 instances on digits, with BatchNorm."""
-    run = {"device": "emulated", "max_restarts": 9, **sections.get("run", {})}
+    run = {"device": "emulated", "max_restarts": 9, "tensorboard": True, **sections.get("run", {})}
     training = {"updates": UPDATES, **sections.get("training", {})}
     config = from_values({**sections, "run": run, "training": training})
     plan = make_plan(config, cluster, dataset_size(config), str(folder / "run"))
@@ -86,10 +83,11 @@ class Told:
         return self.of(Repaired)
 
 
-def run(plan: Plan, faults: Sequence[Tuple[int, Callable[[Plan], None]]] = ()) -> Told:
+def run(plan: Plan, faults: Sequence[Tuple[int, Callable[[Plan], None]]] = (), are_repaired: bool = True) -> Told:
     """Run a plan; each fault (update, what to do) is planted as soon as that update is told.
 
-    Not before the one before it is repaired and all have done some calls since: a first call has a longer bound.
+    Where they need a repair, not before the one before it is repaired and all have done some calls since: a first call
+    has a longer bound.
 
     The run folder gets its files as by the command, so that `verify-data` can look at it.
     """
@@ -102,7 +100,7 @@ def run(plan: Plan, faults: Sequence[Tuple[int, Callable[[Plan], None]]] = ()) -
             told.events.append(event)
             if isinstance(event, Repaired):
                 quiet_until = event.update + _CALLS_BETWEEN
-            is_repaired = len(told.repairs) >= len(faults) - len(left)
+            is_repaired = not are_repaired or len(told.repairs) >= len(faults) - len(left)
             if left and is_repaired and isinstance(event, UpdateDone) and event.update >= max(left[0][0], quiet_until):
                 left.pop(0)[1](plan)
     return told
@@ -110,11 +108,17 @@ def run(plan: Plan, faults: Sequence[Tuple[int, Callable[[Plan], None]]] = ()) -
 
 def assert_undisturbed(plan: Plan, told: Told, sha256: str) -> None:
     """The weights are those of `sha256`, and each update and each sample was there once."""
+    folder = Path(plan.run_dir)
     assert told.sha256 == sha256
     assert told.updates == list(range(1, plan.total_updates + 1))
-    lines = (Path(plan.run_dir) / "metrics.jsonl").read_text().splitlines()
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["update"] for line in lines] == told.updates
-    told_of = [line for line in verify_data.verify(Path(plan.run_dir)).lines if line.startswith("NOT PROVED: ")]
+    assert _curve(folder) == told.updates
+    lives = [line for line in ledger.read(folder / ledger.NAME)[0] if isinstance(line, ledger.LifeBegun)]
+    begun = [(1, 0), *((repair.generation, repair.update) for repair in told.repairs)]
+    assert [(life.generation, life.update) for life in lives] == begun
+    assert [generation for generation, _ in begun] == list(range(1, 2 + len(told.repairs)))
+    told_of = [line for line in verify_data.verify(folder).lines if line.startswith("NOT PROVED: ")]
     # What a lost instance fed to its last call may be known to nobody; everything else is proved.
     calls = [line for line in told_of if line.startswith("NOT PROVED: the call ")]
     ends = [f"instance {loss.instance} reported no digest; its report was lost with it" for loss in told.losses]
@@ -123,3 +127,16 @@ def assert_undisturbed(plan: Plan, told: Told, sha256: str) -> None:
     epochs = [line for line in told_of if line not in calls]  # that such a call belongs to
     assert len(epochs) <= len(calls)
     assert all(line.endswith("of its samples are not proved to be seen") for line in epochs), epochs
+
+
+def _curve(folder: Path) -> List[int]:
+    """The updates of TensorBoard's loss curve, in the order of the file (`raypod/record/tensorboard.py`)."""
+    (path,) = (folder / tensorboard.FOLDER).iterdir()
+    content, updates = path.read_bytes(), []
+    while content:
+        (length,) = struct.unpack("<Q", content[:8])
+        record, content = content[12 : 12 + length], content[16 + length :]
+        if b"training/loss" in record:
+            low, high = record[10], record[11]  # a varint, after the time and the field's number
+            updates.append(low if low < 0x80 else low - 0x80 + (high << 7))
+    return updates
