@@ -38,9 +38,11 @@ def pod() -> Iterator[Any]:
     ray = importlib.import_module("ray")
     cluster = importlib.import_module("ray.cluster_utils").Cluster()
     sizes = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False}
-    cluster.add_node(**sizes)
+    head = cluster.add_node(**sizes)
     cluster.add_node(**sizes, node_ip_address=SECOND_HOST)
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR", namespace="tests")
+    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    # Ray may take the last node's address for this process's own.
+    ray.init(address=cluster.address, namespace="tests", _node_ip_address=head.node_ip_address, **quiet)
     try:
         yield ray
     finally:
