@@ -1,9 +1,9 @@
 """A long training under random faults: `python scripts/chaos.py --minutes 5 --seed 1`.
 
 Four instances under Ray train on digits while processes are killed (one, two at once, or one while the last repair is
-under way) and frozen, at random moments that follow from the seed. Beforehand the same updates are done by one instance
-in this process, undisturbed; the weights must be the same, bit for bit. Ends in one line, and with exit code 0 if all
-is as it should be.
+under way) and frozen, at random moments that follow from the seed, until SIGTERM ends the run. Afterwards the same
+updates are done by one instance in this process, undisturbed; the weights must be the same, bit for bit. Ends in one
+line, and with exit code 0 if all is as it should be.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import math
 import os
 import random
 import signal
@@ -19,7 +20,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Counter, Dict, List
+from typing import Any, Callable, Counter, List
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -39,7 +40,8 @@ from raypod.record.sinks import Sinks  # noqa: E402
 INSTANCES = 4
 FAULTS = {"kill": 5, "kill-two": 2, "kill-again": 2, "freeze": 2}  # how often, relative to each other
 MEAN_PAUSE_S = 15.0
-PROBE_UPDATES = 60
+DISTURBED_SHARE = 0.7  # of the time; the rest is for the undisturbed run, which is quicker
+ENDLESS = 10_000_000
 
 
 def plan_for(folder: Path, fleet: str, updates: int) -> Plan:
@@ -53,8 +55,9 @@ def plan_for(folder: Path, fleet: str, updates: int) -> Plan:
     return plan
 
 
-def events_of(plan: Plan, begun: Callable[[], None] = lambda: None) -> List[Event]:
-    """Run a plan; what it told. `begun` is called once all instances are up: a start is not repaired."""
+def events_of(plan: Plan, within_s: float = math.inf, begun: Callable[[], None] = lambda: None) -> List[Event]:
+    """Run a plan, for a time at most; what it told. `begun`: all instances are up (a start is not repaired)."""
+    end_s, is_stopped = time.monotonic() + within_s, False
     fleet: Any = InlineFleet(plan) if plan.config.run.fleet == "inline" else RayFleet(plan)
     told = []
     with Sinks(plan) as sinks, contextlib.closing(coordinator.run(plan, fleet, MetricsFold(plan, 0.0))) as events:
@@ -65,6 +68,9 @@ def events_of(plan: Plan, begun: Callable[[], None] = lambda: None) -> List[Even
                 begun()
             elif isinstance(event, InstanceLost):
                 print(f"  lost: instance {event.instance}, {event.kind}", flush=True)
+            elif isinstance(event, UpdateDone) and time.monotonic() > end_s and not is_stopped:
+                is_stopped = True
+                signal.raise_signal(signal.SIGTERM)
             elif isinstance(event, Repaired):
                 print(f"  repaired in {event.seconds:.1f} s, after update {event.update}", flush=True)
     return told
@@ -113,34 +119,34 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the faults")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        paths: Dict[str, Path] = {name: Path(folder, name) for name in ("probe", "undisturbed", "chaos")}
-        began = time.monotonic()
-        events_of(plan_for(paths["probe"], "inline", PROBE_UPDATES))
-        rate = PROBE_UPDATES / (time.monotonic() - began)
-        updates = max(100, int(rate * 60 * args.minutes / 3))  # repairs take the rest
-        print(f"{updates} updates, undisturbed", flush=True)
-        reference = events_of(plan_for(paths["undisturbed"], "inline", updates))
-        print(f"{updates} updates under faults (seed {args.seed})", flush=True)
-        plan = plan_for(paths["chaos"], "ray", updates)
+        plan = plan_for(Path(folder, "disturbed"), "ray", ENDLESS)
         planter = Planter(plan, args.seed)
+        print(f"under faults (seed {args.seed})", flush=True)
         try:
-            told = events_of(plan, planter.start)
+            told = events_of(plan, DISTURBED_SHARE * 60 * args.minutes, planter.start)
         finally:
             planter.end()
-        unproved = [line for line in verify_data.verify(Path(plan.run_dir)).lines if line.startswith("NOT PROVED")]
+        unproved = [line for line in verify_data.verify(Path(plan.run_dir)).lines if line.startswith("NOT PROVED: ")]
+        updates = next(event.updates for event in told if isinstance(event, RunEnded))
+        print(f"{updates} updates, undisturbed", flush=True)
+        reference = events_of(plan_for(Path(folder, "undisturbed"), "inline", updates))
     done = [event.update for event in told if isinstance(event, UpdateDone)]
     samples = plan.geometry.global_batch_size
     lost, repeated = (updates - len(set(done))) * samples, (len(done) - len(set(done))) * samples
+    unknown = [line for line in unproved if line.endswith("; its report was lost with it")]
+    # An epoch with such a call cannot be proved either.
+    wrong = [line for line in unproved if line not in unknown and not line.endswith("are not proved to be seen")]
+    print("".join(f"{line}\n" for line in wrong), end="")
     repairs = sum(isinstance(event, Repaired) for event in told)
     ended = [next(event for event in each if isinstance(event, RunEnded)) for each in (reference, told)]
     is_equal = ended[0].weights_sha256 == ended[1].weights_sha256
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(planter.planted.items())) or "none"
     print(
         f"chaos: {sum(planter.planted.values())} faults planted ({kinds}), {repairs} repairs, {updates} updates, "
-        f"samples lost {lost}, samples repeated {repeated}, calls whose report was lost {len(unproved)}, hash "
+        f"samples lost {lost}, samples repeated {repeated}, calls whose report was lost {len(unknown)}, hash "
         f"{'equal' if is_equal else 'DIFFERENT'}"
     )
-    return 0 if is_equal and not lost and not repeated else 1
+    return 0 if is_equal and not lost and not repeated and not wrong else 1
 
 
 if __name__ == "__main__":
