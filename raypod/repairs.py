@@ -119,6 +119,7 @@ class Repairs:
         good, passed_over = newest_good(folder_of(Path(self._plan.run_dir)))
         saved = good or self._resumed
         seed(self._fleet, saved)
+        self._saving.go_back_to(saved)
         source, update = (str(saved.path), saved.update) if saved is not None else ("the beginning", 0)
         return source, update, tuple(passed_over)
 

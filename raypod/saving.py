@@ -38,10 +38,7 @@ class Saving:
         self._begun_update: Optional[int] = None
         self.last: Optional[CheckpointSaved] = None
         self.generation = next_generation(plan, resumed)
-        if resumed is not None and resumed.path.parent == folder_of(plan.run_dir).resolve():
-            # Nothing has to be written where the run goes on from.
-            self._begun_update = resumed.update
-            self.last = CheckpointSaved(resumed.update, str(resumed.path), resumed.manifest.weights_sha256)
+        self.go_back_to(resumed)
 
     def is_late(self) -> bool:
         """Whether a checkpoint that is due by the clock has to be taken after the calls under way."""
@@ -65,6 +62,14 @@ class Saving:
         yield CheckpointBegun(update)
         fleet.call("save", manifest)
         self._begun_update, self._begun_s = update, time.monotonic()
+
+    def go_back_to(self, saved: Optional[Checkpoint]) -> None:
+        """The run goes on from a checkpoint, None for the beginning: whatever comes after it is due, again or not."""
+        self._begun_update, self.last = None, None
+        if saved is not None and saved.path.parent.resolve() == folder_of(self._plan.run_dir).resolve():
+            # Nothing has to be written where the run goes on from.
+            self._begun_update = saved.update
+            self.last = CheckpointSaved(saved.update, str(saved.path), saved.manifest.weights_sha256)
 
     def forget_unfinished(self) -> None:
         """Whoever was writing is lost, and what was not finished with it: it is due again."""

@@ -79,16 +79,9 @@ def test_two_of_four_are_killed_at_once(session: Any, undisturbed: str, tmp_path
         assert Path(plan.log_file(survivor)).read_text().count(", pid ") == 1
 
 
-def test_nobody_is_left_but_a_checkpoint(session: Any, undisturbed: str, tmp_path: Path) -> None:
-    plan = plan_for(tmp_path, pod={"num_instances": 2}, run={"checkpoint_every": "6 updates"})
-    told = run(plan, [(16, send(signal.SIGKILL, 0, 1))])
-    assert_undisturbed(plan, told, undisturbed)
-    repair = told.repairs[-1]
-    assert repair.seeded_from.endswith(("update-00000012", "update-00000006"))
-    assert repair.update in (12, 6)
-
-
-def test_nobody_is_left_but_a_checkpoint_and_a_damaged_one(session: Any, undisturbed: str, tmp_path: Path) -> None:
+def test_nobody_is_left_but_checkpoints_and_the_newest_is_damaged(
+    session: Any, undisturbed: str, tmp_path: Path
+) -> None:
     plan = plan_for(tmp_path, pod={"num_instances": 2}, run={"checkpoint_every": "6 updates"})
     checkpoints = Path(plan.run_dir) / "checkpoints"
 
@@ -100,13 +93,15 @@ def test_nobody_is_left_but_a_checkpoint_and_a_damaged_one(session: Any, undistu
         weights.write_bytes(bytes(content))
         send(signal.SIGKILL, 0, 1)(plan)
 
-    told = run(plan, [(13, flip_a_byte_and_kill_all)])
+    told = run(plan, [(13, flip_a_byte_and_kill_all), (21, send(signal.SIGKILL, 0, 1))])
     assert_undisturbed(plan, told, undisturbed)
-    repair = told.repairs[-1]
-    assert repair.update == 6
-    assert repair.seeded_from.endswith("update-00000006")
-    (damaged,) = repair.passed_over
+    first, second = told.repairs
+    assert first.update == 6
+    assert first.seeded_from.endswith("update-00000006")
+    (damaged,) = first.passed_over
     assert "update-00000012 is damaged" in damaged
+    assert second.update in (12, 18)  # 12 was written again
+    assert second.passed_over == ()
 
 
 def test_a_frozen_instance_is_noticed_and_replaced(session: Any, undisturbed: str, tmp_path: Path) -> None:
