@@ -21,9 +21,10 @@ def ports(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
         return
     cluster, taken, ours = expected.cluster, {}, 0
     for each in facts["listening"]:
-        first, last = expected.worker_ports
-        if each["port"] in expected.ports or first <= each["port"] <= last:
-            if each["cluster"] == cluster.name:
+        is_workers = expected.worker_ports[0] <= each["port"] <= expected.worker_ports[1]
+        if each["port"] in expected.ports or is_workers:
+            is_driver = is_workers and each["is_ray"] and each["cluster"] is None
+            if each["cluster"] == cluster.name or is_driver:
                 ours += 1
             else:
                 taken[each["port"]] = each

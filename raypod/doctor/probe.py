@@ -203,7 +203,7 @@ def _listening() -> List[Dict[str, Any]]:
             if words[3] == "0A":
                 address, _, port = words[1].partition(":")
                 packed = b"".join(bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8))
-                owner = owners.get(words[9], {"pid": None, "program": None, "cluster": None})
+                owner = owners.get(words[9], {"pid": None, "program": None, "cluster": None, "is_ray": False})
                 found.append(dict(owner, address=socket.inet_ntop(family, packed), port=int(port, 16)))
     return found
 
@@ -217,10 +217,13 @@ def _socket_owners() -> Dict[str, Dict[str, Any]]:
             for entry in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     links.append(os.readlink(str(entry)))
-        for link in links:
-            if link.startswith("socket:["):
-                program = _text(Path(f"/proc/{pid}/cmdline")).split("\0")[0]
-                owners[link[8:-1]] = {"pid": pid, "program": program, "cluster": _cluster_of(pid)}
+        sockets = [link[8:-1] for link in links if link.startswith("socket:[")]
+        if sockets:
+            program = _text(Path(f"/proc/{pid}/cmdline")).split("\0")[0]
+            # A driver carries no mark: it comes out of somebody's shell. But it has Ray's library in its memory.
+            is_ray = "/_raylet.so" in _text(Path(f"/proc/{pid}/maps"))
+            owner = {"pid": pid, "program": program, "cluster": _cluster_of(pid), "is_ray": is_ray}
+            owners.update(dict.fromkeys(sockets, owner))
     return owners
 
 

@@ -63,7 +63,8 @@ def bad(pod: Pod, expected: Expected = EXPECTED) -> List[Finding]:
 
 
 def listener(port: int, cluster: Union[str, None], address: str = "0.0.0.0") -> Dict[str, Any]:
-    return {"address": address, "port": port, "pid": 7, "program": "nginx", "cluster": cluster}
+    place = {"address": address, "port": port}
+    return {**place, "pid": 7, "program": "nginx", "cluster": cluster, "is_ray": cluster is not None}
 
 
 def test_a_pod_that_is_well_has_nothing_but_ok() -> None:
@@ -95,6 +96,9 @@ def test_the_ports_of_a_running_pod_are_counted_where_they_may_be() -> None:
             (40003, "127.0.0.1"),
         ]
         pod[name]["listening"] = [listener(port, "pod", address) for port, address in places]
+        driver = {**listener(10600, None), "is_ray": True}  # a run that somebody has started from a shell
+        pod[name]["listening"].append(driver)
+    assert bad(pod) == []
     told = [finding for finding in examine(EXPECTED, pod) if finding.what == "exposed"]
     assert {(finding.level, finding.text) for finding in told} == {
         (OK, "2 ports of Ray, 2 of instances in 10.1.0.0/16 (README, What is exposed)")
