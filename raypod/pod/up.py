@@ -27,6 +27,7 @@ _STOP_BOUND_S = 60.0
 _LONGEST_LINE = 240
 _RAYS_OWN = re.compile(r"\d{4}-\d\d-\d\d |Shared connection|Warning: Permanently")  # lines of its launcher, and of ssh
 _SSH_SLACK_S = 30.0
+_SOURCE = "~/raypod/source/raypod"  # where the files that are shipped bring raypod
 
 
 def up(argv: Sequence[str]) -> int:
@@ -49,8 +50,11 @@ def up(argv: Sequence[str]) -> int:
     _ray("up", args.file, flags, {"RAY_UP_enable_autoscaler_v2": "0"}, args.timeout)
     _wait(cluster, args.wait_hosts, cluster_traps.tls_variables(file))
     _say(f"{cluster.name}: Ray runs on all {len(cluster.hosts)} hosts")
+    has_source = _SOURCE in (file.top.value("file_mounts") or {})
+    where = f"on {cluster.hosts[0].name}" + (f" in {Path(_SOURCE).parent}" if has_source else "")
     _say(
-        f"next: python -m raypod doctor --cluster {args.file}; then, on {cluster.hosts[0].name}: python -m raypod.train"
+        f"next: python -m raypod doctor --cluster {args.file}; then, {where}: "
+        f"{cluster.python} -m raypod.train --cluster {args.file}"
     )
     return 0
 
