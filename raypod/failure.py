@@ -65,7 +65,7 @@ class FailurePolicy:
         if repeated is not None:
             return self._given_up(repeated, f"the same happened at update {update} before")
         if not self._left:
-            return self._given_up(broken, self._spent())
+            return self._given_up(broken, self._spent(broken))
         self._left -= 1
         self.restarts += 1
         self._first = self._first or str(broken)
@@ -79,10 +79,11 @@ class FailurePolicy:
         self._raised.update((loss.cause, update) for loss in raised)
         return FleetBroken(tuple(again), broken.cause) if again else None
 
-    def _spent(self) -> str:
+    def _spent(self, broken: FleetBroken) -> str:
         if not self._max_restarts:
             return ""
-        return f"not repaired, as --max-restarts {self._max_restarts} is spent; the first failure was: {self._first}"
+        first = " the same" if str(broken) == self._first else f": {self._first}"
+        return f"not repaired, as --max-restarts {self._max_restarts} is spent; the first failure was{first}"
 
     def _given_up(self, broken: FleetBroken, why: str) -> Decision:
         told = f" ({why})" if why else ""

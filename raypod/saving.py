@@ -92,7 +92,7 @@ class Saving:
         """LossNotFinite unless the loss of an update is a number, or the run is to go on without."""
         if math.isfinite(update.loss) or self._plan.config.run.on_nonfinite == "continue":
             return
-        way_out = "there is no checkpoint from before"
+        way_out = "there is no checkpoint from before: start again with a lower --learning-rate"
         if self.last is not None:
             way_out = f"{self.last.path} is from before: --resume it with a lower --learning-rate"
         raise LossNotFinite(update.loss, update.update - 1, update.update, f"{way_out}, or --on-nonfinite continue")

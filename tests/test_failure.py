@@ -10,6 +10,7 @@ from raypod.errors import InstanceFailed
 from raypod.events import InstanceLost
 from raypod.failure import REFILL_S, FailurePolicy, newest, receivers
 from raypod.fleet import FleetBroken
+from raypod.fleet.ray_watch import in_short
 
 
 def lost(instance: int, kind: str = "died", cause: str = "its process died") -> InstanceLost:
@@ -39,6 +40,21 @@ def test_the_budget_ends_with_the_first_cause() -> None:
     assert (error.instance, error.host, policy.restarts) == (2, "h2", 2)
     assert str(error).startswith("instance 2 on host h2 failed: silent for 16 s (not repaired, as --max-restarts 2 is")
     assert "the first failure was: instance 0 on host h0 failed" in str(error)
+
+
+def test_a_failure_that_was_the_first_one_is_told_once() -> None:
+    policy = FailurePolicy("emulated", 1)
+    policy.decide(broken(lost(0)), 1, 0.0)
+    error = str(policy.decide(broken(lost(0)), 2, 0.0).give_up)
+    assert error.endswith("is spent; the first failure was the same); its log: instance-0.log")
+
+
+def test_what_a_loaders_worker_raised_is_told_without_its_traceback() -> None:
+    told = "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File x\n"
+    assert in_short(ValueError(f"{told}ValueError: no sample 7\n")) == (
+        "ValueError: no sample 7 (in DataLoader worker process 0)"
+    )
+    assert in_short(ValueError("no sample 7")) == "ValueError: no sample 7"
 
 
 def test_without_a_budget_the_error_is_the_cause_alone() -> None:

@@ -266,6 +266,11 @@ def test_one_that_fails_ends_the_others_and_gives_its_code(launch: Launch, tmp_p
     )
 
 
+def test_an_uncaught_exception_is_the_cause(launch: Launch) -> None:
+    found = launch(*TWO, sys.executable, "-c", "raise ValueError('broken')")
+    assert re.search(r"failed: exit code 1 \(ValueError: broken\); its log: \S+$", found.err.strip())
+
+
 def test_one_that_is_killed_is_told_with_its_signal(launch: Launch) -> None:
     found = launch(*TWO, "sh", "-c", "[ $OMPI_COMM_WORLD_RANK = 1 ] && kill -9 $$; sleep 60")
     assert found.code == 137
@@ -276,6 +281,13 @@ def test_a_program_that_is_not_there(launch: Launch) -> None:
     found = launch("no-such-program")
     assert found.code == 127
     assert "cannot start no-such-program: No such file or directory" in found.err
+
+
+def test_a_program_of_this_folder_is_no_command(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('here')")
+    found = launch("train.py")
+    assert found.code == 127
+    assert "cannot start train.py: it is not on the PATH; write `python train.py`" in found.err
 
 
 def interrupt_after(seconds: float, *numbers: int) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 from bounded import wait_until
+
+from raypod.cluster import LOCAL
+from raypod.fleet.ray_session import RaySession
+from raypod.placement import place
 
 
 def test_a_sigterm_while_ray_starts_ends_with_130_and_leaves_nothing(tmp_path: Path) -> None:
@@ -24,3 +31,15 @@ def test_a_sigterm_while_ray_starts_ends_with_130_and_leaves_nothing(tmp_path: P
     _, alive = psutil.wait_procs(started, timeout=15)
     assert not alive
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_session_is_closed_whose_import_of_ray_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.setattr(importlib, "import_module", interrupted)
+    session = RaySession(place(LOCAL, total_replicas=1, num_instances=1))
+    with pytest.raises(KeyboardInterrupt):
+        session.open()
+    session.close()

@@ -97,7 +97,9 @@ class RaySession:
         """Disconnect, and end the session if it was started here."""
         if self._started_here:
             self._started_here = False
-            importlib.import_module("ray").shutdown()
+            ray = sys.modules.get("ray")  # it is not there if its import was interrupted
+            if ray is not None:
+                ray.shutdown()
 
 
 def _is_connected() -> bool:
@@ -201,5 +203,6 @@ def reason_of_death(text: str) -> str:
         for line in lines:
             if sign in line:
                 # Ray goes on with what it might have been, at length.
-                return f"its process died: {line[line.index(sign) :].partition(' Some common causes')[0]}"
+                detail = line[line.index(sign) :].partition(" Some common causes")[0]
+                return f"its process died: {detail[len(sign) :].lstrip(': ') if 'exit' in sign else detail}"
     return lines[0]

@@ -175,7 +175,7 @@ class Watch:
             return on_purpose[0]
         for index, cause in causes.items():
             if not isinstance(cause, RaypodError):
-                text = f"{type(cause).__name__}: {cause}" if cause is not None else str(errors[index]).splitlines()[-1]
+                text = in_short(cause) if cause is not None else str(errors[index]).splitlines()[-1]
                 losses.append(self._loss(index, "raised", text))
         bound_s = self._bounds.stop_timeout_s
         told = f"did not let go of the lost instances within {bound_s:g} s (run.stop_timeout_s)"
@@ -202,3 +202,13 @@ class Watch:
 def _is_a_cause(error: Exception) -> bool:
     """Whether an error of Ray's is more than an echo of another instance's."""
     return not isinstance(getattr(error, "cause", None), _ECHOES)
+
+
+def in_short(cause: BaseException) -> str:
+    """An exception in one line. What a process of a data loader raised has its whole traceback for a message."""
+    text = f"{type(cause).__name__}: {cause}"
+    head, of_a_worker, traceback = text.partition("Original Traceback (most recent call last)")
+    if not of_a_worker:
+        return text
+    where = head.rpartition(" in ")[2].strip().rstrip(".")
+    return f"{traceback.strip().splitlines()[-1]} (in {where})"

@@ -96,6 +96,9 @@ class Keeper:
         except OSError as error:
             found = not isinstance(error, FileNotFoundError)
             cause = f"cannot start {error.filename or program['argv'][0]}: {error.strerror}"
+            if not found and Path(program["working_dir"], program["argv"][0]).is_file():
+                name = program["argv"][0]
+                cause = f"cannot start {name}: it is not on the PATH; write {_way_to_start(name)}"
             self._tell_end(index, _NOT_EXECUTABLE if found else _NOT_FOUND, cause)
         except (ValueError, subprocess.SubprocessError) as error:
             self._tell_end(index, _NOT_EXECUTABLE, f"cannot start {program['argv'][0]}: {error}")
@@ -187,6 +190,11 @@ def _preparation(keeper: int, cpus: Optional[List[int]]) -> Callable[[], None]:
             os.sched_setaffinity(0, cpus)
 
     return prepare
+
+
+def _way_to_start(file: str) -> str:
+    """A file of the working folder."""
+    return f"`python {file}`" if file.endswith(".py") else f"`./{file}`"
 
 
 def _name(number: int) -> str:

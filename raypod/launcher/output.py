@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Dict, Optional
 
 from raypod.errors import ConfigError, RunError
 from raypod.launcher.console import Console
+
+_STDERR = 2
+_TAIL_BYTES = 4096
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Failed|Interrupt|Warning)(: .*)?")
 
 
 class Output:
@@ -16,6 +21,7 @@ class Output:
     def __init__(self, folder: str, instances: int, console: Console, only: Optional[int] = None) -> None:
         self._folder, self._console, self._only = folder, console, only
         self._logs: Dict[int, int] = {}
+        self._tails: Dict[int, bytes] = {}  # of stderr
         try:
             Path(folder, "logs").mkdir(parents=True, exist_ok=True)
             for instance in range(instances):
@@ -38,8 +44,16 @@ class Output:
                 view = view[os.write(self._logs[instance], view) :]
         except OSError as error:
             raise RunError(f"cannot write {self.log_file(instance)}: {error.strerror}") from None
+        if stream == _STDERR:
+            self._tails[instance] = (self._tails.get(instance, b"") + data)[-_TAIL_BYTES:]
         if self._only in (None, instance):
             self._console.add(instance, stream, data)
+
+    def last_exception(self, instance: int) -> Optional[str]:
+        """The exception in the last line of an instance's stderr, if that is what it looks like."""
+        lines = self._tails.get(instance, b"").decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return last if _EXCEPTION.fullmatch(last) else None
 
     def flush(self) -> None:
         """Show what is whole."""

@@ -144,4 +144,6 @@ class Supervision:
 
     def _failure(self, end: ProgramEnd) -> ProgramFailed:
         host = self._placement.instances[end.instance].host
-        return ProgramFailed(end.instance, host, end.cause, self._output.log_file(end.instance), end.exit_code)
+        raised = self._output.last_exception(end.instance) if end.exit_code == 1 else None  # as Python ends with it
+        cause = f"{end.cause} ({raised})" if raised else end.cause
+        return ProgramFailed(end.instance, host, cause, self._output.log_file(end.instance), end.exit_code)
