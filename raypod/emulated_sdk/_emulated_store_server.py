@@ -114,7 +114,8 @@ class StoreServer:
             return
         self._make_room(_MOST_STRANGERS - 1)
         connection.setblocking(False)
-        notice_silence(connection)
+        with contextlib.suppress(OSError):  # it has gone again, which its first event says, too
+            notice_silence(connection)
         guest = _Guest(connection, address)
         guest.conversation = self._converse(guest)
         guest.needs = next(guest.conversation)
@@ -129,7 +130,8 @@ class StoreServer:
     def _turn_away(self, guest: _Guest) -> None:
         if guest.address not in self._told and len(self._told) < _MOST_TOLD:
             self._told.add(guest.address)
-            sys.stderr.write(f"store {self.address}: turned away {guest.address}, which does not know the secret\n")
+            with contextlib.suppress(OSError):  # nobody listens there any more
+                sys.stderr.write(f"store {self.address}: turned away {guest.address}, which does not know the secret\n")
         self._drop(guest)
 
     def _drop(self, guest: _Guest) -> None:
