@@ -56,6 +56,7 @@ class Instance:
         self._feed: Optional[Feed] = None
         self._models: List[Any] = []  # that hold a device
         self._rendezvous: Optional[Rendezvous] = None
+        self._seeding_end: Optional[SeedingEnd] = None
         self._horovod_door: Optional[HorovodDoor] = None  # of an installed Horovod
         self._saves: Optional[BackgroundWriter] = None  # of instance 0
         self._address = "127.0.0.1"  # by which other instances reach this one; the fleet's network once it has joined
@@ -161,6 +162,8 @@ class Instance:
     def abandon(self) -> None:
         """From another thread: end every wait for other instances, because one is lost."""
         self._gate.stop_after(0)
+        if self._seeding_end is not None:
+            self._seeding_end.abandon()
         collectives.abandon("another instance is lost")
 
     def open_seeding(self) -> Place:
@@ -174,6 +177,7 @@ class Instance:
 
         The root starts from `checkpoint` if there is one. Who neither is the root nor a receiver keeps what it has.
         """
+        assert self._seeding_end is not None, "open_seeding comes first"
         with contextlib.closing(self._seeding_end) as end:
             if self._spec.index == seeding.root:
                 if checkpoint is not None:

@@ -168,3 +168,20 @@ def test_it_listens_on_its_own_address_alone(ends: List[SeedingEnd]) -> None:
 def test_the_secret_is_not_shown() -> None:
     seeding = new_seeding([], 0, [])
     assert repr(seeding.secret) not in repr(seeding)
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_who_is_told_that_others_are_lost_waits_no_longer(absent: int) -> None:
+    ends = [SeedingEnd(index, f"h{index}", f"127.0.0.{index + 1}", 600.0) for index in range(3)]
+    seeding = new_seeding([end.place for end in ends])
+    with ThreadPoolExecutor(3) as pool:
+        members = {0: lambda: ends[0].give(seeding, PARTS), 1: lambda: ends[1].take(seeding)}
+        parts = {index: pool.submit(work) for index, work in members.items() if index != absent}
+        assert not wait_until(parts[1].done, 0.5)  # for the absent one, which listens and does nothing
+        for end in ends:
+            end.abandon()
+        error = parts[1].exception(10)
+    assert isinstance(error, PeerLost)
+    assert error.peer == absent
+    for end in ends:
+        end.close()

@@ -22,6 +22,7 @@ from raypod.fleet.ray_watch import Watch
 from raypod.plan import Leg, Plan
 from raypod.pulse import IDLE
 
+_DEAF_AFTER_S = 2.0  # in a hurry: at an end that waits for nothing
 _DRAINS_EVERY_S = 2.0  # how long a host that is taken away may go unnoticed
 
 
@@ -193,7 +194,7 @@ class RayFleet:
 
     def _end_actors(self) -> None:
         assert self._killer is not None, "start comes first"
-        frozen = self._leave() if self._at_rest else []
+        frozen = self._leave() if self._at_rest else self._deaf()
         for actor in self._actors:
             if actor in frozen:
                 self._killer.kill_frozen(actor)
@@ -202,6 +203,14 @@ class RayFleet:
         self._killer.close()
         if self._reservation is not None:
             self._ray.util.remove_placement_group(self._reservation.group)
+
+    def _deaf(self) -> List[Any]:
+        """The actors that do not even say what they are doing."""
+        refs = {actor.beat.remote(): actor for actor in self._actors}
+        if not refs:
+            return []
+        _, late = self._ray.wait(list(refs), num_returns=len(refs), timeout=_DEAF_AFTER_S)
+        return [refs[ref] for ref in late]
 
     def _leave(self) -> List[Any]:
         """Let healthy instances end what they started; the actors that do not answer in time."""

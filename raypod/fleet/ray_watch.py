@@ -26,6 +26,7 @@ _BEAT_EVERY_S = 1.0
 _NO_LOOK_S = 2.0
 _STACK_S = 2.0  # how long to wait for the stack of an instance that is given up
 _BREAK_LOOK_S = 0.05
+_FREE_EVERY_S = 1.0
 _ECHOES = (CollectiveBroken, PeerLost)
 _NONE = object()
 
@@ -133,19 +134,24 @@ class Watch:
         pending = {ref: index for ref, index in pending.items() if index not in lost}
         patient_until_s = time.monotonic() + self._bounds.dead_after_s  # a death may be told later than what it broke
         freed_until_s: Optional[float] = None
+        freed_s, freeing = 0.0, []
         while pending:
             now_s = time.monotonic()
             if freed_until_s is None and (now_s >= patient_until_s or losses or any(map(_is_a_cause, errors.values()))):
-                for index in set(pending.values()):
-                    self._actors[index].abandon.remote()
                 freed_until_s = now_s + self._bounds.stop_timeout_s
             if freed_until_s is not None and now_s >= freed_until_s:
                 break
+            if freed_until_s is not None and now_s - freed_s >= _FREE_EVERY_S:
+                # Again and again: who is freed from one wait may begin another one for the lost.
+                freed_s = now_s
+                freeing += [self._actors[index].abandon.remote() for index in set(pending.values())]
             for index, value, error in self._arrivals(pending, _BREAK_LOOK_S):
                 if error is not None:
                     errors[index] = error
                 elif value is not _NONE:
                     yield index, value
+        if freeing:  # none is to come late, into what follows
+            self._ray.wait(freeing, num_returns=len(freeing), timeout=_FREE_EVERY_S)
         raise self._verdict(losses, errors, sorted(set(pending.values())))
 
     def _wait_for_each_other(self, troubles: List[Trouble]) -> bool:

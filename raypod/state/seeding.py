@@ -19,7 +19,7 @@ import struct
 import sys
 import threading
 import time
-from typing import Any, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -75,6 +75,7 @@ class SeedingEnd:
     def __init__(self, instance: int, host: str, address: str, timeout_s: float) -> None:
         """Listen on `address`, this host's in the data network; every single wait is bounded by `timeout_s`."""
         self._listener = socket.create_server((address, 0))
+        self._open: List[socket.socket] = [self._listener]
         self._timeout_s = timeout_s
         self.place = Place(instance, host, address, self._listener.getsockname()[1])
 
@@ -109,6 +110,12 @@ class SeedingEnd:
                 successor.put(_FAILED, json.dumps(dataclasses.astuple(lost)).encode())
                 raise lost from error
 
+    def abandon(self) -> None:
+        """From another thread: end every wait for the others, who are lost."""
+        for each in list(self._open):
+            with contextlib.suppress(OSError):  # it has ended by itself
+                each.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Stop listening."""
         self._listener.close()
@@ -120,6 +127,7 @@ class SeedingEnd:
         at = chain.index(self.place.instance) + 1
         successor = _Successor(self.place, seeding.places[chain[at]] if at < len(chain) else None, seeding.secret)
         successor.timeout_s = self._timeout_s
+        successor.opened = self._open.append
         successor.start()
         try:
             yield successor
@@ -143,6 +151,7 @@ class SeedingEnd:
             if address == predecessor.address and _admit(connection, seeding.secret):
                 connection.settimeout(self._timeout_s)
                 _notice_silence(connection)
+                self._open.append(connection)
                 return connection
             connection.close()
             sys.stderr.write(f"seeding: turned away {address}, expected instance {predecessor.instance}\n")
@@ -156,6 +165,7 @@ class _Successor(threading.Thread):
         self._own, self._to, self._secret = own, to, secret
         self._messages: queue.SimpleQueue[Tuple[bytes, Any]] = queue.SimpleQueue()
         self.timeout_s = 0.0
+        self.opened: Callable[[socket.socket], None] = lambda connection: None
         self.error: Optional[PeerLost] = None
 
     def put(self, kind: bytes, content: Any) -> None:
@@ -168,6 +178,7 @@ class _Successor(threading.Thread):
         try:
             where = (self._to.address, self._to.port)
             with socket.create_connection(where, self.timeout_s, (self._own.address, 0)) as connection:
+                self.opened(connection)
                 _introduce(connection, self._secret)
                 _notice_silence(connection)
                 kind = b""
