@@ -67,7 +67,7 @@ def events_of(plan: Plan, within_s: float = math.inf, begun: Callable[[], None] 
             if isinstance(event, RunStarted):
                 begun()
             elif isinstance(event, InstanceLost):
-                print(f"  lost: instance {event.instance}, {event.kind}", flush=True)
+                print(f"  lost: instance {event.instance}, {event.kind}: {event.cause}", flush=True)
             elif isinstance(event, UpdateDone) and time.monotonic() > end_s and not is_stopped:
                 is_stopped = True
                 signal.raise_signal(signal.SIGTERM)
