@@ -45,29 +45,31 @@ def run(plan: Plan, fleet: Fleet, metrics: MetricsFold, resumed: Optional[Checkp
         saving = Saving(plan, started[0], resumed)
         repairs = Repairs(plan, fleet, metrics, saving, started[0].device, resumed)
         yield _run_started(started, fleet, first_update, saving.generation)
-        with stop.at_a_checkpoint():
-            while metrics.position < plan.total_updates and not stop.requested:
-                leg = plan.next_leg(metrics.position)
-                yield from repairs.once(_train(fleet, leg, metrics, saving, stop))
-                update = metrics.position
-                if leg.ends_epoch and update == leg.end and leg.epoch >= metrics.epochs_done:
-                    yield metrics.end_epoch(leg.epoch)
-                tested: List[EvaluationDone] = []
-                if update == leg.end and plan.is_evaluated_after(leg) and not stop.requested:
-                    yield from repairs.until_done(update, partial(_evaluate, fleet, update, leg, tested))
-                leaving = stop.hosts_to_leave(fleet, repairs) if update < plan.total_updates else []
-                if saving.is_due(update) or stop.requested or leaving:
-                    accuracy = tested[-1].accuracy if tested else None
-                    yield from repairs.until_done(update, partial(saving.begin, fleet, update, accuracy))
-                if leaving:
-                    yield from repairs.until_done(update, partial(_finish_saving, fleet, update, saving))
-                    yield from repairs.move(leaving)
-            update = metrics.position
-            yield from repairs.until_done(update, partial(_finish_saving, fleet, update, saving))
-        if update == plan.total_updates and plan.size.test_samples:
-            yield from repairs.until_done(update, partial(_evaluate, fleet, update, leg, []))
+        done = -1
+        while done != metrics.position:  # whoever loses everybody goes on from an older update
+            with stop.at_a_checkpoint():
+                while metrics.position < plan.total_updates and not stop.requested:
+                    leg = plan.next_leg(metrics.position)
+                    yield from repairs.once(_train(fleet, leg, metrics, saving, stop))
+                    update = metrics.position
+                    if leg.ends_epoch and update == leg.end and leg.epoch >= metrics.epochs_done:
+                        yield metrics.end_epoch(leg.epoch)
+                    tested: List[EvaluationDone] = []
+                    if update == leg.end and plan.is_evaluated_after(leg) and not stop.requested:
+                        yield from repairs.until_done(update, partial(_evaluate, fleet, update, leg, tested))
+                    leaving = stop.hosts_to_leave(fleet, repairs) if update < plan.total_updates else []
+                    if saving.is_due(update) or stop.requested or leaving:
+                        accuracy = tested[-1].accuracy if tested else None
+                        yield from repairs.until_done(update, partial(saving.begin, fleet, update, accuracy))
+                    if leaving:
+                        yield from repairs.until_done(update, partial(_finish_saving, fleet, update, saving))
+                        yield from repairs.move(leaving)
+                done = metrics.position
+                yield from repairs.until_done(done, partial(_finish_saving, fleet, done, saving))
+            if done == plan.total_updates and plan.size.test_samples:
+                yield from repairs.until_done(done, partial(_evaluate, fleet, done, leg, []))
         assert saving.last is not None, "a run ends with a checkpoint"
-        yield RunEnded(update, update < plan.total_updates, saving.last.weights_sha256, saving.last.path, stop.cause)
+        yield RunEnded(done, done < plan.total_updates, saving.last.weights_sha256, saving.last.path, stop.cause)
 
 
 def _check_data(plan: Plan, started: List[InstanceStarted], resumed: Optional[Checkpoint]) -> None:

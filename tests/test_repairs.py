@@ -56,6 +56,27 @@ def test_a_checkpoint_that_was_lost_with_its_writer_is_written_again(make: Calla
     assert ended.checkpoint == "update-4"
 
 
+class LosesEverybody(LosesTheWriter):
+    """With the last checkpoint all are lost, and there is none before it."""
+
+    def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+        self.asked.append(lost)
+        return {}
+
+
+def test_who_loses_everybody_with_the_last_checkpoint_trains_again(make: Callable[..., Plan]) -> None:
+    plan = make(training={"updates": 4}, pod={"num_instances": 2}, run={"checkpoint_every": "9 updates"})
+    fleet, metrics = LosesEverybody(plan), MetricsFold(plan, 0.0)
+    events = list(coordinator.run(plan, fleet, metrics))
+    (repaired,) = (event for event in events if isinstance(event, Repaired))
+    assert (repaired.seeded_from, repaired.update) == ("the beginning", 0)
+    assert fleet.called.count("save") == 2
+    assert fleet.called[-2:] == ["finish_saves", "evaluate"]
+    assert metrics.position == 4
+    assert isinstance(events[-1], RunEnded)
+    assert (events[-1].updates, events[-1].checkpoint) == (4, "update-4")
+
+
 class LosesOneAfterTheOther(ScriptedFleet):
     """Instance 1 is lost after the first update, instance 0 after the second."""
 
