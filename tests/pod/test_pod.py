@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -68,19 +69,28 @@ def summary(folder: Path) -> Dict[str, Any]:
     return content
 
 
-@pytest.fixture(scope="module")
-def on_this_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The run folder of the same training, under way on this one host."""
-    folder = tmp_path_factory.mktemp("here")
-    line = [sys.executable, "-m", "raypod.train", *TRAINING, *EPOCHS, "--run-dir", str(folder / "run")]
+@contextlib.contextmanager
+def train_here(folder: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The same training on this one host, into `folder`/run; its output in `folder`/out."""
+    line = [sys.executable, "-m", "raypod.train", *TRAINING, *flags, "--run-dir", str(folder / "run")]
     # Not in a Ray that somebody else runs here: a temporary folder of its own, with a short path for Ray's sockets.
     log = folder / "out"
     with log.open("wb") as out, tempfile.TemporaryDirectory(prefix="ray") as temporary:
         environment = {**os.environ, "RAY_TMPDIR": temporary}
         command = subprocess.Popen(line, cwd=REPOSITORY, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            yield command
+        finally:
+            command.terminate()
+            command.wait(60)
+
+
+@pytest.fixture(scope="module")
+def on_this_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The run folder of the same training, under way on this one host."""
+    folder = tmp_path_factory.mktemp("here")
+    with train_here(folder, *EPOCHS):
         yield folder / "run"
-        command.terminate()
-        command.wait(60)
 
 
 def test_the_doctor_finds_the_pod_ready(pod: EmulatedPod, shared: Path) -> None:
@@ -220,10 +230,8 @@ def test_nothing_of_it_shows_in_data_and_weights(
     assert len(unproved) <= 2 * len(calls), unproved  # and so its epoch
     assert all(line in calls or line.endswith("not proved to be seen") for line in unproved), unproved
     ours = summary(long_run.folder)
-    line = [sys.executable, "-m", "raypod.train", "--fleet", "inline", "--num-instances", "1", *TRAINING[2:]]
-    line += [*long_run.flags, "--updates", str(ours["updates"]), "--run-dir", str(tmp_path / "run")]
-    done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stderr
+    with train_here(tmp_path, *long_run.flags, "--updates", str(ours["updates"])) as command:
+        assert command.wait(150) == 0, (tmp_path / "out").read_text()
     assert ours["weights_sha256"] == summary(tmp_path / "run")["weights_sha256"]
 
 
