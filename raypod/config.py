@@ -16,6 +16,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 from typing_extensions import Annotated, Literal
 
+from raypod.checkpoint.manifest import run_folder_of
 from raypod.errors import ConfigError
 from raypod.interval import parse_interval
 from raypod.suggestions import nearest
@@ -230,13 +231,6 @@ def resolve(args: argparse.Namespace, instances_of: Optional[InstancesOf] = None
 
     `instances_of` says how many instances a cluster file wishes, where nobody said how many there shall be.
     """
-    resumed = Path(getattr(args, "run.resume") or "", "config.yaml")
-    # A run that goes on does so as it was started, unless it is told otherwise.
-    source = args.config or (str(resumed) if getattr(args, "run.resume") and resumed.is_file() else None)
-    values = _read_yaml(Path(source)) if source else {}
-    if source and source != args.config:
-        for key in ("run_dir", "resume_anyway"):
-            values.get("run", {}).pop(key, None)
     given: Dict[str, Any] = {}
     for section, key, _ in fields():
         value = getattr(args, f"{section}.{key}")
@@ -250,6 +244,14 @@ def resolve(args: argparse.Namespace, instances_of: Optional[InstancesOf] = None
         if name in given and str(given[name]) != str(value):
             raise ConfigError(f"{name} is given twice: {given[name]} by its flag and {value} by {word!r}")
         given[name] = value
+    # A run that goes on does so as it was started, unless it is told otherwise.
+    resumed = run_folder_of(str(given["run.resume"])) if given.get("run.resume") else None
+    own = resumed / "config.yaml" if resumed and not args.config else None
+    source = str(own) if own and own.is_file() else args.config
+    values = _read_yaml(Path(source)) if source else {}
+    if source != args.config:
+        for key in ("run_dir", "resume_anyway"):
+            values.get("run", {}).pop(key, None)
     for name, value in given.items():
         section, _, key = name.partition(".")
         values.setdefault(section, {})[key] = value

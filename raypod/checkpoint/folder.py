@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import List, Tuple, Union
 
-from raypod.checkpoint.manifest import Checkpoint, from_json
+from raypod.checkpoint.manifest import MANIFEST, Checkpoint, from_json
 from raypod.errors import CheckpointDamaged
 
-MANIFEST, MANIFEST_SHA256, LATEST = "manifest.json", "manifest.sha256", "LATEST"
+MANIFEST_SHA256, LATEST = "manifest.sha256", "LATEST"
 WEIGHTS, OPTIMIZER, REPLICAS = "weights.safetensors", "optimizer.safetensors", "replicas.safetensors"
 PARTIAL, REMOVED = ".partial", ".removed"
 _NAME = re.compile(r"update-(\d+)$")

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, Dict, Optional
 
+MANIFEST = "manifest.json"
 _FORMAT = 1
 
 
@@ -52,6 +53,14 @@ class Checkpoint:
     def update(self) -> int:
         """Updates done."""
         return self.manifest.update
+
+
+def run_folder_of(resume: str) -> Optional[Path]:
+    """The run folder that `--resume` names, itself or by one of its checkpoints; None for a checkpoint elsewhere."""
+    path = Path(resume).resolve()
+    if not (path / MANIFEST).exists():
+        return path
+    return path.parent.parent if path.parent.name == "checkpoints" else None
 
 
 def from_json(text: bytes) -> Manifest:

@@ -8,7 +8,7 @@ from typing import List, Optional, Tuple
 
 from raypod.checkpoint import folder
 from raypod.checkpoint.fit import FINGERPRINT, difference, safe_names, settings_of
-from raypod.checkpoint.manifest import Checkpoint
+from raypod.checkpoint.manifest import MANIFEST, Checkpoint
 from raypod.errors import CheckpointDamaged, ConfigError
 from raypod.plan import Plan
 
@@ -78,7 +78,7 @@ def _allowed(plan: Plan) -> List[str]:
 
 def _find(where: str) -> Found:
     path = Path(where).resolve()
-    if (path / folder.MANIFEST).exists():
+    if (path / MANIFEST).exists():
         try:
             checkpoint = folder.read_manifest(path)
             folder.verify(checkpoint)

@@ -16,7 +16,7 @@ from typing import Any, Dict, Mapping, Tuple
 import torch
 
 from raypod.checkpoint import folder, tensors
-from raypod.checkpoint.manifest import Checkpoint, FileRecord, Manifest
+from raypod.checkpoint.manifest import MANIFEST, Checkpoint, FileRecord, Manifest
 from raypod.checkpoint.retention import superfluous
 from raypod.record import durable
 from raypod.state import weights
@@ -86,8 +86,8 @@ def _write_files(partial: Path, manifest: Manifest, state: State) -> Manifest:
         files[name] = FileRecord(file.size_bytes, file.sha256)
     manifest = dataclasses.replace(manifest, files=files, weights_sha256=weights.weights_sha256(state.weights))
     text = manifest.to_json()
-    line = f"{hashlib.sha256(text).hexdigest()}  {folder.MANIFEST}\n"
-    for name, content in ((folder.MANIFEST, text), (folder.MANIFEST_SHA256, line.encode())):
+    line = f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n"
+    for name, content in ((MANIFEST, text), (folder.MANIFEST_SHA256, line.encode())):
         with durable.new_file(partial / name) as file:
             file.write(content)
     return manifest

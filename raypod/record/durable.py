@@ -58,8 +58,13 @@ def replace_file(path: Path, data: bytes) -> None:
     partial = path.with_name(path.name + ".partial")
     with contextlib.suppress(FileNotFoundError):
         os.unlink(str(partial))  # noqa: PTH108 - all calls of this file go through os
-    with new_file(partial) as file:
-        file.write(data)
+    try:
+        with new_file(partial) as file:
+            file.write(data)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(str(partial))  # noqa: PTH108
+        raise
     os.replace(str(partial), str(path))  # noqa: PTH105
     sync_folder(path.parent)
 
@@ -98,11 +103,6 @@ class AppendedFile:
         self.path = path
         self._descriptor = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._waiting = bytearray()
-
-    @property
-    def waits_for_room(self) -> bool:
-        """Whether additions wait for room on the disk."""
-        return bool(self._waiting)
 
     def write(self, addition: bytes) -> None:
         """Append."""

@@ -9,32 +9,31 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
+from raypod.checkpoint.manifest import run_folder_of
 from raypod.config import Config
-from raypod.errors import ConfigError
+from raypod.errors import ConfigError, RunError
 from raypod.events import EvaluationDone, Repaired, RunEnded, RunStarted
 from raypod.metrics import MetricsFold
 from raypod.plan import Plan, default_run_dir
 from raypod.plan_table import describe, topology
 from raypod.record import run_state
+from raypod.record.durable import replace_file
 
 
 def choose(resolved: Config) -> str:
     """The folder of a run: the one asked for, the one that is resumed, or a new one under `runs/`."""
-    resume = resolved.run.resume
-    if resume and not resolved.run.run_dir and Path(resume).is_dir():
-        return str(Path(resume).resolve())
+    resumed = run_folder_of(resolved.run.resume) if resolved.run.resume else None
+    if resumed and not resolved.run.run_dir and resumed.is_dir():
+        return str(resumed)
     return os.path.abspath(default_run_dir(resolved, time.strftime("%Y%m%d-%H%M%S")))  # noqa: PTH100 - keeps symlinks
 
 
 def check_free(plan: Plan) -> None:
     """ConfigError if the folder holds another run than the one that goes on, or one that is over."""
     folder = Path(plan.run_dir)
-    resumed = plan.config.run.resume
-    goes_on_here = resumed is not None and folder.resolve() in (
-        Path(resumed).resolve(),
-        *Path(resumed).resolve().parents,
-    )
-    if (folder / "metrics.jsonl").exists() and not goes_on_here and not run_state.was_cut_off(folder):
+    resume = plan.config.run.resume
+    is_free = run_folder_of(resume) == folder.resolve() if resume else run_state.was_cut_off(folder)
+    if (folder / "metrics.jsonl").exists() and not is_free:
         raise ConfigError(f"--run-dir {folder} holds a run already; choose another, or go on with --resume {folder}")
 
 
@@ -43,16 +42,16 @@ def open_for(plan: Plan) -> None:
     folder = Path(plan.run_dir)
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
+        replace_file(folder / "config.yaml", plan.config.to_yaml().encode())
+        replace_file(folder / "plan.json", (json.dumps(describe(plan), indent=2) + "\n").encode())
     except OSError as error:
-        raise ConfigError(f"cannot create the run folder {folder}: {error.strerror}") from None
-    (folder / "config.yaml").write_text(plan.config.to_yaml())
-    (folder / "plan.json").write_text(json.dumps(describe(plan), indent=2) + "\n")
+        raise ConfigError(f"cannot write into the run folder {folder}: {error.strerror}") from None
 
 
 def write_summary(
     plan: Plan, metrics: MetricsFold, seen: Dict[type, Any], evaluations: Sequence[EvaluationDone] = ()
 ) -> None:
-    """Write `summary.json` out of the last event of each type and all evaluations."""
+    """Write `summary.json` out of the last event of each type and all evaluations. RunError if it cannot be written."""
     started: RunStarted = seen[RunStarted]
     ended: RunEnded = seen[RunEnded]
     repaired: Optional[Repaired] = seen.get(Repaired)
@@ -77,9 +76,10 @@ def write_summary(
         "checkpoint": ended.checkpoint,
     }
     path = Path(plan.run_dir) / "summary.json"
-    partial = path.with_name("summary.json.partial")
-    partial.write_text(json.dumps(summary, indent=2) + "\n")
-    partial.replace(path)
+    try:
+        replace_file(path, (json.dumps(summary, indent=2) + "\n").encode())
+    except OSError as error:
+        raise RunError(f"the run is done, and {path} cannot be written: {error.strerror}") from None
 
 
 def _earlier_evaluations(plan: Plan, started: RunStarted) -> List[Any]:
