@@ -32,7 +32,7 @@ from raypod.horovod_rendezvous import HorovodDoor
 from raypod.host.interfaces import address_in, address_towards, interface_of
 from raypod.input.device_input import device_input
 from raypod.input.prefetch import timed
-from raypod.optimizers import build_optimizer, learning_rate
+from raypod.optimizers import build_optimizer, learning_rate, load_state
 from raypod.plan import Leg, Plan
 from raypod.pulse import Pulse
 from raypod.record import ledger
@@ -55,6 +55,7 @@ class Instance:
         self._update = self._host_update = -1  # after which the device's weights are, and the host's; -1: of no run yet
         self._feed: Optional[Feed] = None
         self._models: List[Any] = []  # that hold a device
+        self._optimizer_is_set = True  # its values are those that the device has, or will be compiled with
         self._rendezvous: Optional[Rendezvous] = None
         self._seeding_end: Optional[SeedingEnd] = None
         self._horovod_door: Optional[HorovodDoor] = None  # of an installed Horovod
@@ -273,7 +274,8 @@ class Instance:
 
     def _load_state(self, state: Dict[str, Any]) -> None:
         self._network.load_state_dict(state["weights"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        load_state(self._optimizer, state["optimizer"])
+        self._optimizer_is_set = False
         replica_state.load(self._training, state["replicas"])
         self._update = self._host_update = state.get("update", -1)
 
@@ -303,11 +305,12 @@ class Instance:
 
     def _set_learning_rate(self, update: int) -> None:
         rate = learning_rate(self._plan.config, update, self._plan.total_updates, self._plan.updates_per_epoch)
-        if rate == self._optimizer.param_groups[0]["lr"]:
+        if self._optimizer_is_set and rate == self._optimizer.param_groups[0]["lr"]:
             return
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._training.setOptimizer(self._optimizer)
+        self._optimizer_is_set = True
 
     def _report(self, update: int, losses: torch.Tensor, correct: torch.Tensor) -> CallReport:
         geometry = self._plan.geometry

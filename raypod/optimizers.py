@@ -31,6 +31,14 @@ def build_optimizer(config: Config, model: nn.Module) -> Any:
     return kind(groups, first_order_momentum_accum_type=dtype, second_order_momentum_accum_type=torch.float32, **common)
 
 
+def load_state(optimizer: Any, state: Dict[str, Any]) -> None:
+    """Take over a `state_dict()`, but for its settings: a run may go on with others than it was saved with."""
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, own in zip(optimizer.param_groups, settings):
+        group.update(own)
+
+
 def learning_rate(config: Config, update: int, total_updates: int, updates_per_epoch: int = 1) -> float:
     """The learning rate of update `update` (0-based): linear warm-up, then flat, in steps, or half a cosine to 0."""
     training = config.training

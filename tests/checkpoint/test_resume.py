@@ -103,6 +103,29 @@ def test_a_run_stopped_anywhere_goes_on_bit_for_bit(
     assert [[line[key] for key in keys] for line in lines] == [[line[key] for key in keys] for line in whole]
 
 
+def test_what_may_differ_takes_effect(make: Make, tmp_path: Path) -> None:
+    def weights(resume: Optional[Path], updates: int, **changed: Any) -> str:
+        training = {"model": "tiny", "updates": updates, "warmup_updates": 1, "lr_schedule": "constant", **changed}
+        anyway = {"resume": resume and str(resume), "resume_anyway": ",".join(changed)}
+        plan = make(training=training, pod={"num_instances": 1}, run={"fleet": "inline", "device": "emulated", **anyway})
+        return sha256(run(plan))
+
+    weights(None, 3)
+    saved = (tmp_path / "run" / "checkpoints").rename(tmp_path / "saved") / "update-00000003"
+    changes: List[Dict[str, Any]] = [
+        {"learning_rate": 0.2},
+        {"warmup_updates": 9},
+        {"lr_schedule": "step", "lr_steps": [1], "lr_gamma": 0.5},
+        {"label_smoothing": 0.1},
+        {"momentum": 0.5},
+        {"weight_decay": 0.05},
+        {"loss_scaling": 3.0},  # no power of two: it rounds
+        {},
+    ]
+    updates = 50  # into the second epoch, where the steps begin
+    assert len({weights(saved, updates, **change) for change in changes}) == len(changes)
+
+
 def test_a_checkpoint_by_the_clock_is_one_to_go_on_from(make: Make, model: str) -> None:
     events = run(plan_with(make, model, checkpoint_every="0.001 minutes", keep_checkpoints=100))
     saved = [event for event in events if isinstance(event, CheckpointSaved)]
