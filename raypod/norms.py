@@ -13,9 +13,9 @@ _GROUPS = 32  # Wu and He 2018
 
 
 class FrozenBatchNorm2d(nn.Module):
-    """BatchNorm whose statistics, scale and shift stay as they are: buffers by the names of `nn.BatchNorm2d`.
+    """BatchNorm whose statistics, scale and shift stay as they are in `norm`: buffers by the same names.
 
-    Fresh it changes nothing (mean 0, variance 1); it is for weights that are loaded and trained further.
+    Of a fresh one it changes nothing (mean 0, variance 1); it is for weights that are loaded and trained further.
     """
 
     weight: torch.Tensor
@@ -23,11 +23,13 @@ class FrozenBatchNorm2d(nn.Module):
     running_mean: torch.Tensor
     running_var: torch.Tensor
 
-    def __init__(self, channels: int, eps: float = 1e-5) -> None:
+    def __init__(self, norm: nn.BatchNorm2d) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps = norm.eps
         for name, value in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
-            self.register_buffer(name, torch.full((channels,), value))
+            held = getattr(norm, name)  # None without an affine map, or without statistics
+            fixed = torch.full((norm.num_features,), value) if held is None else held.detach().clone()
+            self.register_buffer(name, fixed)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[n, channels, h, w] to the same shape."""
@@ -51,8 +53,7 @@ def replace_batch_norms(network: nn.Module, norm: str) -> None:
     if not found:
         raise ConfigError(f"--norm {norm}: the model has no BatchNorm2d that it could stand for")
     for parent, name, part in found:
-        channels = part.num_features
-        setattr(parent, name, _group_norm(channels) if norm == "group" else FrozenBatchNorm2d(channels, part.eps))
+        setattr(parent, name, _group_norm(part.num_features) if norm == "group" else FrozenBatchNorm2d(part))
 
 
 def _group_norm(channels: int) -> nn.GroupNorm:

@@ -107,7 +107,9 @@ def test_what_may_differ_takes_effect(make: Make, tmp_path: Path) -> None:
     def weights(resume: Optional[Path], updates: int, **changed: Any) -> str:
         training = {"model": "tiny", "updates": updates, "warmup_updates": 1, "lr_schedule": "constant", **changed}
         anyway = {"resume": resume and str(resume), "resume_anyway": ",".join(changed)}
-        plan = make(training=training, pod={"num_instances": 1}, run={"fleet": "inline", "device": "emulated", **anyway})
+        plan = make(
+            training=training, pod={"num_instances": 1}, run={"fleet": "inline", "device": "emulated", **anyway}
+        )
         return sha256(run(plan))
 
     weights(None, 3)
