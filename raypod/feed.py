@@ -111,7 +111,7 @@ class Feed:
             depth = max(workers, _ASYNC_AHEAD if data.async_dataloader else _AHEAD)
             yield from prepared(functools.partial(self._gathered, self._splits.train), samples, workers, depth)
         elif data.async_dataloader:
-            yield from ahead(self._loaded(self._loader, samples), _ASYNC_AHEAD)
+            yield from ahead(self._loaded(self._loader, samples), _ASYNC_AHEAD, self._loader.close)
         else:
             yield from self._loaded(self._loader, samples)
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any, Callable, List
 
 import numpy as np
 import pytest
 import torch
+from bounded import wait_until
 
 from raypod import datasets
 from raypod.errors import ConfigError
@@ -14,7 +16,7 @@ from raypod.plan import Plan
 from raypod.sampling import epoch_order
 
 OWN = """
-import random
+import pathlib, random, time
 import numpy, torch
 
 class Own:
@@ -28,8 +30,21 @@ class Own:
         noise = torch.rand(1) + numpy.random.rand() + random.random()
         return torch.full((1, 4, 4), float(index)) + noise / 10, index % 3
 
+class Blocks(Own):
+    made = 0
+    def __getitem__(self, index):
+        self.made += 1
+        if self.made > 4:
+            time.sleep(8)
+            pathlib.Path(self.folder, "waited").touch()
+        return super().__getitem__(index)
+
 def make(folder):
     return Own(40), Own(10), 3
+
+def make_blocks(folder):
+    Blocks.folder = folder
+    return Blocks(40), Own(10), 3
 
 def make_broken(folder):
     return Own(40, broken=7), Own(10), 3
@@ -114,6 +129,19 @@ def test_a_leg_left_in_the_middle_leaves_nothing_behind(make: Callable[..., Plan
     next(batches)
     batches.close()  # type: ignore[attr-defined]
     feed.close()
+
+
+@pytest.mark.parametrize("section", [{"num_workers": 2}, {"async_dataloader": True, "num_workers": 2}])
+def test_nobody_waits_for_a_sample_that_nobody_wants(
+    make: Callable[..., Plan], own: str, section: Any, tmp_path: Path
+) -> None:
+    data = {"dataset": "feed_own:make_blocks", "data_dir": str(tmp_path), **section}
+    plan = make(data=data, training={"batch_size": 2})
+    feed = feeds(plan)[0]
+    next(feed.calls(plan.legs()[0]))
+    feed.close()
+    assert not (tmp_path / "waited").exists()
+    assert wait_until(lambda: "feed-ahead" not in {thread.name for thread in threading.enumerate()})
 
 
 @pytest.mark.parametrize("instances", [1, 2, 4])

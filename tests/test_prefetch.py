@@ -10,6 +10,10 @@ from bounded import wait_until
 from raypod.input.prefetch import ahead, prepared, timed
 
 
+def no_interrupt() -> None:
+    raise AssertionError("nothing is blocked")
+
+
 def test_batches_come_in_order_and_are_made_ahead() -> None:
     made: List[int] = []
 
@@ -18,7 +22,7 @@ def test_batches_come_in_order_and_are_made_ahead() -> None:
             made.append(number)
             yield number
 
-    taken = ahead(batches(), depth=2)
+    taken = ahead(batches(), 2, no_interrupt)
     assert next(taken) == 0
     assert wait_until(lambda: made == [0, 1, 2, 3])  # two wait, and a third is in the maker's hands
     assert list(taken) == [1, 2, 3, 4, 5]
@@ -47,7 +51,7 @@ def test_an_error_comes_in_its_place() -> None:
         yield 1
         raise OSError("the disk is gone")
 
-    taken = ahead(batches(), depth=1)
+    taken = ahead(batches(), 1, no_interrupt)
     assert next(taken) == 1
     with pytest.raises(OSError, match="the disk is gone"):
         next(taken)
@@ -55,7 +59,7 @@ def test_an_error_comes_in_its_place() -> None:
 
 def test_the_thread_ends_with_whoever_takes() -> None:
     before = threading.active_count()
-    taken = timed(ahead(iter(range(1000)), depth=1))
+    taken = timed(ahead(iter(range(1000)), 1, no_interrupt))
     next(taken)
     taken.close()  # type: ignore[attr-defined]
     assert threading.active_count() == before

@@ -12,6 +12,7 @@ from typing import Any, Callable, Deque, Generator, Iterator, Tuple, TypeVar
 
 Item = TypeVar("Item")
 Request = TypeVar("Request")
+_GRACE_S = 1.0  # for the batch that is being made when nobody wants another one
 
 
 def timed(batches: Iterator[Item]) -> Iterator[Tuple[Item, float]]:
@@ -51,8 +52,11 @@ def prepared(
                 future.cancel()
 
 
-def ahead(batches: Iterator[Item], depth: int) -> Iterator[Item]:
-    """The same batches, up to `depth` of them prepared in a thread; an error there surfaces here, in its place."""
+def ahead(batches: Iterator[Item], depth: int, interrupt: Callable[[], None]) -> Iterator[Item]:
+    """The same batches, up to `depth` of them prepared in a thread; an error there surfaces here, in its place.
+
+    A batch that is still being made when nobody wants another one is interrupted, and the thread ends by itself.
+    """
     slots: queue.Queue[Any] = queue.Queue(maxsize=depth)
     ended = threading.Event()
 
@@ -84,4 +88,10 @@ def ahead(batches: Iterator[Item], depth: int) -> Iterator[Item]:
             yield batch
     finally:
         ended.set()
-        thread.join()
+        _end(thread, interrupt)
+
+
+def _end(thread: threading.Thread, interrupt: Callable[[], None]) -> None:
+    thread.join(_GRACE_S)
+    if thread.is_alive():
+        interrupt()

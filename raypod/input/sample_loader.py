@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from typing import Any, Iterable, Iterator, List, Tuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 from raypod.sampling import sample_seed
 
 EpochSamples = Tuple[int, np.ndarray]  # of one call: the epoch, and int64 [combined_batch_size]
+_GRACE_S = 1.0  # for a sample that a worker is making when the workers are to end
 
 
 class SampleLoader:
@@ -36,11 +38,20 @@ class SampleLoader:
         return iter(self._loader)
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the worker processes, whatever they are doing, and whoever waits for them in another thread."""
         iterator = getattr(self._loader, "_iterator", None)  # persistent workers end with their iterator
-        if iterator is not None:
+        if iterator is None:
+            return
+        self._loader._iterator = None
+        # torch by itself waits for 5 s for each of them, one after the other.
+        end_blocked = threading.Timer(_GRACE_S, lambda: [worker.terminate() for worker in iterator._workers])
+        end_blocked.start()
+        try:
             iterator._shutdown_workers()
-            self._loader._iterator = None
+        finally:
+            end_blocked.cancel()
+            end_blocked.join()
+        iterator._worker_result_queue.close()  # else another thread would ask it for results for ever
 
 
 class _Batches:
