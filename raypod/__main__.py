@@ -9,9 +9,9 @@ from typing import Callable, Dict, Optional, Sequence
 
 from raypod import supervisor
 from raypod.cluster import read_cluster
-from raypod.config import FlagParser
 from raypod.doctor.run import doctor
 from raypod.errors import ConfigError
+from raypod.flags import FlagParser
 from raypod.pod import ssh, up
 from raypod.shell import report_errors
 from raypod.train import described, drawn, plan_of

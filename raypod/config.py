@@ -1,14 +1,12 @@
-"""What the user asked for: defaults < YAML (`--config`) < flags and `section.key=value`, as frozen sections.
+"""What the user asked for, as frozen sections: every key, its default and its bounds; out of YAML, too.
 
-Defaults live in the sections and nowhere else. A flag is the key with dashes (`--batch-size` sets
-`training.batch_size`); sums and products of these numbers belong to the plan.
+Defaults live in the sections and nowhere else; sums and products of these numbers belong to the plan.
 """
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Mapping, NoReturn, Optional, Sequence, Tuple, get_args
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple
 
 import pydantic
 import yaml
@@ -16,7 +14,6 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 from typing_extensions import Annotated, Literal
 
-from raypod.checkpoint.manifest import run_folder_of
 from raypod.errors import ConfigError
 from raypod.interval import parse_interval
 from raypod.suggestions import nearest
@@ -178,8 +175,6 @@ class Config(pydantic.BaseModel):
 
 InstancesOf = Callable[[str], int]
 
-_ALIASES = {"replicas": ["--num-replicas"], "image_size": ["--resize"]}
-
 
 def fields() -> Iterator[Tuple[str, str, FieldInfo]]:
     """(section, key, field) of every key; keys are unique over all sections, so that flags can be flat."""
@@ -190,97 +185,41 @@ def fields() -> Iterator[Tuple[str, str, FieldInfo]]:
             yield section, key, field
 
 
-class FlagParser(argparse.ArgumentParser):
-    """argparse whose complaints are ConfigErrors: one line instead of a page of usage."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message.replace('argument ', '', 1)} ({self.prog} --help lists all flags)")
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """`--config`, a flag for every key, and `section.key=value`."""
-    parser.add_argument("--config", metavar="FILE", help="YAML with the sections data, training, pod, run")
-    for section, key, field in fields():
-        names = ["--" + key.replace("_", "-"), *_ALIASES.get(key, [])]
-        choices = get_args(field.annotation) if isinstance(field.default, str) else ()
-        help_text = f"{field.description} [{field.default}]".replace("%", "%%")
-        target = f"{section}.{key}"
-        if isinstance(field.default, bool):
-            parser.add_argument(*names, dest=target, action="store_true", default=None, help=help_text)
-            parser.add_argument("--no-" + names[0][2:], dest=target, action="store_false", help=argparse.SUPPRESS)
-        else:
-            metavar = "{" + ",".join(choices) + "}" if choices else key.upper()
-            parser.add_argument(*names, dest=target, metavar=metavar, help=help_text)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="any key, by its full name")
-
-
-def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse; an unknown flag is a ConfigError that names its nearest neighbour."""
-    args, unknown = parser.parse_known_intermixed_args(list(argv))
-    for word in unknown:
-        known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
-        raise ConfigError(f"unknown flag {word}{nearest(word.split('=')[0], known)}; --help lists all")
-    return args
-
-
-def resolve(args: argparse.Namespace, instances_of: Optional[InstancesOf] = None) -> Config:
-    """Merge defaults < YAML < flags and `section.key=value` (the last two of equal rank; both at once must agree).
-
-    `instances_of` says how many instances a cluster file wishes, where nobody said how many there shall be.
-    """
-    given: Dict[str, Any] = {}
-    for section, key, _ in fields():
-        value = getattr(args, f"{section}.{key}")
-        if value is not None:
-            given[f"{section}.{key}"] = value
-    for word in args.overrides:
-        name, equals, text = word.partition("=")
-        if not equals or name.count(".") != 1:
-            raise ConfigError(f"cannot read {word!r}: write section.key=value, as in training.batch_size=8")
-        value = _parse_value(word, text)
-        if name in given and str(given[name]) != str(value):
-            raise ConfigError(f"{name} is given twice: {given[name]} by its flag and {value} by {word!r}")
-        given[name] = value
-    # A run that goes on does so as it was started, unless it is told otherwise.
-    resumed = run_folder_of(str(given["run.resume"])) if given.get("run.resume") else None
-    own = resumed / "config.yaml" if resumed and not args.config else None
-    source = str(own) if own and own.is_file() else args.config
-    values = _read_yaml(Path(source)) if source else {}
-    if source != args.config:
-        for key in ("run_dir", "resume_anyway"):
-            values.get("run", {}).pop(key, None)
-    for name, value in given.items():
-        section, _, key = name.partition(".")
-        values.setdefault(section, {})[key] = value
-    return from_values(values, source or "the command line", instances_of)
-
-
 def load_yaml(path: Path) -> Config:
     """A Config out of a YAML file alone."""
-    return from_values(_read_yaml(path), source=str(path))
+    return from_values(read_yaml(path), source=str(path))
 
 
 def from_values(
     values: Mapping[str, Mapping[str, Any]], source: str = "config", instances_of: Optional[InstancesOf] = None
 ) -> Config:
     """Check keys and values, settle what follows from others, and check what contradicts itself."""
-    _check_keys(values, source)
+    check_keys(values, source)
     try:
         return Config.model_validate(_settle(values, instances_of))
     except pydantic.ValidationError as error:
         raise ConfigError("; ".join(_tell(detail) for detail in error.errors())) from None
 
 
-def _read_yaml(path: Path) -> Dict[str, Dict[str, Any]]:
+class _NoKeyTwice(yaml.SafeLoader):
+    """YAML would take the last of equal keys."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        """As the base, for mappings without equal keys."""
+        keys = [key.value for key, _ in node.value]
+        for number, (key, _) in enumerate(node.value):
+            if key.value in keys[:number]:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is there twice", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> Dict[str, Dict[str, Any]]:
     try:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load(text, _NoKeyTwice)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if values is None:
@@ -290,14 +229,7 @@ def _read_yaml(path: Path) -> Dict[str, Dict[str, Any]]:
     return {str(section): dict(part or {}) for section, part in values.items()}
 
 
-def _parse_value(word: str, text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"cannot read the value of {word!r}") from None
-
-
-def _check_keys(values: Mapping[str, Mapping[str, Any]], source: str) -> None:
+def check_keys(values: Mapping[str, Mapping[str, Any]], source: str) -> None:
     known = {f"{section}.{key}" for section, key, _ in fields()}
     for section, part in values.items():
         if section not in Config.model_fields:
@@ -345,5 +277,6 @@ def _number(value: Any) -> Optional[int]:
 
 def _tell(detail: Any) -> str:
     name = ".".join(str(part) for part in detail["loc"])
-    message = detail["msg"][:1].lower() + detail["msg"][1:]
+    said = detail["msg"].partition("Value error, ")[2] or detail["msg"]  # pydantic's for a validator of ours
+    message = said[:1].lower() + said[1:]
     return f"{name} = {detail['input']!r}: {message}"

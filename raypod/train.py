@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from raypod import config, coordinator, datasets, supervisor
+from raypod import coordinator, datasets, flags, supervisor
 from raypod.checkpoint import reader
 from raypod.cluster import read_cluster
 from raypod.events import EvaluationDone, RunEnded
@@ -32,13 +32,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def plan_of(argv: Sequence[str], prog: str, extra: Sequence[str] = ()) -> Tuple[Plan, Any]:
     """The plan of a command line, and the parsed flags; `extra` names further boolean flags."""
-    parser = config.FlagParser(prog=prog, description="Train a model on a pod; with nothing at all: digits.")
-    config.add_flags(parser)
+    parser = flags.FlagParser(prog=prog, description="Train a model on a pod; with nothing at all: digits.")
+    flags.add_flags(parser)
     for flag in extra:
         parser.add_argument(flag, action="store_true", help=_EXTRA_HELP[flag])
-    args = config.parse_arguments(parser, argv)
+    args = flags.parse_arguments(parser, argv)
     read = functools.lru_cache(maxsize=1)(read_cluster)
-    resolved = config.resolve(args, lambda path: read(path).instances)
+    resolved = flags.resolve(args, lambda path: read(path).instances)
     run_dir = run_folder.choose(resolved)
     cluster = read(resolved.pod.cluster)
     is_run = not getattr(args, "dry_run", True)

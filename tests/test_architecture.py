@@ -23,7 +23,7 @@ LEVELS: Dict[str, int] = {
             "cluster config file_lock pulse shell stop_gate user_code checkpoint/folder checkpoint/retention "
             "checkpoint/tensors datasets/arrays host/interfaces launcher/console launcher/pump "
             "pod/cluster_traps record/run_state record/tensorboard",
-            "placement supervisor doctor/finding datasets/cache datasets/download launcher/mpi_arguments "
+            "flags placement supervisor doctor/finding datasets/cache datasets/download launcher/mpi_arguments "
             "launcher/output launcher/parser pod/auth_token pod/ssh",
             "plan doctor/listeners host/devices host/vipu launcher/run pod/up",
             "environment horovod_rendezvous norms plan_table sampling checkpoint/fit datasets/cifar "

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from raypod import config
+from raypod import config, flags
 from raypod.errors import ConfigError
 
+DIGITS = Path(__file__).resolve().parent.parent / "configs" / "digits.yaml"
 CONTRACT_FLAGS = [
     "--batch-size",
     "--epochs",
@@ -40,9 +41,9 @@ CONTRACT_FLAGS = [
 
 
 def parse(*argv: str) -> config.Config:
-    parser = config.FlagParser(prog="test")
-    config.add_flags(parser)
-    return config.resolve(config.parse_arguments(parser, argv))
+    parser = flags.FlagParser(prog="test")
+    flags.add_flags(parser)
+    return flags.resolve(flags.parse_arguments(parser, argv))
 
 
 def test_nothing_given_is_the_default() -> None:
@@ -51,8 +52,8 @@ def test_nothing_given_is_the_default() -> None:
 
 @pytest.mark.parametrize("flag", CONTRACT_FLAGS)
 def test_every_flag_of_the_contract_exists(flag: str) -> None:
-    parser = config.FlagParser(prog="test")
-    config.add_flags(parser)
+    parser = flags.FlagParser(prog="test")
+    flags.add_flags(parser)
     assert flag in parser.format_help()
 
 
@@ -99,12 +100,16 @@ def test_default_number_of_instances(argv: tuple[str, ...], instances: int) -> N
     [
         (("--batch-sice", "4"), ["--batch-sice", "--batch-size"]),
         (("training.batchsize=4",), ["training.batchsize", "training.batch_size"]),
+        (
+            ("--config", str(DIGITS), "training.bogus=4"),
+            ["training.bogus in the command line; known: ", "training.lr_st"],
+        ),
         (("pod.seed=4",), ["pod.seed", "training.seed"]),
         (("trainin.seed=4",), ["trainin", "training"]),
         (("seed",), ["'seed'", "section.key=value"]),
         (("--epochs", "0"), ["training.epochs", "'0'", "1"]),
         (("--precision", "8"), ["training.precision", "16.16", "32.32"]),
-        (("--model", "resnet9"), ["training.model", "resnet9", "resnet8"]),
+        (("--model", "resnet9"), ["training.model = 'resnet9': known are", "resnet8"]),
         (("--replicas", "four"), ["pod.replicas", "four"]),
         (("--batch-size",), ["--batch-size", "expected one argument"]),
         (("--num-ipus", "7", "--ipus-per-replica", "2"), ["7", "2"]),
@@ -121,7 +126,9 @@ def test_a_mistake_is_told_in_one_line(argv: tuple[str, ...], words: list[str]) 
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("text", ["- 1\n", "training: 3\n", "training: {seed: [}\n", "training: {seeed: 1}\n"])
+@pytest.mark.parametrize(
+    "text", ["- 1\n", "run: {}\nrun: {}\n", "training: 3\n", "training: {seed: [}\n", "training: {seeed: 1}\n"]
+)
 def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "broken.yaml"
     file.write_text(text)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Union
 
-from raypod import config
+from raypod import flags
 from raypod.cluster import LOCAL, Cluster, Host, cluster_from, read_file
 from raypod.config import Config
 from raypod.doctor import probe, table
@@ -27,14 +27,14 @@ _TOOLS = ("rsync", "gc-info", "gc-monitor", "vipu")
 
 def doctor(argv: Sequence[str]) -> int:
     """Print what was found; 2 if something is in the way of a run."""
-    parser = config.FlagParser(prog="raypod doctor", description="Is the pod ready for a run?")
-    config.add_flags(parser)
+    parser = flags.FlagParser(prog="raypod doctor", description="Is the pod ready for a run?")
+    flags.add_flags(parser)
     parser.add_argument("--json", action="store_true", help="findings and facts as JSON")
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="S", help="bound of the questions to a host [60]"
     )
-    args = config.parse_arguments(parser, argv)
-    resolved = config.resolve(args)
+    args = flags.parse_arguments(parser, argv)
+    resolved = flags.resolve(args)
     path = resolved.pod.cluster
     file = read_file(path) if path else None
     cluster = cluster_from(file, path or "") if file else LOCAL

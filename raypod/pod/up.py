@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Dict, List, Sequence
 
 from raypod.cluster import Cluster, Host, cluster_from, read_file, refuse
-from raypod.config import FlagParser
 from raypod.errors import ClusterError, RunError
+from raypod.flags import FlagParser
 from raypod.pod import auth_token, cluster_traps, gcs, ssh, stop_cluster
 
 _STOP_BOUND_S = 60.0
