@@ -225,8 +225,7 @@ class Instance:
         self._read_back()
         hvd.broadcast_parameters(dict(self._network.named_buffers()), root_rank=0)
         state = replica_state.read(self._training)
-        if self._training.isCompiled() and self._training.isAttachedToDevice():
-            self._training.detachFromDevice()
+        self._give_back_devices()
         replica_state.load(self._training, state)
         # Both programs share the network, and each keeps the mode it is compiled in (contract section 13, trap 22).
         self._network.eval()
@@ -237,8 +236,7 @@ class Instance:
             losses.extend(functional.cross_entropy(logits, wanted, reduction="none").tolist())
             correct += int((logits.argmax(dim=1) == wanted).sum())
             samples += valid
-        if self._inference.isCompiled() and self._inference.isAttachedToDevice():
-            self._inference.detachFromDevice()
+        self._give_back_devices()
         self._network.train()
         return EvaluationReport(self._spec.index, samples, correct, math.fsum(losses))
 
