@@ -16,7 +16,6 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import horovod.torch as hvd
 import popdist
-import popdist.poptorch
 import poptorch
 import torch
 from torch.nn import functional
@@ -33,6 +32,7 @@ from raypod.host.interfaces import address_in, address_towards, interface_of
 from raypod.input.device_input import device_input
 from raypod.input.prefetch import timed
 from raypod.optimizers import build_optimizer, learning_rate, load_state
+from raypod.options import inference_options, training_options
 from raypod.plan import Leg, Plan
 from raypod.pulse import Pulse
 from raypod.record import ledger
@@ -41,8 +41,6 @@ from raypod.sdk import Sdk
 from raypod.state import flat_state, replica_state, weights
 from raypod.state.seeding import Place, Seeding, SeedingEnd
 from raypod.stop_gate import StopGate
-
-_REDUCTIONS = {"sum": poptorch.ReductionType.Sum, "mean": poptorch.ReductionType.Mean}
 
 
 class Instance:
@@ -85,9 +83,9 @@ class Instance:
         step = steps.TrainingStep(self._network, prepare, config.training.label_smoothing).train()
         self._step = step
         self._optimizer = build_optimizer(config, self._network)
-        self._training = poptorch.trainingModel(step, options=self._training_options(), optimizer=self._optimizer)
+        self._training = poptorch.trainingModel(step, options=training_options(self._plan), optimizer=self._optimizer)
         evaluation = steps.EvaluationStep(self._network, prepare)
-        self._inference = poptorch.inferenceModel(evaluation, options=self._inference_options())
+        self._inference = poptorch.inferenceModel(evaluation, options=inference_options(self._plan))
         self._models = [self._training, self._inference]
         self._clock("build model", began)
         return InstanceStarted(
@@ -276,30 +274,6 @@ class Instance:
         self._optimizer_is_set = False
         replica_state.load(self._training, state["replicas"])
         self._update = self._host_update = state.get("update", -1)
-
-    def _training_options(self) -> Any:
-        training = self._plan.config.training
-        options = self._common_options()
-        options.deviceIterations(training.device_iterations)
-        options.Training.gradientAccumulation(training.gradient_accumulation)
-        options.Training.accumulationAndReplicationReductionType(_REDUCTIONS[training.reduction])
-        # Loss and count of right predictions are all that comes back, so every one of them may.
-        options.outputMode(poptorch.OutputMode.All)
-        return options
-
-    def _inference_options(self) -> Any:
-        options = self._common_options()
-        options.deviceIterations(self._plan.geometry.evaluation_iterations)
-        return options.outputMode(poptorch.OutputMode.All)
-
-    def _common_options(self) -> Any:
-        options = popdist.poptorch.Options(ipus_per_replica=self._plan.geometry.ipus_per_replica)
-        options.randomSeed(self._plan.config.training.seed)
-        options.showCompilationProgressBar(False)
-        options.setExecutionStrategy(steps.execution_strategy(self._plan.config.training.execution))
-        if self._plan.config.pod.executable_cache_path is not None:
-            options.enableExecutableCaching(self._plan.config.pod.executable_cache_path)
-        return options
 
     def _set_learning_rate(self, update: int) -> None:
         rate = learning_rate(self._plan.config, update, self._plan.total_updates, self._plan.updates_per_epoch)

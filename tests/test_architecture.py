@@ -33,7 +33,8 @@ LEVELS: Dict[str, int] = {
             "input/sample_loader input/transforms launcher/programs record/verify_data state/flat_state",
             "feed models optimizers steps checkpoint/background doctor/run launcher/host_process "
             "record/run_folder record/sinks",
-            "instance pipeline pipeline_table",
+            "options pipeline pipeline_table",
+            "instance",
             "fleet/__init__",
             "failure liveness saving fleet/inline fleet/process fleet/ray_nodes fleet/ray_reservation "
             "fleet/ray_session fleet/scripted",
@@ -57,7 +58,7 @@ SDK = {
     "_emulated_store_client",
     "_emulated_store_server",
 }
-SDK_USERS = {"sdk", "instance", "optimizers", "collectives", "steps", "pipeline_table"}
+SDK_USERS = {"sdk", "instance", "options", "optimizers", "collectives", "steps", "pipeline_table"}
 
 
 def modules() -> Iterator[str]:
