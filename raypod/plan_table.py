@@ -44,6 +44,7 @@ def topology(plan: Plan) -> Dict[str, int]:
 def render(plan: Plan) -> str:
     """The plan as a table for people."""
     geometry, training = plan.geometry, plan.config.training
+    tested = f"{plan.size.test_samples} test" if plan.size.test_samples else "NO test images: nothing will be evaluated"
     published = " (as published; the files are not here)" if plan.size.is_published else ""
     rows: List[Tuple[str, str]] = [
         ("pod", f"{plan.cluster.name}: {_count(len(plan.hosts), 'host')} ({_names(plan.hosts)})"),
@@ -65,7 +66,7 @@ def render(plan: Plan) -> str:
         ),
         (
             "data",
-            f"{plan.config.data.dataset}: {plan.size.train_samples} training, {plan.size.test_samples} test{published}",
+            f"{plan.config.data.dataset}: {plan.size.train_samples} training, {tested}{published}",
         ),
         ("model", f"{training.model}, precision {training.precision}, {training.optimizer}"),
         (
