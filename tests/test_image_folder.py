@@ -14,6 +14,7 @@ from raypod.config import Config, from_values
 from raypod.errors import ConfigError
 from raypod.feed import Feed
 from raypod.plan import DatasetSize, Plan
+from raypod.plan_table import render
 
 
 @pytest.fixture
@@ -58,6 +59,15 @@ def test_the_plan_counts_and_writes_nothing(folder: Path) -> None:
     assert datasets.load(config(folder)).fingerprint != before
 
 
+def test_a_file_in_a_nested_folder_counts(folder: Path) -> None:
+    nested = folder / "train" / "cat" / "young" / "small"
+    nested.mkdir(parents=True)
+    datasets.load(config(folder))
+    time.sleep(0.01)  # the folder's time must differ
+    (nested / "e.png").write_bytes((folder / "train" / "cat" / "d.png").read_bytes())
+    assert len(datasets.load(config(folder)).train) == 9
+
+
 def test_evaluation_takes_the_centre(folder: Path) -> None:
     with Image.open(str(folder / "val" / "cat" / "a.jpg")) as image:
         resized = image.resize((49, 37), Image.Resampling.BILINEAR)  # 37: 32 * 256 / 224 of the shorter side
@@ -99,6 +109,19 @@ def test_an_image_that_cannot_be_read_is_named(folder: Path) -> None:
         datasets.load(config(folder)).train[4]
 
 
+def test_whatever_pillow_raises_the_image_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "train" / "dog" / "d.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (300, 300, 3), dtype=np.uint8)).save(str(path))
+    written = path.read_bytes()
+    at = written.rindex(b"IDAT")
+    path.write_bytes(written[:at] + b"\0\0\0\0" + written[at + 4 :])  # SyntaxError: broken PNG file
+    with pytest.raises(OSError, match=r"train/dog/d.png: .*; replace it"):
+        datasets.load(config(folder)).train[7]
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # DecompressionBombError
+    with pytest.raises(OSError, match=r"train/dog/b.jpeg: .*; replace it"):
+        datasets.load(config(folder)).train[5]
+
+
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
@@ -121,8 +144,10 @@ def test_what_is_missing_is_told(folder: Path, broken: str, words: str) -> None:
         datasets.dataset_size(config(folder))
 
 
-def test_without_a_test_folder_there_is_nothing_to_evaluate(folder: Path) -> None:
+def test_without_a_test_folder_there_is_nothing_to_evaluate(folder: Path, make: Callable[..., Plan]) -> None:
     (folder / "val").rename(folder / "other")
+    plan = make(data=config(folder).data.model_dump(), training={"batch_size": 2})
+    assert "imagefolder: 8 training, NO test images: nothing will be evaluated" in render(plan)
     assert datasets.dataset_size(config(folder)) == DatasetSize(8, 0)
     (folder / "other").rename(folder / "test")
     assert datasets.dataset_size(config(folder)) == DatasetSize(8, 2)

@@ -88,8 +88,8 @@ class ImageFiles:
         try:
             with Image.open(path) as image:
                 return self._transform(image.convert("RGB")), int(self._labels[index])
-        except OSError as error:
-            raise OSError(f"cannot read the image {path}: {error}; replace it, or remove it") from None
+        except Exception as error:  # of a damaged file Pillow raises any kind
+            raise OSError(f"cannot read the image {path}: {error}; replace it, or remove it") from error
 
 
 def _random_piece(side: int, flips: bool) -> Callable[[Any], Any]:
@@ -142,8 +142,15 @@ def _test_folder(root: Path) -> Path:
 
 def _identity(root: Path) -> str:
     """A folder's time changes when a file comes or goes: a thousand of them are asked instead of a million files."""
-    folders = [split / name for split in (root / "train", _test_folder(root)) for name in _folders(split)]
-    return identity_of(folders)
+    classes = [split / name for split in (root / "train", _test_folder(root)) for name in _folders(split)]
+    return identity_of(folder for folder_of_class in classes for folder in _with_nested(folder_of_class))
+
+
+def _with_nested(folder: Path) -> List[Path]:
+    """A folder and all below it. Two links (its name and its own dot) mean none: nobody has to look at its files."""
+    if folder.stat().st_nlink == 2:
+        return [folder]
+    return sorted(Path(where) for where, _, _ in os.walk(str(folder)))
 
 
 def _list_files(root: Path) -> Dict[str, np.ndarray]:
