@@ -46,9 +46,9 @@ def test_synthetic_images_are_a_function_of_the_seed() -> None:
 
 def test_the_fingerprint_tells_data_apart() -> None:
     def of(**data: object) -> str:
-        return datasets.fingerprint(from_values({"data": {"dataset": "synthetic", "samples": 50, **data}}))
+        return datasets.load(from_values({"data": {"dataset": "synthetic", "samples": 50, **data}})).fingerprint
 
-    found = [of(), of(samples=51), of(classes=9), of(image="3x32x16"), datasets.fingerprint(from_values({}))]
+    found = [of(), of(samples=51), of(classes=9), of(image="3x32x16"), datasets.load(from_values({})).fingerprint]
     assert of() == found[0]
     assert len(set(found)) == len(found)
 
@@ -111,4 +111,4 @@ def test_arrays_of_ones_own_are_told_apart_by_what_they_hold(tmp_path: Path, mon
     configs = [from_values({"data": {"dataset": "own_arrays:make", "data_dir": str(level)}}) for level in (1, 2)]
     assert datasets.image_shape(configs[0]) == datasets.ImageShape(1, 4, 6)
     assert datasets.load(configs[1]).train[3][1] == 3
-    assert len({datasets.fingerprint(config) for config in configs}) == 2
+    assert len({datasets.load(config).fingerprint for config in configs}) == 2

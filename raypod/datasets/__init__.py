@@ -117,11 +117,6 @@ def download(config: Config) -> None:
         raise ConfigError(f"--download: raypod knows no place to get {config.data.dataset} from; leave it out")
 
 
-def fingerprint(config: Config) -> str:
-    """Which data a config names: equal for equal data, on every host (see `Splits`)."""
-    return load(config).fingerprint
-
-
 def _source(config: Config) -> Source:
     name = config.data.dataset
     if name in _BY_NAME:
