@@ -7,19 +7,18 @@ file of the run stands between two updates.
 from __future__ import annotations
 
 import contextlib
-import math
 import signal
 import time
 from functools import partial
 from types import FrameType
-from typing import Dict, Generator, Iterator, List, Optional
+from typing import Dict, Generator, Iterator, List, Optional, Sequence
 
 from raypod.checkpoint.manifest import Checkpoint
 from raypod.checkpoint.reader import check_data
 from raypod.errors import ConfigError
+from raypod.evaluations import Evaluations
 from raypod.events import (
     EvaluationDone,
-    EvaluationReport,
     Event,
     InstanceStarted,
     RunEnded,
@@ -34,8 +33,17 @@ from raypod.saving import Saving
 Events = Generator[Event, None, None]
 
 
-def run(plan: Plan, fleet: Fleet, metrics: MetricsFold, resumed: Optional[Checkpoint] = None) -> Events:
-    """Run a plan on a fleet; the events of the run, as they happen."""
+def run(
+    plan: Plan,
+    fleet: Fleet,
+    metrics: MetricsFold,
+    resumed: Optional[Checkpoint] = None,
+    known: Sequence[EvaluationDone] = (),
+) -> Events:
+    """Run a plan on a fleet; the events of the run, as they happen.
+
+    `known`: the evaluations that a resumed run had made before.
+    """
     first_update = resumed.update if resumed else 0
     with _stop_on_signal() as stop, contextlib.closing(fleet):
         started = fleet.start()
@@ -44,7 +52,10 @@ def run(plan: Plan, fleet: Fleet, metrics: MetricsFold, resumed: Optional[Checkp
         metrics.settle(first_update, time.monotonic())
         saving = Saving(plan, started[0], resumed)
         repairs = Repairs(plan, fleet, metrics, saving, started[0].device, resumed)
+        evaluations = Evaluations(plan, fleet, saving, known)
         yield _run_started(started, fleet, first_update, saving.generation)
+        # The one that a stop at the end of an epoch, or a kill, has left undone.
+        yield from repairs.until_done(first_update, partial(evaluations.after, first_update))
         done = -1
         while done != metrics.position:  # whoever loses everybody goes on from an older update
             with stop.at_a_checkpoint():
@@ -54,20 +65,19 @@ def run(plan: Plan, fleet: Fleet, metrics: MetricsFold, resumed: Optional[Checkp
                     update = metrics.position
                     if leg.ends_epoch and update == leg.end and leg.epoch >= metrics.epochs_done:
                         yield metrics.end_epoch(leg.epoch)
-                    tested: List[EvaluationDone] = []
-                    if update == leg.end and plan.is_evaluated_after(leg) and not stop.requested:
-                        yield from repairs.until_done(update, partial(_evaluate, fleet, update, leg, tested))
+                    if update < plan.total_updates and not stop.requested:
+                        yield from repairs.until_done(update, partial(evaluations.after, update))
+                    accuracy = evaluations.accuracy_after(update)
                     leaving = stop.hosts_to_leave(fleet, repairs) if update < plan.total_updates else []
-                    if saving.is_due(update) or stop.requested or leaving:
-                        accuracy = tested[-1].accuracy if tested else None
+                    if saving.is_due(update) or accuracy is not None or stop.requested or leaving:
                         yield from repairs.until_done(update, partial(saving.begin, fleet, update, accuracy))
                     if leaving:
                         yield from repairs.until_done(update, partial(_finish_saving, fleet, update, saving))
                         yield from repairs.move(leaving)
                 done = metrics.position
                 yield from repairs.until_done(done, partial(_finish_saving, fleet, done, saving))
-            if done == plan.total_updates and plan.size.test_samples:
-                yield from repairs.until_done(done, partial(_evaluate, fleet, done, leg, []))
+            if done == plan.total_updates:
+                yield from repairs.until_done(done, partial(evaluations.after, done))
         assert saving.last is not None, "a run ends with a checkpoint"
         yield RunEnded(done, done < plan.total_updates, saving.last.weights_sha256, saving.last.path, stop.cause)
 
@@ -100,15 +110,6 @@ def _train(fleet: Fleet, leg: Leg, metrics: MetricsFold, saving: Saving, stop: _
 def _finish_saving(fleet: Fleet, update: int, saving: Saving) -> Iterator[Event]:
     yield from saving.begin(fleet, update)  # without effect if it has begun already
     yield from saving.finish(fleet)
-
-
-def _evaluate(fleet: Fleet, update: int, leg: Leg, tested: List[EvaluationDone]) -> Iterator[Event]:
-    reports: List[EvaluationReport] = fleet.call("evaluate")
-    samples = sum(report.samples for report in reports)
-    loss = math.fsum(report.loss_sum for report in reports) / samples
-    accuracy = 100.0 * sum(report.correct for report in reports) / samples
-    tested.append(EvaluationDone(samples, loss, accuracy, update, leg.epoch + 1))
-    yield tested[-1]
 
 
 def _run_started(started: List[InstanceStarted], fleet: Fleet, first_update: int, generation: int) -> RunStarted:

@@ -10,10 +10,11 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Union
 
-from raypod.events import CallDone, CallReport, EpochDone, UpdateDone
+from raypod.events import CallDone, CallReport, EpochDone, EvaluationDone, UpdateDone
 from raypod.plan import Plan
+from raypod.record import plain_json
 from raypod.record.durable import AppendedLines, replace_file
 
 
@@ -129,7 +130,7 @@ def _share(reports: List[CallReport]) -> float:
 
 
 class JsonLines:
-    """metrics.jsonl: one line per update, written as it comes."""
+    """A file of one line per record, each of an update: metrics.jsonl, evaluations.jsonl. Written as it comes."""
 
     def __init__(self, path: Path, first_update: int) -> None:
         """Keep what a resumed run wrote up to `first_update`; what it did beyond that will be done again."""
@@ -137,9 +138,9 @@ class JsonLines:
         replace_file(path, "".join(kept).encode())
         self._file = AppendedLines(path)
 
-    def write(self, update: UpdateDone) -> None:
+    def write(self, record: Union[UpdateDone, EvaluationDone]) -> None:
         """Append one line."""
-        self._file.add(json.dumps(dataclasses.asdict(update)))
+        self._file.add(plain_json.dumps(dataclasses.asdict(record)))
 
     def sync(self) -> None:
         """All lines on the disk, if there is room."""

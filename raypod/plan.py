@@ -167,12 +167,11 @@ class Plan:
             update = legs[-1].end
         return legs
 
-    def is_evaluated_after(self, leg: Leg) -> bool:
-        """Whether the test split is evaluated between this leg and the next; after the last one it is anyway."""
-        every = self.config.training.evaluate_every
-        is_last = leg.end == self.total_updates
-        is_due = every is not None and leg.ends_epoch and (leg.epoch + 1) % every == 0
-        return is_due and not is_last and self.size.test_samples > 0
+    def is_evaluated_after(self, update: int) -> bool:
+        """Whether the test split is evaluated after `update` updates; after the last one it is anyway."""
+        every = (self.config.training.evaluate_every or 0) * self.updates_per_epoch
+        is_due = update == self.total_updates or (update > 0 and every > 0 and update % every == 0)
+        return is_due and self.size.test_samples > 0
 
     def next_leg(self, update: int) -> Leg:
         """The stretch from `update` to the next point where the coordinator acts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -9,9 +10,9 @@ from pathlib import Path
 from typing import Iterator, Optional
 
 from raypod.checkpoint.fit import FINGERPRINT, manifest_of
-from raypod.checkpoint.folder import folder_of, found_in
+from raypod.checkpoint.folder import folder_of, found_in, read_manifest, replace_manifest
 from raypod.checkpoint.manifest import Checkpoint
-from raypod.errors import CheckpointNotSaved, LossNotFinite
+from raypod.errors import CheckpointDamaged, CheckpointNotSaved, LossNotFinite
 from raypod.events import (
     CheckpointBegun,
     CheckpointFailed,
@@ -62,6 +63,14 @@ class Saving:
         yield CheckpointBegun(update)
         fleet.call("save", manifest)
         self._begun_update, self._begun_s = update, time.monotonic()
+
+    def add_accuracy(self, update: int, test_accuracy: float) -> None:
+        """The checkpoint after `update` updates was evaluated (percent), if it was written before that."""
+        if self.last is not None and self.last.update == update:
+            # A full disk: the run has it in its evaluations.
+            with contextlib.suppress(OSError, CheckpointDamaged):
+                checkpoint = read_manifest(Path(self.last.path))
+                replace_manifest(checkpoint, dataclasses.replace(checkpoint.manifest, test_accuracy=test_accuracy))
 
     def go_back_to(self, saved: Optional[Checkpoint]) -> None:
         """The run goes on from a checkpoint, None for the beginning: whatever comes after it is due, again or not."""

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 from raypod import coordinator, datasets, flags, supervisor
 from raypod.checkpoint import reader
@@ -88,7 +88,7 @@ def _train(argv: Sequence[str]) -> int:
     folder = Path(plan.run_dir)
     run_state.refuse_if_alive(folder)
     plan = _goes_on(plan)
-    found = reader.read(plan) if plan.config.run.resume else None
+    found = reader.read(plan, run_state.was_cut_off(folder)) if plan.config.run.resume else None
     run_folder.check_free(plan)
     if args.detach:
         return supervisor.detach(argv, folder, plan.config.run.start_timeout_s)
@@ -126,12 +126,13 @@ def _run(plan: Plan, found: Optional[reader.Found], state: run_state.StateFile, 
         progress.warn(f"{damaged}; going on from {resumed.path.name if resumed else ''}")
     metrics = MetricsFold(plan, started_at_s)
     seen: Dict[type, Any] = {}
-    evaluations: List[EvaluationDone] = []
+    known = run_folder.evaluations_until(plan, resumed.update if resumed else 0)
+    evaluations = list(known)
     with contextlib.ExitStack() as stack:
         stack.callback(progress.close)
         sinks = stack.enter_context(Sinks(plan))
         events = stack.enter_context(
-            contextlib.closing(coordinator.run(plan, _fleet(plan, progress), metrics, resumed))
+            contextlib.closing(coordinator.run(plan, _fleet(plan, progress), metrics, resumed, known))
         )
         for event in events:
             seen[type(event)] = event

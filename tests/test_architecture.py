@@ -18,7 +18,7 @@ LEVELS: Dict[str, int] = {
             "checkpoint/__init__ checkpoint/manifest doctor/__init__ doctor/probe host/__init__ "
             "host/allocator host/numa input/__init__ input/device_input input/prefetch launcher/__init__ "
             "launcher/keeper launcher/options launcher/records launcher/stdin "
-            "pod/__init__ pod/gcs pod/stop_cluster record/__init__ record/durable record/versions "
+            "pod/__init__ pod/gcs pod/stop_cluster record/__init__ record/durable record/plain_json record/versions "
             "state/__init__ state/replica_state",
             "cluster config file_lock pulse shell stop_gate user_code checkpoint/folder checkpoint/retention "
             "checkpoint/tensors datasets/arrays host/interfaces launcher/console launcher/pump "
@@ -31,14 +31,13 @@ LEVELS: Dict[str, int] = {
             "launcher/partition launcher/topology record/ledger state/seeding state/weights",
             "collectives metrics sdk checkpoint/reader checkpoint/writer datasets/__init__ doctor/table "
             "input/sample_loader input/transforms launcher/programs record/verify_data state/flat_state",
-            "feed models optimizers steps checkpoint/background doctor/run launcher/host_process "
-            "record/run_folder record/sinks",
-            "options pipeline pipeline_table",
+            "feed models optimizers steps checkpoint/background doctor/run launcher/host_process record/run_folder",
+            "options pipeline pipeline_table record/sinks",
             "instance",
             "fleet/__init__",
             "failure liveness saving fleet/inline fleet/process fleet/ray_nodes fleet/ray_reservation "
             "fleet/ray_session fleet/scripted",
-            "progress repairs fleet/ray_hosts fleet/ray_kill",
+            "evaluations progress repairs fleet/ray_hosts fleet/ray_kill",
             "coordinator fleet/ray_substitutes fleet/ray_watch",
             "fleet/ray",
             "launch train",

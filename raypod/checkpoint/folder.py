@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 from typing import List, Tuple, Union
 
-from raypod.checkpoint.manifest import MANIFEST, Checkpoint, from_json
+from raypod.checkpoint.manifest import MANIFEST, Checkpoint, Manifest, from_json
 from raypod.errors import CheckpointDamaged
+from raypod.record.durable import replace_file
 
 MANIFEST_SHA256, LATEST = "manifest.sha256", "LATEST"
 WEIGHTS, OPTIMIZER, REPLICAS = "weights.safetensors", "optimizer.safetensors", "replicas.safetensors"
@@ -31,15 +32,31 @@ def read_manifest(path: Path) -> Checkpoint:
     """A checkpoint by its manifest alone. CheckpointDamaged if that is missing or not what was written."""
     try:
         text = (path / MANIFEST).read_bytes()
-        told = (path / MANIFEST_SHA256).read_text().split()
+        told = (path / MANIFEST_SHA256).read_text().split()[::2]
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointDamaged(str(path), f"its manifest cannot be read ({error})") from None
-    if told[:1] != [hashlib.sha256(text).hexdigest()]:
+    if hashlib.sha256(text).hexdigest() not in told:
         raise CheckpointDamaged(str(path), f"{MANIFEST} is not the one that was written (sha256)")
     try:
         return Checkpoint(path, from_json(text))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointDamaged(str(path), f"{MANIFEST} cannot be read ({error})") from None
+
+
+def manifest_sha256(text: bytes) -> bytes:
+    """The line that tells the hash of a manifest."""
+    return f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode()
+
+
+def replace_manifest(checkpoint: Checkpoint, manifest: Manifest) -> None:
+    """Give a checkpoint another manifest. Whatever cuts that off, it can be read: in between both hashes are told.
+
+    OSError as the disk says it.
+    """
+    old, new = checkpoint.manifest.to_json(), manifest.to_json()
+    replace_file(checkpoint.path / MANIFEST_SHA256, manifest_sha256(old) + manifest_sha256(new))
+    replace_file(checkpoint.path / MANIFEST, new)
+    replace_file(checkpoint.path / MANIFEST_SHA256, manifest_sha256(new))
 
 
 def verify(checkpoint: Checkpoint) -> None:

@@ -38,8 +38,10 @@ def newest_good(checkpoints: Path) -> Tuple[Optional[Checkpoint], List[str]]:
     return good, [str(error) for error in damaged if Path(error.path).name > newest_name] + passed_over
 
 
-def read(plan: Plan) -> Found:
+def read(plan: Plan, was_cut_off: bool = False) -> Found:
     """The checkpoint that `--resume` names: itself, or the newest good one of a run folder.
+
+    A run that was cut off after its last update goes on from there: it has its end to make.
 
     Raises:
         ConfigError: there is none that can be read, or something differs, which is named.
@@ -50,7 +52,8 @@ def read(plan: Plan) -> Found:
     told = difference(found.checkpoint.manifest, settings_of(plan), _allowed(plan))
     if told is not None:
         raise ConfigError(f"--resume {path}: {told}")
-    if found.checkpoint.update >= plan.total_updates:
+    left = plan.total_updates - found.checkpoint.update
+    if left < 0 or (left == 0 and not was_cut_off):
         raise ConfigError(
             f"--resume {path}: already at update {found.checkpoint.update} of {plan.total_updates}; "
             "give more --epochs or --updates"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import shutil
 from pathlib import Path
 from typing import Any, Dict, Mapping, Tuple
@@ -86,8 +85,7 @@ def _write_files(partial: Path, manifest: Manifest, state: State) -> Manifest:
         files[name] = FileRecord(file.size_bytes, file.sha256)
     manifest = dataclasses.replace(manifest, files=files, weights_sha256=weights.weights_sha256(state.weights))
     text = manifest.to_json()
-    line = f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n"
-    for name, content in ((MANIFEST, text), (folder.MANIFEST_SHA256, line.encode())):
+    for name, content in ((MANIFEST, text), (folder.MANIFEST_SHA256, folder.manifest_sha256(text))):
         with durable.new_file(partial / name) as file:
             file.write(content)
     return manifest

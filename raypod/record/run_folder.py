@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -12,12 +14,14 @@ from typing import Any, Dict, List, Optional, Sequence
 from raypod.checkpoint.manifest import run_folder_of
 from raypod.config import Config
 from raypod.errors import ConfigError, RunError
-from raypod.events import EvaluationDone, Repaired, RunEnded, RunStarted
+from raypod.events import EvaluationDone, Repaired, RunEnded, RunStarted, UpdateDone
 from raypod.metrics import MetricsFold
 from raypod.plan import Plan, default_run_dir
 from raypod.plan_table import describe, topology
-from raypod.record import run_state
+from raypod.record import plain_json, run_state
 from raypod.record.durable import replace_file
+
+METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 
 
 def choose(resolved: Config) -> str:
@@ -33,7 +37,7 @@ def check_free(plan: Plan) -> None:
     folder = Path(plan.run_dir)
     resume = plan.config.run.resume
     is_free = run_folder_of(resume) == folder.resolve() if resume else run_state.was_cut_off(folder)
-    if (folder / "metrics.jsonl").exists() and not is_free:
+    if (folder / METRICS).exists() and not is_free:
         raise ConfigError(f"--run-dir {folder} holds a run already; choose another, or go on with --resume {folder}")
 
 
@@ -49,21 +53,20 @@ def open_for(plan: Plan) -> None:
 
 
 def write_summary(
-    plan: Plan, metrics: MetricsFold, seen: Dict[type, Any], evaluations: Sequence[EvaluationDone] = ()
+    plan: Plan, metrics: MetricsFold, seen: Dict[type, Any], evaluations: Sequence[EvaluationDone]
 ) -> None:
     """Write `summary.json` out of the last event of each type and all evaluations. RunError if it cannot be written."""
     started: RunStarted = seen[RunStarted]
     ended: RunEnded = seen[RunEnded]
     repaired: Optional[Repaired] = seen.get(Repaired)
-    test: Optional[EvaluationDone] = seen.get(EvaluationDone)
-    last = metrics.last
+    last = metrics.last or _last_update(plan)
     summary = {
         "updates": ended.updates,
         "epochs": ended.updates / plan.updates_per_epoch,
         "loss": last.loss if last else None,
         "accuracy": last.accuracy if last else None,
-        "test_accuracy": test.accuracy if test else None,
-        "evaluations": _earlier_evaluations(plan, started) + [dataclasses.asdict(each) for each in evaluations],
+        "test_accuracy": evaluations[-1].accuracy if evaluations else None,
+        "evaluations": [dataclasses.asdict(each) for each in evaluations],
         "samples_per_s": metrics.samples_per_s,
         "data_wait_share": metrics.data_wait_share,
         "seconds_to_first_update": metrics.first_update_s,
@@ -77,15 +80,28 @@ def write_summary(
     }
     path = Path(plan.run_dir) / "summary.json"
     try:
-        replace_file(path, (json.dumps(summary, indent=2) + "\n").encode())
+        replace_file(path, (plain_json.dumps(summary, indent=2) + "\n").encode())
     except OSError as error:
         raise RunError(f"the run is done, and {path} cannot be written: {error.strerror}") from None
 
 
-def _earlier_evaluations(plan: Plan, started: RunStarted) -> List[Any]:
-    """Those that the run had made, by its last summary, before it went on from `started.first_update`."""
-    path = Path(plan.run_dir) / "summary.json"
-    if not started.first_update or not path.is_file():
-        return []
-    earlier = json.loads(path.read_text()).get("evaluations", [])
-    return [each for each in earlier if each["update"] <= started.first_update]
+def evaluations_until(plan: Plan, update: int) -> List[EvaluationDone]:
+    """Those that the run in this folder had made when it had done `update` updates."""
+    found = [EvaluationDone(**each) for each in _records(Path(plan.run_dir) / EVALUATIONS)]
+    return [each for each in found if each.update <= update]
+
+
+def _last_update(plan: Plan) -> Optional[UpdateDone]:
+    """Of a run that had no more to do than to be evaluated."""
+    records = _records(Path(plan.run_dir) / METRICS)
+    return UpdateDone(**records[-1]) if records else None
+
+
+def _records(path: Path) -> List[Dict[str, Any]]:
+    """The lines of a file that a run left; null is what no number has become. A line that was cut off is none."""
+    records = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError):
+            content = json.loads(line)
+            records.append({key: math.nan if value is None else value for key, value in content.items()})
+    return records

@@ -17,6 +17,7 @@ from typing import Optional
 
 from raypod.errors import ConfigError, RaypodError
 from raypod.events import Event, Repaired, RunEnded, RunStarted, UpdateDone
+from raypod.record import plain_json
 
 NAME = "state.json"
 _EVERY_S = 1.0
@@ -135,7 +136,7 @@ class StateFile:
 
     def _write(self, state: RunState) -> None:
         self._now, self._written_s = state, time.monotonic()
-        content = json.dumps(dataclasses.asdict(dataclasses.replace(state, written_at_s=time.time())))
+        content = plain_json.dumps(dataclasses.asdict(dataclasses.replace(state, written_at_s=time.time())))
         partial = self._path.with_name(NAME + ".partial")
         with contextlib.suppress(OSError):  # a full disk: whoever asks sees an older state
             partial.write_text(content + "\n")

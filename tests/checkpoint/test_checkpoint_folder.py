@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -222,3 +223,26 @@ def test_a_finished_run_says_so(make: Make) -> None:
 def test_what_is_not_there_is_named(make: Make, where: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--resume"):
         resume(make, where.format(tmp_path))
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_manifest_that_is_replaced_can_be_read_whenever_that_is_cut_off(make: Make, full: bool) -> None:
+    plan = make()
+    accuracies = set()
+    for fails_at in range(1, 30):
+        saved = save(plan, 44)
+        tested = dataclasses.replace(saved.manifest, test_accuracy=97.5)
+        with pytest.MonkeyPatch.context() as patch:
+            disk = Disk(patch, fails_at, full=full)
+            with contextlib.suppress(Killed, OSError):
+                folder.replace_manifest(saved, tested)
+        found = folder.read_manifest(saved.path)
+        folder.verify(found)
+        assert found.manifest in (saved.manifest, tested)
+        accuracies.add(found.manifest.test_accuracy)
+        if disk.count < fails_at:  # it was not cut off
+            break
+    assert found.manifest == tested
+    assert accuracies == {None, 97.5}
+    told = (saved.path / "manifest.sha256").read_text().splitlines()
+    assert len(told) == 1
