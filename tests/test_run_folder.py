@@ -160,3 +160,11 @@ def test_numbers_that_are_none_are_null_and_can_be_gone_on_from(tmp_path: Path) 
     assert json.loads(summary)["loss"] is None
     assert [each["loss"] for each in lines_of(run / "evaluations.jsonl")] == [None, None]
     assert "NaN" not in summary + (run / "state.json").read_text()
+
+
+def test_a_schedule_may_change_with_the_length_that_follows_from_it(tmp_path: Path) -> None:
+    flags = ["--model", "tiny", "--run-dir", str(tmp_path / "run")]
+    assert command(*flags, "--updates", "2", "--lr-schedule", "cosine") == 0
+    change = ["--resume", str(tmp_path / "run"), "--updates", "3", "--lr-schedule", "constant"]
+    assert command(*flags, *change) == 2
+    assert command(*flags, *change, "--resume-anyway", "lr_schedule") == 0

@@ -81,6 +81,8 @@ def difference(manifest: Manifest, settings: Dict[str, Any], allowed: List[str])
     defaults = {f"{name}.{key}": value for name, part in sections for key, value in part.items()}
     for name, ours in settings.items():
         theirs = manifest.settings.get(name, defaults.get(name))
+        if name == LENGTH and None in (ours, theirs):
+            continue  # no cosine, or no cosine before: what differs is the schedule
         if theirs == ours or name in allowed or name.rpartition(".")[2] in allowed:
             continue
         short = name.rpartition(".")[2]
