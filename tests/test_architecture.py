@@ -30,9 +30,9 @@ LEVELS: Dict[str, int] = {
             "datasets/digits datasets/image_folder datasets/own datasets/synthetic doctor/findings "
             "launcher/partition launcher/topology record/ledger state/seeding state/weights",
             "collectives metrics sdk checkpoint/reader checkpoint/writer datasets/__init__ doctor/table "
-            "input/sample_loader input/transforms launcher/programs record/verify_data state/flat_state",
+            "input/sample_loader input/transforms launcher/programs state/flat_state",
             "feed models optimizers steps checkpoint/background doctor/run launcher/host_process record/run_folder",
-            "options pipeline pipeline_table record/sinks",
+            "options pipeline pipeline_table record/sinks record/verify_data",
             "instance",
             "fleet/__init__",
             "failure liveness saving fleet/inline fleet/process fleet/ray_nodes fleet/ray_reservation "

@@ -293,6 +293,13 @@ def test_each_sample_once_is_proved_over_a_chain_of_resumes(
     assert "proved: 8 updates" in out
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines] == list(range(1, 9))
+    whole = (tmp_path / "run" / "ledger.jsonl").read_text().splitlines(keepends=True)
+    for left in (4, 9):  # the first life alone; the second without its end
+        (tmp_path / "run" / "ledger.jsonl").write_text("".join(whole[:left]))
+        assert main(["verify-data", str(tmp_path / "run")]) == 1
+        told = capsys.readouterr().out
+        assert "update-00000008 (generation 2) was made later" in told
+        assert "metrics.jsonl goes on to update 8" in told
 
 
 def test_another_data_set_than_the_ledger_was_written_for_is_noticed(tmp_path: Path) -> None:

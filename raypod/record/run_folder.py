@@ -59,7 +59,7 @@ def write_summary(
     started: RunStarted = seen[RunStarted]
     ended: RunEnded = seen[RunEnded]
     repaired: Optional[Repaired] = seen.get(Repaired)
-    last = metrics.last or _last_update(plan)
+    last = metrics.last or last_update(Path(plan.run_dir))
     summary = {
         "updates": ended.updates,
         "epochs": ended.updates / plan.updates_per_epoch,
@@ -91,9 +91,9 @@ def evaluations_until(plan: Plan, update: int) -> List[EvaluationDone]:
     return [each for each in found if each.update <= update]
 
 
-def _last_update(plan: Plan) -> Optional[UpdateDone]:
-    """Of a run that had no more to do than to be evaluated."""
-    records = _records(Path(plan.run_dir) / METRICS)
+def last_update(run_dir: Path) -> Optional[UpdateDone]:
+    """The last one that the run in this folder has told; None if there is none."""
+    records = _records(run_dir / METRICS)
     return UpdateDone(**records[-1]) if records else None
 
 

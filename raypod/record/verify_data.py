@@ -8,14 +8,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from raypod import config
+from raypod.checkpoint import folder
 from raypod.errors import ConfigError
 from raypod.plan import Geometry
-from raypod.record import ledger
+from raypod.record import ledger, run_folder
 from raypod.record.ledger import CallFed, LifeBegun, Line
 from raypod.sampling import call_positions, epoch_order
 
@@ -59,15 +60,16 @@ def verify(run_dir: Path) -> Verdict:
     if not path.is_file():
         raise ConfigError(f"{run_dir} has no {ledger.NAME}; is it the folder of a run?")
     lines, unreadable = ledger.read(path)
-    return judge(order_of(run_dir), lines, unreadable)
+    order = order_of(run_dir)
+    return judge(order, lines, unreadable, _missing_end(run_dir, order, lines))
 
 
-def judge(order: Order, lines: List[Line], unreadable: List[int]) -> Verdict:
-    """What the lines of a ledger prove about the samples of each epoch."""
+def judge(order: Order, lines: List[Line], unreadable: List[int], missing_end: Sequence[str] = ()) -> Verdict:
+    """What the lines of a ledger prove about the samples of each epoch; `missing_end`: what else is known, in words."""
     calls, instances, told = _effective(order, lines)
     # Cut off by a kill, and done again since; if it was not, its updates are missing.
     told += [f"line {number} of the ledger cannot be read" for number in unreadable]
-    faults = _gaps(order, calls)
+    faults = [*missing_end, *_gaps(order, calls)]
     checker = _Checker(order)
     for call in calls:
         faults += checker.faults_of(call, instances[call.generation])
@@ -78,6 +80,27 @@ def judge(order: Order, lines: List[Line], unreadable: List[int]) -> Verdict:
         faults.append("the ledger has no calls")
     end = f"proved: {updates} updates, every sample at most once in each epoch and exactly once in each whole one"
     return Verdict((*told, *(f"NOT PROVED: {fault}" for fault in faults), *([] if faults else [end])), not faults)
+
+
+def _missing_end(run_dir: Path, order: Order, lines: List[Line]) -> List[str]:
+    """What the other files of a run say that it did after the end of its ledger, in words."""
+    calls = _effective(order, lines)[0]
+    end, ever = (
+        max((call.update + order.geometry.device_iterations for call in each), default=0)
+        for each in (calls, [line for line in lines if isinstance(line, CallFed)])
+    )
+    life = max((line.generation for line in lines), default=0)
+    told = f"the ledger ends after update {end} (generation {life}), and"
+    faults = []
+    checkpoints, _ = folder.found_in(folder.folder_of(run_dir))
+    newest = checkpoints[0] if checkpoints else None
+    if newest is not None and (life, end) < (newest.manifest.generation, newest.update):
+        faults.append(f"{told} {newest.path.name} (generation {newest.manifest.generation}) was made later")
+    last = run_folder.last_update(run_dir)
+    # After a step back the metrics are ahead, and so is what the ledger had before it.
+    if last is not None and last.update > ever:
+        faults.append(f"{told} {run_folder.METRICS} goes on to update {last.update}")
+    return faults
 
 
 def _effective(order: Order, lines: List[Line]) -> Tuple[List[CallFed], Dict[int, int], List[str]]:
