@@ -269,7 +269,7 @@ class Instance:
         }
 
     def _load_state(self, state: Dict[str, Any]) -> None:
-        self._network.load_state_dict(state["weights"])
+        weights.load(self._network, state["weights"])
         load_state(self._optimizer, state["optimizer"])
         self._optimizer_is_set = False
         replica_state.load(self._training, state["replicas"])

@@ -14,6 +14,7 @@ from raypod import models, norms, steps
 from raypod.config import Config, from_values
 from raypod.errors import ConfigError
 from raypod.optimizers import build_optimizer, learning_rate
+from raypod.state import weights
 
 
 def config(**training: object) -> Config:
@@ -117,3 +118,15 @@ def test_learning_rates(schedule: Dict[str, object], expected: Dict[int, float])
     settings = config(learning_rate=1.0, warmup_updates=3, **schedule)
     rates = {update: learning_rate(settings, update, 40, updates_per_epoch=10) for update in expected}
     assert rates == pytest.approx(expected)
+
+
+def test_weights_of_another_network_are_told_by_their_first_tensor() -> None:
+    def network(width: int, *more: nn.Module) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2), *more)
+
+    for saved, told in (
+        (network(3), r"0.weight is \[5, 4\] in the model and \[3, 4\] in the checkpoint"),
+        (network(5, nn.Linear(2, 2)), r"2.weight is missing in the model and \[2, 2\] in the checkpoint"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            weights.load(network(5), saved.state_dict())
