@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from raypod.config import VISION_TRANSFORMERS
 from raypod.datasets.arrays import ArrayDataset, Splits
 from raypod.errors import ConfigError
 from raypod.input.prefetch import ahead, prepared
@@ -49,8 +50,13 @@ class Feed:
 
     def sample_shape(self) -> Tuple[int, int]:
         """(channels, height) of an image as the network sees it."""
-        channels, height, _ = self.sent_shape()
-        return channels, self._plan.config.data.image_size or height
+        channels, height, width = self.sent_shape()
+        config = self._plan.config
+        if config.data.image_size is None and height != width and config.training.model in VISION_TRANSFORMERS:
+            raise ConfigError(
+                f"{config.training.model} needs square images, not {height}x{width}: add --resize {height}"
+            )
+        return channels, config.data.image_size or height
 
     def sent_shape(self) -> Tuple[int, int, int]:
         """(channels, height, width) of an image as it goes to the device."""
@@ -58,9 +64,9 @@ class Feed:
         if isinstance(train, ArrayDataset):
             _, (images, _) = self._gathered(train, (_NO_EPOCH, np.arange(1)))
         else:
-            images, _ = self._typed(default_collate([SeededSamples(train, seed)[_NO_EPOCH, 0]])[1])
-        if images.dim() != 4:
-            raise ConfigError(f"images must be [channels, height, width], not {list(images.shape[1:])}")
+            _, sample = SeededSamples(train, seed)[_NO_EPOCH, 0]
+            self._check_sample(sample)
+            images, _ = self._typed(default_collate([sample]))
         return images.shape[1], images.shape[2], images.shape[3]
 
     def calls(self, leg: Leg) -> Iterator[Batch]:
@@ -155,6 +161,7 @@ class Feed:
     def _typed(self, batch: Any) -> Batch:
         """Resize and normalise on the host unless the device does (8-bit IO); cast to the precision of activations."""
         images, labels = batch
+        self._check_labels(labels)
         config = self._plan.config
         size = self._host_size
         if size is not None and images.shape[-2:] != (size, size):
@@ -167,6 +174,30 @@ class Feed:
         if images.dtype == torch.uint8:
             return normalise(images, self._splits.mean, self._splits.std, dtype), labels
         return images.to(dtype), labels
+
+    def _check_sample(self, sample: Any) -> None:
+        name = self._plan.config.data.dataset
+        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+            raise ConfigError(
+                f"{name}: a sample must be (image, label), and its first one is a {type(sample).__name__}"
+            )
+        if not isinstance(sample[0], (torch.Tensor, np.ndarray)):
+            kind = type(sample[0]).__name__
+            raise ConfigError(f"{name}: images must be torch tensors or NumPy arrays, and its first one is a {kind}")
+        if sample[0].ndim != 3:
+            raise ConfigError(f"{name}: images must be [channels, height, width], not {list(sample[0].shape)}")
+
+    def _check_labels(self, labels: torch.Tensor) -> None:
+        """Here, or each replica would end with an IndexError of its own."""
+        name, classes = self._plan.config.data.dataset, self._splits.classes
+        if labels.dim() != 1 or labels.is_floating_point():
+            raise ConfigError(f"{name}: labels must be whole numbers, one per image")
+        low, high = int(labels.min()), int(labels.max())
+        if low < 0 or high >= classes:
+            raise ConfigError(
+                f"{name}: a label is {low if low < 0 else high}, and those of {classes} classes are 0 to "
+                f"{classes - 1}; a data set of your own returns (train, test, number of classes)"
+            )
 
     def _resized(self, images: torch.Tensor, size: int) -> torch.Tensor:
         if images.dtype != torch.uint8:

@@ -46,6 +46,14 @@ def make_blocks(folder):
     Blocks.folder = folder
     return Blocks(40), Own(10), 3
 
+def samples(folder):
+    image = torch.zeros(1, 4, 4)
+    sample = {
+        "dict": {"image": image}, "list": ([0.0], 1), "flat": (image.flatten(), 1), "label": (image, 10),
+        "negative": (image, -1), "float": (image, 0.5),
+    }[folder]
+    return [sample] * 40, []
+
 def make_broken(folder):
     return Own(40, broken=7), Own(10), 3
 """
@@ -120,6 +128,33 @@ def test_a_broken_sample_is_told(make: Callable[..., Plan], own: str, section: A
     plan = make(data={"dataset": "feed_own:make_broken", **section}, training={"batch_size": 2})
     with pytest.raises(OSError, match="image 7 is damaged"):
         calls(plan)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("dict", r"a sample must be \(image, label\), and its first one is a dict"),
+        ("list", "images must be torch tensors or NumPy arrays, and its first one is a list"),
+        ("flat", r"images must be \[channels, height, width\], not \[16\]"),
+        ("label", r"a label is 10, and those of 10 classes are 0 to 9; .*\(train, test, number of classes\)"),
+        ("negative", "a label is -1, and those"),
+        ("float", "labels must be whole numbers"),
+    ],
+)
+def test_samples_that_cannot_be_used_are_told(make: Callable[..., Plan], own: str, kind: str, told: str) -> None:
+    plan = make(data={"dataset": "feed_own:samples", "data_dir": kind}, training={"batch_size": 2})
+    with pytest.raises(ConfigError, match=told):
+        feeds(plan)[0].sent_shape()
+
+
+def test_transformers_need_square_images(make: Callable[..., Plan]) -> None:
+    sections = {"dataset": "synthetic", "samples": 64, "image": "3x16x8"}
+    (feed,) = feeds(make(data=sections, training={"model": "vit_tiny", "batch_size": 2}, pod={"num_instances": 1}))
+    with pytest.raises(ConfigError, match="vit_tiny needs square images, not 16x8: add --resize 16"):
+        feed.sample_shape()
+    sections["image_size"] = 16  # type: ignore[assignment]
+    (feed,) = feeds(make(data=sections, training={"model": "vit_tiny", "batch_size": 2}, pod={"num_instances": 1}))
+    assert feed.sample_shape() == (3, 16)
 
 
 def test_a_leg_left_in_the_middle_leaves_nothing_behind(make: Callable[..., Plan], own: str) -> None:
