@@ -14,11 +14,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from raypod import torchvision_import
+from raypod import torchvision_import, user_code
 from raypod.config import SMALL_RESNETS, TORCHVISION_RESNETS, VISION_TRANSFORMERS, Config
 from raypod.errors import ConfigError
 from raypod.norms import replace_batch_norms
-from raypod.user_code import import_attribute
 
 # Layers, heads, width, width of the MLP (Dosovitskiy et al. 2021, table 1; the small ones with fewer layers).
 _TRANSFORMERS: Dict[str, Tuple[int, int, int, int]] = {
@@ -54,7 +53,7 @@ def _network(config: Config, channels: int, side: int, classes: int) -> nn.Modul
         return _torchvision_resnet(name, channels, classes, has_small_stem)
     if name in VISION_TRANSFORMERS:
         return _vision_transformer(name, channels, side, classes)
-    model = import_attribute(name, "training.model")(channels, classes)
+    model = user_code.call(name, "training.model", channels, classes)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"training.model = {name!r} returned {type(model).__name__}, not a torch.nn.Module")
     return model

@@ -71,12 +71,25 @@ def test_what_the_config_says_of_augmentation_goes_before_what_is_usual() -> Non
     assert of(augment=False, flip=True) == datasets.Augmentation()
 
 
+def test_images_are_not_shifted_out_of_sight() -> None:
+    with pytest.raises(ConfigError, match="--crop-padding 8 would shift images of 8x8 pixels out of sight: use less"):
+        datasets.load(from_values({"data": {"crop_padding": 8}}))
+    assert datasets.load(from_values({"data": {"crop_padding": 8, "augment": False}})).augmentation.padding == 0
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("digitz", "known: digits, synthetic"),
         ("no_such_module:make", "No module named 'no_such_module'"),
         ("math:no_such_function", "math has no 'no_such_function'"),
+        (":make", "':make': write module:function"),
+        ("own_data:", "'own_data:': write module:function"),
+        (".own_data:make", "'.own_data:make': write module:function"),
+        ("math:pi", "float is no function"),
+        ("own_data:takes_nothing", r"is called with \(None\), and takes \(\): too many positional"),
+        ("own_data:classes", "number of classes that it returns is 'ten'"),
+        ("broken_data:make", "broken_data.py, line 1"),
         ("own_data:wrong", "must return"),
         ("own_data:no_length", "test split is no map-style data set"),
     ],
@@ -86,7 +99,9 @@ def test_a_data_set_that_cannot_be_used_says_why(
 ) -> None:
     (tmp_path / "own_data.py").write_text(
         "def wrong(folder): return 3\ndef no_length(folder): return [(1, 2)], iter([])\n"
+        "def takes_nothing(): return 3\ndef classes(folder): return [], [], 'ten'\n"
     )
+    (tmp_path / "broken_data.py").write_text("def make(folder:\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=words):

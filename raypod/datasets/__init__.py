@@ -101,7 +101,14 @@ def load(config: Config) -> Splits:
         ConfigError: the name is not known, files are missing or damaged, or what is your own cannot be used.
     """
     splits = _source(config).load(config)
-    return dataclasses.replace(splits, augmentation=_augmentation(config, splits.augmentation))
+    augmentation = _augmentation(config, splits.augmentation)
+    if isinstance(splits.train, ArrayDataset) and augmentation.padding >= min(splits.train.images.shape[2:]):
+        height, width = splits.train.images.shape[2:]
+        raise ConfigError(
+            f"--crop-padding {augmentation.padding} would shift images of {height}x{width} pixels out of sight: "
+            f"use less than {min(height, width)}"
+        )
+    return dataclasses.replace(splits, augmentation=augmentation)
 
 
 def download(config: Config) -> None:

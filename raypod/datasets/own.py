@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from raypod import user_code
 from raypod.config import Config
 from raypod.datasets.arrays import ArrayDataset, ImageShape, Splits, fingerprint_of, fingerprint_of_words
 from raypod.errors import ConfigError
 from raypod.plan import DatasetSize
-from raypod.user_code import import_attribute
 
 
 def size(config: Config) -> DatasetSize:
@@ -36,7 +36,7 @@ def load(config: Config) -> Splits:
         ConfigError: the function cannot be found, or what it returns cannot be used.
     """
     name = config.data.dataset
-    found = import_attribute(name, "data.dataset")(config.data.data_dir)
+    found = user_code.call(name, "data.dataset", config.data.data_dir)
     if not isinstance(found, tuple) or len(found) not in (2, 3):
         raise ConfigError(f"{name} must return (train, test) or (train, test, number of classes)")
     train, test = found[:2]
@@ -44,6 +44,8 @@ def load(config: Config) -> Splits:
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise ConfigError(f"{name}: its {split} split is no map-style data set (no length or index)")
     classes = found[2] if len(found) == 3 else config.data.classes
+    if not isinstance(classes, (int, np.integer)) or classes < 1:
+        raise ConfigError(f"{name}: the number of classes that it returns is {classes!r}, not a whole number above 0")
     arrays = [data for data in (train, test) if isinstance(data, ArrayDataset)]
     own = fingerprint_of(*arrays) if arrays else getattr(train, "fingerprint", "")
-    return Splits(train, test, classes, fingerprint_of_words(name, len(train), len(test), classes, own))
+    return Splits(train, test, int(classes), fingerprint_of_words(name, len(train), len(test), classes, own))
