@@ -193,8 +193,8 @@ def host_file(path: str) -> List[str]:
     """
     try:
         lines = Path(path).read_text().splitlines()
-    except OSError as error:
-        raise ClusterError(f"cannot read the host file {path}: {error.strerror}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"cannot read the host file {path}: {getattr(error, 'strerror', error)}") from None
     return [line.split()[0] for line in (line.partition("#")[0] for line in lines) if line.strip()]
 
 

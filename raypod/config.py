@@ -53,7 +53,7 @@ class DataSection(Section):
     download: bool = Field(False, description="fetch the files of cifar10 or cifar100 where they are missing")
     cache_dir: Optional[str] = Field(None, description="folder of decoded data (default: beside the data)")
     samples: int = Field(4096, ge=1, description="size of the synthetic data set")
-    image: str = Field("3x32x32", pattern=r"^\d+x\d+x\d+$", description="CxHxW of the synthetic images")
+    image: str = Field("3x32x32", pattern=r"^[1-9]\d*x[1-9]\d*x[1-9]\d*$", description="CxHxW of the synthetic images")
     classes: int = Field(10, ge=2, description="classes of the synthetic data set")
     augment: bool = Field(True, description="crop and flip training images at random, as is usual for the data set")
     crop_padding: Optional[int] = Field(None, ge=0, description="pixels that an augmented image is shifted by at most")
@@ -218,6 +218,8 @@ def read_yaml(path: Path) -> Dict[str, Dict[str, Any]]:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not YAML, and no text: {error}") from None
     try:
         values = yaml.load(text, _NoKeyTwice)
     except yaml.YAMLError as error:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,8 @@ def test_default_number_of_instances(argv: tuple[str, ...], instances: int) -> N
         (("--num-ipus", "8", "--replicas", "4", "--ipus-per-replica", "4"), ["4 replicas x 4", "16", "8"]),
         (("--seed", "1", "training.seed=2"), ["training.seed", "1", "2"]),
         (("--config", "/nowhere.yaml"), ["/nowhere.yaml", "No such file"]),
+        (("--config", sys.executable), [sys.executable, "no text"]),
+        (("--image", "0x8x8"), ["data.image = '0x8x8'"]),
     ],
 )
 def test_a_mistake_is_told_in_one_line(argv: tuple[str, ...], words: list[str]) -> None:
