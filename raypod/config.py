@@ -81,7 +81,7 @@ class TrainingSection(Section):
     batch_size: int = Field(8, ge=1, description="micro-batch: samples that forward sees")
     gradient_accumulation: int = Field(1, ge=1, description="micro-batches per replica and update")
     device_iterations: int = Field(1, ge=1, description="updates per call")
-    epochs: int = Field(15, ge=1, description="passes over the training split")
+    epochs: int = Field(15, ge=1, le=100_000, description="passes over the training split")
     updates: Optional[int] = Field(None, ge=1, description="stop after this many updates")
     optimizer: Literal["sgd", "adam", "adamw", "lamb"] = Field("sgd", description="poptorch.optim class")
     learning_rate: float = Field(0.1, gt=0, description="peak learning rate")

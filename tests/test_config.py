@@ -109,6 +109,7 @@ def test_default_number_of_instances(argv: tuple[str, ...], instances: int) -> N
         (("trainin.seed=4",), ["trainin", "training"]),
         (("seed",), ["'seed'", "section.key=value"]),
         (("--epochs", "0"), ["training.epochs", "'0'", "1"]),
+        (("--epochs", "9" * 20), ["training.epochs", "100000"]),
         (("--precision", "8"), ["training.precision", "16.16", "32.32"]),
         (("--model", "resnet9"), ["training.model = 'resnet9': known are", "resnet8"]),
         (("--replicas", "four"), ["pod.replicas", "four"]),
