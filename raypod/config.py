@@ -21,6 +21,7 @@ from raypod.suggestions import nearest
 SMALL_RESNETS = ("resnet8", "resnet14", "resnet20")
 TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 VISION_TRANSFORMERS = ("vit_tiny", "vit_small", "vit_b_16")
+_LONGEST_S = 1e6  # of every wait: longer ones are beyond what the system's clocks take
 
 
 def _split_words(value: Any) -> Any:
@@ -58,7 +59,7 @@ class DataSection(Section):
     augment: bool = Field(True, description="crop and flip training images at random, as is usual for the data set")
     crop_padding: Optional[int] = Field(None, ge=0, description="pixels that an augmented image is shifted by at most")
     flip: Optional[bool] = Field(None, description="mirror half of the augmented images")
-    image_size: Optional[int] = Field(None, ge=1, description="height and width that images are resized to")
+    image_size: Optional[int] = Field(None, ge=1, le=16_384, description="height and width that images are resized to")
     num_workers: int = Field(0, ge=0, description="loader processes per instance; threads for data held in memory")
     async_dataloader: bool = Field(False, description="prepare the next calls in the background")
     eight_bit_io: bool = Field(False, description="send images as uint8 and normalise them on the device")
@@ -84,19 +85,26 @@ class TrainingSection(Section):
     epochs: int = Field(15, ge=1, le=100_000, description="passes over the training split")
     updates: Optional[int] = Field(None, ge=1, description="stop after this many updates")
     optimizer: Literal["sgd", "adam", "adamw", "lamb"] = Field("sgd", description="poptorch.optim class")
-    learning_rate: float = Field(0.1, gt=0, description="peak learning rate")
+    learning_rate: float = Field(0.1, gt=0, allow_inf_nan=False, description="peak learning rate")
     lr_schedule: Literal["constant", "cosine", "step"] = Field("cosine", description="over the whole run")
     lr_steps: Epochs = Field(None, description="step: epochs after which the rate falls, as in 30,60,80")
-    lr_gamma: float = Field(0.1, gt=0, description="step: factor by which it falls")
+    lr_gamma: float = Field(0.1, gt=0, allow_inf_nan=False, description="step: factor by which it falls")
     warmup_updates: int = Field(20, ge=0, description="linear warm-up of the learning rate")
     momentum: float = Field(0.9, ge=0, lt=1, description="of SGD")
-    weight_decay: float = Field(5e-4, ge=0, description="on all parameters of more than one dimension")
-    loss_scaling: float = Field(1.0, gt=0, description="multiplies the loss, divided out before the update")
+    weight_decay: float = Field(
+        5e-4, ge=0, allow_inf_nan=False, description="on all parameters of more than one dimension"
+    )
+    loss_scaling: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="multiplies the loss, divided out before the update"
+    )
     reduction: Literal["sum", "mean"] = Field("mean", description="of gradients over accumulation and replicas")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of a label spread over all classes")
     evaluate_every: Optional[int] = Field(None, ge=1, description="epochs between evaluations (one at the end anyway)")
     evaluation_iterations: Optional[int] = Field(
-        None, ge=1, description="device iterations of an evaluation call; default: as few as the pipeline needs"
+        None,
+        ge=1,
+        le=65_536,
+        description="device iterations of an evaluation call; default: as few as the pipeline needs",
     )
     seed: int = Field(42, ge=0, lt=2**31, description="of weights, sample order, augmentation and dropout")
 
@@ -121,9 +129,13 @@ class PodSection(Section):
     num_instances: int = Field(2, ge=1, description="host processes; the replicas are divided between them")
     ipus_per_replica: int = Field(1, ge=1, description="IPUs of one replica")
     num_ipus: Optional[int] = Field(None, ge=1, description="IPUs in total; the replicas follow from it")
-    threads_per_replica: int = Field(1, ge=0, description="intra-op threads; 0: the host's cores / its replicas")
+    threads_per_replica: int = Field(
+        1, ge=0, le=4096, description="intra-op threads; 0: the host's cores / its replicas"
+    )
     cluster: Optional[str] = Field(None, description="cluster YAML, the one of `ray up`; default: this host")
-    wait_hosts: float = Field(0, ge=0, description="seconds to wait for hosts of the cluster that are not there yet")
+    wait_hosts: float = Field(
+        0, ge=0, le=_LONGEST_S, description="seconds to wait for hosts of the cluster that are not there yet"
+    )
     executable_cache_path: Optional[str] = Field(None, description="folder of compiled executables")
 
 
@@ -140,16 +152,24 @@ class RunSection(Section):
     keep_checkpoints: int = Field(3, ge=1, description="newest ones that are kept, and the best by test accuracy")
     on_nonfinite: Literal["stop", "continue"] = Field("stop", description="when the loss is no number any more")
     tensorboard: bool = Field(False, description="curves for TensorBoard in the run folder, too")
-    save_timeout_s: float = Field(600, gt=0, description="bound of the wait for a checkpoint to be written")
-    start_timeout_s: float = Field(120, gt=0, description="bound of every step of starting the instances")
-    report_timeout_s: float = Field(
-        1800, gt=0, description="bound of the wait for the next report (compiling included)"
+    save_timeout_s: float = Field(
+        600, gt=0, le=_LONGEST_S, description="bound of the wait for a checkpoint to be written"
     )
-    stop_timeout_s: float = Field(10, gt=0, description="grace for an instance to end by itself")
+    start_timeout_s: float = Field(
+        120, gt=0, le=_LONGEST_S, description="bound of every step of starting the instances"
+    )
+    report_timeout_s: float = Field(
+        1800, gt=0, le=_LONGEST_S, description="bound of the wait for the next report (compiling included)"
+    )
+    stop_timeout_s: float = Field(10, gt=0, le=_LONGEST_S, description="grace for an instance to end by itself")
     max_restarts: int = Field(3, ge=0, description="repairs before the run fails; refilled by an hour of progress")
-    dead_after_s: float = Field(1, gt=0, description="bound for noticing that a process is dead")
-    silent_after_s: float = Field(15, gt=0, description="bound for noticing a frozen process or a silent host")
-    stuck_after_s: float = Field(30, gt=0, description="least bound of a call; else 3 x the slowest so far")
+    dead_after_s: float = Field(1, gt=0, le=_LONGEST_S, description="bound for noticing that a process is dead")
+    silent_after_s: float = Field(
+        15, gt=0, le=_LONGEST_S, description="bound for noticing a frozen process or a silent host"
+    )
+    stuck_after_s: float = Field(
+        30, gt=0, le=_LONGEST_S, description="least bound of a call; else 3 x the slowest so far"
+    )
 
     @pydantic.field_validator("checkpoint_every")
     @classmethod
