@@ -60,12 +60,11 @@ def drain(ray: Any, address: str) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=60)
 
 
-def events_of(plan: Plan, fleet: Fleet, react: Callable[[int], None] = lambda update: None) -> List[Event]:
+def events_of(plan: Plan, fleet: Fleet, react: Callable[[Event], None] = lambda event: None) -> List[Event]:
     events = []
     for event in coordinator.run(plan, fleet, MetricsFold(plan, 0.0)):
         events.append(event)
-        if isinstance(event, UpdateDone):
-            react(event.update)
+        react(event)
     return events
 
 
@@ -85,9 +84,14 @@ def test_instances_leave_a_host_that_ray_drains_and_without_another_one_the_run_
         config = from_values({"run": run, "training": training, "pod": {"num_instances": instances}})
         return make_plan(config, cluster, dataset_size(config), str(tmp_path / name))
 
-    drained = {3: SECOND_HOST, 60: head}
+    def take_away(event: Event) -> None:
+        if isinstance(event, UpdateDone) and event.update == 3:
+            drain(pod, SECOND_HOST)
+        elif isinstance(event, Repaired):  # its instance has moved
+            drain(pod, head)
+
     plan = plan_for("run", cluster, 2000, {}, 2)
-    events = events_of(plan, RayFleet(plan), lambda update: drain(pod, drained[update]) if update in drained else None)
+    events = events_of(plan, RayFleet(plan), take_away)
     moved = only(events, Repaired)
     assert (moved.lost, moved.hosts, moved.seeded_from) == ((1,), (head,), "instance 0")
     assert (moved.restarts, moved.generation) == (0, 2)
