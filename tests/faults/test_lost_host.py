@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Dict, Iterator, List
 
@@ -20,6 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
+HAS_OLD_RAY = tuple(int(part) for part in version("ray").split(".")[:2]) < (2, 50)
 SECOND, SPARE = "127.0.0.2", "127.0.0.3"
 
 
@@ -59,18 +61,23 @@ def processes_of(node: Any) -> List[psutil.Process]:
     return found
 
 
+@pytest.mark.skipif(
+    HAS_OLD_RAY, reason="Ray 2.10 is often too slow to start work on the spare host before it is given up"
+)
 def test_the_instances_of_a_lost_host_move_to_a_spare_one_then_beside_others(
     hosts: Dict[str, Any], tmp_path: Path
 ) -> None:
     for name in ("inline", "ray"):
         (tmp_path / name).mkdir()
-    long = {"updates": 160}  # until a node has ended, the run gets on
+    long = {"updates": 160}
     inline = plan_for(tmp_path / "inline", run={"fleet": "inline"}, pod={"num_instances": 1}, training=long)
     cluster = Cluster("three", tuple(Host(address, address) for address in (hosts["head"], SECOND, SPARE)))
     plan = plan_for(tmp_path / "ray", cluster, pod={"num_instances": 2}, training=long, run={"silent_after_s": 6})
     assert [host.name for host in plan.hosts] == [hosts["head"], SECOND]
 
     def end_second(plan: Plan) -> None:
+        for process in processes_of(hosts["nodes"][SECOND]):  # at once; Ray alone would let its instance run on
+            process.kill()
         hosts["cluster"].remove_node(hosts["nodes"].pop(SECOND), allow_graceful=False)
 
     def cut_off_spare(plan: Plan) -> None:
