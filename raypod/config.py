@@ -234,6 +234,11 @@ class _NoKeyTwice(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> Dict[str, Dict[str, Any]]:
+    """The sections of a YAML file, each with its keys and their values, which are not checked here.
+
+    Raises:
+        ConfigError: it cannot be read, is not YAML, has a key twice, or holds something else than sections.
+    """
     try:
         text = path.read_text()
     except OSError as error:
@@ -252,6 +257,7 @@ def read_yaml(path: Path) -> Dict[str, Dict[str, Any]]:
 
 
 def check_keys(values: Mapping[str, Mapping[str, Any]], source: str) -> None:
+    """Raise ConfigError for a section or a key that is not known; it names `source` and the nearest that is."""
     known = {f"{section}.{key}" for section, key, _ in fields()}
     for section, part in values.items():
         if section not in Config.model_fields:
