@@ -7,13 +7,12 @@ import sys
 from pathlib import Path
 from typing import Callable, Dict, Optional, Sequence
 
-from raypod import supervisor
-from raypod.cluster import read_cluster
-from raypod.doctor.run import doctor
+from raypod import detached
+from raypod.cli import FlagParser, report_errors
 from raypod.errors import ConfigError
-from raypod.flags import FlagParser
+from raypod.plan.cluster import read_cluster
 from raypod.pod import ssh, up
-from raypod.shell import report_errors
+from raypod.pod.doctor import doctor
 from raypod.train import described, drawn, plan_of
 
 
@@ -51,17 +50,17 @@ def _verify_data(argv: Sequence[str]) -> int:
 
 def _status(argv: Sequence[str]) -> int:
     """How far a run is."""
-    return _ask_run("status", supervisor.status, argv)
+    return _ask_run("status", detached.status, argv)
 
 
 def _attach(argv: Sequence[str]) -> int:
     """Show the output of a detached run until it ends."""
-    return _ask_run("attach", supervisor.attach, argv)
+    return _ask_run("attach", detached.attach, argv)
 
 
 def _stop(argv: Sequence[str]) -> int:
     """End a run after a checkpoint."""
-    return _ask_run("stop", supervisor.stop, argv)
+    return _ask_run("stop", detached.stop, argv)
 
 
 def _ask_run(verb: str, ask: Callable[[Path], int], argv: Sequence[str]) -> int:

@@ -16,21 +16,20 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Dict, Optional, Sequence
 
-from raypod.cluster import Cluster, Host, cluster_of, host_file, read_cluster
+from raypod.cli import report_errors
 from raypod.errors import ConfigError
-from raypod.fleet.ray_hosts import RayHosts
-from raypod.launcher import parser, topology
-from raypod.launcher.console import Console
+from raypod.host.sdk import Sdk, for_programs
+from raypod.launcher import options
 from raypod.launcher.mpi_arguments import understand
 from raypod.launcher.options import Request
-from raypod.launcher.output import Output
+from raypod.launcher.output import Console, Output
 from raypod.launcher.partition import partition
 from raypod.launcher.programs import Programs
-from raypod.launcher.run import Signals, Supervision
-from raypod.launcher.stdin import StdinForwarder
-from raypod.placement import place
-from raypod.sdk import Sdk, for_programs
-from raypod.shell import report_errors
+from raypod.launcher.ray_hosts import RayHosts
+from raypod.launcher.supervision import Signals, StdinForwarder, Supervision
+from raypod.plan import tables
+from raypod.plan.cluster import Cluster, Host, cluster_of, host_file, read_cluster
+from raypod.plan.placement import check_ilds, place
 
 _PROG = "raypod.launch"
 _BROKEN_PIPE = 128 + 13  # what a shell says of a writer to whom nobody listens
@@ -50,9 +49,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> int:
-    request, query = parser.parse(words)
+    request, query = options.parse(words)
     if query is not None:
-        print(parser.usage(f"python -m {_PROG}") if query == "help" else _version())  # noqa: T201 - what was asked for
+        print(options.usage(f"python -m {_PROG}") if query == "help" else _version())  # noqa: T201 - what was asked for
         return 0
     arguments = understand(request)
     sdk, sdk_path = for_programs(request.device)
@@ -61,9 +60,9 @@ def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> i
     placement = place(_cluster(request), request.num_replicas, request.num_instances, request.ipus_per_replica, threads)
     of_file = placement.cluster.vipu
     num_ilds = request.num_ilds or (of_file.link_domains if of_file else None)
-    topology.check_ilds(placement, num_ilds)
+    check_ilds(placement, num_ilds)
     if request.print_topology:
-        print(topology.render(placement, num_ilds), flush=True)  # noqa: T201
+        print(tables.render_topology(placement, num_ilds), flush=True)  # noqa: T201
     if request.export_config:
         _export(request)
     if not request.program:
@@ -94,7 +93,7 @@ def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
         only = request.only_output_from_instance
         output = Output(folder, len(placement.instances), Console(bar_instance=only or 0), only)
         stack.callback(output.close)
-        Path(folder, "launch.yaml").write_text(parser.export(request))
+        Path(folder, "launch.yaml").write_text(options.export(request))
         hosts.start(programs.by_host(facts), request.grace, f"{folder}/logs")
         _tell(programs, sdk, hosts, folder)
         with signals.caught(note=True):
@@ -131,7 +130,7 @@ def _export(request: Request) -> None:
     if path.exists() and not request.overwrite_config:
         raise ConfigError(f"--export-config {path}: the file is there already; --overwrite-config replaces it")
     try:
-        path.write_text(parser.export(request))
+        path.write_text(options.export(request))
     except OSError as error:
         raise ConfigError(f"--export-config {path}: {error.strerror}") from None
 

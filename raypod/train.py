@@ -5,24 +5,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence, Tuple
 
-from raypod import coordinator, datasets, flags, supervisor
-from raypod.checkpoint import reader
-from raypod.cluster import read_cluster
+from raypod import cli, datasets, detached
+from raypod.checkpoint import resume
+from raypod.cli import INTERRUPTED, report_errors
+from raypod.coordinator import coordinator
 from raypod.events import EvaluationDone, RunEnded
-from raypod.fleet import Fleet
-from raypod.metrics import MetricsFold
-from raypod.plan import Plan, make_plan
-from raypod.plan_table import describe, render
-from raypod.progress import Progress
+from raypod.fleet.base import Fleet
+from raypod.host.process import process_age_s
+from raypod.plan import resolve
+from raypod.plan.cluster import read_cluster
+from raypod.plan.plan import Plan, make_plan
+from raypod.plan.tables import describe, render
 from raypod.record import run_folder, run_state
+from raypod.record.metrics import MetricsFold
+from raypod.record.progress import Progress
 from raypod.record.sinks import Sinks
-from raypod.shell import INTERRUPTED, report_errors
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -32,13 +34,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def plan_of(argv: Sequence[str], prog: str, extra: Sequence[str] = ()) -> Tuple[Plan, Any]:
     """The plan of a command line, and the parsed flags; `extra` names further boolean flags."""
-    parser = flags.FlagParser(prog=prog, description="Train a model on a pod; with nothing at all: digits.")
-    flags.add_flags(parser)
+    parser = cli.FlagParser(prog=prog, description="Train a model on a pod; with nothing at all: digits.")
+    resolve.add_flags(parser)
     for flag in extra:
         parser.add_argument(flag, action="store_true", help=_EXTRA_HELP[flag])
-    args = flags.parse_arguments(parser, argv)
+    args = resolve.parse_arguments(parser, argv)
     read = functools.lru_cache(maxsize=1)(read_cluster)
-    resolved = flags.resolve(args, lambda path: read(path).instances)
+    resolved = resolve.resolve(args, lambda path: read(path).instances)
     run_dir = run_folder.choose(resolved)
     cluster = read(resolved.pod.cluster)
     is_run = not getattr(args, "dry_run", True)
@@ -48,7 +50,7 @@ def plan_of(argv: Sequence[str], prog: str, extra: Sequence[str] = ()) -> Tuple[
     plan = make_plan(resolved, cluster, size, run_dir)
     if resolved.pod.ipus_per_replica > 1:
         # Needs torch, which planning does without where no model is divided.
-        from raypod.pipeline import find_splits
+        from raypod.model.pipeline import find_splits
 
         plan = make_plan(resolved, cluster, size, run_dir, find_splits(resolved))
     return plan, args
@@ -58,7 +60,7 @@ def drawn(plan: Plan) -> str:
     """The plan as a table, and below it the pipeline of a replica of several IPUs. For a process that runs nothing."""
     if plan.geometry.ipus_per_replica == 1:
         return render(plan)
-    from raypod.pipeline_table import look_at, render_pipeline
+    from raypod.model.pipeline_table import look_at, render_pipeline
 
     return f"{render(plan)}\n\n{render_pipeline(look_at(plan), plan.config.training.execution)}"
 
@@ -67,7 +69,7 @@ def described(plan: Plan) -> Dict[str, Any]:
     """What `drawn` shows, as plain data."""
     if plan.geometry.ipus_per_replica == 1:
         return describe(plan)
-    from raypod.pipeline_table import describe_pipeline, look_at
+    from raypod.model.pipeline_table import describe_pipeline, look_at
 
     return {**describe(plan), "pipeline": describe_pipeline(look_at(plan))}
 
@@ -80,7 +82,7 @@ _EXTRA_HELP = {
 
 
 def _train(argv: Sequence[str]) -> int:
-    started_at_s = time.monotonic() - _process_age_s()
+    started_at_s = time.monotonic() - process_age_s()
     plan, args = plan_of(argv, "raypod.train", ["--dry-run", "--detach"])
     if args.dry_run:
         print(drawn(plan))  # noqa: T201
@@ -88,10 +90,10 @@ def _train(argv: Sequence[str]) -> int:
     folder = Path(plan.run_dir)
     run_state.refuse_if_alive(folder)
     plan = _goes_on(plan)
-    found = reader.read(plan, run_state.was_cut_off(folder)) if plan.config.run.resume else None
+    found = resume.read(plan, run_state.was_cut_off(folder)) if plan.config.run.resume else None
     run_folder.check_free(plan)
     if args.detach:
-        return supervisor.detach(argv, folder, plan.config.run.start_timeout_s)
+        return detached.detach(argv, folder, plan.config.run.start_timeout_s)
     run_folder.open_for(plan)
     with run_state.StateFile(folder, plan.total_updates) as state:
         return _run(plan, found, state, started_at_s)
@@ -102,23 +104,13 @@ def _goes_on(plan: Plan) -> Plan:
     folder = Path(plan.run_dir)
     if plan.config.run.resume or not run_state.was_cut_off(folder):
         return plan
-    if reader.newest_good(folder / "checkpoints")[0] is None:
+    if resume.newest_good(folder / "checkpoints")[0] is None:
         return plan
     run = plan.config.run.model_copy(update={"resume": str(folder)})
     return dataclasses.replace(plan, config=plan.config.model_copy(update={"run": run}))
 
 
-def _process_age_s() -> float:
-    """Seconds since this process was started: the user has waited for the interpreter and the imports too."""
-    try:
-        started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
-    except OSError:  # no Linux
-        return 0.0
-    return uptime_s - started_ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _run(plan: Plan, found: Optional[reader.Found], state: run_state.StateFile, started_at_s: float) -> int:
+def _run(plan: Plan, found: Optional[resume.Found], state: run_state.StateFile, started_at_s: float) -> int:
     progress = Progress(plan)
     progress.begin()
     resumed = found.checkpoint if found else None

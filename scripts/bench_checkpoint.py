@@ -27,15 +27,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from raypod import coordinator, datasets
-from raypod.checkpoint import background, folder, reader, writer
-from raypod.checkpoint.fit import manifest_of
-from raypod.cluster import LOCAL
-from raypod.config import from_values
+from raypod import datasets
+from raypod.checkpoint import format, resume, writer
+from raypod.checkpoint.resume import manifest_of
+from raypod.coordinator import coordinator
 from raypod.events import CheckpointSaved, UpdateDone
 from raypod.fleet.inline import InlineFleet
-from raypod.metrics import MetricsFold
-from raypod.plan import Plan, make_plan
+from raypod.plan.cluster import LOCAL
+from raypod.plan.plan import Plan, make_plan
+from raypod.plan.resolve import from_values
+from raypod.record.metrics import MetricsFold
 
 SAMPLES_PER_EPOCH = 512
 
@@ -73,17 +74,17 @@ def save_and_load(rounds: int, megabytes: int) -> None:
     state, gigabytes = state_of(megabytes), 8 * max(1, megabytes // 8) * 1024**2 / 1e9
     took: Dict[str, List[float]] = {name: [] for name in ("save", "torch.save", "load", "verify", "torch.load")}
     with tempfile.TemporaryDirectory() as where:
-        plan, checkpoints, file = plan_in(where), folder.folder_of(f"{where}/run"), Path(where, "torch.pt")
+        plan, checkpoints, file = plan_in(where), format.folder_of(f"{where}/run"), Path(where, "torch.pt")
         for number in range(rounds + 1):  # the first one warms up
             manifest = manifest_of(plan, 44, 1)
             shutil.rmtree(str(checkpoints), ignore_errors=True)
             file.unlink() if file.exists() else None
-            took["save"].append(timed(lambda m=manifest: writer.write(checkpoints, m, state, 3)))
+            took["save"].append(timed(lambda m=manifest: writer.write_checkpoint(checkpoints, m, state, 3)))
             took["torch.save"].append(timed(lambda: torch_save(state, file)))
-            newest = checkpoints / folder.name_of(44)
-            took["load"].append(timed(lambda path=newest: writer.load(path)))
+            newest = checkpoints / format.name_of(44)
+            took["load"].append(timed(lambda path=newest: writer.load_checkpoint(path)))
             took["torch.load"].append(timed(lambda: torch.load(str(file), weights_only=True)))
-            took["verify"].append(timed(lambda: reader.newest_good(checkpoints)))
+            took["verify"].append(timed(lambda: resume.newest_good(checkpoints)))
             if not number:
                 took = {name: [] for name in took}
     per_gb = {name: median(values) / gigabytes for name, values in took.items()}
@@ -114,7 +115,7 @@ class TimedFleet(InlineFleet):
                 self.saving_s += time.perf_counter() - began
 
 
-class TimedWriter(background.BackgroundWriter):
+class TimedWriter(writer.BackgroundWriter):
     """Adds up the CPU seconds of the writing thread."""
 
     cpu_s = 0.0
@@ -155,7 +156,7 @@ def train(epochs: int, every: str) -> Dict[str, float]:
 
 
 def share(rounds: int, epochs: int) -> None:
-    background.BackgroundWriter = TimedWriter  # type: ignore[misc]  # before instance.py is imported
+    writer.BackgroundWriter = TimedWriter  # type: ignore[misc]  # before instance.py is imported
     found: Dict[str, List[Dict[str, float]]] = {"1 epoch": [], "1000 minutes": []}
     for _ in range(rounds):
         for every, results in found.items():

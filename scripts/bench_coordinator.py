@@ -15,13 +15,13 @@ import tempfile
 import time
 from typing import Dict, List
 
-from raypod import coordinator
-from raypod.cluster import LOCAL
-from raypod.config import from_values
+from raypod.coordinator import coordinator
 from raypod.datasets import dataset_size
 from raypod.fleet.scripted import ScriptedFleet
-from raypod.metrics import MetricsFold
-from raypod.plan import make_plan
+from raypod.plan.cluster import LOCAL
+from raypod.plan.plan import make_plan
+from raypod.plan.resolve import from_values
+from raypod.record.metrics import MetricsFold
 
 
 def seconds(instances: int, updates: int) -> float:

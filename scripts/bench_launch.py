@@ -21,8 +21,7 @@ import time
 from pathlib import Path
 from typing import Callable, Dict, List, Optional, Tuple
 
-from raypod.launcher.console import Console
-from raypod.launcher.output import Output
+from raypod.launcher.output import Console, Output
 from raypod.launcher.records import STDOUT
 
 PROGRAM = (sys.executable, "-c", "print('hello', flush=True)")

@@ -54,15 +54,15 @@ def raypod() -> Result:
 RAYPOD = """
 import contextlib, json, os, signal, sys, time
 from pathlib import Path
-from raypod import coordinator
+from raypod.coordinator import coordinator
 from raypod.record import run_folder
-from raypod.cluster import LOCAL
-from raypod.config import from_values
+from raypod.plan.cluster import LOCAL
+from raypod.plan.resolve import from_values
 from raypod.datasets import dataset_size
 from raypod.events import Repaired, UpdateDone
 from raypod.fleet.ray import RayFleet
-from raypod.metrics import MetricsFold
-from raypod.plan import make_plan
+from raypod.record.metrics import MetricsFold
+from raypod.plan.plan import make_plan
 
 training = {"batch_size": 16, "epochs": 1000, "lr_schedule": "constant", "updates": 4000}
 pod = {"replicas": 2, "num_instances": 2}

@@ -39,12 +39,12 @@ class ResNetWithLoss(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from raypod import models
-        from raypod.config import from_values
+        from raypod.model import networks
+        from raypod.plan.resolve import from_values
 
         torch.manual_seed(0)
         config = from_values({"data": {"dataset": "synthetic"}, "training": {"model": "resnet18"}})
-        self.network = models.build_model(config, 3, 32, 10)
+        self.network = networks.build_model(config, 3, 32, 10)
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
         logits = self.network(images)

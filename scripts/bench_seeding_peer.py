@@ -15,10 +15,11 @@ from typing import Any, Callable, Dict, List
 import torch
 import torch.distributed as dist
 
-from raypod import collectives, sdk, torchvision_import
-from raypod.environment import horovod_identity
-from raypod.state import flat_state
-from raypod.state.seeding import SeedingEnd, new_seeding
+from raypod.checkpoint import tensors
+from raypod.host import sdk, torchvision_import
+from raypod.instance import collectives
+from raypod.instance.seeding import SeedingEnd, new_seeding
+from raypod.plan.environment import horovod_identity
 
 WAIT_S = 120.0
 
@@ -85,9 +86,9 @@ class Methods:
 
         def hand_on() -> None:
             if self._rank == 0:
-                end.give(told[0], flat_state.pack(self._state))
+                end.give(told[0], tensors.pack_flat(self._state))
             else:
-                received[0] = flat_state.unpack(end.take(told[0]))
+                received[0] = tensors.unpack_flat(end.take(told[0]))
 
         seconds = self._timed(hand_on)
         end.close()

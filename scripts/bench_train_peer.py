@@ -1,6 +1,6 @@
 """The peers of bench_train.py, one process each: DistributedDataParallel under torchrun, and the bare compute limit.
 
-Both train the same network (raypod.models) with the same optimizer on the same sizes, and print one line of JSON:
+Both train the same network (raypod.model.networks) with the same optimizer on the same sizes, and print one line of JSON:
 {"images_per_s": ...}. Not meant to be started by hand; bench_train.py does.
 """
 
@@ -17,8 +17,10 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from raypod import datasets, models
-from raypod.config import Config, from_values
+from raypod import datasets
+from raypod.model import networks
+from raypod.plan.config import Config
+from raypod.plan.resolve import from_values
 
 
 def settings(args: argparse.Namespace) -> Config:
@@ -37,7 +39,7 @@ def settings(args: argparse.Namespace) -> Config:
 
 def network_and_optimizer(config: Config) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(config.training.seed)
-    network = models.build_model(config, 3, 32, 10)
+    network = networks.build_model(config, 3, 32, 10)
     decayed = [parameter for parameter in network.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in network.parameters() if parameter.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": 5e-4}, {"params": others, "weight_decay": 0.0}]

@@ -35,15 +35,19 @@ import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 from torch.utils.data import DataLoader, Dataset, Subset  # noqa: E402
 
-from raypod import datasets, torchvision_import  # noqa: E402
-from raypod.cluster import LOCAL  # noqa: E402
-from raypod.config import from_values  # noqa: E402
-from raypod.datasets import ArrayDataset, Augmentation  # noqa: E402
-from raypod.feed import Feed  # noqa: E402
-from raypod.input import transforms  # noqa: E402
-from raypod.input.prefetch import timed  # noqa: E402
-from raypod.plan import make_plan  # noqa: E402
-from raypod.sampling import augmentation_integers, epoch_order  # noqa: E402
+from raypod import datasets  # noqa: E402
+from raypod.datasets import (  # noqa: E402
+    ArrayDataset,
+    Augmentation,
+    transforms,
+)
+from raypod.datasets.feed import Feed  # noqa: E402
+from raypod.datasets.loading import timed  # noqa: E402
+from raypod.datasets.order import augmentation_integers, epoch_order  # noqa: E402
+from raypod.host import torchvision_import  # noqa: E402
+from raypod.plan.cluster import LOCAL  # noqa: E402
+from raypod.plan.plan import make_plan  # noqa: E402
+from raypod.plan.resolve import from_values  # noqa: E402
 
 torchvision_import.install()
 from torchvision import transforms as theirs  # noqa: E402

@@ -25,16 +25,16 @@ from typing import Any, Callable, Counter, List
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from raypod import coordinator  # noqa: E402 - the checkout's own
-from raypod.cluster import LOCAL  # noqa: E402
-from raypod.config import from_values  # noqa: E402
+from raypod.coordinator import coordinator  # noqa: E402 - the checkout's own
 from raypod.datasets import dataset_size  # noqa: E402
 from raypod.events import Event, InstanceLost, Repaired, RunEnded, RunStarted, UpdateDone  # noqa: E402
 from raypod.fleet.inline import InlineFleet  # noqa: E402
 from raypod.fleet.ray import RayFleet  # noqa: E402
-from raypod.metrics import MetricsFold  # noqa: E402
-from raypod.plan import Plan, make_plan  # noqa: E402
+from raypod.plan.cluster import LOCAL  # noqa: E402
+from raypod.plan.plan import Plan, make_plan  # noqa: E402
+from raypod.plan.resolve import from_values  # noqa: E402
 from raypod.record import run_folder, verify_data  # noqa: E402 - the checkout's own
+from raypod.record.metrics import MetricsFold  # noqa: E402
 from raypod.record.sinks import Sinks  # noqa: E402
 
 INSTANCES = 4

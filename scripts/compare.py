@@ -109,8 +109,9 @@ class BySample:
 
 def by_sample(data_dir: str) -> Tuple[BySample, BySample, int]:
     """For `--dataset`: the same files as `--dataset cifar10`."""
-    from raypod import datasets, torchvision_import
-    from raypod.config import from_values
+    from raypod import datasets
+    from raypod.host import torchvision_import
+    from raypod.plan.resolve import from_values
 
     torchvision_import.install()
     splits = datasets.load(from_values({"data": {"dataset": "cifar10", "data_dir": data_dir}}))

@@ -23,8 +23,8 @@ MEMBER = """
 import sys
 import numpy as np
 from raypod import datasets
-from raypod.input import transforms
-from raypod.config import from_values
+from raypod.datasets import transforms
+from raypod.plan.resolve import from_values
 
 def kib(keys, path=""):
     found, counts = 0, False

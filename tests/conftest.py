@@ -23,10 +23,11 @@ os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="r")
 
 from bounded import wait_until
 
-from raypod.cluster import LOCAL
-from raypod.config import Config, from_values
 from raypod.datasets import dataset_size
-from raypod.plan import Plan, make_plan
+from raypod.plan.cluster import LOCAL
+from raypod.plan.config import Config
+from raypod.plan.plan import Plan, make_plan
+from raypod.plan.resolve import from_values
 
 # By pytest, by poptorch (contract section 1.9), and by torch's compiler, which torch's own optimizers import.
 SET_BY_AN_IMPORT = {"PYTEST_CURRENT_TEST", "RDMAV_FORK_SAFE", "TORCHINDUCTOR_CACHE_DIR"}

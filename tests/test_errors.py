@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from raypod import errors
-from raypod.fleet import FleetBroken
+from raypod.fleet.base import FleetBroken
 
 
 def every_class(base: type = errors.RaypodError) -> list[type]:

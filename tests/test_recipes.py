@@ -8,9 +8,9 @@ from typing import List
 
 import pytest
 
-from raypod import config
-from raypod.plan import Plan
-from raypod.plan_table import render
+from raypod.plan import resolve
+from raypod.plan.plan import Plan
+from raypod.plan.tables import render
 from raypod.train import plan_of
 
 HOME = Path(__file__).resolve().parent.parent
@@ -64,4 +64,4 @@ def test_imagenet_has_the_published_numbers(pod: int, combined: int, global_batc
 
 
 def test_the_default_run_is_a_recipe() -> None:
-    assert config.load_yaml(HOME / "configs" / "digits.yaml") == config.from_values({})
+    assert resolve.load_yaml(HOME / "configs" / "digits.yaml") == resolve.from_values({})

@@ -13,9 +13,9 @@ import psutil
 import pytest
 from bounded import wait_until
 
-from raypod.cluster import LOCAL
 from raypod.fleet.ray_session import RaySession
-from raypod.placement import place
+from raypod.plan.cluster import LOCAL
+from raypod.plan.placement import place
 
 
 def test_a_sigterm_while_ray_starts_ends_with_130_and_leaves_nothing(tmp_path: Path) -> None:

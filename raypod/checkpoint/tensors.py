@@ -10,15 +10,18 @@ An optimizer's state is nested and holds numbers too: `pack` takes the tensors o
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
 from typing import Any, BinaryIO, Dict, List, Mapping, Tuple
 
+import numpy as np
 import torch
+from torch import nn
 
-from raypod.errors import CheckpointDamaged
-from raypod.record.durable import HashedFile
+from raypod.errors import CheckpointDamaged, ConfigError
+from raypod.host.files import HashedFile
 
 _NAMES = {
     torch.float64: "F64",
@@ -38,7 +41,7 @@ _STRUCTURE = "structure"
 Tensors = Dict[str, torch.Tensor]
 
 
-def write(file: HashedFile, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+def write_tensors(file: HashedFile, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """Write CPU tensors of any shape. TypeError for a dtype that the format does not have."""
     header: Dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
@@ -55,7 +58,7 @@ def write(file: HashedFile, tensors: Mapping[str, torch.Tensor], metadata: Mappi
         file.write(_bytes_of(tensor.contiguous()))
 
 
-def read(path: Path) -> Tuple[Tensors, Dict[str, str]]:
+def read_tensors(path: Path) -> Tuple[Tensors, Dict[str, str]]:
     """The tensors of a file and its metadata.
 
     Raises:
@@ -80,8 +83,8 @@ def read(path: Path) -> Tuple[Tensors, Dict[str, str]]:
     return tensors, {str(name): str(value) for name, value in metadata.items()}
 
 
-def pack(nested: Any) -> Tuple[Tensors, Dict[str, str]]:
-    """A nest of dicts, lists, tuples, tensors, numbers, strings and None as (tensors, metadata) for `write`.
+def pack_nested(nested: Any) -> Tuple[Tensors, Dict[str, str]]:
+    """A nest of dicts, lists, tuples, tensors, numbers, strings and None as (tensors, metadata) for `write_tensors`.
 
     Raises:
         TypeError: it holds something else.
@@ -91,13 +94,13 @@ def pack(nested: Any) -> Tuple[Tensors, Dict[str, str]]:
     return tensors, {_STRUCTURE: json.dumps(structure, separators=(",", ":"))}
 
 
-def unpack(path: Path) -> Any:
-    """What was packed into a file. CheckpointDamaged as `read`."""
-    tensors, metadata = read(path)
+def unpack_nested(path: Path) -> Any:
+    """What was packed into a file. CheckpointDamaged as `read_tensors`."""
+    tensors, metadata = read_tensors(path)
     try:
         return _unpack(json.loads(metadata[_STRUCTURE]), tensors)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CheckpointDamaged(str(path), f"it has no structure that can be read ({error})") from None
+        raise CheckpointDamaged(str(path), f"it has no structure that can be read_tensors ({error})") from None
 
 
 def copied(nested: Any) -> Any:
@@ -169,3 +172,121 @@ def _unpack(structure: Any, tensors: Tensors) -> Any:
         return {_unpack(key, tensors): _unpack(value, tensors) for key, value in content}
     values = [_unpack(value, tensors) for value in content]
     return tuple(values) if kind == "tuple" else values
+
+
+# --- from state.flat_state: A state dict as one flat run of bytes, and back: what travels when weights and optimizer state are seeded.
+#
+# A header in JSON says how the dicts and lists lie in each other, and name, dtype, shape and place of every tensor; the
+# tensors' bytes follow side by side, whatever their dtypes. Nothing is pickled.
+#
+
+_LENGTH_BYTES = 8
+_ALIGNMENT = 64  # of every tensor; a cache line, and a multiple of every element size
+
+
+def pack_flat(state: Any) -> List[np.ndarray]:
+    """The bytes of a state, in parts: uint8 [bytes] each. Those of tensors on the host share their memory.
+
+    Args:
+        state: dicts (keys: str or int), lists and tuples of tensors, numbers, strings, booleans and None.
+
+    Raises:
+        TypeError: it holds something else, which is named.
+    """
+    tensors: List[torch.Tensor] = []
+    tree = _encode(state, "state", tensors)
+    parts: List[np.ndarray] = []
+    places: List[Tuple[str, List[int], int]] = []  # dtype, shape, offset
+    end = 0
+    for tensor in tensors:
+        values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        places.append((str(tensor.dtype).partition(".")[2], list(tensor.shape), end))
+        parts += [values, _padding(values.size)]
+        end += _aligned(values.size)
+    header = json.dumps({"tree": tree, "tensors": places}).encode()
+    head = np.frombuffer(len(header).to_bytes(_LENGTH_BYTES, "little") + header, dtype=np.uint8)
+    return [part for part in (head, _padding(head.size), *parts) if part.size]
+
+
+def unpack_flat(flat: np.ndarray) -> Any:
+    """The state that `pack_flat` made the parts of, now one behind the other in `flat`: uint8 [bytes].
+
+    Its tensors share the memory of `flat`.
+    """
+    length = int.from_bytes(flat[:_LENGTH_BYTES].tobytes(), "little")
+    header: Dict[str, Any] = json.loads(flat[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes())
+    content = torch.from_numpy(flat[_aligned(_LENGTH_BYTES + length) :])
+    tensors = []
+    for name, shape, offset in header["tensors"]:
+        dtype = getattr(torch, name)
+        size = math.prod(shape) * torch.empty((), dtype=dtype).element_size()
+        tensors.append(content[offset : offset + size].view(dtype).reshape(shape))
+    return _decode(header["tree"], tensors)
+
+
+def _padding(size: int) -> np.ndarray:
+    return np.zeros(_aligned(size) - size, dtype=np.uint8)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _encode(value: Any, name: str, tensors: List[torch.Tensor]) -> Any:
+    """JSON for a value: containers as [kind, content], a tensor as its number, whatever else as it is."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return ["tensor", len(tensors) - 1]
+    if isinstance(value, dict):
+        for key in value:
+            if type(key) not in (str, int):
+                raise TypeError(f"{name} has the key {key!r}; only strings and whole numbers can be packed as keys")
+        return ["dict", [[key, _encode(each, f"{name}.{key}", tensors)] for key, each in value.items()]]
+    if isinstance(value, (list, tuple)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_encode(each, f"{name}.{place}", tensors) for place, each in enumerate(value)]]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise TypeError(f"{name} is a {type(value).__name__}, which cannot be packed")
+
+
+def _decode(value: Any, tensors: List[torch.Tensor]) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, content = value
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: _decode(each, tensors) for key, each in content}
+    decoded = [_decode(each, tensors) for each in content]
+    return tuple(decoded) if kind == "tuple" else decoded
+
+
+# --- from state.weights: Weights as one number, by which runs, instances and checkpoints are compared; and saved ones into a network.
+
+
+def weights_sha256(state: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 over name, dtype, shape and bytes of every tensor of a state_dict, in its order."""
+    digest = hashlib.sha256()
+    for name, tensor in state.items():
+        values = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {values.dtype} {tuple(values.shape)}\n".encode())
+        digest.update(values.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def load_weights(network: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
+    """Put saved weights into a network.
+
+    Raises:
+        ConfigError: they are those of another network; the first tensor that tells.
+    """
+    own = network.state_dict()
+    for name in (*own, *saved):
+        ours, theirs = (str(list(state[name].shape)) if name in state else "missing" for state in (own, saved))
+        if ours != theirs:
+            raise ConfigError(
+                f"the model is not the one that was saved: {name} is {ours} in the model and {theirs} in the "
+                "checkpoint; go on with the model as it was, or begin a run without --resume"
+            )
+    network.load_state_dict(saved)

@@ -10,12 +10,11 @@ from typing import Any, Dict, List, Tuple
 
 import numpy as np
 
-from raypod.config import Config
 from raypod.datasets.arrays import ArrayDataset, Augmentation, ImageShape, Splits, fingerprint_of
-from raypod.datasets.cache import Cache, identity_of
-from raypod.datasets.download import Archive, download
+from raypod.datasets.cache import Archive, Cache, download, identity_of
 from raypod.errors import ConfigError, DataMissing
-from raypod.plan import DatasetSize
+from raypod.plan.config import Config
+from raypod.plan.plan import DatasetSize
 
 _SHAPE = (3, 32, 32)
 _PIXELS = 3 * 32 * 32
@@ -102,7 +101,7 @@ class Cifar:
                 raise ValueError(f"labels from {labels.min()} to {labels.max()} for {self.classes} classes")
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {error.strerror}") from None
-        except Exception as error:  # noqa: BLE001 - damaged pickles raise whatever their bytes happen to mean
+        except Exception as error:  # noqa: BLE001 - the thread's border: whatever it is, the run hears of it
             raise ConfigError(
                 f"{file} is damaged, it is no batch of {self.archive.folder} ({type(error).__name__}: {error}); "
                 f"unpack {self.archive.name} again"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from raypod.config import Config
 from raypod.datasets.arrays import ArrayDataset, Augmentation, ImageShape, Splits, fingerprint_of
 from raypod.errors import ConfigError
-from raypod.plan import DatasetSize
+from raypod.plan.config import Config
+from raypod.plan.plan import DatasetSize
 
 TRAIN_SAMPLES, TEST_SAMPLES = 1437, 360  # of 1,797: every fifth image is a test image
 

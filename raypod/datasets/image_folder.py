@@ -12,12 +12,12 @@ from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import numpy as np
 
-from raypod import torchvision_import
-from raypod.config import Config
 from raypod.datasets.arrays import ImageShape, Splits, fingerprint_of_bytes
 from raypod.datasets.cache import Cache, identity_of
 from raypod.errors import ConfigError, DataMissing
-from raypod.plan import DatasetSize
+from raypod.host import torchvision_import
+from raypod.plan.config import Config
+from raypod.plan.plan import DatasetSize
 
 SIDE = 224  # of images, where --image-size says nothing
 _RESIZE = 256 / 224  # before the centre is cropped for evaluation (He et al. 2016)

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from raypod import user_code
-from raypod.config import Config
 from raypod.datasets.arrays import ArrayDataset, ImageShape, Splits, fingerprint_of, fingerprint_of_words
 from raypod.errors import ConfigError
-from raypod.plan import DatasetSize
+from raypod.plan import user_code
+from raypod.plan.config import Config
+from raypod.plan.plan import DatasetSize
 
 
 def size(config: Config) -> DatasetSize:

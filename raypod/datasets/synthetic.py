@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from raypod.config import Config
 from raypod.datasets.arrays import ArrayDataset, ImageShape, Splits, fingerprint_of
-from raypod.mixer import mix
-from raypod.plan import DatasetSize
+from raypod.datasets.order import mix
+from raypod.plan.config import Config
+from raypod.plan.plan import DatasetSize
 
 _PATTERNS, _TRAIN, _TEST = 3, 4, 5  # streams of random numbers
 

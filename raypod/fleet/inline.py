@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
 
-from raypod import collectives, sdk, torchvision_import
-from raypod.environment import instance_environment
 from raypod.errors import RunError
 from raypod.events import CallReport, InstanceStarted
-from raypod.plan import Leg, Plan
+from raypod.host import sdk, torchvision_import
+from raypod.instance import collectives
+from raypod.plan.environment import instance_environment
+from raypod.plan.plan import Leg, Plan
 
 if TYPE_CHECKING:
-    from raypod.instance import Instance
+    from raypod.instance.instance import Instance
 
 
 class InlineFleet:
@@ -36,7 +37,7 @@ class InlineFleet:
         torchvision_import.install()
         found = sdk.select(self._plan.config.run.device)
         collectives.check_available(self._plan.config.run.collectives)
-        from raypod.instance import Instance  # only now: it imports the SDK
+        from raypod.instance.instance import Instance  # only now: it imports the SDK
 
         self._instance = Instance(self._plan, 0, found)
         started = self._instance.build()

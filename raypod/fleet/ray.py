@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from raypod.events import Beat, CallReport, InstanceStarted
-from raypod.fleet import FleetBroken, failure_of
-from raypod.fleet.process import InstanceProcess
-from raypod.fleet.ray_kill import Killer
-from raypod.fleet.ray_nodes import await_hosts, draining_hosts, host_name
-from raypod.fleet.ray_reservation import Reservation, reserve
+from raypod.fleet.base import FleetBroken, failure_of
+from raypod.fleet.ray_nodes import Reservation, await_hosts, draining_hosts, host_name, reserve
+from raypod.fleet.ray_replace import Killer, Substitutes
 from raypod.fleet.ray_session import RaySession
-from raypod.fleet.ray_substitutes import Substitutes
 from raypod.fleet.ray_watch import Watch
-from raypod.plan import Leg, Plan
-from raypod.pulse import IDLE
+from raypod.instance.control import IDLE
+from raypod.instance.process import InstanceProcess
+from raypod.plan.plan import Leg, Plan
 
 _DEAF_AFTER_S = 2.0  # in a hurry: at an end that waits for nothing
 _DRAINS_EVERY_S = 2.0  # how long a host that is taken away may go unnoticed

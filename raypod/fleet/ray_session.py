@@ -16,10 +16,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Dict, Iterator, Optional
 
-from raypod.cluster import LOCAL
 from raypod.errors import ClusterError, RunError
-from raypod.placement import Placement
-from raypod.pod import auth_token
+from raypod.fleet import ray_admission
+from raypod.plan.cluster import LOCAL
+from raypod.plan.placement import Placement
 
 _PROBE_S = 2.0
 _JOIN_S = 60.0  # Ray's own bounds, where it has some, are shorter
@@ -56,7 +56,7 @@ class RaySession:
         if _is_connected():
             return importlib.import_module("ray")
         # Asked before Ray is, which says little, and that late.
-        admission = auth_token.admission(running) if running and re.fullmatch(r"[^/]+:\d+", running) else {}
+        admission = ray_admission.admission(running) if running and re.fullmatch(r"[^/]+:\d+", running) else {}
         self._started_here = True
         if running is not None:
             try:

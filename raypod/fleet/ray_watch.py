@@ -13,11 +13,11 @@ from typing_extensions import Literal
 
 from raypod.errors import CollectiveBroken, PeerLost, RaypodError, WaitTimedOut
 from raypod.events import Beat, InstanceLost
-from raypod.fleet import FleetBroken
-from raypod.fleet.ray_kill import Killer
+from raypod.fleet.base import FleetBroken
+from raypod.fleet.liveness import Heard, Trouble, judge
+from raypod.fleet.ray_replace import Killer
 from raypod.fleet.ray_session import reason_of_death
-from raypod.liveness import Heard, Trouble, judge
-from raypod.plan import Plan
+from raypod.plan.plan import Plan
 
 Kind = Literal["died", "raised", "silent", "stuck"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 from raypod.events import CallReport, EvaluationReport, InstanceStarted, SaveReport
-from raypod.plan import Leg, Plan
-from raypod.state.seeding import Place
+from raypod.instance.seeding import Place
+from raypod.plan.plan import Leg, Plan
 
 _WEIGHTS_SHA256 = "0" * 64
 

@@ -1,1 +1,1 @@
-"""What one host server has, and how a process settles on it: cores, devices, networks, memory, its partition."""
+"""This host: processes, durable files, network interfaces, the V-IPU tool, and SDK selection."""

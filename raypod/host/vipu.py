@@ -7,7 +7,6 @@ inferred [I] and marked so. Every command has a bound, and one that fails is tol
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shutil
 import subprocess
@@ -15,10 +14,8 @@ import time
 from typing import Dict, List, Optional, Tuple
 
 from raypod.errors import ClusterError
-from raypod.placement import Placement
 
 _PAUSE_S = 1.0  # between two attempts to make a partition
-IPUS_PER_LINK_DOMAIN = 64  # contract section 0: ILD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +58,6 @@ class Ready:
 
     gcds: int
     is_ours: bool
-
-
-def wish_for(placement: Placement, name: str) -> Wish:
-    """What a placement needs: its IPUs rounded up to a power of two, and a GCD per instance."""
-    return Wish(name, 1 << (placement.total_ipus - 1).bit_length(), len(placement.instances))
 
 
 class Vipu:
@@ -192,28 +184,6 @@ def _values(description: str) -> Dict[str, str]:
         key, _, value = re.sub(r"[|:]", "\0", line.strip(" |"), count=1).partition("\0")
         values[re.sub(r"[^a-z]", "", key.lower())] = value.strip()
     return values
-
-
-def environment(
-    name: str, gcd: int, controller: Controller, placement: Placement, link_domains: int = 1
-) -> Dict[str, str]:
-    """How the SDK of an instance finds its GCD of a partition (contract section 6.3); the values are inferred [I]."""
-    target = {
-        "ipuLinkDomainSize": str(min(placement.total_ipus // link_domains or 1, IPUS_PER_LINK_DOMAIN)),
-        "ipuLinkConfiguration": "slidingWindow",
-        "ipuLinkTopology": "torus",
-        "gatewayMode": "true",
-        "instanceSize": str(placement.local_ipus),
-    }
-    return {
-        "IPUOF_VIPU_API_HOST": controller.host,
-        "IPUOF_VIPU_API_PORT": str(controller.port),
-        "IPUOF_VIPU_API_TIMEOUT": str(controller.timeout_s),
-        "IPUOF_VIPU_API_PARTITION_ID": name,
-        "IPUOF_VIPU_API_GCD_ID": str(gcd),
-        "IPUOF_LOG_LEVEL": "WARN",
-        "POPLAR_TARGET_OPTIONS": json.dumps(target, separators=(",", ":")),
-    }
 
 
 def _fits(partition: Partition, wish: Wish) -> bool:

@@ -1,1 +1,1 @@
-"""Any program as the instances of a run, as poprun starts it (contract section 7): `python -m raypod.launch`."""
+"""Launch any program on a pod, with poprun's options."""

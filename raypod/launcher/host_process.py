@@ -16,13 +16,12 @@ import time
 import tty
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from raypod import sdk
-from raypod.collectives import Rendezvous, horovod_door, horovod_interface
-from raypod.horovod_rendezvous import HorovodDoor
-from raypod.host import interfaces
-from raypod.host.numa import cpus_of_node
-from raypod.launcher import keeper
-from raypod.launcher.pump import Pump
+from raypod.host import interfaces, sdk
+from raypod.host.process import cpus_of_node
+from raypod.instance.collectives import Rendezvous, horovod_door, horovod_interface
+from raypod.instance.horovod_rendezvous import HorovodDoor
+from raypod.launcher import reaper
+from raypod.launcher.output_pump import Pump
 from raypod.launcher.records import STDERR, STDOUT, HostFacts, HostReport, Program
 
 _KEEPER_S = 5.0  # more than it allows itself
@@ -134,7 +133,7 @@ class HostProcess:
         """The keeper, which inherits `files` (closed here); the descriptor that it tells ends on."""
         commands, self._commands = os.pipe()
         ends, its_ends = os.pipe()
-        script = [sys.executable, "-I", "-S", str(keeper.__file__)]
+        script = [sys.executable, "-I", "-S", str(reaper.__file__)]
         starter = subprocess.Popen(
             script, stdin=commands, stdout=its_ends, pass_fds=files, start_new_session=True, cwd="/"
         )

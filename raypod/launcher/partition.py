@@ -9,9 +9,10 @@ from typing import Callable, Dict, Iterator, Mapping
 
 from raypod.errors import ClusterError
 from raypod.host import vipu
-from raypod.host.devices import gcd_of
+from raypod.host.vipu import Wish
 from raypod.launcher.options import OF_VIPU, Request
-from raypod.placement import Placement
+from raypod.plan import environment
+from raypod.plan.placement import Placement, gcd_of
 
 Say = Callable[[str], None]
 
@@ -61,7 +62,7 @@ def _controller(request: Request, placement: Placement) -> vipu.Controller:
 def _wish(request: Request, placement: Placement, name: str) -> vipu.Wish:
     of_file = placement.cluster.vipu
     return dataclasses.replace(
-        vipu.wish_for(placement, name),
+        wish_for(placement, name),
         allocation=request.vipu_allocation or request.vipu_cluster or (of_file.allocation if of_file else None),
         sync_type=request.sync_type,
         may_resize=request.update_partition,
@@ -76,8 +77,14 @@ def _environment(
     """By instance; target options that the caller chose stand."""
     own = {key: caller[key] for key in ("POPLAR_TARGET_OPTIONS", "IPUOF_LOG_LEVEL") if key in caller}
     controller = _controller(request, placement)
+    where = (controller.host, controller.port, controller.timeout_s)
     domains = request.num_ilds or (placement.cluster.vipu.link_domains if placement.cluster.vipu else 1)
     return {
-        spec.index: {**vipu.environment(name, gcd_of(spec, gcds), controller, placement, domains), **own}
+        spec.index: {**environment.vipu_environment(name, gcd_of(spec, gcds), where, placement, domains), **own}
         for spec in placement.instances
     }
+
+
+def wish_for(placement: Placement, name: str) -> Wish:
+    """What a placement needs: its IPUs rounded up to a power of two, and a GCD per instance."""
+    return Wish(name, 1 << (placement.total_ipus - 1).bit_length(), len(placement.instances))

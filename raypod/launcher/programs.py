@@ -9,12 +9,12 @@ import dataclasses
 import shutil
 from typing import Dict, List, Mapping, Sequence, Tuple
 
-from raypod.environment import STARTUP_DIR, cache_environment, join_path, placement_environment
-from raypod.launcher.console import tag
 from raypod.launcher.mpi_arguments import MpiArguments
 from raypod.launcher.options import Request
+from raypod.launcher.output import tag
 from raypod.launcher.records import STDERR, HostFacts, Program
-from raypod.placement import InstanceSpec, Placement
+from raypod.plan.environment import STARTUP_DIR, cache_environment, join_path, placement_environment
+from raypod.plan.placement import InstanceSpec, Placement
 
 # Said of the host and the session in which they were set, and wrong on every other.
 _OF_ONE_HOST = (

@@ -1,1 +1,1 @@
-"""Ray on the hosts of a pod, before and after a run: up and down, by ssh, closed to strangers."""
+"""The operator's commands: cluster up and down, doctor, and ssh access."""

@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, Dict, List, Sequence, TypeVar
 
-from raypod.cluster import Host, Ssh
 from raypod.errors import ClusterError
 from raypod.host.interfaces import interface_addresses
-from raypod.pod.cluster_traps import KEY_ON_A_HEAD
+from raypod.plan.cluster import Host, Ssh
+from raypod.pod.file_checks import KEY_ON_A_HEAD
 
 CONNECT_S = 8
 _AT_ONCE = 64

@@ -18,10 +18,11 @@ import time
 from pathlib import Path
 from typing import Dict, List, Sequence
 
-from raypod.cluster import Cluster, Host, cluster_from, read_file, refuse
+from raypod.cli import FlagParser
 from raypod.errors import ClusterError, RunError
-from raypod.flags import FlagParser
-from raypod.pod import auth_token, cluster_traps, gcs, ssh, stop_cluster
+from raypod.fleet import gcs, ray_admission
+from raypod.plan.cluster import Cluster, Host, cluster_from, read_file, refuse
+from raypod.pod import file_checks, ssh, stop_cluster
 
 _STOP_BOUND_S = 60.0
 _LONGEST_LINE = 240
@@ -38,17 +39,17 @@ def up(argv: Sequence[str]) -> int:
     parser.add_argument("--no-restart", action="store_true", help="leave a Ray that runs as it is")
     args = parser.parse_args(argv)
     file = read_file(args.file)
-    refuse(args.file, [*cluster_traps.mistakes_of_access(file), *cluster_traps.mistakes_for_launch(file)])
+    refuse(args.file, [*file_checks.mistakes_of_access(file), *file_checks.mistakes_for_launch(file)])
     cluster = cluster_from(file, args.file)
-    for advice in cluster_traps.advice_for_launch(file):
+    for advice in file_checks.advice_for_launch(file):
         _say(f"{args.file}, {advice}")
-    _prepare_token(cluster_traps.token_source(file))
+    _prepare_token(file_checks.token_source(file))
     _look(cluster)
     flags = ["--no-config-cache", *(["--no-restart"] if args.no_restart else [])]
     if not args.no_restart:
         _forget(cluster)
     _ray("up", args.file, flags, {"RAY_UP_enable_autoscaler_v2": "0"}, args.timeout)
-    _wait(cluster, args.wait_hosts, cluster_traps.tls_variables(file))
+    _wait(cluster, args.wait_hosts, file_checks.tls_variables(file))
     _say(f"{cluster.name}: Ray runs on all {len(cluster.hosts)} hosts")
     has_source = _SOURCE in (file.top.value("file_mounts") or {})
     where = f"on {cluster.hosts[0].name}" + (f" in {Path(_SOURCE).parent}" if has_source else "")
@@ -63,9 +64,9 @@ def down(argv: Sequence[str]) -> int:
     """End what runs of a cluster on all hosts of its file, and nothing else."""
     args = _parser("down", "End Ray on all hosts of a cluster file.").parse_args(argv)
     file = read_file(args.file)
-    refuse(args.file, cluster_traps.mistakes_of_access(file))
+    refuse(args.file, file_checks.mistakes_of_access(file))
     cluster = cluster_from(file, args.file)
-    if not cluster_traps.is_marked(file):
+    if not file_checks.is_marked(file):
         mark = f"{stop_cluster.MARK}={cluster.name}"
         _say(f"{args.file}: the start commands do not export {mark}: workers end by themselves, within a minute")
         _ray("down", args.file, [], {}, 300.0)
@@ -95,12 +96,12 @@ def _parser(verb: str, description: str) -> FlagParser:
 
 
 def _prepare_token(path: Path) -> None:
-    ray = auth_token.ray_version()
+    ray = ray_admission.ray_version()
     if not ray:
         raise ClusterError("Ray is not installed here, and its launcher starts the hosts: pip install 'ray[default]'")
-    done = auth_token.ensure_token(path)  # older Ray ignores it; the file is mounted all the same
-    if not auth_token.has_tokens(ray):
-        _say(auth_token.NO_TOKEN.format(ray))
+    done = ray_admission.ensure_token(path)  # older Ray ignores it; the file is mounted all the same
+    if not ray_admission.has_tokens(ray):
+        _say(ray_admission.NO_TOKEN.format(ray))
     elif done:
         _say(done)
 

@@ -1,1 +1,1 @@
-"""What a run leaves on the disk, beside its checkpoints; written such that it survives."""
+"""What a run writes and prints: metrics, progress, sinks, the ledger and its verification, run folder and run state."""

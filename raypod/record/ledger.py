@@ -8,17 +8,14 @@ are superseded by it. A call's line has one digest per instance, over the indice
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any, Dict, List, Tuple, Union
 
-import numpy as np
-
 from raypod.events import CallDone
-from raypod.plan import Plan
-from raypod.record.durable import AppendedLines
+from raypod.host.files import AppendedLines
+from raypod.plan.plan import Plan
 
 NAME = "ledger.jsonl"
 
@@ -45,11 +42,6 @@ class CallFed:
 
 
 Line = Union[LifeBegun, CallFed]
-
-
-def digest(samples: np.ndarray) -> str:
-    """Digest of sample indices, in the order they were fed: 16 hexadecimal digits."""
-    return hashlib.sha256(np.ascontiguousarray(samples, dtype="<i8").tobytes()).hexdigest()[:16]
 
 
 class Ledger:

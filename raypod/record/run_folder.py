@@ -11,15 +11,16 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
-from raypod.checkpoint.manifest import run_folder_of
-from raypod.config import Config
 from raypod.errors import ConfigError, RunError
 from raypod.events import EvaluationDone, Repaired, RunEnded, RunStarted, UpdateDone
-from raypod.metrics import MetricsFold
-from raypod.plan import Plan, default_run_dir
-from raypod.plan_table import describe, topology
-from raypod.record import plain_json, run_state
-from raypod.record.durable import replace_file
+from raypod.host import files
+from raypod.host.files import replace_file
+from raypod.plan.config import Config
+from raypod.plan.plan import Plan, default_run_dir
+from raypod.plan.resolve import run_folder_of
+from raypod.plan.tables import describe, topology_summary
+from raypod.record import run_state
+from raypod.record.metrics import MetricsFold
 
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 
@@ -74,13 +75,13 @@ def write_summary(
         "weights_sha256": ended.weights_sha256,
         "device": started.device,
         "restarts": repaired.restarts if repaired else 0,
-        "topology": topology(plan),
+        "topology": topology_summary(plan),
         "interrupted": ended.interrupted,
         "checkpoint": ended.checkpoint,
     }
     path = Path(plan.run_dir) / "summary.json"
     try:
-        replace_file(path, (plain_json.dumps(summary, indent=2) + "\n").encode())
+        replace_file(path, (files.plain_json(summary, indent=2) + "\n").encode())
     except OSError as error:
         raise RunError(f"the run is done, and {path} cannot be written: {error.strerror}") from None
 

@@ -17,7 +17,8 @@ from typing import Optional
 
 from raypod.errors import ConfigError, RaypodError
 from raypod.events import Event, Repaired, RunEnded, RunStarted, UpdateDone
-from raypod.record import plain_json
+from raypod.host import files
+from raypod.host.process import ticks_of
 
 NAME = "state.json"
 _EVERY_S = 1.0
@@ -60,15 +61,6 @@ class RunState:
     def is_going_on(self) -> bool:
         """Whether another process carries the run out now. A full disk may have kept the end out of the file."""
         return self.is_alive and not self.is_over and self.pid != os.getpid()
-
-
-def ticks_of(pid: int) -> Optional[int]:
-    """When a process began, in the kernel's ticks since boot; None if there is none (a zombie is none)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else int(fields[19])
 
 
 def read(run_dir: Path) -> Optional[RunState]:
@@ -136,7 +128,7 @@ class StateFile:
 
     def _write(self, state: RunState) -> None:
         self._now, self._written_s = state, time.monotonic()
-        content = plain_json.dumps(dataclasses.asdict(dataclasses.replace(state, written_at_s=time.time())))
+        content = files.plain_json(dataclasses.asdict(dataclasses.replace(state, written_at_s=time.time())))
         partial = self._path.with_name(NAME + ".partial")
         with contextlib.suppress(OSError):  # a full disk: whoever asks sees an older state
             partial.write_text(content + "\n")

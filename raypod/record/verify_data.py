@@ -12,13 +12,13 @@ from typing import Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
-from raypod import config
-from raypod.checkpoint import folder
+from raypod.checkpoint import format
+from raypod.datasets.order import call_positions, digest, epoch_order
 from raypod.errors import ConfigError
-from raypod.plan import Geometry
+from raypod.plan import resolve
+from raypod.plan.plan import Geometry
 from raypod.record import ledger, run_folder
 from raypod.record.ledger import CallFed, LifeBegun, Line
-from raypod.sampling import call_positions, epoch_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ def order_of(run_dir: Path) -> Order:
     try:
         described = json.loads((run_dir / "plan.json").read_text())
         sizes = {field.name: described["geometry"][field.name] for field in dataclasses.fields(Geometry)}
-        seed = config.load_yaml(run_dir / "config.yaml").training.seed
+        seed = resolve.load_yaml(run_dir / "config.yaml").training.seed
         return Order(Geometry(**sizes), seed, int(described["dataset"]["train_samples"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{run_dir} is no run folder that can be read: {error}") from None
@@ -92,7 +92,7 @@ def _missing_end(run_dir: Path, order: Order, lines: List[Line]) -> List[str]:
     life = max((line.generation for line in lines), default=0)
     told = f"the ledger ends after update {end} (generation {life}), and"
     faults = []
-    checkpoints, _ = folder.found_in(folder.folder_of(run_dir))
+    checkpoints, _ = format.found_in(format.folder_of(run_dir))
     newest = checkpoints[0] if checkpoints else None
     if newest is not None and (life, end) < (newest.manifest.generation, newest.update):
         faults.append(f"{told} {newest.path.name} (generation {newest.manifest.generation}) was made later")
@@ -163,7 +163,7 @@ class _Checker:
             told = call.digests.get(instance)
             if told is None:
                 faults.append(f"{where}: instance {instance} reported no digest; its report was lost with it")
-            elif told != ledger.digest(samples):
+            elif told != digest(samples):
                 faults.append(f"{where}: instance {instance} gathered other samples than the order has there")
             else:
                 seen[samples] += 1

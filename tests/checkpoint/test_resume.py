@@ -17,23 +17,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypod import coordinator, models, train
-from raypod.checkpoint import reader
-from raypod.cluster import LOCAL
-from raypod.config import from_values
+from raypod import train
+from raypod.checkpoint import resume
+from raypod.coordinator import coordinator
 from raypod.errors import CheckpointNotSaved, ConfigError
 from raypod.events import CheckpointBegun, CheckpointFailed, CheckpointSaved, Event, RunEnded, UpdateDone
 from raypod.fleet.inline import InlineFleet
-from raypod.metrics import MetricsFold
-from raypod.plan import DatasetSize, Plan, make_plan
+from raypod.model import networks
+from raypod.plan.cluster import LOCAL
+from raypod.plan.plan import DatasetSize, Plan, make_plan
+from raypod.plan.resolve import from_values
 from raypod.record import verify_data
+from raypod.record.metrics import MetricsFold
 from raypod.record.sinks import Sinks
 
 Make = Callable[..., Plan]
 
 # Dropout and BatchNorm: what each replica draws and counts by itself has to be put back, too.
 MODEL = """
-import torch
+import torch  # noqa: E402
 def make(channels, classes):
     return torch.nn.Sequential(
         torch.nn.Conv2d(channels, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Dropout(0.3), torch.nn.Flatten(),
@@ -51,7 +53,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def run(plan: Plan, react: Callable[[Event], object] = lambda event: None) -> List[Event]:
     """Carry out a plan as the command does, files of the run folder included."""
     Path(plan.run_dir).mkdir(parents=True, exist_ok=True)
-    resumed = reader.read(plan).checkpoint if plan.config.run.resume else None
+    resumed = resume.read(plan).checkpoint if plan.config.run.resume else None
     events = []
     with Sinks(plan) as sinks:
         for event in coordinator.run(plan, InlineFleet(plan), MetricsFold(plan, 0.0), resumed):
@@ -254,7 +256,7 @@ def test_a_disk_that_stays_full_ends_the_run_and_keeps_what_is_there(
 
     with pytest.raises(CheckpointNotSaved, match=f"{os.strerror(errno.ENOSPC)}.*{told}"):
         run(plan, react)
-    good = reader.newest_good(Path(plan.run_dir) / "checkpoints")[0]
+    good = resume.newest_good(Path(plan.run_dir) / "checkpoints")[0]
     assert good is None if is_first else good is not None and 8 <= good.update < 120
 
 
@@ -263,7 +265,7 @@ def test_the_weights_load_in_plain_torch(make: Make) -> None:
     plan = make(training={"updates": 2}, pod={"num_instances": 1}, run={"fleet": "inline"})
     run(plan)
     latest = Path(plan.run_dir, "checkpoints", Path(plan.run_dir, "checkpoints", "LATEST").read_text().strip())
-    network = models.build_model(plan.config, 1, 8, 10)
+    network = networks.build_model(plan.config, 1, 8, 10)
     network.load_state_dict(package.load_file(str(latest / "weights.safetensors")))
     assert all(bool(torch.isfinite(value).all()) for value in network.state_dict().values())
 
@@ -294,7 +296,7 @@ def test_a_disk_that_is_really_full_costs_no_checkpoint(
     assert "warning: cannot write the checkpoint" in told.out
     (line,) = told.err.strip().splitlines()
     assert os.strerror(errno.ENOSPC) in line
-    good, passed_over = reader.newest_good(disk / "run" / "checkpoints")
+    good, passed_over = resume.newest_good(disk / "run" / "checkpoints")
     assert good is not None
     assert not passed_over
     subprocess.run(["mount", "-o", "remount,size=16m", str(disk)], check=True, timeout=10)

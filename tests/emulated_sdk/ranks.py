@@ -57,7 +57,7 @@ def run_ranks(
     """
     import _emulated_pod
 
-    from raypod.collectives import horovod_door
+    from raypod.instance.collectives import horovod_door
 
     store = _emulated_pod.StoreServer()
     environment = {**os.environ, "PYTHONPATH": str(SDK), "OMP_NUM_THREADS": "1"}

@@ -18,7 +18,7 @@ from _emulated_pod import PeerFailed, StoreServer
 from _emulated_store import Store
 from _emulated_store_client import StoreClient
 from bounded import wait_until
-from pod import intruder
+from end_to_end import intruder
 
 MANY = 256
 c10d: Any = dist  # whose stubs lack its stores

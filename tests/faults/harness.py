@@ -10,16 +10,16 @@ import struct
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
-from raypod import coordinator
-from raypod.cluster import LOCAL, Cluster
-from raypod.config import from_values
+from raypod.coordinator import coordinator
 from raypod.datasets import dataset_size
 from raypod.events import Event, InstanceLost, Repaired, RunEnded, UpdateDone
 from raypod.fleet.inline import InlineFleet
 from raypod.fleet.ray import RayFleet
-from raypod.metrics import MetricsFold
-from raypod.plan import Plan, make_plan
-from raypod.record import ledger, run_folder, tensorboard, verify_data
+from raypod.plan.cluster import LOCAL, Cluster
+from raypod.plan.plan import Plan, make_plan
+from raypod.plan.resolve import from_values
+from raypod.record import ledger, run_folder, sinks, verify_data
+from raypod.record.metrics import MetricsFold
 from raypod.record.sinks import Sinks
 
 UPDATES = 24
@@ -131,7 +131,7 @@ def assert_undisturbed(plan: Plan, told: Told, sha256: str) -> None:
 
 def _curve(folder: Path) -> List[int]:
     """The updates of TensorBoard's loss curve, in the order of the file (`raypod/record/tensorboard.py`)."""
-    (path,) = (folder / tensorboard.FOLDER).iterdir()
+    (path,) = (folder / sinks.FOLDER).iterdir()
     content, updates = path.read_bytes(), []
     while content:
         (length,) = struct.unpack("<Q", content[:8])

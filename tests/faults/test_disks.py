@@ -11,9 +11,9 @@ import pytest
 from bounded import wait_until
 from harness import assert_undisturbed, plan_for, run, send
 
-from raypod.checkpoint import reader
+from raypod.checkpoint import resume
 from raypod.events import CheckpointFailed
-from raypod.plan import Plan
+from raypod.plan.plan import Plan
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -28,7 +28,7 @@ def checkpoints_of(plan: Plan) -> Path:
 
 def assert_all_good(plan: Plan) -> None:
     """The last state is saved, nothing that is there is damaged, and no part of a checkpoint is left."""
-    good, passed_over = reader.newest_good(checkpoints_of(plan))
+    good, passed_over = resume.newest_good(checkpoints_of(plan))
     assert good is not None
     assert (good.update, passed_over) == (plan.total_updates, [])
     assert not [path for path in checkpoints_of(plan).iterdir() if path.suffix]

@@ -14,11 +14,11 @@ import pytest
 from bounded import wait_until
 from harness import Told, assert_undisturbed, pid_of, plan_for, run, send
 
+from raypod.coordinator.recovery import seed
 from raypod.fleet.ray import RayFleet
-from raypod.fleet.ray_kill import end_process
-from raypod.plan import Plan
-from raypod.record.run_state import ticks_of
-from raypod.repairs import seed
+from raypod.fleet.ray_replace import end_process
+from raypod.host.process import ticks_of
+from raypod.plan.plan import Plan
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from harness import assert_undisturbed, plan_for, run
 
-from raypod.cluster import Cluster, Host
-from raypod.plan import Plan
+from raypod.plan.cluster import Cluster, Host
+from raypod.plan.plan import Plan
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),

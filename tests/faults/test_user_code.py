@@ -10,7 +10,7 @@ import pytest
 from harness import assert_undisturbed, plan_for, run
 
 from raypod.errors import InstanceFailed
-from raypod.plan import Plan
+from raypod.plan.plan import Plan
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),

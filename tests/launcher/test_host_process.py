@@ -14,7 +14,7 @@ import psutil
 import pytest
 from bounded import wait_until
 
-from raypod.host.numa import cpus_of_node, parse_cpu_list
+from raypod.host.process import cpus_of_node, parse_cpu_list
 from raypod.launcher.host_process import HostProcess
 from raypod.launcher.records import STDERR, STDOUT, Program, ProgramEnd
 

@@ -7,14 +7,13 @@ from typing import List
 
 import pytest
 
-from raypod.cluster import LOCAL, cluster_of, expand_hosts
 from raypod.errors import ClusterError, ConfigError
 from raypod.launch import main
-from raypod.launcher import topology
 from raypod.launcher.mpi_arguments import understand
-from raypod.launcher.options import OPTIONS, Request
-from raypod.launcher.parser import export, parse
-from raypod.placement import place
+from raypod.launcher.options import OPTIONS, Request, export, parse
+from raypod.plan import tables
+from raypod.plan.cluster import LOCAL, cluster_of, expand_hosts
+from raypod.plan.placement import check_ilds, place
 
 
 def request(*words: str) -> Request:
@@ -172,7 +171,7 @@ def test_a_file_of_hosts(tmp_path: Path) -> None:
 
 def test_the_topology_is_a_table() -> None:
     placement = place(cluster_of("h0,h1"), 8, 4, 2)
-    lines = topology.render(placement, 2).splitlines()
+    lines = tables.render_topology(placement, 2).splitlines()
     assert [cell.strip() for cell in lines[5].strip("|").split("|")] == ["h1", "1", "2", "4..5", "8..11"]
     with pytest.raises(ConfigError):
-        topology.check_ilds(placement, 3)
+        check_ilds(placement, 3)

@@ -1,0 +1,1 @@
+"""The run's main loop, failure recovery, and the checkpoint schedule."""

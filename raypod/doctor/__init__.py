@@ -1,1 +1,0 @@
-"""Is the pod ready for a run? Facts of every host (`probe`), what they mean (`findings`), and both together (`run`)."""

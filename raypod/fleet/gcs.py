@@ -1,0 +1,214 @@
+"""Ask a Ray cluster's GCS, by one hand-made gRPC call: does it answer, does it know my token, which hosts are alive.
+
+Ray's own client knows the reason of a refusal and tells it to its log alone, after 20 s. This file needs nothing but
+Python 3.6: it is sent to hosts that have neither Ray nor raypod, as `python3 - ADDRESS SECONDS HOST... < gcs.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import ssl
+import struct
+import sys
+import time
+from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
+
+ANSWERED, REFUSED, SILENT = "answered", "refused", "silent"
+_CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+_ALL_NODES = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
+_DATA, _HEADERS, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 4, 6, 7, 8  # RFC 7540, section 6
+_ACK = _END_STREAM = 1
+_END_HEADERS = 4
+_LARGEST_WINDOW = 2**31 - 1
+_UNAUTHENTICATED = 16  # grpc.StatusCode
+_ALIVE = 0  # GcsNodeInfo.state
+
+
+class Answer(NamedTuple):
+    state: str
+    told: str
+    body: bytes
+
+
+def check(address: str, token: Optional[str] = None, timeout_s: float = 3.0) -> Answer:
+    """ANSWERED, with the version of Ray in `told`; REFUSED; or SILENT, with the reason in `told`."""
+    answer = _call(address, _CHECK_ALIVE, token, timeout_s)
+    if answer.state != ANSWERED:
+        return answer
+    texts = [value for number, value in _fields(answer.body) if number == 2]
+    version = texts[0].decode(errors="replace") if texts and isinstance(texts[0], bytes) else ""
+    return answer._replace(told=version)
+
+
+def alive_addresses(address: str, token: Optional[str] = None, timeout_s: float = 3.0) -> List[str]:
+    """The addresses of the hosts that the GCS holds for alive. OSError if it does not tell."""
+    answer = _call(address, _ALL_NODES, token, timeout_s)
+    if answer.state != ANSWERED:
+        raise OSError(f"the GCS at {address} {answer.state}: {answer.told}")
+    found = []
+    for number, node in _fields(answer.body):
+        if number == 2 and isinstance(node, bytes):  # GetAllNodeInfoReply.node_info_list
+            fields = dict(_fields(node))
+            if fields.get(7, _ALIVE) == _ALIVE:  # GcsNodeInfo.state; 2: .node_manager_address
+                found.append(bytes(fields.get(2, b"")).decode())
+    return found
+
+
+def own_token() -> Optional[str]:
+    """This user's token, where Ray itself looks for it; None if there is none."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return os.environ["RAY_AUTH_TOKEN"].strip()
+    try:
+        with open(token_path()) as file:  # noqa: PTH123 - Python 3.6 as well
+            return file.read().strip() or None
+    except OSError:
+        return None
+
+
+def token_path() -> str:
+    """Where the file of the token lies, or would lie."""
+    return os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token")  # noqa: PTH111
+
+
+def _call(address: str, method: str, token: Optional[str], timeout_s: float) -> Answer:
+    """One unary call with an empty request over a connection of its own."""
+    host, _, port = address.rpartition(":")
+    headers = [(":method", "POST"), (":scheme", "http"), (":path", method), (":authority", address)]
+    headers += [("te", "trailers"), ("content-type", "application/grpc")]
+    if token:
+        headers.append(("authorization", "Bearer " + token))
+    deadline = time.monotonic() + timeout_s
+    settings = struct.pack(">HI", 4, _LARGEST_WINDOW)  # the initial window: a thousand hosts are more than 64 KiB
+    request = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, settings)
+    request += _frame(_WINDOW, 0, 0, struct.pack(">I", _LARGEST_WINDOW - 65535))
+    request += _frame(_HEADERS, _END_HEADERS, 1, b"".join(_literal(name, value) for name, value in headers))
+    request += _frame(_DATA, _END_STREAM, 1, bytes(5))  # not compressed, 0 bytes long
+    try:
+        with _connect(host, int(port), timeout_s) as connection:
+            connection.sendall(request)
+            return _answer(connection, deadline)
+    except socket.timeout:
+        return Answer(SILENT, f"no answer within {timeout_s:g} s", b"")
+    except (OSError, ValueError) as error:
+        return Answer(SILENT, str(getattr(error, "strerror", None) or error), b"")
+
+
+def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
+    """A connection, with TLS where this process's environment asks Ray for it: both sides prove themselves then."""
+    connection = socket.create_connection((host, port), timeout=timeout_s)
+    if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
+        return connection
+    try:
+        context = ssl.create_default_context(cafile=os.environ.get("RAY_TLS_CA_CERT"))
+        context.load_cert_chain(os.environ.get("RAY_TLS_SERVER_CERT", ""), os.environ.get("RAY_TLS_SERVER_KEY"))
+        context.set_alpn_protocols(["h2"])
+        return context.wrap_socket(connection, server_hostname=host)
+    except OSError:  # ssl.SSLError is one
+        connection.close()
+        raise
+
+
+def _answer(connection: socket.socket, deadline: float) -> Answer:
+    body = b""
+    for kind, flags, stream, payload in _frames(connection, deadline):
+        if kind == _SETTINGS and not flags & _ACK:
+            connection.sendall(_frame(_SETTINGS, _ACK, 0, b""))
+        elif kind == _PING and not flags & _ACK:
+            connection.sendall(_frame(_PING, _ACK, 0, payload))
+        elif kind == _GOAWAY:
+            break
+        elif kind == _DATA and stream == 1:
+            body += payload
+        elif kind == _HEADERS and stream == 1 and flags & _END_STREAM:
+            status = _header(payload, b"grpc-status")
+            told = _header(payload, b"grpc-message").decode(errors="replace")
+            if status == b"0":
+                return Answer(ANSWERED, told, body[5:])
+            is_refusal = status == b"%d" % _UNAUTHENTICATED
+            if not told:
+                told = f"gRPC status {status.decode()}" if status else "what listens there speaks HTTP/2 and is no GCS"
+            return Answer(REFUSED if is_refusal else SILENT, told, b"")
+    return Answer(SILENT, "what listens there does not speak gRPC in clear text (is it TLS, or not Ray at all?)", b"")
+
+
+def _frames(connection: socket.socket, deadline: float) -> Iterator[Tuple[int, int, int, bytes]]:
+    """Type, flags, stream and payload of every frame that comes; ends with the connection."""
+    data = b""
+    while True:
+        while len(data) >= 9 and len(data) >= 9 + int.from_bytes(data[:3], "big"):
+            end = 9 + int.from_bytes(data[:3], "big")
+            yield data[3], data[4], int.from_bytes(data[5:9], "big"), data[9:end]
+            data = data[end:]
+        connection.settimeout(max(0.01, deadline - time.monotonic()))
+        piece = connection.recv(1 << 16)
+        if not piece:
+            return
+        data += piece
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+def _literal(name: str, value: str) -> bytes:
+    """A header field, never indexed and not Huffman coded (RFC 7541, section 6.2.2); both shorter than 127 bytes."""
+    return b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+
+
+def _header(payload: bytes, name: bytes) -> bytes:
+    """The value of a header that gRPC's servers send as a literal; b"" if it is not there."""
+    before, found, after = payload.partition(bytes([len(name)]) + name)
+    return after[1 : 1 + after[0]] if found and after else b""
+
+
+def _fields(message: bytes) -> Iterator[Tuple[int, Union[int, bytes]]]:
+    """Number and value of the fields of a protobuf message: whole numbers and bytes; fixed ones are passed over."""
+    at = 0
+    while at < len(message):
+        tag, at = _varint(message, at)
+        if tag & 7 == 0:
+            value, at = _varint(message, at)
+            yield tag >> 3, value
+        elif tag & 7 == 2:
+            length, at = _varint(message, at)
+            yield tag >> 3, message[at : at + length]
+            at += length
+        else:
+            at += 8 if tag & 7 == 1 else 4
+
+
+def _varint(message: bytes, at: int) -> Tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[at]
+        value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
+        if not byte & 128:
+            return value, at
+
+
+def wait_for_hosts(address: str, within_s: float, hosts: List[str]) -> Dict[str, object]:
+    """Wait until all hosts (names or addresses) are alive; who is missing, and what the GCS said last."""
+    deadline = time.monotonic() + within_s
+    while True:
+        told = ""
+        try:
+            alive = set(alive_addresses(address, own_token()))
+        except OSError as error:
+            alive, told = set(), str(error)
+        missing = [host for host in hosts if not alive & {host, _resolved(host)}]
+        if not missing or time.monotonic() >= deadline:
+            return {"missing": missing, "told": told}
+        time.sleep(0.5)
+
+
+def _resolved(host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return host
+
+
+if __name__ == "__main__":
+    print(json.dumps(wait_for_hosts(sys.argv[1], float(sys.argv[2]), sys.argv[3:])))  # noqa: T201 - the answer

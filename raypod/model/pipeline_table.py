@@ -1,0 +1,191 @@
+"""A pipeline for the eye: which modules lie on which IPU, and what every IPU does in every cycle of an update.
+
+The facts are the emulated SDK's own: it compiles the model with the blocks and the strategy of the run, whichever SDK
+will run it later. A process that has looked at a pipeline cannot use another SDK any more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
+
+from raypod import datasets
+from raypod.errors import ConfigError
+from raypod.host import sdk
+from raypod.plan.config import TrainingSection
+from raypod.plan.plan import Plan
+
+_SAMPLES = 2  # BatchNorm wants more than one
+_COLUMNS = 22  # cycles that are drawn
+_FACTORS = (1, 2, 4, 8)  # of the accumulation, to compare
+_SECTIONS = {"ramp-up": "<", "main": "=", "ramp-down": ">", "update": "U"}
+
+
+class Stage(NamedTuple):
+    """One forward stage. Sizes are of one replica."""
+
+    ipu: int
+    modules: Tuple[str, ...]
+    parameters: int
+    weight_bytes: int  # parameters and buffers
+    update_bytes: int  # accumulated gradients and optimizer states
+    share_of_work: float  # of the forward's operations
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """A divided model: its stages along the execution, and schedules of the emulated SDK.
+
+    `schedules[accumulation]["pipelined" or "sharded"]`; the first accumulation is the plan's.
+    """
+
+    stages: Tuple[Stage, ...]
+    schedules: Mapping[int, Mapping[str, Any]]
+
+
+def look_at(plan: Plan) -> Pipeline:
+    """Compile the plan's model for the emulated device, and tell what lies where and works when.
+
+    Raises:
+        ConfigError: the model cannot be built, or the SDK refuses it.
+    """
+    sdk.select("emulated")
+    from poptorch._parallel.schedule import side_by_side
+
+    placement = _placement(plan)
+    scale = plan.config.training.batch_size / _SAMPLES
+    costs = [
+        dataclasses.replace(cost, forward=scale * cost.forward, backward=scale * cost.backward)
+        for cost in (stage.cost for stage in placement.stages)
+    ]
+    accumulation = plan.geometry.gradient_accumulation
+    return Pipeline(
+        _stages(placement.stages, plan.config.training),
+        {accumulation * factor: side_by_side(costs, accumulation * factor) for factor in _FACTORS},
+    )
+
+
+def describe_pipeline(pipeline: Pipeline) -> Dict[str, Any]:
+    """The pipeline as plain data, for JSON."""
+    schedules = {
+        name: {"accumulation": accumulation, "cycles": schedule.cycles, "idle_share": schedule.idle_share}
+        for accumulation, each in list(pipeline.schedules.items())[:1]
+        for name, schedule in each.items()
+    }
+    return {"stages": [stage._asdict() for stage in pipeline.stages], "schedules": schedules}
+
+
+def render_pipeline(pipeline: Pipeline, execution: str) -> str:
+    """The stages as a table, then an update in cycles, by the plan's execution and by the other one."""
+    accumulation, schedules = next(iter(pipeline.schedules.items()))
+    order = sorted(schedules, key=lambda name: name != execution)
+    lines = _stage_lines(pipeline.stages)
+    for name in order:
+        lines += ["", *_schedule_lines(schedules[name], accumulation, schedules[order[0]])]
+    return "\n".join([*lines, "", *_accumulation_lines(pipeline.schedules, order)])
+
+
+def _placement(plan: Plan) -> Any:
+    import poptorch
+    import torch
+
+    from raypod.model import networks, program
+    from raypod.model.program import build_optimizer
+
+    config, shape = plan.config, datasets.image_shape(plan.config)
+    network = networks.build_model(config, shape.channels, shape.side, shape.classes)
+    program.begin_blocks(network, plan.pipeline_splits)
+    activations, stored = config.training.precision.split(".")
+    if stored == "16":
+        network.half()
+    options = poptorch.Options()
+    options.Training.gradientAccumulation(plan.geometry.gradient_accumulation)
+    options.setExecutionStrategy(program.execution_strategy(config.training.execution))
+    options.showCompilationProgressBar(False)
+    step = program.TrainingStep(network, torch.nn.Identity(), config.training.label_smoothing).train()
+    model = poptorch.trainingModel(step, options, build_optimizer(config, network))
+    samples = _SAMPLES * plan.geometry.gradient_accumulation
+    dtype = torch.float16 if activations == "16" else torch.float32
+    images = torch.zeros(1, shape.channels, shape.side, shape.side, dtype=dtype).expand(samples, -1, -1, -1)
+    try:
+        model.compile(images, torch.zeros(samples, dtype=torch.int64))
+    except poptorch.Error as error:
+        raise ConfigError(f"{config.training.model}: {error}") from None
+    return model.emulatedPlacement()
+
+
+def _stages(found: Sequence[Any], training: TrainingSection) -> Tuple[Stage, ...]:
+    prefix, operations = "network.", max(1, sum(each.forward_operations for each in found))
+    state_bytes = _state_bytes(training)
+    return tuple(
+        Stage(
+            ipu=each.ipu,
+            modules=tuple(name[len(prefix) :] for name in each.modules if name.startswith(prefix)),
+            parameters=each.parameter_elements,
+            weight_bytes=each.parameter_bytes + each.buffer_bytes,
+            update_bytes=each.parameter_elements * state_bytes,
+            share_of_work=each.forward_operations / operations,
+        )
+        for each in found
+    )
+
+
+def _state_bytes(training: TrainingSection) -> int:
+    """Bytes per parameter of the accumulated gradient and the optimizer's states (see optimizers.py)."""
+    width = 2 if training.precision == "16.16" else 4
+    if training.optimizer == "sgd":
+        return 2 * width if training.momentum else width
+    return 2 * width + 4
+
+
+def _stage_lines(stages: Sequence[Stage]) -> List[str]:
+    lines = [f"{'IPU':>12}  {'modules':<44}{'parameters':>12}{'weights':>11}{'grads, states':>15}{'work':>7}"]
+    for stage in stages:
+        modules = " .. ".join(dict.fromkeys((stage.modules[0], stage.modules[-1]))) if stage.modules else "-"
+        weights, update = f"{stage.weight_bytes / 1e6:.2f} MB", f"{stage.update_bytes / 1e6:.2f} MB"
+        lines.append(
+            f"{stage.ipu:>12}  {modules:<44}{stage.parameters:>12,}{weights:>11}{update:>15}"
+            f"{100 * stage.share_of_work:>5.0f} %"
+        )
+    lines.append(f"{'':>12}  per replica; activations come on top")
+    return [*lines, f"{'':>12}  below: columns are cycles (< ramp-up, = main, > ramp-down), numbers micro-batches"]
+
+
+def _schedule_lines(schedule: Any, accumulation: int, chosen: Any) -> List[str]:
+    counts = {name: schedule.sections.count(name) for name in _SECTIONS}
+    ramps = f", ramp-up {counts['ramp-up']} and ramp-down {counts['ramp-down']}" if counts["ramp-up"] else ""
+    told = f"{schedule.cycles} cycles for {accumulation} micro-batches (main part {counts['main']}{ramps}, update 1)"
+    longer = f", {schedule.time / chosen.time:.2f} x the time" if schedule is not chosen else ""
+    columns = list(range(schedule.cycles))
+    if len(columns) > _COLUMNS:
+        columns = columns[: _COLUMNS // 2] + [-1] + columns[-(_COLUMNS // 2) :]
+    marks = ["..." if cycle < 0 else _SECTIONS[schedule.sections[cycle]] for cycle in columns]
+    lines = [
+        f"{schedule.name:>12}  {told}; IPUs idle {100 * schedule.idle_share:.0f} %{longer}",
+        f"{'':>12}  {'':<18}" + "".join(f"{mark:>4}" for mark in marks),
+    ]
+    work = {(cell.cycle, cell.stage, cell.what): cell for cell in schedule.cells}
+    for stage, cost in enumerate(schedule.stages):
+        for what in ("forward", "backward"):
+            cells = [_cell(work, cycle, stage, what) for cycle in columns]
+            label = f"IPU {cost.ipu} " if what == "forward" else ""
+            lines.append(f"{'':>12}  {label:<8}{what:<10}" + "".join(f"{cell:>4}" for cell in cells))
+    return lines
+
+
+def _cell(work: Mapping[Tuple[int, int, str], Any], cycle: int, stage: int, what: str) -> str:
+    """The number of the micro-batch that a stage works on in a cycle."""
+    if cycle < 0:
+        return "..."
+    if (cycle, stage, "update") in work:
+        return "U"
+    cell = work.get((cycle, stage, what))
+    return "." if cell is None else str(cell.micro_batch)
+
+
+def _accumulation_lines(schedules: Mapping[int, Mapping[str, Any]], order: Sequence[str]) -> List[str]:
+    lines = [f"{'idle':>12}  {'accumulation':<18}" + "".join(f"{accumulation:>8}" for accumulation in schedules)]
+    for name in order:
+        shares = (f"{100 * each[name].idle_share:.1f} %" for each in schedules.values())
+        lines.append(f"{'':>12}  {name:<18}" + "".join(f"{share:>8}" for share in shares))
+    return lines

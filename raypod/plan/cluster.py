@@ -1,0 +1,224 @@
+"""The hosts of a pod, out of the same cluster YAML that `ray up` reads (provider type `local`).
+
+`cluster_file.py` reads that file and finds what is wrong with it; here are the values. Without a file the pod is this
+host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import socket
+from pathlib import Path
+from typing import List, Optional, Tuple
+
+import yaml
+
+from raypod.errors import ClusterError
+from raypod.plan import cluster_file
+from raypod.plan.cluster_file import ClusterFile
+
+GCS_PORT = 6379  # where `ray start --head` listens unless it is told otherwise
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """One host server. `ipus` and `cpus` are None where only the host itself can tell."""
+
+    name: str
+    address: str
+    ipus: Optional[int] = None
+    cpus: Optional[int] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class VipuPartition:
+    """The partition of a pod, and the V-IPU controller that knows it (contract section 9)."""
+
+    partition: str
+    server: str = "localhost"
+    port: int = 8090
+    timeout_s: int = 120
+    allocation: Optional[str] = None
+    size: Optional[int] = None  # IPUs; None: those of the run
+    gcds: Optional[int] = None  # graph compile domains; None: one per instance
+    link_domains: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Ssh:
+    """How the hosts are reached for what happens before Ray runs there."""
+
+    user: Optional[str] = None
+    private_key: Optional[str] = None
+    proxy_command: Optional[str] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The hosts in the order of the file: the head first. Instances follow this order."""
+
+    name: str
+    hosts: Tuple[Host, ...]
+    instances_per_host: int = 1
+    data_network: Optional[str] = None  # CIDR: by which instances reach each other; None: Ray's own addresses
+    numa: bool = False  # bind each of several instances of a host to a NUMA node
+    sdk: Optional[str] = None  # folder of the Poplar SDK on the hosts
+    python: str = "python3"  # the interpreter of the hosts
+    folder: Optional[str] = None  # where the hosts have raypod
+    vipu: Optional[VipuPartition] = None
+    ssh: Ssh = Ssh()
+    gcs_port: Optional[int] = None  # of the head; None where the file does not say how Ray starts
+    auth_mode: Optional[str] = None  # RAY_AUTH_MODE of the start commands, where they set it
+
+    @property
+    def instances(self) -> int:
+        """Instances of the whole pod, as the file wishes them."""
+        return len(self.hosts) * self.instances_per_host
+
+    @property
+    def gcs_address(self) -> Optional[str]:
+        """host:port of the head's GCS, which every Ray process of the cluster asks; None where nobody can know it."""
+        return f"{self.hosts[0].address}:{self.gcs_port}" if self.gcs_port else None
+
+
+LOCAL = Cluster("this host", (Host("localhost", "localhost"),))
+
+
+def read_cluster(path: Optional[str]) -> Cluster:
+    """The cluster of a YAML file, or this host when `path` is None.
+
+    Raises:
+        ClusterError: the file cannot be read, is not of provider `local`, or contradicts itself: every mistake of it.
+    """
+    return LOCAL if path is None else cluster_from(read_file(path), path)
+
+
+def read_file(path: str) -> ClusterFile:
+    """A file without mistakes.
+
+    Raises:
+        ClusterError: as `read_cluster`.
+    """
+    try:
+        file = cluster_file.parse(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"cannot read the cluster file {path}: {getattr(error, 'strerror', error)}") from None
+    except yaml.YAMLError as error:
+        raise ClusterError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except TypeError as error:
+        raise ClusterError(f"{path}: expected the keys of a Ray cluster file, found {error}") from None
+    refuse(path, file.mistakes)
+    return file
+
+
+def refuse(path: str, mistakes: List[cluster_file.Mistake]) -> None:
+    """Raise ClusterError if there are mistakes, with all of them."""
+    if len(mistakes) == 1:
+        raise ClusterError(f"{path}, {mistakes[0]}")
+    if mistakes:
+        raise ClusterError("\n  ".join([f"{path} has {len(mistakes)} mistakes", *map(str, mistakes)]))
+
+
+def cluster_from(file: ClusterFile, path: str) -> Cluster:
+    """The values of a file without mistakes; `path` names it where it has no name of its own."""
+    ours, auth = file.ours, file.top.section("auth")
+    start = file.commands("head_start_ray_commands")
+    ipus = ours.count("ipus_per_host") or _found(r'"IPU"\s*:\s*(\d+)', start)
+    hosts = tuple(Host(address, address, ipus, ours.count("cpus_per_host")) for address in file.addresses)
+    mode = re.search(r"\bRAY_AUTH_MODE=[\"']?(\w+)", start)
+    return Cluster(
+        name=file.top.text("cluster_name") or Path(path).stem,
+        hosts=hosts,
+        instances_per_host=ours.count("instances_per_host") or 1,
+        data_network=ours.text("data_network"),
+        numa=ours.flag("numa"),
+        sdk=ours.text("sdk"),
+        python=ours.text("python") or Cluster.python,
+        folder=ours.text("folder"),
+        vipu=_vipu(file),
+        ssh=Ssh(auth.text("ssh_user"), auth.text("ssh_private_key"), auth.text("ssh_proxy_command")),
+        gcs_port=_found(r"--port[= ](\d+)", start) or (GCS_PORT if "--head" in start else None),
+        auth_mode=mode.group(1) if mode else None,
+    )
+
+
+def _vipu(file: ClusterFile) -> Optional[VipuPartition]:
+    section = file.ours.section("vipu")
+    partition = section.text("partition")
+    if partition is None:
+        return None
+    return VipuPartition(
+        partition=partition,
+        server=section.text("server") or VipuPartition.server,
+        port=section.count("port") or VipuPartition.port,
+        timeout_s=section.count("timeout_s") or VipuPartition.timeout_s,
+        allocation=section.text("allocation"),
+        size=section.count("size"),
+        gcds=section.count("gcds"),
+        link_domains=section.count("link_domains") or VipuPartition.link_domains,
+    )
+
+
+def _found(pattern: str, text: str) -> Optional[int]:
+    """The number that a pattern finds: resources and ports have no other place than the start commands."""
+    found = re.search(pattern, text)
+    return int(found.group(1)) if found else None
+
+
+def cluster_of(hosts: str) -> Cluster:
+    """The hosts of a list as poprun takes it: `a,b`, `host[0-2,4]`, both mixed; or a file with a host per line.
+
+    Names of this host alone are this host, whether a Ray cluster runs or not.
+
+    Raises:
+        ClusterError: brackets that cannot be read, a host twice, or none at all.
+    """
+    names = host_file(hosts) if "/" in hosts and Path(hosts).is_file() else expand_hosts(hosts)
+    if not names:
+        raise ClusterError(f"no host in {hosts!r}")
+    for name in names:
+        if names.count(name) > 1:
+            raise ClusterError(f"host {name} is listed {names.count(name)} times in {hosts!r}")
+    if all(name in ("localhost", "127.0.0.1", socket.gethostname()) for name in names) and len(names) == 1:
+        return LOCAL
+    return Cluster(hosts, tuple(Host(name, name) for name in names))
+
+
+def host_file(path: str) -> List[str]:
+    """The hosts of a file: the first word of each line; # begins a comment.
+
+    Raises:
+        ClusterError: it cannot be read.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"cannot read the host file {path}: {getattr(error, 'strerror', error)}") from None
+    return [line.split()[0] for line in (line.partition("#")[0] for line in lines) if line.strip()]
+
+
+def expand_hosts(text: str) -> List[str]:
+    """`a,node[08-10,12].pod` -> a, node08.pod, node09.pod, node10.pod, node12.pod.
+
+    Raises:
+        ClusterError: brackets that cannot be read.
+    """
+    names: List[str] = []
+    for part in filter(None, (part.strip() for part in re.split(r",(?![^\[]*\])", text))):
+        found = re.fullmatch(r"([^\[\]]*)\[([0-9,\-]+)\]([^\[\]]*)", part)
+        if found is None:
+            if "[" in part or "]" in part:
+                raise ClusterError(f"cannot read the host {part!r}; a range is written as in host[0-2,4]")
+            names.append(part)
+            continue
+        before, ranges, after = found.groups()
+        names += [f"{before}{number}{after}" for each in ranges.split(",") for number in _range(each, part)]
+    return names
+
+
+def _range(text: str, where: str) -> List[str]:
+    first, dash, last = text.partition("-")
+    if not first.isdigit() or (dash and not last.isdigit()) or int(last or first) < int(first):
+        raise ClusterError(f"cannot read the range {text!r} of the hosts {where!r}; it is written as in host[0-2,4]")
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]

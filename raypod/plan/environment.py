@@ -1,0 +1,129 @@
+"""What the process of an instance needs in its environment: pure functions of the plan, or of the placement alone.
+
+Written before the SDK (and torch) is imported there. The POPDIST_* names are those of a poprun instance (poptorch
+contract section 6.3); nothing else in raypod writes environment variables for instances.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Dict, Optional, Sequence, Tuple
+
+from raypod.plan.placement import InstanceSpec, Placement, gcd_of, gcds_of
+
+if TYPE_CHECKING:  # a launcher knows no training plan, nor what it is checked with
+    from raypod.plan.plan import Plan
+
+STARTUP_DIR = str(Path(__file__).parent.parent / "host" / "startup")
+
+
+def instance_environment(plan: Plan, spec: InstanceSpec, python_path: str = "") -> Dict[str, str]:
+    """The variables of one instance of a training run. What is known only once its host runs is added by the fleet.
+
+    `python_path` is the PYTHONPATH it would otherwise inherit.
+    """
+    env = {**placement_environment(plan.placement, spec), **device_environment(plan.placement, spec)}
+    # For the processes that the instance itself starts: lets torchvision load in them too.
+    env["PYTHONPATH"] = join_path(STARTUP_DIR, python_path)
+    # The bound of every host collective and gradient exchange: the one by which the coordinator gives up as well.
+    env["EMULATED_POD_TIMEOUT_S"] = str(plan.config.run.report_timeout_s)
+    env.update(cache_environment(plan.config.pod.executable_cache_path))
+    if plan.config.run.collectives == "gloo":
+        env["EMULATED_POD_HOROVOD"] = "emulated"
+    return env
+
+
+def placement_environment(placement: Placement, spec: InstanceSpec) -> Dict[str, str]:
+    """Which instance this is: to popdist, to plain `poptorch.Options()` (by Open MPI's names), and to Horovod."""
+    hosts = [(host.name, len(placement.instances_on(number))) for number, host in enumerate(placement.hosts)]
+    return {
+        "POPDIST_NUM_TOTAL_REPLICAS": str(placement.total_replicas),
+        "POPDIST_NUM_LOCAL_REPLICAS": str(spec.local_replicas),
+        "POPDIST_NUM_IPUS_PER_REPLICA": str(placement.ipus_per_replica),
+        "POPDIST_REPLICA_INDEX_OFFSET": str(spec.replica_offset),
+        "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE": "1",
+        "POPDIST_LOCAL_INSTANCE_INDEX": str(spec.local_index),
+        "OMPI_COMM_WORLD_SIZE": str(len(placement.instances)),
+        "OMPI_COMM_WORLD_RANK": str(spec.index),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(hosts[spec.host_index][1]),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(spec.local_index),
+        "OMPI_COMM_WORLD_NODE_RANK": str(spec.local_index),
+        # Forked loader workers hang on a pod without it (contract section 13, trap 35).
+        "RDMAV_FORK_SAFE": "1",
+        # Always explicit: Ray and `ray up` put OMP_NUM_THREADS=1 into what they start, torch's own default is every
+        # core in every instance, and the rounding of a reduction depends on the count.
+        "OMP_NUM_THREADS": str(spec.threads_per_replica),
+        "MKL_NUM_THREADS": str(spec.threads_per_replica),
+        **horovod_identity(hosts, spec.index),
+    }
+
+
+def device_environment(placement: Placement, spec: InstanceSpec) -> Dict[str, str]:
+    """What leads the SDK of an instance to its part of the partition that the cluster file names, if it names one."""
+    asked = placement.cluster.vipu
+    if asked is None:
+        return {}
+    gcd = gcd_of(spec, gcds_of(asked, placement))
+    where = (asked.server, asked.port, asked.timeout_s)
+    return vipu_environment(asked.partition, gcd, where, placement, asked.link_domains)
+
+
+def cache_environment(path: Optional[str]) -> Dict[str, str]:
+    """Where compiled executables are kept, if anywhere: for popdist (contract section 6.3) and for PopTorch [I]."""
+    return {"POPTORCH_CACHE_DIR": path, "POPDIST_EXECUTABLE_CACHE_PATH": path} if path is not None else {}
+
+
+def join_path(*entries: str) -> str:
+    """A search path of the entries that are not empty."""
+    return ":".join(filter(None, entries))
+
+
+def horovod_identity(hosts: Sequence[Tuple[str, int]], index: int) -> Dict[str, str]:
+    """Who instance `index` is to Horovod, with `hosts` (name, number of instances) filled one after the other.
+
+    Its ranks are instances, not replicas (contract section 13, trap 39). A cross rank counts the hosts that have an
+    instance of that local rank.
+    """
+    host_index, local_rank = 0, index
+    while local_rank >= hosts[host_index][1]:
+        local_rank -= hosts[host_index][1]
+        host_index += 1
+    across = [other for other, (_, slots) in enumerate(hosts) if slots > local_rank]
+    return {
+        "HOROVOD_HOSTNAME": hosts[host_index][0],
+        "HOROVOD_RANK": str(index),
+        "HOROVOD_SIZE": str(sum(slots for _, slots in hosts)),
+        "HOROVOD_LOCAL_RANK": str(local_rank),
+        "HOROVOD_LOCAL_SIZE": str(hosts[host_index][1]),
+        "HOROVOD_CROSS_RANK": str(across.index(host_index)),
+        "HOROVOD_CROSS_SIZE": str(len(across)),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+    }
+
+
+IPUS_PER_LINK_DOMAIN = 64  # contract section 0: ILD
+
+
+def vipu_environment(
+    name: str, gcd: int, controller: Tuple[str, int, int], placement: Placement, link_domains: int = 1
+) -> Dict[str, str]:
+    """How the SDK of an instance finds its GCD of a partition (contract section 6.3); the values are inferred [I]."""
+    host, port, timeout_s = controller
+    target = {
+        "ipuLinkDomainSize": str(min(placement.total_ipus // link_domains or 1, IPUS_PER_LINK_DOMAIN)),
+        "ipuLinkConfiguration": "slidingWindow",
+        "ipuLinkTopology": "torus",
+        "gatewayMode": "true",
+        "instanceSize": str(placement.local_ipus),
+    }
+    return {
+        "IPUOF_VIPU_API_HOST": host,
+        "IPUOF_VIPU_API_PORT": str(port),
+        "IPUOF_VIPU_API_TIMEOUT": str(timeout_s),
+        "IPUOF_VIPU_API_PARTITION_ID": name,
+        "IPUOF_VIPU_API_GCD_ID": str(gcd),
+        "IPUOF_LOG_LEVEL": "WARN",
+        "POPLAR_TARGET_OPTIONS": json.dumps(target, separators=(",", ":")),
+    }

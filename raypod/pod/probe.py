@@ -1,0 +1,298 @@
+"""The facts of one host, as JSON, without a judgement: `python3 - '<settings as JSON>' < probe.py`.
+
+Sent over ssh to hosts that may have neither Ray nor raypod: one file, Python 3.6, standard library. What is asked of
+the host's own tools is asked in the environment of a login shell, which is where `ray up` starts Ray; each has a bound.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import getpass
+import hashlib
+import json
+import os
+import resource
+import shutil
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional
+
+_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h
+_TOOL_S = 20.0
+_PEER_S = 3.0
+_MARK = b"RAYPOD_CLUSTER="
+_BEGIN = "--- environment ---"
+_ENABLE_SDK = (
+    'if test -r "$RAYPOD_SDK/enable"; then . "$RAYPOD_SDK/enable"; '
+    'else for part in "$RAYPOD_SDK"/*/enable.sh; do test -r "$part" && . "$part"; done; fi; '
+)
+# Asked of the interpreter that Ray runs with: versions, without imports, which take seconds, and raypod's own files.
+_ASK_PYTHON = """
+import hashlib, importlib.util, json, pathlib, platform, sys
+try:
+    from importlib.metadata import version
+except ImportError:
+    def version(name): return "?"
+found = {}
+for name in json.loads(sys.argv[1]):
+    try:
+        found[name] = version(name)
+    except Exception:
+        found[name] = "?" if importlib.util.find_spec(name.replace("-", "_")) else None
+files = b""
+spec = importlib.util.find_spec("raypod")
+if spec is not None and spec.origin:
+    folder = pathlib.Path(spec.origin).parent
+    for path in sorted(folder.rglob("*.py")):
+        files += str(path.relative_to(folder)).encode() + hashlib.sha256(path.read_bytes()).digest()
+print(json.dumps({"path": sys.executable, "version": platform.python_version(), "packages": found,
+                  "raypod_sha256": hashlib.sha256(files).hexdigest() if files else None}))
+"""
+
+
+def facts(settings: Dict[str, Any]) -> Dict[str, Any]:
+    """Everything that is asked for; what a host cannot tell is None or an error in words."""
+    environment = _login_environment(settings.get("sdk"))
+    environment.update(settings.get("environment", {}))
+    return {
+        "hostname": socket.gethostname(),
+        "user": getpass.getuser(),
+        "cpus": os.cpu_count(),
+        "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "python": _python(settings, environment),
+        "tools": {name: shutil.which(name, path=environment.get("PATH")) for name in settings.get("tools", [])},
+        "ipus": _ipus(environment),
+        "partition": _partition(settings.get("partition"), environment),
+        "interfaces": _interfaces(),
+        "towards": {address: _source(address) for address in settings.get("peers", [])},
+        "unreachable": _unreachable(settings.get("peers", [])),
+        "listening": _listening(),
+        "clusters": _clusters(),
+        "folders": {name: _folder(path) for name, path in settings.get("folders", {}).items() if path},
+        "token": _token(settings.get("token", "~/.ray/auth_token")),
+        "threads": environment.get("OMP_NUM_THREADS"),
+        "clock_s": time.time(),  # last: whoever reads it compares it with the moment it came
+    }
+
+
+def _login_environment(sdk: Optional[str]) -> Dict[str, str]:
+    """What a login shell exports, with the SDK enabled; this process's own environment if it fails."""
+    enable = _ENABLE_SDK if sdk else ""
+    script = f"{{ source ~/.bashrc; {enable}}} >/dev/null 2>&1; echo '{_BEGIN}'; env -0"
+    own = dict(os.environ, RAYPOD_SDK=os.path.expanduser(sdk)) if sdk else dict(os.environ)  # noqa: PTH111
+    said = _run(["bash", "--login", "-i", "-c", script], own)
+    lines = said["output"].partition(_BEGIN + "\n")[2].split("\0")
+    found = dict(line.partition("=")[::2] for line in lines if "=" in line)
+    return found or own
+
+
+def _run(words: List[str], environment: Dict[str, str], folder: Optional[str] = None) -> Dict[str, Any]:
+    """Run a tool, in the home folder unless told otherwise, where nothing of the caller's folder is found by chance."""
+    try:
+        done = subprocess.run(  # noqa: UP022 - Python 3.6 knows no capture_output
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            timeout=_TOOL_S,
+            cwd=folder or str(Path.home()),
+            start_new_session=True,  # an interactive shell would take the terminal
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"exit_code": 124, "output": "", "error": f"no answer within {_TOOL_S:g} s"}
+    except OSError as error:
+        return {"exit_code": 127, "output": "", "error": str(error.strerror)}
+    errors = done.stderr.decode(errors="replace").strip().splitlines()
+    return {
+        "exit_code": done.returncode,
+        "output": done.stdout.decode(errors="replace"),
+        "error": errors[-1] if errors and done.returncode else None,
+    }
+
+
+def _python(settings: Dict[str, Any], environment: Dict[str, str]) -> Dict[str, Any]:
+    words = os.path.expanduser(settings.get("python") or "python3")  # noqa: PTH111
+    name = shutil.which(words, path=environment.get("PATH"))
+    if name is None:
+        return {"error": f"{words} is not there"}
+    said = _run([name, "-c", _ASK_PYTHON, json.dumps(settings.get("packages", []))], environment, settings.get("cwd"))
+    try:
+        return dict(json.loads(said["output"]))
+    except ValueError:
+        return {"error": said["error"] or "it said nothing"}
+
+
+def _ipus(environment: Dict[str, str]) -> Optional[Dict[str, Any]]:
+    """What gc-info counts [I: it prints a number]; None where the SDK's tools are not there."""
+    if shutil.which("gc-info", path=environment.get("PATH")):
+        said = _run(["gc-info", "--ipu-count"], environment)
+        words = said["output"].split()
+        return {"count": int(words[-1]) if words and words[-1].isdigit() else None, "error": said["error"]}
+    if shutil.which("gc-monitor", path=environment.get("PATH")):
+        said = _run(["gc-monitor", "--no-card-info"], environment)
+        return {"count": None, "error": said["error"]}
+    return None
+
+
+def _partition(asked: Optional[Dict[str, Any]], environment: Dict[str, str]) -> Optional[Dict[str, Any]]:
+    """What the vipu tool says of a partition; None where nobody asks, or the tool is not there."""
+    if not asked or not shutil.which("vipu", path=environment.get("PATH")):
+        return None
+    where = ["--api-host", str(asked["server"]), "--api-port", str(asked["port"])]
+    return _run(["vipu", *where, "get", "partition", str(asked["partition"])], environment)
+
+
+def _interfaces() -> Dict[str, List[Any]]:
+    """Name -> IPv4 address, and bits of its network."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = array.array("B", struct.pack("256s", name.encode()))
+            with contextlib.suppress(OSError):  # it has no address
+                address = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request.tobytes())[20:24]
+                mask = fcntl.ioctl(probe.fileno(), _SIOCGIFNETMASK, request.tobytes())[20:24]
+                found[name] = [socket.inet_ntoa(address), bin(int.from_bytes(mask, "big")).count("1")]
+    return found
+
+
+def _source(address: str) -> Optional[str]:
+    """This host's own address on the way to another."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # connecting a datagram socket sends nothing
+        return str(probe.getsockname()[0])
+    return None
+
+
+def _unreachable(peers: List[str]) -> Dict[str, str]:
+    """The peers that nothing comes back from. A refused connection is an answer, too."""
+    found = {}
+
+    def look(peer: str) -> None:
+        try:
+            socket.create_connection((peer, 22), timeout=_PEER_S).close()
+        except ConnectionRefusedError:
+            pass
+        except OSError as error:
+            found[peer] = str(error.strerror or error)
+
+    threads = [threading.Thread(target=look, args=(peer,), daemon=True) for peer in peers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * _PEER_S)
+    return found
+
+
+def _listening() -> List[Dict[str, Any]]:
+    """Every listening TCP socket: address, port, and whose it is as far as this user may see."""
+    owners = _socket_owners()
+    found = []
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in _text(Path("/proc/net") / name).splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A":
+                address, _, port = words[1].partition(":")
+                packed = b"".join(bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8))
+                owner = owners.get(words[9], {"pid": None, "program": None, "cluster": None, "is_ray": False})
+                found.append(dict(owner, address=socket.inet_ntop(family, packed), port=int(port, 16)))
+    return found
+
+
+def _socket_owners() -> Dict[str, Dict[str, Any]]:
+    """By inode."""
+    owners = {}
+    for pid in _pids():
+        links = []
+        with contextlib.suppress(OSError):
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    links.append(os.readlink(str(entry)))
+        sockets = [link[8:-1] for link in links if link.startswith("socket:[")]
+        if sockets:
+            program = _text(Path(f"/proc/{pid}/cmdline")).split("\0")[0]
+            # A driver carries no mark: it comes out of somebody's shell. But it has Ray's library in its memory.
+            is_ray = "/_raylet.so" in _text(Path(f"/proc/{pid}/maps"))
+            owner = {"pid": pid, "program": program, "cluster": _cluster_of(pid), "is_ray": is_ray}
+            owners.update(dict.fromkeys(sockets, owner))
+    return owners
+
+
+def _cluster_of(pid: int) -> Optional[str]:
+    """The cluster by which a process, or one that it descends from, is marked. Ray overwrites its agents' own mark."""
+    seen = set()
+    while pid > 0 and pid not in seen:
+        seen.add(pid)
+        with contextlib.suppress(OSError):
+            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                if entry.startswith(_MARK):
+                    return entry[len(_MARK) :].decode(errors="replace")
+        words = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+        pid = int(words[1]) if len(words) > 1 else 0
+    return None
+
+
+def _clusters() -> List[Optional[str]]:
+    """The mark of every raylet that runs here."""
+    return [
+        _cluster_of(pid) for pid in _pids() if _text(Path(f"/proc/{pid}/cmdline")).split("\0")[0].endswith("/raylet")
+    ]
+
+
+def _pids() -> Iterator[int]:
+    return (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _folder(text: str) -> Dict[str, Any]:
+    """A folder, or where it would be made: free space, and whether this user may write there."""
+    path = Path(os.path.expanduser(text))  # noqa: PTH111
+    there = path
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    space = os.statvfs(str(there))
+    return {
+        "path": str(path),
+        "exists": path.exists(),
+        "is_folder": path.is_dir(),
+        "is_empty": path.is_dir() and os.access(str(path), os.R_OK) and next(path.iterdir(), None) is None,
+        "is_writable": there.is_dir() and os.access(str(there), os.W_OK | os.X_OK),
+        "free_bytes": space.f_bavail * space.f_frsize,
+        "total_bytes": space.f_blocks * space.f_frsize,
+    }
+
+
+def _token(text: str) -> Dict[str, Any]:
+    """The file of the secret; of the secret itself only what tells whether two are the same."""
+    path = Path(os.path.expanduser(text))  # noqa: PTH111
+    try:
+        status, secret = path.stat(), path.read_bytes().strip()
+    except OSError as error:
+        return {"path": str(path), "error": str(error.strerror)}
+    return {
+        "path": str(path),
+        "mode": f"{stat.S_IMODE(status.st_mode):04o}",
+        "is_own": status.st_uid == os.getuid(),
+        "sha256": hashlib.sha256(secret).hexdigest(),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts(json.loads(sys.argv[1]))))  # noqa: T201 - the answer

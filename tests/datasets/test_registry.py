@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Callable
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+from raypod import datasets
+from raypod.datasets import digits
+from raypod.datasets.arrays import fingerprint_of
+from raypod.errors import ConfigError
+from raypod.plan.resolve import from_values
+
+
+def test_digits_are_the_images_of_scikit_learn() -> None:
+    splits, ours = datasets.load(from_values({})), load_digits()
+    is_test = np.arange(1797) % 5 == 0
+    assert np.array_equal(splits.test.images[:, 0], np.rint(ours.images[is_test] * 255 / 16))
+    assert np.array_equal(splits.train.labels, ours.target[~is_test])
+    assert (len(splits.train), len(splits.test)) == (digits.TRAIN_SAMPLES, digits.TEST_SAMPLES)
+
+
+def test_normalisation_constants_are_those_of_the_training_images() -> None:
+    splits = datasets.load(from_values({}))
+    scaled = splits.train.images / 255
+    assert (scaled.mean(), scaled.std()) == pytest.approx((*splits.mean, *splits.std), abs=1e-3)
+
+
+def test_the_planned_size_is_the_loaded_one() -> None:
+    config = from_values({"data": {"dataset": "synthetic", "samples": 100, "image": "1x4x5"}})
+    splits, size = datasets.load(config), datasets.dataset_size(config)
+    assert (len(splits.train), len(splits.test)) == (size.train_samples, size.test_samples)
+    assert splits.train.images.shape == (100, 1, 4, 5)
+
+
+def test_synthetic_images_are_a_function_of_the_seed() -> None:
+    def images(seed: int) -> np.ndarray:
+        config = from_values({"data": {"dataset": "synthetic", "samples": 50}, "training": {"seed": seed}})
+        return datasets.load(config).train.images
+
+    assert np.array_equal(images(1), images(1))
+    assert not np.array_equal(images(1), images(2))
+
+
+def test_the_fingerprint_tells_data_apart() -> None:
+    def of(**data: object) -> str:
+        return datasets.load(from_values({"data": {"dataset": "synthetic", "samples": 50, **data}})).fingerprint
+
+    found = [of(), of(samples=51), of(classes=9), of(image="3x32x16"), datasets.load(from_values({})).fingerprint]
+    assert of() == found[0]
+    assert len(set(found)) == len(found)
+
+
+def test_one_changed_label_or_pixel_is_other_data() -> None:
+    train = datasets.load(from_values({})).train
+    labels, images = train.labels.copy(), train.images.copy()
+    labels[-1] += 1
+    images[0, 0, 0, 0] += 1
+    changed = [datasets.ArrayDataset(train.images, labels), datasets.ArrayDataset(images, train.labels)]
+    assert len({fingerprint_of(each) for each in (train, *changed)}) == 3
+
+
+def test_what_the_config_says_of_augmentation_goes_before_what_is_usual() -> None:
+    def of(**data: object) -> datasets.Augmentation:
+        return datasets.load(from_values({"data": data})).augmentation
+
+    assert of() == datasets.Augmentation(padding=1, flip=False)
+    assert of(crop_padding=2, flip=True) == datasets.Augmentation(padding=2, flip=True)
+    assert of(augment=False, flip=True) == datasets.Augmentation()
+
+
+def test_images_are_not_shifted_out_of_sight() -> None:
+    with pytest.raises(ConfigError, match="--crop-padding 8 would shift images of 8x8 pixels out of sight: use less"):
+        datasets.load(from_values({"data": {"crop_padding": 8}}))
+    assert datasets.load(from_values({"data": {"crop_padding": 8, "augment": False}})).augmentation.padding == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("digitz", "known: digits, synthetic"),
+        ("no_such_module:make", "No module named 'no_such_module'"),
+        ("math:no_such_function", "math has no 'no_such_function'"),
+        (":make", "':make': write module:function"),
+        ("own_data:", "'own_data:': write module:function"),
+        (".own_data:make", "'.own_data:make': write module:function"),
+        ("math:pi", "float is no function"),
+        ("own_data:takes_nothing", r"is called with \(None\), and takes \(\): too many positional"),
+        ("own_data:classes", "number of classes that it returns is 'ten'"),
+        ("broken_data:make", "broken_data.py, line 1"),
+        ("own_data:wrong", "must return"),
+        ("own_data:no_length", "test split is no map-style data set"),
+    ],
+)
+def test_a_data_set_that_cannot_be_used_says_why(
+    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_data.py").write_text(
+        "def wrong(folder): return 3\ndef no_length(folder): return [(1, 2)], iter([])\n"
+        "def takes_nothing(): return 3\ndef classes(folder): return [], [], 'ten'\n"
+    )
+    (tmp_path / "broken_data.py").write_text("def make(folder:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=words):
+        datasets.load(from_values({"data": {"dataset": name}}))
+
+
+def test_digits_need_no_import_of_scikit_learn(run_python: Callable[[str], str]) -> None:
+    run_python(
+        "import sys\nfrom raypod import datasets\nfrom raypod.plan import config\n"
+        "datasets.load(config.Config())\nassert not {'sklearn', 'torch'} & set(sys.modules)"
+    )
+
+
+def test_arrays_of_ones_own_are_told_apart_by_what_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_arrays.py").write_text(
+        "import numpy as np\nfrom raypod.datasets import ArrayDataset\n"
+        "def make(folder):\n"
+        "    images = np.full((6, 1, 4, 4), int(folder), dtype=np.uint8)\n"
+        "    return ArrayDataset(images, np.arange(6)), ArrayDataset(images[:2], np.arange(2)), 6\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    configs = [from_values({"data": {"dataset": "own_arrays:make", "data_dir": str(level)}}) for level in (1, 2)]
+    assert datasets.image_shape(configs[0]) == datasets.ImageShape(1, 4, 6)
+    assert datasets.load(configs[1]).train[3][1] == 3
+    assert len({datasets.load(config).fingerprint for config in configs}) == 2

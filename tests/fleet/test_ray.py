@@ -1,0 +1,390 @@
+"""Instances under Ray: the same bits for every placement, and every way a run can end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Callable, Dict, Iterator, List
+
+import psutil
+import pytest
+from bounded import wait_until
+
+from raypod.coordinator import coordinator
+from raypod.datasets import dataset_size
+from raypod.errors import ClusterError, InstanceFailed, WaitTimedOut
+from raypod.events import Event, RunEnded, UpdateDone
+from raypod.fleet.inline import InlineFleet
+from raypod.fleet.ray import RayFleet
+from raypod.fleet.ray_nodes import await_hosts, match_hosts
+from raypod.plan.cluster import LOCAL, Cluster, Host
+from raypod.plan.config import Config
+from raypod.plan.plan import Plan, make_plan
+from raypod.plan.resolve import from_values
+from raypod.record.metrics import MetricsFold
+
+# Ray's own code leaves sockets and files to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+SECOND_HOST = "127.0.0.2"
+UPDATES = 5
+
+
+@pytest.fixture(scope="module")
+def pod() -> Iterator[Any]:
+    """A Ray cluster of two hosts on this machine, each with 4 IPUs; this process is connected to it."""
+    environment = dict(os.environ)
+    ray = importlib.import_module("ray")
+    cluster_utils = importlib.import_module("ray.cluster_utils")
+    cluster = cluster_utils.Cluster()
+    for address in ({}, {"node_ip_address": SECOND_HOST}):
+        sizes = {"num_cpus": 1, "resources": {"IPU": 4}, "object_store_memory": 80_000_000}
+        cluster.add_node(include_dashboard=False, **sizes, **address)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR", namespace="tests")
+    yield ray
+    ray.shutdown()
+    cluster.shutdown()
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.fixture(scope="module")
+def two_hosts(pod: Any) -> Cluster:
+    """Both hosts, the head first, as a cluster file would list them."""
+    addresses = [node["NodeManagerAddress"] for node in pod.nodes()]
+    head = next(address for address in addresses if address != SECOND_HOST)
+    return Cluster("two", (Host(head, head), Host(SECOND_HOST, SECOND_HOST)))
+
+
+def plan_for(folder: Path, cluster: Cluster = LOCAL, **sections: Dict[str, Any]) -> Plan:
+    sections = {**sections, "training": {"updates": UPDATES, **sections.get("training", {})}}
+    sections = {**sections, "run": {"device": "emulated", **sections.get("run", {})}}
+    config: Config = from_values(sections)
+    return make_plan(config, cluster, dataset_size(config), str(folder / "run"))
+
+
+def run(plan: Plan) -> List[Event]:
+    fleet = InlineFleet(plan) if plan.config.run.fleet == "inline" else RayFleet(plan)
+    return list(coordinator.run(plan, fleet, MetricsFold(plan, 0.0)))
+
+
+def sha256(events: List[Event]) -> str:
+    return next(event for event in events if isinstance(event, RunEnded)).weights_sha256
+
+
+@pytest.fixture(scope="module")
+def inline_events(tmp_path_factory: pytest.TempPathFactory) -> List[Event]:
+    """The reference: 4 replicas in one instance, in this process."""
+    plan = plan_for(tmp_path_factory.mktemp("inline"), run={"fleet": "inline", "device": "emulated"})
+    return run(plan)
+
+
+@pytest.mark.parametrize(("instances", "hosts"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_the_weights_are_the_same_bit_for_bit_wherever_the_replicas_live(
+    two_hosts: Cluster, inline_events: List[Event], tmp_path: Path, instances: int, hosts: int
+) -> None:
+    cluster = two_hosts if hosts == 2 else LOCAL
+    events = run(plan_for(tmp_path, cluster, pod={"num_instances": instances}))
+    assert sha256(events) == sha256(inline_events)
+    told = [
+        [(e.update, e.loss, e.accuracy) for e in each if isinstance(e, UpdateDone)] for each in (events, inline_events)
+    ]
+    assert told[0] == told[1]
+    assert len(told[0]) == UPDATES
+
+
+def test_a_run_of_one_host_goes_on_exactly_on_two(two_hosts: Cluster, tmp_path: Path) -> None:
+    one = {"run": {"fleet": "inline"}, "pod": {"num_instances": 1}}
+
+    def constant(updates: int) -> Dict[str, Any]:
+        return {"lr_schedule": "constant", "updates": updates}
+
+    whole = run(plan_for(tmp_path / "whole", training=constant(9), **one))
+    run(plan_for(tmp_path, training=constant(4), **one))
+    resume = {"resume": str(tmp_path / "run")}
+    plan = plan_for(tmp_path, two_hosts, training=constant(9), run=resume, pod={"num_instances": 2})
+    resumed = resume.read(plan).checkpoint
+    events = list(coordinator.run(plan, RayFleet(plan), MetricsFold(plan, 0.0), resumed))
+    assert [event.update for event in events if isinstance(event, UpdateDone)] == [5, 6, 7, 8, 9]
+    assert sha256(events) == sha256(whole)
+
+
+def instance_processes() -> List[int]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "InstanceP" in process.name():  # the kernel keeps 15 characters of "ray::InstanceProcess"
+                found.append(process.pid)
+    return found
+
+
+def nothing_is_left(ray: Any) -> bool:
+    groups = ray.util.placement_group_table().values()
+    return not instance_processes() and all(group["state"] == "REMOVED" for group in groups)
+
+
+def test_the_environment_stands_before_the_instances_import_the_sdk(pod: Any, tmp_path: Path) -> None:
+    fleet = RayFleet(plan_for(tmp_path, pod={"num_instances": 2, "threads_per_replica": 1}))
+    try:
+        fleet.start()
+        assert len(instance_processes()) == 2
+        environments = pod.get([actor.environment.remote() for actor in fleet._actors])
+    finally:
+        fleet.close()
+    assert [env["POPDIST_REPLICA_INDEX_OFFSET"] for env in environments] == ["0", "2"]
+    assert {env["OMP_NUM_THREADS"] for env in environments} == {"1"}
+    assert "instance 1 of 2" in Path(fleet._plan.log_file(1)).read_text()
+
+
+def test_a_killed_instance_is_named_and_nothing_is_left(pod: Any, tmp_path: Path) -> None:
+    plan = plan_for(tmp_path, pod={"num_instances": 2}, training={"updates": 600}, run={"max_restarts": 0})
+    killed_at_s: List[float] = []
+
+    def kill_one_after_three_updates() -> None:
+        for event in coordinator.run(plan, RayFleet(plan), MetricsFold(plan, 0.0)):
+            if isinstance(event, UpdateDone) and event.update == 3:
+                os.kill(_pid_in(plan.log_file(1)), signal.SIGKILL)
+                killed_at_s.append(time.monotonic())
+
+    with pytest.raises(InstanceFailed) as caught:
+        kill_one_after_three_updates()
+    assert time.monotonic() - killed_at_s[0] < 15
+    assert (caught.value.instance, caught.value.host) == (1, "localhost")
+    assert caught.value.log_file == plan.log_file(1)
+    assert wait_until(lambda: nothing_is_left(pod))
+
+
+def _pid_in(log_file: str) -> int:
+    return int(Path(log_file).read_text().split("pid ")[1].split(":")[0])
+
+
+def test_an_instance_that_raises_is_named_with_its_error(
+    pod: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad_model.py").write_text(
+        "import os, torch\n"
+        "def make(channels, classes):\n"
+        "    if os.environ['POPDIST_REPLICA_INDEX_OFFSET'] == '2':\n"
+        "        raise ValueError('no such layer')\n"
+        "    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, classes))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    plan = plan_for(tmp_path, pod={"num_instances": 2}, training={"model": "bad_model:make"})
+    with pytest.raises(InstanceFailed, match="instance 1 on host localhost failed: ValueError: no such layer"):
+        run(plan)
+    assert "bad_model.py" in Path(plan.log_file(1)).read_text()
+    assert wait_until(lambda: nothing_is_left(pod))
+
+
+def test_an_instance_that_raises_in_mid_leg_is_told_while_the_others_wait_for_it(
+    pod: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad_data.py").write_text(
+        "import os, torch\n"
+        "class Data:\n"
+        "    def __init__(self, samples): self.samples, self.made = samples, 0\n"
+        "    def __len__(self): return self.samples\n"
+        "    def __getitem__(self, index):\n"
+        "        self.made += 1\n"
+        "        if self.made > 100 and os.environ['POPDIST_REPLICA_INDEX_OFFSET'] == '0':\n"
+        "            raise OSError('the disk is gone')\n"
+        "        return torch.zeros(1, 8, 8), index % 2\n"
+        "def make(folder): return Data(2000), Data(8), 2\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    plan = plan_for(
+        tmp_path,
+        data={"dataset": "bad_data:make"},
+        pod={"num_instances": 2},
+        training={"updates": 60},
+        run={"max_restarts": 0},
+    )
+    began = time.monotonic()
+    with pytest.raises(InstanceFailed, match="instance 0 on host localhost failed: OSError: the disk is gone"):
+        run(plan)
+    assert time.monotonic() - began < 60
+    assert wait_until(lambda: nothing_is_left(pod))
+
+
+def test_more_ipus_than_the_pod_has_is_answered_at_once(pod: Any, tmp_path: Path) -> None:
+    sizes = {"model": "own:build", "gradient_accumulation": 7}
+    plan = plan_for(tmp_path, pod={"num_instances": 2, "ipus_per_replica": 4}, training=sizes)
+    began = time.monotonic()
+    with pytest.raises(ClusterError, match=r"localhost has 4 IPUs and the plan puts 16 on it \(the pod has 8 in all"):
+        run(plan)
+    assert time.monotonic() - began < 5
+
+
+def test_a_host_without_ipus_in_a_pod_with_ipus_is_named(tmp_path: Path) -> None:
+    cluster = Cluster("two", (Host("a", "10.0.0.1"), Host("b", "10.0.0.2")))
+    node = {"Alive": True, "NodeManagerHostname": "", "Resources": {"IPU": 16.0}}
+    nodes = [{**node, "NodeManagerAddress": "10.0.0.1"}, {**node, "NodeManagerAddress": "10.0.0.2", "Resources": {}}]
+    with pytest.raises(ClusterError, match="host b has 0 IPUs and the plan puts 2 on it"):
+        match_hosts(SimpleNamespace(nodes=lambda: nodes), plan_for(tmp_path, cluster).placement)
+
+
+def test_a_missing_host_is_named_at_once(two_hosts: Cluster, tmp_path: Path) -> None:
+    cluster = Cluster("pod16", (two_hosts.hosts[1], Host("10.9.9.9", "10.9.9.9")))
+    with pytest.raises(ClusterError, match=r"pod16: no Ray node is alive on 10\.9\.9\.9; alive: .*127\.0\.0\.2"):
+        run(plan_for(tmp_path, cluster, pod={"num_instances": 2}))
+
+
+def test_a_missing_host_is_waited_for_and_named(tmp_path: Path) -> None:
+    cluster = Cluster("two", (Host("a", "10.0.0.1"), Host("b", "10.0.0.2")))
+    node = {"Alive": True, "NodeManagerHostname": "", "Resources": {}}
+    nodes = [{**node, "NodeManagerAddress": "10.0.0.1"}]
+    told: List[str] = []
+
+    def tell(line: str) -> None:
+        told.append(line)
+        nodes.append({**node, "NodeManagerAddress": "10.0.0.2"})
+
+    found = await_hosts(SimpleNamespace(nodes=lambda: nodes), plan_for(tmp_path, cluster).placement, 30, tell)
+    assert [each["NodeManagerAddress"] for each in found] == ["10.0.0.1", "10.0.0.2"]
+    assert told == ["waiting for b (30 s more, --wait-hosts)"]
+    with pytest.raises(ClusterError, match="no Ray node is alive on b"):
+        await_hosts(SimpleNamespace(nodes=lambda: nodes[:1]), plan_for(tmp_path, cluster).placement, 0.1, told.append)
+
+
+def test_instances_meet_in_the_data_network_alone(pod: Any, two_hosts: Cluster, tmp_path: Path) -> None:
+    cluster = dataclasses.replace(two_hosts, data_network="127.0.0.0/8")
+    fleet = RayFleet(plan_for(tmp_path, cluster, pod={"num_instances": 2}))
+    try:
+        fleet.start()
+        for environment in pod.get([actor.environment.remote() for actor in fleet._actors]):
+            assert environment["GLOO_SOCKET_IFNAME"] == environment["HOROVOD_GLOO_IFACE"] == "lo"
+            assert environment["EMULATED_POD_RENDEZVOUS"].startswith("127.")
+    finally:
+        fleet.close()
+
+
+def test_a_host_outside_the_data_network_is_told(two_hosts: Cluster, tmp_path: Path) -> None:
+    cluster = dataclasses.replace(two_hosts, data_network="10.213.0.0/30")
+    with pytest.raises(
+        ClusterError, match=r"has no address in metadata\.raypod\.data_network 10\.213\.0\.0/30; it has lo "
+    ):
+        run(plan_for(tmp_path, cluster, pod={"num_instances": 2}))
+
+
+def test_a_busy_pod_is_waited_for_within_the_bound(pod: Any, tmp_path: Path) -> None:
+    taken = pod.util.placement_group([{"IPU": 3}], strategy="PACK")
+    also = pod.util.placement_group([{"IPU": 3}], strategy="PACK")
+    assert taken.wait(10)
+    assert also.wait(10)
+    try:
+        plan = plan_for(tmp_path, run={"start_timeout_s": 1, "device": "emulated"})
+        with pytest.raises(WaitTimedOut, match=r"waited 1 s for Ray to reserve .*localhost.*run\.start_timeout_s"):
+            run(plan)
+    finally:
+        pod.util.remove_placement_group(taken)
+        pod.util.remove_placement_group(also)
+
+
+# ---- the command, in a session of its own ---------------------------------------------------------------------------
+
+
+def start_command(folder: Path, *flags: str) -> subprocess.Popen[str]:
+    line = [sys.executable, "-m", "raypod.train", "--device", "emulated", "--run-dir", str(folder / "run"), *flags]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def wait_for_lines(folder: Path, condition: Callable[[str], bool]) -> None:
+    deadline = time.monotonic() + 90
+    path = folder / "run" / "metrics.jsonl"
+    while not (path.is_file() and condition(path.read_text())):
+        assert time.monotonic() < deadline, "no update within 90 s"
+        time.sleep(0.05)
+
+
+def session_processes(command: subprocess.Popen[str]) -> List[psutil.Process]:
+    return psutil.Process(command.pid).children(recursive=True)
+
+
+def are_gone(processes: List[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=15)
+    return not alive
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_with_a_checkpoint_and_130(tmp_path: Path, number: int) -> None:
+    command = start_command(tmp_path, "--epochs", "400")
+    wait_for_lines(tmp_path, lambda text: text.count("\n") > 3)
+    processes = session_processes(command)
+    if number == signal.SIGINT:
+        os.killpg(command.pid, number)  # a terminal tells the whole process group
+    else:
+        command.send_signal(number)
+    out, err = command.communicate(timeout=60)
+    assert command.returncode == 130, err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["interrupted"]
+    assert (Path(summary["checkpoint"]) / "manifest.json").is_file()
+    assert summary["updates"] == len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert f"Interrupted after update {summary['updates']}; go on with --resume" in out
+    assert are_gone(processes)
+
+
+def test_a_sigterm_while_the_run_starts_ends_it_with_130(tmp_path: Path) -> None:
+    command = start_command(tmp_path, "--epochs", "400")
+    logs = tmp_path / "run" / "logs"
+    assert wait_until(lambda: logs.is_dir() and any(logs.iterdir()), 90)  # the first instance has its process
+    processes = session_processes(command)
+    command.send_signal(signal.SIGTERM)
+    _, err = command.communicate(timeout=60)
+    assert command.returncode == 130, err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert are_gone(processes)
+
+
+def test_a_killed_instance_ends_the_command_with_1_and_one_line(tmp_path: Path) -> None:
+    command = start_command(tmp_path, "--epochs", "400", "--max-restarts", "0")
+    wait_for_lines(tmp_path, lambda text: text.count("\n") > 3)
+    processes = session_processes(command)
+    os.kill(_pid_in(str(tmp_path / "run" / "logs" / "instance-1.log")), signal.SIGKILL)
+    _, err = command.communicate(timeout=60)
+    assert command.returncode == 1
+    (line,) = err.strip().splitlines()
+    assert line.startswith("raypod: error: instance 1 on host localhost failed: ")
+    assert line.endswith("/run/logs/instance-1.log")
+    assert are_gone(processes)
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    command = start_command(tmp_path, "--epochs", "400")
+    wait_for_lines(tmp_path, lambda text: text.count("\n") > 3)
+    processes = session_processes(command)
+    for _ in range(2):
+        os.killpg(command.pid, signal.SIGINT)
+        time.sleep(0.01)
+    _, err = command.communicate(timeout=30)
+    assert command.returncode == 130, err
+    assert err.strip() in ("", "raypod: interrupted")
+    assert are_gone(processes)
+
+
+def test_a_run_goes_on_under_ray_on_another_placement(tmp_path: Path) -> None:
+    constant = ("--lr-schedule", "constant")
+    for flags in (("--updates", "6"), ("--updates", "12", "--resume", str(tmp_path / "run"), "--num-instances", "1")):
+        command = start_command(tmp_path, *constant, *flags)
+        _, err = command.communicate(timeout=90)
+        assert command.returncode == 0, err
+    whole = start_command(tmp_path / "whole", *constant, "--updates", "12", "--num-instances", "4")
+    assert whole.wait(timeout=90) == 0
+    for pipe in (whole.stdout, whole.stderr):
+        assert pipe is not None
+        pipe.close()
+    hashes = [json.loads((folder / "run" / "summary.json").read_text()) for folder in (tmp_path, tmp_path / "whole")]
+    assert hashes[0]["weights_sha256"] == hashes[1]["weights_sha256"]

@@ -1,0 +1,151 @@
+"""The ledger, and what verify-data proves from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypod.datasets.order import call_positions, digest, epoch_order
+from raypod.events import CallDone
+from raypod.plan.plan import Geometry, Plan
+from raypod.record import ledger
+from raypod.record.ledger import CallFed, Ledger, LifeBegun, Line
+from raypod.record.verify_data import Order, Verdict, judge
+
+SEED = 5
+
+
+def life(order: Order, generation: int, instances: int, first_update: int, end_update: int) -> List[Line]:
+    """The lines that one life of a fleet leaves behind when it does everything right."""
+    geometry = dataclasses.replace(order.geometry, num_instances=instances)
+    per_epoch = geometry.updates_per_epoch(order.train_samples)
+    lines: List[Line] = [LifeBegun(generation, first_update, instances)]
+    for update in range(first_update, end_update, geometry.device_iterations):
+        epoch, in_epoch = divmod(update, per_epoch)
+        samples = epoch_order(order.seed, epoch, order.train_samples)
+        call = in_epoch // geometry.device_iterations
+        digests = {instance: digest(samples[call_positions(geometry, instance, call)]) for instance in range(instances)}
+        position = in_epoch * geometry.global_batch_size
+        lines.append(CallFed(generation, update, epoch, position, geometry.samples_per_call, digests))
+    return lines
+
+
+def order_with(**sizes: int) -> Order:
+    values = {"micro_batch_size": 2, "gradient_accumulation": 1, "device_iterations": 1, "total_replicas": 4}
+    train_samples = sizes.pop("train_samples", 50)
+    return Order(Geometry(**{**values, "num_instances": 1, "ipus_per_replica": 1, **sizes}), SEED, train_samples)
+
+
+def judged(order: Order, lines: List[Line]) -> Verdict:
+    return judge(order, lines, [])
+
+
+@given(
+    micro=st.integers(1, 3),
+    accumulation=st.integers(1, 3),
+    iterations=st.integers(1, 3),
+    replicas=st.sampled_from([1, 2, 4, 6, 8]),
+    spare=st.integers(0, 40),
+    lives=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12), st.integers(0, 3)), min_size=1, max_size=4),
+)
+@settings(max_examples=80, deadline=None)
+def test_any_chain_of_resumes_on_any_topology_is_proved(
+    micro: int, accumulation: int, iterations: int, replicas: int, spare: int, lives: List[Any]
+) -> None:
+    sizes = {"micro_batch_size": micro, "gradient_accumulation": accumulation, "device_iterations": iterations}
+    per_call = micro * accumulation * iterations * replicas
+    order = order_with(**sizes, total_replicas=replicas, train_samples=2 * per_call + spare)
+    divisors = [n for n in (1, 2, 3, 4, 6, 8) if replicas % n == 0]
+    lines: List[Line] = []
+    done = 0
+    for generation, (back, forward, which) in enumerate(lives, start=1):
+        first = max(0, done - back * iterations)
+        done = first + forward * iterations
+        lines += life(order, generation, divisors[which % len(divisors)], first, done)
+    verdict = judged(order, lines)
+    assert verdict.is_proved, verdict.lines
+    assert f"proved: {done} updates" in verdict.lines[-1]
+
+
+ORDER = order_with(num_instances=2)
+WHOLE = life(ORDER, 1, 2, 0, 14)  # 6 updates an epoch
+
+
+def changed(place: int, **values: Any) -> List[Line]:
+    lines = list(WHOLE)
+    lines[place] = dataclasses.replace(lines[place], **values)
+    return lines
+
+
+FAULTS: Dict[str, List[Line]] = {
+    "updates 4 to 4 are not in the ledger": WHOLE[:4] + WHOLE[5:],
+    "update 4 was made twice": WHOLE[:5] + WHOLE[4:],
+    "update 3: instance 1 gathered other samples": changed(3, digests={0: WHOLE[3].digests[0], 1: "00"}),
+    "update 3: instance 1 reported no digest": changed(3, digests={0: WHOLE[3].digests[0]}),
+    r"\(epoch, position, count\) \(0, 99, 8\), not \(0, 16, 8\)": changed(3, position=99),
+    "the ledger has no calls": WHOLE[:1],
+}
+
+
+@pytest.mark.parametrize("told", list(FAULTS))
+def test_a_fault_is_told_with_its_place(told: str) -> None:
+    verdict = judged(ORDER, FAULTS[told])
+    assert not verdict.is_proved
+    with pytest.raises(AssertionError, match=told):
+        raise AssertionError("\n".join(verdict.lines))
+
+
+def test_an_epoch_is_told_with_what_it_left_out() -> None:
+    assert judged(ORDER, WHOLE).lines == (
+        "epoch 1: 48 of 48 samples seen exactly once; 2 left out, less than a call",
+        "epoch 2: 48 of 48 samples seen exactly once; 2 left out, less than a call",
+        "epoch 3: 16 of 48 samples seen exactly once; 2 left out, less than a call",
+        "proved: 14 updates, every sample at most once in each epoch and exactly once in each whole one",
+    )
+
+
+def test_what_a_resumed_run_did_again_counts_once() -> None:
+    lines = WHOLE + life(ORDER, 2, 4, 10, 20)
+    verdict = judged(ORDER, lines)
+    assert verdict.lines[0] == "generation 2 began after update 10: 4 superseded"
+    assert verdict.is_proved
+    del lines[-11]  # the line that says so is gone: the same updates twice
+    assert not judged(ORDER, lines).is_proved
+
+
+def test_the_file_survives_a_line_that_was_cut_off(make: Callable[..., Plan], tmp_path: Path) -> None:
+    plan = make()
+    Path(plan.run_dir).mkdir()
+    for generation in (1, 2):
+        book = Ledger(plan)
+        book.begin(generation, generation - 1)
+        book.write(CallDone(generation - 1, ((0, "aa"), (1, "bb"))))
+        book.sync()
+        book.close()
+        path = Path(plan.run_dir) / ledger.NAME
+        path.write_bytes(path.read_bytes() + b'{"generation": 2, "upd')
+    lines, unreadable = ledger.read(path)
+    assert lines == [
+        LifeBegun(1, 0, 2),
+        CallFed(1, 0, 0, 0, 32, {0: "aa", 1: "bb"}),
+        LifeBegun(2, 1, 2),
+        CallFed(2, 1, 0, 32, 32, {0: "aa", 1: "bb"}),
+    ]
+    assert unreadable == [3, 6]
+    assert ledger.last_generation(plan.run_dir) == 2
+
+
+def test_a_folder_without_a_ledger_is_the_users_mistake(tmp_path: Path) -> None:
+    from raypod.__main__ import main
+
+    assert main(["verify-data", str(tmp_path)]) == 2
+    assert main(["verify-data", str(tmp_path / "nowhere")]) == 2
+    assert main(["verify-data"]) == 2
+    (tmp_path / ledger.NAME).write_text(json.dumps({"generation": 1}))
+    assert main(["verify-data", str(tmp_path)]) == 2

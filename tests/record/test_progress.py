@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import io
+from typing import Any, Callable
+
+import pytest
+
+from raypod.events import EpochDone, EvaluationDone, Repaired, RunEnded, RunStarted, UpdateDone
+from raypod.plan.plan import Plan
+from raypod.record.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def update(number: int) -> UpdateDone:
+    return UpdateDone(number, (number - 1) // 44 + 1, 1.25, 50.0, number * 32, 1000.0, float(number))
+
+
+@pytest.fixture
+def shown(make: Callable[..., Plan]) -> Callable[..., tuple[str, str]]:
+    """Show events; what stdout and stderr have then."""
+
+    def show(err: Any, *events: Any) -> tuple[str, str]:
+        out = io.StringIO()
+        progress = Progress(make(training={"epochs": 2}), out, err)
+        for event in events:
+            progress.show(event)
+        progress.close()
+        return out.getvalue(), err.getvalue()
+
+    return show
+
+
+def test_a_terminal_has_a_bar_that_counts_the_updates_of_an_epoch(shown: Callable[..., Any]) -> None:
+    _, err = shown(Terminal(), *(update(number) for number in range(1, 45)), EpochDone(1, 1.25, 50.0))
+    assert "[Epoch 01]" in err
+    assert "44/44" in err
+    assert "loss=1.250, acc=50.0, 1000 images/s" in err
+
+
+def test_a_resumed_bar_starts_where_the_epoch_was_left(shown: Callable[..., Any]) -> None:
+    _, err = shown(Terminal(), *(update(number) for number in range(61, 89)))
+    assert "[Epoch 02]" in err
+    assert "16/44" in err  # updates 45..60 were done before
+    assert "44/44" in err
+
+
+def test_without_a_terminal_there_are_plain_lines(shown: Callable[..., Any]) -> None:
+    out, err = shown(io.StringIO(), *(update(number) for number in range(1, 45)), EpochDone(1, 1.835, 32.3))
+    assert out == "[Epoch 01] loss: 1.835, acc: 32.3\n"
+    assert err == ""
+
+
+def test_the_result_and_an_interruption_are_told(shown: Callable[..., Any]) -> None:
+    started = RunStarted("emulated", "emulated SDK on CPU", 44, 77754, ())
+    on_the_way, last = EvaluationDone(360, 0.5, 91.94, 44, 1), EvaluationDone(360, 0.05, 98.61, 88, 2)
+    out, _ = shown(io.StringIO(), started, on_the_way, last, RunEnded(50, True, "ab", None))
+    assert "emulated SDK on CPU; 77,754 parameters, the same in all instances, from update 44 on" in out
+    assert "[Epoch 01] test loss: 0.500, test acc: 91.94\n" in out
+    assert "Test accuracy: 98.61 % of 360 images (loss 0.050)" in out
+    assert "Interrupted after update 50; go on with --resume" in out
+
+
+def test_a_repair_names_the_checkpoints_it_could_not_use(shown: Callable[..., Any]) -> None:
+    damaged = ("checkpoints/update-00000012 is damaged: weights.safetensors has another sha256",)
+    repaired = Repaired((0, 1), ("a", "b"), "checkpoints/update-00000006", 6, 2.0, 1, 2, damaged)
+    warning, line = shown(io.StringIO(), repaired)[0].splitlines()
+    assert warning == f"warning: {damaged[0]}"
+    assert line.startswith("Repaired in 2.0 s: new instance 0 on a, instance 1 on b, with the state of checkpoints/")
