@@ -1,12 +1,12 @@
-"""What emulation costs, against plain torch in the same run: `python scripts/bench_sdk.py [--rounds 5] [--only PART]`.
+"""Overhead of emulation against plain torch in the same run: `python scripts/bench_sdk.py [--rounds 5] [--only PART]`.
 
 * loop: a training loop of one replica (ResNet-18 on 3x32x32, micro-batch 16, SGD with momentum) through poptorch, and
-  the same loop written in torch, step by step in turn in one process, on 1 and on 2 threads; with each in a process of
-  its own for the peak of its memory;
-* replicas: a call of 8 replicas on one core, and 8 calls of one replica on it;
-* loader: poptorch.DataLoader in Async mode with 2 workers, and torch's DataLoader with 2 workers, on the same data set.
+  the same loop in torch, alternating step by step in one process, on 1 and on 2 threads; and each in its own process
+  for the peak memory;
+* replicas: a call of 8 replicas on one core, against 8 calls of one replica on it;
+* loader: poptorch.DataLoader in Async mode with 2 workers, against torch's DataLoader with 2 workers, on the same data set.
 
-Ratios are medians of the ratios of each round. A target is what the ratio is to be at least or at most.
+Ratios are medians over the rounds. The target is a lower or upper bound of the ratio.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, Callable, Dict, List, Tuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "raypod" / "emulated_sdk")]
 
-import poptorch  # noqa: E402 - found only now
+import poptorch  # noqa: E402 - needs sys.path
 import torch  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
@@ -35,7 +35,7 @@ Row = Tuple[str, str, float, str]
 
 
 class ResNetWithLoss(torch.nn.Module):
-    """A user's model: ResNet-18 for small images, and its loss."""
+    """ResNet-18 for small images, with its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def batch(replicas: int = 1) -> Tuple[torch.Tensor, torch.Tensor]:
 
 
 def plain_step() -> Callable[[], float]:
-    """One step of the loop as a torch user writes it."""
+    """One training step in plain torch."""
     model = ResNetWithLoss().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     images, labels = batch()
@@ -74,7 +74,7 @@ def plain_step() -> Callable[[], float]:
 
 
 def emulated_step(replicas: int = 1) -> Callable[[], float]:
-    """One step of the loop as a PopTorch user writes it."""
+    """One training step with PopTorch."""
     model = ResNetWithLoss().train()
     optimizer = poptorch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     training = poptorch.trainingModel(model, poptorch.Options().replicationFactor(replicas), optimizer)
@@ -98,7 +98,7 @@ def loop(rounds: int) -> List[Row]:
         torch.set_num_threads(threads)
         steps = {name: make() for name, make in STEPS.items()}
         for step in steps.values():
-            step(), step()  # compiled, and warm
+            step(), step()  # compile and warm up
         taken: Dict[str, List[float]] = {name: [] for name in steps}
         for round_ in range(8 * rounds):
             for name in list(steps)[:: 1 if round_ % 2 else -1]:
@@ -112,7 +112,7 @@ def loop(rounds: int) -> List[Row]:
 
 
 def peak_mib(name: str) -> float:
-    """Of a process that does nothing but 4 steps; its imports are in the figure of both."""
+    """Peak memory in MiB of a process that runs 4 steps; the imports are included for both."""
     command = [sys.executable, __file__, "--peak", name]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=True)
@@ -121,7 +121,7 @@ def peak_mib(name: str) -> float:
 
 def replicas(rounds: int) -> List[Row]:
     cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})  # on two cores replicas run side by side, and would hide what they cost
+    os.sched_setaffinity(0, {min(cores)})  # on two cores replicas run in parallel, which hides their overhead
     try:
         torch.set_num_threads(1)
         one, eight = emulated_step(), emulated_step(8)
@@ -133,8 +133,8 @@ def replicas(rounds: int) -> List[Row]:
     return [("8 replicas on one core", figures, median(b / a for a, b in taken), "<= 1.05")]
 
 
-class Pictures(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Small pictures, shifted and flipped one by one as torchvision's transforms do."""
+class Images(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Small images, shifted and flipped one by one as torchvision's transforms do."""
 
     def __init__(self, samples: int) -> None:
         self.images = torch.randint(0, 256, (samples, 3, 40, 40), dtype=torch.uint8)
@@ -149,7 +149,7 @@ class Pictures(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def loader(rounds: int) -> List[Row]:
-    data, size = Pictures(8192), 64
+    data, size = Images(8192), 64
     options = poptorch.Options()
     ours = poptorch.DataLoader(options, data, size, num_workers=2, mode=poptorch.DataLoaderMode.Async)
     theirs = torch.utils.data.DataLoader(data, size, num_workers=2, drop_last=True, persistent_workers=True)
@@ -159,7 +159,7 @@ def loader(rounds: int) -> List[Row]:
         return samples / seconds(lambda: [images[0, 0, 0, 0].item() for images, _ in source])
 
     try:
-        epoch(ours), epoch(theirs)  # workers start
+        epoch(ours), epoch(theirs)  # start the workers
         rates = []
         for round_ in range(2 * rounds):
             pair = {each: epoch(each) for each in ((ours, theirs) if round_ % 2 else (theirs, ours))}
@@ -177,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=sorted(PARTS))
-    parser.add_argument("--peak", choices=sorted(STEPS), help="print the peak memory of a few steps, and end")
+    parser.add_argument("--peak", choices=sorted(STEPS), help="print the peak memory of a few steps and exit")
     args = parser.parse_args()
     if args.peak:
         torch.set_num_threads(1)

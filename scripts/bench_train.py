@@ -1,13 +1,13 @@
-"""How fast raypod trains, against named baselines in the same run: `python scripts/bench_train.py [--rounds 5]`.
+"""Training speed against baselines in the same run: `python scripts/bench_train.py [--rounds 5]`.
 
-Same work for all: ResNet-18 on 3x32x32 synthetic images, micro-batch 16, accumulation 2, 2 processes x 1 thread, fp32.
+All run the same work: ResNet-18 on 3x32x32 synthetic images, micro-batch 16, accumulation 2, 2 processes x 1 thread, fp32.
 
-* limit: two processes with a fixed batch, no data and no exchange: what the cores can do;
-* torchrun: DistributedDataParallel over gloo, no_sync while accumulating;
+* limit: two processes with a fixed batch, without data loading or communication: the limit of the cores;
+* torchrun: DistributedDataParallel over gloo, no_sync during accumulation;
 * raypod: 2 instances x 1 replica under Ray.
 
-Rounds are interleaved; medians, and the median of the ratios of each round. Then where the seconds before the first
-update go, and what an update costs when the model has a few parameters only.
+Rounds are interleaved; figures are medians, ratios are medians over the rounds. Then the breakdown of the time to the
+first update, and the overhead per update with a model of few parameters.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run_torchrun(updates: int) -> float:
 
 
 def run_raypod(*flags: str) -> Dict[str, Any]:
-    """The summary of a run."""
+    """Run raypod and return the summary."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "raypod.train", "--device", "emulated", "--run-dir", f"{folder}/run", *flags]
         subprocess.run(command, env=ENV, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=True)
@@ -70,7 +70,7 @@ def throughput(rounds: int, updates: int) -> None:
 
 
 def start_up(rounds: int) -> None:
-    """The default run, stopped after its first update."""
+    """Run the default run until its first update."""
     summaries = [run_raypod("--updates", "1") for _ in range(rounds)]
     print("\n| from the command to the first update | s |\n|---|---|")
     for what in summaries[0]["seconds_to_start"]:
@@ -79,7 +79,7 @@ def start_up(rounds: int) -> None:
 
 
 def orchestration(updates: int) -> None:
-    """A model of 22 parameters, one image per replica: what remains is what an update costs besides its arithmetic."""
+    """Train a model of 22 parameters with one image per replica: the time of an update is almost only overhead."""
     tiny = ["--dataset", "synthetic", "--image", "1x2x2", "--model", "tiny", "--batch-size", "1", "--epochs", "1000"]
     tiny += ["--replicas", "2", "--updates", str(updates)]
     rows = {

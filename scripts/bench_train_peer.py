@@ -1,7 +1,7 @@
-"""The peers of bench_train.py, one process each: DistributedDataParallel under torchrun, and the bare compute limit.
+"""The baselines of bench_train.py, one process each: DistributedDataParallel under torchrun, and the compute limit.
 
 Both train the same network (raypod.model.networks) with the same optimizer on the same sizes, and print one line of JSON:
-{"images_per_s": ...}. Not meant to be started by hand; bench_train.py does.
+{"images_per_s": ...}. Started by bench_train.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def network_and_optimizer(config: Config) -> tuple[torch.nn.Module, torch.optim.
 
 
 def limit(config: Config, updates: int, warm_up: int) -> float:
-    """Forward, backward and update of a fixed batch: no data, no exchange. Images per second of this process."""
+    """Train on a fixed batch without data loading or communication; return this process's images per second."""
     network, optimizer = network_and_optimizer(config)
     images = torch.randn(config.training.batch_size, 3, 32, 32)
     labels = torch.arange(config.training.batch_size) % 10
@@ -65,7 +65,7 @@ def limit(config: Config, updates: int, warm_up: int) -> float:
 
 
 def ddp(config: Config, updates: int, warm_up: int) -> float:
-    """What a user of torchrun writes: DataLoader, DistributedSampler, no_sync while accumulating. All processes."""
+    """Train with DataLoader, DistributedSampler and no_sync during accumulation; images per second of all processes."""
     dist.init_process_group("gloo")
     network, optimizer = network_and_optimizer(config)
     model = DistributedDataParallel(network)

@@ -1,4 +1,4 @@
-"""Waiting in tests, never without a bound."""
+"""Polling with a timeout, for tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GONE_WITHIN_S = 15.0
 
 
 def wait_until(condition: Callable[[], bool], within_s: float = GONE_WITHIN_S) -> bool:
-    """Whether a condition comes true within a bound."""
+    """Poll until a condition holds; False after the timeout."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""What every test may rely on, and what none may leave behind: environment variables, child processes, threads."""
+"""Shared fixtures, and the check that no test leaves environment variables, child processes or threads behind."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Callable, Iterator
 import psutil
 import pytest
 
-# Before anything imports ray: the tests' own sessions need no secret, and must not write one into the home folder.
+# Set before anything imports ray: the sessions of the tests need no token, and must not write one to the home folder.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-# Each of several test processes has sessions of its own: what one starts, a run in another would join. A short name,
-# for the sockets in it may have paths of 107 bytes.
+# A separate folder per test process: otherwise a run in one process joins the Ray session of another. The name is short
+# because socket paths are limited to 107 bytes.
 os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="r")
 
 from bounded import wait_until
@@ -29,7 +29,7 @@ from raypod.plan.config import Config
 from raypod.plan.plan import Plan, make_plan
 from raypod.plan.resolve import from_values
 
-# By pytest, by poptorch (contract section 1.9), and by torch's compiler, which torch's own optimizers import.
+# Set by pytest, by importing poptorch, and by torch's compiler, which torch's own optimizers import.
 SET_BY_AN_IMPORT = {"PYTEST_CURRENT_TEST", "RDMAV_FORK_SAFE", "TORCHINDUCTOR_CACHE_DIR"}
 
 
@@ -55,7 +55,7 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 @pytest.fixture
 def make(tmp_path: object) -> Callable[..., Plan]:
-    """`make(training={...}, pod={...})`: a plan on this host whose run folder is the test's own."""
+    """`make(training={...}, pod={...})`: a plan for this host with a run folder under `tmp_path`."""
 
     def build(**sections: dict[str, object]) -> Plan:
         config: Config = from_values(sections)
@@ -66,7 +66,7 @@ def make(tmp_path: object) -> Callable[..., Plan]:
 
 @pytest.fixture
 def run_python() -> Callable[[str], str]:
-    """Run a program in a fresh interpreter; its output. It must end with 0."""
+    """Run a program in a new interpreter, which must exit with 0, and return its output."""
 
     def run(program: str) -> str:
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
@@ -78,7 +78,7 @@ def run_python() -> Callable[[str], str]:
 
 @pytest.fixture
 def small_disk() -> Iterator[Callable[..., Path]]:
-    """`small_disk(folder, kib=1536)`: a file system of that size on a new folder. Skips where nobody may mount one."""
+    """`small_disk(folder, kib=1536)`: mount a file system of that size. Skips if mounting is not permitted."""
     mounted: list[Path] = []
 
     def mount(folder: Path, kib: int) -> Path:
