@@ -1,7 +1,4 @@
-"""`python -m raypod.launch [options] PROGRAM [ARGS...]`: poprun on Ray (contract section 7).
-
-Options, placement, partition, hosts, programs, end: `_launch` and `_run` tell it from top to bottom.
-"""
+"""`python -m raypod.launch [options] PROGRAM [ARGS...]`: run any program in every instance, as poprun does, on Ray."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ from typing import Dict, Optional, Sequence
 
 from raypod.cli import report_errors
 from raypod.errors import ConfigError
-from raypod.host.sdk import Sdk, for_programs
+from raypod.host.sdk import Sdk, sdk_for_programs
 from raypod.launcher import options
-from raypod.launcher.mpi_arguments import understand
+from raypod.launcher.mpi_arguments import parse_mpi_arguments
 from raypod.launcher.options import Request
 from raypod.launcher.output import Console, Output
 from raypod.launcher.partition import partition
@@ -32,34 +29,35 @@ from raypod.plan.cluster import Cluster, Host, cluster_of, host_file, read_clust
 from raypod.plan.placement import check_ilds, place
 
 _PROG = "raypod.launch"
-_BROKEN_PIPE = 128 + 13  # what a shell says of a writer to whom nobody listens
+_BROKEN_PIPE = 128 + 13  # 128 + SIGPIPE: stdout is closed
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """The command; its exit code.
+    """Run the command and return its exit code.
 
-    That of the first program that failed (128 + n if signal n killed it), else 0; 128 + n if signal n ended the launch;
-    2 for a mistake in what was asked for; 1 if a host was lost or the launch itself failed.
+    Returns:
+        The exit code of the first program that failed (128 + n if signal n killed it), else 0; 128 + n if signal n
+        ended the launch; 2 for a mistake in the options; 1 if a host was lost or the launch itself failed.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    caller = dict(os.environ)  # before Ray is imported, which adds to it
+    caller = dict(os.environ)  # importing Ray adds variables
     signals = Signals()
-    with signals.caught():
+    with signals.handled():
         return report_errors(lambda: _launch(words, caller, signals))
 
 
 def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> int:
     request, query = options.parse(words)
     if query is not None:
-        print(options.usage(f"python -m {_PROG}") if query == "help" else _version())  # noqa: T201 - what was asked for
+        print(options.usage(f"python -m {_PROG}") if query == "help" else _version())  # noqa: T201
         return 0
-    arguments = understand(request)
-    sdk, sdk_path = for_programs(request.device)
-    threads = 0 if sdk.has_ipus else 1  # the emulated arithmetic depends on them, and a pod's hosts have cores to use
+    arguments = parse_mpi_arguments(request)
+    sdk, sdk_path = sdk_for_programs(request.device)
+    threads = 0 if sdk.has_ipus else 1  # emulated results depend on the thread count; 0: all cores of a host
     _check(request)
     placement = place(_cluster(request), request.num_replicas, request.num_instances, request.ipus_per_replica, threads)
-    of_file = placement.cluster.vipu
-    num_ilds = request.num_ilds or (of_file.link_domains if of_file else None)
+    in_file = placement.cluster.vipu
+    num_ilds = request.num_ilds or (in_file.link_domains if in_file else None)
     check_ilds(placement, num_ilds)
     if request.print_topology:
         print(tables.render_topology(placement, num_ilds), flush=True)  # noqa: T201
@@ -76,16 +74,16 @@ def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> i
 
 
 def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
-    """Bring the hosts up, run the programs on them, and leave nothing behind."""
+    """Start the hosts, run the programs on them, and clean up."""
     request, placement = programs.request, programs.placement
     with contextlib.ExitStack() as stack:
         needed = dataclasses.replace(placement, ipus_per_replica=0) if request.offline_mode else placement
         hosts = RayHosts(needed, request.cluster, request.start_timeout)
         stack.callback(hosts.close)
         hosts.join()
-        stack.enter_context(signals.caught())  # again, after Ray
+        stack.enter_context(signals.handled())  # Ray replaced the handlers
         hosts.open()
-        facts = hosts.meet(
+        facts = hosts.connect(
             request.host_subnet or programs.arguments.network or placement.cluster.data_network,
             len(placement.instances),
         )
@@ -95,14 +93,14 @@ def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
         stack.callback(output.close)
         Path(folder, "launch.yaml").write_text(options.export(request))
         hosts.start(programs.by_host(facts), request.grace, f"{folder}/logs")
-        _tell(programs, sdk, hosts, folder)
-        with signals.caught(note=True):
+        _log_start(programs, sdk, hosts, folder)
+        with signals.handled(record=True):
             forwarder = StdinForwarder(hosts.write_stdin)
             stack.callback(forwarder.close)
             try:
                 return Supervision(hosts, placement, output, signals, request.grace).run()
             except BrokenPipeError:
-                _abandon_stdout()
+                _discard_stdout()
                 return _BROKEN_PIPE
 
 
@@ -112,13 +110,13 @@ def _check(request: Request) -> None:
         last = request.num_instances - 1
         raise ConfigError(f"--only-output-from-instance {only}: the last instance is {last}")
     if placement not in (None, "disabled", "spreadnuma"):
-        raise ConfigError(f"--process-placement {placement}: say disabled or spreadnuma")
+        raise ConfigError(f"--process-placement {placement}: must be disabled or spreadnuma")
 
 
 def _cluster(request: Request) -> Cluster:
     given = [f"--{key}" for key in ("host", "hostfile", "cluster") if getattr(request, key)]
     if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} both name the hosts; give one")
+        raise ConfigError(f"{' and '.join(given)} both list the hosts; give only one")
     if request.hostfile:
         names = host_file(request.hostfile)
         return Cluster(request.hostfile, tuple(Host(name, name) for name in names)) if names else cluster_of("")
@@ -128,7 +126,7 @@ def _cluster(request: Request) -> Cluster:
 def _export(request: Request) -> None:
     path = Path(request.export_config)
     if path.exists() and not request.overwrite_config:
-        raise ConfigError(f"--export-config {path}: the file is there already; --overwrite-config replaces it")
+        raise ConfigError(f"--export-config {path}: the file exists; --overwrite-config replaces it")
     try:
         path.write_text(options.export(request))
     except OSError as error:
@@ -136,7 +134,7 @@ def _export(request: Request) -> None:
 
 
 def _run_folder(request: Request) -> str:
-    """--run-dir, else `runs/<time>-launch-<program>`, made here with a number behind it where that is taken."""
+    """Return --run-dir, or create and return `runs/<time>-launch-<program>`, with a number appended if it exists."""
     if request.run_dir:
         return os.path.abspath(str(request.run_dir))  # noqa: PTH100 - keeps symlinks
     scripts = [word for word in request.program[:4] if word.endswith((".py", ".sh"))]
@@ -149,11 +147,13 @@ def _run_folder(request: Request) -> str:
         except FileExistsError:
             continue
         except OSError as error:
-            raise ConfigError(f"cannot create the run folder {folder}: {error.strerror}; choose a --run-dir") from None
+            raise ConfigError(
+                f"cannot create the run folder {folder}: {error.strerror}; choose another --run-dir"
+            ) from None
     return folder
 
 
-def _tell(programs: Programs, sdk: Sdk, hosts: RayHosts, folder: str) -> None:
+def _log_start(programs: Programs, sdk: Sdk, hosts: RayHosts, folder: str) -> None:
     if programs.request.verbosity:
         _say(f"{sdk.line}; logs: {folder}/logs")
         _say("; ".join(f"{what}: {seconds:.2f} s" for what, seconds in hosts.start_seconds))
@@ -163,8 +163,8 @@ def _tell(programs: Programs, sdk: Sdk, hosts: RayHosts, folder: str) -> None:
             _say(f"instance {spec.index} on {spec.host}: " + " ".join(f"{name}={own[name]}" for name in sorted(own)))
 
 
-def _abandon_stdout() -> None:
-    """Nobody reads it any more; the interpreter must not try to flush it on its way out."""
+def _discard_stdout() -> None:
+    """Redirect stdout and stderr to /dev/null: their reader is gone, and the interpreter flushes them at exit."""
     descriptor = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
@@ -174,7 +174,7 @@ def _abandon_stdout() -> None:
 def _version() -> str:
     try:
         return f"raypod {version('raypod')}"
-    except PackageNotFoundError:  # run from its source folder
+    except PackageNotFoundError:  # imported from a source folder
         return "raypod, not installed"
 
 

@@ -1,7 +1,7 @@
-"""What lives in the actor of a host: the programs of its instances, their output, their signals and their stdin.
+"""The actor of one host: it starts the programs of its instances and handles their output, signals and stdin.
 
-Plain Python; `fleet/ray_hosts.py` wraps it where it starts actors. The programs themselves belong to the keeper
-(keeper.py), a process of its own that ends them when this one is gone.
+Plain Python; `ray_hosts.py` makes it a Ray actor. The programs are children of the reaper (`reaper.py`), a separate
+process that ends them when this process exits.
 """
 
 from __future__ import annotations
@@ -18,85 +18,85 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.host import interfaces, sdk
 from raypod.host.process import cpus_of_node
-from raypod.instance.collectives import Rendezvous, horovod_door, horovod_interface
-from raypod.instance.horovod_rendezvous import HorovodDoor
+from raypod.instance.collectives import Rendezvous, horovod_interface, horovod_proxy
+from raypod.instance.horovod_rendezvous import HorovodProxy
 from raypod.launcher import reaper
-from raypod.launcher.output_pump import Pump
+from raypod.launcher.output_pump import OutputPump
 from raypod.launcher.records import STDERR, STDOUT, HostFacts, HostReport, Program
 
-_KEEPER_S = 5.0  # more than it allows itself
+_REAPER_S = 5.0  # bound of the reaper's end; longer than its own
 
 
 class HostProcess:
-    """Owns the programs of one host."""
+    """Runs the programs of one host."""
 
     def __init__(self) -> None:
-        self._pump: Optional[Pump] = None
+        self._pump: Optional[OutputPump] = None
         self._commands = self._stdin = -1
         self._rendezvous: Optional[Rendezvous] = None
-        self._horovod_door: Optional[HorovodDoor] = None
+        self._horovod_proxy: Optional[HorovodProxy] = None
 
     def ready(self) -> bool:
-        """An answer, once the actor lives."""
+        """Return True: the actor is started."""
         return True
 
     def address_in(self, subnet: str) -> str:
-        """This host's address in a subnet (CIDR), or of an interface of that name.
+        """Return this host's address in a subnet (CIDR) or of the interface of that name.
 
         Raises:
-            ClusterError: it has none.
+            ClusterError: The host has no such address.
         """
         return interfaces.address_in(subnet, "--host-subnet")
 
-    def facts(self, rendezvous: Dict[str, str], address: str = "") -> HostFacts:
-        """What leads from this host to the meeting point; `address` is its own, where that was chosen."""
-        sdk.offer_store()
-        self._horovod_door = horovod_door(rendezvous)
-        meeting_point = rendezvous["EMULATED_POD_RENDEZVOUS"].rpartition(":")[0]
-        environment = horovod_interface(meeting_point)
+    def join_rendezvous(self, rendezvous: Dict[str, str], address: str = "") -> HostFacts:
+        """Return the variables by which this host reaches the rendezvous; `address` is its own, if one was chosen."""
+        sdk.make_store_importable()
+        self._horovod_proxy = horovod_proxy(rendezvous)
+        rendezvous_host = rendezvous["EMULATED_POD_RENDEZVOUS"].rpartition(":")[0]
+        environment = horovod_interface(rendezvous_host)
         if address:
             name = str(interfaces.interface_of(address))
             environment = {"HOROVOD_GLOO_IFACE": name, "GLOO_SOCKET_IFNAME": name}
-        return HostFacts(address or meeting_point, {**environment, **rendezvous, **self._horovod_door.environment})
+        return HostFacts(address or rendezvous_host, {**environment, **rendezvous, **self._horovod_proxy.environment})
 
     def open_rendezvous(self, address: str) -> Dict[str, str]:
-        """Where all instances of the run meet: at this host's `address`. The variables that lead there."""
-        sdk.offer_store()
+        """Open the rendezvous of all instances at this host's `address`; return its variables."""
+        sdk.make_store_importable()
         self._rendezvous = Rendezvous(address)
         return self._rendezvous.environment
 
     def start(self, programs: Sequence[Program], grace_s: float) -> None:
-        """Start the programs; their output and ends come with `read`."""
+        """Start the programs; `read` returns their output and exits."""
         outputs: Dict[int, Tuple[int, int]] = {}
         described: List[Dict[str, Any]] = []
-        theirs: List[int] = []
+        inherited: List[int] = []
         for program in programs:
-            stdin, self._stdin = self._open_stdin() if program.reads_stdin else (_null(), self._stdin)
-            stdout, their_stdout = _open_stdout()
-            stderr, their_stderr = os.pipe()
+            stdin, self._stdin = os.pipe() if program.reads_stdin else (os.open(os.devnull, os.O_RDONLY), self._stdin)
+            stdout, program_stdout = _open_stdout()
+            stderr, program_stderr = os.pipe()
             outputs[stdout], outputs[stderr] = (program.instance, STDOUT), (program.instance, STDERR)
-            files = [stdin, their_stdout, their_stderr]
+            files = [stdin, program_stdout, program_stderr]
             described.append(_describe(program, files))
-            theirs += files
-        ends = self._start_keeper(theirs)
-        self._pump = Pump(outputs, ends, [program.instance for program in programs])
-        self._tell(programs=described, grace_s=grace_s)
+            inherited += files
+        ends = self._start_reaper(inherited)
+        self._pump = OutputPump(outputs, ends, [program.instance for program in programs])
+        self._send(programs=described, grace_s=grace_s)
 
     def read(self, within_s: float) -> HostReport:
-        """What happened since the last call, at most `within_s` from now."""
-        assert self._pump is not None, "start first"
+        """Return output and exits since the last call; wait at most `within_s` for some."""
+        assert self._pump is not None, "call start first"
         return self._pump.take(within_s)
 
     def signal(self, number: int) -> None:
-        """Pass a signal on to the process group of every program."""
-        self._tell(signal=number)
+        """Send a signal to the process group of every program."""
+        self._send(signal=number)
 
     def end(self, grace_s: float) -> None:
-        """SIGTERM to what is left of the programs, SIGKILL after the grace."""
-        self._tell(end=grace_s)
+        """Send SIGTERM to all processes of the programs, and SIGKILL after the grace period."""
+        self._send(end=grace_s)
 
     def write_stdin(self, data: bytes) -> bool:
-        """Hand bytes to the program that reads stdin, b"" for its end; False when it listens no more."""
+        """Write bytes (b"": end of file) to the program that reads stdin; return False if its stdin is closed."""
         if self._stdin < 0:
             return False
         try:
@@ -105,46 +105,42 @@ class HostProcess:
                 if not data:
                     return True
         except BrokenPipeError:
-            pass  # it has ended, or closed its stdin
+            pass  # the program exited, or closed its stdin
         os.close(self._stdin)
         self._stdin = -1
         return False
 
     def close(self) -> None:
-        """End everything, without a grace. An actor that is killed leaves the same to its keeper."""
+        """Kill the programs and close everything. If the actor is killed instead, the reaper ends the programs."""
         if self._pump is not None:
             self.end(0.0)
-            deadline = time.monotonic() + _KEEPER_S
-            while not self._pump.take(_KEEPER_S).is_done and time.monotonic() < deadline:
+            deadline = time.monotonic() + _REAPER_S
+            while not self._pump.take(_REAPER_S).is_done and time.monotonic() < deadline:
                 pass
             os.close(self._commands)
         if self._stdin >= 0:
             os.close(self._stdin)
-        if self._horovod_door is not None:
-            self._horovod_door.close()
+        if self._horovod_proxy is not None:
+            self._horovod_proxy.close()
         if self._rendezvous is not None:
             self._rendezvous.close()
 
-    def _open_stdin(self) -> Tuple[int, int]:
-        theirs, ours = os.pipe()
-        return theirs, ours
-
-    def _start_keeper(self, files: List[int]) -> int:
-        """The keeper, which inherits `files` (closed here); the descriptor that it tells ends on."""
+    def _start_reaper(self, files: List[int]) -> int:
+        """Start the reaper, which inherits `files` (closed here); return the descriptor of its output."""
         commands, self._commands = os.pipe()
-        ends, its_ends = os.pipe()
+        ends, reaper_output = os.pipe()
         script = [sys.executable, "-I", "-S", str(reaper.__file__)]
         starter = subprocess.Popen(
-            script, stdin=commands, stdout=its_ends, pass_fds=files, start_new_session=True, cwd="/"
+            script, stdin=commands, stdout=reaper_output, pass_fds=files, start_new_session=True, cwd="/"
         )
-        starter.wait()  # it only forks the keeper
-        for descriptor in (*files, commands, its_ends):
+        starter.wait()  # it only forks the reaper
+        for descriptor in (*files, commands, reaper_output):
             os.close(descriptor)
         return ends
 
-    def _tell(self, **command: Any) -> None:
+    def _send(self, **command: Any) -> None:
         data = json.dumps(command).encode() + b"\n"
-        with contextlib.suppress(BrokenPipeError):  # it has ended, and with it all programs
+        with contextlib.suppress(BrokenPipeError):  # the reaper exited, and with it all programs
             while data:
                 data = data[os.write(self._commands, data) :]
 
@@ -160,19 +156,14 @@ def _describe(program: Program, files: List[int]) -> Dict[str, Any]:
     }
 
 
-def _null() -> int:
-    return os.open(os.devnull, os.O_RDONLY)
-
-
 def _open_stdout() -> Tuple[int, int]:
-    """Our end and the program's end of its stdout.
+    """Return two descriptors of a program's stdout: the one to read from, and the program's.
 
-    A terminal, as mpirun gives: programs then write line by line, instead of in blocks that come late. Bytes pass
-    through it unchanged.
+    It is a terminal in raw mode, as with mpirun: programs then flush each line, and bytes pass unchanged.
     """
     try:
-        ours, theirs = pty.openpty()
-    except OSError:  # none left, or a container without /dev/pts
+        master, slave = pty.openpty()
+    except OSError:  # none available, or a container without /dev/pts
         return os.pipe()
-    tty.setraw(theirs)
-    return ours, theirs
+    tty.setraw(slave)
+    return master, slave

@@ -1,6 +1,6 @@
-"""What command lines for poprun hand to mpirun, as far as it has a meaning without MPI: environment and network.
+"""The mpirun arguments of a poprun command line that have a meaning without MPI: environment and network.
 
-The rest is refused by name, with what to use instead.
+Every other mpirun argument is a ConfigError that names the replacement.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from raypod.errors import ConfigError
 from raypod.launcher.options import Request
 
 _NETWORK = ("btl_tcp_if_include", "oob_tcp_if_include")
-_ALREADY_SO = ("tag-output", "allow-run-as-root", "oversubscribe", "report-bindings", "display-map")
-_INSTEAD = {
+_IMPLIED = ("tag-output", "allow-run-as-root", "oversubscribe", "report-bindings", "display-map")
+_REPLACEMENTS = {
     "np": "--num-instances",
     "n": "--num-instances",
     "H": "-H",
@@ -22,9 +22,9 @@ _INSTEAD = {
     "hostfile": "--hostfile",
     "bind-to": "--numa-aware",
     "map-by": "--numa-aware",
-    "rank-by": "nothing: instances fill one host after the other",
-    "output-filename": "--run-dir, whose logs folder has a file for each instance",
-    "timestamp-output": "a program's own time stamps",
+    "rank-by": "nothing: instances fill the hosts in order",
+    "output-filename": "--run-dir, which has a log file per instance",
+    "timestamp-output": "timestamps in the program itself",
     "wdir": "cd",
     "prefix": "-x PATH=... and -x LD_LIBRARY_PATH=...",
     "timeout": "timeout(1)",
@@ -33,30 +33,33 @@ _INSTEAD = {
 
 @dataclasses.dataclass(frozen=True)
 class MpiArguments:
-    """The part with a meaning: variables (None: as the caller has them) for all instances and for single ones."""
+    """Environment variables for all instances and for single ones, and the network between instances.
+
+    A value of None stands for the caller's value.
+    """
 
     for_all: Dict[str, Optional[str]]
     for_one: Dict[int, Dict[str, Optional[str]]]
-    network: Optional[str]  # CIDR or interface
+    network: Optional[str]  # CIDR or interface name
 
     def environment(self, instance: int, caller: Dict[str, str]) -> Dict[str, str]:
-        """The variables of one instance; those that the caller does not have are left out, as mpirun does."""
+        """Return the variables of one instance, without those that the caller does not have (as mpirun does)."""
         both = {**self.for_all, **self.for_one.get(instance, {})}
         values = {name: caller.get(name) if value is None else value for name, value in both.items()}
         return {name: value for name, value in values.items() if value is not None}
 
 
-def understand(request: Request) -> MpiArguments:
-    """Read `-x`, `--mpi-global-args`, `--mpi-local-args` and `--instance-mpi-local-args`.
+def parse_mpi_arguments(request: Request) -> MpiArguments:
+    """Parse `-x`, `--mpi-global-args`, `--mpi-local-args` and `--instance-mpi-local-args`.
 
     Raises:
-        ConfigError: an argument that only makes sense with MPI, or an instance that is not there.
+        ConfigError: An argument requires MPI, or an instance does not exist.
     """
     for_all = dict(_variable(text, "-x") for text in request.x)
     network: Optional[str] = None
     for option in ("mpi_global_args", "mpi_local_args"):
         for text in getattr(request, option):
-            variables, found = _read(text, f"--{option.replace('_', '-')}")
+            variables, found = _parse(text, f"--{option.replace('_', '-')}")
             for_all.update(variables)
             network = found or network
     for_one: Dict[int, Dict[str, Optional[str]]] = {}
@@ -64,15 +67,15 @@ def understand(request: Request) -> MpiArguments:
         index, colon, arguments = text.partition(":")
         if not colon or not index.strip().isdigit() or int(index) >= request.num_instances:
             raise ConfigError(
-                f'--instance-mpi-local-args {text}: write INSTANCE:"-x VAR=VALUE" with an instance of '
-                f"0 to {request.num_instances - 1}"
+                f'--instance-mpi-local-args {text}: must be INSTANCE:"-x VAR=VALUE" with an instance '
+                f"from 0 to {request.num_instances - 1}"
             )
-        variables, _ = _read(arguments.strip().strip("\"'"), "--instance-mpi-local-args")
+        variables, _ = _parse(arguments.strip().strip("\"'"), "--instance-mpi-local-args")
         for_one.setdefault(int(index), {}).update(variables)
     return MpiArguments(for_all, for_one, network)
 
 
-def _read(text: str, option: str) -> Tuple[Dict[str, Optional[str]], Optional[str]]:
+def _parse(text: str, option: str) -> Tuple[Dict[str, Optional[str]], Optional[str]]:
     variables: Dict[str, Optional[str]] = {}
     network: Optional[str] = None
     words = _split(text, option)
@@ -83,11 +86,11 @@ def _read(text: str, option: str) -> Tuple[Dict[str, Optional[str]], Optional[st
         elif name in ("mca", "gmca"):
             parameter, value = _next(words, option, "--mca"), _next(words, option, "--mca")
             if parameter not in _NETWORK:
-                raise ConfigError(f"{option}: --mca {parameter}: there is no MPI here to tune")
+                raise ConfigError(f"{option}: --mca {parameter}: not supported without MPI")
             network = value
-        elif name not in _ALREADY_SO:
-            instead = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
-            raise ConfigError(f"{option}: {name!r} is for mpirun, and there is none here{instead}")
+        elif name not in _IMPLIED:
+            instead = f"; use {_REPLACEMENTS[name]}" if name in _REPLACEMENTS else ""
+            raise ConfigError(f"{option}: {name!r} is not supported without mpirun{instead}")
     return variables, network
 
 
@@ -107,5 +110,5 @@ def _next(words: List[str], option: str, after: str) -> str:
 def _variable(text: str, option: str) -> Tuple[str, Optional[str]]:
     name, equals, value = text.partition("=")
     if not name or " " in name:
-        raise ConfigError(f"{option} {text}: write VAR or VAR=VALUE")
+        raise ConfigError(f"{option} {text}: must be VAR or VAR=VALUE")
     return name, value if equals else None

@@ -1,6 +1,6 @@
-"""Reads the output of a host's programs as it comes, and holds it until somebody asks for it.
+"""Read the output of a host's programs as it arrives, and hold it until the launcher fetches it.
 
-What is held is bounded: while nobody asks, nothing more is read, and the programs wait in their next write.
+The buffer is bounded: while it is full, nothing more is read, and the programs block in their next write.
 """
 
 from __future__ import annotations
@@ -15,73 +15,76 @@ from typing import Iterable, List, Mapping, Tuple
 
 from raypod.launcher.records import HostReport, ProgramEnd
 
-_MOST_BYTES = 4 << 20
+_MAX_BYTES = 4 << 20
 _READ_BYTES = 1 << 16
 _KILLED = 128 + 9
-_TOGETHER_S = 0.002  # output that comes this soon after other output travels with it: a message costs more
-_STALLED_S = 0.5  # how long a full pump sleeps when nobody wakes it
+_BATCH_S = 0.002  # output that arrives within this time is sent in one message: each message is expensive
+_FULL_WAIT_S = 0.5  # longest wait of a full pump between two checks for space
 
 
-class Pump:
-    """One thread, from its birth until every output has ended and every program's end was read."""
+class OutputPump:
+    """A thread that reads all outputs until each is closed and the exit of every program has been read."""
 
     def __init__(self, outputs: Mapping[int, Tuple[int, int]], ends: int, instances: Iterable[int]) -> None:
-        """`outputs`: descriptor -> (instance, stream); `ends`: the keeper's output; `instances`: those that will end.
+        """Start the thread, which takes over all descriptors and closes them.
 
-        Takes the descriptors over and closes them.
+        Args:
+            outputs: Descriptor -> (instance, stream).
+            ends: Descriptor of the reaper's output.
+            instances: The instances whose exits are expected.
         """
         self._outputs = dict(outputs)
-        self._ends_from, self._unended = ends, set(instances)
+        self._ends_from, self._running = ends, set(instances)
         self._chunks: List[Tuple[int, int, bytearray]] = []
         self._ends: List[ProgramEnd] = []
-        self._bytes, self._is_silent, self._is_done = 0, False, False
-        self._is_news = False  # whether one of these two changed
+        self._bytes, self._is_output_closed, self._is_done = 0, False, False
+        self._has_new_state = False  # one of the two flags changed since the last report
         self._changed = threading.Condition()
-        threading.Thread(target=self._run, name="pump", daemon=True).start()
+        threading.Thread(target=self._run, name="output pump", daemon=True).start()
 
     def take(self, within_s: float) -> HostReport:
-        """What came since the last call; waits for something at most `within_s`."""
+        """Return what arrived since the last call; wait at most `within_s` for something to arrive."""
         with self._changed:
-            self._changed.wait_for(lambda: self._chunks or self._ends or self._is_news, within_s)
+            self._changed.wait_for(lambda: self._chunks or self._ends or self._has_new_state, within_s)
             chunks = tuple((instance, stream, bytes(data)) for instance, stream, data in self._chunks)
             ends = tuple(self._ends)
-            self._chunks, self._ends, self._bytes, self._is_news = [], [], 0, False
+            self._chunks, self._ends, self._bytes, self._has_new_state = [], [], 0, False
             self._changed.notify_all()
-            return HostReport(chunks, ends, self._is_silent, self._is_done)
+            return HostReport(chunks, ends, self._is_output_closed, self._is_done)
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
             for descriptor in (*self._outputs, self._ends_from):
                 os.set_blocking(descriptor, False)
                 selector.register(descriptor, selectors.EVENT_READ)
-            said = b""
+            partial_line = b""
             while selector.get_map():
-                most = 0
+                largest = 0
                 for key, _ in selector.select():
-                    data, has_ended = _read(key.fd)
-                    most = max(most, len(data))
-                    if has_ended:
+                    data, is_closed = _read(key.fd)
+                    largest = max(largest, len(data))
+                    if is_closed:
                         selector.unregister(key.fd)
                         os.close(key.fd)
                     if key.fd == self._ends_from:
-                        *lines, said = (said + data).split(b"\n")
+                        *lines, partial_line = (partial_line + data).split(b"\n")
                         self._add_ends([ProgramEnd(*json.loads(line)["end"]) for line in lines])
-                        if has_ended:
-                            self._add_ends([ProgramEnd(each, _KILLED, "its keeper died") for each in self._unended])
+                        if is_closed:
+                            self._add_ends([ProgramEnd(each, _KILLED, "its reaper died") for each in self._running])
                     elif data:
                         self._add(*self._outputs[key.fd], data)
-                if not self._is_silent and not set(selector.get_map()) - {self._ends_from}:
-                    self._be_silent()
-                if most < _READ_BYTES:
-                    time.sleep(_TOGETHER_S)
-                self._wait_for_room()
-        with self._changed:
-            self._is_silent = self._is_done = self._is_news = True
-            self._changed.notify_all()
+                if not self._is_output_closed and not set(selector.get_map()) - {self._ends_from}:
+                    self._set_state(is_done=False)
+                if largest < _READ_BYTES:
+                    time.sleep(_BATCH_S)
+                self._wait_for_space()
+        self._set_state(is_done=True)
 
-    def _be_silent(self) -> None:
+    def _set_state(self, is_done: bool) -> None:
+        """Report that all outputs are closed, and with `is_done` that no process is left."""
         with self._changed:
-            self._is_silent = self._is_news = True
+            self._is_output_closed = self._has_new_state = True
+            self._is_done = is_done
             self._changed.notify_all()
 
     def _add(self, instance: int, stream: int, data: bytes) -> None:
@@ -95,18 +98,21 @@ class Pump:
 
     def _add_ends(self, ends: List[ProgramEnd]) -> None:
         with self._changed:
-            self._ends += [end for end in ends if end.instance in self._unended]
-            self._unended -= {end.instance for end in ends}
+            self._ends += [end for end in ends if end.instance in self._running]
+            self._running -= {end.instance for end in ends}
             self._changed.notify_all()
 
-    def _wait_for_room(self) -> None:
+    def _wait_for_space(self) -> None:
         with self._changed:
-            while self._bytes > _MOST_BYTES:
-                self._changed.wait(_STALLED_S)
+            while self._bytes > _MAX_BYTES:
+                self._changed.wait(_FULL_WAIT_S)
 
 
 def _read(descriptor: int) -> Tuple[bytes, bool]:
-    """What is there, up to a limit, and whether that was the last. A terminal gives it in small pieces."""
+    """Return the available bytes, up to a limit, and whether the descriptor reached its end.
+
+    The loop is for terminals, which return small pieces.
+    """
     pieces: List[bytes] = []
     size = 0
     while size < _READ_BYTES:
@@ -115,7 +121,7 @@ def _read(descriptor: int) -> Tuple[bytes, bool]:
         except BlockingIOError:
             return b"".join(pieces), False
         except OSError as error:
-            if error.errno != errno.EIO:  # how a terminal's master side says that its other side is closed
+            if error.errno != errno.EIO:  # EIO on a terminal's master side: the other side is closed
                 raise
             piece = b""
         if not piece:

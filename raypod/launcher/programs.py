@@ -1,6 +1,6 @@
-"""A request and a placement to the programs of every host: their environment, word for word.
+"""Build the programs of every host, with their environment, from a request and a placement.
 
-The caller's environment comes first, then what tells an instance who it is, then what was asked for with `-x`.
+Later sources override earlier ones: the caller's environment, the placement of the instance, `-x` variables.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ from raypod.launcher.records import STDERR, HostFacts, Program
 from raypod.plan.environment import STARTUP_DIR, cache_environment, join_path, placement_environment
 from raypod.plan.placement import InstanceSpec, Placement
 
-# Said of the host and the session in which they were set, and wrong on every other.
-_OF_ONE_HOST = (
+# Valid only on the host and in the session where they were set.
+_HOST_SPECIFIC = (
     *("HOSTNAME", "HOST", "DISPLAY", "XAUTHORITY", "XDG_RUNTIME_DIR", "XDG_SESSION_ID", "DBUS_SESSION_BUS_ADDRESS"),
     *("SSH_AUTH_SOCK", "SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY"),
 )
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # the caller's own choice stands
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # the caller's values take precedence
 
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """What all programs of a launch have in common."""
+    """The programs of a launch, built from what they have in common."""
 
     request: Request
     placement: Placement
     arguments: MpiArguments
     caller: Mapping[str, str]
     working_dir: str
-    sdk_path: Tuple[str, ...]  # what must stand on the PYTHONPATH
+    sdk_path: Tuple[str, ...]  # entries to prepend to PYTHONPATH
     partition: Dict[int, Dict[str, str]] = dataclasses.field(default_factory=dict)  # by instance
-    on_terminal: bool = False
+    on_terminal: bool = False  # stderr of the launch is a terminal
 
     def by_host(self, facts: Sequence[HostFacts], stdin_to: int = 0) -> List[List[Program]]:
-        """The programs of every host, given what each host knows of itself."""
+        """Return the programs of every host; `facts` are those of each host."""
         return [
             [self._program(spec, facts[host], reads_stdin=spec.index == stdin_to) for spec in specs]
             for host, specs in enumerate(map(self.placement.instances_on, range(len(self.placement.hosts))))
         ]
 
     def environment(self, spec: InstanceSpec, facts: HostFacts) -> Dict[str, str]:
-        """Every variable of an instance."""
+        """Return the full environment of an instance."""
         env = dict(self.caller)
         if spec.host_index:
-            env = {name: value for name, value in env.items() if name not in _OF_ONE_HOST}
+            env = {name: value for name, value in env.items() if name not in _HOST_SPECIFIC}
         ours = placement_environment(self.placement, spec)
         env.update({name: value for name, value in ours.items() if name not in _THREADS or name not in env})
         env.update(cache_environment(self.request.executable_cache_path))
         if self.sdk_path:
             env["PYTHONPATH"] = join_path(STARTUP_DIR, *self.sdk_path, env.get("PYTHONPATH", ""))
-        if self.on_terminal:  # bars fill the width that a program cannot ask a pipe for
+        if self.on_terminal:  # for progress bars: a pipe has no width
             env.setdefault("COLUMNS", str(shutil.get_terminal_size().columns - len(tag((spec.index, STDERR)))))
         env.update(self.partition.get(spec.index, {}))
         env.update(facts.environment)
@@ -62,7 +62,7 @@ class Programs:
         return env
 
     def changes(self, spec: InstanceSpec) -> Dict[str, str]:
-        """What an instance has that the caller has not, as far as it is known before its host runs."""
+        """Return the variables of an instance that differ from the caller's, without those that its host adds."""
         env = self.environment(spec, HostFacts("", {}))
         return {name: value for name, value in env.items() if self.caller.get(name) != value}
 

@@ -1,7 +1,7 @@
-"""The hosts of a launch under Ray: one placement group with a bundle per host, one actor on each.
+"""The hosts of a launch on Ray: a placement group with one bundle per host, and one actor on each host.
 
-The only place (with ray_session.py and ray.py) that knows Ray. A host that does not answer in time is lost, whatever
-Ray knows of it: every `read` of a living one returns within a bound.
+Every `read` of a live actor returns within a bound, so a host that does not answer in time is lost, even if Ray still
+reports its node as alive.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from raypod.errors import HostLost, RaypodError, RunError, WaitTimedOut
 from raypod.fleet.ray_nodes import Reservation, match_hosts, reserve
-from raypod.fleet.ray_session import RaySession, reason_of_death
+from raypod.fleet.ray_session import RaySession, death_reason
 from raypod.launcher.host_process import HostProcess
 from raypod.launcher.records import HostFacts, HostReport, Program
 from raypod.plan.placement import Placement
 
-_READ_S = 1.0  # a host answers at least this often
-_LOST_S = 10.0  # one that does not is lost
+_READ_S = 1.0  # longest duration of a `read`
+_LOST_S = 10.0  # a host is lost if its `read` takes this much longer
 _SETTING = "--start-timeout"
 
 
 class RayHosts:
-    """The hosts of a placement, in its order."""
+    """The hosts of a placement, in the order of the placement."""
 
     def __init__(self, placement: Placement, cluster_file: Optional[str], start_timeout_s: float) -> None:
         self._placement, self._timeout_s, self._logs = placement, start_timeout_s, "none yet"
@@ -31,19 +31,19 @@ class RayHosts:
         self._reservation: Optional[Reservation] = None
         self._actors: List[Any] = []
         self._addresses: List[str] = []
-        self._reads: Dict[Any, Tuple[int, float]] = {}  # under way: host, since when
-        self._stdin: Any = None  # what is being written
+        self._reads: Dict[Any, Tuple[int, float]] = {}  # pending calls: (host, start time)
+        self._stdin: Any = None  # the pending write
         self._done: List[bool] = [False] * len(placement.hosts)
         self.start_seconds: List[Tuple[str, float]] = []
 
     def join(self) -> None:
-        """Join or start Ray, which puts signal handlers of its own in place."""
+        """Join or start Ray, which replaces the signal handlers."""
         began = time.monotonic()
         self._ray = self._session.open()
         self._clock("start or join Ray", began)
 
     def open(self) -> None:
-        """Placement group and actors."""
+        """Create the placement group, and start an actor on every host."""
         began = time.monotonic()
         nodes = match_hosts(self._ray, self._placement)
         self._addresses = [node["NodeManagerAddress"] for node in nodes]
@@ -51,37 +51,40 @@ class RayHosts:
         began = self._clock("reserve the hosts", began)
         actor_class = self._ray.remote(HostProcess)
         for index in range(len(nodes)):
-            options = {**self._reservation.options(index, 1), "max_concurrency": 4}  # `end` beside a `read`
+            options = {
+                **self._reservation.options(index, 1),
+                "max_concurrency": 4,
+            }  # so that `end` runs during a `read`
             self._actors.append(actor_class.options(**options).remote())
         self._call("ready", [() for _ in nodes])
         self._clock("start an actor on every host", began)
 
-    def meet(self, subnet: Optional[str], instances: int) -> List[HostFacts]:
-        """Settle addresses, and open the meeting point on the first host if there is anybody to meet."""
+    def connect(self, subnet: Optional[str], instances: int) -> List[HostFacts]:
+        """Determine the address of every host; with several instances, open their rendezvous on the first host."""
         hosts, chosen = self._addresses, [""] * len(self._actors)
         if subnet:
             hosts = chosen = self._call("address_in", [(subnet,) for _ in self._actors])
         if instances == 1:
             return [HostFacts(address, {}) for address in hosts]
-        where: Dict[str, str] = self._call("open_rendezvous", [(hosts[0],)], self._actors[:1])[0]
-        return self._call("facts", [(where, own) for own in chosen])
+        rendezvous: Dict[str, str] = self._call("open_rendezvous", [(hosts[0],)], self._actors[:1])[0]
+        return self._call("join_rendezvous", [(rendezvous, own) for own in chosen])
 
     def start(self, programs: Sequence[Sequence[Program]], grace_s: float, logs: str) -> None:
-        """Start the programs of every host; `logs` is where their output goes."""
+        """Start the programs of every host; `logs` is the folder of their log files."""
         self._logs = logs
         began = time.monotonic()
         self._call("start", [(tuple(each), grace_s) for each in programs])
         self._clock("start the programs", began)
 
     def reports(self, within_s: float) -> Iterator[Tuple[int, HostReport]]:
-        """What the hosts report within a time; nothing of those that are done.
+        """Yield (host index, report) for the reports that arrive within a time.
 
         Raises:
-            HostLost: one is gone, or has not answered in time.
+            HostLost: A host died or has not answered in time.
         """
-        asked = {host for host, _ in self._reads.values()}
+        pending = {host for host, _ in self._reads.values()}
         for host, actor in enumerate(self._actors):
-            if host not in asked and not self._done[host]:
+            if host not in pending and not self._done[host]:
                 self._reads[actor.read.remote(_READ_S)] = (host, time.monotonic())
         if not self._reads:
             return
@@ -93,27 +96,29 @@ class RayHosts:
             yield host, report
         for host, since in self._reads.values():
             if time.monotonic() - since > _READ_S + _LOST_S:
-                raise self._lost(host, f"it has not answered for {_LOST_S:g} s")
+                raise self._lost(host, f"no answer for {_LOST_S:g} s")
 
     @property
     def are_done(self) -> bool:
-        """Whether every host has reported its last."""
+        """Whether every host has sent its last report."""
         return all(self._done)
 
     def signal(self, number: int) -> None:
-        """Pass a signal on to all programs."""
+        """Send a signal to all programs."""
         for actor in self._actors:
             actor.signal.remote(number)
 
     def end(self, grace_s: float) -> None:
-        """End what is left of the programs, everywhere."""
+        """End all processes of the programs on every host."""
         for actor in self._actors:
             actor.end.remote(grace_s)
 
     def write_stdin(self, data: bytes, within_s: float) -> Optional[bool]:
-        """Hand bytes (b"": the end) to instance 0; False when it listens no more, None if that takes longer.
+        """Write bytes (b"": end of file) to the stdin of instance 0.
 
-        After None, the next call waits for the same bytes.
+        Returns:
+            True when written, False if its stdin is closed, None if the write is still pending: call again with the
+            same bytes.
         """
         ref = self._stdin = self._stdin or self._actors[0].write_stdin.remote(data)
         ready, _ = self._ray.wait([ref], timeout=within_s)
@@ -123,10 +128,10 @@ class RayHosts:
         try:
             return bool(self._ray.get(ref))
         except self._ray.exceptions.RayError:
-            return False  # the host is lost; `reports` says so
+            return False  # the host is lost; `reports` raises HostLost
 
     def close(self) -> None:
-        """End actors, placement group and session; what they started ends with them."""
+        """Kill the actors, remove the placement group and close the session; the programs end with the actors."""
         try:
             if self._ray is not None and self._ray.is_initialized():
                 for actor in self._actors:
@@ -138,13 +143,15 @@ class RayHosts:
             self._session.close()
 
     def _call(self, method: str, arguments: Sequence[Tuple[Any, ...]], actors: Optional[List[Any]] = None) -> List[Any]:
-        """Call a method of every host, each with its own arguments, at the same time."""
+        """Call a method of every host in parallel, each with its own arguments; return the results."""
         actors = self._actors if actors is None else actors
         refs = [getattr(actor, method).remote(*each) for actor, each in zip(actors, arguments)]
         deadline = time.monotonic() + self._timeout_s
         pending = list(refs)
         while pending:
-            _, pending = self._ray.wait(pending, num_returns=len(pending), timeout=0.2)  # so that Ctrl-C is heard
+            _, pending = self._ray.wait(
+                pending, num_returns=len(pending), timeout=0.2
+            )  # short, so that SIGINT is handled
             if pending and time.monotonic() > deadline:
                 missing = ", ".join(self._placement.hosts[refs.index(ref)].name for ref in pending)
                 raise WaitTimedOut(f"{method} on {missing}", self._timeout_s, _SETTING)
@@ -160,7 +167,7 @@ class RayHosts:
             text = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
             raise RunError(f"host {self._placement.hosts[host].name}: {text}") from error
         except self._ray.exceptions.RayError as error:
-            raise self._lost(host, " ".join(reason_of_death(str(error)).split())) from None
+            raise self._lost(host, " ".join(death_reason(str(error)).split())) from None
 
     def _lost(self, host: int, cause: str) -> HostLost:
         instances = tuple(spec.index for spec in self._placement.instances_on(host))

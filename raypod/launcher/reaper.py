@@ -1,12 +1,11 @@
-"""Owns the programs of one host: a small process of its own between an actor and its programs, run as a script.
+"""The process that starts, signals and ends the programs of one host for its actor; run as a script.
 
-The actor tells it over a pipe what to start and which signals to pass on. When that pipe closes, whatever the reason
-(the actor was killed, its raylet died, Ray was stopped), nothing of the programs stays: SIGTERM to each program's
-process group, a grace, then SIGKILL to every descendant. It is their subreaper, so that one which left its group or its
-session is found as well, and each program is bound to die with it.
+When its input closes for any reason (the actor was killed, its raylet died, Ray was stopped), it ends all programs:
+SIGTERM to each process group, then SIGKILL to every descendant after a grace period. It is a child subreaper, so it
+also finds processes that left their group or session. Each program is killed if the reaper dies.
 
-Standard library alone, no raypod, one thread. Input (JSON lines): first {"programs": [...], "grace_s": s}, then
-{"signal": n} or {"end": grace_s}. Output (JSON lines): {"end": [index, exit code, cause]} for each program that ends.
+Only the standard library, one thread. Input (JSON lines): first {"programs": [...], "grace_s": s}, then
+{"signal": n} or {"end": grace_s}. Output (JSON lines): {"end": [index, exit code, cause]} for each program that exits.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-_NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as a shell says it
-_KILL_S = 2.0  # for killed processes to be gone
-_KEPT = (signal.SIGKILL, signal.SIGSTOP)
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as in a shell
+_KILL_S = 2.0  # bound for killed processes to disappear
+_NOT_RESETTABLE = (signal.SIGKILL, signal.SIGSTOP)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Keeper:
-    """The programs, from their start to the last of their descendants."""
+class Reaper:
+    """Runs programs until none of their descendants is left."""
 
     def __init__(self) -> None:
         self._running: Dict[int, int] = {}  # pid: index
-        self._started: List[Any] = []  # Popen objects, kept so that they reap nothing themselves
+        self._started: List[Any] = []  # Popen objects; a collected one would reap its process
         self._grace_s = 2.0
         self._ends_at_s: Optional[float] = None
         self._input = b""
@@ -44,13 +43,13 @@ class Keeper:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # the pipe alone decides
+            signal.signal(number, signal.SIG_IGN)  # only the input pipe ends this process
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("0")  # Ray offers its workers to the kernel first
+            Path("/proc/self/oom_score_adj").write_text("0")  # Ray raises the OOM score of its workers
 
     def run(self) -> None:
-        """Until the pipe closes or the end was asked for, and nothing is left."""
+        """Process commands until the input closes or requests the end; then end all descendants."""
         with selectors.DefaultSelector() as selector:
             selector.register(0, selectors.EVENT_READ)
             selector.register(self._waker, selectors.EVENT_READ)
@@ -66,7 +65,7 @@ class Keeper:
         self._kill_all()
 
     def _read_commands(self) -> bool:
-        """Obey what came in; False at the end of the pipe."""
+        """Execute the available commands; return False at the end of the input."""
         data = os.read(0, 1 << 16)
         *lines, self._input = (self._input + data).split(b"\n")
         for line in lines:
@@ -91,22 +90,22 @@ class Keeper:
                 env=program["environment"],
                 cwd=program["working_dir"],
                 start_new_session=True,
-                preexec_fn=_preparation(os.getpid(), program.get("cpus")),
+                preexec_fn=_child_setup(os.getpid(), program.get("cpus")),
             )
         except OSError as error:
-            found = not isinstance(error, FileNotFoundError)
+            is_found = not isinstance(error, FileNotFoundError)
             cause = f"cannot start {error.filename or program['argv'][0]}: {error.strerror}"
-            if not found and Path(program["working_dir"], program["argv"][0]).is_file():
+            if not is_found and Path(program["working_dir"], program["argv"][0]).is_file():
                 name = program["argv"][0]
-                cause = f"cannot start {name}: it is not on the PATH; write {_way_to_start(name)}"
-            self._tell_end(index, _NOT_EXECUTABLE if found else _NOT_FOUND, cause)
+                cause = f"cannot start {name}: it is not on the PATH; write {_command_of(name)}"
+            self._report_end(index, _NOT_EXECUTABLE if is_found else _NOT_FOUND, cause)
         except (ValueError, subprocess.SubprocessError) as error:
-            self._tell_end(index, _NOT_EXECUTABLE, f"cannot start {program['argv'][0]}: {error}")
+            self._report_end(index, _NOT_EXECUTABLE, f"cannot start {program['argv'][0]}: {error}")
         else:
             self._started.append(started)
             self._running[started.pid] = index
         finally:
-            for file in set(program["files"]):  # else their other ends would never see the end
+            for file in set(program["files"]):  # otherwise the readers of these pipes get no end of file
                 os.close(file)
 
     def _reap(self) -> None:
@@ -119,25 +118,25 @@ class Keeper:
                     index = self._running.pop(pid)
                     if os.WIFSIGNALED(status):
                         number = os.WTERMSIG(status)
-                        self._tell_end(index, 128 + number, f"killed by signal {number} ({_name(number)})")
+                        self._report_end(index, 128 + number, f"killed by signal {number} ({_name(number)})")
                     else:
                         code = os.WEXITSTATUS(status)
-                        self._tell_end(index, code, f"exit code {code}")
+                        self._report_end(index, code, f"exit code {code}")
 
-    def _tell_end(self, index: int, code: int, cause: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # nobody listens any more; the pipe of commands says so too
+    def _report_end(self, index: int, code: int, cause: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the reader is gone; then the input closes, too
             os.write(1, json.dumps({"end": [index, code, cause]}).encode() + b"\n")
 
     def _signal(self, number: int) -> None:
         for pid in list(self._running):
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, number)  # each program leads its own group
+                os.killpg(pid, number)  # each program is the leader of its group
 
     def _end(self, grace_s: float) -> None:
         ends_at_s = time.monotonic() + grace_s
         if self._ends_at_s is None:
             self._signal(signal.SIGTERM)
-            self._signal(signal.SIGCONT)  # a stopped one hears nothing else
+            self._signal(signal.SIGCONT)  # a stopped process handles SIGTERM only when it continues
             for pid in self._descendants():
                 if pid not in self._running:
                     with contextlib.suppress(ProcessLookupError):
@@ -157,7 +156,7 @@ class Keeper:
             self._reap()
 
     def _descendants(self) -> List[int]:
-        """Living processes below this one, zombies of its own reaped first."""
+        """Return the pids of all descendants that are not zombies, after reaping."""
         self._reap()
         children: Dict[int, List[int]] = {}
         for folder in Path("/proc").iterdir():
@@ -170,21 +169,21 @@ class Keeper:
         found: List[int] = []
         queue = [os.getpid()]
         while queue:
-            below = children.get(queue.pop(), [])
-            found += below
-            queue += below
+            pids = children.get(queue.pop(), [])
+            found += pids
+            queue += pids
         return found
 
 
-def _preparation(keeper: int, cpus: Optional[List[int]]) -> Callable[[], None]:
-    """What a program's process does before it becomes the program."""
+def _child_setup(reaper: int, cpus: Optional[List[int]]) -> Callable[[], None]:
+    """Return the function that runs in a program's process before exec."""
 
     def prepare() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != keeper:  # it died in between
+        if os.getppid() != reaper:  # it died before prctl took effect
             os._exit(1)
-        for number in set(signal.Signals) - set(_KEPT):
-            signal.signal(number, signal.SIG_DFL)  # Ray ignores some, and what is ignored is inherited
+        for number in set(signal.Signals) - set(_NOT_RESETTABLE):
+            signal.signal(number, signal.SIG_DFL)  # Ray ignores some signals, and children inherit that
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         if cpus:
             os.sched_setaffinity(0, cpus)
@@ -192,8 +191,8 @@ def _preparation(keeper: int, cpus: Optional[List[int]]) -> Callable[[], None]:
     return prepare
 
 
-def _way_to_start(file: str) -> str:
-    """A file of the working folder."""
+def _command_of(file: str) -> str:
+    """Return the command that runs a file of the working folder."""
     return f"`python {file}`" if file.endswith(".py") else f"`./{file}`"
 
 
@@ -205,6 +204,6 @@ def _name(number: int) -> str:
 
 
 if __name__ == "__main__":
-    # Not the child of who started it: Ray kills the children of a worker that ends, and would leave their children.
+    # Fork to leave the parent: when a worker exits, Ray kills its children but not their descendants.
     if os.fork() == 0:
-        Keeper().run()
+        Reaper().run()

@@ -1,4 +1,4 @@
-"""The frozen records between the launch and the hosts: what to start there, and what comes back."""
+"""The records that the launcher and its hosts exchange: programs to start, output, and ends of programs."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ STDOUT, STDERR = 1, 2
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One instance as its host starts it."""
+    """The program of one instance, as its host starts it."""
 
     instance: int
     argv: Tuple[str, ...]
     environment: Dict[str, str]
     working_dir: str
     reads_stdin: bool
-    numa_index: Optional[int] = None  # bind to the NUMA node of this index (modulo their number)
+    numa_index: Optional[int] = None  # bind to this NUMA node (modulo the number of nodes)
 
 
 @dataclasses.dataclass(frozen=True)
 class HostFacts:
-    """What only a host itself knows, once its address on the network of the run is settled."""
+    """The address of a host in the network of the launch, and the variables that its instances need."""
 
     address: str
-    environment: Dict[str, str]  # variables of every instance on this host
+    environment: Dict[str, str]  # of every instance on this host
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramEnd:
-    """How the program of an instance ended."""
+    """The exit of the program of an instance."""
 
     instance: int
-    exit_code: int  # as a shell counts: 128 + n for signal n
+    exit_code: int  # as in a shell: 128 + n for signal n
     cause: str
 
 
 @dataclasses.dataclass(frozen=True)
 class HostReport:
-    """What happened on a host since its last report; also the sign that it lives."""
+    """Output and exits on a host since its last report; every report also shows that the host is alive."""
 
-    chunks: Tuple[Tuple[int, int, bytes], ...]  # instance, STDOUT or STDERR, bytes
+    chunks: Tuple[Tuple[int, int, bytes], ...]  # (instance, STDOUT or STDERR, bytes)
     ends: Tuple[ProgramEnd, ...]
-    is_silent: bool  # no output can come any more
-    is_done: bool  # besides, nothing is left of the programs
+    is_output_closed: bool  # all pipes are closed: no more output
+    is_done: bool  # also no process of the programs is left

@@ -1,6 +1,6 @@
-"""A launch from the start of its programs to their end: output, signals, failures, and how it all ends.
+"""Supervise the programs of a launch until none is left: output, signals, stdin, failures, and the exit code.
 
-Knows hosts by what `Hosts` says, and not what brings them up.
+Hosts are known only by the protocol `Hosts`, independent of Ray.
 """
 
 from __future__ import annotations
@@ -21,30 +21,32 @@ from raypod.launcher.output import Output
 from raypod.launcher.records import HostReport, ProgramEnd
 from raypod.plan.placement import Placement
 
-_LOOK_EVERY_S = 0.2  # how long a signal may go unnoticed
-_LAST_S = 5.0  # beyond the grace: then hosts are left to their keepers
-_PATIENCE = 10  # times the grace, for programs that were told to stop from outside
+_POLL_S = 0.2  # longest delay until a signal or `close` takes effect
+_EXIT_MARGIN_S = 5.0  # time beyond the grace period; after it, the reapers end the programs alone
+_SIGNAL_GRACES = 10  # grace periods for programs to exit after a forwarded signal
+_READ_BYTES = 1 << 16
+Write = Callable[[bytes, float], Optional[bool]]
 
 
 class Hosts(Protocol):
-    """What a launch needs of its hosts; `fleet.ray_hosts.RayHosts` is one."""
+    """The operations of a launch on its hosts; `ray_hosts.RayHosts` implements them."""
 
     @property
     def are_done(self) -> bool:
-        """Whether every host has reported its last."""
+        """Whether every host has sent its last report."""
 
     def reports(self, within_s: float) -> Iterator[Tuple[int, HostReport]]:
-        """What hosts report within a time."""
+        """Yield (host index, report) for the reports that arrive within a time."""
 
     def signal(self, number: int) -> None:
-        """Pass a signal on to all programs."""
+        """Send a signal to all programs."""
 
     def end(self, grace_s: float) -> None:
-        """End what is left of the programs."""
+        """End all programs."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Scene: SIGINT, SIGTERM or SIGHUP; the launch ends with 128 + its number."""
+    """SIGINT, SIGTERM or SIGHUP ended the launch; its exit code is 128 + the signal number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -52,149 +54,153 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Signals:
-    """SIGINT, SIGTERM and SIGHUP: noted while programs run, and an `Interrupted` at any other time."""
+    """SIGINT, SIGTERM and SIGHUP: recorded while programs run, raised as `Interrupted` at any other time."""
 
     def __init__(self) -> None:
-        self.noted: List[int] = []
-        self._is_noting = False
+        self.received: List[int] = []
+        self._is_recording = False
 
     def _on_signal(self, number: int, frame: Optional[FrameType]) -> None:
-        if not self._is_noting:
+        if not self._is_recording:
             raise Interrupted(number)
-        self.noted.append(number)
+        self.received.append(number)
 
     @contextlib.contextmanager
-    def caught(self, note: bool = False) -> Iterator[Signals]:
-        """Catch them inside; `note` says how. Ray puts handlers of its own in place, so say it again after it."""
+    def handled(self, record: bool = False) -> Iterator[Signals]:
+        """Install the handlers; record signals instead of raising if `record`.
+
+        Ray installs handlers of its own: call this again after `ray.init()`.
+        """
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             numbers.append(signal.SIGHUP)
         before = {number: signal.signal(number, self._on_signal) for number in numbers}
-        self._is_noting, was_noting = note, self._is_noting
+        self._is_recording, was_recording = record, self._is_recording
         try:
             yield self
         finally:
-            self._is_noting = was_noting
+            self._is_recording = was_recording
             for number, handler in before.items():
                 signal.signal(number, handler)
 
 
 class Supervision:
-    """The loop over what hosts report, until nothing is left of the programs."""
+    """The loop over the reports of hosts, until no process of the programs is left."""
 
     def __init__(self, hosts: Hosts, placement: Placement, output: Output, signals: Signals, grace_s: float) -> None:
         self._hosts, self._placement, self._output = hosts, placement, output
         self._signals, self._grace_s = signals, grace_s
-        self._unended = {spec.index for spec in placement.instances}
+        self._running = {spec.index for spec in placement.instances}
         self._failed: Optional[ProgramEnd] = None
-        self._told = 0  # signals of those noted that were passed on
+        self._forwarded = 0  # number of received signals that were forwarded
         self._is_ending = False
-        self._end_at_s: Optional[float] = None  # when to end what is left
-        self._leave_at_s: Optional[float] = None
-        self._silent: Dict[int, bool] = {}
+        self._end_at_s: Optional[float] = None  # when to end the remaining processes
+        self._leave_at_s: Optional[float] = None  # when to stop waiting for hosts
+        self._output_closed: Dict[int, bool] = {}  # by host
 
     def run(self) -> int:
-        """The exit code of the launch where all went well: 0.
+        """Run until the end; return the exit code 0.
 
         Raises:
-            Interrupted: somebody sent a signal, which was passed on.
-            ProgramFailed: a program ended with another exit code than 0, and nobody had asked for it.
-            HostLost: a host is gone.
+            Interrupted: A signal was received and forwarded.
+            ProgramFailed: A program exited with another code than 0 before any signal.
+            HostLost: A host is lost.
         """
         while not self._hosts.are_done and (self._leave_at_s is None or time.monotonic() < self._leave_at_s):
-            for host, report in self._hosts.reports(_LOOK_EVERY_S):
+            for host, report in self._hosts.reports(_POLL_S):
                 for instance, stream, data in report.chunks:
                     self._output.add(instance, stream, data)
-                self._silent[host] = report.is_silent
+                self._output_closed[host] = report.is_output_closed
                 for end in report.ends:
-                    self._note(end)
+                    self._add_end(end)
             self._output.flush()
-            self._pass_signals_on()
-            if not self._is_ending and self._is_time_to_end():
+            self._forward_signals()
+            if not self._is_ending and self._should_end():
                 self._end(self._grace_s)
-        if self._signals.noted:
-            raise Interrupted(self._signals.noted[0])
+        if self._signals.received:
+            raise Interrupted(self._signals.received[0])
         if self._failed is not None:
             raise self._failure(self._failed)
         return 0
 
-    def _is_time_to_end(self) -> bool:
+    def _should_end(self) -> bool:
         if self._end_at_s is not None and time.monotonic() >= self._end_at_s:
             return True
-        return not self._unended and all(self._silent.values())  # and nobody is left who could say anything
+        return not self._running and all(self._output_closed.values())
 
-    def _note(self, end: ProgramEnd) -> None:
-        self._unended.discard(end.instance)
-        if end.exit_code and self._failed is None and not self._signals.noted:
+    def _add_end(self, end: ProgramEnd) -> None:
+        self._running.discard(end.instance)
+        if end.exit_code and self._failed is None and not self._signals.received:
             self._failed = end
             self._end(self._grace_s)
-        if not self._unended and self._end_at_s is None:  # what programs left behind may finish, within the grace
+        if not self._running and self._end_at_s is None:  # descendants of the programs have the grace period to exit
             self._end_at_s = time.monotonic() + self._grace_s
 
-    def _pass_signals_on(self) -> None:
-        for number in self._signals.noted[self._told :]:
-            self._told += 1
-            if self._told == 1:
+    def _forward_signals(self) -> None:
+        """Forward the first signal to the programs; a second one kills them."""
+        for number in self._signals.received[self._forwarded :]:
+            self._forwarded += 1
+            if self._forwarded == 1:
                 self._hosts.signal(number)
-                self._end_at_s = time.monotonic() + _PATIENCE * self._grace_s
+                self._end_at_s = time.monotonic() + _SIGNAL_GRACES * self._grace_s
             else:
                 self._end(0.0)
 
     def _end(self, grace_s: float) -> None:
         self._is_ending = True
         self._hosts.end(grace_s)
-        self._leave_at_s = time.monotonic() + grace_s + _LAST_S
+        self._leave_at_s = time.monotonic() + grace_s + _EXIT_MARGIN_S
 
     def _failure(self, end: ProgramEnd) -> ProgramFailed:
         host = self._placement.instances[end.instance].host
-        raised = self._output.last_exception(end.instance) if end.exit_code == 1 else None  # as Python ends with it
-        cause = f"{end.cause} ({raised})" if raised else end.cause
+        # Python exits with 1 after an uncaught exception.
+        exception = self._output.last_exception(end.instance) if end.exit_code == 1 else None
+        cause = f"{end.cause} ({exception})" if exception else end.cause
         return ProgramFailed(end.instance, host, cause, self._output.log_file(end.instance), end.exit_code)
 
 
-# --- from launcher.stdin: Hands the stdin of a launch to instance 0, from a thread of its own.
-#
-# A terminal is not read while the launch is in the background: the kernel would stop it for that.
-#
-
-_LOOK_S = 0.2
-_READ_BYTES = 1 << 16
-Write = Callable[[bytes, float], Optional[bool]]
-
-
 class StdinForwarder:
-    """Forwards until the end of stdin, until nobody listens, or until `close`."""
+    """A thread that forwards stdin to instance 0, until its end, until the program closes its stdin, or until `close`.
+
+    A terminal is not read while the launch is in the background: the kernel would stop the launch (SIGTTIN).
+    """
 
     def __init__(self, write: Write, descriptor: int = 0) -> None:
-        """`write(data, within_s)`: True when done, False when nobody listens, None: say the same again."""
+        """Start the thread.
+
+        Args:
+            write: `write(data, within_s)` returns True when written, False if nothing reads any more, and None if it
+                must be called again with the same data.
+            descriptor: The descriptor to read.
+        """
         self._write, self._descriptor = write, descriptor
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stdin", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; bounded."""
+        """Stop the thread; wait for it for at most a second."""
         self._closing.set()
-        self._thread.join(5 * _LOOK_S)
+        self._thread.join(5 * _POLL_S)
 
     def _run(self) -> None:
         while not self._closing.is_set():
             data = self._read()
             if data is None:
                 continue
-            done = None
-            while done is None and not self._closing.is_set():
-                done = self._write(data, _LOOK_S)
-            if not data or not done:
+            is_written = None
+            while is_written is None and not self._closing.is_set():
+                is_written = self._write(data, _POLL_S)
+            if not data or not is_written:
                 return
 
     def _read(self) -> Optional[bytes]:
-        """What came; b"" at the end, None if nothing came for a moment."""
+        """Return available bytes, b"" at the end of stdin, or None if nothing arrived within `_POLL_S`."""
         try:
             if os.isatty(self._descriptor) and os.tcgetpgrp(self._descriptor) != os.getpgrp():
-                self._closing.wait(_LOOK_S)
+                self._closing.wait(_POLL_S)
                 return None
-            ready, _, _ = select.select([self._descriptor], [], [], _LOOK_S)
+            ready, _, _ = select.select([self._descriptor], [], [], _POLL_S)
             return os.read(self._descriptor, _READ_BYTES) if ready else None
-        except (OSError, ValueError):  # closed, or a terminal that is gone
+        except (OSError, ValueError):  # closed, or the terminal is gone
             return b""

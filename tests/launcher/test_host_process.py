@@ -1,4 +1,4 @@
-"""The programs of one host, without Ray: output, ends, signals, and that nothing of them survives."""
+"""Tests of launcher/host_process, reaper and output_pump: the programs of one host, without Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GRACE_S = 1.0
 
 
 class Host:
-    """A host process with programs, and all that it has reported."""
+    """A host process with programs, and everything that it reported."""
 
     def __init__(self, *programs: Tuple[str, ...]) -> None:
         self.process = HostProcess()
@@ -77,7 +77,7 @@ def shell(program: str) -> Tuple[str, ...]:
     return ("sh", "-c", program)
 
 
-def test_output_and_ends_of_every_program(host: Callable[..., Host]) -> None:
+def test_output_and_exit_of_every_program(host: Callable[..., Host]) -> None:
     found = host(shell("echo a; echo b >&2; exit 3"), shell("printf 'no end'; kill -9 $$"))
     found.read(lambda: len(found.ends) == 2)
     found.finish()
@@ -88,19 +88,19 @@ def test_output_and_ends_of_every_program(host: Callable[..., Host]) -> None:
     }
 
 
-def test_lines_come_as_they_are_printed(host: Callable[..., Host]) -> None:
+def test_lines_arrive_as_they_are_printed(host: Callable[..., Host]) -> None:
     found = host(python("print('now'); import time; time.sleep(60)"))
     found.read(lambda: found.text() == "now\n")
 
 
-def test_binary_output_passes_unchanged(host: Callable[..., Host]) -> None:
+def test_binary_output_is_unchanged(host: Callable[..., Host]) -> None:
     found = host(python("import sys; sys.stdout.buffer.write(bytes(range(256)) * 2000)"))
     found.read(lambda: bool(found.ends))
     found.finish()
     assert found.output[0, STDOUT] == bytes(range(256)) * 2000
 
 
-def test_stdin_goes_to_instance_0_and_the_others_see_its_end(host: Callable[..., Host]) -> None:
+def test_instance_0_gets_stdin_and_the_others_get_end_of_file(host: Callable[..., Host]) -> None:
     found = host(("cat",), ("cat",))
     assert found.process.write_stdin(b"hello\n")
     found.read(lambda: found.text() == "hello\n" and [end.instance for end in found.ends] == [1])
@@ -110,8 +110,8 @@ def test_stdin_goes_to_instance_0_and_the_others_see_its_end(host: Callable[...,
     assert {end.exit_code for end in found.ends} == {0}
 
 
-def test_what_cannot_be_started_says_why(host: Callable[..., Host], tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("no program")
+def test_a_program_that_cannot_start_reports_the_cause(host: Callable[..., Host], tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("not a program")
     found = host(("no-such-program",), (str(tmp_path / "text"),))
     found.read(lambda: len(found.ends) == 2)
     assert [(end.exit_code, end.cause) for end in found.ends] == [
@@ -120,19 +120,21 @@ def test_what_cannot_be_started_says_why(host: Callable[..., Host], tmp_path: Pa
     ]
 
 
-def test_signals_reach_the_whole_group_with_their_default_meaning(host: Callable[..., Host]) -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in Ray's workers; what is ignored is inherited
+def test_a_signal_reaches_the_process_group_with_its_default_handler(host: Callable[..., Host]) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in Ray's workers; children inherit it
     try:
-        found = host(python("import time\ntry: print('up'); time.sleep(60)\nexcept KeyboardInterrupt: print('told')"))
+        found = host(
+            python("import time\ntry: print('up'); time.sleep(60)\nexcept KeyboardInterrupt: print('interrupted')")
+        )
     finally:
         signal.signal(signal.SIGINT, before)
     found.read(lambda: found.text() == "up\n")
     found.process.signal(signal.SIGINT)
     found.read(lambda: bool(found.ends))
-    assert found.text() == "up\ntold\n"
+    assert found.text() == "up\ninterrupted\n"
 
 
-def test_one_that_ignores_sigterm_is_killed_after_the_grace(host: Callable[..., Host]) -> None:
+def test_a_program_that_ignores_sigterm_is_killed_after_the_grace_period(host: Callable[..., Host]) -> None:
     found = host(shell("trap '' TERM; echo up; while :; do sleep 0.1; done"))
     found.read(lambda: found.text() == "up\n")
     began = time.monotonic()
@@ -141,10 +143,10 @@ def test_one_that_ignores_sigterm_is_killed_after_the_grace(host: Callable[..., 
     assert found.ends[0].exit_code == 137
 
 
-STRAYS = "(setsid sleep 61 & echo $!; exec >&- 2>&-; sleep 61) & echo $!; sleep 62 & echo $!; wait"
+DESCENDANTS = "(setsid sleep 61 & echo $!; exec >&- 2>&-; sleep 61) & echo $!; sleep 62 & echo $!; wait"
 
 
-def strays(found: Host) -> List[int]:
+def pids_of_descendants(found: Host) -> List[int]:
     found.read(lambda: found.text().count("\n") == 3)
     return [int(line) for line in found.text().split()]
 
@@ -153,18 +155,18 @@ def are_gone(pids: List[int]) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
 
 
-def test_nothing_a_program_left_behind_survives_the_end(host: Callable[..., Host]) -> None:
-    found = host(shell(STRAYS))
-    pids = strays(found)
+def test_ending_kills_all_descendants_of_a_program(host: Callable[..., Host]) -> None:
+    found = host(shell(DESCENDANTS))
+    pids = pids_of_descendants(found)
     found.finish()
     assert are_gone(pids)
 
 
-def test_nothing_survives_the_death_of_the_process_that_owns_a_host() -> None:
+def test_killing_the_host_process_ends_all_programs() -> None:
     program = (
         "import os, time\nfrom raypod.launcher.host_process import HostProcess\n"
         "from raypod.launcher.records import Program\nhost = HostProcess()\n"
-        f"host.start([Program(0, ('sh', '-c', {STRAYS!r}), dict(os.environ), '/', reads_stdin=False)], 0.5)\n"
+        f"host.start([Program(0, ('sh', '-c', {DESCENDANTS!r}), dict(os.environ), '/', reads_stdin=False)], 0.5)\n"
         "while True:\n  for _, _, data in host.read(1).chunks: os.write(1, data)\n"
     )
     owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
@@ -176,7 +178,7 @@ def test_nothing_survives_the_death_of_the_process_that_owns_a_host() -> None:
     assert wait_until(lambda: are_gone(pids))
 
 
-def test_a_reader_that_stops_holds_the_programs_back(host: Callable[..., Host]) -> None:
+def test_programs_block_while_their_output_is_not_read(host: Callable[..., Host]) -> None:
     found = host(python("import sys\nfor _ in range(40): sys.stderr.write('x' * 1_000_000)"))
     time.sleep(1.0)
     report = found.process.read(5)
@@ -184,7 +186,7 @@ def test_a_reader_that_stops_holds_the_programs_back(host: Callable[..., Host]) 
     assert not report.ends
 
 
-def test_the_cores_of_numa_nodes(tmp_path: Path) -> None:
+def test_cores_of_numa_nodes(tmp_path: Path) -> None:
     allowed = sorted(os.sched_getaffinity(0))
     for node, cpu in enumerate((allowed[0], allowed[-1])):
         (tmp_path / f"node{node}").mkdir()
@@ -192,4 +194,4 @@ def test_the_cores_of_numa_nodes(tmp_path: Path) -> None:
     assert cpus_of_node(3, tmp_path) == [allowed[-1]]
     assert parse_cpu_list("0-3,8\n") == [0, 1, 2, 3, 8]
     (tmp_path / "node1" / "cpulist").unlink()
-    assert cpus_of_node(0, tmp_path) is None  # nothing to choose from
+    assert cpus_of_node(0, tmp_path) is None  # a single node: no binding

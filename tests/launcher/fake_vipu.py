@@ -1,6 +1,7 @@
-"""Stands in for the `vipu` command line tool: keeps partitions as files of a folder, and notes what it was told.
+"""A fake `vipu` tool: it keeps partitions as files of a folder and logs its commands.
 
-Arguments: the folder, then those of the tool. How it prints is inferred from the contract, section 9 [I].
+Arguments: the folder, then those of the tool. The output format is inferred: the documentation of V-IPU does not state
+it.
 """
 
 from __future__ import annotations
