@@ -1,19 +1,19 @@
-"""The border between a command and the shell: errors become one line and an exit code."""
+"""Helpers of every command line: errors as one line and an exit code, flags, suggestions, and tables of text."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import sys
-from typing import Any, Iterable, NoReturn
+from typing import Any, Callable, Iterable, List, NoReturn, Sequence
 
 from raypod.errors import ConfigError, RaypodError
 
 INTERRUPTED = 130
 
 
-def report_errors(command: Any) -> int:
-    """Run a command; an error of raypod's own is one line on stderr and its exit code."""
+def report_errors(command: Callable[[], int]) -> int:
+    """Run a command and return its exit code; print an error of raypod as one line on stderr."""
     try:
         return int(command())
     except RaypodError as error:
@@ -24,28 +24,42 @@ def report_errors(command: Any) -> int:
         return int(getattr(interrupt, "exit_code", INTERRUPTED))
 
 
-# --- from suggestions: What somebody may have meant who wrote a name that is not known.
-
-
-def nearest(word: str, known_names: Iterable[str]) -> str:
-    """The end of a complaint about `word`, a name or section.key: the one that was meant, else all that are known."""
-    known = list(known_names)
-    section, _, key = word.partition(".")
-    found = [name for name in known if key and name.partition(".")[2] == key]  # the right key in the wrong section
-    if key:
-        known = [name for name in known if name.startswith(f"{section}.")]
-        keys = difflib.get_close_matches(key, [name.partition(".")[2] for name in known], n=1, cutoff=0.5)
-        found = found or [f"{section}.{each}" for each in keys]
-    else:
-        found = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {found[0]}?" if found else f"; known: {', '.join(sorted(known))}"
-
-
 class FlagParser(argparse.ArgumentParser):
-    """argparse whose complaints are ConfigErrors: one line instead of a page of usage."""
+    """An `ArgumentParser` that raises ConfigError instead of printing its usage and exiting."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
+        """Raise ConfigError with argparse's message in one line."""
         raise ConfigError(f"{message.replace('argument ', '', 1)} ({self.prog} --help lists all flags)")
+
+
+def nearest(word: str, known: Iterable[str], count: int = 1) -> List[str]:
+    """Return at most `count` of the known names that are similar to `word`, the most similar first."""
+    return difflib.get_close_matches(word, list(known), n=count, cutoff=0.5)
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Return the end of an error message about an unknown name: the nearest known name, or all of them."""
+    names = list(known)
+    found = nearest(word, names)
+    return f"; did you mean {found[0]}?" if found else f"; known: {', '.join(names)}"
+
+
+def format_table(
+    rows: Sequence[Sequence[str]], least_widths: Sequence[int] = (), separator: str = "  ", boxed: bool = False
+) -> List[str]:
+    """Return the lines of a table whose columns are left-aligned; `rows[0]` is the header.
+
+    A column is as wide as its longest cell, and at least as wide as its entry in `least_widths`. `boxed` draws lines
+    around the table and below the header; `separator` stands between the columns otherwise.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    widths[: len(least_widths)] = map(max, least_widths, widths)
+    cells = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in rows]
+    if not boxed:
+        return [separator.join(row).rstrip() for row in cells]
+    rule = "+".join(["", *("-" * (width + 2) for width in widths), ""])
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    return [rule, lines[0], rule, *lines[1:], rule]

@@ -8,7 +8,6 @@ the next split. Plain torch without an SDK: the cuts are found before anything s
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import time
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
@@ -18,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from raypod import datasets
+from raypod.cli import nearest
 from raypod.errors import ConfigError
 from raypod.model import networks
 from raypod.plan.config import Config
@@ -60,7 +60,7 @@ def check_splits(network: nn.Module, splits: Sequence[str]) -> None:
     names = [name for name, _ in network.named_modules() if name]
     for index, split in enumerate(splits):
         if split not in names:
-            near = difflib.get_close_matches(split, names, n=3, cutoff=0.5) or _siblings(split, names)
+            near = nearest(split, names, count=3) or _siblings(split, names)
             raise ConfigError(f"--pipeline-splits: the model has no module {split!r}; near it are {', '.join(near)}")
         if split in splits[:index]:
             raise ConfigError(f"--pipeline-splits names {split} twice; a module begins one stage")

@@ -1,1 +1,1 @@
-"""The run's plan, derived from configuration and cluster: every size, instance and leg. Imports neither torch nor Ray."""
+"""The plan of a run: every size, instance and leg, derived from config and cluster. Imports neither torch nor Ray."""

@@ -7,11 +7,12 @@ The file is the one of `ray up` (provider type `local`). What Ray's schema has n
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import ipaddress
 from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 import yaml
+
+from raypod.cli import suggestion
 
 # What `ray up` takes at the top (ray-schema.json; min_workers: autoscaler/_private/local/config.py, provider local).
 TOP = (
@@ -67,9 +68,7 @@ class Section:
         known = list(known)
         for key in self._entries:
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-                way_out = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-                self.note(key, f"unknown key {self._full(key)}; {way_out}")
+                self.note(key, f"unknown key {self._full(key)}{suggestion(key, known)}")
 
     def section(self, key: str) -> Section:
         """A mapping below a key; an empty one where there is none, or something else."""

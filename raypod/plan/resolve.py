@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Mapping, Optional, Sequence, get_args
 import pydantic
 import yaml
 
-from raypod.cli import nearest
+from raypod.cli import nearest, suggestion
 from raypod.errors import ConfigError
 from raypod.plan.config import Config, PodSection, fields
 
@@ -72,15 +72,22 @@ def read_yaml(path: Path) -> Dict[str, Dict[str, Any]]:
 
 
 def check_keys(values: Mapping[str, Mapping[str, Any]], source: str) -> None:
-    """Raise ConfigError for a section or a key that is not known; it names `source` and the nearest that is."""
-    known = {f"{section}.{key}" for section, key, _ in fields()}
+    """Raise ConfigError for an unknown section or key; the message names `source` and the nearest known name."""
+    known = [f"{section}.{key}" for section, key, _ in fields()]
     for section, part in values.items():
         if section not in Config.model_fields:
-            raise ConfigError(f"unknown section {section!r} in {source}{nearest(section, Config.model_fields)}")
+            raise ConfigError(
+                f"unknown section {section!r} in {source}{suggestion(section, sorted(Config.model_fields))}"
+            )
         for key in part:
             name = f"{section}.{key}"
-            if name not in known:
-                raise ConfigError(f"unknown key {name} in {source}{nearest(name, known)}")
+            if name in known:
+                continue
+            elsewhere = [other for other in known if other.partition(".")[2] == key]  # the right key, the wrong section
+            keys = sorted(other.partition(".")[2] for other in known if other.startswith(f"{section}."))
+            found = elsewhere or [f"{section}.{near}" for near in nearest(key, keys)]
+            hint = f"; did you mean {found[0]}?" if found else f"; known: {', '.join(f'{section}.{k}' for k in keys)}"
+            raise ConfigError(f"unknown key {name} in {source}{hint}")
 
 
 def _settle(values: Mapping[str, Mapping[str, Any]], instances_of: Optional[InstancesOf]) -> Dict[str, Dict[str, Any]]:
@@ -150,7 +157,7 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> arg
     args, unknown = parser.parse_known_intermixed_args(list(argv))
     for word in unknown:
         known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
-        raise ConfigError(f"unknown flag {word}{nearest(word.split('=')[0], known)}; --help lists all")
+        raise ConfigError(f"unknown flag {word}{suggestion(word.split('=')[0], sorted(known))}; --help lists all")
     return args
 
 

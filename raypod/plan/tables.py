@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
+from raypod.cli import format_table
 from raypod.plan.cluster import Host
 from raypod.plan.placement import InstanceSpec, Placement, device_id_of, gcd_of, gcds_of, link_domain_of, misfit_of
 from raypod.plan.plan import Geometry, Plan
 
 _NAMED_HOSTS = 8
+_NAME_WIDTH = 12
 
 
 def describe(plan: Plan) -> Dict[str, Any]:
@@ -125,7 +127,8 @@ def _instance_table(plan: Plan) -> List[str]:
         if placement.binds_numa:
             cells.append(f"node {spec.local_index}")
         table.append(["-" if cell is None else str(cell) for cell in cells])
-    return _aligned([columns, *table])
+    rows = [columns, *table]
+    return format_table([[row[0].rjust(_NAME_WIDTH), *row[1:]] for row in rows])
 
 
 def _seat(plan: Plan, spec: InstanceSpec) -> Dict[str, Optional[int]]:
@@ -137,14 +140,6 @@ def _seat(plan: Plan, spec: InstanceSpec) -> Dict[str, Optional[int]]:
         "gcd": gcd_of(spec, gcds),
         "device": device_id_of(spec, plan.placement),
     }
-
-
-def _aligned(rows: List[List[str]]) -> List[str]:
-    """Columns as wide as they must be; the first ends where the names of the rows above it end."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join([row[0].rjust(12), *(cell.ljust(w) for cell, w in zip(row[1:], widths[1:]))]).rstrip() for row in rows
-    ]
 
 
 def _names(hosts: Sequence[Host]) -> str:
@@ -181,10 +176,7 @@ def render_topology(placement: Placement, num_ilds: Optional[int]) -> str:
         replicas = _span(spec.replica_offset, spec.local_replicas)
         ipus = _span(spec.index * per_instance, per_instance)
         rows.append((spec.host, str(link_domain_of(spec, placement, num_ilds or 1)), str(spec.index), replicas, ipus))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    rule = "+".join(["", *("-" * (width + 2) for width in widths), ""])
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in rows]
-    return "\n".join([rule, lines[0], rule, *lines[1:], rule])
+    return "\n".join(format_table(rows, boxed=True))
 
 
 def _span(first: int, count: int) -> str:
