@@ -1,4 +1,4 @@
-"""`python -m raypod doctor [--cluster FILE] [flags of raypod.train]`: ask all hosts at once, examine, tell."""
+"""`python -m raypod doctor [--cluster FILE] [flags of raypod.train]`: probe all hosts and print the findings."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from raypod.pod.listeners import MONITOR_PORTS
 
 _PACKAGES = ("ray", "torch", "torchvision", "raypod", "poptorch", "popdist", "horovod", "scikit-learn")
 _TOOLS = ("rsync", "gc-info", "gc-monitor", "vipu")
+_COLUMN_WIDTHS = (8, 15, 4)  # level, what, host
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Print what was found; 2 if something is in the way of a run."""
-    parser = cli.FlagParser(prog="raypod doctor", description="Is the pod ready for a run?")
+    """Print the findings; return 2 if one of them prevents a run, else 0."""
+    parser = cli.FlagParser(prog="raypod doctor", description="Check whether the pod is ready for a run.")
     resolve.add_flags(parser)
-    parser.add_argument("--json", action="store_true", help="findings and facts as JSON")
+    parser.add_argument("--json", action="store_true", help="print findings and facts as JSON")
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="bound of the questions to a host [60]"
+        "--timeout", type=float, default=60.0, metavar="S", help="timeout of the probe of each host [60]"
     )
     args = resolve.parse_arguments(parser, argv)
     resolved = resolve.resolve(args)
@@ -39,44 +40,43 @@ def doctor(argv: Sequence[str]) -> int:
     file = read_file(path) if path else None
     cluster = cluster_from(file, path or "") if file else LOCAL
     expected = _expected(cluster, resolved, file.commands("head_start_ray_commands") if file else "")
-    facts = ask(cluster, settings_for(cluster, resolved), args.timeout)
+    facts = probe_hosts(cluster, probe_settings(cluster, resolved), args.timeout)
     findings = examine(expected, facts)
     if file is not None:
-        mistakes = [
-            (TROUBLE, each) for each in (*file_checks.mistakes_of_access(file), *file_checks.mistakes_for_launch(file))
-        ]
-        advice = [(WARN, each) for each in file_checks.advice_for_launch(file)]
-        findings = [*(Finding(level, "", "cluster file", str(each)) for level, each in (*mistakes, *advice)), *findings]
+        errors = [(TROUBLE, each) for each in (*file_checks.access_errors(file), *file_checks.launch_errors(file))]
+        warnings = [(WARN, each) for each in file_checks.launch_warnings(file)]
+        of_file = [Finding(level, "", "cluster file", str(each)) for level, each in (*errors, *warnings)]
+        findings = [*of_file, *findings]
     if args.json:
-        told = {"findings": [dataclasses.asdict(each) for each in findings], "hosts": facts}
-        print(json.dumps(told, indent=2))  # noqa: T201 - the command line's own output
+        document = {"findings": [dataclasses.asdict(each) for each in findings], "hosts": facts}
+        print(json.dumps(document, indent=2))  # noqa: T201 - the command line's own output
     else:
         print(render_findings(findings, [host.name for host in cluster.hosts]))  # noqa: T201
     return 2 if any(each.level == TROUBLE for each in findings) else 0
 
 
-def ask(cluster: Cluster, settings: Dict[str, Any], timeout_s: float) -> Dict[str, Union[Facts, str]]:
-    """The facts of every host, asked at the same time; an error in words for one that does not tell."""
+def probe_hosts(cluster: Cluster, settings: Dict[str, Any], timeout_s: float) -> Dict[str, Union[Facts, str]]:
+    """Run the probe on all hosts in parallel; return the facts of each host, or an error message."""
     program = Path(probe.__file__).read_text()
 
-    def one(host: Host) -> Union[Facts, str]:
+    def probe_host(host: Host) -> Union[Facts, str]:
         python = sys.executable if cluster is LOCAL else "python3"
         words = [python, "-", json.dumps({**settings, "peers": _peers(cluster, host)})]
-        done = ssh.run_on(host, cluster.ssh, words, program, timeout_s)
-        came_s = time.time()
-        if not done.went_well:
-            return done.complaint
+        result = ssh.run_on(host, cluster.ssh, words, program, timeout_s)
+        arrived_s = time.time()
+        if not result.succeeded:
+            return result.error
         try:
-            facts: Dict[str, Any] = json.loads(done.output[done.output.index("{") :])
+            facts: Dict[str, Any] = json.loads(result.output[result.output.index("{") :])
         except ValueError:
-            return f"answered something else than facts: {' '.join(done.output.split())[:80]!r}"
-        return {**facts, "skew_s": facts["clock_s"] - came_s}
+            return f"the probe returned no JSON: {' '.join(result.output.split())[:80]!r}"
+        return {**facts, "skew_s": facts["clock_s"] - arrived_s}
 
-    return ssh.on_all(cluster.hosts, one)
+    return ssh.map_hosts(cluster.hosts, probe_host)
 
 
-def settings_for(cluster: Cluster, resolved: Config) -> Dict[str, Any]:
-    """What the probe is asked to look at."""
+def probe_settings(cluster: Cluster, resolved: Config) -> Dict[str, Any]:
+    """Return the settings of the probe: which packages, tools, folders and partition it reports."""
     run_dir = resolved.run.run_dir or str(Path("runs").absolute())
     return {
         "python": sys.executable if cluster is LOCAL else cluster.python,
@@ -92,12 +92,12 @@ def settings_for(cluster: Cluster, resolved: Config) -> Dict[str, Any]:
             "object store": "/dev/shm",
             "data set": resolved.data.data_dir,
         },
-        "token": file_checks.TOKEN_ON_HOSTS,
+        "token": file_checks.HOST_TOKEN_PATH,
     }
 
 
 def _sdk_environment(cluster: Cluster) -> Dict[str, str]:
-    """What leads the SDK's tools to the partition, as the first instance will be led."""
+    """Return the variables by which the SDK's tools find the partition: those of the first instance."""
     if cluster.vipu is None or not cluster.hosts[0].ipus:
         return {}
     placement = place(cluster, cluster.instances, cluster.instances)
@@ -106,6 +106,7 @@ def _sdk_environment(cluster: Cluster) -> Dict[str, str]:
 
 
 def _expected(cluster: Cluster, resolved: Config, commands: str) -> Expected:
+    """Return the requirements of a run; `commands` are the start commands of the head."""
     workers = [_number(rf"--{end}-worker-port[= ](\d+)", commands) for end in ("min", "max")]
     ports = [int(port) for name, port in re.findall(r"--([\w-]*port)[= ](\d+)", commands) if "worker-port" not in name]
     return Expected(
@@ -114,7 +115,7 @@ def _expected(cluster: Cluster, resolved: Config, commands: str) -> Expected:
         worker_ports=(workers[0] or 0, workers[1] or 0),
         metrics_port=_number(r"--metrics-export-port[= ](\d+)", commands) or 0,
         data_dir=resolved.data.data_dir,
-        wants_ipus={"ipu": True, "emulated": False}.get(resolved.run.device),
+        requires_ipus={"ipu": True, "emulated": False}.get(resolved.run.device),
         gcs=gcs.check(cluster.gcs_address) if cluster.gcs_address else None,
     )
 
@@ -128,34 +129,26 @@ def _peers(cluster: Cluster, host: Host) -> List[str]:
     return [each.address for each in cluster.hosts if each is not host and cluster is not LOCAL]
 
 
-# --- from doctor.table: Findings for the eye: one line each; what is the same on many hosts is said once.
-
-_WHAT_WIDTH = 15
-
-
 def render_findings(findings: Sequence[Finding], hosts: Sequence[str]) -> str:
-    """The table, and a last line that counts."""
-    together: Dict[Tuple[str, str, str, str], List[str]] = {}
+    """Return the findings as a table with a summary line; equal findings of several hosts are one row."""
+    grouped: Dict[Tuple[str, str, str, str], List[str]] = {}
     for finding in findings:
-        together.setdefault((finding.level, finding.what, finding.text, finding.way_out), []).append(finding.host)
-    rows = [(key, _told(names, hosts)) for key, names in together.items()]
-    width = max([4, *(len(told) for _, told in rows)])
-    lines = [f"{'':<8} {'what':<{_WHAT_WIDTH}} {'host':<{width}} finding"]
-    for (level, what, text, way_out), told in rows:
-        shown = text if not way_out else f"{text}; {way_out}"
-        lines.append(f"{level:<8} {what:<{_WHAT_WIDTH}} {told:<{width}} {shown}")
-    return "\n".join([*lines, "", summary(findings, len(hosts))])
+        grouped.setdefault((finding.level, finding.what, finding.text, finding.way_out), []).append(finding.host)
+    rows = [("", "what", "host", "finding")]
+    for (level, what, text, way_out), names in grouped.items():
+        rows.append((level, what, _host_cell(names, hosts), f"{text}; {way_out}" if way_out else text))
+    return "\n".join([*cli.format_table(rows, _COLUMN_WIDTHS, separator=" "), "", summary(findings, len(hosts))])
 
 
 def summary(findings: Sequence[Finding], hosts: int) -> str:
-    """How many of each level."""
+    """Return one line with the verdict and the number of findings of each level."""
     counts = {level: sum(finding.level == level for finding in findings) for level in (OK, WARN, TROUBLE)}
     verdict = "not ready" if counts[TROUBLE] else "ready"
-    told = f"{hosts} host{'s' if hosts != 1 else ''}"
-    return f"{verdict}: {told}, {counts[OK]} ok, {counts[WARN]} to know, {counts[TROUBLE]} in the way of a run"
+    numbers = ", ".join(f"{count} {level}" for level, count in counts.items())
+    return f"{verdict}: {hosts} host{'s' if hosts != 1 else ''}, {numbers}"
 
 
-def _told(names: Sequence[str], hosts: Sequence[str]) -> str:
+def _host_cell(names: Sequence[str], hosts: Sequence[str]) -> str:
     if names == [""]:
         return "pod"
     if len(hosts) > 1 and len(names) == len(hosts):

@@ -1,4 +1,4 @@
-"""One finding of the doctor, and what a run requires of the pod's hosts."""
+"""The records of the doctor: a finding, and the requirements of a run on the hosts of the pod."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ Facts = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the table. `host` is "" for what concerns the pod."""
+    """One finding: a line of the doctor's table. `host` is "" for a finding about the whole pod."""
 
     level: str
     host: str
     what: str
     text: str
-    way_out: str = ""
+    way_out: str = ""  # what to do
 
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What a run will need of the hosts."""
+    """The requirements of a run on the hosts, from the cluster file and the flags."""
 
     cluster: Cluster
-    ports: Tuple[int, ...] = ()  # that the start commands fix, apart from those of workers
+    ports: Tuple[int, ...] = ()  # fixed by the start commands, without the ports of workers
     worker_ports: Tuple[int, int] = (0, 0)
-    metrics_port: int = 0  # of `ports`, where Prometheus reads
+    metrics_port: int = 0  # the one of `ports` that Prometheus scrapes
     data_dir: Optional[str] = None
-    wants_ipus: Optional[bool] = None  # None: where there are any
-    gcs: Optional[gcs.Answer] = None  # of one who shows no token; None: nobody asked
+    requires_ipus: Optional[bool] = None  # None: only on hosts that have IPUs
+    gcs: Optional[gcs.Answer] = None  # the answer to a request without a token; None if not requested

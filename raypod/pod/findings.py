@@ -1,6 +1,6 @@
-"""What the facts of the hosts mean for a run: findings, each with what to do. Pure functions of facts and of the plan.
+"""Check the facts of all hosts against the requirements of a run. Pure functions.
 
-Facts are what `probe.py` prints, by host; a host that could not be asked has an error in words in their place.
+Facts are the output of `probe.py`; for a host that could not be probed, an error message stands in their place.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from raypod.pod.listeners import exposure, ports
 
 _GIB = 1 << 30
 _CLOCK_WARN_S, _CLOCK_TROUBLE_S = 2.0, 30.0
-_LEAST_RUN_FOLDER, _WISHED_RUN_FOLDER = _GIB // 4, 2 * _GIB
-_LEAST_SHM, _WISHED_SHM = _GIB // 4, _GIB
-_WISHED_OPEN_FILES = 8192
+_RUN_FOLDER_TROUBLE_BYTES, _RUN_FOLDER_WARN_BYTES = _GIB // 4, 2 * _GIB
+_MIN_SHM_FREE_BYTES, _MIN_SHM_BYTES = _GIB // 4, _GIB
+_MIN_OPEN_FILES = 8192
 _MUST_MATCH = ("ray", "torch", "torchvision", "poptorch", "horovod")
 
 
 def examine(expected: Expected, hosts: Mapping[str, Union[Facts, str]]) -> List[Finding]:
-    """All findings, host by host within each subject, the subjects in the order of a start."""
+    """Return all findings: subjects in the order of a start, and hosts in order within each subject."""
     found = [
-        Finding(TROUBLE, name, "reachable", facts, "see that ssh works without a password: ssh -o BatchMode=yes HOST")
+        Finding(TROUBLE, name, "reachable", facts, "ssh severity work without a password: ssh -o BatchMode=yes HOST")
         for name, facts in hosts.items()
         if isinstance(facts, str)
     ]
@@ -40,22 +40,22 @@ def examine(expected: Expected, hosts: Mapping[str, Union[Facts, str]]) -> List[
             found += _same_versions(known)
         elif check is _network:
             found += _clocks(known)
-    return [*found, *_same_token(known), *_door(expected)]
+    return [*found, *_same_token(known), *_gcs_access(expected)]
 
 
 def _python(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
-    python, install = facts["python"], "`ray up` installs it: setup_commands of the cluster file"
+    python, install = facts["python"], "`ray up` installs it by setup_commands of the cluster file"
     if "error" in python:
         yield Finding(TROUBLE, host, "python", f"{expected.cluster.python}: {python['error']}", install)
         return
     packages = python["packages"]
     for name in ("ray", "torch", "raypod"):
         if packages.get(name) is None:
-            yield Finding(TROUBLE, host, name, f"{python['path']} does not have it", install)
+            yield Finding(TROUBLE, host, name, f"not installed in {python['path']}", install)
     have = ", ".join(f"{name} {packages[name]}" for name in ("ray", "torch", "raypod") if packages.get(name))
     yield Finding(OK, host, "python", f"{python['version']}; {have}")
     if expected.cluster is not LOCAL and not facts["tools"].get("rsync"):
-        yield Finding(TROUBLE, host, "rsync", "is not installed", "`ray up` needs it: apt-get install rsync")
+        yield Finding(TROUBLE, host, "rsync", "not installed", "`ray up` requires it: apt-get install rsync")
 
 
 def _same_versions(known: Mapping[str, Facts]) -> Iterator[Finding]:
@@ -68,10 +68,8 @@ def _same_versions(known: Mapping[str, Facts]) -> Iterator[Finding]:
     subjects["raypod's files"] = {name: digest[:12] for name, digest in digests.items() if digest}
     for subject, versions in subjects.items():
         if len(set(versions.values())) > 1:
-            told = "; ".join(f"{version}: {', '.join(_having(versions, version))}" for version in _distinct(versions))
-            yield Finding(
-                TROUBLE, "", "same everywhere", f"{subject} differs: {told}", "install one version on all hosts"
-            )
+            text = f"{subject} differs: {_grouped(versions)}"
+            yield Finding(TROUBLE, "", "same everywhere", text, "install the same version on all hosts")
     if len(pythons) > 1 and all(len(set(versions.values())) <= 1 for versions in subjects.values()):
         yield Finding(OK, "", "same everywhere", ", ".join(name for name in subjects if subjects[name]))
 
@@ -79,49 +77,54 @@ def _same_versions(known: Mapping[str, Facts]) -> Iterator[Finding]:
 def _ipus(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     wanted = next((each.ipus for each in expected.cluster.hosts if each.name == host), None)
     poptorch = facts["python"].get("packages", {}).get("poptorch")
-    must = TROUBLE if expected.wants_ipus else WARN
-    if expected.wants_ipus is False or (expected.wants_ipus is None and wanted is None and not poptorch):
-        yield Finding(OK, host, "IPUs", "none are asked for: the emulated SDK")
+    severity = TROUBLE if expected.requires_ipus else WARN
+    if expected.requires_ipus is False or (expected.requires_ipus is None and wanted is None and not poptorch):
+        yield Finding(OK, host, "IPUs", "none required: the emulated SDK is used")
         return
     if not poptorch:
-        text, way_out = "no poptorch is installed; --device auto computes on the emulated SDK", "metadata.raypod.sdk"
-        yield Finding(must, host, "SDK", text, f"install the Poplar SDK, see {way_out}")
+        text = "poptorch is not installed; --device auto uses the emulated SDK"
+        yield Finding(severity, host, "SDK", text, "install the Poplar SDK, see metadata.raypod.sdk")
     else:
         yield Finding(OK, host, "SDK", f"poptorch {poptorch}")
     ipus = facts["ipus"]
     if ipus is None:
-        yield Finding(must, host, "IPUs", "neither gc-info nor gc-monitor is on the PATH", "enable the Poplar SDK")
+        yield Finding(severity, host, "IPUs", "neither gc-info nor gc-monitor is on the PATH", "enable the Poplar SDK")
     elif ipus["error"] or ipus["count"] is None:
-        said = ipus["error"] or "gc-monitor works; only gc-info counts IPUs"
-        yield Finding(must if ipus["error"] else WARN, host, "IPUs", said, "check the partition: vipu get partition")
-    elif wanted is not None and ipus["count"] < wanted:
+        text = ipus["error"] or "gc-monitor works, but only gc-info counts IPUs"
         yield Finding(
-            must, host, "IPUs", f"{ipus['count']} are visible, and the file says {wanted}", "enlarge the partition"
+            severity if ipus["error"] else WARN, host, "IPUs", text, "check the partition: vipu get partition"
         )
+    elif wanted is not None and ipus["count"] < wanted:
+        text = f"{ipus['count']} visible, but the cluster file requires {wanted}"
+        yield Finding(severity, host, "IPUs", text, "enlarge the partition")
     else:
-        yield Finding(OK, host, "IPUs", f"{ipus['count']} are visible")
-    yield from _partition(expected.cluster, host, facts, must)
+        yield Finding(OK, host, "IPUs", f"{ipus['count']} visible")
+    yield from _partition(expected.cluster, host, facts, severity)
 
 
-def _partition(cluster: Cluster, host: str, facts: Facts, must: str) -> Iterator[Finding]:
-    said = facts["partition"]
-    if cluster.vipu is None or said is None:
+def _partition(cluster: Cluster, host: str, facts: Facts, severity: str) -> Iterator[Finding]:
+    result = facts["partition"]
+    if cluster.vipu is None or result is None:
         return
     name = cluster.vipu.partition
-    if said["exit_code"]:
-        why = said["error"] or f"exit code {said['exit_code']}"
-        yield Finding(must, host, "partition", f"{name}: {why}", "vipu list partitions")
+    if result["exit_code"]:
+        why = result["error"] or f"exit code {result['exit_code']}"
+        yield Finding(severity, host, "partition", f"{name}: {why}", "vipu list partitions")
         return
-    found, state = vipu.parse_partition(name, said["output"]), vipu.state_of(said["output"])
+    found, state = vipu.parse_partition(name, result["output"]), vipu.parse_state(result["output"])
     size = f"{found.size} IPUs" if found.size else "size unknown"
     if cluster.vipu.size and found.size and found.size != cluster.vipu.size:
         yield Finding(
-            must, host, "partition", f"{name} has {size}, and the file says {cluster.vipu.size}", "correct the file"
+            severity,
+            host,
+            "partition",
+            f"{name} has {size}, but the cluster file requires {cluster.vipu.size}",
+            "correct the cluster file",
         )
     elif state and state.lower() not in ("active", "ready", "running", "ok"):
-        yield Finding(must, host, "partition", f"{name} is {state}", f"vipu reset partition {name}")
+        yield Finding(severity, host, "partition", f"{name} is {state}", f"vipu reset partition {name}")
     else:
-        yield Finding(OK, host, "partition", f"{name}: {size}, {state or 'it does not say in which state'}")
+        yield Finding(OK, host, "partition", f"{name}: {size}, {state or 'state unknown'}")
 
 
 def _network(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
@@ -129,38 +132,43 @@ def _network(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     if cluster is LOCAL:
         return
     for peer, why in facts["unreachable"].items():
-        yield Finding(TROUBLE, host, "network", f"does not reach {peer}: {why}", "check the route and the firewall")
+        yield Finding(TROUBLE, host, "network", f"cannot reach {peer}: {why}", "check the route and the firewall")
     interfaces: Dict[str, Tuple[str, int]] = {name: tuple(value) for name, value in facts["interfaces"].items()}
-    of_host = next((each.address for each in cluster.hosts if each.name == host), host)
-    network = cluster.data_network or of_host
+    host_address = next((each.address for each in cluster.hosts if each.name == host), host)
+    network = cluster.data_network or host_address
     found = {name: address for name, (address, _) in interfaces.items() if is_in(address, network)}
     listed = ", ".join(f"{name} {address}" for name, (address, _) in interfaces.items())
     if not found and cluster.data_network:
-        text = f"no interface is in data_network {cluster.data_network}; there are {listed}"
+        text = f"no interface in data_network {cluster.data_network}; interfaces: {listed}"
         yield Finding(TROUBLE, host, "data network", text, "correct metadata.raypod.data_network")
-    elif not found and is_address(of_host):
-        text = f"no interface has the address {of_host} of the file; there are {listed}"
-        yield Finding(WARN, host, "data network", text, "Ray knows a host by its own address: use that one in the file")
+    elif not found and is_address(host_address):
+        text = f"no interface has the address {host_address} of the cluster file; interfaces: {listed}"
+        yield Finding(
+            WARN, host, "data network", text, "Ray identifies a host by its own address: use that in the cluster file"
+        )
     else:
         name = next(iter(found), "?")
         yield Finding(
-            OK, host, "data network", f"{name} {found.get(name, of_host)}: Gloo and Horovod get this one alone"
+            OK,
+            host,
+            "data network",
+            f"{name} {found.get(name, host_address)}: Gloo and Horovod use only this interface",
         )
     head = cluster.hosts[0].address
     source = facts["towards"].get(head)
-    if is_address(of_host) and of_host != head and source not in (None, of_host):
-        text = f"its address towards the head is {source}, and the file says {of_host}: Ray will know it as {source}"
+    if is_address(host_address) and host_address != head and source not in (None, host_address):
+        text = f"its address towards the head is {source}, but the cluster file has {host_address}; Ray uses {source}"
         yield Finding(TROUBLE, host, "network", text, f"list {source} in worker_ips")
 
 
 def _clocks(known: Mapping[str, Facts]) -> Iterator[Finding]:
-    """`skew_s`: a host's clock minus this machine's, at the moment its facts came."""
+    """Compare clocks by `skew_s`: a host's clock minus this machine's when its facts arrived."""
     skews = {name: float(facts["skew_s"]) for name, facts in known.items() if "skew_s" in facts}
     if len(skews) < 2:
         return
     spread, last = max(skews.values()) - min(skews.values()), max(skews, key=lambda name: skews[name])
     level = OK if spread < _CLOCK_WARN_S else WARN if spread < _CLOCK_TROUBLE_S else TROUBLE
-    text = f"apart by {spread:.1f} s at most" + (f", {last} is ahead" if level != OK else "")
+    text = f"differ by up to {spread:.1f} s" + (f", {last} is ahead" if level != OK else "")
     yield Finding(level, "", "clocks", text, "" if level == OK else "run an NTP client on all hosts")
 
 
@@ -170,14 +178,16 @@ def _folders(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
         if name == "data set":
             continue
         if name == "object store":
-            level = OK if folder["total_bytes"] >= _WISHED_SHM and folder["free_bytes"] >= _LEAST_SHM else WARN
-            way_out = "enlarge /dev/shm (containers: --shm-size); Ray's object store and loader workers live there"
+            level = (
+                OK if folder["total_bytes"] >= _MIN_SHM_BYTES and folder["free_bytes"] >= _MIN_SHM_FREE_BYTES else WARN
+            )
+            way_out = "enlarge /dev/shm (containers: --shm-size): Ray's object store and loader workers use it"
         else:
-            enough = folder["free_bytes"] >= _WISHED_RUN_FOLDER
-            level = OK if enough else WARN if folder["free_bytes"] >= _LEAST_RUN_FOLDER else TROUBLE
-            way_out = "make room, or choose another folder"
+            is_enough = folder["free_bytes"] >= _RUN_FOLDER_WARN_BYTES
+            level = OK if is_enough else WARN if folder["free_bytes"] >= _RUN_FOLDER_TROUBLE_BYTES else TROUBLE
+            way_out = "free disk space, or choose another folder"
         if not folder["is_writable"]:
-            level, free = TROUBLE, f"{folder['path']} cannot be written by {facts['user']}"
+            level, free = TROUBLE, f"{folder['path']} is not writable by {facts['user']}"
         yield Finding(level, host, name, free, "" if level == OK else way_out)
 
 
@@ -186,7 +196,9 @@ def _data(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     if folder is None:
         return
     if not folder["exists"]:
-        yield Finding(TROUBLE, host, "data set", f"{folder['path']} is not there", "mount it, or copy it to every host")
+        yield Finding(
+            TROUBLE, host, "data set", f"{folder['path']} does not exist", "mount it, or copy it to every host"
+        )
     elif folder["is_empty"]:
         yield Finding(TROUBLE, host, "data set", f"{folder['path']} is empty", "mount it, or copy it to every host")
     else:
@@ -194,11 +206,11 @@ def _data(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
 
 
 def _limits(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
-    if 0 < facts["open_files"] < _WISHED_OPEN_FILES:
+    if 0 < facts["open_files"] < _MIN_OPEN_FILES:
         text = f"at most {facts['open_files']} open files"
-        yield Finding(WARN, host, "limits", text, "raise the hard limit: nofile in /etc/security/limits.conf")
+        yield Finding(WARN, host, "limits", text, "raise the hard limit nofile in /etc/security/limits.conf")
     if expected.cluster.numa and facts["numa_nodes"] < 2:
-        yield Finding(OK, host, "NUMA", "one node: nothing to bind")
+        yield Finding(OK, host, "NUMA", "one node: no binding")
 
 
 def _token(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
@@ -212,13 +224,15 @@ def _token(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     token = facts["token"]
     if expected.cluster.auth_mode != "token":
         text = f"RAY_AUTH_MODE is {expected.cluster.auth_mode or 'not set'} in the start commands: the cluster is open"
-        yield Finding(TROUBLE, host, "token", text, "export RAY_AUTH_MODE=token in both, as cluster/pod64.yaml does")
+        yield Finding(
+            TROUBLE, host, "token", text, "export RAY_AUTH_MODE=token in both start commands, as in cluster/pod64.yaml"
+        )
     elif "error" in token:
         text = f"{token['path']}: {token['error']}"
-        yield Finding(TROUBLE, host, "token", text, "`python -m raypod up` makes it and brings it to the hosts")
+        yield Finding(TROUBLE, host, "token", text, "`python -m raypod up` creates it and copies it to the hosts")
     elif token["mode"][-2:] != "00" or not token["is_own"]:
         text = f"{token['path']} has mode {token['mode']}" + ("" if token["is_own"] else " and another owner")
-        yield Finding(TROUBLE, host, "token", f"{text}: others can read it", f"chmod 600 {token['path']}")
+        yield Finding(TROUBLE, host, "token", f"{text}: other users can read it", f"chmod 600 {token['path']}")
     else:
         yield Finding(OK, host, "token", f"{token['path']}, mode {token['mode']}")
 
@@ -226,32 +240,36 @@ def _token(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
 def _same_token(known: Mapping[str, Facts]) -> Iterator[Finding]:
     digests = {name: facts["token"]["sha256"][:12] for name, facts in known.items() if "sha256" in facts["token"]}
     if len(set(digests.values())) > 1:
-        told = "; ".join(f"{digest}: {', '.join(_having(digests, digest))}" for digest in _distinct(digests))
-        yield Finding(TROUBLE, "", "token", f"not the same on all hosts (sha256 {told})", "`python -m raypod up` again")
+        text = f"differs between hosts (sha256 {_grouped(digests)})"
+        yield Finding(TROUBLE, "", "token", text, "run `python -m raypod up` again")
 
 
-def _door(expected: Expected) -> Iterator[Finding]:
-    """What one without a token hears from the head."""
+def _gcs_access(expected: Expected) -> Iterator[Finding]:
+    """Check how the GCS answered a request without a token."""
     answer, address = expected.gcs, expected.cluster.gcs_address
     if answer is None:
         return
     if answer.state == gcs.REFUSED:
-        yield Finding(OK, "", "closed", f"the GCS at {address} answers nobody without the token")
+        yield Finding(OK, "", "closed", f"the GCS at {address} refuses requests without the token")
     elif answer.state == gcs.SILENT:
-        text = f"nothing at {address} for one without a token ({answer.told}): Ray is not up, or well hidden"
+        text = f"no answer at {address} without a token ({answer.detail}): Ray does not run, or a firewall blocks it"
         yield Finding(OK, "", "closed", text)
-    elif expected.cluster.auth_mode == "token" and ray_admission.has_tokens(answer.told or "0"):
-        way_out = "start it again: python -m raypod up"
-        yield Finding(TROUBLE, "", "closed", f"the GCS at {address} answers without a token", way_out)
+    elif expected.cluster.auth_mode == "token" and ray_admission.has_tokens(answer.detail or "0"):
+        way_out = "restart it: python -m raypod up"
+        yield Finding(TROUBLE, "", "closed", f"the GCS at {address} answers requests without a token", way_out)
     else:
         yield Finding(
-            WARN, "", "closed", f"the GCS at {address} answers everybody", "let a firewall admit the hosts alone"
+            WARN,
+            "",
+            "closed",
+            f"the GCS at {address} answers every request",
+            "restrict access to the hosts by a firewall",
         )
 
 
-def _distinct(values: Mapping[str, str]) -> List[str]:
-    return list(dict.fromkeys(values.values()))
-
-
-def _having(values: Mapping[str, str], value: str) -> List[str]:
-    return [name for name, own in values.items() if own == value]
+def _grouped(values: Mapping[str, str]) -> str:
+    """Return each distinct value with the hosts that have it, as in "2.0.1: a, b; 2.1.0: c"."""
+    hosts: Dict[str, List[str]] = {}
+    for host, value in values.items():
+        hosts.setdefault(value, []).append(host)
+    return "; ".join(f"{value}: {', '.join(names)}" for value, names in hosts.items())

@@ -1,4 +1,4 @@
-"""Who listens on a host, for whom: ports that are taken, and what is open to others (README, What is exposed)."""
+"""Check the listening ports of a host: conflicts with the start commands, and exposure to the network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from raypod.host.interfaces import is_address, is_in
 from raypod.plan.cluster import LOCAL
 from raypod.pod.finding import OK, TROUBLE, WARN, Expected, Facts, Finding
 
-MONITOR_PORTS = (44217, 44227)  # Prometheus pages of the autoscaler and the dashboard; Ray has no flag for them
+MONITOR_PORTS = (44217, 44227)  # metrics of the autoscaler and the dashboard; Ray has no flag for them
 DASHBOARD_PORT = 8265
 _RAY_CLIENT_PORT = 10001
 _LOOPBACK = ("127.", "::1", "::ffff:127.")
@@ -16,7 +16,7 @@ _ANY = ("0.0.0.0", "::")
 
 
 def ports(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
-    """Whether what the start commands fix is free, or held by this cluster."""
+    """Check that the ports of the start commands are free, or used by this cluster."""
     if not expected.ports:
         return
     cluster, taken, ours = expected.cluster, {}, 0
@@ -29,19 +29,28 @@ def ports(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
             else:
                 taken[each["port"]] = each
     for port, each in sorted(taken.items()):
-        who = f"{each['program']}, pid {each['pid']}" if each["pid"] else "a process of another user"
-        whose = f" of the cluster {each['cluster']}" if each["cluster"] else ""
-        way_out = "end it, or choose other ports in the start commands"
-        yield Finding(TROUBLE, host, "ports", f"{port} is taken by {who}{whose}", way_out)
+        owner = f"{each['program']}, pid {each['pid']}" if each["pid"] else "a process of another user"
+        of_cluster = f" of the cluster {each['cluster']}" if each["cluster"] else ""
+        way_out = "stop it, or change the ports in the start commands"
+        yield Finding(TROUBLE, host, "ports", f"{port} is in use by {owner}{of_cluster}", way_out)
     others = sum(1 for mark in facts["clusters"] if mark != cluster.name)
     if others:
-        yield Finding(WARN, host, "ports", f"{others} Ray of others runs here", "`raypod up` and `down` leave it alone")
+        yield Finding(
+            WARN,
+            host,
+            "ports",
+            f"{others} other Ray instance{'s' if others > 1 else ''} on this host",
+            "`raypod up` and `down` do not affect it",
+        )
     if not taken:
-        yield Finding(OK, host, "ports", "held by this cluster" if ours else f"{len(expected.ports)} are free")
+        yield Finding(OK, host, "ports", "in use by this cluster" if ours else f"{len(expected.ports)} free")
 
 
 def exposure(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
-    """Who listens for whom. Ray binds most of its ports to all interfaces and guards them by the token."""
+    """Check the addresses on which this cluster listens.
+
+    Ray binds most of its ports to all interfaces and protects them by the token.
+    """
     name, (first, last) = expected.cluster.name, expected.worker_ports
     ours = [each for each in facts["listening"] if each["cluster"] == name and not _is_loopback(each["address"])]
     if not ours or expected.cluster is LOCAL:
@@ -49,26 +58,30 @@ def exposure(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     for each in ours:
         if each["port"] == DASHBOARD_PORT:
             text = f"listens on {each['address']}:{DASHBOARD_PORT}"
-            yield Finding(TROUBLE, host, "dashboard", text, "--dashboard-host=127.0.0.1; reach it by `ray dashboard`")
+            yield Finding(
+                TROUBLE, host, "dashboard", text, "start Ray with --dashboard-host=127.0.0.1, and use `ray dashboard`"
+            )
     known = {*expected.ports, *range(first, last + 1), *MONITOR_PORTS, _RAY_CLIENT_PORT}
     rest = [each for each in ours if each["port"] not in known]
     open_to_all = sorted({each["port"] for each in rest if each["address"] in _ANY})
     if open_to_all:
-        told = ", ".join(map(str, open_to_all))
-        text = f"{told}: Ray's, on all interfaces, and no start command fixes them"
-        yield Finding(WARN, host, "exposed", text, "a firewall that admits the hosts alone")
+        numbers = ", ".join(map(str, open_to_all))
+        text = f"{numbers}: ports of Ray on all interfaces that no start command fixes"
+        yield Finding(WARN, host, "exposed", text, "restrict access to the hosts by a firewall")
     network = expected.cluster.data_network or next((e.address for e in expected.cluster.hosts if e.name == host), host)
     outside = {f"{e['address']}:{e['port']}" for e in rest if e["address"] not in _ANY and not _is_of(e, network)}
     if outside:
-        text = f"{', '.join(sorted(outside))}: an instance's, outside of the data network {network}"
-        yield Finding(WARN, host, "exposed", text, "correct metadata.raypod.data_network, and start the run again")
+        text = f"{', '.join(sorted(outside))}: of an instance, outside the data network {network}"
+        yield Finding(WARN, host, "exposed", text, "correct metadata.raypod.data_network and restart the run")
     pages = sorted({each["port"] for each in ours if each["port"] in (*MONITOR_PORTS, expected.metrics_port)})
     if pages:
-        text = f"{', '.join(map(str, pages))}: metrics, which everybody may read"
-        yield Finding(WARN, host, "exposed", text, "a firewall that admits the hosts alone, and who collects them")
+        text = f"{', '.join(map(str, pages))}: metrics, readable without the token"
+        yield Finding(
+            WARN, host, "exposed", text, "restrict access to the hosts and the collector of metrics by a firewall"
+        )
     inside = f", {len(rest)} of instances in {network}" if rest and not open_to_all and not outside else ""
     of_ray = len({each["port"] for each in ours if each["port"] in known})
-    yield Finding(OK, host, "exposed", f"{of_ray} ports of Ray{inside} (README, What is exposed)")
+    yield Finding(OK, host, "exposed", f"{of_ray} ports of Ray{inside} (see README, What is exposed)")
 
 
 def _is_of(listener: Mapping[str, Any], network: str) -> bool:

@@ -1,7 +1,7 @@
-"""The facts of one host, as JSON, without a judgement: `python3 - '<settings as JSON>' < probe.py`.
+"""Print the facts of this host as JSON, without judging them: `python3 - '<settings as JSON>' < probe.py`.
 
-Sent over ssh to hosts that may have neither Ray nor raypod: one file, Python 3.6, standard library. What is asked of
-the host's own tools is asked in the environment of a login shell, which is where `ray up` starts Ray; each has a bound.
+Runs over ssh on hosts without Ray and raypod: one file, Python 3.6, standard library. Tools run in the environment of a
+login shell, as `ray up` starts Ray, each with a timeout.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _ENABLE_SDK = (
     'if test -r "$RAYPOD_SDK/enable"; then . "$RAYPOD_SDK/enable"; '
     'else for part in "$RAYPOD_SDK"/*/enable.sh; do test -r "$part" && . "$part"; done; fi; '
 )
-# Asked of the interpreter that Ray runs with: versions, without imports, which take seconds, and raypod's own files.
-_ASK_PYTHON = """
+# Runs in the interpreter of Ray: package versions (without imports, which take seconds) and a digest of raypod's files.
+_PYTHON_FACTS = """
 import hashlib, importlib.util, json, pathlib, platform, sys
 try:
     from importlib.metadata import version
@@ -59,7 +59,7 @@ print(json.dumps({"path": sys.executable, "version": platform.python_version(), 
 
 
 def facts(settings: Dict[str, Any]) -> Dict[str, Any]:
-    """Everything that is asked for; what a host cannot tell is None or an error in words."""
+    """Return all facts that the settings request; an unknown fact is None or an error message."""
     environment = _login_environment(settings.get("sdk"))
     environment.update(settings.get("environment", {}))
     return {
@@ -81,25 +81,25 @@ def facts(settings: Dict[str, Any]) -> Dict[str, Any]:
         "folders": {name: _folder(path) for name, path in settings.get("folders", {}).items() if path},
         "token": _token(settings.get("token", "~/.ray/auth_token")),
         "threads": environment.get("OMP_NUM_THREADS"),
-        "clock_s": time.time(),  # last: whoever reads it compares it with the moment it came
+        "clock_s": time.time(),  # last: the reader compares it with the arrival time
     }
 
 
 def _login_environment(sdk: Optional[str]) -> Dict[str, str]:
-    """What a login shell exports, with the SDK enabled; this process's own environment if it fails."""
+    """Return the environment of a login shell with the SDK enabled; this process's environment if the shell fails."""
     enable = _ENABLE_SDK if sdk else ""
     script = f"{{ source ~/.bashrc; {enable}}} >/dev/null 2>&1; echo '{_BEGIN}'; env -0"
     own = dict(os.environ, RAYPOD_SDK=os.path.expanduser(sdk)) if sdk else dict(os.environ)  # noqa: PTH111
-    said = _run(["bash", "--login", "-i", "-c", script], own)
-    lines = said["output"].partition(_BEGIN + "\n")[2].split("\0")
+    result = _run(["bash", "--login", "-i", "-c", script], own)
+    lines = result["output"].partition(_BEGIN + "\n")[2].split("\0")
     found = dict(line.partition("=")[::2] for line in lines if "=" in line)
     return found or own
 
 
 def _run(words: List[str], environment: Dict[str, str], folder: Optional[str] = None) -> Dict[str, Any]:
-    """Run a tool, in the home folder unless told otherwise, where nothing of the caller's folder is found by chance."""
+    """Run a tool, by default in the home folder, so that it imports nothing from the current folder."""
     try:
-        done = subprocess.run(  # noqa: UP022 - Python 3.6 knows no capture_output
+        done = subprocess.run(  # noqa: UP022 - Python 3.6 has no capture_output
             words,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -126,41 +126,46 @@ def _python(settings: Dict[str, Any], environment: Dict[str, str]) -> Dict[str, 
     words = os.path.expanduser(settings.get("python") or "python3")  # noqa: PTH111
     name = shutil.which(words, path=environment.get("PATH"))
     if name is None:
-        return {"error": f"{words} is not there"}
-    said = _run([name, "-c", _ASK_PYTHON, json.dumps(settings.get("packages", []))], environment, settings.get("cwd"))
+        return {"error": f"{words} does not exist"}
+    result = _run(
+        [name, "-c", _PYTHON_FACTS, json.dumps(settings.get("packages", []))], environment, settings.get("cwd")
+    )
     try:
-        return dict(json.loads(said["output"]))
+        return dict(json.loads(result["output"]))
     except ValueError:
-        return {"error": said["error"] or "it said nothing"}
+        return {"error": result["error"] or "no output"}
 
 
 def _ipus(environment: Dict[str, str]) -> Optional[Dict[str, Any]]:
-    """What gc-info counts [I: it prints a number]; None where the SDK's tools are not there."""
+    """Return the number of visible IPUs; None without the SDK's tools.
+
+    Inferred: the SDK's documentation does not state that `gc-info --ipu-count` prints a number.
+    """
     if shutil.which("gc-info", path=environment.get("PATH")):
-        said = _run(["gc-info", "--ipu-count"], environment)
-        words = said["output"].split()
-        return {"count": int(words[-1]) if words and words[-1].isdigit() else None, "error": said["error"]}
+        result = _run(["gc-info", "--ipu-count"], environment)
+        words = result["output"].split()
+        return {"count": int(words[-1]) if words and words[-1].isdigit() else None, "error": result["error"]}
     if shutil.which("gc-monitor", path=environment.get("PATH")):
-        said = _run(["gc-monitor", "--no-card-info"], environment)
-        return {"count": None, "error": said["error"]}
+        result = _run(["gc-monitor", "--no-card-info"], environment)
+        return {"count": None, "error": result["error"]}
     return None
 
 
-def _partition(asked: Optional[Dict[str, Any]], environment: Dict[str, str]) -> Optional[Dict[str, Any]]:
-    """What the vipu tool says of a partition; None where nobody asks, or the tool is not there."""
-    if not asked or not shutil.which("vipu", path=environment.get("PATH")):
+def _partition(settings: Optional[Dict[str, Any]], environment: Dict[str, str]) -> Optional[Dict[str, Any]]:
+    """Return the output of the vipu tool for a partition; None without a partition or without the tool."""
+    if not settings or not shutil.which("vipu", path=environment.get("PATH")):
         return None
-    where = ["--api-host", str(asked["server"]), "--api-port", str(asked["port"])]
-    return _run(["vipu", *where, "get", "partition", str(asked["partition"])], environment)
+    where = ["--api-host", str(settings["server"]), "--api-port", str(settings["port"])]
+    return _run(["vipu", *where, "get", "partition", str(settings["partition"])], environment)
 
 
 def _interfaces() -> Dict[str, List[Any]]:
-    """Name -> IPv4 address, and bits of its network."""
+    """Return interface name -> [IPv4 address, prefix length]."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = array.array("B", struct.pack("256s", name.encode()))
-            with contextlib.suppress(OSError):  # it has no address
+            with contextlib.suppress(OSError):  # an interface without address
                 address = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request.tobytes())[20:24]
                 mask = fcntl.ioctl(probe.fileno(), _SIOCGIFNETMASK, request.tobytes())[20:24]
                 found[name] = [socket.inet_ntoa(address), bin(int.from_bytes(mask, "big")).count("1")]
@@ -168,7 +173,7 @@ def _interfaces() -> Dict[str, List[Any]]:
 
 
 def _source(address: str) -> Optional[str]:
-    """This host's own address on the way to another."""
+    """Return this host's source address for connections to another address."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # connecting a datagram socket sends nothing
         return str(probe.getsockname()[0])
@@ -176,10 +181,10 @@ def _source(address: str) -> Optional[str]:
 
 
 def _unreachable(peers: List[str]) -> Dict[str, str]:
-    """The peers that nothing comes back from. A refused connection is an answer, too."""
+    """Return the peers that do not answer, with the error. A refused connection counts as an answer."""
     found = {}
 
-    def look(peer: str) -> None:
+    def connect(peer: str) -> None:
         try:
             socket.create_connection((peer, 22), timeout=_PEER_S).close()
         except ConnectionRefusedError:
@@ -187,7 +192,7 @@ def _unreachable(peers: List[str]) -> Dict[str, str]:
         except OSError as error:
             found[peer] = str(error.strerror or error)
 
-    threads = [threading.Thread(target=look, args=(peer,), daemon=True) for peer in peers]
+    threads = [threading.Thread(target=connect, args=(peer,), daemon=True) for peer in peers]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -196,7 +201,7 @@ def _unreachable(peers: List[str]) -> Dict[str, str]:
 
 
 def _listening() -> List[Dict[str, Any]]:
-    """Every listening TCP socket: address, port, and whose it is as far as this user may see."""
+    """Return every listening TCP socket: address, port, and its process if this user may read it."""
     owners = _socket_owners()
     found = []
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
@@ -211,7 +216,7 @@ def _listening() -> List[Dict[str, Any]]:
 
 
 def _socket_owners() -> Dict[str, Dict[str, Any]]:
-    """By inode."""
+    """Return the process of each socket, by inode."""
     owners = {}
     for pid in _pids():
         links = []
@@ -222,7 +227,7 @@ def _socket_owners() -> Dict[str, Dict[str, Any]]:
         sockets = [link[8:-1] for link in links if link.startswith("socket:[")]
         if sockets:
             program = _text(Path(f"/proc/{pid}/cmdline")).split("\0")[0]
-            # A driver carries no mark: it comes out of somebody's shell. But it has Ray's library in its memory.
+            # A driver starts from a shell without the mark, but it has Ray's library mapped.
             is_ray = "/_raylet.so" in _text(Path(f"/proc/{pid}/maps"))
             owner = {"pid": pid, "program": program, "cluster": _cluster_of(pid), "is_ray": is_ray}
             owners.update(dict.fromkeys(sockets, owner))
@@ -230,7 +235,7 @@ def _socket_owners() -> Dict[str, Dict[str, Any]]:
 
 
 def _cluster_of(pid: int) -> Optional[str]:
-    """The cluster by which a process, or one that it descends from, is marked. Ray overwrites its agents' own mark."""
+    """Return the cluster mark of a process or its nearest marked ancestor: Ray overwrites the mark of its agents."""
     seen = set()
     while pid > 0 and pid not in seen:
         seen.add(pid)
@@ -244,7 +249,7 @@ def _cluster_of(pid: int) -> Optional[str]:
 
 
 def _clusters() -> List[Optional[str]]:
-    """The mark of every raylet that runs here."""
+    """Return the cluster mark of every raylet on this host."""
     return [
         _cluster_of(pid) for pid in _pids() if _text(Path(f"/proc/{pid}/cmdline")).split("\0")[0].endswith("/raylet")
     ]
@@ -262,25 +267,25 @@ def _text(path: Path) -> str:
 
 
 def _folder(text: str) -> Dict[str, Any]:
-    """A folder, or where it would be made: free space, and whether this user may write there."""
+    """Return the state of a folder; free space and permission are those of its nearest existing parent."""
     path = Path(os.path.expanduser(text))  # noqa: PTH111
-    there = path
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    space = os.statvfs(str(there))
+    nearest = path
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    space = os.statvfs(str(nearest))
     return {
         "path": str(path),
         "exists": path.exists(),
         "is_folder": path.is_dir(),
         "is_empty": path.is_dir() and os.access(str(path), os.R_OK) and next(path.iterdir(), None) is None,
-        "is_writable": there.is_dir() and os.access(str(there), os.W_OK | os.X_OK),
+        "is_writable": nearest.is_dir() and os.access(str(nearest), os.W_OK | os.X_OK),
         "free_bytes": space.f_bavail * space.f_frsize,
         "total_bytes": space.f_blocks * space.f_frsize,
     }
 
 
 def _token(text: str) -> Dict[str, Any]:
-    """The file of the secret; of the secret itself only what tells whether two are the same."""
+    """Return the state of the token file, and the hash of the token to compare hosts."""
     path = Path(os.path.expanduser(text))  # noqa: PTH111
     try:
         status, secret = path.stat(), path.read_bytes().strip()
@@ -295,4 +300,4 @@ def _token(text: str) -> Dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(facts(json.loads(sys.argv[1]))))  # noqa: T201 - the answer
+    print(json.dumps(facts(json.loads(sys.argv[1]))))  # noqa: T201 - the result

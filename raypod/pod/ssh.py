@@ -1,7 +1,7 @@
-"""Commands on the hosts of a cluster file before (and after) Ray runs there: over ssh, on all of them at once.
+"""Run commands on the hosts of a cluster file over ssh, without Ray, on all hosts in parallel.
 
-The key of a host that is seen for the first time is kept in the user's known_hosts, and another one of that host is
-refused; Ray's launcher checks none. A host whose address is one of this machine's own is reached without ssh.
+The key of a new host is added to the user's known_hosts; a changed key is refused. Ray's launcher does not check
+keys. A host with an address of this machine is reached without ssh.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from typing import Callable, Dict, List, Sequence, TypeVar
 from raypod.errors import ClusterError
 from raypod.host.interfaces import interface_addresses
 from raypod.plan.cluster import Host, Ssh
-from raypod.pod.file_checks import KEY_ON_A_HEAD
+from raypod.pod.file_checks import HEAD_KEY_PATH
 
 CONNECT_S = 8
-_AT_ONCE = 64
+_MAX_PARALLEL = 64
 _NO_CONNECTION, _NO_COMMAND = 255, 127  # exit codes of ssh, of a shell
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Done:
-    """A command that ended, or why it did not begin."""
+class Result:
+    """The result of a command, or the reason why it did not start."""
 
     exit_code: int
     output: str
-    complaint: str  # the last line of its stderr; "" if all went well
+    error: str  # the last line of stderr; "" on success
 
     @property
-    def went_well(self) -> bool:
-        """Whether it ended with 0."""
+    def succeeded(self) -> bool:
+        """Whether the exit code is 0."""
         return self.exit_code == 0
 
 
-def run_on(host: Host, ssh: Ssh, words: Sequence[str], stdin: str = "", timeout_s: float = 60.0) -> Done:
-    """Run a command on a host, without a terminal and without questions."""
-    command = list(words) if is_here(host) else [*connection(host, ssh), shlex.join(words)]
+def run_on(host: Host, ssh: Ssh, words: Sequence[str], stdin: str = "", timeout_s: float = 60.0) -> Result:
+    """Run a command on a host, without a terminal and without prompts."""
+    command = list(words) if is_local(host) else [*ssh_command(host, ssh), shlex.join(words)]
     try:
         done = subprocess.run(
             command,
@@ -53,56 +53,61 @@ def run_on(host: Host, ssh: Ssh, words: Sequence[str], stdin: str = "", timeout_
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Done(124, "", f"no answer within {timeout_s:g} s")
+        return Result(124, "", f"no answer within {timeout_s:g} s")
     except OSError as error:
-        return Done(127, "", f"{command[0]}: {error.strerror}")
-    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    complaint = said[-1] if done.returncode and said else f"exit code {done.returncode}" if done.returncode else ""
-    return Done(done.returncode, done.stdout, complaint)
+        return Result(127, "", f"{command[0]}: {error.strerror}")
+    if done.returncode == 0:
+        return Result(0, done.stdout, "")
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return Result(done.returncode, done.stdout, lines[-1] if lines else f"exit code {done.returncode}")
 
 
 def pass_through(host: Host, ssh: Ssh, words: Sequence[str]) -> int:
-    """Run a command in the environment in which `ray up` starts Ray on a host; its output is this process's own, and
-    so is its exit code. It lasts as long as the command; ssh ends it where the host falls silent. `~/` is the host's.
+    """Run a command on a host in the environment of `ray up`, with this process's stdin and output.
+
+    A leading `~/` in a word is the home folder on the host. There is no timeout, but ssh detects a dead connection.
+
+    Returns:
+        The exit code of the command.
 
     Raises:
-        ClusterError: the host cannot be reached, or does not have the command; the line before says more.
+        ClusterError: The host cannot be reached, or does not have the command; ssh's own message precedes it.
     """
-    # Bash complains where an interactive shell has no terminal; the command's own words on stderr pass.
+    # Drop bash's warnings about the missing terminal, but keep the command's stderr.
     command = " ".join("~/" + shlex.quote(word[2:]) if word.startswith("~/") else shlex.quote(word) for word in words)
     shell = f"bash --login -i -c {shlex.quote(f'source ~/.bashrc; exec {command} 2>&3')} 3>&2 2>/dev/null"
     terminal = ["-t"] if sys.stdin.isatty() and sys.stdout.isatty() else []
-    code = subprocess.run([*connection(host, ssh, terminal or ["-T"]), shell], check=False).returncode
+    code = subprocess.run([*ssh_command(host, ssh, terminal or ["-T"]), shell], check=False).returncode
     if code == _NO_CONNECTION:
-        raise ClusterError(f"host {host.name} cannot be reached over ssh, or was lost")
+        raise ClusterError(f"host {host.name} is unreachable over ssh, or the connection was lost")
     if code == _NO_COMMAND:
         raise ClusterError(
-            f"host {host.name} has no {words[0]}: `python -m raypod up` runs setup_commands, which make it"
+            f"host {host.name} has no {words[0]}: setup_commands of the cluster file install it, run by `raypod up`"
         )
     return code
 
 
-def connection(host: Host, ssh: Ssh, terminal: Sequence[str] = ("-T",)) -> List[str]:
-    """The words of ssh up to the command."""
+def ssh_command(host: Host, ssh: Ssh, terminal: Sequence[str] = ("-T",)) -> List[str]:
+    """Return the ssh command line without the remote command."""
     options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_S}", "StrictHostKeyChecking=accept-new", "LogLevel=ERROR"]
     options += ["ServerAliveInterval=5", "ServerAliveCountMax=3"]
     if ssh.proxy_command:
         options.append(f"ProxyCommand={ssh.proxy_command}")
     words = ["ssh", *terminal, *(word for option in options for word in ("-o", option))]
-    keys = [Path(key).expanduser() for key in (ssh.private_key, KEY_ON_A_HEAD) if key]
+    keys = [Path(key).expanduser() for key in (ssh.private_key, HEAD_KEY_PATH) if key]
     for key in [key for key in keys if key.is_file()][:1]:
         words += ["-i", str(key), "-o", "IdentitiesOnly=yes"]
     return [*words, f"{ssh.user}@{host.address}" if ssh.user else host.address]
 
 
-def is_here(host: Host) -> bool:
-    """Whether a host is this machine, by its address."""
+def is_local(host: Host) -> bool:
+    """Return whether the address of a host belongs to this machine."""
     return host.address == "localhost" or host.address in interface_addresses().values()
 
 
-def on_all(hosts: Sequence[Host], work: Callable[[Host], T]) -> Dict[str, T]:
-    """Do something for all hosts at the same time; the results by host, in order."""
+def map_hosts(hosts: Sequence[Host], work: Callable[[Host], T]) -> Dict[str, T]:
+    """Call `work` for all hosts in parallel; return the results by host name, in order."""
     if not hosts:
         return {}
-    with ThreadPoolExecutor(min(_AT_ONCE, len(hosts))) as pool:
+    with ThreadPoolExecutor(min(_MAX_PARALLEL, len(hosts))) as pool:
         return dict(zip((host.name for host in hosts), pool.map(work, hosts)))

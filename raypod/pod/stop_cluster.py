@@ -1,8 +1,8 @@
-"""End the processes of one Ray cluster on this host, and nothing else: `python3 stop_cluster.py CLUSTER_NAME`.
+"""End the processes of one Ray cluster on this host, and no others: `python3 stop_cluster.py CLUSTER_NAME`.
 
-`ray stop` ends every Ray process on the host that it may, whoever's it is. Here a process belongs to a cluster if it
-has RAYPOD_CLUSTER=<name> in its environment, or descends from one that has: Ray's agents and workers overwrite their
-own environment with a title. Run on the hosts by the cluster files' start commands, and over ssh; needs Python 3.6.
+`ray stop` ends all Ray processes on the host, also those of other clusters. This script ends the processes with
+RAYPOD_CLUSTER=<name> in their environment, and their descendants: Ray's agents and workers overwrite their environment
+with a process title. The start commands of the cluster files run it, and `raypod down` over ssh. Python 3.6 is enough.
 """
 
 import contextlib
@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Dict, Iterator, List, Set
 
 MARK = "RAYPOD_CLUSTER"
-_GRACE_S = 5.0  # to a SIGTERM, and again to the SIGKILL that follows
+_GRACE_S = 5.0  # after SIGTERM, and again after SIGKILL
 
 
 def stop(cluster: str) -> Dict[str, int]:
-    """End them; how many processes there were and are left, and how many raylets of other clusters run."""
+    """End the processes of a cluster.
+
+    Return the number of processes found and left, and the number of raylets of other clusters.
+    """
     family = members(cluster)
     left = set(family)
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -28,27 +31,27 @@ def stop(cluster: str) -> Dict[str, int]:
                 os.kill(pid, number)
         deadline = time.monotonic() + _GRACE_S
         while left and time.monotonic() < deadline:
-            left = {pid for pid in left if _lives(pid)}
+            left = {pid for pid in left if _is_alive(pid)}
             time.sleep(0.05)
     others = sum(1 for pid in _pids() if pid not in family and _arguments(pid)[0].endswith(b"/raylet/raylet"))
     return {"found": len(family), "left": len(left), "others": others}
 
 
 def members(cluster: str) -> Set[int]:
-    """The processes of a cluster: those that say so, and their descendants; never this one or those that started it."""
+    """Return the pids of marked processes and their descendants, without this process and its ancestors."""
     mark = (MARK + "=" + cluster).encode()
     parents = {pid: _parent(pid) for pid in _pids()}
-    own = _line_of(os.getpid(), parents)
+    own = _ancestry(os.getpid(), parents)
     found = {pid for pid in parents if pid not in own and mark in _read(pid, "environ").split(b"\0")}
-    return found | {pid for pid in parents if pid not in own and found & set(_line_of(pid, parents))}
+    return found | {pid for pid in parents if pid not in own and found & set(_ancestry(pid, parents))}
 
 
-def _line_of(pid: int, parents: Dict[int, int]) -> List[int]:
-    """A process and its ancestors."""
-    line = [pid]
-    while line[-1] in parents and parents[line[-1]] not in line:
-        line.append(parents[line[-1]])
-    return line
+def _ancestry(pid: int, parents: Dict[int, int]) -> List[int]:
+    """Return the pids of a process and its ancestors."""
+    pids = [pid]
+    while pids[-1] in parents and parents[pids[-1]] not in pids:
+        pids.append(parents[pids[-1]])
+    return pids
 
 
 def _pids() -> Iterator[int]:
@@ -58,7 +61,7 @@ def _pids() -> Iterator[int]:
 def _read(pid: int, name: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process exited, or belongs to another user
         return b""
 
 
@@ -71,12 +74,12 @@ def _arguments(pid: int) -> List[bytes]:
     return _read(pid, "cmdline").split(b"\0")
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     state = _read(pid, "stat").rpartition(b")")[2].split()[:1]
     return bool(state) and state != [b"Z"]
 
 
 if __name__ == "__main__":
     ended = stop(sys.argv[1])
-    print(json.dumps(ended))  # noqa: T201 - the answer
+    print(json.dumps(ended))  # noqa: T201 - the result
     sys.exit(1 if ended["left"] else 0)

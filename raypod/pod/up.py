@@ -1,7 +1,7 @@
-"""`python -m raypod up FILE` and `down FILE`: `ray up` and `ray down` without their traps.
+"""`python -m raypod up FILE` and `down FILE`: start and stop Ray on all hosts of a cluster file.
 
-`ray up` is done when the head is; a worker that does not come is never an error. `ray down` ends the head alone, and
-every other Ray on it. Here both are about the hosts of the file, all of them, and nothing else.
+`ray up` returns when the head runs and does not report missing workers; `up` waits for all hosts. `ray down` stops only
+the head, and every other Ray on that host; `down` stops this cluster on all hosts and nothing else.
 """
 
 from __future__ import annotations
@@ -24,32 +24,34 @@ from raypod.fleet import gcs, ray_admission
 from raypod.plan.cluster import Cluster, Host, cluster_from, read_file, refuse
 from raypod.pod import file_checks, ssh, stop_cluster
 
-_STOP_BOUND_S = 60.0
-_LONGEST_LINE = 240
-_RAYS_OWN = re.compile(r"\d{4}-\d\d-\d\d |Shared connection|Warning: Permanently")  # lines of its launcher, and of ssh
+_STOP_TIMEOUT_S = 60.0
+_MAX_MESSAGE = 240
+_LAUNCHER_LINE = re.compile(r"\d{4}-\d\d-\d\d |Shared connection|Warning: Permanently")  # of Ray's launcher and ssh
 _SSH_SLACK_S = 30.0
-_SOURCE = "~/raypod/source/raypod"  # where the files that are shipped bring raypod
+_SOURCE = "~/raypod/source/raypod"  # where the cluster files of this repository copy raypod
 
 
 def up(argv: Sequence[str]) -> int:
-    """Start Ray on all hosts of a file, closed by a token, and wait until all of them are there."""
-    parser = _parser("up", "Start Ray on all hosts of a cluster file, and wait until all of them are there.")
-    parser.add_argument("--wait-hosts", type=float, default=120.0, metavar="S", help="how long to wait for them [120]")
-    parser.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="bound of `ray up` itself [1800]")
-    parser.add_argument("--no-restart", action="store_true", help="leave a Ray that runs as it is")
+    """Start Ray with token authentication on all hosts of a cluster file, and wait until all have joined."""
+    parser = _parser("up", "Start Ray on all hosts of a cluster file, and wait until all have joined.")
+    parser.add_argument(
+        "--wait-hosts", type=float, default=120.0, metavar="S", help="timeout for all hosts to join [120]"
+    )
+    parser.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="timeout of `ray up` itself [1800]")
+    parser.add_argument("--no-restart", action="store_true", help="do not restart a running Ray")
     args = parser.parse_args(argv)
     file = read_file(args.file)
-    refuse(args.file, [*file_checks.mistakes_of_access(file), *file_checks.mistakes_for_launch(file)])
+    refuse(args.file, [*file_checks.access_errors(file), *file_checks.launch_errors(file)])
     cluster = cluster_from(file, args.file)
-    for advice in file_checks.advice_for_launch(file):
-        _say(f"{args.file}, {advice}")
+    for warning in file_checks.launch_warnings(file):
+        _say(f"{args.file}, {warning}")
     _prepare_token(file_checks.token_source(file))
-    _look(cluster)
+    _check_ssh(cluster)
     flags = ["--no-config-cache", *(["--no-restart"] if args.no_restart else [])]
     if not args.no_restart:
-        _forget(cluster)
-    _ray("up", args.file, flags, {"RAY_UP_enable_autoscaler_v2": "0"}, args.timeout)
-    _wait(cluster, args.wait_hosts, file_checks.tls_variables(file))
+        _remove_launcher_state(cluster)
+    _run_ray("up", args.file, flags, {"RAY_UP_enable_autoscaler_v2": "0"}, args.timeout)
+    _wait_for_hosts(cluster, args.wait_hosts, file_checks.tls_variables(file))
     _say(f"{cluster.name}: Ray runs on all {len(cluster.hosts)} hosts")
     has_source = _SOURCE in (file.top.value("file_mounts") or {})
     where = f"on {cluster.hosts[0].name}" + (f" in {Path(_SOURCE).parent}" if has_source else "")
@@ -61,31 +63,32 @@ def up(argv: Sequence[str]) -> int:
 
 
 def down(argv: Sequence[str]) -> int:
-    """End what runs of a cluster on all hosts of its file, and nothing else."""
-    args = _parser("down", "End Ray on all hosts of a cluster file.").parse_args(argv)
+    """Stop a cluster on all hosts of its file, and nothing else."""
+    args = _parser("down", "Stop Ray on all hosts of a cluster file.").parse_args(argv)
     file = read_file(args.file)
-    refuse(args.file, file_checks.mistakes_of_access(file))
+    refuse(args.file, file_checks.access_errors(file))
     cluster = cluster_from(file, args.file)
     if not file_checks.is_marked(file):
         mark = f"{stop_cluster.MARK}={cluster.name}"
-        _say(f"{args.file}: the start commands do not export {mark}: workers end by themselves, within a minute")
-        _ray("down", args.file, [], {}, 300.0)
+        _say(f"{args.file}: the start commands do not export {mark}: workers stop by themselves within a minute")
+        _run_ray("down", args.file, [], {}, 300.0)
         return 0
     head, workers = cluster.hosts[:1], cluster.hosts[1:]
-    stopped = {**_stop(cluster, head), **_stop(cluster, workers)}  # in this order: the head would start workers again
-    told = {name: json.loads(done.output) for name, done in stopped.items() if done.output.startswith("{")}
+    stopped = _stop_processes(cluster, head)  # the head first: it would restart workers
+    stopped.update(_stop_processes(cluster, workers))
+    results = {name: json.loads(done.output) for name, done in stopped.items() if done.output.startswith("{")}
     bad = [
-        f"{name}: {told[name]['left']} processes are left" if name in told else f"{name}: {done.complaint}"
+        f"{name}: {results[name]['left']} processes are left" if name in results else f"{name}: {done.error}"
         for name, done in stopped.items()
-        if not done.went_well
+        if not done.succeeded
     ]
-    if told.get(head[0].name, {}).get("others"):
-        _say(f"{head[0].name}: another Ray runs there and goes on; `ray down` would have ended it")
-    elif head[0].name in told:
-        _ray("down", args.file, [], {}, 300.0)  # nothing runs there any more; Ray's launcher forgets the cluster
+    if results.get(head[0].name, {}).get("others"):
+        _say(f"{head[0].name}: another Ray cluster keeps running; `ray down` would have stopped it")
+    elif head[0].name in results:
+        _run_ray("down", args.file, [], {}, 300.0)  # Ray is stopped; this clears the launcher's state
     if bad:
-        raise RunError("\n  ".join([f"{cluster.name} is not down on {len(bad)} of {len(stopped)} hosts", *bad]))
-    _say(f"{cluster.name}: nothing of it runs on its {len(cluster.hosts)} hosts")
+        raise RunError("\n  ".join([f"{cluster.name} is still running on {len(bad)} of {len(stopped)} hosts", *bad]))
+    _say(f"{cluster.name}: stopped on all {len(cluster.hosts)} hosts")
     return 0
 
 
@@ -98,37 +101,35 @@ def _parser(verb: str, description: str) -> FlagParser:
 def _prepare_token(path: Path) -> None:
     ray = ray_admission.ray_version()
     if not ray:
-        raise ClusterError("Ray is not installed here, and its launcher starts the hosts: pip install 'ray[default]'")
-    done = ray_admission.ensure_token(path)  # older Ray ignores it; the file is mounted all the same
+        raise ClusterError("Ray is not installed here, but its launcher is required: pip install 'ray[default]'")
+    change = ray_admission.ensure_token(path)  # also for Ray without tokens: file_mounts copies the file
     if not ray_admission.has_tokens(ray):
         _say(ray_admission.NO_TOKEN.format(ray))
-    elif done:
-        _say(done)
+    elif change:
+        _say(change)
 
 
-def _look(cluster: Cluster) -> None:
-    """Refuse at once where `ray up` would try for minutes; and note the keys of the hosts, which it does not check."""
-    found = ssh.on_all(cluster.hosts, lambda host: ssh.run_on(host, cluster.ssh, ["true"], timeout_s=_SSH_SLACK_S))
-    bad = {name: done.complaint for name, done in found.items() if not done.went_well}
+def _check_ssh(cluster: Cluster) -> None:
+    """Check the connection and the ssh key of every host.
+
+    An unreachable head raises ClusterError at once: `ray up` would retry for minutes, and it does not check keys.
+    """
+    found = ssh.map_hosts(cluster.hosts, lambda host: ssh.run_on(host, cluster.ssh, ["true"], timeout_s=_SSH_SLACK_S))
+    bad = {name: done.error for name, done in found.items() if not done.succeeded}
     if cluster.hosts[0].name in bad:
-        raise ClusterError(f"the head {cluster.hosts[0].name} cannot be reached: {bad[cluster.hosts[0].name]}")
-    for name, complaint in bad.items():
-        _say(f"host {name} cannot be reached (yet): {complaint}")
+        raise ClusterError(f"the head {cluster.hosts[0].name} is unreachable: {bad[cluster.hosts[0].name]}")
+    for name, error in bad.items():
+        _say(f"host {name} is unreachable (yet): {error}")
 
 
-def _ray(verb: str, path: str, flags: List[str], variables: Dict[str, str], timeout_s: float) -> None:
-    """Run a command of Ray's launcher; what it says goes into a file, which stays if it fails."""
+def _run_ray(verb: str, path: str, flags: List[str], variables: Dict[str, str], timeout_s: float) -> None:
+    """Run a command of Ray's launcher; its output goes to a log file, which is kept if the command fails."""
     began = time.monotonic()
     handle, log = tempfile.mkstemp(prefix=f"raypod-ray-{verb}-", suffix=".log")
-    _say(f"ray {verb} {path} (what it says: {log})")
+    _say(f"ray {verb} {path} (log: {log})")
     command = [sys.executable, "-m", "ray.scripts.scripts", verb, "-y", *flags, path]
-    environment = {
-        **os.environ,
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "PYTHONUNBUFFERED": "1",
-        "RAY_TMPDIR": str(_temp_folder()),
-    }
-    environment.update(variables)
+    own = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1", "RAY_TMPDIR": str(_temp_folder())}
+    environment = {**os.environ, **own, **variables}
     with os.fdopen(handle, "wb") as file:
         try:
             done = subprocess.run(
@@ -141,17 +142,15 @@ def _ray(verb: str, path: str, flags: List[str], variables: Dict[str, str], time
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise RunError(f"ray {verb} {path}: not done within {timeout_s:g} s (--timeout); see {log}") from None
+            raise RunError(f"ray {verb} {path}: timed out after {timeout_s:g} s (--timeout); see {log}") from None
     if done.returncode:
-        raise RunError(
-            f"ray {verb} {path} failed: {_last_words(Path(log).read_text(errors='replace'))}; all of it: {log}"
-        )
+        raise RunError(f"ray {verb} {path} failed: {_error_line(Path(log).read_text(errors='replace'))}; see {log}")
     Path(log).unlink()
     _say(f"ray {verb} {path}: done in {time.monotonic() - began:.0f} s")
 
 
 def _temp_folder() -> Path:
-    """Where Ray's launcher keeps its notes: /tmp/ray, unless that belongs to somebody else, its first user."""
+    """Return the temporary folder for Ray's launcher: another one than /tmp if /tmp/ray belongs to another user."""
     if "RAY_TMPDIR" in os.environ:
         return Path(os.environ["RAY_TMPDIR"])
     common = Path(tempfile.gettempdir())
@@ -162,57 +161,57 @@ def _temp_folder() -> Path:
     return own
 
 
-def _forget(cluster: Cluster) -> None:
-    """Have the hosts set up anew: by its notes Ray holds them for ready, though they may have new disks since."""
+def _remove_launcher_state(cluster: Cluster) -> None:
+    """Remove the state file of Ray's launcher, so that it sets all hosts up again: their disks may be new."""
     with contextlib.suppress(FileNotFoundError):
         (_temp_folder() / "ray" / f"cluster-{cluster.name}.state").unlink()
 
 
-def _last_words(log: str) -> str:
-    """The line that says why, as far as one does: what a command on a host said last, else Ray's own."""
+def _error_line(log: str) -> str:
+    """Return the most likely cause in a log: the last output of a failed command on a host, else an error of Ray."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     failed = [at for at, line in enumerate(lines) if "New status: update-failed" in line]
-    said = [line for line in lines[: (failed or [0])[-1]] if not _RAYS_OWN.match(line)]
-    telling = [line for line in lines if "Error" in line and "click.exceptions" not in line]
-    rest = [line for line in lines if "VINFO" not in line]  # the commands of ssh, at length
-    return (said or telling or rest or ["nothing"])[-1][:_LONGEST_LINE]
+    output = [line for line in lines[: (failed or [0])[-1]] if not _LAUNCHER_LINE.match(line)]
+    errors = [line for line in lines if "Error" in line and "click.exceptions" not in line]
+    rest = [line for line in lines if "VINFO" not in line]  # VINFO: full ssh commands
+    return (output or errors or rest or ["no output"])[-1][:_MAX_MESSAGE]
 
 
-def _wait(cluster: Cluster, within_s: float, tls: Sequence[str]) -> None:
-    """Wait until the head's GCS knows all hosts; asked on the head, where its port is open."""
+def _wait_for_hosts(cluster: Cluster, within_s: float, tls: Sequence[str]) -> None:
+    """Wait until all hosts have joined, by requests to the GCS that run on the head, where its port is reachable."""
     head, names = cluster.hosts[0], [host.address for host in cluster.hosts]
     words = ["env", *tls, "python3", "-", str(cluster.gcs_address), str(within_s), *names]
     done = ssh.run_on(head, cluster.ssh, words, Path(gcs.__file__).read_text(), within_s + _SSH_SLACK_S)
-    if not done.went_well:
-        raise RunError(f"cannot ask {head.name} which hosts are there: {done.complaint}")
+    if not done.succeeded:
+        raise RunError(f"cannot list the hosts of the cluster on {head.name}: {done.error}")
     answer = json.loads(done.output)
     if not answer["missing"]:
         return
-    reasons = ssh.on_all(
+    reasons = ssh.map_hosts(
         [host for host in cluster.hosts if host.address in answer["missing"]], lambda host: _why_missing(host, cluster)
     )
-    told = "\n  ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    gcs_said = f" ({answer['told']})" if answer["told"] else ""
+    lines = "\n  ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    gcs_error = f" ({answer['told']})" if answer["told"] else ""
     raise RunError(
-        f"{cluster.name}: {len(reasons)} of {len(cluster.hosts)} hosts did not come within {within_s:g} s "
-        f"(--wait-hosts){gcs_said}\n  {told}"
+        f"{cluster.name}: {len(reasons)} of {len(cluster.hosts)} hosts did not join within {within_s:g} s "
+        f"(--wait-hosts){gcs_error}\n  {lines}"
     )
 
 
 def _why_missing(host: Host, cluster: Cluster) -> str:
     done = ssh.run_on(host, cluster.ssh, ["true"], timeout_s=_SSH_SLACK_S)
-    if not done.went_well:
-        return done.complaint
-    # The head starts the workers; RAY_TMPDIR is that of the files that are shipped, or Ray's own.
+    if not done.succeeded:
+        return done.error
+    # The head starts the workers. RAY_TMPDIR: as in the cluster files of this repository, or the default.
     logs = "/ray/session_latest/logs/monitor.out"
     command = f"tail -qn 400 /tmp/ray-$(id -un){logs} /tmp{logs} 2>/dev/null"
     log = ssh.run_on(cluster.hosts[0], cluster.ssh, ["bash", "-c", command], timeout_s=_SSH_SLACK_S).output
-    return f"can be reached; of starting Ray there the head's {logs} says last: {_last_words(log)}"
+    return f"is reachable; the end of {logs} on the head: {_error_line(log)}"
 
 
-def _stop(cluster: Cluster, hosts: Sequence[Host]) -> Dict[str, ssh.Done]:
+def _stop_processes(cluster: Cluster, hosts: Sequence[Host]) -> Dict[str, ssh.Result]:
     words, program = ["python3", "-", cluster.name], Path(stop_cluster.__file__).read_text()
-    return ssh.on_all(hosts, lambda host: ssh.run_on(host, cluster.ssh, words, program, _STOP_BOUND_S))
+    return ssh.map_hosts(hosts, lambda host: ssh.run_on(host, cluster.ssh, words, program, _STOP_TIMEOUT_S))
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The command, on this host; and the probe as it is sent to others."""
+"""Tests of pod/doctor on this host, and of pod/probe as it runs on other hosts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from raypod.pod import probe, ssh
 SHIPPED = Path(__file__).resolve().parent.parent.parent / "cluster" / "emulated-pod.yaml"
 
 
-def ask(**settings: Any) -> Dict[str, Any]:
-    """The facts, asked as a host is asked."""
+def run_probe(**settings: Any) -> Dict[str, Any]:
+    """Run the probe as on another host; return its facts."""
     words = [sys.executable, "-I", "-S", "-", json.dumps(settings)]
     text = Path(probe.__file__).read_text()
     done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=60, check=False)
@@ -29,13 +29,13 @@ def ask(**settings: Any) -> Dict[str, Any]:
     return facts
 
 
-def test_the_probe_tells_what_there_is(tmp_path: Path) -> None:
+def test_probe_facts(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("secret")
     token.chmod(0o640)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        facts = ask(
+        facts = run_probe(
             python=sys.executable,
             packages=["torch", "no-such-package"],
             folders={"run folder": str(tmp_path / "to" / "come"), "data set": str(tmp_path / "none"), "cache": None},
@@ -59,30 +59,30 @@ def test_the_probe_tells_what_there_is(tmp_path: Path) -> None:
     assert "secret" not in json.dumps(facts)
 
 
-def test_an_interpreter_that_is_not_there_is_told() -> None:
-    assert ask(python="/no/python")["python"] == {"error": "/no/python is not there"}
+def test_a_missing_interpreter_is_reported() -> None:
+    assert run_probe(python="/no/python")["python"] == {"error": "/no/python does not exist"}
 
 
 def test_this_host_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert {finding["level"] for finding in told["findings"]} <= {"ok", "warn"}
-    assert list(told["hosts"]) == ["localhost"]
+    output = json.loads(capsys.readouterr().out)
+    assert {finding["level"] for finding in output["findings"]} <= {"ok", "warn"}
+    assert list(output["hosts"]) == ["localhost"]
 
 
-def test_a_data_set_that_is_not_there_is_in_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_data_set_prevents_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--data-dir", "/no/data"]) == 2
-    told = capsys.readouterr().out
-    assert "trouble  data set        localhost /no/data is not there; mount it" in told
-    assert told.splitlines()[-1].startswith("not ready: 1 host")
+    output = capsys.readouterr().out
+    assert "trouble  data set        localhost /no/data does not exist; mount it" in output
+    assert output.splitlines()[-1].startswith("not ready: 1 host")
 
 
-def test_every_host_of_the_file_is_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_host_of_the_file_is_probed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(SHIPPED.parent.parent)
-    monkeypatch.setattr(ssh, "run_on", lambda host, *_, **__: ssh.Done(255, "", f"no way to {host.address}"))
-    monkeypatch.setattr(gcs, "check", lambda _: gcs.Answer(gcs.SILENT, "nobody", b""))
+    monkeypatch.setattr(ssh, "run_on", lambda host, *_, **__: ssh.Result(255, "", f"no way to {host.address}"))
+    monkeypatch.setattr(gcs, "check", lambda _: gcs.Answer(gcs.SILENT, "no reply", b""))
     assert main(["doctor", "--cluster", str(SHIPPED)]) == 2
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for last in (11, 12, 13):
-        assert f"no way to 10.0.0.{last}" in told
-    assert "nothing at 10.0.0.11:6379 for one without a token (nobody)" in told
+        assert f"no way to 10.0.0.{last}" in output
+    assert "no answer at 10.0.0.11:6379 without a token (no reply)" in output

@@ -1,4 +1,4 @@
-"""What facts mean: a pod that is well, and every way in which it is not."""
+"""Tests of pod/findings, pod/listeners and the table of the doctor: a healthy pod, and every problem."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def folder(free_bytes: int = 100 * GIB, **changed: Any) -> Dict[str, Any]:
 
 
 def healthy() -> Pod:
-    """The facts of both hosts, as the probe tells them."""
+    """Return the facts of both hosts, in the form of the probe."""
     packages = {"ray": "2.60.0", "torch": "2.0.1", "torchvision": "0.15.2", "raypod": "0.1.0", "poptorch": "3.3.0"}
     facts = {
         "hostname": "h",
@@ -67,7 +67,7 @@ def listener(port: int, cluster: Union[str, None], address: str = "0.0.0.0") -> 
     return {**place, "pid": 7, "program": "nginx", "cluster": cluster, "is_ray": cluster is not None}
 
 
-def test_a_pod_that_is_well_has_nothing_but_ok() -> None:
+def test_a_healthy_pod_has_only_ok_findings() -> None:
     assert bad(healthy()) == []
     whats = {finding.what for finding in examine(EXPECTED, healthy())}
     assert {
@@ -84,7 +84,7 @@ def test_a_pod_that_is_well_has_nothing_but_ok() -> None:
     assert {"run folder", "object store", "data set", "token"} <= whats
 
 
-def test_the_ports_of_a_running_pod_are_counted_where_they_may_be() -> None:
+def test_ports_of_a_running_pod_are_counted() -> None:
     pod = healthy()
     for name in HOSTS:
         network = pod[name]["interfaces"]["eth1"][0]
@@ -96,12 +96,12 @@ def test_the_ports_of_a_running_pod_are_counted_where_they_may_be() -> None:
             (40003, "127.0.0.1"),
         ]
         pod[name]["listening"] = [listener(port, "pod", address) for port, address in places]
-        driver = {**listener(10600, None), "is_ray": True}  # a run that somebody has started from a shell
+        driver = {**listener(10600, None), "is_ray": True}  # a run that was started from a shell
         pod[name]["listening"].append(driver)
     assert bad(pod) == []
-    told = [finding for finding in examine(EXPECTED, pod) if finding.what == "exposed"]
-    assert {(finding.level, finding.text) for finding in told} == {
-        (OK, "2 ports of Ray, 2 of instances in 10.1.0.0/16 (README, What is exposed)")
+    exposed = [finding for finding in examine(EXPECTED, pod) if finding.what == "exposed"]
+    assert {(finding.level, finding.text) for finding in exposed} == {
+        (OK, "2 ports of Ray, 2 of instances in 10.1.0.0/16 (see README, What is exposed)")
     }
 
 
@@ -114,44 +114,59 @@ def on_second(change: Callable[[Dict[str, Any]], Any]) -> Pod:
 @pytest.mark.parametrize(
     ("change", "level", "what", "words"),
     [
-        (lambda f: f["python"]["packages"].update(ray=None), TROUBLE, "ray", "/p does not have it"),
-        (lambda f: f.update(python={"error": "python3 is not there"}), TROUBLE, "python", "python3 is not there"),
+        (lambda f: f["python"]["packages"].update(ray=None), TROUBLE, "ray", "not installed in /p"),
+        (lambda f: f.update(python={"error": "python3 does not exist"}), TROUBLE, "python", "python3 does not exist"),
         (lambda f: f["tools"].update(rsync=None), TROUBLE, "rsync", "not installed"),
-        (lambda f: f["python"]["packages"].update(poptorch=None), WARN, "SDK", "no poptorch is installed"),
+        (lambda f: f["python"]["packages"].update(poptorch=None), WARN, "SDK", "poptorch is not installed"),
         (lambda f: f.update(ipus=None), WARN, "IPUs", "neither gc-info nor gc-monitor"),
-        (lambda f: f.update(ipus={"count": 4, "error": None}), WARN, "IPUs", "4 are visible, and the file says 16"),
+        (
+            lambda f: f.update(ipus={"count": 4, "error": None}),
+            WARN,
+            "IPUs",
+            "4 visible, but the cluster file requires 16",
+        ),
         (lambda f: f["partition"].update(output="Size | 32\nState | ERROR"), WARN, "partition", "p is ERROR"),
-        (lambda f: f["partition"].update(output="Size | 16"), WARN, "partition", "p has 16 IPUs, and the file says 32"),
+        (
+            lambda f: f["partition"].update(output="Size | 16"),
+            WARN,
+            "partition",
+            "p has 16 IPUs, but the cluster file requires 32",
+        ),
         (lambda f: f["partition"].update(exit_code=1, error="no such"), WARN, "partition", "p: no such"),
-        (lambda f: f["unreachable"].update({"10.0.0.1": "timed out"}), TROUBLE, "network", "does not reach 10.0.0.1"),
-        (lambda f: f["interfaces"].pop("eth1"), TROUBLE, "data network", "no interface is in data_network 10.1.0.0/16"),
-        (lambda f: f["towards"].update({"10.0.0.1": "10.9.0.2"}), TROUBLE, "network", "Ray will know it as 10.9.0.2"),
-        (lambda f: f.update(skew_s=5.0), WARN, "clocks", "apart by 5.0 s at most, 10.0.0.2 is ahead"),
-        (lambda f: f.update(skew_s=-90.0), TROUBLE, "clocks", "apart by 90.0 s at most, 10.0.0.1 is ahead"),
-        (lambda f: f["listening"].append(listener(6380, None)), TROUBLE, "ports", "6380 is taken by nginx, pid 7"),
+        (lambda f: f["unreachable"].update({"10.0.0.1": "timed out"}), TROUBLE, "network", "cannot reach 10.0.0.1"),
+        (lambda f: f["interfaces"].pop("eth1"), TROUBLE, "data network", "no interface in data_network 10.1.0.0/16"),
+        (lambda f: f["towards"].update({"10.0.0.1": "10.9.0.2"}), TROUBLE, "network", "Ray uses 10.9.0.2"),
+        (lambda f: f.update(skew_s=5.0), WARN, "clocks", "differ by up to 5.0 s, 10.0.0.2 is ahead"),
+        (lambda f: f.update(skew_s=-90.0), TROUBLE, "clocks", "differ by up to 90.0 s, 10.0.0.1 is ahead"),
+        (lambda f: f["listening"].append(listener(6380, None)), TROUBLE, "ports", "6380 is in use by nginx, pid 7"),
         (lambda f: f["listening"].append(listener(10500, "b")), TROUBLE, "ports", "pid 7 of the cluster b"),
-        (lambda f: f["clusters"].append("b"), WARN, "ports", "1 Ray of others runs here"),
+        (lambda f: f["clusters"].append("b"), WARN, "ports", "1 other Ray instance on this host"),
         (lambda f: f["listening"].append(listener(8265, "pod")), TROUBLE, "dashboard", "listens on 0.0.0.0:8265"),
-        (lambda f: f["listening"].append(listener(4711, "pod")), WARN, "exposed", "4711: Ray's, on all interfaces"),
+        (
+            lambda f: f["listening"].append(listener(4711, "pod")),
+            WARN,
+            "exposed",
+            "4711: ports of Ray on all interfaces",
+        ),
         (
             lambda f: f["listening"].append(listener(40001, "pod", "10.0.0.2")),
             WARN,
             "exposed",
-            "10.0.0.2:40001: an instance's, outside of the data network 10.1.0.0/16",
+            "10.0.0.2:40001: of an instance, outside the data network 10.1.0.0/16",
         ),
-        (lambda f: f["listening"].append(listener(6384, "pod")), WARN, "exposed", "6384: metrics, which everybody may"),
+        (lambda f: f["listening"].append(listener(6384, "pod")), WARN, "exposed", "6384: metrics, readable without"),
         (lambda f: f["folders"].update({"run folder": folder(GIB)}), WARN, "run folder", "1.0 GiB free"),
         (lambda f: f["folders"].update({"run folder": folder(9)}), TROUBLE, "run folder", "0.0 GiB free"),
-        (lambda f: f["folders"].update(cache=folder(is_writable=False)), TROUBLE, "cache", "cannot be written by me"),
+        (lambda f: f["folders"].update(cache=folder(is_writable=False)), TROUBLE, "cache", "is not writable by me"),
         (lambda f: f["folders"].update({"object store": folder(9)}), WARN, "object store", "0.0 GiB free"),
-        (lambda f: f["folders"]["data set"].update(exists=False), TROUBLE, "data set", "/f is not there"),
+        (lambda f: f["folders"]["data set"].update(exists=False), TROUBLE, "data set", "/f does not exist"),
         (lambda f: f["folders"]["data set"].update(is_empty=True), TROUBLE, "data set", "/f is empty"),
         (lambda f: f.update(open_files=1024), WARN, "limits", "at most 1024 open files"),
         (lambda f: f.update(token={"path": "t", "error": "No such file"}), TROUBLE, "token", "t: No such file"),
-        (lambda f: f["token"].update(mode="0644"), TROUBLE, "token", "has mode 0644: others can read it"),
+        (lambda f: f["token"].update(mode="0644"), TROUBLE, "token", "has mode 0644: other users can read it"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_host_and_what_to_do(
+def test_a_problem_is_reported_with_its_host_and_what_to_do(
     change: Callable[[Dict[str, Any]], Any], level: str, what: str, words: str
 ) -> None:
     found = [finding for finding in bad(on_second(change)) if finding.what == what]
@@ -161,11 +176,11 @@ def test_what_is_wrong_is_told_with_its_host_and_what_to_do(
     assert found[0].way_out
 
 
-def test_ipus_that_are_insisted_on_are_no_matter_of_taste() -> None:
-    expected = Expected(POD, wants_ipus=True)
+def test_missing_ipus_prevent_a_run_only_if_required() -> None:
+    expected = Expected(POD, requires_ipus=True)
     (finding,) = bad(on_second(lambda facts: facts.update(ipus=None)), expected)
     assert (finding.level, finding.what) == (TROUBLE, "IPUs")
-    assert bad(on_second(lambda facts: facts.update(ipus=None)), Expected(POD, wants_ipus=False)) == []
+    assert bad(on_second(lambda facts: facts.update(ipus=None)), Expected(POD, requires_ipus=False)) == []
 
 
 @pytest.mark.parametrize(
@@ -182,12 +197,12 @@ def test_versions_must_be_the_same_on_all_hosts(change: Callable[[Dict[str, Any]
     assert words in finding.text
 
 
-def test_a_token_of_another_cluster_is_told() -> None:
+def test_different_tokens_are_reported() -> None:
     (finding,) = bad(on_second(lambda facts: facts["token"].update(sha256="ef" * 32)))
-    assert finding.text.startswith("not the same on all hosts (sha256 cdcdcdcdcdcd: 10.0.0.1; efefefefefef: 10.0.0.2)")
+    assert finding.text.startswith("differs between hosts (sha256 cdcdcdcdcdcd: 10.0.0.1; efefefefefef: 10.0.0.2)")
 
 
-def test_a_ray_without_tokens_is_told_with_what_to_do() -> None:
+def test_a_ray_version_without_tokens_is_reported_with_what_to_do() -> None:
     pod = healthy()
     for facts in pod.values():
         facts["python"]["packages"]["ray"] = "2.10.0"
@@ -201,35 +216,35 @@ def test_a_ray_without_tokens_is_told_with_what_to_do() -> None:
 @pytest.mark.parametrize(
     ("answer", "level", "words"),
     [
-        (gcs.Answer(gcs.REFUSED, "", b""), OK, "answers nobody without the token"),
+        (gcs.Answer(gcs.REFUSED, "", b""), OK, "refuses requests without the token"),
         (
             gcs.Answer(gcs.SILENT, "Connection refused", b""),
             OK,
-            "nothing at 10.0.0.1:6379 for one without a token (Connection refused)",
+            "no answer at 10.0.0.1:6379 without a token (Connection refused)",
         ),
-        (gcs.Answer(gcs.ANSWERED, "2.60.0", b""), TROUBLE, "answers without a token"),
-        (gcs.Answer(gcs.ANSWERED, "2.10.0", b""), WARN, "answers everybody"),
+        (gcs.Answer(gcs.ANSWERED, "2.60.0", b""), TROUBLE, "answers requests without a token"),
+        (gcs.Answer(gcs.ANSWERED, "2.10.0", b""), WARN, "answers every request"),
     ],
 )
-def test_the_door_is_tried(answer: gcs.Answer, level: str, words: str) -> None:
+def test_the_gcs_must_refuse_requests_without_a_token(answer: gcs.Answer, level: str, words: str) -> None:
     found = [each for each in examine(Expected(POD, gcs=answer), healthy()) if each.what == "closed"]
     assert [each.level for each in found] == [level]
     assert words in found[0].text
 
 
-def test_a_host_that_cannot_be_asked_is_in_the_way_and_the_others_are_examined() -> None:
+def test_an_unreachable_host_prevents_a_run_and_the_others_are_checked() -> None:
     pod = {**healthy(), HOSTS[1]: "ssh: No route to host"}
     (finding,) = bad(pod)
     assert (finding.level, finding.host, finding.text) == (TROUBLE, HOSTS[1], "ssh: No route to host")
     assert any(each.host == HOSTS[0] and each.what == "IPUs" for each in examine(EXPECTED, pod))
 
 
-def test_this_host_alone_needs_no_network_and_no_token() -> None:
+def test_a_run_on_this_host_alone_needs_no_network_and_no_token() -> None:
     facts = {**healthy()[HOSTS[0]], "interfaces": {}, "token": {"path": "t", "error": "No such file"}}
     assert bad({"localhost": facts}, Expected(LOCAL)) == []
 
 
-def test_the_table_says_the_same_once() -> None:
+def test_equal_findings_of_several_hosts_are_one_row() -> None:
     pod = on_second(lambda facts: facts.update(open_files=1024))
     lines = render_findings(examine(EXPECTED, pod), HOSTS).splitlines()
     assert [line for line in lines if line.startswith("ok       SDK")] == [
@@ -237,4 +252,4 @@ def test_the_table_says_the_same_once() -> None:
     ]
     assert any(line.startswith("warn     limits          10.0.0.2 at most 1024 open files; raise") for line in lines)
     assert lines[-1].startswith("ready: 2 hosts, ")
-    assert lines[-1].endswith(" 1 to know, 0 in the way of a run")
+    assert lines[-1].endswith(" 1 warn, 0 trouble")
