@@ -1,13 +1,7 @@
-"""Data sets and the input pipeline: from a data set by name to the combined batch of one call."""
+"""Data sets and the input pipeline: from a data set's name to the combined batch of one call."""
 
 from raypod.datasets.arrays import ArrayDataset, Augmentation, ImageShape, Splits
-from raypod.datasets.registry import (
-    dataset_size,
-    dataset_size_for_a_look,
-    download,
-    image_shape,
-    load,
-)
+from raypod.datasets.registry import dataset_size, dataset_size_or_published, download, image_shape, load
 
 __all__ = [
     "ArrayDataset",
@@ -15,7 +9,7 @@ __all__ = [
     "ImageShape",
     "Splits",
     "dataset_size",
-    "dataset_size_for_a_look",
+    "dataset_size_or_published",
     "download",
     "image_shape",
     "load",

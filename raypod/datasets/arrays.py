@@ -1,4 +1,4 @@
-"""What a data set is to the trainer: two splits, what to do with their images, and a hash that tells it from others."""
+"""The types that describe a loaded data set, and the fingerprints that identify its content."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, Tuple, Union
 
 import numpy as np
 
-_HASHED_IMAGES = 1024  # of a split, evenly spaced: a fingerprint costs milliseconds, whatever the size
+_HASHED_IMAGES = 1024  # per split, evenly spaced: hashing takes milliseconds for any size
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayDataset:
-    """Images in memory, or in a file that is mapped into it.
+    """A map-style data set of images in memory, or in a memory-mapped file.
 
     Args:
         images: uint8 [samples, channels, height, width].
@@ -27,17 +27,17 @@ class ArrayDataset:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> Tuple[np.ndarray, int]:
-        """(image, label): it is a map-style data set, too."""
+        """Return (image, label)."""
         return self.images[index], int(self.labels[index])
 
 
 @dataclasses.dataclass(frozen=True)
 class Augmentation:
-    """What happens to the training images of arrays, at random, before they are resized.
+    """The random augmentation of training images, applied before they are resized.
 
     Args:
-        padding: pixels of zeros around an image, out of which a piece of its own size is cropped.
-        flip: whether half of the images are mirrored, left to right.
+        padding: zero padding in pixels on each side, before a random crop to the original size.
+        flip: flip each image horizontally with probability 0.5.
     """
 
     padding: int = 0
@@ -46,12 +46,14 @@ class Augmentation:
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """A data set as the trainer uses it.
+    """A loaded data set.
 
     Args:
-        train, test: arrays, or any map-style data set that gives (image, label).
-        fingerprint: hash of what identifies the data, the same on every host.
-        mean, std: of images scaled to [0, 1]: one value, or one per channel.
+        train, test: an `ArrayDataset`, or any map-style data set of (image, label).
+        classes: number of classes.
+        fingerprint: hash that identifies the data, the same on every host.
+        mean, std: of images scaled to [0, 1]; one value, or one per channel.
+        augmentation: of the training images, if they are arrays.
     """
 
     train: Union[ArrayDataset, Any]
@@ -65,7 +67,7 @@ class Splits:
 
 @dataclasses.dataclass(frozen=True)
 class ImageShape:
-    """What a network has to know: images [channels, side, side], and the number of classes."""
+    """The input and output sizes of a network: images [channels, side, side], and the number of classes."""
 
     channels: int
     side: int
@@ -73,7 +75,7 @@ class ImageShape:
 
 
 def fingerprint_of(*splits: ArrayDataset) -> str:
-    """SHA-256 over shapes, labels and up to 1,024 images of each split."""
+    """Return the SHA-256 of the shapes, the labels and up to 1,024 images of each split."""
     digest = hashlib.sha256()
     for split in splits:
         digest.update(f"{split.images.shape} {split.images.dtype}\n".encode())
@@ -84,7 +86,7 @@ def fingerprint_of(*splits: ArrayDataset) -> str:
 
 
 def fingerprint_of_bytes(*arrays: np.ndarray) -> str:
-    """SHA-256 over all of some arrays."""
+    """Return the SHA-256 of the full content of the arrays."""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(f"{array.shape} {array.dtype}\n".encode())
@@ -92,6 +94,6 @@ def fingerprint_of_bytes(*arrays: np.ndarray) -> str:
     return digest.hexdigest()
 
 
-def fingerprint_of_words(*words: object) -> str:
-    """SHA-256 over what identifies data that cannot be looked at cheaply."""
-    return hashlib.sha256("\n".join(map(str, words)).encode()).hexdigest()
+def fingerprint_of_values(*values: object) -> str:
+    """Return the SHA-256 of the string forms of the values."""
+    return hashlib.sha256("\n".join(map(str, values)).encode()).hexdigest()

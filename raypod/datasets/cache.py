@@ -1,7 +1,7 @@
-"""Arrays that are decoded once and then mapped, read-only, by all instances of a host: one copy in its memory.
+"""The files of a data set: the published archive, and the cache of its decoded arrays.
 
-An entry is a folder of .npy files, written beside its place under a lock and renamed into it, so that it is whole or
-not there. Its name says what it was made of; an entry made of older files is dropped when a newer one is made.
+A cache entry is a folder of .npy files, which all instances of a host map read-only, so that they share one copy in
+memory. Entries and archives are written to a temporary folder and renamed, under a lock: they are complete or absent.
 """
 
 from __future__ import annotations
@@ -15,89 +15,112 @@ import tarfile
 import tempfile
 import urllib.request
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Mapping, Optional
+from typing import Any, Callable, Dict, Iterable, Optional
 
 import numpy as np
 
-from raypod.errors import ConfigError
-from raypod.host.files import locked
+from raypod.errors import ConfigError, DataMissing
+from raypod.host.files import file_lock
 from raypod.plan.config import Config
+from raypod.plan.plan import DatasetSize
 
-_FORMAT = "1"  # of the entries: raised when what is written changes
+_FORMAT = "1"  # of the entries: increment it when their content changes
+_READ_TIMEOUT_S = 60
+_CHUNK_BYTES = 1 << 20
 
 Arrays = Dict[str, np.ndarray]
 
 
-class Cache:
-    """The entries of one data set, made of the files of one folder.
+def data_dir(config: Config, content: str) -> Path:
+    """Return `data.data_dir`.
 
-    They lie in `data.cache_dir`; by default beside the data, or in the user's cache folder where that is read-only.
+    Raises:
+        DataMissing: it is not set; the message says that it must hold `content`.
+    """
+    if config.data.data_dir is None:
+        raise DataMissing(f"--dataset {config.data.dataset} needs --data-dir: the folder that contains {content}")
+    return Path(config.data.data_dir).expanduser()
+
+
+class Cache:
+    """The cache entry of the arrays that are decoded from some files.
+
+    The entry is in `data.cache_dir`; by default next to the data, or in the user's cache folder if the data is
+    read-only. Creating an entry deletes the data set's older ones.
+
+    Args:
+        source: the folder of the data set.
+        files: the files or folders whose names, sizes and modification times identify the content.
     """
 
-    def __init__(self, config: Config, source: Path) -> None:
+    def __init__(self, config: Config, source: Path, files: Iterable[Path]) -> None:
         source = source.resolve()
         chosen = config.data.cache_dir
         if chosen is None and not os.access(str(source), os.W_OK):
             chosen = str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "raypod")
         parent = source / ".raypod-cache" if chosen is None else Path(chosen).expanduser()
         self._folder = parent / f"{config.data.dataset}-{hashlib.sha256(str(source).encode()).hexdigest()[:8]}"
+        self._entry = self._folder / _key(files)
         self._timeout_s = config.run.start_timeout_s
 
-    def find(self, identity: str) -> Optional[Arrays]:
-        """The arrays that were made of what `identity` names, or None.
+    def size(self, make: Callable[[], Arrays]) -> DatasetSize:
+        """Return the numbers of samples; calls `make` if there is no entry. Writes nothing.
 
         Raises:
             ConfigError: a file of the entry is damaged.
         """
-        entry = self._folder / identity
-        if not entry.is_dir():
-            return None
-        try:
-            return {file.stem: _mapped(file) for file in entry.glob("*.npy")}
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"the cached data in {entry} is damaged ({error}); remove that folder") from None
+        found = self._find()
+        arrays = make() if found is None else found
+        return DatasetSize(len(arrays["train_labels"]), len(arrays["test_labels"]))
 
-    def find_or_make(self, identity: str, make: Callable[[], Mapping[str, np.ndarray]]) -> Arrays:
-        """The arrays that `make` gives, which is called once for all processes that share the cache.
+    def get(self, make: Callable[[], Arrays]) -> Arrays:
+        """Return the arrays, memory-mapped; `make` is called once for all processes that share the cache.
 
         Raises:
-            ConfigError: the folder cannot be written.
-            WaitTimedOut: another process takes longer than `run.start_timeout_s` to make them.
+            ConfigError: the folder cannot be written, or a file of the entry is damaged.
+            WaitTimedOut: another process needs more than `run.start_timeout_s` to create the entry.
         """
-        found = self.find(identity)
+        found = self._find()
         if found is not None:
             return found
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with locked(self._folder / "lock", self._timeout_s, "run.start_timeout_s"):
-                if self.find(identity) is None:
-                    self._write(identity, make())
+            with file_lock(self._folder / "lock", self._timeout_s, "run.start_timeout_s"):
+                if self._find() is None:
+                    self._write(make())
         except OSError as error:
             raise ConfigError(
                 f"cannot write the decoded data to {self._folder} ({error.strerror}); "
-                "name a folder for it with --cache-dir"
+                "choose another folder with --cache-dir"
             ) from None
-        made = self.find(identity)
+        made = self._find()
         assert made is not None
         return made
 
-    def _write(self, identity: str, arrays: Mapping[str, np.ndarray]) -> None:
+    def _find(self) -> Optional[Arrays]:
+        if not self._entry.is_dir():
+            return None
+        try:
+            return {file.stem: _load_mapped(file) for file in self._entry.glob("*.npy")}
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the cached data in {self._entry} is damaged ({error}); remove that folder") from None
+
+    def _write(self, arrays: Arrays) -> None:
         partial = Path(tempfile.mkdtemp(prefix="partial-", dir=str(self._folder)))
         try:
             for name, array in arrays.items():
                 np.save(str(partial / f"{name}.npy"), array)
             partial.chmod(0o755)
-            partial.rename(self._folder / identity)
+            partial.rename(self._entry)
         except BaseException:
             shutil.rmtree(str(partial), ignore_errors=True)
             raise
         for old in self._folder.iterdir():
-            if old.is_dir() and old.name != identity:
-                shutil.rmtree(str(old), ignore_errors=True)  # who has it mapped keeps it
+            if old.is_dir() and old != self._entry:
+                shutil.rmtree(str(old), ignore_errors=True)  # existing mappings of its files stay valid
 
 
-def identity_of(files: Iterable[Path]) -> str:
-    """What files hold, as far as their names, sizes and times tell."""
+def _key(files: Iterable[Path]) -> str:
     digest = hashlib.sha256(_FORMAT.encode())
     for file in files:
         found = file.stat()
@@ -105,20 +128,14 @@ def identity_of(files: Iterable[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _mapped(file: Path) -> np.ndarray:
+def _load_mapped(file: Path) -> np.ndarray:
     mapped: np.ndarray = np.load(str(file), mmap_mode="r", allow_pickle=False)
-    return mapped.view(np.ndarray)  # indexing a memmap object costs several times as much
-
-
-# --- from datasets.download: Fetches the archive of a data set where `--download` asks for it, once for all processes that share the folder.
-
-_SILENCE_S = 60  # without a byte from the server
-_PIECE_BYTES = 1 << 20
+    return mapped.view(np.ndarray)  # indexing an ndarray is several times faster than indexing a memmap
 
 
 @dataclasses.dataclass(frozen=True)
 class Archive:
-    """A published .tar.gz: where it is, its MD5 sum, and the folder that it holds."""
+    """A published .tar.gz: its URL, its MD5 checksum, and the folder that it contains."""
 
     url: str
     md5: str
@@ -126,26 +143,26 @@ class Archive:
 
     @property
     def name(self) -> str:
-        """Of the file."""
+        """The file name."""
         return self.url.rpartition("/")[2]
 
 
 def download(archive: Archive, root: Path, timeout_s: float) -> None:
-    """Make `root`/`archive.folder`, whole or not at all, unless it is there.
+    """Download and unpack the archive to `root`/`archive.folder`, unless that folder exists.
 
     Raises:
-        ConfigError: the server cannot be reached, sends something else, or `root` cannot be written.
+        ConfigError: the download fails, its checksum is wrong, or `root` cannot be written.
         WaitTimedOut: another process downloads for longer than `timeout_s` (`run.start_timeout_s`).
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with locked(root / f".{archive.name}.lock", timeout_s, "run.start_timeout_s"):
+        with file_lock(root / f".{archive.name}.lock", timeout_s, "run.start_timeout_s"):
             if not (root / archive.folder).is_dir():
                 _fetch(archive, root)
     except (OSError, tarfile.TarError) as error:  # urllib's errors are OSErrors
         raise ConfigError(
-            f"--download: cannot get {archive.url} ({error}); where there is no network, copy the file here "
-            f"yourself and unpack it in {root}"
+            f"--download: cannot get {archive.url} ({error}); without network access, copy the file to this host "
+            f"and unpack it in {root}"
         ) from None
 
 
@@ -154,10 +171,10 @@ def _fetch(archive: Archive, root: Path) -> None:
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=str(root)))
     try:
         file = partial / archive.name
-        with urllib.request.urlopen(archive.url, timeout=_SILENCE_S) as source, file.open("wb") as target:
-            digest = _copy(source, target)
-        if digest != archive.md5:
-            raise OSError(f"its MD5 sum is {digest} and should be {archive.md5}")
+        with urllib.request.urlopen(archive.url, timeout=_READ_TIMEOUT_S) as source, file.open("wb") as target:
+            md5 = _copy(source, target)
+        if md5 != archive.md5:
+            raise OSError(f"its MD5 checksum is {md5}, expected {archive.md5}")
         with tarfile.open(str(file)) as packed:
             options: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # since Python 3.8.17
             packed.extractall(str(partial), **options)
@@ -167,9 +184,9 @@ def _fetch(archive: Archive, root: Path) -> None:
 
 
 def _copy(source: Any, target: Any) -> str:
-    """Copy all bytes; their MD5 sum."""
+    """Copy all bytes and return their MD5 checksum."""
     digest = hashlib.md5()
-    for piece in iter(lambda: source.read(_PIECE_BYTES), b""):
-        digest.update(piece)
-        target.write(piece)
+    for chunk in iter(lambda: source.read(_CHUNK_BYTES), b""):
+        digest.update(chunk)
+        target.write(chunk)
     return digest.hexdigest()

@@ -6,12 +6,12 @@ import dataclasses
 import io
 import pickle
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, List, Tuple
 
 import numpy as np
 
 from raypod.datasets.arrays import ArrayDataset, Augmentation, ImageShape, Splits, fingerprint_of
-from raypod.datasets.cache import Archive, Cache, download, identity_of
+from raypod.datasets.cache import Archive, Arrays, Cache, data_dir, download
 from raypod.errors import ConfigError, DataMissing
 from raypod.plan.config import Config
 from raypod.plan.plan import DatasetSize
@@ -22,7 +22,7 @@ _PIXELS = 3 * 32 * 32
 
 @dataclasses.dataclass(frozen=True)
 class Cifar:
-    """One of the two: where its files come from, and what they hold."""
+    """One of the two data sets: its archive, the names of its files, and the statistics of its images."""
 
     archive: Archive
     train_files: Tuple[str, ...]
@@ -33,62 +33,56 @@ class Cifar:
     std: Tuple[float, ...]
 
     def size(self, config: Config) -> DatasetSize:
-        """Out of the cache, or counted in the files; nothing is written."""
+        """Return the numbers of samples, from the cache or counted in the files; writes nothing."""
         files = self._files(config)
-        found = Cache(config, files[0].parent).find(identity_of(files))
-        arrays = self._read(files) if found is None else found
-        return DatasetSize(len(arrays["train_labels"]), len(arrays["test_labels"]))
+        return Cache(config, files[0].parent, files).size(lambda: self._read(files))
 
     def shape(self, config: Config) -> ImageShape:
-        """The same for all such files."""
+        """Return the shape of the images, which all files have."""
         return ImageShape(3, 32, self.classes)
 
     def load(self, config: Config) -> Splits:
-        """The arrays, shared by the instances of a host.
+        """Return the arrays, which the instances of a host share; downloads them first if the config says so.
 
         Raises:
-            ConfigError: files are missing or damaged, or cannot be downloaded where that is asked for.
+            ConfigError: files are missing or damaged, or the download fails.
         """
         self.download(config)
         files = self._files(config)
-        arrays = Cache(config, files[0].parent).find_or_make(identity_of(files), lambda: self._read(files))
+        arrays = Cache(config, files[0].parent, files).get(lambda: self._read(files))
         train = ArrayDataset(arrays["train_images"], arrays["train_labels"])
         test = ArrayDataset(arrays["test_images"], arrays["test_labels"])
         augmentation = Augmentation(padding=4, flip=True)
         return Splits(train, test, self.classes, fingerprint_of(train, test), self.mean, self.std, augmentation)
 
     def download(self, config: Config) -> None:
-        """Where the config asks for it and the folder is not there."""
+        """Download the archive if `data.download` is set and its folder does not exist."""
         folder = self._folder(config)
         if config.data.download and not folder.is_dir():
             download(self.archive, folder.parent, config.run.start_timeout_s)
 
     def _folder(self, config: Config) -> Path:
-        if config.data.data_dir is None:
-            raise DataMissing(
-                f"--dataset {config.data.dataset} needs --data-dir: the folder that holds {self.archive.folder}/"
-            )
-        root = Path(config.data.data_dir).expanduser()
+        root = data_dir(config, f"{self.archive.folder}/")
         return root if root.name == self.archive.folder else root / self.archive.folder
 
     def _files(self, config: Config) -> List[Path]:
-        """The training files, and last the test file."""
+        """Return the training files, followed by the test file."""
         folder = self._folder(config)
         files = [folder / file for file in (*self.train_files, self.test_file)]
         for file in files:
             if not file.is_file():
-                where = f"unpack {self.archive.name} in {folder.parent}"
-                way_out = f"{where} again" if folder.is_dir() else f"{where}, or add --download"
-                raise DataMissing(f"--dataset {config.data.dataset}: {file} does not exist; {way_out}")
+                unpack = f"unpack {self.archive.name} in {folder.parent}"
+                remedy = f"{unpack} again" if folder.is_dir() else f"{unpack}, or add --download"
+                raise DataMissing(f"--dataset {config.data.dataset}: {file} does not exist; {remedy}")
         return files
 
-    def _read(self, files: List[Path]) -> Dict[str, np.ndarray]:
-        parts = [self._read_batch(file) for file in files]
+    def _read(self, files: List[Path]) -> Arrays:
+        batches = [self._read_batch(file) for file in files]
         return {
-            "train_images": np.concatenate([images for images, _ in parts[:-1]]),
-            "train_labels": np.concatenate([labels for _, labels in parts[:-1]]),
-            "test_images": parts[-1][0],
-            "test_labels": parts[-1][1],
+            "train_images": np.concatenate([images for images, _ in batches[:-1]]),
+            "train_labels": np.concatenate([labels for _, labels in batches[:-1]]),
+            "test_images": batches[-1][0],
+            "test_labels": batches[-1][1],
         }
 
     def _read_batch(self, file: Path) -> Tuple[np.ndarray, np.ndarray]:
@@ -101,30 +95,30 @@ class Cifar:
                 raise ValueError(f"labels from {labels.min()} to {labels.max()} for {self.classes} classes")
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {error.strerror}") from None
-        except Exception as error:  # noqa: BLE001 - the thread's border: whatever it is, the run hears of it
+        except Exception as error:  # noqa: BLE001 - unpickling a damaged file can raise any exception
             raise ConfigError(
-                f"{file} is damaged, it is no batch of {self.archive.folder} ({type(error).__name__}: {error}); "
+                f"{file} is damaged or is not a batch of {self.archive.folder} ({type(error).__name__}: {error}); "
                 f"unpack {self.archive.name} again"
             ) from None
         return images.reshape(-1, *_SHAPE), labels
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds arrays and plain values only: a file from somewhere must not be able to run code."""
+    """Load arrays and plain values only, so that an untrusted file cannot execute code."""
 
     _ALLOWED = (
         ("numpy.core.multiarray", "_reconstruct"),
         ("numpy._core.multiarray", "_reconstruct"),
         ("numpy", "ndarray"),
         ("numpy", "dtype"),
-        ("_codecs", "encode"),  # how Python 3 writes bytes for Python 2
+        ("_codecs", "encode"),  # Python 3 pickles bytes this way in protocol 2
     )
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        """What a pickle may name."""
+        """Return an allowed global."""
         if (module_name, global_name) not in self._ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
-        if global_name == "_reconstruct":  # numpy moved it; both names are found in pickles
+            raise pickle.UnpicklingError(f"it refers to {module_name}.{global_name}")
+        if global_name == "_reconstruct":  # its module was renamed in numpy 2
             return np.zeros(0).__reduce__()[0]
         return super().find_class(module_name, global_name)
 

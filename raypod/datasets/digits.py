@@ -19,24 +19,26 @@ TRAIN_SAMPLES, TEST_SAMPLES = 1437, 360  # of 1,797: every fifth image is a test
 
 
 def size(config: Config) -> DatasetSize:
-    """Known without reading anything."""
+    """Return the numbers of samples, which are constant."""
     return DatasetSize(TRAIN_SAMPLES, TEST_SAMPLES)
 
 
 def shape(config: Config) -> ImageShape:
-    """Known without reading anything."""
+    """Return the shape of the images, which is constant."""
     return ImageShape(1, 8, 10)
 
 
 def load(config: Config) -> Splits:
-    """Read from the file that scikit-learn ships; importing scikit-learn for it would add a second to every start.
+    """Read the file in scikit-learn's package, without importing scikit-learn: that takes a second.
 
     Raises:
         ConfigError: scikit-learn is not installed.
     """
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
-        raise ConfigError("the digits data set lies in the package scikit-learn: pip install scikit-learn")
+        raise ConfigError(
+            "the digits data set is part of scikit-learn, which is not installed: pip install scikit-learn"
+        )
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     with gzip.open(str(file), "rt") as lines:
         table = np.array([[float(cell) for cell in row] for row in csv.reader(io.StringIO(lines.read()))])
@@ -45,6 +47,4 @@ def load(config: Config) -> Splits:
     is_test = np.arange(len(labels)) % 5 == 0
     train = ArrayDataset(images[~is_test], labels[~is_test])
     test = ArrayDataset(images[is_test], labels[is_test])
-    return Splits(
-        train, test, 10, fingerprint_of(train, test), mean=(0.305,), std=(0.376,), augmentation=Augmentation(padding=1)
-    )
+    return Splits(train, test, 10, fingerprint_of(train, test), (0.305,), (0.376,), Augmentation(padding=1))

@@ -1,63 +1,60 @@
-"""Folders of images as ImageNet's are laid out: `train/CLASS/...` and `val/CLASS/...` (or `test/`), JPEG or PNG.
+"""Folders of JPEG or PNG images in ImageNet's layout: `train/CLASS/...` and `val/CLASS/...` (or `test/`).
 
-Too many to lie in memory: the samples are decoded one by one, in worker processes. What is shared by the instances of a
-host is the list of the files.
+Samples are decoded one by one in worker processes; the cache contains only the list of files.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Tuple
+from typing import Any, Callable, Iterator, List, Tuple
 
 import numpy as np
 
 from raypod.datasets.arrays import ImageShape, Splits, fingerprint_of_bytes
-from raypod.datasets.cache import Cache, identity_of
+from raypod.datasets.cache import Arrays, Cache, data_dir
 from raypod.errors import ConfigError, DataMissing
 from raypod.host import torchvision_import
 from raypod.plan.config import Config
 from raypod.plan.plan import DatasetSize
 
-SIDE = 224  # of images, where --image-size says nothing
-_RESIZE = 256 / 224  # before the centre is cropped for evaluation (He et al. 2016)
+SIDE = 224  # default image size in pixels
+_RESIZE = 256 / 224  # before the center crop of evaluation (He et al. 2016)
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 _IMAGENET_CLASSES = 1000
 _SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
 def size(config: Config) -> DatasetSize:
-    """Out of the cache, or counted in the folders; nothing is written, and no image is opened."""
+    """Return the numbers of samples, from the cache or counted in the folders; writes nothing and opens no image."""
     root = _root(config)
-    found = Cache(config, root).find(_identity(root))
-    files = _list_files(root) if found is None else found
-    return DatasetSize(len(files["train_labels"]), len(files["test_labels"]))
+    return Cache(config, root, _class_folders(root)).size(lambda: _list_files(root))
 
 
 def shape(config: Config) -> ImageShape:
-    """Colour images of the size that they are cropped to."""
-    is_imagenet = config.data.dataset == "imagenet"  # its plan needs no files
+    """Return the shape of the cropped images and the number of classes; for `imagenet` without reading files."""
+    is_imagenet = config.data.dataset == "imagenet"
     classes = _IMAGENET_CLASSES if is_imagenet else len(_classes(_root(config)))
     return ImageShape(3, config.data.image_size or SIDE, classes)
 
 
 def load(config: Config) -> Splits:
-    """Map-style data sets of (uint8 [3, side, side], label).
+    """Return map-style data sets of (uint8 [3, side, side], label).
 
-    Training images are random pieces, resized and mirrored at random; of test images the centre is taken.
+    Training images are random resized crops, flipped at random; test images are center crops.
 
     Raises:
-        ConfigError: a folder is missing or holds no images.
+        ConfigError: a folder is missing or contains no images.
     """
     root, data = _root(config), config.data
-    files = Cache(config, root).find_or_make(_identity(root), lambda: _list_files(root))
+    files = Cache(config, root, _class_folders(root)).get(lambda: _list_files(root))
     side = data.image_size or SIDE
     train, test = files["train_files"], files["test_files"]
     labels = files["train_labels"], files["test_labels"]
-    random = _random_piece(side, data.flip is not False) if data.augment else _centre(side)
+    augmented = _random_crop(side, data.flip is not False) if data.augment else _center_crop(side)
     return Splits(
-        train=ImageFiles(root, train, labels[0], random),
-        test=ImageFiles(root, test, labels[1], _centre(side)),
+        train=ImageFiles(root, train, labels[0], augmented),
+        test=ImageFiles(root, test, labels[1], _center_crop(side)),
         classes=len(_classes(root)),
         fingerprint=fingerprint_of_bytes(train, test, *labels),
         mean=_MEAN,
@@ -66,12 +63,12 @@ def load(config: Config) -> Splits:
 
 
 class ImageFiles:
-    """Images that are decoded when they are asked for.
+    """A map-style data set that decodes an image on each access.
 
     Args:
-        files: bytes [samples], paths below `root`.
+        files: bytes [samples], paths relative to `root`.
         labels: int64 [samples].
-        transform: of a Pillow image in RGB to uint8 [3, side, side]; draws from torch's random numbers.
+        transform: maps a Pillow image in RGB to uint8 [3, side, side], with torch's global random numbers.
     """
 
     def __init__(self, root: Path, files: np.ndarray, labels: np.ndarray, transform: Callable[[Any], Any]) -> None:
@@ -81,46 +78,50 @@ class ImageFiles:
         return len(self._labels)
 
     def __getitem__(self, index: int) -> Tuple[Any, int]:
-        """(image, label); OSError names an image that cannot be read."""
-        from PIL import Image
+        """Return (image, label).
 
-        path = os.path.join(self._root, os.fsdecode(bytes(self._files[index])))  # noqa: PTH118 - a million times
+        Raises:
+            OSError: the image cannot be read; the message has its path.
+        """
+        from PIL import Image  # planning works without Pillow
+
+        path = os.path.join(self._root, os.fsdecode(bytes(self._files[index])))  # noqa: PTH118 - faster than pathlib
         try:
             with Image.open(path) as image:
                 return self._transform(image.convert("RGB")), int(self._labels[index])
-        except Exception as error:  # of a damaged file Pillow raises any kind
+        except Exception as error:  # Pillow raises many exception types for damaged files
             raise OSError(f"cannot read the image {path}: {error}; replace it, or remove it") from error
 
 
-def _random_piece(side: int, flips: bool) -> Callable[[Any], Any]:
+def _random_crop(side: int, flips: bool) -> Callable[[Any], Any]:
     transforms = _torchvision_transforms()
-    steps = [transforms.RandomResizedCrop(side)]
-    steps += [transforms.RandomHorizontalFlip()] if flips else []
-    composed: Callable[[Any], Any] = transforms.Compose([*steps, transforms.PILToTensor()])
+    flip = [transforms.RandomHorizontalFlip()] if flips else []
+    composed: Callable[[Any], Any] = transforms.Compose(
+        [transforms.RandomResizedCrop(side), *flip, transforms.PILToTensor()]
+    )
     return composed
 
 
-def _centre(side: int) -> Callable[[Any], Any]:
+def _center_crop(side: int) -> Callable[[Any], Any]:
     transforms = _torchvision_transforms()
-    steps = [transforms.Resize(round(side * _RESIZE)), transforms.CenterCrop(side), transforms.PILToTensor()]
-    composed: Callable[[Any], Any] = transforms.Compose(steps)
+    composed: Callable[[Any], Any] = transforms.Compose(
+        [transforms.Resize(round(side * _RESIZE)), transforms.CenterCrop(side), transforms.PILToTensor()]
+    )
     return composed
 
 
 def _torchvision_transforms() -> Any:
     torchvision_import.install()
-    from torchvision import transforms
+    from torchvision import transforms  # planning must not import torch
 
     return transforms
 
 
 def _root(config: Config) -> Path:
-    if config.data.data_dir is None:
-        raise DataMissing(f"--dataset {config.data.dataset} needs --data-dir: the folder that holds train/ and val/")
-    root = Path(config.data.data_dir).expanduser()
+    root = data_dir(config, "train/ and val/")
     if not _classes(root):
         raise DataMissing(
-            f"--dataset {config.data.dataset}: {root / 'train'} has no folders of classes; expected are "
+            f"--dataset {config.data.dataset}: {root / 'train'} has no class folders; expected "
             f"{root}/train/CLASS/*.jpg (or .jpeg, .png) and {root}/val/CLASS/* (or test/)"
         )
     return root
@@ -140,22 +141,27 @@ def _test_folder(root: Path) -> Path:
     return root / "val" if (root / "val").is_dir() else root / "test"
 
 
-def _identity(root: Path) -> str:
-    """A folder's time changes when a file comes or goes: a thousand of them are asked instead of a million files."""
-    classes = [split / name for split in (root / "train", _test_folder(root)) for name in _folders(split)]
-    return identity_of(folder for folder_of_class in classes for folder in _with_nested(folder_of_class))
+def _class_folders(root: Path) -> Iterator[Path]:
+    """Yield all folders below the class folders, and these.
+
+    Adding or removing a file changes the modification time of its folder: the cache reads the times of a thousand
+    folders instead of a million files.
+    """
+    for split in (root / "train", _test_folder(root)):
+        for name in _folders(split):
+            yield from _with_subfolders(split / name)
 
 
-def _with_nested(folder: Path) -> List[Path]:
-    """A folder and all below it. Two links (its name and its own dot) mean none: nobody has to look at its files."""
-    if folder.stat().st_nlink == 2:
+def _with_subfolders(folder: Path) -> List[Path]:
+    """Return a folder and all folders below it, in order."""
+    if folder.stat().st_nlink == 2:  # its name and its own ".": no subfolders, so its files need not be listed
         return [folder]
     return sorted(Path(where) for where, _, _ in os.walk(str(folder)))
 
 
-def _list_files(root: Path) -> Dict[str, np.ndarray]:
+def _list_files(root: Path) -> Arrays:
     numbers = {name: number for number, name in enumerate(_classes(root))}
-    found: Dict[str, np.ndarray] = {}
+    found: Arrays = {}
     for split, folder in (("train", root / "train"), ("test", _test_folder(root))):
         unknown = set(_folders(folder)) - set(numbers)
         if unknown:
@@ -164,14 +170,14 @@ def _list_files(root: Path) -> Dict[str, np.ndarray]:
         found[f"{split}_files"] = np.array([file for file, _ in pairs], dtype=np.bytes_)
         found[f"{split}_labels"] = np.array([number for _, number in pairs], dtype=np.int64)
     if not len(found["train_labels"]):
-        raise ConfigError(f"the folders in {root / 'train'} hold no images ({', '.join(_SUFFIXES)})")
+        raise ConfigError(f"the folders in {root / 'train'} contain no images ({', '.join(_SUFFIXES)})")
     return found
 
 
 def _images(root: Path, folder: Path) -> Iterator[bytes]:
-    """Paths below `root`, in order."""
+    """Yield the paths of the images below `folder`, relative to `root`, in order."""
     for where, folders, files in os.walk(str(folder)):
         folders.sort()
         for name in sorted(files):
             if name.lower().endswith(_SUFFIXES):
-                yield os.fsencode(os.path.relpath(os.path.join(where, name), str(root)))  # noqa: PTH118 - a million
+                yield os.fsencode(os.path.relpath(os.path.join(where, name), str(root)))  # noqa: PTH118 - faster

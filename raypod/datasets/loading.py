@@ -1,4 +1,4 @@
-"""What is prepared while a call runs, and how long a call waited for it nevertheless."""
+"""Loading batches in the background, in threads for arrays and in worker processes for map-style data sets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Callable, Deque, Generator, Iterable, Iterator, List, Tuple, TypeVar
+from typing import Any, Callable, ContextManager, Deque, Generator, Iterable, Iterator, List, Tuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,31 +19,40 @@ from raypod.datasets.order import sample_seed
 
 Item = TypeVar("Item")
 Request = TypeVar("Request")
-_GRACE_S = 1.0  # for the batch that is being made when nobody wants another one
+EpochSamples = Tuple[int, np.ndarray]  # the samples of one call: (epoch, indices int64 [combined_batch_size])
+_JOIN_TIMEOUT_S = 1.0  # on close, before a blocked thread or worker process is interrupted
 
 
-def timed(batches: Iterator[Item]) -> Iterator[Tuple[Item, float]]:
-    """Each batch, and the seconds that whoever asked for it waited."""
+def timed(
+    batches: Iterator[Item], waiting: Callable[[], ContextManager[Any]] = contextlib.nullcontext
+) -> Generator[Tuple[Item, float], None, None]:
+    """Yield each batch and the seconds spent waiting for it.
+
+    Args:
+        batches: closed together with this generator, if it has `close()`.
+        waiting: makes a context manager that is entered during each wait.
+    """
     with contextlib.ExitStack() as stack:
-        close = getattr(batches, "close", None)  # generators have it: what they started ends with this one
+        close = getattr(batches, "close", None)
         if close is not None:
             stack.callback(close)
         while True:
-            asked_s = time.monotonic()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            yield batch, time.monotonic() - asked_s
+            began = time.monotonic()
+            with waiting():
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            yield batch, time.monotonic() - began
 
 
-def prepared(
+def map_ahead(
     make: Callable[[Request], Item], requests: Iterator[Request], workers: int, depth: int
 ) -> Generator[Item, None, None]:
-    """What `make` gives for each request, in their order, `depth` of them ahead of the one that is asked for.
+    """Yield `make(request)` for each request, in order, with up to `depth` results computed in advance.
 
-    `workers` threads make them, so `make` should spend its time outside of the interpreter lock. An error in it
-    surfaces here, in its place.
+    `make` runs in `workers` threads and should release the GIL for most of its time. Its exceptions are raised at the
+    position of the request.
     """
     pending: Deque[Future[Item]] = collections.deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="feed") as pool:
@@ -59,16 +68,17 @@ def prepared(
                 future.cancel()
 
 
-def ahead(batches: Iterator[Item], depth: int, interrupt: Callable[[], None]) -> Iterator[Item]:
-    """The same batches, up to `depth` of them prepared in a thread; an error there surfaces here, in its place.
+def prefetch(batches: Iterator[Item], depth: int, interrupt: Callable[[], None]) -> Generator[Item, None, None]:
+    """Yield the same batches, with up to `depth` of them prefetched by a background thread.
 
-    A batch that is still being made when nobody wants another one is interrupted, and the thread ends by itself.
+    An exception of `batches` is raised at its position. If the thread is still inside `next(batches)` a second after
+    this generator is closed, `interrupt()` is called to unblock it.
     """
     slots: queue.Queue[Any] = queue.Queue(maxsize=depth)
-    ended = threading.Event()
+    closed = threading.Event()
 
     def put(item: Any) -> bool:
-        while not ended.is_set():
+        while not closed.is_set():
             with contextlib.suppress(queue.Full):
                 slots.put(item, timeout=0.1)
                 return True
@@ -80,7 +90,7 @@ def ahead(batches: Iterator[Item], depth: int, interrupt: Callable[[], None]) ->
                 if not put((batch, None)):
                     return
             put((None, None))
-        except BaseException as error:  # noqa: BLE001 - handed over to the consumer, who raises it
+        except BaseException as error:  # noqa: BLE001 - raised again in the consumer's thread
             put((None, error))
 
     thread = threading.Thread(target=fill, name="feed-ahead", daemon=True)
@@ -94,73 +104,74 @@ def ahead(batches: Iterator[Item], depth: int, interrupt: Callable[[], None]) ->
                 return
             yield batch
     finally:
-        ended.set()
-        _end(thread, interrupt)
+        closed.set()
+        _join(thread, interrupt)
 
 
-def _end(thread: threading.Thread, interrupt: Callable[[], None]) -> None:
-    thread.join(_GRACE_S)
+def _join(thread: threading.Thread, interrupt: Callable[[], None]) -> None:
+    thread.join(_JOIN_TIMEOUT_S)
     if thread.is_alive():
         interrupt()
 
 
-# --- from input.sample_loader: Map-style data sets, sample by sample in torch's DataLoader, with random numbers that no worker can change.
-
-EpochSamples = Tuple[int, np.ndarray]  # of one call: the epoch, and int64 [combined_batch_size]
-_GRACE_S_sample_loader = 1.0  # for a sample that a worker is making when the workers are to end
-
-
 class SampleLoader:
-    """torch's DataLoader over a data set of one's own, told the samples of each call; its workers live as long."""
+    """A torch DataLoader over a map-style data set that loads given samples, call by call.
+
+    Args:
+        data: the map-style data set.
+        seed: of the random numbers that the data set draws (see `SeededSamples`).
+        num_workers: worker processes, kept alive between iterations; 0 loads in the calling thread.
+    """
 
     def __init__(self, data: Any, seed: int, num_workers: int) -> None:
-        self._batches = _Batches()
+        self._calls = _Calls()
         samples: Any = SeededSamples(data, seed)
-        batches: Any = self._batches
+        calls: Any = self._calls
         self._loader: Any = DataLoader(
             samples,
-            batch_sampler=batches,
+            batch_sampler=calls,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
-            generator=torch.Generator(),  # or every iteration would draw from the program's own
+            generator=torch.Generator(),  # without it every iteration draws from torch's global generator
         )
 
     def load(self, calls: Iterable[EpochSamples]) -> Iterator[Any]:
-        """Of every call, the indices of its samples (int64 tensor, as workers saw them) and the samples, collated."""
-        self._batches.calls = ([(epoch, int(sample)) for sample in samples] for epoch, samples in calls)
+        """Yield (indices, samples) of each call: an int64 tensor as the workers received it, and a collated batch."""
+        self._calls.keys = ([(epoch, int(sample)) for sample in samples] for epoch, samples in calls)
         return iter(self._loader)
 
     def close(self) -> None:
-        """End the worker processes, whatever they are doing, and whoever waits for them in another thread."""
-        iterator = getattr(self._loader, "_iterator", None)  # persistent workers end with their iterator
+        """End the worker processes, and any wait of another thread for their results."""
+        iterator = getattr(self._loader, "_iterator", None)  # owns the persistent workers
         if iterator is None:
             return
         self._loader._iterator = None
-        # torch by itself waits for 5 s for each of them, one after the other.
-        end_blocked = threading.Timer(
-            _GRACE_S_sample_loader, lambda: [worker.terminate() for worker in iterator._workers]
-        )
-        end_blocked.start()
+        # torch waits up to 5 s for each worker, one after the other.
+        terminate = threading.Timer(_JOIN_TIMEOUT_S, lambda: [worker.terminate() for worker in iterator._workers])
+        terminate.start()
         try:
             iterator._shutdown_workers()
         finally:
-            end_blocked.cancel()
-            end_blocked.join()
-        iterator._worker_result_queue.close()  # else another thread would ask it for results for ever
+            terminate.cancel()
+            terminate.join()
+        iterator._worker_result_queue.close()  # otherwise a thread in `next(iterator)` waits forever
 
 
-class _Batches:
-    """A batch sampler whose content is set before each iteration."""
+class _Calls:
+    """A batch sampler whose batches are assigned before each iteration."""
 
     def __init__(self) -> None:
-        self.calls: Iterable[List[Tuple[int, int]]] = ()
+        self.keys: Iterable[List[Tuple[int, int]]] = ()
 
     def __iter__(self) -> Iterator[List[Tuple[int, int]]]:
-        return iter(self.calls)
+        return iter(self.keys)
 
 
 class SeededSamples:
-    """Samples with their index; random numbers depend on (seed, epoch, sample), whichever process makes the sample."""
+    """Map (epoch, sample) to (sample, data[sample]), with random numbers seeded by (seed, epoch, sample).
+
+    A sample is therefore the same in whichever process it is loaded.
+    """
 
     def __init__(self, data: Any, seed: int) -> None:
         self._data, self._seed = data, seed
@@ -173,7 +184,7 @@ class SeededSamples:
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed torch, numpy and random for one sample, and put their states back."""
+    """Seed torch, numpy and random inside the block; restore their states afterwards."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed)

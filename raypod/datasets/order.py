@@ -1,9 +1,7 @@
-"""Which sample goes where, and which random numbers it meets: pure functions, never of an instance or a worker.
+"""The order of the samples and the seeds of their random numbers, as pure functions of the run's seed.
 
-The order of an epoch is a function of (seed, epoch, position). Position p of an epoch belongs to update
-p // global_batch_size, and inside it to [accumulation step, global replica, place in the micro-batch]. Random numbers
-of augmentation are a function of (seed, epoch, sample). All of it comes from one 64-bit mixer (`mixer.py`), so that it
-does not change with a version of numpy.
+Everything here is independent of instances and worker processes. Random numbers come from a 64-bit integer hash, not
+from numpy's generators, whose sequences may change between numpy versions.
 """
 
 from __future__ import annotations
@@ -14,20 +12,21 @@ import numpy as np
 
 from raypod.plan.plan import Geometry
 
-_ORDER, _AUGMENTATION = 1, 2  # streams: never the same numbers for two purposes
+_ORDER, _AUGMENTATION = 1, 2  # independent streams of random numbers
 
 
 def epoch_order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
-    """The permutation of an epoch: int64 [num_samples], sample index by position."""
-    order: np.ndarray = np.argsort(mix(_ORDER, seed, epoch, np.arange(num_samples)), kind="stable")
+    """Return the permutation of an epoch: int64 [num_samples], the sample index at each position."""
+    order: np.ndarray = np.argsort(hash_integers(_ORDER, seed, epoch, np.arange(num_samples)), kind="stable")
     return order
 
 
 def call_positions(geometry: Geometry, instance: int, call: int) -> np.ndarray:
-    """Positions in the epoch that an instance feeds in one call: int64 [combined_batch_size].
+    """Return the positions of the epoch that an instance feeds in one call: int64 [combined_batch_size].
 
-    Laid out [device iteration, accumulation step, local replica, micro-batch], replica innermost but for the
-    micro-batch (contract section 2.2), so that each update consumes one contiguous stretch of positions.
+    Position p of an epoch belongs to update p // global_batch_size. Inside an update, positions are laid out
+    [accumulation step, global replica, micro-batch]; the combined batch of an instance is laid out
+    [device iteration, accumulation step, local replica, micro-batch], as PopTorch expects it.
     """
     shape = (
         geometry.device_iterations,
@@ -43,21 +42,23 @@ def call_positions(geometry: Geometry, instance: int, call: int) -> np.ndarray:
 
 
 def augmentation_integers(seed: int, epoch: int, samples: np.ndarray, bounds: int, draws: int) -> np.ndarray:
-    """`draws` integers in [0, bounds) for each sample: int64 [len(samples), draws]."""
-    words = mix(_AUGMENTATION, seed, epoch, np.asarray(samples)[:, None], np.arange(draws))
+    """Return `draws` random integers in [0, bounds) for each sample: int64 [len(samples), draws]."""
+    words = hash_integers(_AUGMENTATION, seed, epoch, np.asarray(samples)[:, None], np.arange(draws))
     drawn: np.ndarray = (words % np.uint64(bounds)).astype(np.int64)
     return drawn
 
 
 def sample_seed(seed: int, epoch: int, sample: int) -> int:
-    """Seed in [0, 2**31) for whatever a data set of your own draws while it makes one sample."""
-    return int(mix(_AUGMENTATION, seed, epoch, sample) >> np.uint64(33))
+    """Return the seed, in [0, 2**31), of the random numbers that a map-style data set draws for one sample."""
+    return int(hash_integers(_AUGMENTATION, seed, epoch, sample) >> np.uint64(33))
 
 
-# --- from mixer: The one source of the random numbers of a run: a 64-bit hash of integers, whatever numpy's version.
+def samples_digest(samples: np.ndarray) -> str:
+    """Return a digest of sample indices, in the order in which they were fed: 16 hexadecimal digits."""
+    return hashlib.sha256(np.ascontiguousarray(samples, dtype="<i8").tobytes()).hexdigest()[:16]
 
 
-def mix(*words: object) -> np.ndarray:
+def hash_integers(*words: object) -> np.ndarray:
     """Hash integers (scalars or arrays, broadcast together) to uniform uint64 (SplitMix64: Steele et al. 2014)."""
     value = np.zeros((), dtype=np.uint64)
     with np.errstate(over="ignore"):  # the arithmetic is modulo 2**64
@@ -67,8 +68,3 @@ def mix(*words: object) -> np.ndarray:
             value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             value = value ^ (value >> np.uint64(31))
     return value
-
-
-def digest(samples: np.ndarray) -> str:
-    """Digest of sample indices, in the order they were fed: 16 hexadecimal digits."""
-    return hashlib.sha256(np.ascontiguousarray(samples, dtype="<i8").tobytes()).hexdigest()[:16]

@@ -1,7 +1,6 @@
-"""Data sets by name. Each module here gives the sizes that the plan needs and, later, the data itself.
+"""Data sets by name: their sizes and shapes for planning, and the loaded splits.
 
-Those that lie in memory as arrays (`ArrayDataset`) are gathered and augmented a whole batch at a time. Nothing here
-imports torch until data of one's own asks for it, so that a plan can be made without it.
+No module here imports torch before a data set of the user or a folder of images is loaded: planning works without it.
 """
 
 from __future__ import annotations
@@ -11,27 +10,27 @@ from typing import Dict, Tuple
 
 from typing_extensions import Protocol
 
-from raypod.datasets import cifar, digits, image_folder, own, synthetic
+from raypod.datasets import cifar, digits, image_folder, synthetic, user_dataset
 from raypod.datasets.arrays import ArrayDataset, Augmentation, ImageShape, Splits
 from raypod.errors import ConfigError, DataMissing
 from raypod.plan.config import Config
 from raypod.plan.plan import DatasetSize
 
 
-class Source(Protocol):
-    """What a data set is before it is loaded: a module, or an object like one."""
+class DatasetSource(Protocol):
+    """The functions of a data set: a module or an object has them."""
 
     def size(self, config: Config) -> DatasetSize:
-        """The numbers of samples."""
+        """Return the numbers of samples."""
 
     def shape(self, config: Config) -> ImageShape:
-        """The images and classes."""
+        """Return the shape of the images and the number of classes."""
 
     def load(self, config: Config) -> Splits:
-        """The splits, with the augmentation that is usual for them."""
+        """Return the splits, with the default augmentation of the data set."""
 
 
-_BY_NAME: Dict[str, Source] = {
+_BY_NAME: Dict[str, DatasetSource] = {
     "digits": digits,
     "synthetic": synthetic,
     "cifar10": cifar.CIFAR10,
@@ -48,7 +47,7 @@ _PUBLISHED: Dict[str, Tuple[int, int]] = {
 
 
 def dataset_size(config: Config) -> DatasetSize:
-    """Sizes for the plan; the images are not loaded for it.
+    """Return the numbers of samples, without loading the images.
 
     Raises:
         ConfigError: as `load`.
@@ -56,11 +55,11 @@ def dataset_size(config: Config) -> DatasetSize:
     return _source(config).size(config)
 
 
-def dataset_size_for_a_look(config: Config) -> DatasetSize:
-    """As `dataset_size`, and where the files are not here the sizes that were published: for a plan that is not run.
+def dataset_size_or_published(config: Config) -> DatasetSize:
+    """Return `dataset_size`, or the published numbers if the files are missing: for a plan that is only printed.
 
     Raises:
-        ConfigError: as `load`, but for published data that is missing.
+        ConfigError: as `load`, except for missing files of published data sets.
     """
     published = _PUBLISHED.get(config.data.dataset)
     try:
@@ -72,7 +71,7 @@ def dataset_size_for_a_look(config: Config) -> DatasetSize:
 
 
 def image_shape(config: Config) -> ImageShape:
-    """What the network has to know of the images, as it sees them.
+    """Return the shape of the images as the network sees them, and the number of classes.
 
     Raises:
         ConfigError: as `load`.
@@ -82,52 +81,52 @@ def image_shape(config: Config) -> ImageShape:
 
 
 def load(config: Config) -> Splits:
-    """The data set of a config.
+    """Load the data set of a config.
 
     Raises:
-        ConfigError: the name is not known, files are missing or damaged, or what is your own cannot be used.
+        ConfigError: the name is unknown, files are missing or damaged, or the user's data set cannot be used.
     """
     splits = _source(config).load(config)
     augmentation = _augmentation(config, splits.augmentation)
     if isinstance(splits.train, ArrayDataset) and augmentation.padding >= min(splits.train.images.shape[2:]):
         height, width = splits.train.images.shape[2:]
         raise ConfigError(
-            f"--crop-padding {augmentation.padding} would shift images of {height}x{width} pixels out of sight: "
+            f"--crop-padding {augmentation.padding} is too large for images of {height}x{width} pixels: "
             f"use less than {min(height, width)}"
         )
     return dataclasses.replace(splits, augmentation=augmentation)
 
 
 def download(config: Config) -> None:
-    """Fetch the files on this host, where `--download` asks for it and they are missing.
+    """Download the files to this host if `data.download` is set and they are missing.
 
     Raises:
-        ConfigError: there is nothing to download, or it cannot be fetched.
+        ConfigError: the data set has no download, or the download fails.
     """
     source = _source(config)
     if isinstance(source, cifar.Cifar):
         source.download(config)
     elif config.data.download:
-        raise ConfigError(f"--download: raypod knows no place to get {config.data.dataset} from; leave it out")
+        raise ConfigError(f"--download: the data set {config.data.dataset} cannot be downloaded; remove the flag")
 
 
-def _source(config: Config) -> Source:
+def _source(config: Config) -> DatasetSource:
     name = config.data.dataset
     if name in _BY_NAME:
         return _BY_NAME[name]
     if ":" in name:
-        return own
+        return user_dataset
     raise ConfigError(
-        f"unknown data set {name!r}; known: {', '.join(_BY_NAME)}, or module:function for one of your own"
+        f"unknown data set {name!r}; known: {', '.join(_BY_NAME)}, or module:function for your own data set"
     )
 
 
-def _augmentation(config: Config, usual: Augmentation) -> Augmentation:
-    """What the config says, and where it says nothing what is usual for the data set."""
+def _augmentation(config: Config, default: Augmentation) -> Augmentation:
+    """Return the configured augmentation, with the data set's default for settings that are not set."""
     data = config.data
     if not data.augment:
         return Augmentation()
     return Augmentation(
-        padding=usual.padding if data.crop_padding is None else data.crop_padding,
-        flip=usual.flip if data.flip is None else data.flip,
+        padding=default.padding if data.crop_padding is None else data.crop_padding,
+        flip=default.flip if data.flip is None else data.flip,
     )

@@ -1,9 +1,9 @@
-"""Models: networks by name, or of one's own.
+"""Networks by name or of the user, and replacements of their batch normalization.
 
 `resnet8`, `resnet14`, `resnet20` are the residual networks for small images of He et al. 2016, section 4.2 (6n + 2
-layers). `resnet18` and larger come from torchvision; for images under 64 pixels they get the stem that is usual there,
-one 3x3 convolution of stride 1 and no pooling. Vision transformers are torchvision's, too: ViT-B/16 as it is, and two
-small ones that cut an image of any size into 8 x 8 patches.
+layers). `resnet18` and larger come from torchvision; for images under 64 pixels their stem is one 3x3 convolution of
+stride 1 without pooling, as is usual for CIFAR. The vision transformers are torchvision's: ViT-B/16, and two small ones
+that divide an image of any size into 8 x 8 patches.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from raypod.host import torchvision_import
 from raypod.plan import user_code
 from raypod.plan.config import SMALL_RESNETS, TORCHVISION_RESNETS, VISION_TRANSFORMERS, Config
 
-# Layers, heads, width, width of the MLP (Dosovitskiy et al. 2021, table 1; the small ones with fewer layers).
+# Layers, heads, width, width of the MLP (Dosovitskiy et al. 2021, table 1; the small ones have fewer layers).
 _TRANSFORMERS: Dict[str, Tuple[int, int, int, int]] = {
     "vit_tiny": (6, 3, 192, 768),
     "vit_small": (8, 6, 384, 1536),
     "vit_b_16": (12, 12, 768, 3072),
 }
-_PATCHES = 8  # of the small ones, along a side; at least 2x2 pixels each
+_PATCHES = 8  # of the small transformers, per side; each at least 2x2 pixels
 _POSITIONS_STD = 0.5
+_GROUPS = 32  # of group normalization (Wu and He 2018)
 
 
 def build_model(config: Config, channels: int, side: int, classes: int) -> nn.Module:
-    """The network of a config: float32 [n, channels, side, side] to logits [n, classes].
+    """Return the network of a config, which maps float32 [n, channels, side, side] to logits [n, classes].
 
     Raises:
-        ConfigError: the module of your own cannot be used.
+        ConfigError: the user's function cannot be used, or the network does not fit the images or `training.norm`.
     """
     network = _network(config, channels, side, classes)
     if config.training.norm != "batch":
@@ -61,20 +62,20 @@ def _network(config: Config, channels: int, side: int, classes: int) -> nn.Modul
 
 
 class Tiny(nn.Module):
-    """A linear classifier of channel means: a few parameters, to see what a run costs besides its model."""
+    """A linear classifier of the channel means, for measuring the overhead of a run."""
 
     def __init__(self, channels: int, classes: int) -> None:
         super().__init__()
         self.head = nn.Linear(channels, classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """[n, channels, height, width] to [n, classes]."""
+        """Map [n, channels, height, width] to [n, classes]."""
         logits: torch.Tensor = self.head(images.mean(dim=(2, 3)))
         return logits
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut (1x1 where the shape changes)."""
+    """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class ResidualBlock(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[n, inputs, h, w] to [n, outputs, h / stride, w / stride]."""
+        """Map [n, inputs, h, w] to [n, outputs, h / stride, w / stride]."""
         hidden = functional.relu(self.bn1(self.conv1(inputs)))
         return functional.relu(self.bn2(self.conv2(hidden)) + self.shortcut(inputs))
 
@@ -107,15 +108,14 @@ class SmallResNet(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """[n, channels, height, width] to [n, classes]."""
+        """Map [n, channels, height, width] to [n, classes]."""
         logits: torch.Tensor = self.head(self.features(images).mean(dim=(2, 3)))
         return logits
 
 
 def _torchvision_resnet(name: str, channels: int, classes: int, has_small_stem: bool) -> nn.Module:
-    # Imported here and not above: it takes a second, and the default model does without.
     torchvision_import.install()
-    import torchvision
+    import torchvision  # takes a second, which the default model does not need
 
     model: nn.Module = getattr(torchvision.models, name)(num_classes=classes)
     if has_small_stem:
@@ -128,32 +128,29 @@ def _torchvision_resnet(name: str, channels: int, classes: int, has_small_stem: 
 
 def _vision_transformer(name: str, channels: int, side: int, classes: int) -> nn.Module:
     torchvision_import.install()
-    from torchvision.models.vision_transformer import VisionTransformer
+    from torchvision.models.vision_transformer import VisionTransformer  # as above
 
     is_small = name != "vit_b_16"
     patch = max(2, side // _PATCHES) if is_small else 16
     if side % patch:
-        raise ConfigError(f"{name} cuts images into patches of {patch} pixels, and {side} pixels are no multiple of it")
+        raise ConfigError(
+            f"{name} divides images into patches of {patch} pixels; the image size {side} must be a multiple of it"
+        )
     layers, heads, width, mlp_width = _TRANSFORMERS[name]
     model: Any = VisionTransformer(side, patch, layers, heads, width, mlp_width, num_classes=classes)
     if channels != 3:
         model.conv_proj = nn.Conv2d(channels, width, patch, patch)
     if is_small:
-        # As strong as the patches: from the usual 0.02 a small network on little data does not find out where they lie.
+        # As large as the patch embeddings: from the usual 0.02 a small network does not learn positions on little data.
         nn.init.normal_(model.encoder.pos_embedding, std=_POSITIONS_STD)
     network: nn.Module = model
     return network
 
 
-# --- from norms: What may stand for BatchNorm: group normalisation, or frozen statistics.
-
-_GROUPS = 32  # Wu and He 2018
-
-
 class FrozenBatchNorm2d(nn.Module):
-    """BatchNorm whose statistics, scale and shift stay as they are in `norm`: buffers by the same names.
+    """BatchNorm with constant statistics, scale and shift: buffers with the names and values of `norm`'s.
 
-    Of a fresh one it changes nothing (mean 0, variance 1); it is for weights that are loaded and trained further.
+    Without loaded weights (mean 0, variance 1) it is the identity; it is for fine-tuning.
     """
 
     weight: torch.Tensor
@@ -165,35 +162,35 @@ class FrozenBatchNorm2d(nn.Module):
         super().__init__()
         self.eps = norm.eps
         for name, value in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
-            held = getattr(norm, name)  # None without an affine map, or without statistics
+            held = getattr(norm, name)  # None with affine=False or track_running_stats=False
             fixed = torch.full((norm.num_features,), value) if held is None else held.detach().clone()
             self.register_buffer(name, fixed)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[n, channels, h, w] to the same shape."""
+        """Map [n, channels, h, w] to the same shape."""
         scale = self.weight * torch.rsqrt(self.running_var + self.eps)
         shift = self.bias - self.running_mean * scale
         return inputs * scale[:, None, None] + shift[:, None, None]
 
 
 def replace_batch_norms(network: nn.Module, norm: str) -> None:
-    """Put "group" or "frozen" norms in place of all `nn.BatchNorm2d` of a network.
+    """Replace every `nn.BatchNorm2d` of a network, in place, by group normalization ("group") or constants ("frozen").
 
     Raises:
         ConfigError: the network has none.
     """
     found = [
-        (parent, name, part)
+        (parent, name, child)
         for parent in network.modules()
-        for name, part in parent.named_children()
-        if isinstance(part, nn.BatchNorm2d)
+        for name, child in parent.named_children()
+        if isinstance(child, nn.BatchNorm2d)
     ]
     if not found:
-        raise ConfigError(f"--norm {norm}: the model has no BatchNorm2d that it could stand for")
-    for parent, name, part in found:
-        setattr(parent, name, _group_norm(part.num_features) if norm == "group" else FrozenBatchNorm2d(part))
+        raise ConfigError(f"--norm {norm}: the model has no BatchNorm2d to replace")
+    for parent, name, child in found:
+        setattr(parent, name, _group_norm(child.num_features) if norm == "group" else FrozenBatchNorm2d(child))
 
 
 def _group_norm(channels: int) -> nn.GroupNorm:
-    """32 groups, or as many below that as divide the channels."""
+    """Return a norm of 32 groups, or of fewer if 32 does not divide `channels`."""
     return nn.GroupNorm(math.gcd(_GROUPS, channels), channels)

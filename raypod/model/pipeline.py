@@ -1,8 +1,7 @@
-"""Where a model is cut when a replica has several IPUs: by the names of modules, or balanced by itself.
+"""The pipeline splits of a model whose replicas have several IPUs: checked, or found by balancing.
 
-A split is the name of a module with which the next IPU begins; everything that is called after it lies there too, up to
-the next split. Plain torch without an SDK: the cuts are found before anything starts, once for all instances, and
-`steps.py` puts them into the model.
+A split is the name of the module with which the next IPU begins; modules that are called later are on the same IPU, up
+to the next split. Splits are found once, before any instance starts, with plain torch; `program` applies them.
 """
 
 from __future__ import annotations
@@ -22,65 +21,64 @@ from raypod.errors import ConfigError
 from raypod.model import networks
 from raypod.plan.config import Config
 
-_SAMPLES = 2  # BatchNorm wants more than one
-_ROUNDS = 5
+_SAMPLES = 2  # BatchNorm needs more than one
+_ROUNDS = 5  # of time measurements
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """A module that is not cut itself, and what it costs: parameters, or seconds forward and backward."""
+    """A module that stays on one IPU, and its cost: parameters, or seconds of forward and backward."""
 
     name: str
     cost: float
 
 
 def find_splits(config: Config) -> Optional[Tuple[str, ...]]:
-    """The splits of a config's model; None where the model lies on one IPU, or divides itself by its own blocks.
+    """Return the splits of a config's model; None for one IPU, or if the user's model has its own `BeginBlock`s.
 
     Raises:
-        ConfigError: a split that is no module of the model, or fewer modules than IPUs.
+        ConfigError: a split is not a module of the model, or the model has fewer modules than IPUs.
     """
     training, stages = config.training, config.pod.ipus_per_replica
-    is_own = ":" in training.model
+    is_user_model = ":" in training.model
     if training.pipeline_splits:
-        # A module of your own may import the SDK, which only an instance has.
-        if not is_own:
+        # The user's module may import the SDK, which is available in instances only.
+        if not is_user_model:
             check_splits(_network(config), training.pipeline_splits)
         return training.pipeline_splits
-    if stages == 1 or (is_own and training.pipeline_balance is None):
+    if stages == 1 or (is_user_model and training.pipeline_balance is None):
         return None
     network = _network(config)
-    measured = training.pipeline_balance == "time"
-    units = timed_units(network, _images(config)) if measured else counted_units(network, _images(config))
-    return balanced_splits(units, stages)
+    find_units = units_by_time if training.pipeline_balance == "time" else units_by_parameters
+    return balanced_splits(find_units(network, _images(config)), stages)
 
 
 def check_splits(network: nn.Module, splits: Sequence[str]) -> None:
-    """Raise ConfigError unless every split is another module of the network."""
+    """Raise ConfigError unless the splits are different modules of the network."""
     names = [name for name, _ in network.named_modules() if name]
     for index, split in enumerate(splits):
         if split not in names:
             near = nearest(split, names, count=3) or _siblings(split, names)
-            raise ConfigError(f"--pipeline-splits: the model has no module {split!r}; near it are {', '.join(near)}")
+            raise ConfigError(f"--pipeline-splits: the model has no module {split!r}; similar: {', '.join(near)}")
         if split in splits[:index]:
-            raise ConfigError(f"--pipeline-splits names {split} twice; a module begins one stage")
+            raise ConfigError(f"--pipeline-splits: {split} occurs twice; a module can begin only one stage")
 
 
 def balanced_splits(units: Sequence[Unit], stages: int) -> Tuple[str, ...]:
-    """The units with which stages 1, 2, ... begin, so that the most expensive stage is as cheap as can be.
+    """Return the units with which stages 1, 2, ... begin, minimizing the cost of the most expensive stage.
 
-    Of several such divisions it is the one whose costs have the least sum of squares, the most even one.
+    Among equal divisions it minimizes the sum of the squared costs of the stages.
 
     Raises:
         ConfigError: there are fewer units than stages.
     """
     if len(units) < stages:
         raise ConfigError(
-            f"--ipus-per-replica {stages}: the model has {len(units)} modules that can be divided between IPUs "
+            f"--ipus-per-replica {stages}: the model has only {len(units)} modules to distribute over IPUs "
             f"({', '.join(unit.name for unit in units)})"
         )
     before = [0.0, *itertools.accumulate(unit.cost for unit in units)]
-    # best[end]: (largest cost, sum of squares, cuts) of the units before `end` in as many stages as rounds were done.
+    # best[end]: (largest cost, sum of squares, cuts) of units[:end], divided into `stage` stages.
     best: Dict[int, Tuple[float, float, Tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
         found = {}
@@ -96,16 +94,15 @@ def balanced_splits(units: Sequence[Unit], stages: int) -> Tuple[str, ...]:
     return tuple(units[cut].name for cut in cuts[1:])
 
 
-def counted_units(network: nn.Module, images: torch.Tensor) -> List[Unit]:
-    """Units in the order in which they are called, by their parameters."""
-    called = _called(network, images)
-    return [Unit(name, float(_parameters(part))) for name, part in called]
+def units_by_parameters(network: nn.Module, images: torch.Tensor) -> List[Unit]:
+    """Return the units in the order of their calls, with their numbers of parameters."""
+    return [Unit(name, float(_parameters(module))) for name, module in _called(network, images)]
 
 
-def timed_units(network: nn.Module, images: torch.Tensor) -> List[Unit]:
-    """Units in the order in which they are called, by the seconds of their forward and backward on this host.
+def units_by_time(network: nn.Module, images: torch.Tensor) -> List[Unit]:
+    """Return the units in the order of their calls, with the seconds of their forward and backward on this host's CPU.
 
-    The quickest of several rounds counts. It is the time of this CPU, not of an IPU.
+    The time is the minimum of several rounds. Times on an IPU differ.
     """
     called = _called(network, images)
     rounds = [_time_round(network, images, called) for _ in range(_ROUNDS)]
@@ -113,7 +110,7 @@ def timed_units(network: nn.Module, images: torch.Tensor) -> List[Unit]:
 
 
 def _time_round(network: nn.Module, images: torch.Tensor, called: List[Tuple[str, nn.Module]]) -> Dict[str, float]:
-    """Seconds from the beginning of each unit to that of the next one, forward and backward."""
+    """Return the seconds from the start of each unit to the start of the next one, forward plus backward."""
     marks: List[Tuple[str, float]] = []
     backward: List[Tuple[str, float]] = []
 
@@ -122,12 +119,12 @@ def _time_round(network: nn.Module, images: torch.Tensor, called: List[Tuple[str
             marks.append((name, time.perf_counter()))
             source = next((value for value in inputs if isinstance(value, torch.Tensor)), None)
             if source is not None and source.requires_grad:
-                # Called when the backward of this unit is done, which is when that of the one before begins.
+                # Runs when this unit's backward ends, which is when the backward of the previous unit starts.
                 source.register_hook(lambda grad: backward.append((name, time.perf_counter())))  # type: ignore[no-untyped-call]
 
         return hook
 
-    hooks = [part.register_forward_pre_hook(forward_mark(name)) for name, part in called]
+    hooks = [module.register_forward_pre_hook(forward_mark(name)) for name, module in called]
     try:
         logits = network(images)
         ended = time.perf_counter()
@@ -144,19 +141,19 @@ def _time_round(network: nn.Module, images: torch.Tensor, called: List[Tuple[str
     for name, end in backward:
         seconds[name] += end - begin
         begin = end
-    seconds[called[0][0]] += done - begin  # its input has no gradient, and so no hook
+    seconds[called[0][0]] += done - begin  # the network's input has no gradient, so this unit has no hook
     return seconds
 
 
 def _called(network: nn.Module, images: torch.Tensor) -> List[Tuple[str, nn.Module]]:
-    """The units that have parameters and are called exactly once, in the order of their calls."""
+    """Return the units that have parameters and are called exactly once, in the order of their calls."""
     calls: List[str] = []
 
     def note(name: str) -> Any:
         return lambda module, inputs: calls.append(name)
 
     units = dict(_units(network))
-    hooks = [part.register_forward_pre_hook(note(name)) for name, part in units.items()]
+    hooks = [module.register_forward_pre_hook(note(name)) for name, module in units.items()]
     try:
         with torch.no_grad():
             network(images)
@@ -165,23 +162,26 @@ def _called(network: nn.Module, images: torch.Tensor) -> List[Tuple[str, nn.Modu
             hook.remove()
     once = [name for name in calls if calls.count(name) == 1 and _parameters(units[name])]
     if not once:
-        raise ConfigError("the model cannot be divided between IPUs by itself: none of its modules is called just once")
+        raise ConfigError("the model cannot be balanced over IPUs: none of its modules is called exactly once")
     return [(name, units[name]) for name in once]
 
 
 def _units(module: nn.Module, prefix: str = "") -> Iterator[Tuple[str, nn.Module]]:
-    """The modules to divide between IPUs: sequences are opened, and what consists of hardly more than one."""
-    for name, part in module.named_children():
-        if any(part.named_children()) and any(
-            10 * _parameters(each) > 9 * _parameters(part) for each in _sequences(part)
+    """Yield the modules to distribute over IPUs.
+
+    Sequences, and modules with a sequence of more than 90% of their parameters, are replaced by their children.
+    """
+    for name, child in module.named_children():
+        if any(child.named_children()) and any(
+            10 * _parameters(each) > 9 * _parameters(child) for each in _sequences(child)
         ):
-            yield from _units(part, f"{prefix}{name}.")
+            yield from _units(child, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", part
+            yield f"{prefix}{name}", child
 
 
 def _sequences(module: nn.Module) -> List[nn.Module]:
-    """The module itself and its children, as far as they are sequences."""
+    """Return the module and its children, as far as they are sequences."""
     return [each for each in (module, *module.children()) if isinstance(each, (nn.Sequential, nn.ModuleList))]
 
 
@@ -190,7 +190,7 @@ def _parameters(module: nn.Module) -> int:
 
 
 def _siblings(split: str, names: Sequence[str]) -> List[str]:
-    """Modules beside a name that resembles none: those of its parent, or of the model."""
+    """Return up to 8 modules with the parent of `split`, or of the top level if that parent does not exist."""
     parent = split.rpartition(".")[0]
     beside = [name for name in names if name.rpartition(".")[0] == (parent if parent in names else "")]
     return beside[:8]

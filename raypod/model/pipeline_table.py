@@ -1,7 +1,7 @@
-"""A pipeline for the eye: which modules lie on which IPU, and what every IPU does in every cycle of an update.
+"""A pipeline as a table: the modules of each IPU, and what every IPU computes in every cycle of an update.
 
-The facts are the emulated SDK's own: it compiles the model with the blocks and the strategy of the run, whichever SDK
-will run it later. A process that has looked at a pipeline cannot use another SDK any more.
+The data comes from the emulated SDK, which compiles the model with the run's splits and execution strategy. A process
+that has called `inspect_pipeline` cannot use the real SDK any more.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from raypod.host import sdk
 from raypod.plan.config import TrainingSection
 from raypod.plan.plan import Plan
 
-_SAMPLES = 2  # BatchNorm wants more than one
-_COLUMNS = 22  # cycles that are drawn
-_FACTORS = (1, 2, 4, 8)  # of the accumulation, to compare
+_SAMPLES = 2  # BatchNorm needs more than one
+_COLUMNS = 22  # cycles shown at most
+_FACTORS = (1, 2, 4, 8)  # by which the gradient accumulation is multiplied for comparison
 _SECTIONS = {"ramp-up": "<", "main": "=", "ramp-down": ">", "update": "U"}
 
 
 class Stage(NamedTuple):
-    """One forward stage. Sizes are of one replica."""
+    """One forward stage; sizes are per replica."""
 
     ipu: int
     modules: Tuple[str, ...]
     parameters: int
     weight_bytes: int  # parameters and buffers
     update_bytes: int  # accumulated gradients and optimizer states
-    share_of_work: float  # of the forward's operations
+    share_of_work: float  # of the forward operations
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """A divided model: its stages along the execution, and schedules of the emulated SDK.
+    """The stages of a model in execution order, and their schedules.
 
-    `schedules[accumulation]["pipelined" or "sharded"]`; the first accumulation is the plan's.
+    `schedules[accumulation]["pipelined" or "sharded"]` is the emulated SDK's; the first accumulation is the plan's.
     """
 
     stages: Tuple[Stage, ...]
     schedules: Mapping[int, Mapping[str, Any]]
 
 
-def look_at(plan: Plan) -> Pipeline:
-    """Compile the plan's model for the emulated device, and tell what lies where and works when.
+def inspect_pipeline(plan: Plan) -> Pipeline:
+    """Compile the plan's model for the emulated device and return its stages and schedules.
 
     Raises:
-        ConfigError: the model cannot be built, or the SDK refuses it.
+        ConfigError: the model cannot be built or compiled.
     """
     sdk.select("emulated")
     from poptorch._parallel.schedule import side_by_side
@@ -66,7 +66,7 @@ def look_at(plan: Plan) -> Pipeline:
 
 
 def describe_pipeline(pipeline: Pipeline) -> Dict[str, Any]:
-    """The pipeline as plain data, for JSON."""
+    """Return the pipeline as JSON data."""
     schedules = {
         name: {"accumulation": accumulation, "cycles": schedule.cycles, "idle_share": schedule.idle_share}
         for accumulation, each in list(pipeline.schedules.items())[:1]
@@ -76,7 +76,7 @@ def describe_pipeline(pipeline: Pipeline) -> Dict[str, Any]:
 
 
 def render_pipeline(pipeline: Pipeline, execution: str) -> str:
-    """The stages as a table, then an update in cycles, by the plan's execution and by the other one."""
+    """Return the stages as a table, and the cycles of an update: first for the plan's execution strategy."""
     accumulation, schedules = next(iter(pipeline.schedules.items()))
     order = sorted(schedules, key=lambda name: name != execution)
     lines = _stage_lines(pipeline.stages)
@@ -89,23 +89,19 @@ def _placement(plan: Plan) -> Any:
     import poptorch
     import torch
 
-    from raypod.model import networks, program
-    from raypod.model.program import build_optimizer
+    from raypod.datasets.transforms import activation_dtype
+    from raypod.model import program
 
     config, shape = plan.config, datasets.image_shape(plan.config)
-    network = networks.build_model(config, shape.channels, shape.side, shape.classes)
-    program.begin_blocks(network, plan.pipeline_splits)
-    activations, stored = config.training.precision.split(".")
-    if stored == "16":
-        network.half()
+    network = program.build_network(plan, shape.channels, shape.side, shape.classes)
     options = poptorch.Options()
     options.Training.gradientAccumulation(plan.geometry.gradient_accumulation)
     options.setExecutionStrategy(program.execution_strategy(config.training.execution))
     options.showCompilationProgressBar(False)
     step = program.TrainingStep(network, torch.nn.Identity(), config.training.label_smoothing).train()
-    model = poptorch.trainingModel(step, options, build_optimizer(config, network))
+    model = poptorch.trainingModel(step, options, program.build_optimizer(config, network))
     samples = _SAMPLES * plan.geometry.gradient_accumulation
-    dtype = torch.float16 if activations == "16" else torch.float32
+    dtype = activation_dtype(config.training.precision)
     images = torch.zeros(1, shape.channels, shape.side, shape.side, dtype=dtype).expand(samples, -1, -1, -1)
     try:
         model.compile(images, torch.zeros(samples, dtype=torch.int64))
@@ -131,7 +127,7 @@ def _stages(found: Sequence[Any], training: TrainingSection) -> Tuple[Stage, ...
 
 
 def _state_bytes(training: TrainingSection) -> int:
-    """Bytes per parameter of the accumulated gradient and the optimizer's states (see optimizers.py)."""
+    """Return the bytes per parameter of the accumulated gradient and optimizer states of `program.build_optimizer`."""
     width = 2 if training.precision == "16.16" else 4
     if training.optimizer == "sgd":
         return 2 * width if training.momentum else width
@@ -147,21 +143,21 @@ def _stage_lines(stages: Sequence[Stage]) -> List[str]:
             f"{stage.ipu:>12}  {modules:<44}{stage.parameters:>12,}{weights:>11}{update:>15}"
             f"{100 * stage.share_of_work:>5.0f} %"
         )
-    lines.append(f"{'':>12}  per replica; activations come on top")
+    lines.append(f"{'':>12}  per replica, without activations")
     return [*lines, f"{'':>12}  below: columns are cycles (< ramp-up, = main, > ramp-down), numbers micro-batches"]
 
 
 def _schedule_lines(schedule: Any, accumulation: int, chosen: Any) -> List[str]:
     counts = {name: schedule.sections.count(name) for name in _SECTIONS}
     ramps = f", ramp-up {counts['ramp-up']} and ramp-down {counts['ramp-down']}" if counts["ramp-up"] else ""
-    told = f"{schedule.cycles} cycles for {accumulation} micro-batches (main part {counts['main']}{ramps}, update 1)"
+    summary = f"{schedule.cycles} cycles for {accumulation} micro-batches (main part {counts['main']}{ramps}, update 1)"
     longer = f", {schedule.time / chosen.time:.2f} x the time" if schedule is not chosen else ""
     columns = list(range(schedule.cycles))
     if len(columns) > _COLUMNS:
         columns = columns[: _COLUMNS // 2] + [-1] + columns[-(_COLUMNS // 2) :]
     marks = ["..." if cycle < 0 else _SECTIONS[schedule.sections[cycle]] for cycle in columns]
     lines = [
-        f"{schedule.name:>12}  {told}; IPUs idle {100 * schedule.idle_share:.0f} %{longer}",
+        f"{schedule.name:>12}  {summary}; IPUs idle {100 * schedule.idle_share:.0f} %{longer}",
         f"{'':>12}  {'':<18}" + "".join(f"{mark:>4}" for mark in marks),
     ]
     work = {(cell.cycle, cell.stage, cell.what): cell for cell in schedule.cells}
@@ -174,7 +170,7 @@ def _schedule_lines(schedule: Any, accumulation: int, chosen: Any) -> List[str]:
 
 
 def _cell(work: Mapping[Tuple[int, int, str], Any], cycle: int, stage: int, what: str) -> str:
-    """The number of the micro-batch that a stage works on in a cycle."""
+    """Return the number of the micro-batch that a stage computes in a cycle."""
     if cycle < 0:
         return "..."
     if (cycle, stage, "update") in work:

@@ -15,7 +15,7 @@ from raypod import datasets
 from raypod.datasets import cifar
 from raypod.datasets.cache import Archive, download
 from raypod.errors import ConfigError, WaitTimedOut
-from raypod.host.files import locked
+from raypod.host.files import file_lock
 from raypod.plan.resolve import from_values
 
 
@@ -29,14 +29,14 @@ def packed(folder: str) -> bytes:
 
 
 class Server:
-    """Serves one file; `asked` are the paths that were asked for."""
+    """An HTTP server for one file; `requests` are the requested paths."""
 
     def __init__(self, content: bytes) -> None:
-        asked: List[str] = []
+        requests: List[str] = []
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                asked.append(self.path)
+                requests.append(self.path)
                 self.send_response(200)
                 self.end_headers()
                 self.wfile.write(content)
@@ -44,7 +44,7 @@ class Server:
             def log_message(self, *words: object) -> None:
                 """Keep the test's output clean."""
 
-        self.asked = asked
+        self.requests = requests
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}/small.tar.gz"
         self.archive = Archive(self.url, hashlib.md5(content).hexdigest(), "cifar-10-batches-py")
@@ -61,46 +61,50 @@ def server() -> Iterator[Server]:
     found.server.server_close()
 
 
-def test_those_that_ask_together_download_once(server: Server, tmp_path: Path) -> None:
+def test_concurrent_callers_download_once(server: Server, tmp_path: Path) -> None:
     root = tmp_path / "new"
     threads = [threading.Thread(target=download, args=(server.archive, root, 30)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert server.asked == ["/small.tar.gz"]
+    assert server.requests == ["/small.tar.gz"]
     assert (root / "cifar-10-batches-py" / "data_batch_1").read_bytes() == b"bytes"
     assert not list(root.glob(".partial*"))
 
 
-def test_other_bytes_than_the_published_ones_are_refused(server: Server, tmp_path: Path) -> None:
+def test_a_wrong_checksum_is_an_error(server: Server, tmp_path: Path) -> None:
     wrong = Archive(server.url, "0" * 32, "cifar-10-batches-py")
-    with pytest.raises(ConfigError, match="MD5 sum is .* and should be 000"):
+    with pytest.raises(ConfigError, match="MD5 checksum is .*, expected 000"):
         download(wrong, tmp_path, 30)
     assert [path.name for path in tmp_path.iterdir()] == [".small.tar.gz.lock"]
 
 
-def test_without_a_network_one_line_says_what_to_do(tmp_path: Path) -> None:
-    nobody = Archive("http://127.0.0.1:9/small.tar.gz", "0" * 32, "cifar-10-batches-py")
-    with pytest.raises(ConfigError, match="cannot get http://127.0.0.1:9/.*refused.*copy the file here") as caught:
-        download(nobody, tmp_path, 30)
+def test_a_failed_download_is_a_one_line_error_with_a_remedy(tmp_path: Path) -> None:
+    unreachable = Archive("http://127.0.0.1:9/small.tar.gz", "0" * 32, "cifar-10-batches-py")
+    with pytest.raises(
+        ConfigError, match="cannot get http://127.0.0.1:9/.*refused.*copy the file to this host"
+    ) as caught:
+        download(unreachable, tmp_path, 30)
     assert "\n" not in str(caught.value)
 
 
 def test_the_wait_for_another_download_is_bounded(server: Server, tmp_path: Path) -> None:
-    with locked(tmp_path / ".small.tar.gz.lock", 1, "test"), pytest.raises(WaitTimedOut, match=r"run\.start_timeout_s"):
+    with file_lock(tmp_path / ".small.tar.gz.lock", 1, "test"), pytest.raises(
+        WaitTimedOut, match=r"run\.start_timeout_s"
+    ):
         download(server.archive, tmp_path, 0.2)
-    assert server.asked == []
+    assert server.requests == []
 
 
-@pytest.mark.parametrize("ask", [False, True])
-def test_nothing_is_downloaded_unless_it_is_asked_for(server: Server, tmp_path: Path, ask: bool) -> None:
+@pytest.mark.parametrize("flag", [False, True])
+def test_cifar_is_downloaded_only_with_the_flag(server: Server, tmp_path: Path, flag: bool) -> None:
     ours = dataclasses.replace(cifar.CIFAR10, archive=server.archive)
-    ours.download(from_values({"data": {"dataset": "cifar10", "data_dir": str(tmp_path), "download": ask}}))
-    assert (tmp_path / "cifar-10-batches-py").is_dir() == ask
-    assert len(server.asked) == ask
+    ours.download(from_values({"data": {"dataset": "cifar10", "data_dir": str(tmp_path), "download": flag}}))
+    assert (tmp_path / "cifar-10-batches-py").is_dir() == flag
+    assert len(server.requests) == flag
 
 
-def test_what_cannot_be_downloaded_is_told() -> None:
-    with pytest.raises(ConfigError, match="no place to get digits from"):
+def test_the_flag_is_an_error_for_data_without_a_download() -> None:
+    with pytest.raises(ConfigError, match="digits cannot be downloaded"):
         datasets.download(from_values({"data": {"download": True}}))

@@ -33,7 +33,7 @@ def cifar10(tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     for number in range(6):
         name = f"data_batch_{number + 1}" if number < 5 else "test_batch"
-        # As the published files are: protocol 2, which names numpy's parts and the codec of Python 2.
+        # Protocol 2 as in the published files: it refers to numpy's globals and to Python 2's codec.
         (folder / name).write_bytes(pickle.dumps(batch(number, 8, 10, "labels"), protocol=2))
     return folder.parent
 
@@ -42,7 +42,7 @@ def config(data_dir: Path, **data: object) -> Config:
     return from_values({"data": {"dataset": "cifar10", "data_dir": str(data_dir), **data}})
 
 
-def test_cifar_10_is_what_its_files_hold(cifar10: Path) -> None:
+def test_cifar_10_has_the_content_of_its_files(cifar10: Path) -> None:
     splits = datasets.load(config(cifar10))
     first = batch(0, 8, 10, "labels")
     assert np.array_equal(splits.train.images[:8].reshape(8, -1), first["data"])
@@ -51,30 +51,32 @@ def test_cifar_10_is_what_its_files_hold(cifar10: Path) -> None:
     assert (splits.classes, len(splits.mean), splits.augmentation.flip) == (10, 3, True)
 
 
-def test_torchvision_sees_the_same(cifar10: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchvision_reads_the_same_images_and_labels(cifar10: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from raypod.host import torchvision_import
 
     torchvision_import.install()
     from torchvision.datasets import CIFAR10
 
-    monkeypatch.setattr(CIFAR10, "_check_integrity", lambda self: True)  # the sums of the published files
+    monkeypatch.setattr(
+        CIFAR10, "_check_integrity", lambda self: True
+    )  # checks the MD5 checksums of the published files
     monkeypatch.setattr(CIFAR10, "_load_meta", lambda self: None)
     theirs, ours = CIFAR10(str(cifar10)), datasets.load(config(cifar10)).train
     assert np.array_equal(theirs.data.transpose(0, 3, 1, 2), ours.images)
     assert theirs.targets == ours.labels.tolist()
 
 
-def test_cifar_100_has_its_own_names(tmp_path: Path) -> None:
+def test_cifar_100_is_found_in_its_folder_or_the_parent(tmp_path: Path) -> None:
     folder = tmp_path / "cifar-100-python"
     folder.mkdir()
     for seed, name in enumerate(("train", "test")):
         (folder / name).write_bytes(pickle.dumps(batch(seed, 6, 100, "fine_labels")))
-    for data_dir in (tmp_path, folder):  # the folder itself will do
+    for data_dir in (tmp_path, folder):
         splits = datasets.load(from_values({"data": {"dataset": "cifar100", "data_dir": str(data_dir)}}))
         assert (len(splits.train), len(splits.test), splits.classes) == (6, 6, 100)
 
 
-def test_the_plan_counts_and_writes_nothing(cifar10: Path) -> None:
+def test_planning_counts_samples_and_writes_nothing(cifar10: Path) -> None:
     def size() -> DatasetSize:
         return datasets.dataset_size(config(cifar10))
 
@@ -84,7 +86,7 @@ def test_the_plan_counts_and_writes_nothing(cifar10: Path) -> None:
     assert size() == DatasetSize(40, 8)
 
 
-def test_the_arrays_are_mapped_and_made_again_when_the_files_change(cifar10: Path) -> None:
+def test_arrays_are_mapped_and_decoded_again_when_the_files_change(cifar10: Path) -> None:
     before = datasets.load(config(cifar10))
     assert not before.train.images.flags.writeable
     (made,) = cifar10.rglob("train_images.npy")
@@ -94,32 +96,32 @@ def test_the_arrays_are_mapped_and_made_again_when_the_files_change(cifar10: Pat
     assert len(after.train) == 41
     assert after.fingerprint != before.fingerprint
     assert not made.exists()
-    assert before.train.images[0].any()  # who had them mapped still reads them
+    assert before.train.images[0].any()  # existing mappings stay valid
 
 
-def test_the_cache_lies_where_it_is_told(cifar10: Path, tmp_path: Path) -> None:
+def test_cache_dir_sets_the_cache_folder(cifar10: Path, tmp_path: Path) -> None:
     datasets.load(config(cifar10, cache_dir=str(tmp_path / "cache")))
     assert list((tmp_path / "cache").rglob("train_images.npy"))
     assert not (cifar10 / "cifar-10-batches-py" / ".raypod-cache").exists()
 
 
-def test_beside_data_that_is_read_only_nothing_is_written(
+def test_the_user_cache_is_used_for_read_only_data(
     cifar10: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # a test may run as root
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # the test may run as root
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     datasets.load(config(cifar10))
     assert list((tmp_path / "home" / "raypod").rglob("train_images.npy"))
     assert not list(cifar10.rglob("*.npy"))
 
 
-def test_a_cache_that_cannot_be_written_is_told(cifar10: Path, tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_an_error_that_suggests_cache_dir(cifar10: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--cache-dir"):
         datasets.load(config(cifar10, cache_dir=str(tmp_path / "file")))
 
 
-def test_a_damaged_cache_is_named(cifar10: Path) -> None:
+def test_a_damaged_cache_entry_is_named(cifar10: Path) -> None:
     datasets.load(config(cifar10))
     (made,) = cifar10.rglob("train_images.npy")
     made.write_bytes(made.read_bytes()[:1000])
@@ -127,7 +129,7 @@ def test_a_damaged_cache_is_named(cifar10: Path) -> None:
         datasets.load(config(cifar10))
 
 
-def test_processes_that_start_together_make_the_arrays_once(cifar10: Path) -> None:
+def test_concurrent_processes_decode_the_files_once(cifar10: Path) -> None:
     program = (
         "import sys\nfrom raypod import datasets\nfrom raypod.plan.resolve import from_values\n"
         "from raypod.datasets.cifar import Cifar\n"
@@ -143,7 +145,7 @@ def test_processes_that_start_together_make_the_arrays_once(cifar10: Path) -> No
     assert len(set(words)) == 2
 
 
-def test_processes_of_a_host_share_the_pages_of_the_arrays(cifar10: Path) -> None:
+def test_processes_of_a_host_share_the_memory_of_the_arrays(cifar10: Path) -> None:
     pixels = batch(0, 2000, 10, "labels")
     (cifar10 / "cifar-10-batches-py" / "data_batch_1").write_bytes(pickle.dumps(pixels))
     program = (
@@ -186,7 +188,7 @@ class Evil:
         (pickle.dumps({"data": np.zeros((2, 3072), np.uint8)}), "KeyError: 'labels'"),
         (pickle.dumps({"data": np.zeros((2, 3071), np.uint8), "labels": [1, 2]}), r"\(2, 3071\) for 2 labels"),
         (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 10]}), "labels from 1 to 10"),
-        (pickle.dumps({"data": Evil(), "labels": []}), "it names (posix|nt).system"),
+        (pickle.dumps({"data": Evil(), "labels": []}), "it refers to (posix|nt).system"),
     ],
 )
 def test_a_damaged_file_is_named(cifar10: Path, content: bytes, words: str) -> None:
@@ -197,13 +199,13 @@ def test_a_damaged_file_is_named(cifar10: Path, content: bytes, words: str) -> N
     assert not list(cifar10.rglob("*.npy"))
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data_batch_1 does not exist; unpack cifar-10.* in .*--download"):
         datasets.load(config(tmp_path))
     with pytest.raises(ConfigError, match="needs --data-dir"):
         datasets.load(from_values({"data": {"dataset": "cifar10"}}))
 
 
-def test_the_plan_knows_the_images(tmp_path: Path) -> None:
+def test_image_shapes_are_known_without_files(tmp_path: Path) -> None:
     assert datasets.image_shape(config(tmp_path)) == datasets.ImageShape(3, 32, 10)
     assert datasets.image_shape(config(tmp_path, image_size=64)).side == 64

@@ -68,11 +68,11 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def feeds(plan: Plan) -> List[Feed]:
     splits = datasets.load(plan.config)
-    return [Feed(plan, spec, splits) for spec in plan.instances]
+    return [Feed(plan, spec, splits) for spec in plan.placement.instances]
 
 
 def calls(plan: Plan, leg: int = 0) -> List[List[Any]]:
-    """Of every instance, the calls of a leg."""
+    """Return the calls of a leg of each instance."""
     found = []
     for feed in feeds(plan):
         try:
@@ -89,7 +89,7 @@ def test_a_call_has_the_combined_batch(make: Callable[..., Plan]) -> None:
     assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)
 
 
-def test_an_epoch_feeds_the_samples_of_its_order(make: Callable[..., Plan]) -> None:
+def test_a_leg_feeds_the_samples_of_its_epochs_order(make: Callable[..., Plan]) -> None:
     plan = make(data={"augment": False})
     splits, order = datasets.load(plan.config), epoch_order(42, 1, 1437)
     fed = calls(plan, leg=1)
@@ -98,8 +98,8 @@ def test_an_epoch_feeds_the_samples_of_its_order(make: Callable[..., Plan]) -> N
 
 
 @pytest.mark.parametrize("section", [{}, {"async_dataloader": True}, {"num_workers": 2}])
-def test_samples_are_the_same_however_they_are_loaded(make: Callable[..., Plan], own: str, section: Any) -> None:
-    """Their random numbers too: a function of (seed, epoch, sample), never of a worker or an instance."""
+def test_samples_do_not_depend_on_how_they_are_loaded(make: Callable[..., Plan], own: str, section: Any) -> None:
+    """Their random numbers depend on (seed, epoch, sample), not on worker processes or instances."""
     expected = calls(make(data={"dataset": own}, training={"batch_size": 2}, pod={"num_instances": 1}))
     plan = make(data={"dataset": own, **section}, training={"batch_size": 2}, pod={"num_instances": 2})
     fed = calls(plan)
@@ -108,13 +108,13 @@ def test_samples_are_the_same_however_they_are_loaded(make: Callable[..., Plan],
         assert torch.equal(together, expected[0][call][0])
 
 
-def test_random_numbers_differ_from_epoch_to_epoch(make: Callable[..., Plan], own: str) -> None:
+def test_random_numbers_differ_between_epochs(make: Callable[..., Plan], own: str) -> None:
     plan = make(data={"dataset": own}, training={"batch_size": 2}, pod={"num_instances": 1})
     values = [torch.cat([images for images, _ in calls(plan, leg)[0]]).flatten() for leg in (0, 1)]
     assert not torch.equal(values[0].sort().values, values[1].sort().values)
 
 
-def test_loading_leaves_the_programs_own_random_numbers_alone(make: Callable[..., Plan], own: str) -> None:
+def test_loading_does_not_draw_from_the_global_generator(make: Callable[..., Plan], own: str) -> None:
     plan = make(data={"dataset": own}, training={"batch_size": 2})
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -124,30 +124,30 @@ def test_loading_leaves_the_programs_own_random_numbers_alone(make: Callable[...
 
 
 @pytest.mark.parametrize("section", [{"async_dataloader": True}, {"num_workers": 1}])
-def test_a_broken_sample_is_told(make: Callable[..., Plan], own: str, section: Any) -> None:
+def test_the_error_of_a_sample_is_raised(make: Callable[..., Plan], own: str, section: Any) -> None:
     plan = make(data={"dataset": "feed_own:make_broken", **section}, training={"batch_size": 2})
     with pytest.raises(OSError, match="image 7 is damaged"):
         calls(plan)
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
-        ("dict", r"a sample must be \(image, label\), and its first one is a dict"),
-        ("list", "images must be torch tensors or NumPy arrays, and its first one is a list"),
+        ("dict", r"a sample must be \(image, label\), but the first one is a dict"),
+        ("list", "images must be torch tensors or NumPy arrays, but the first one is a list"),
         ("flat", r"images must be \[channels, height, width\], not \[16\]"),
-        ("label", r"a label is 10, and those of 10 classes are 0 to 9; .*\(train, test, number of classes\)"),
-        ("negative", "a label is -1, and those"),
-        ("float", "labels must be whole numbers"),
+        ("label", r"found label 10, but labels of 10 classes are 0 to 9; .*\(train, test, number of classes\)"),
+        ("negative", "found label -1, but"),
+        ("float", "labels must be integers"),
     ],
 )
-def test_samples_that_cannot_be_used_are_told(make: Callable[..., Plan], own: str, kind: str, told: str) -> None:
+def test_invalid_samples_are_config_errors(make: Callable[..., Plan], own: str, kind: str, message: str) -> None:
     plan = make(data={"dataset": "feed_own:samples", "data_dir": kind}, training={"batch_size": 2})
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         feeds(plan)[0].sent_shape()
 
 
-def test_transformers_need_square_images(make: Callable[..., Plan]) -> None:
+def test_vision_transformers_need_square_images(make: Callable[..., Plan]) -> None:
     sections = {"dataset": "synthetic", "samples": 64, "image": "3x16x8"}
     (feed,) = feeds(make(data=sections, training={"model": "vit_tiny", "batch_size": 2}, pod={"num_instances": 1}))
     with pytest.raises(ConfigError, match="vit_tiny needs square images, not 16x8: add --resize 16"):
@@ -157,7 +157,7 @@ def test_transformers_need_square_images(make: Callable[..., Plan]) -> None:
     assert feed.sample_shape() == (3, 16)
 
 
-def test_a_leg_left_in_the_middle_leaves_nothing_behind(make: Callable[..., Plan], own: str) -> None:
+def test_closing_in_the_middle_of_a_leg_leaves_no_workers(make: Callable[..., Plan], own: str) -> None:
     plan = make(data={"dataset": own, "async_dataloader": True, "num_workers": 2}, training={"batch_size": 2})
     feed = feeds(plan)[0]
     batches = feed.calls(plan.legs()[0])
@@ -167,7 +167,7 @@ def test_a_leg_left_in_the_middle_leaves_nothing_behind(make: Callable[..., Plan
 
 
 @pytest.mark.parametrize("section", [{"num_workers": 2}, {"async_dataloader": True, "num_workers": 2}])
-def test_nobody_waits_for_a_sample_that_nobody_wants(
+def test_closing_does_not_wait_for_a_slow_sample(
     make: Callable[..., Plan], own: str, section: Any, tmp_path: Path
 ) -> None:
     data = {"dataset": "feed_own:make_blocks", "data_dir": str(tmp_path), **section}
@@ -192,7 +192,7 @@ def test_evaluation_covers_the_test_split_once(make: Callable[..., Plan], instan
     assert sorted(labels) == sorted(splits.test.labels.tolist())
 
 
-def test_evaluation_of_a_data_set_of_ones_own_draws_the_same_numbers(make: Callable[..., Plan], own: str) -> None:
+def test_evaluation_of_a_user_data_set_draws_the_same_numbers(make: Callable[..., Plan], own: str) -> None:
     passes = []
     for workers in (0, 2):
         section = {"dataset": own, "num_workers": workers}
@@ -201,20 +201,20 @@ def test_evaluation_of_a_data_set_of_ones_own_draws_the_same_numbers(make: Calla
             passes.append(torch.cat([images[:valid] for images, _, valid in feed.evaluation_calls()]))
         feed.close()
     assert all(torch.equal(passes[0], other) for other in passes[1:])
-    assert len(set(passes[0][:, 0, 0, 0].frac().tolist())) == 10  # they do draw
+    assert len(set(passes[0][:, 0, 0, 0].frac().tolist())) == 10  # each sample draws its own number
 
 
-def test_eight_bit_io_sends_the_bytes(make: Callable[..., Plan]) -> None:
+def test_eight_bit_io_sends_uint8(make: Callable[..., Plan]) -> None:
     images, _ = calls(make(data={"eight_bit_io": True}))[0][0]
     assert images.dtype == torch.uint8
 
 
-def test_eight_bit_io_needs_bytes(make: Callable[..., Plan], own: str) -> None:
+def test_eight_bit_io_needs_uint8(make: Callable[..., Plan], own: str) -> None:
     with pytest.raises(ConfigError, match="needs uint8 images"):
         calls(make(data={"dataset": own, "eight_bit_io": True}, training={"batch_size": 2}))
 
 
-def test_images_are_normalised_on_the_host(make: Callable[..., Plan]) -> None:
+def test_images_are_normalized_on_the_host(make: Callable[..., Plan]) -> None:
     plan = make(data={"augment": False}, training={"batch_size": 100}, pod={"num_instances": 1})
     images = torch.cat([images for images, _ in calls(plan)[0]])
     assert (float(images.mean()), float(images.std())) == pytest.approx((0, 1), abs=0.05)
@@ -222,7 +222,7 @@ def test_images_are_normalised_on_the_host(make: Callable[..., Plan]) -> None:
 
 
 @pytest.mark.parametrize("eight_bit_io", [False, True])
-def test_images_grow_on_the_host_or_with_eight_bit_io_on_the_device(
+def test_images_are_enlarged_on_the_host_or_with_eight_bit_io_on_the_device(
     make: Callable[..., Plan], eight_bit_io: bool
 ) -> None:
     plan = make(data={"image_size": 20, "eight_bit_io": eight_bit_io})
@@ -234,12 +234,12 @@ def test_images_grow_on_the_host_or_with_eight_bit_io_on_the_device(
     feed.close()
 
 
-def test_images_shrink_on_the_host_always(make: Callable[..., Plan]) -> None:
+def test_images_are_always_reduced_on_the_host(make: Callable[..., Plan]) -> None:
     feed = feeds(make(data={"image_size": 6, "eight_bit_io": True}))[0]
     assert feed.sent_shape() == (1, 6, 6)
 
 
-def test_arrays_are_the_same_with_and_without_loading_ahead(make: Callable[..., Plan]) -> None:
+def test_arrays_do_not_depend_on_async_loading(make: Callable[..., Plan]) -> None:
     expected = calls(make(), leg=1)
     assert all(
         torch.equal(ours[0], theirs[0])
@@ -248,13 +248,13 @@ def test_arrays_are_the_same_with_and_without_loading_ahead(make: Callable[..., 
     )
 
 
-def test_only_bytes_are_resized(make: Callable[..., Plan], own: str) -> None:
+def test_resizing_needs_uint8(make: Callable[..., Plan], own: str) -> None:
     with pytest.raises(ConfigError, match="needs uint8 images"):
         calls(make(data={"dataset": own, "image_size": 8}, training={"batch_size": 2}))
 
 
 @pytest.mark.parametrize("section", [{}, {"async_dataloader": True}])
-def test_the_next_leg_is_loaded_before_it_begins(make: Callable[..., Plan], section: Any) -> None:
+def test_the_next_leg_is_loaded_in_advance(make: Callable[..., Plan], section: Any) -> None:
     plan = make(data=section, pod={"num_instances": 1})
     first, second = plan.legs()[:2]
     expected = calls(plan, leg=1)[0]
@@ -262,6 +262,6 @@ def test_the_next_leg_is_loaded_before_it_begins(make: Callable[..., Plan], sect
     assert len(list(feed.calls(first))) == 44
     taken = list(feed.calls(second))
     assert all(torch.equal(ours, theirs) for pair in zip(taken, expected) for ours, theirs in zip(*pair))
-    again = list(feed.calls(first))  # as after a repair: what was loaded ahead is of no use
+    again = list(feed.calls(first))  # as after a repair: discards the batches loaded in advance
     assert not torch.equal(again[0][0], taken[0][0])
     feed.close()

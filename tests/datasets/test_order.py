@@ -20,20 +20,20 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
     assert not np.array_equal(epoch_order(1, 0, 500), epoch_order(2, 0, 500))
 
 
-def test_the_order_is_not_that_of_a_numpy_version() -> None:
+def test_the_order_does_not_depend_on_the_numpy_version() -> None:
     assert epoch_order(42, 0, 10).tolist() == [2, 9, 7, 6, 5, 8, 4, 3, 0, 1]
 
 
 sizes = st.builds(
     lambda micro, accumulation, iterations, local, instances: Geometry(
-        micro, accumulation, iterations, local * instances, instances, 1
+        local * instances, instances, 1, micro, accumulation, iterations
     ),
     *(st.integers(1, 4) for _ in range(5)),
 )
 
 
 def slow_positions(geometry: Geometry, instance: int, call: int) -> list[int]:
-    """The definition, one sample at a time: update, accumulation step, global replica, place in the micro-batch."""
+    """Compute the positions one sample at a time."""
     positions = []
     for iteration in range(geometry.device_iterations):
         update = call * geometry.device_iterations + iteration
@@ -47,26 +47,26 @@ def slow_positions(geometry: Geometry, instance: int, call: int) -> list[int]:
 
 @settings(deadline=None, derandomize=True)
 @given(sizes, st.integers(0, 3))
-def test_positions_equal_their_definition(geometry: Geometry, call: int) -> None:
+def test_positions_are_laid_out_by_update_step_replica_and_micro_batch(geometry: Geometry, call: int) -> None:
     for instance in range(geometry.num_instances):
         assert call_positions(geometry, instance, call).tolist() == slow_positions(geometry, instance, call)
 
 
 @settings(deadline=None, derandomize=True)
 @given(sizes, st.integers(1, 3))
-def test_shards_cover_each_position_once(geometry: Geometry, calls: int) -> None:
+def test_the_instances_cover_each_position_once(geometry: Geometry, calls: int) -> None:
     fed = [call_positions(geometry, i, call) for i in range(geometry.num_instances) for call in range(calls)]
     assert sorted(np.concatenate(fed).tolist()) == list(range(calls * geometry.samples_per_call))
 
 
 @pytest.mark.parametrize("instances", [1, 2, 4, 8])
-def test_a_replica_sees_the_same_samples_wherever_it_lives(instances: int) -> None:
+def test_the_samples_of_a_replica_do_not_depend_on_its_instance(instances: int) -> None:
     """Replica 5 of 8, whatever the number of instances."""
-    geometry = Geometry(3, 2, 2, 8, instances, 1)
+    geometry = Geometry(8, instances, 1, 3, 2, 2)
     owner, local = divmod(5, geometry.local_replicas)
     shape = (2, 2, geometry.local_replicas, 3)
     seen = call_positions(geometry, owner, 1).reshape(shape)[:, :, local].ravel().tolist()
-    alone = call_positions(Geometry(3, 2, 2, 8, 8, 1), 5, 1).tolist()
+    alone = call_positions(Geometry(8, 8, 1, 3, 2, 2), 5, 1).tolist()
     assert seen == alone
 
 

@@ -22,13 +22,13 @@ def test_digits_are_the_images_of_scikit_learn() -> None:
     assert (len(splits.train), len(splits.test)) == (digits.TRAIN_SAMPLES, digits.TEST_SAMPLES)
 
 
-def test_normalisation_constants_are_those_of_the_training_images() -> None:
+def test_mean_and_std_are_those_of_the_training_images() -> None:
     splits = datasets.load(from_values({}))
     scaled = splits.train.images / 255
     assert (scaled.mean(), scaled.std()) == pytest.approx((*splits.mean, *splits.std), abs=1e-3)
 
 
-def test_the_planned_size_is_the_loaded_one() -> None:
+def test_the_planned_size_is_the_loaded_size() -> None:
     config = from_values({"data": {"dataset": "synthetic", "samples": 100, "image": "1x4x5"}})
     splits, size = datasets.load(config), datasets.dataset_size(config)
     assert (len(splits.train), len(splits.test)) == (size.train_samples, size.test_samples)
@@ -44,7 +44,7 @@ def test_synthetic_images_are_a_function_of_the_seed() -> None:
     assert not np.array_equal(images(1), images(2))
 
 
-def test_the_fingerprint_tells_data_apart() -> None:
+def test_the_fingerprint_identifies_the_data() -> None:
     def of(**data: object) -> str:
         return datasets.load(from_values({"data": {"dataset": "synthetic", "samples": 50, **data}})).fingerprint
 
@@ -53,7 +53,7 @@ def test_the_fingerprint_tells_data_apart() -> None:
     assert len(set(found)) == len(found)
 
 
-def test_one_changed_label_or_pixel_is_other_data() -> None:
+def test_the_fingerprint_changes_with_one_label_or_pixel() -> None:
     train = datasets.load(from_values({})).train
     labels, images = train.labels.copy(), train.images.copy()
     labels[-1] += 1
@@ -62,7 +62,7 @@ def test_one_changed_label_or_pixel_is_other_data() -> None:
     assert len({fingerprint_of(each) for each in (train, *changed)}) == 3
 
 
-def test_what_the_config_says_of_augmentation_goes_before_what_is_usual() -> None:
+def test_the_config_overrides_the_default_augmentation() -> None:
     def of(**data: object) -> datasets.Augmentation:
         return datasets.load(from_values({"data": data})).augmentation
 
@@ -71,8 +71,8 @@ def test_what_the_config_says_of_augmentation_goes_before_what_is_usual() -> Non
     assert of(augment=False, flip=True) == datasets.Augmentation()
 
 
-def test_images_are_not_shifted_out_of_sight() -> None:
-    with pytest.raises(ConfigError, match="--crop-padding 8 would shift images of 8x8 pixels out of sight: use less"):
+def test_the_crop_padding_is_smaller_than_the_images() -> None:
+    with pytest.raises(ConfigError, match="--crop-padding 8 is too large for images of 8x8 pixels: use less"):
         datasets.load(from_values({"data": {"crop_padding": 8}}))
     assert datasets.load(from_values({"data": {"crop_padding": 8, "augment": False}})).augmentation.padding == 0
 
@@ -88,13 +88,13 @@ def test_images_are_not_shifted_out_of_sight() -> None:
         (".own_data:make", "'.own_data:make': write module:function"),
         ("math:pi", "float is no function"),
         ("own_data:takes_nothing", r"is called with \(None\), and takes \(\): too many positional"),
-        ("own_data:classes", "number of classes that it returns is 'ten'"),
+        ("own_data:classes", "returned 'ten' as the number of classes"),
         ("broken_data:make", "broken_data.py, line 1"),
         ("own_data:wrong", "must return"),
-        ("own_data:no_length", "test split is no map-style data set"),
+        ("own_data:no_length", "test split is not a map-style data set"),
     ],
 )
-def test_a_data_set_that_cannot_be_used_says_why(
+def test_the_error_explains_why_a_data_set_cannot_be_used(
     name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_data.py").write_text(
@@ -108,14 +108,14 @@ def test_a_data_set_that_cannot_be_used_says_why(
         datasets.load(from_values({"data": {"dataset": name}}))
 
 
-def test_digits_need_no_import_of_scikit_learn(run_python: Callable[[str], str]) -> None:
+def test_digits_load_without_importing_torch_or_scikit_learn(run_python: Callable[[str], str]) -> None:
     run_python(
         "import sys\nfrom raypod import datasets\nfrom raypod.plan import config\n"
         "datasets.load(config.Config())\nassert not {'sklearn', 'torch'} & set(sys.modules)"
     )
 
 
-def test_arrays_of_ones_own_are_told_apart_by_what_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_of_user_arrays_covers_their_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_arrays.py").write_text(
         "import numpy as np\nfrom raypod.datasets import ArrayDataset\n"
         "def make(folder):\n"

@@ -17,29 +17,29 @@ def images(count: int = 20, channels: int = 3, height: int = 32, width: int = 32
 
 
 def by_pillow(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """One image [channels, height, width] as Pillow, and so torchvision, resizes it."""
+    """Resize one image [channels, height, width] with Pillow, as torchvision does."""
     planes = [Image.fromarray(plane).resize((width, height), Image.Resampling.BILINEAR) for plane in image]
     return np.stack([np.asarray(plane) for plane in planes])
 
 
-def test_a_crop_takes_every_image_by_its_own_offset() -> None:
+def test_each_image_is_cropped_at_its_offset() -> None:
     pixels = np.arange(2 * 3 * 4 * 4, dtype=np.uint8).reshape(2, 3, 4, 4)
     cropped = transforms.crop(pixels, np.array([[1, 1], [2, 0]]), padding=1)
-    assert np.array_equal(cropped[0], pixels[0])  # offset 1 of 0..2 is the middle
+    assert np.array_equal(cropped[0], pixels[0])  # offset 1 of 0..2 is the center
     expected = np.zeros((3, 4, 4), dtype=np.uint8)
     expected[:, :3, 1:] = pixels[1, :, 1:, :3]  # one row up, one column right
     assert np.array_equal(cropped[1], expected)
 
 
-def test_a_flip_mirrors_the_images_it_is_told() -> None:
+def test_only_the_selected_images_are_flipped() -> None:
     before = images(3)
     after = transforms.flip(before.copy(), np.array([False, True, False]))
     assert np.array_equal(after[1], before[1, :, :, ::-1])
     assert np.array_equal(after[[0, 2]], before[[0, 2]])
 
 
-def test_the_recipe_of_the_tutorials_gives_the_tensors_of_torchvision() -> None:
-    """Flip at random, resize to 64x64, uint8: sample by sample there, the whole batch here."""
+def test_flip_and_resize_equal_torchvision() -> None:
+    """The transforms of Graphcore's tutorial, applied sample by sample and to a whole batch."""
     torchvision_import.install()
     from torchvision.transforms import functional
 
@@ -54,7 +54,7 @@ def test_the_recipe_of_the_tutorials_gives_the_tensors_of_torchvision() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 32, 32), (1, 8, 8), (3, 4, 12), (2, 5, 16)])
-def test_twice_the_size_has_the_bytes_of_pillow(shape: tuple[int, int, int]) -> None:
+def test_doubling_equals_pillow(shape: tuple[int, int, int]) -> None:
     small = images(9, *shape)
     target = (2 * shape[1], 2 * shape[2])
     assert np.array_equal(transforms.resize(small, target), [by_pillow(image, *target) for image in small])
@@ -63,13 +63,13 @@ def test_twice_the_size_has_the_bytes_of_pillow(shape: tuple[int, int, int]) -> 
 @pytest.mark.parametrize(
     ("shape", "target"), [((3, 32, 32), 224), ((3, 40, 32), 24), ((1, 28, 28), 32), ((3, 6, 6), 12)]
 )
-def test_any_other_size_is_at_most_one_level_away(shape: tuple[int, int, int], target: int) -> None:
+def test_resizing_differs_from_pillow_by_at_most_one(shape: tuple[int, int, int], target: int) -> None:
     before = images(3, *shape)
     expected = np.stack([by_pillow(image, target, target) for image in before]).astype(int)
     assert np.abs(transforms.resize(before, (target, target)) - expected).max() <= 1
 
 
-def test_a_batch_is_augmented_as_its_samples_are_one_by_one() -> None:
+def test_augmentation_does_not_depend_on_the_batch() -> None:
     data, augmentation = ArrayDataset(images(200), np.arange(200)), Augmentation(padding=4, flip=True)
 
     def of(samples: np.ndarray, epoch: int = 2) -> np.ndarray:
@@ -81,7 +81,7 @@ def test_a_batch_is_augmented_as_its_samples_are_one_by_one() -> None:
     assert not np.array_equal(together, of(np.arange(150), epoch=3))
 
 
-def test_half_of_the_images_are_flipped_and_all_offsets_occur() -> None:
+def test_half_of_the_images_are_flipped_and_offsets_are_uniform() -> None:
     samples = np.arange(2000)
     one_pixel = np.zeros((2000, 1, 5, 5), dtype=np.uint8)
     one_pixel[:, 0, 2, 0] = 1
@@ -92,21 +92,21 @@ def test_half_of_the_images_are_flipped_and_all_offsets_occur() -> None:
     assert moved.ravel().tolist() == pytest.approx([2000 / 9] * 9, abs=70)
 
 
-def test_without_random_numbers_images_come_as_they_are() -> None:
+def test_images_without_a_seed_are_not_augmented() -> None:
     data = ArrayDataset(images(5), np.arange(5))
     found, labels = transforms.gather(data, np.array([4, 0]), Augmentation(padding=4, flip=True), None)
     assert np.array_equal(found, data.images[[4, 0]])
     assert labels.tolist() == [4, 0]
 
 
-def test_each_channel_is_normalised_by_its_own_numbers() -> None:
-    normalised = transforms.normalise(torch.from_numpy(images(4)), (0.1, 0.2, 0.3), (0.5, 0.25, 1.0))
+def test_each_channel_has_its_mean_and_std() -> None:
+    normalized = transforms.normalize(torch.from_numpy(images(4)), (0.1, 0.2, 0.3), (0.5, 0.25, 1.0))
     scaled = torch.from_numpy(images(4)).float() / 255
     for channel, (mean, std) in enumerate(((0.1, 0.5), (0.2, 0.25), (0.3, 1.0))):
-        torch.testing.assert_close(normalised[:, channel], (scaled[:, channel] - mean) / std)
+        torch.testing.assert_close(normalized[:, channel], (scaled[:, channel] - mean) / std)
 
 
-def test_digits_are_shifted_by_a_pixel_at_most() -> None:
+def test_digits_are_shifted_by_at_most_one_pixel() -> None:
     splits = datasets.load(from_values({}))
     shifted, _ = transforms.gather(splits.train, np.arange(50), splits.augmentation, (42, 0))
     borders = np.pad(splits.train.images[:50], ((0, 0), (0, 0), (1, 1), (1, 1)))

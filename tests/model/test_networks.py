@@ -1,4 +1,4 @@
-"""Networks by name, what stands for BatchNorm, the training step, optimizers and learning rates."""
+"""Networks by name, replacements of BatchNorm, the training step, optimizers and learning rates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def config(**training: object) -> Config:
     [("tiny", 3, 8), ("resnet14", 1, 8), ("resnet18", 3, 32), ("vit_tiny", 1, 8), ("vit_small", 3, 32)],
 )
 @pytest.mark.parametrize("classes", [7])
-def test_images_become_logits(name: str, channels: int, side: int, classes: int) -> None:
+def test_networks_map_images_to_logits(name: str, channels: int, side: int, classes: int) -> None:
     network = networks.build_model(config(model=name), channels, side, classes)
     assert network(torch.zeros(2, channels, side, side)).shape == (2, classes)
 
@@ -35,17 +35,17 @@ def test_images_become_logits(name: str, channels: int, side: int, classes: int)
 @pytest.mark.parametrize(
     ("stem", "side", "kernel"), [("auto", 32, 3), ("auto", 64, 7), ("cifar", 64, 3), ("imagenet", 32, 7)]
 )
-def test_the_stem_follows_the_image_unless_told(stem: str, side: int, kernel: int) -> None:
+def test_the_stem_depends_on_the_image_size_unless_configured(stem: str, side: int, kernel: int) -> None:
     network: Any = networks.build_model(config(model="resnet18", stem=stem), 3, side, 10)
     assert network.conv1.kernel_size == (kernel, kernel)
 
 
-def test_the_large_transformer_says_what_its_patches_are() -> None:
-    with pytest.raises(ConfigError, match="patches of 16 pixels, and 30 pixels"):
+def test_image_sizes_must_be_multiples_of_the_patch_size() -> None:
+    with pytest.raises(ConfigError, match="patches of 16 pixels; the image size 30 must be"):
         networks.build_model(config(model="vit_b_16"), 3, 30, 10)
 
 
-def test_group_norms_stand_for_all_batch_norms_and_keep_the_names() -> None:
+def test_group_norms_replace_all_batch_norms_and_keep_the_names() -> None:
     network = networks.build_model(config(norm="group"), 1, 8, 10)
     kinds = {type(part) for part in network.modules()}
     assert nn.GroupNorm in kinds
@@ -54,7 +54,7 @@ def test_group_norms_stand_for_all_batch_norms_and_keep_the_names() -> None:
     assert {name for name, _ in network.named_parameters()} == parameters
 
 
-def test_a_frozen_norm_is_a_batch_norm_in_evaluation() -> None:
+def test_a_frozen_norm_computes_what_batch_norm_does_in_evaluation() -> None:
     batch_norm = nn.BatchNorm2d(6).eval()
     for tensor in (batch_norm.weight, batch_norm.bias, batch_norm.running_mean, batch_norm.running_var):
         assert isinstance(tensor, torch.Tensor)
@@ -66,13 +66,13 @@ def test_a_frozen_norm_is_a_batch_norm_in_evaluation() -> None:
     assert not list(network.parameters())
 
 
-def test_a_norm_that_finds_nothing_to_stand_for_is_refused() -> None:
+def test_replacing_norms_needs_a_batch_norm() -> None:
     with pytest.raises(ConfigError, match="no BatchNorm2d"):
         networks.build_model(config(model="vit_tiny", norm="group"), 3, 32, 10)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_training_step_has_the_loss_and_the_gradients_of_torch(smoothing: float) -> None:
+def test_the_training_step_has_the_loss_and_gradients_of_torch(smoothing: float) -> None:
     network = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
     images, labels = torch.randn(4, 3, 2, 2), torch.tensor([0, 4, 2, 2])
     expected = functional.cross_entropy(network(images), labels, label_smoothing=smoothing)
@@ -93,7 +93,7 @@ def test_the_training_step_has_the_loss_and_the_gradients_of_torch(smoothing: fl
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lamb"])
 @pytest.mark.parametrize(("precision", "dtype"), [("16.16", torch.float16), ("16.32", torch.float32)])
-def test_optimizer_states_are_as_wide_as_the_weights_and_squares_always_full(
+def test_optimizer_states_have_the_precision_of_the_weights_except_second_moments(
     name: str, precision: str, dtype: torch.dtype
 ) -> None:
     optimizer: Any = build_optimizer(config(optimizer=name, precision=precision), nn.Linear(2, 2))
@@ -121,13 +121,13 @@ def test_learning_rates(schedule: Dict[str, object], expected: Dict[int, float])
     assert rates == pytest.approx(expected)
 
 
-def test_weights_of_another_network_are_told_by_their_first_tensor() -> None:
+def test_loading_the_weights_of_another_network_names_the_first_difference() -> None:
     def network(width: int, *more: nn.Module) -> nn.Sequential:
         return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2), *more)
 
-    for saved, told in (
+    for saved, message in (
         (network(3), r"0.weight is \[5, 4\] in the model and \[3, 4\] in the checkpoint"),
         (network(5, nn.Linear(2, 2)), r"2.weight is missing in the model and \[2, 2\] in the checkpoint"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             tensors.load_weights(network(5), saved.state_dict())

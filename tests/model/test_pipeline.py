@@ -1,4 +1,4 @@
-"""Models over several IPUs: where they are cut, and that the cuts change no bit."""
+"""Pipeline splits: how they are found, that they do not change the weights, and the pipeline table."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from raypod.events import RunEnded
 from raypod.fleet.inline import InlineFleet
 from raypod.model import pipeline
 from raypod.model.pipeline import Unit
-from raypod.model.pipeline_table import describe_pipeline, look_at, render_pipeline
+from raypod.model.pipeline_table import describe_pipeline, inspect_pipeline, render_pipeline
 from raypod.plan.config import Config
 from raypod.plan.plan import Plan
 from raypod.plan.resolve import from_values
-from raypod.record.metrics import MetricsFold
+from raypod.record.metrics import MetricsAggregator
 
 INLINE = {"run": {"fleet": "inline", "device": "emulated"}}
 
@@ -33,10 +33,10 @@ def config(model: str, ipus: int, **training: object) -> Config:
 
 
 @given(costs=st.lists(st.integers(0, 50), min_size=1, max_size=7), stages=st.integers(1, 4))
-def test_no_other_division_has_a_cheaper_costliest_stage(costs: List[int], stages: int) -> None:
+def test_balanced_splits_minimize_the_cost_of_the_most_expensive_stage(costs: List[int], stages: int) -> None:
     units = [Unit(str(index), float(cost)) for index, cost in enumerate(costs)]
     if len(units) < stages:
-        with pytest.raises(ConfigError, match=f"the model has {len(units)} modules"):
+        with pytest.raises(ConfigError, match=f"the model has only {len(units)} modules"):
             pipeline.balanced_splits(units, stages)
         return
 
@@ -49,19 +49,19 @@ def test_no_other_division_has_a_cheaper_costliest_stage(costs: List[int], stage
     assert weigh(cuts) == min(map(weigh, itertools.combinations(range(1, len(costs)), stages - 1)))
 
 
-def test_a_resnet_is_divided_between_its_blocks() -> None:
-    # 14,575,168 parameters before it and 8,945,674 from it on; one block earlier it would be 8,536,128 and 14,984,714.
+def test_a_resnet_is_split_between_its_blocks() -> None:
+    # 14,575,168 parameters on IPU 0 and 8,945,674 on IPU 1; splitting one block earlier: 8,536,128 and 14,984,714.
     assert pipeline.find_splits(config("resnet50", 2)) == ("layer4.1",)
 
 
-def test_blocks_of_residual_networks_stay_whole_and_transformers_are_opened() -> None:
+def test_residual_blocks_and_transformer_layers_are_the_units() -> None:
     assert pipeline.find_splits(config("resnet8", 4)) == ("features.4", "features.5", "head")
     splits = pipeline.find_splits(config("vit_tiny", 2))
     assert splits == ("encoder.layers.encoder_layer_3",)
 
 
 class Uneven(nn.Module):
-    """Few parameters that work much, then many that work little."""
+    """Few parameters with much computation, then many with little."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,24 +76,24 @@ class Uneven(nn.Module):
         return logits
 
 
-def test_measured_time_weighs_what_parameters_do_not() -> None:
+def test_splits_by_time_differ_from_splits_by_parameters() -> None:
     network, images = Uneven(), torch.zeros(2, 3, 64, 64)
-    assert pipeline.balanced_splits(pipeline.counted_units(network, images), 2) == ("last",)
-    assert pipeline.balanced_splits(pipeline.timed_units(network, images), 2) in (("busier",), ("lazy",))
+    assert pipeline.balanced_splits(pipeline.units_by_parameters(network, images), 2) == ("last",)
+    assert pipeline.balanced_splits(pipeline.units_by_time(network, images), 2) in (("busier",), ("lazy",))
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
 @pytest.mark.parametrize(
     ("splits", "words"),
-    [("features.33", "no module 'features.33'; near it are features.3"), ("features.3,features.3", "twice")],
+    [("features.33", "no module 'features.33'; similar: features.3"), ("features.3,features.3", "twice")],
 )
-def test_a_split_that_is_no_module_names_near_ones(splits: str, words: str) -> None:
+def test_an_unknown_split_is_an_error_with_similar_names(splits: str, words: str) -> None:
     ipus = splits.count(",") + 2
     with pytest.raises(ConfigError, match=words):
         pipeline.find_splits(config("resnet8", ipus, pipeline_splits=splits))
 
 
-def test_a_model_of_ones_own_has_blocks_of_its_own_unless_told_otherwise() -> None:
+def test_a_user_model_is_split_only_with_pipeline_balance() -> None:
     own = f"{__name__}:build"
     assert pipeline.find_splits(config(own, 2)) is None
     assert pipeline.find_splits(config(own, 2, pipeline_balance="parameters")) == ("last",)
@@ -104,11 +104,11 @@ def build(channels: int, classes: int) -> nn.Module:
 
 
 def weights_of(plan: Plan) -> str:
-    events = coordinator.run(plan, InlineFleet(plan), MetricsFold(plan, 0.0))
+    events = coordinator.run(plan, InlineFleet(plan), MetricsAggregator(plan, 0.0))
     return next(event for event in events if isinstance(event, RunEnded)).weights_sha256
 
 
-def test_pipelined_sharded_and_whole_models_train_to_the_same_bits(make: Callable[..., Plan]) -> None:
+def test_pipelined_sharded_and_single_ipu_models_train_to_the_same_bits(make: Callable[..., Plan]) -> None:
     sizes: Dict[str, object] = {"gradient_accumulation": 7, "updates": 3}
     whole = make(training=sizes, **INLINE)
     hashes = {weights_of(whole)}
@@ -119,35 +119,35 @@ def test_pipelined_sharded_and_whole_models_train_to_the_same_bits(make: Callabl
     assert len(hashes) == 1
 
 
-def test_the_plan_draws_what_lies_where_and_works_when(make: Callable[..., Plan]) -> None:
+def test_the_pipeline_table_shows_stages_and_cycles(make: Callable[..., Plan]) -> None:
     sizes: Dict[str, object] = {"gradient_accumulation": 8, "batch_size": 2, "pipeline_splits": "features.5"}
-    look = look_at(make(training={**sizes, "precision": "16.16"}, pod={"ipus_per_replica": 2}))
-    first, second = look.stages
+    pipeline_of_plan = inspect_pipeline(make(training={**sizes, "precision": "16.16"}, pod={"ipus_per_replica": 2}))
+    first, second = pipeline_of_plan.stages
     assert (first.modules[0], second.modules[0]) == ("features.0", "features.5.conv1")
-    # Half weights, a half gradient and a half momentum.
+    # Weights, gradient and momentum in half precision.
     assert second.parameters == 64 * 32 * 9 + 64 * 64 * 9 + 64 * 32 + 3 * 2 * 64 + 65 * 10
     assert second.weight_bytes == 2 * (second.parameters + 3 * 2 * 64)
     assert second.update_bytes == 4 * second.parameters
-    described = describe_pipeline(look)["schedules"]
+    described = describe_pipeline(pipeline_of_plan)["schedules"]
     assert described["pipelined"]["cycles"] == 2 + 6 + 2 + 1
     assert described["sharded"]["cycles"] == 2 * 2 * 8 + 1
-    idle = [each["pipelined"].idle_share for each in look.schedules.values()]
-    assert idle == sorted(idle, reverse=True)  # more accumulation, less waiting
-    text = render_pipeline(look, "pipelined")
+    idle = [each["pipelined"].idle_share for each in pipeline_of_plan.schedules.values()]
+    assert idle == sorted(idle, reverse=True)  # more accumulation, less idle time
+    text = render_pipeline(pipeline_of_plan, "pipelined")
     rows = [line.split() for line in text.splitlines()]
     assert ["IPU", "0", "forward", *"01234567", ".", ".", "U"] in rows
     assert ["backward", ".", *"01234567", ".", "U"] in rows
     assert text.index("pipelined  11 cycles") < text.index("sharded  33 cycles")
 
 
-def test_a_model_with_blocks_of_its_own_that_does_not_fit_is_refused_in_the_plan(make: Callable[..., Plan]) -> None:
+def test_invalid_blocks_of_a_user_model_are_an_error_of_the_plan(make: Callable[..., Plan]) -> None:
     own: Dict[str, object] = {"model": f"{__name__}:build_there_and_back", "gradient_accumulation": 3}
     with pytest.raises(ConfigError, match=r"number of pipeline stages \(5\)"):
-        look_at(make(training=own, pod={"ipus_per_replica": 2}))
+        inspect_pipeline(make(training=own, pod={"ipus_per_replica": 2}))
 
 
 def build_there_and_back(channels: int, classes: int) -> nn.Module:
-    """On IPU 0, then on 1, then on 0 again: three stages on two IPUs."""
+    """IPU 0, IPU 1, IPU 0: three stages on two IPUs."""
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 8), nn.Linear(8, classes))
     poptorch.BeginBlock(network[2], ipu_id=1)
     poptorch.BeginBlock(network[3], ipu_id=0)

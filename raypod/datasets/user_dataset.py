@@ -1,4 +1,4 @@
-"""Data sets of one's own: `module:function`, called with the data folder, gives any torch map-style data sets."""
+"""Data sets of the user: `module:function`, called with the data folder, returns map-style data sets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from raypod.datasets.arrays import ArrayDataset, ImageShape, Splits, fingerprint_of, fingerprint_of_words
+from raypod.datasets.arrays import ArrayDataset, ImageShape, Splits, fingerprint_of, fingerprint_of_values
 from raypod.errors import ConfigError
 from raypod.plan import user_code
 from raypod.plan.config import Config
@@ -14,13 +14,13 @@ from raypod.plan.plan import DatasetSize
 
 
 def size(config: Config) -> DatasetSize:
-    """The lengths of what the function gives."""
+    """Return the lengths of the splits."""
     splits = load(config)
     return DatasetSize(len(splits.train), len(splits.test))
 
 
 def shape(config: Config) -> ImageShape:
-    """That of the first training image."""
+    """Return the shape of the first training image, and the number of classes."""
     splits = load(config)
     samples: Any = splits.train
     channels, height, _ = np.shape(samples[0][0])
@@ -28,12 +28,13 @@ def shape(config: Config) -> ImageShape:
 
 
 def load(config: Config) -> Splits:
-    """(train, test) or (train, test, classes). An `ArrayDataset` of raypod's is gathered as the built-in ones are.
+    """Call the function, which returns (train, test) or (train, test, classes).
 
-    Which data it is, only its owner knows: a `fingerprint` attribute of the training split, or else its name and sizes.
+    The fingerprint covers the name, the sizes, and the content if the splits are `ArrayDataset`s; of other data sets it
+    covers the `fingerprint` attribute of the training split, if there is one.
 
     Raises:
-        ConfigError: the function cannot be found, or what it returns cannot be used.
+        ConfigError: the function does not exist, or what it returns cannot be used.
     """
     name = config.data.dataset
     found = user_code.call(name, "data.dataset", config.data.data_dir)
@@ -42,10 +43,11 @@ def load(config: Config) -> Splits:
     train, test = found[:2]
     for split, data in (("train", train), ("test", test)):
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-            raise ConfigError(f"{name}: its {split} split is no map-style data set (no length or index)")
+            raise ConfigError(f"{name}: the {split} split is not a map-style data set (no __len__ or __getitem__)")
     classes = found[2] if len(found) == 3 else config.data.classes
     if not isinstance(classes, (int, np.integer)) or classes < 1:
-        raise ConfigError(f"{name}: the number of classes that it returns is {classes!r}, not a whole number above 0")
+        raise ConfigError(f"{name} returned {classes!r} as the number of classes; it must be a positive integer")
     arrays = [data for data in (train, test) if isinstance(data, ArrayDataset)]
-    own = fingerprint_of(*arrays) if arrays else getattr(train, "fingerprint", "")
-    return Splits(train, test, int(classes), fingerprint_of_words(name, len(train), len(test), classes, own))
+    content = fingerprint_of(*arrays) if arrays else getattr(train, "fingerprint", "")
+    fingerprint = fingerprint_of_values(name, len(train), len(test), classes, content)
+    return Splits(train, test, int(classes), fingerprint)
