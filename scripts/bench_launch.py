@@ -1,10 +1,10 @@
-"""What a launch costs: from the command to the first line of a trivial program, and the driver's time per output line.
+"""Measure a launch: the time from the command to the first output line, and the CPU time per output line.
 
     python scripts/bench_launch.py [--instances 4] [--rounds 3] [--lines 100000] [--horovodrun PATH]
 
-The launch is compared with `horovodrun --gloo` where one is found, else with `mpirun`, else with a plain launcher that
-starts as many processes. Ray's own start is measured by itself: `ray.init()` of a local session in a fresh process.
-Medians of `--rounds` interleaved rounds; the machine should be quiet.
+The baseline is `horovodrun --gloo` if installed, else `mpirun`, else plain subprocesses. The start of
+Ray is measured separately: `ray.init()` of a local session in a new process. Prints medians of `--rounds` interleaved
+rounds; run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ import os, sys, time
 import ray
 from raypod.launch import main
 {INIT}
-told = os.dup(1)
+stdout = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 used = []
 for count in (1, 1, int(sys.argv[1])):
@@ -55,38 +55,38 @@ for count in (1, 1, int(sys.argv[1])):
     loop = f"for number in range({{count}}): print('a line of output, number', number)"
     assert main([sys.executable, "-c", loop]) == 0
     used.append(time.process_time() - began)
-os.write(told, f"{{used[2] - used[1]}}\\n".encode())
+os.write(stdout, f"{{used[2] - used[1]}}\\n".encode())
 ray.shutdown()
 """
 ROOT = str(Path(__file__).resolve().parent.parent)
 
 
 def environment() -> Dict[str, str]:
-    """No running cluster is joined: each launch starts Ray by itself."""
+    """Return an environment in which each launch starts its own Ray instead of joining a cluster."""
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return {**env, "PYTHONPATH": ROOT, "RAY_TMPDIR": tempfile.gettempdir() + "/raypod-bench"}
 
 
 def first_line(command: List[str]) -> Tuple[float, str]:
-    """Seconds until the command prints `hello` (or its first line), and all that it says."""
+    """Return the seconds until the command prints `hello`, and its output."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, env=environment()
         )
         assert process.stdout is not None
-        said, seconds = "", 0.0
+        output, seconds = "", 0.0
         for line in process.stdout:
-            said += line
+            output += line
             if "hello" in line and not seconds:
                 seconds = time.monotonic() - began
         if process.wait(120) or not seconds:
-            raise SystemExit(f"{' '.join(command[:6])} failed: {said}")
-        return seconds, said
+            raise SystemExit(f"{' '.join(command[:6])} failed: {output}")
+        return seconds, output
 
 
-def peer(instances: int, horovodrun: Optional[str]) -> Tuple[str, List[str]]:
-    """The launcher to compare with, and its name."""
+def baseline(instances: int, horovodrun: Optional[str]) -> Tuple[str, List[str]]:
+    """Return the name and command of the baseline."""
     found = horovodrun or shutil.which("horovodrun")
     if found:
         python = str(Path(found).parent / "python")
@@ -97,19 +97,19 @@ def peer(instances: int, horovodrun: Optional[str]) -> Tuple[str, List[str]]:
     return "plain subprocesses", [sys.executable, "-c", PLAIN, str(instances), *PROGRAM]
 
 
-def steps(said: str) -> Dict[str, float]:
-    """Where a launch says that its time went (`-v`)."""
-    return {what: float(seconds) for what, seconds in re.findall(r"(?:: |; )([a-zA-Z ]+): (\d+\.\d+) s", said)}
+def step_seconds(output: str) -> Dict[str, float]:
+    """Parse the start-up steps and their seconds from the output of `-v`."""
+    return {what: float(seconds) for what, seconds in re.findall(r"(?:: |; )([a-zA-Z ]+): (\d+\.\d+) s", output)}
 
 
 def ray_start() -> float:
-    """Seconds of `import ray` and `ray.init()`."""
+    """Return the seconds of `import ray` and `ray.init()`."""
     done = subprocess.run([sys.executable, "-c", RAY], capture_output=True, text=True, env=environment(), check=True)
     return float(done.stdout.split()[-1])
 
 
 def driver_s_per_line(lines: int) -> float:
-    """CPU seconds of the driver for each line: what it does with reports of 64 KiB, log files and console included."""
+    """Return CPU seconds per line of log files and console, with reports of 64 KiB."""
     data = b"".join(b"a line of output, number %d\n" % number for number in range(lines))
     with tempfile.TemporaryDirectory() as folder:
         sink = os.open(f"{folder}/console", os.O_WRONLY | os.O_CREAT)
@@ -125,7 +125,7 @@ def driver_s_per_line(lines: int) -> float:
 
 
 def launch_s_per_line(lines: int) -> float:
-    """CPU seconds of the launch's own process for each line, beyond those of a launch of one line; with Ray's part."""
+    """Return CPU seconds per line of the launching process, Ray included, beyond those of a launch of one line."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", DRIVER, str(lines)]
         done = subprocess.run(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True, check=True)
@@ -133,36 +133,36 @@ def launch_s_per_line(lines: int) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the measurements and print them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--instances", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lines", type=int, default=100_000)
     parser.add_argument("--horovodrun", help="path of another environment's horovodrun")
     args = parser.parse_args()
-    name, other = peer(args.instances, args.horovodrun)
+    name, other = baseline(args.instances, args.horovodrun)
     size = ["--num-replicas", str(args.instances), "--num-instances", str(args.instances)]
     ours = [sys.executable, "-m", "raypod.launch", "-v", *size, *PROGRAM]
     measured: Dict[str, List[float]] = {}
-    note: Callable[[str, float], None] = lambda what, value: measured.setdefault(what, []).append(value)  # noqa: E731
+    add: Callable[[str, float], None] = lambda what, value: measured.setdefault(what, []).append(value)  # noqa: E731
     for _ in range(args.rounds):
-        note(name, first_line(other)[0])
-        note("Ray's own start", ray_start())
-        seconds, said = first_line(ours)
-        note("raypod.launch", seconds)
-        for what, value in steps(said).items():
-            note(f"  {what}", value)
-    middle = {what: statistics.median(values) for what, values in measured.items()}
-    told = sum(value for what, value in middle.items() if what.startswith("  "))
-    middle["  interpreter, imports, first line"] = middle["raypod.launch"] - told
+        add(name, first_line(other)[0])
+        add("Ray's own start", ray_start())
+        seconds, output = first_line(ours)
+        add("raypod.launch", seconds)
+        for what, value in step_seconds(output).items():
+            add(f"  {what}", value)
+    medians = {what: statistics.median(values) for what, values in measured.items()}
+    steps = sum(value for what, value in medians.items() if what.startswith("  "))
+    medians["  interpreter, imports, first line"] = medians["raypod.launch"] - steps
     print(f"\nfrom the command to the first line, {args.instances} instances, median of {args.rounds}")
-    for what, value in middle.items():
+    for what, value in medians.items():
         print(f"| {what:<40} | {value:7.2f} s |")
-    bound = 1.5 * (middle[name] + middle["Ray's own start"])
+    bound = 1.5 * (medians[name] + medians["Ray's own start"])
     print(f"| {'1.5 x (' + name + ' + Ray)':<40} | {bound:7.2f} s |")
-    print(f"\nthe driver, per line of {args.lines} lines")
+    print(f"\nCPU time of the driver, per line of {args.lines} lines")
     print(f"| {'console and log':<40} | {1e6 * driver_s_per_line(args.lines):7.2f} us |")
-    print(f"| {'all of it, with Ray':<40} | {1e6 * launch_s_per_line(args.lines):7.2f} us |")
+    print(f"| {'total, with Ray':<40} | {1e6 * launch_s_per_line(args.lines):7.2f} us |")
 
 
 if __name__ == "__main__":

@@ -1,42 +1,42 @@
 #!/usr/bin/env bash
-# A pod of host servers on one Linux machine, out of network namespaces. Needs root; installs nothing.
+# Emulate a pod of host servers on one Linux machine with network namespaces. Needs root; installs nothing.
 #
-#   pod.sh up N            N hosts (host1 .. hostN) and an operator's machine on a private switch
-#   pod.sh down            all of it away, with every process in it
-#   pod.sh op CMD...       run CMD on the operator's machine: it has the ssh key of the hosts, and `ray up` runs here
+#   pod.sh up N            start N hosts (host1 .. hostN) and an operator's machine on a private switch
+#   pod.sh down            remove the pod with all its processes
+#   pod.sh op CMD...       run CMD on the operator's machine, which has the ssh key of the hosts and runs `ray up`
 #   pod.sh on I CMD...     run CMD on host I, without ssh
-#   pod.sh kill I          host I loses its power: its peers see closed connections
-#   pod.sh boot I          start host I again; of its disk the home is kept
-#   pod.sh cut I           host I loses its network: its peers see silence
-#   pod.sh mend I          its network is back
-#   pod.sh speed RATE      limit every link in both directions, as in `speed 1gbit`; `speed off` lifts it
-#   pod.sh status          a line per host
+#   pod.sh kill I          power loss of host I: its peers see closed connections
+#   pod.sh boot I          start host I again; only the home folder of its disk is kept
+#   pod.sh cut I           network loss of host I: its peers get no packets
+#   pod.sh mend I          restore the network of host I
+#   pod.sh speed RATE      limit every link in both directions, as in `speed 1gbit`; `speed off` removes the limit
+#   pod.sh status          print one line per host
 #
-# Every host has network, mount, uts, ipc and pid namespaces of its own, an sshd on its own address, and a disk that is an
-# overlay of this machine's: what one host writes, no other sees. Shared are only the folders of POD_SHARE. The switch is
-# a namespace too: nothing is added to this machine's own network, and nothing of it leads out.
+# Every host has its own network, mount, uts, ipc and pid namespaces, an sshd on its own address, and a disk that is an
+# overlay of this machine's disk. Hosts share only the folders of POD_SHARE. The switch is a namespace, too: the pod does
+# not change this machine's network and has no connection to it.
 #
-#   POD_NAME=pod           several pods live side by side under different names, even with the same addresses
-#   POD_NET=10.77.0        first three numbers of the addresses: operator .1, hosts .11 .12 ...
-#   POD_SHARE=A:B          folders that every host sees (default: this checkout)
-#   POD_VENV=DIR           the Python environment of the hosts, seen by all (default: that of `python3` here)
-#   POD_HOSTS=debian       what a host's name resolves to: debian (127.0.1.1, as on most servers), full (everybody
-#                          knows everybody) or none
+#   POD_NAME=pod           name of the pod; pods of different names can run in parallel, even with equal addresses
+#   POD_NET=10.77.0        first three bytes of the addresses: operator .1, hosts .11 .12 ...
+#   POD_SHARE=A:B          folders that all hosts share (default: this checkout)
+#   POD_VENV=DIR           the Python environment of all hosts (default: that of `python3` here)
+#   POD_HOSTS=debian       what a host's name resolves to: debian (127.0.1.1, as on most servers), full (all
+#                          names resolve on all hosts) or none
 #   POD_DISK=2g POD_SHM=1g limits of a host's disk (kept in memory) and of its /dev/shm
-#   POD_ENV="A=b C=d"      more environment: at `up` for every shell of the hosts, else for this `op` or `on`
+#   POD_ENV="A=b C=d"      extra environment: at `up` for every shell of the hosts, else for this `op` or `on`
 set -euo pipefail
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 NAME=${POD_NAME:-pod}
 NET=${POD_NET:-10.77.0}
-RUN=/run/raypod-pod/$NAME # keys and pids; hidden from the hosts
+RUN=/run/raypod-pod/$NAME # keys and pids; not visible to the hosts
 SHARE=${POD_SHARE:-$(dirname "$HERE")}
 VENV=${POD_VENV:-$(python3 -c 'import sys; print(sys.prefix)')}
 PYTHON=$("$VENV/bin/python" -c 'import sys; print(sys.base_prefix)')
 HOSTS=${POD_HOSTS:-debian}
 DISK=${POD_DISK:-2g}
 SHM=${POD_SHM:-1g}
-READY_TENTHS=300 # how long a host may take to start
+READY_TENTHS=300 # start timeout of a host, in tenths of a second
 
 die() { echo "pod.sh: $*" >&2; exit 1; }
 
@@ -47,7 +47,7 @@ check_machine() {
         ssh-keygen:openssh-client rsync:rsync; do
         PATH=$PATH:/usr/sbin:/sbin command -v "${tool%%:*}" >/dev/null || missing+=("${tool##*:}")
     done
-    [ ${#missing[@]} = 0 ] || die "missing packages, get them by: apt-get install --no-install-recommends ${missing[*]}"
+    [ ${#missing[@]} = 0 ] || die "missing packages; install them: apt-get install --no-install-recommends ${missing[*]}"
 }
 
 # An id is a number, or "op" for the operator's machine.
@@ -55,11 +55,11 @@ address_of() { if [ "$1" = op ]; then echo "$NET.1"; else echo "$NET.$((10 + $1)
 namespace_of() { if [ "$1" = op ]; then echo "$NAME-op"; else echo "$NAME-h$1"; fi; }
 hostname_of() { if [ "$1" = op ]; then echo operator; else echo "host$1"; fi; }
 ids() { find "$RUN" -mindepth 1 -maxdepth 1 -type d -printf '%f\n' 2>/dev/null | sort -V; }
-init_of() { cat "$RUN/$1/pid" 2>/dev/null || echo 0; } # pid of a host's init, as seen from here
+init_of() { cat "$RUN/$1/pid" 2>/dev/null || echo 0; } # pid of a host's init in this machine's pid namespace
 is_up() { [ -d "/proc/$(init_of "$1")" ] && [ "$(init_of "$1")" != 0 ]; }
-must_exist() { [ -d "$RUN/${1:-none}" ] || die "no host ${1:-} in the pod $NAME; there are: $(ids | tr '\n' ' ')"; }
+must_exist() { [ -d "$RUN/${1:-none}" ] || die "no host ${1:-} in the pod $NAME; hosts: $(ids | tr '\n' ' ')"; }
 
-# A network namespace whose eth0 is plugged into the switch.
+# Create a network namespace whose eth0 is connected to the switch.
 plug() {
     local id=$1 namespace address
     namespace=$(namespace_of "$id") address=$(address_of "$id")
@@ -69,7 +69,7 @@ plug() {
     ip -n "$namespace" link set lo up
     ip -n "$namespace" addr add "$address/24" dev eth0
     ip -n "$namespace" link set eth0 up
-    # It leads nowhere: the switch has no address. Ray asks for the source address of a route to the world.
+    # Ray determines its address from the default route. The gateway does not exist.
     ip -n "$namespace" route add default via "$NET.254" dev eth0
 }
 
@@ -84,7 +84,7 @@ boot() {
         bash "$HERE/pod/host-init.sh" "$id" "$(hostname_of "$id")" "$(address_of "$id")" "$folder" \
         >"$folder/console.log" 2>&1 </dev/null &
     echo $! >"$folder/outer"
-    disown # bash would tell its end
+    disown # otherwise bash reports its exit
 }
 
 wait_until_up() {
@@ -96,17 +96,17 @@ wait_until_up() {
             echo "$init" >"$folder/pid"
             return
         fi
-        [ -d "/proc/$outer" ] || die "$(hostname_of "$id") died at its start: $(cat "$folder/console.log")"
+        [ -d "/proc/$outer" ] || die "$(hostname_of "$id") exited during its start: $(cat "$folder/console.log")"
         sleep 0.1
     done
-    die "$(hostname_of "$id") is not up after $((READY_TENTHS / 10)) s: $(cat "$folder/console.log")"
+    die "$(hostname_of "$id") did not start within $((READY_TENTHS / 10)) s: $(cat "$folder/console.log")"
 }
 
 up() {
     local number=$1 id
-    [[ $number =~ ^[1-9][0-9]?$ ]] || die "up N: N is 1 to 99, not '$number'"
+    [[ $number =~ ^[1-9][0-9]?$ ]] || die "up N: N must be 1 to 99, not '$number'"
     check_machine
-    [ ! -e "$RUN" ] || die "the pod $NAME is up already (pod.sh down ends it)"
+    [ ! -e "$RUN" ] || die "the pod $NAME is already running (pod.sh down removes it)"
     trap '[ $? = 0 ] || down' EXIT
     mkdir -p -m 700 "$(dirname "$RUN")" "$RUN"
     ssh-keygen -q -t ed25519 -N '' -C "$NAME" -f "$RUN/id"
@@ -143,7 +143,7 @@ on() {
     local id=$1
     shift
     must_exist "$id"
-    is_up "$id" || die "$(hostname_of "$id") is not up"
+    is_up "$id" || die "$(hostname_of "$id") is not running"
     [ $# -gt 0 ] || set -- bash
     # shellcheck disable=SC2086  # POD_ENV is a list
     exec nsenter -t "$(init_of "$id")" -n -m -u -i -p -r -w -- env -i HOME=/root USER=root LOGNAME=root SHELL=/bin/bash \
@@ -151,7 +151,7 @@ on() {
         PATH="$VENV/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin" "$@"
 }
 
-# Token bucket on both ends of every cable: what the host sends, and what the switch sends to it.
+# A token bucket filter on both ends of every link limits both directions.
 speed() {
     local rate=$1 id
     for id in $(ids); do
@@ -180,7 +180,7 @@ down) down ;;
 op) shift && on op "$@" ;;
 on) [ $# -gt 1 ] || die "on I CMD..."; shift && on "$@" ;;
 kill) must_exist "${2:-}" && kill -9 "$(init_of "$2")" ;;
-boot) must_exist "${2:-}"; ! is_up "$2" || die "$(hostname_of "$2") is up"; boot "$2"; wait_until_up "$2" ;;
+boot) must_exist "${2:-}"; ! is_up "$2" || die "$(hostname_of "$2") is already running"; boot "$2"; wait_until_up "$2" ;;
 cut) must_exist "${2:-}" && ip -n "$NAME-sw" link set "p$2" down ;;
 mend) must_exist "${2:-}" && ip -n "$NAME-sw" link set "p$2" up ;;
 speed) [ $# = 2 ] || die "speed RATE|off"; speed "$2" ;;

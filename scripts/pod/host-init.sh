@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Init of one host of an emulated pod (see pod.sh): builds its disk, moves into it, runs sshd, and reaps orphans for ever.
+# Init process of a host of an emulated pod (see pod.sh): mounts its disk, changes root, runs sshd and reaps orphans.
 set -euo pipefail
 id=$1 name=$2 address=$3 folder=$4
 root=$folder/mnt/root
 
 mount --make-rprivate /
 hostname "$name"
-# The disk: everything of this machine, with a layer on top whose size is limited.
+# The disk: an overlay of this machine's disk with a size limit.
 mount -t tmpfs -o "size=$POD_DISK,mode=755" tmpfs "$folder/mnt"
 mkdir "$folder/mnt/upper" "$folder/mnt/work" "$root"
 mount -t overlay overlay -o "lowerdir=/,upperdir=$folder/mnt/upper,workdir=$folder/mnt/work" "$root"
@@ -17,12 +17,12 @@ mount -t tmpfs -o "size=$POD_SHM,mode=1777" tmpfs "$root/dev/shm"
 mount -t devpts -o newinstance,ptmxmode=0666,mode=620,gid=5 devpts "$root/dev/pts"
 mount -t tmpfs -o "size=$POD_DISK,mode=1777" tmpfs "$root/tmp"
 mount -t tmpfs -o mode=755 tmpfs "$root/run"
-# A home of its own, which outlives the host: Ray keeps its token and its notes there, and entries of an overlay whose
-# lower folder changes meanwhile cannot be read.
+# The home folder is not part of the overlay and persists after a reboot: Ray stores its token and state there, and an
+# overlay whose lower folder changes cannot be read.
 mkdir -p -m 700 "$folder/home"
 mount --bind "$folder/home" "$root/root"
 IFS=:
-folders=$POD_SHARE:$POD_VENV:$POD_PYTHON # the Python that the environment is made of may lie in a home
+folders=$POD_SHARE:$POD_VENV:$POD_PYTHON # the base Python of the environment may be in a home folder
 for shared in $folders; do
     case "$shared" in /usr | /usr/*) continue ;; esac
     mkdir -p "$root$shared"
@@ -37,7 +37,7 @@ echo "$name" >"$root/etc/hostname"
 mkdir -p -m 700 "$root/root/.ssh"
 install -m 600 "$POD_RUN/id.pub" "$root/root/.ssh/authorized_keys"
 [ "$id" != op ] || install -m 600 "$POD_RUN/id" "$root/root/.ssh/id_ed25519"
-# What an administrator does on every server: the Python environment on everybody's path, login shell or not.
+# The Python environment is on the PATH of every shell, login or not.
 cat >"$root/root/.bashrc" <<END
 export PATH=$POD_VENV/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 export RAY_USAGE_STATS_ENABLED=0 $POD_ENV
@@ -68,7 +68,7 @@ export HOME=/root
 unset "${!POD_@}"
 exec </dev/null
 [ "$id" = op ] || /usr/sbin/sshd -f /etc/ssh/pod_sshd_config -E /var/log/sshd.log
-: >"/mnt/old$folder/ready" # the old root stays reachable up to here
+: >"/mnt/old$folder/ready" # the old root is unmounted next
 umount -l /mnt/old
 while :; do
     sleep 3600 &

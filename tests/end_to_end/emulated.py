@@ -1,4 +1,4 @@
-"""Driving `scripts/pod.sh` from tests: hosts that are real as far as their processes can tell."""
+"""Run `scripts/pod.sh` from tests: a pod whose hosts are network, mount and pid namespaces of this machine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ NETWORK = "10.77.0"
 TOKENS_SINCE = (2, 52)
 
 
-def why_not() -> Optional[str]:
-    """Why no such pod can be made here, if so."""
+def skip_reason() -> Optional[str]:
+    """Return why no pod can be created on this machine, or None."""
     if os.getuid() != 0:
         return "network namespaces need root"
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
@@ -27,29 +27,29 @@ def why_not() -> Optional[str]:
     if missing:
         return f"missing: {', '.join(missing)}"
     if tuple(int(part) for part in version("ray").split(".")[:2]) < TOKENS_SINCE:
-        return f"Ray {version('ray')} has no token"
-    tried = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False)
-    return None if tried.returncode == 0 else f"no namespaces here: {tried.stderr.decode().strip()}"
+        return f"Ray {version('ray')} has no token authentication"
+    test = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False)
+    return None if test.returncode == 0 else f"cannot create namespaces: {test.stderr.decode().strip()}"
 
 
 class EmulatedPod:
-    """One pod, up from its birth until `down`."""
+    """A pod that runs until `down` is called."""
 
     def __init__(self, name: str, hosts: int, shared: Path) -> None:
-        """`shared`: a folder that all hosts see, as they would one of a file server."""
+        """Start the pod; `shared` is a folder that all hosts share, like a network file system."""
         self._environment = {
             **os.environ,
             "POD_NAME": name,
             "POD_NET": NETWORK,
             "POD_SHARE": f"{REPOSITORY}:{shared}",
             "POD_VENV": sys.prefix,
-            # Every raylet looks at the memory of the whole machine.
+            # Every raylet measures the memory of the whole machine.
             "POD_ENV": f"PYTHONPATH={REPOSITORY} RAY_memory_monitor_refresh_ms=0",
         }
         self.run("up", str(hosts))
 
     def run(self, *words: str, within_s: float = 60, check: bool = True) -> str:
-        """Run a command of pod.sh within a bound; its output, stdout and stderr together."""
+        """Run a command of pod.sh with a timeout; return its stdout and stderr."""
         done = subprocess.run(
             [SCRIPT, *words],
             env=self._environment,
@@ -60,11 +60,11 @@ class EmulatedPod:
             check=False,
         )
         text = done.stdout.decode(errors="replace")
-        assert done.returncode == 0 or not check, f"{words} ended with {done.returncode}:\n{text[-4000:]}"
+        assert done.returncode == 0 or not check, f"{words} failed with exit code {done.returncode}:\n{text[-4000:]}"
         return text
 
     def start(self, host: int, command: str, output: Path) -> subprocess.Popen[bytes]:
-        """Start a command line in a login shell of a host; its output goes to a file."""
+        """Start a command line in a login shell of a host, with its output in a file."""
         line = [SCRIPT, "on", str(host), "bash", "-lc", command]
         with output.open("wb") as file:
             return subprocess.Popen(
@@ -72,7 +72,7 @@ class EmulatedPod:
             )
 
     def listening(self, host: int) -> List[int]:
-        """The TCP ports of a host on which something listens for other hosts."""
+        """Return the TCP ports of a host that are open to other hosts."""
         text = self.run("on", str(host), "cat", "/proc/net/tcp", "/proc/net/tcp6")
         found: Dict[int, None] = {}
         for line in text.splitlines():
@@ -82,10 +82,10 @@ class EmulatedPod:
         return sorted(found)
 
     def down(self) -> None:
-        """End it, with everything in it."""
+        """Stop the pod with all its processes."""
         self.run("down")
 
 
 def address(host: int) -> str:
-    """The address of a host."""
+    """Return the address of a host."""
     return f"{NETWORK}.{10 + host}"

@@ -1,4 +1,4 @@
-"""A whole training program for poprun in the style of the tutorials: data parallelism over instances and replicas.
+"""A training program for poprun in the style of the tutorials: data parallelism over instances and replicas.
 
 poprun --num-replicas 8 --num-instances 4 --ipus-per-replica 2 python ddp_main.py --gradient-accumulation 4 ...
 """
@@ -13,7 +13,7 @@ from utils import get_dataset, parse_arguments, set_ipu_options
 
 
 class Net(torch.nn.Module):
-    """A small ResNet whose images are normalised where they are used, and whose loss and accuracy are outputs."""
+    """A small ResNet that normalizes its images, and returns loss and accuracy as outputs."""
 
     def __init__(self, precision, eight_bit_io):
         super().__init__()

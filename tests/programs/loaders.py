@@ -1,4 +1,4 @@
-"""What an instance is fed of 50,000 samples: by torch, by plain options, and by those of popdist."""
+"""Print an instance's share of 50,000 samples with the loaders of torch, poptorch, and poptorch with popdist."""
 
 import popdist.poptorch
 import poptorch

@@ -1,4 +1,4 @@
-"""Every question that popdist answers, one line per instance."""
+"""Print the results of all query functions of popdist, one line per instance."""
 
 import popdist
 import popdist.poptorch

@@ -1,4 +1,4 @@
-"""Horovod between the instances: a loss and an accuracy, in single and in half precision."""
+"""Allreduce a loss and an accuracy between instances with Horovod, in single and half precision."""
 
 import horovod.torch as hvd
 import popdist

@@ -1,4 +1,4 @@
-"""The second file of the distributed training program: its flags, its options, its data (see ddp_main.py)."""
+"""Flags, options and data of the training program in ddp_main.py."""
 
 import argparse
 
@@ -16,7 +16,7 @@ def parse_arguments():
     parser.add_argument("--precision", default="16.16", choices=["16.16", "16.32", "32.32"])
     parser.add_argument("--gradient-accumulation", default=1, type=int)
     parser.add_argument("--device-iterations", default=1, type=int)
-    parser.add_argument("--eight-bit-io", action="store_true", help="images cross as 8-bit integers")
+    parser.add_argument("--eight-bit-io", action="store_true", help="transfer images as 8-bit integers")
     parser.add_argument("--async-dataloader", action="store_true")
     parser.add_argument("--samples", default=512, type=int)
     if not popdist.isPopdistEnvSet():
