@@ -7,13 +7,12 @@ import sys
 from pathlib import Path
 from typing import Callable, Dict, Optional, Sequence
 
-from raypod import detached
+from raypod import detached, planning
 from raypod.cli import FlagParser, report_errors
 from raypod.errors import ConfigError
 from raypod.plan.cluster import read_cluster
 from raypod.pod import ssh, up
 from raypod.pod.doctor import doctor
-from raypod.train import described, drawn, plan_of
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -34,8 +33,8 @@ def _dispatch(words: Sequence[str]) -> int:
 
 def _plan(argv: Sequence[str]) -> int:
     """Print the plan of a command line of `raypod.train`: as a table, or as JSON."""
-    plan, args = plan_of(argv, "raypod plan", ["--json"])
-    print(json.dumps(described(plan), indent=2) if args.json else drawn(plan))  # noqa: T201
+    plan, args = planning.plan_of(argv, "raypod plan", ["--json"])
+    print(json.dumps(planning.describe(plan), indent=2) if args.json else planning.render(plan))  # noqa: T201
     return 0
 
 
@@ -72,7 +71,7 @@ def _ask_run(verb: str, ask: Callable[[Path], int], argv: Sequence[str]) -> int:
     if args.cluster:
         cluster = read_cluster(args.cluster)
         head = cluster.hosts[0]
-        if not ssh.is_here(head):
+        if not ssh.is_local(head):
             return ssh.pass_through(head, cluster.ssh, [cluster.python, "-m", "raypod", verb, args.run])
     return ask(_run_folder(verb, [args.run]))
 

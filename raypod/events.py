@@ -68,7 +68,7 @@ class EvaluationReport:
 
 
 @dataclasses.dataclass(frozen=True)
-class Beat:
+class HeartbeatReport:
     """What an instance is doing, told by a thread that does nothing else."""
 
     instance: int

@@ -26,7 +26,7 @@ from raypod.launcher.ray_hosts import RayHosts
 from raypod.launcher.supervision import Signals, StdinForwarder, Supervision
 from raypod.plan import tables
 from raypod.plan.cluster import Cluster, Host, cluster_of, host_file, read_cluster
-from raypod.plan.placement import check_ilds, place
+from raypod.plan.placement import Sizes, check_ilds, place
 
 _PROG = "raypod.launch"
 _BROKEN_PIPE = 128 + 13  # 128 + SIGPIPE: stdout is closed
@@ -55,7 +55,8 @@ def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> i
     sdk, sdk_path = sdk_for_programs(request.device)
     threads = 0 if sdk.has_ipus else 1  # emulated results depend on the thread count; 0: all cores of a host
     _check(request)
-    placement = place(_cluster(request), request.num_replicas, request.num_instances, request.ipus_per_replica, threads)
+    sizes = Sizes(request.num_replicas, request.num_instances, request.ipus_per_replica)
+    placement = place(_cluster(request), sizes, threads)
     in_file = placement.cluster.vipu
     num_ilds = request.num_ilds or (in_file.link_domains if in_file else None)
     check_ilds(placement, num_ilds)
@@ -77,7 +78,9 @@ def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
     """Start the hosts, run the programs on them, and clean up."""
     request, placement = programs.request, programs.placement
     with contextlib.ExitStack() as stack:
-        needed = dataclasses.replace(placement, ipus_per_replica=0) if request.offline_mode else placement
+        needed = placement
+        if request.offline_mode:
+            needed = dataclasses.replace(placement, sizes=dataclasses.replace(placement.sizes, ipus_per_replica=0))
         hosts = RayHosts(needed, request.cluster, request.start_timeout)
         stack.callback(hosts.close)
         hosts.join()
@@ -85,11 +88,11 @@ def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
         hosts.open()
         facts = hosts.connect(
             request.host_subnet or programs.arguments.network or placement.cluster.data_network,
-            len(placement.instances),
+            placement.sizes.num_instances,
         )
         folder = _run_folder(request)
         only = request.only_output_from_instance
-        output = Output(folder, len(placement.instances), Console(bar_instance=only or 0), only)
+        output = Output(folder, placement.sizes.num_instances, Console(bar_instance=only or 0), only)
         stack.callback(output.close)
         Path(folder, "launch.yaml").write_text(options.export(request))
         hosts.start(programs.by_host(facts), request.grace, f"{folder}/logs")

@@ -11,7 +11,7 @@ import pytest
 from raypod.plan import resolve
 from raypod.plan.plan import Plan
 from raypod.plan.tables import render
-from raypod.train import plan_of
+from raypod.planning import plan_of
 
 HOME = Path(__file__).resolve().parent.parent
 RECIPES = sorted((HOME / "configs").glob("*.yaml"))
@@ -37,7 +37,7 @@ NAMED = [(recipe, pod) for recipe in RECIPES for pod in pods(recipe)]
 @pytest.mark.parametrize(("recipe", "pod"), NAMED, ids=[f"{recipe.stem} on {pod}" for recipe, pod in NAMED])
 def test_every_recipe_is_planned_on_the_pods_it_names(recipe: Path, pod: str) -> None:
     plan = planned(recipe, pod)
-    assert plan.cluster.name == pod
+    assert plan.placement.cluster.name == pod
     assert plan.total_updates > 0
     assert len(plan.pipeline_splits) == plan.geometry.ipus_per_replica - 1
     assert f"= {plan.geometry.global_batch_size} samples per update" in render(plan)

@@ -15,7 +15,7 @@ from bounded import wait_until
 
 from raypod.fleet.ray_session import RaySession
 from raypod.plan.cluster import LOCAL
-from raypod.plan.placement import place
+from raypod.plan.placement import Sizes, place
 
 
 def test_a_sigterm_while_ray_starts_ends_with_130_and_leaves_nothing(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_session_is_closed_whose_import_of_ray_was_interrupted(monkeypatch: py
 
     monkeypatch.delitem(sys.modules, "ray", raising=False)
     monkeypatch.setattr(importlib, "import_module", interrupted)
-    session = RaySession(place(LOCAL, total_replicas=1, num_instances=1))
+    session = RaySession(place(LOCAL, Sizes(1, 1, 1)))
     with pytest.raises(KeyboardInterrupt):
         session.open()
     session.close()

@@ -72,7 +72,7 @@ class Cluster:
     auth_mode: Optional[str] = None  # RAY_AUTH_MODE of the start commands, where they set it
 
     @property
-    def instances(self) -> int:
+    def num_instances(self) -> int:
         """Instances of the whole pod, as the file wishes them."""
         return len(self.hosts) * self.instances_per_host
 
@@ -108,11 +108,11 @@ def read_file(path: str) -> ClusterFile:
         raise ClusterError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     except TypeError as error:
         raise ClusterError(f"{path}: expected the keys of a Ray cluster file, found {error}") from None
-    refuse(path, file.mistakes)
+    raise_mistakes(path, file.mistakes)
     return file
 
 
-def refuse(path: str, mistakes: List[cluster_file.Mistake]) -> None:
+def raise_mistakes(path: str, mistakes: List[cluster_file.Mistake]) -> None:
     """Raise ClusterError if there are mistakes, with all of them."""
     if len(mistakes) == 1:
         raise ClusterError(f"{path}, {mistakes[0]}")
@@ -122,7 +122,7 @@ def refuse(path: str, mistakes: List[cluster_file.Mistake]) -> None:
 
 def cluster_from(file: ClusterFile, path: str) -> Cluster:
     """The values of a file without mistakes; `path` names it where it has no name of its own."""
-    ours, auth = file.ours, file.top.section("auth")
+    ours, auth = file.raypod, file.top.section("auth")
     start = file.commands("head_start_ray_commands")
     ipus = ours.count("ipus_per_host") or _found(r'"IPU"\s*:\s*(\d+)', start)
     hosts = tuple(Host(address, address, ipus, ours.count("cpus_per_host")) for address in file.addresses)
@@ -144,7 +144,7 @@ def cluster_from(file: ClusterFile, path: str) -> Cluster:
 
 
 def _vipu(file: ClusterFile) -> Optional[VipuPartition]:
-    section = file.ours.section("vipu")
+    section = file.raypod.section("vipu")
     partition = section.text("partition")
     if partition is None:
         return None

@@ -134,7 +134,7 @@ class ClusterFile:
         return self.top.section("provider")
 
     @property
-    def ours(self) -> Section:
+    def raypod(self) -> Section:
         """What raypod knows beyond that."""
         return self.top.section("metadata").section("raypod")
 
@@ -228,7 +228,7 @@ def _check_provider(file: ClusterFile) -> None:
 
 
 def _check_ours(file: ClusterFile) -> None:
-    ours = file.ours
+    ours = file.raypod
     ours.check_keys(_OURS)
     ipus, per_host = ours.count("ipus_per_host"), ours.count("instances_per_host") or 1
     ours.count("cpus_per_host")

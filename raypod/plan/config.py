@@ -48,6 +48,7 @@ def parse_interval(text: str) -> Interval:
 # Defaults live in the sections and nowhere else; sums and products of these numbers belong to the plan.
 #
 
+MANIFEST = "manifest.json"  # its presence makes a folder a checkpoint
 SMALL_RESNETS = ("resnet8", "resnet14", "resnet20")
 TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 VISION_TRANSFORMERS = ("vit_tiny", "vit_small", "vit_b_16")

@@ -10,11 +10,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Dict, Optional, Sequence, Tuple
 
-from raypod.plan.placement import InstanceSpec, Placement, gcd_of, gcds_of
+from raypod.plan.cluster import VipuPartition
+from raypod.plan.placement import InstanceSpec, Placement, gcd_index, num_gcds
 
 if TYPE_CHECKING:  # a launcher knows no training plan, nor what it is checked with
     from raypod.plan.plan import Plan
 
+IPUS_PER_LINK_DOMAIN = 64  # of a POD64, the largest IPU-Link domain
 STARTUP_DIR = str(Path(__file__).parent.parent / "host" / "startup")
 
 
@@ -38,13 +40,13 @@ def placement_environment(placement: Placement, spec: InstanceSpec) -> Dict[str,
     """Which instance this is: to popdist, to plain `poptorch.Options()` (by Open MPI's names), and to Horovod."""
     hosts = [(host.name, len(placement.instances_on(number))) for number, host in enumerate(placement.hosts)]
     return {
-        "POPDIST_NUM_TOTAL_REPLICAS": str(placement.total_replicas),
+        "POPDIST_NUM_TOTAL_REPLICAS": str(placement.sizes.total_replicas),
         "POPDIST_NUM_LOCAL_REPLICAS": str(spec.local_replicas),
-        "POPDIST_NUM_IPUS_PER_REPLICA": str(placement.ipus_per_replica),
+        "POPDIST_NUM_IPUS_PER_REPLICA": str(placement.sizes.ipus_per_replica),
         "POPDIST_REPLICA_INDEX_OFFSET": str(spec.replica_offset),
         "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE": "1",
         "POPDIST_LOCAL_INSTANCE_INDEX": str(spec.local_index),
-        "OMPI_COMM_WORLD_SIZE": str(len(placement.instances)),
+        "OMPI_COMM_WORLD_SIZE": str(placement.sizes.num_instances),
         "OMPI_COMM_WORLD_RANK": str(spec.index),
         "OMPI_COMM_WORLD_LOCAL_SIZE": str(hosts[spec.host_index][1]),
         "OMPI_COMM_WORLD_LOCAL_RANK": str(spec.local_index),
@@ -61,12 +63,10 @@ def placement_environment(placement: Placement, spec: InstanceSpec) -> Dict[str,
 
 def device_environment(placement: Placement, spec: InstanceSpec) -> Dict[str, str]:
     """What leads the SDK of an instance to its part of the partition that the cluster file names, if it names one."""
-    asked = placement.cluster.vipu
-    if asked is None:
+    partition = placement.cluster.vipu
+    if partition is None:
         return {}
-    gcd = gcd_of(spec, gcds_of(asked, placement))
-    where = (asked.server, asked.port, asked.timeout_s)
-    return vipu_environment(asked.partition, gcd, where, placement, asked.link_domains)
+    return vipu_environment(partition, gcd_index(spec, num_gcds(partition, placement)), placement)
 
 
 def cache_environment(path: Optional[str]) -> Dict[str, str]:
@@ -103,26 +103,24 @@ def horovod_identity(hosts: Sequence[Tuple[str, int]], index: int) -> Dict[str, 
     }
 
 
-IPUS_PER_LINK_DOMAIN = 64  # contract section 0: ILD
+def vipu_environment(partition: VipuPartition, gcd: int, placement: Placement) -> Dict[str, str]:
+    """Return the variables by which the SDK of an instance finds its graph compile domain of a partition.
 
-
-def vipu_environment(
-    name: str, gcd: int, controller: Tuple[str, int, int], placement: Placement, link_domains: int = 1
-) -> Dict[str, str]:
-    """How the SDK of an instance finds its GCD of a partition (contract section 6.3); the values are inferred [I]."""
-    host, port, timeout_s = controller
+    The values of POPLAR_TARGET_OPTIONS are inferred: the SDK's documentation does not state them.
+    """
+    sizes = placement.sizes
     target = {
-        "ipuLinkDomainSize": str(min(placement.total_ipus // link_domains or 1, IPUS_PER_LINK_DOMAIN)),
+        "ipuLinkDomainSize": str(min(sizes.total_ipus // partition.link_domains or 1, IPUS_PER_LINK_DOMAIN)),
         "ipuLinkConfiguration": "slidingWindow",
         "ipuLinkTopology": "torus",
         "gatewayMode": "true",
-        "instanceSize": str(placement.local_ipus),
+        "instanceSize": str(sizes.local_ipus),
     }
     return {
-        "IPUOF_VIPU_API_HOST": host,
-        "IPUOF_VIPU_API_PORT": str(port),
-        "IPUOF_VIPU_API_TIMEOUT": str(timeout_s),
-        "IPUOF_VIPU_API_PARTITION_ID": name,
+        "IPUOF_VIPU_API_HOST": partition.server,
+        "IPUOF_VIPU_API_PORT": str(partition.port),
+        "IPUOF_VIPU_API_TIMEOUT": str(partition.timeout_s),
+        "IPUOF_VIPU_API_PARTITION_ID": partition.partition,
         "IPUOF_VIPU_API_GCD_ID": str(gcd),
         "IPUOF_LOG_LEVEL": "WARN",
         "POPLAR_TARGET_OPTIONS": json.dumps(target, separators=(",", ":")),

@@ -7,46 +7,32 @@ an SDK. Every product of sizes is named here once; elsewhere nobody multiplies.
 from __future__ import annotations
 
 import dataclasses
-from typing import List, Optional, Sequence, Tuple
+from typing import List, Sequence, Tuple
 
 from raypod.errors import ConfigError
-from raypod.plan.cluster import Cluster, Host
+from raypod.plan.cluster import Cluster
 from raypod.plan.config import VISION_TRANSFORMERS, Config, parse_interval
-from raypod.plan.placement import InstanceSpec, Placement, check_sizes, place
+from raypod.plan.placement import Placement, Sizes, place
 
 
 @dataclasses.dataclass(frozen=True)
-class Geometry:
-    """The sizes of a run (words: design.md; formulas: poptorch contract sections 0 and 1.9)."""
+class Geometry(Sizes):
+    """The sizes of a run with its batches.
+
+    Raises:
+        ConfigError: a size is less than 1; or as `Sizes`.
+    """
 
     micro_batch_size: int
     gradient_accumulation: int
     device_iterations: int
-    total_replicas: int
-    num_instances: int
-    ipus_per_replica: int
     evaluation_iterations: int = 1
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) < 1:
                 raise ConfigError(f"{field.name} = {getattr(self, field.name)} must be at least 1")
-        check_sizes(self.total_replicas, self.num_instances, self.ipus_per_replica)
-
-    @property
-    def local_replicas(self) -> int:
-        """Replicas of one instance."""
-        return self.total_replicas // self.num_instances
-
-    @property
-    def local_ipus(self) -> int:
-        """IPUs of one instance."""
-        return self.local_replicas * self.ipus_per_replica
-
-    @property
-    def total_ipus(self) -> int:
-        """IPUs of the run."""
-        return self.total_replicas * self.ipus_per_replica
+        super().__post_init__()
 
     @property
     def replica_samples(self) -> int:
@@ -133,21 +119,6 @@ class Plan:
     pipeline_splits: Tuple[str, ...] = ()  # modules of the model with which the next IPU of a replica begins
 
     @property
-    def cluster(self) -> Cluster:
-        """The pod."""
-        return self.placement.cluster
-
-    @property
-    def hosts(self) -> Tuple[Host, ...]:
-        """The hosts that carry instances, in order."""
-        return self.placement.hosts
-
-    @property
-    def instances(self) -> Tuple[InstanceSpec, ...]:
-        """Every instance, in order."""
-        return self.placement.instances
-
-    @property
     def updates_per_epoch(self) -> int:
         """Updates in one pass over the training split."""
         return self.geometry.updates_per_epoch(self.size.train_samples)
@@ -186,23 +157,17 @@ class Plan:
         """Updates between two checkpoints; 0 where the clock says when one is due."""
         return parse_interval(self.config.run.checkpoint_every).updates(self.updates_per_epoch)
 
-    def instances_on(self, host_index: int) -> List[InstanceSpec]:
-        """The instances of one host."""
-        return self.placement.instances_on(host_index)
-
     def log_file(self, instance: int) -> str:
         """Where an instance's output goes."""
         return f"{self.run_dir}/logs/instance-{instance}.log"
 
 
-def make_plan(
-    config: Config, cluster: Cluster, size: DatasetSize, run_dir: str, pipeline_splits: Optional[Sequence[str]] = None
-) -> Plan:
-    """Check everything against everything. `pipeline_splits` are those found for the model, where any were.
+def make_plan(config: Config, cluster: Cluster, size: DatasetSize, run_dir: str) -> Plan:
+    """Return the plan of a run, with the pipeline splits of the config.
 
     Raises:
-        ConfigError: sizes that contradict each other, with the numbers and the way out.
-        ClusterError: the pod does not have the IPUs that the plan needs.
+        ConfigError: two settings contradict each other, or a setting contradicts the size of the data set.
+        ClusterError: a host has fewer IPUs than the plan needs.
     """
     training, pod = config.training, config.pod
     geometry = Geometry(
@@ -221,8 +186,8 @@ def make_plan(
             f"the inline fleet runs one instance in this process, not {geometry.num_instances}; "
             "add --num-instances 1, or leave out --fleet inline"
         )
-    placement = place(cluster, pod.replicas, pod.num_instances, pod.ipus_per_replica, pod.threads_per_replica)
-    splits = tuple(pipeline_splits or training.pipeline_splits or ())
+    placement = place(cluster, geometry, pod.threads_per_replica)
+    splits = tuple(training.pipeline_splits or ())
     _check_pipeline(config, geometry, splits)
     return Plan(config, placement, geometry, size, run_dir, splits)
 

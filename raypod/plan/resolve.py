@@ -1,143 +1,28 @@
-"""The command line of a training: defaults < YAML (`--config`) < flags and `section.key=value`.
+"""Resolve a command line to a Config: defaults < YAML file (`--config`) < flags and `section.key=value`.
 
-A flag is the key with dashes (`--batch-size` sets `training.batch_size`).
+A flag is the key with dashes: `--batch-size` sets `training.batch_size`.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, Optional, Sequence, get_args
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, get_args
 
 import pydantic
 import yaml
 
 from raypod.cli import nearest, suggestion
 from raypod.errors import ConfigError
-from raypod.plan.config import Config, PodSection, fields
+from raypod.plan.config import MANIFEST, Config, PodSection, fields
 
-MANIFEST = "manifest.json"  # of a checkpoint folder; --resume names one or a run folder
-InstancesOf = Callable[[str], int]
-
-
-def load_yaml(path: Path) -> Config:
-    """A Config out of a YAML file alone."""
-    return from_values(read_yaml(path), source=str(path))
-
-
-def from_values(
-    values: Mapping[str, Mapping[str, Any]], source: str = "config", instances_of: Optional[InstancesOf] = None
-) -> Config:
-    """Check keys and values, settle what follows from others, and check what contradicts itself."""
-    check_keys(values, source)
-    try:
-        return Config.model_validate(_settle(values, instances_of))
-    except pydantic.ValidationError as error:
-        raise ConfigError("; ".join(_tell(detail) for detail in error.errors())) from None
-
-
-class _NoKeyTwice(yaml.SafeLoader):
-    """YAML would take the last of equal keys."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        """As the base, for mappings without equal keys."""
-        keys = [key.value for key, _ in node.value]
-        for number, (key, _) in enumerate(node.value):
-            if key.value in keys[:number]:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is there twice", key.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-def read_yaml(path: Path) -> Dict[str, Dict[str, Any]]:
-    """The sections of a YAML file, each with its keys and their values, which are not checked here.
-
-    Raises:
-        ConfigError: it cannot be read, is not YAML, has a key twice, or holds something else than sections.
-    """
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not YAML, and no text: {error}") from None
-    try:
-        values = yaml.load(text, _NoKeyTwice)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict) or not all(isinstance(part or {}, dict) for part in values.values()):
-        raise ConfigError(f"{path}: expected sections ({', '.join(Config.model_fields)}), each with its keys")
-    return {str(section): dict(part or {}) for section, part in values.items()}
-
-
-def check_keys(values: Mapping[str, Mapping[str, Any]], source: str) -> None:
-    """Raise ConfigError for an unknown section or key; the message names `source` and the nearest known name."""
-    known = [f"{section}.{key}" for section, key, _ in fields()]
-    for section, part in values.items():
-        if section not in Config.model_fields:
-            raise ConfigError(
-                f"unknown section {section!r} in {source}{suggestion(section, sorted(Config.model_fields))}"
-            )
-        for key in part:
-            name = f"{section}.{key}"
-            if name in known:
-                continue
-            elsewhere = [other for other in known if other.partition(".")[2] == key]  # the right key, the wrong section
-            keys = sorted(other.partition(".")[2] for other in known if other.startswith(f"{section}."))
-            found = elsewhere or [f"{section}.{near}" for near in nearest(key, keys)]
-            hint = f"; did you mean {found[0]}?" if found else f"; known: {', '.join(f'{section}.{k}' for k in keys)}"
-            raise ConfigError(f"unknown key {name} in {source}{hint}")
-
-
-def _settle(values: Mapping[str, Mapping[str, Any]], instances_of: Optional[InstancesOf]) -> Dict[str, Dict[str, Any]]:
-    """Numbers that follow from other numbers: replicas from IPUs, and the default count of instances."""
-    settled = {section: dict(part) for section, part in values.items()}
-    pod = settled.setdefault("pod", {})
-    per_replica = _whole_number(pod.get("ipus_per_replica", 1))
-    num_ipus, replicas = _whole_number(pod.get("num_ipus")), _whole_number(pod.get("replicas"))
-    if num_ipus and per_replica:
-        if num_ipus % per_replica:
-            raise ConfigError(f"{num_ipus} IPUs are not a multiple of {per_replica} IPUs per replica")
-        if replicas and replicas * per_replica != num_ipus:
-            raise ConfigError(
-                f"{replicas} replicas x {per_replica} IPUs = {replicas * per_replica} IPUs, not --num-ipus {num_ipus}; "
-                "give one of --replicas and --num-ipus"
-            )
-        pod["replicas"] = replicas = num_ipus // per_replica
-    if pod.get("num_instances") is None:
-        total = replicas or PodSection().replicas
-        inline = settled.get("run", {}).get("fleet") == "inline"
-        if instances_of is not None and pod.get("cluster") and not inline:
-            pod["num_instances"] = wished = instances_of(str(pod["cluster"]))
-            if replicas is None:  # the default, or the next number that leaves no instance without
-                pod["replicas"] = -(-total // wished) * wished
-        else:
-            pod["num_instances"] = 1 if inline or total % 2 else 2
-    return settled
-
-
-def _whole_number(value: Any) -> Optional[int]:
-    """The value as a whole number, or None where the sections' own check will refuse it."""
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        return None
-
-
-def _tell(detail: Any) -> str:
-    name = ".".join(str(part) for part in detail["loc"])
-    said = detail["msg"].partition("Value error, ")[2] or detail["msg"]  # pydantic's for a validator of ours
-    message = said[:1].lower() + said[1:]
-    return f"{name} = {detail['input']!r}: {message}"
-
-
+Values = Dict[str, Dict[str, Any]]  # section -> key -> value as given, not validated
 _ALIASES = {"replicas": ["--num-replicas"], "image_size": ["--resize"]}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """`--config`, a flag for every key, and `section.key=value`."""
-    parser.add_argument("--config", metavar="FILE", help="YAML with the sections data, training, pod, run")
+    """Add `--config`, a flag for every key, and `section.key=value`."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file with the sections data, training, pod, run")
     for section, key, field in fields():
         names = ["--" + key.replace("_", "-"), *_ALIASES.get(key, [])]
         choices = get_args(field.annotation) if isinstance(field.default, str) else ()
@@ -153,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse; an unknown flag is a ConfigError that names its nearest neighbour."""
+    """Parse flags and overrides in any order. ConfigError for an unknown flag, with the nearest known one."""
     args, unknown = parser.parse_known_intermixed_args(list(argv))
     for word in unknown:
         known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
@@ -161,28 +46,24 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> arg
     return args
 
 
-def resolve(args: argparse.Namespace, instances_of: Optional[InstancesOf] = None) -> Config:
-    """Merge defaults < YAML < flags and `section.key=value` (the last two of equal rank; both at once must agree).
+def resolve(args: argparse.Namespace) -> Config:
+    """Return the config of parsed flags, without the defaults that follow from a cluster file."""
+    return from_values(*merge(args))
 
-    `instances_of` says how many instances a cluster file wishes, where nobody said how many there shall be.
+
+def merge(args: argparse.Namespace) -> Tuple[Values, str]:
+    """Return the values of the YAML file, replaced by those of the command line, and the file's name for messages.
+
+    Flags and overrides have the same rank; a key given by both must have the same value. With `--resume` and without
+    `--config`, the file is `config.yaml` of the resumed run.
+
+    Raises:
+        ConfigError: an override or the file cannot be read, a key is unknown, or is given twice with two values.
     """
-    given: Dict[str, Any] = {}
-    for section, key, _ in fields():
-        value = getattr(args, f"{section}.{key}")
-        if value is not None:
-            given[f"{section}.{key}"] = value
-    for word in args.overrides:
-        name, equals, text = word.partition("=")
-        if not equals or name.count(".") != 1:
-            raise ConfigError(f"cannot read {word!r}: write section.key=value, as in training.batch_size=8")
-        value = _parse_value(word, text)
-        if name in given and str(given[name]) != str(value):
-            raise ConfigError(f"{name} is given twice: {given[name]} by its flag and {value} by {word!r}")
-        given[name] = value
+    given = _given(args)
     for name in given:
         section, _, key = name.partition(".")
         check_keys({section: {key: None}}, "the command line")
-    # A run that goes on does so as it was started, unless it is told otherwise.
     resumed = run_folder_of(str(given["run.resume"])) if given.get("run.resume") else None
     own = resumed / "config.yaml" if resumed and not args.config else None
     source = str(own) if own and own.is_file() else args.config
@@ -193,18 +74,153 @@ def resolve(args: argparse.Namespace, instances_of: Optional[InstancesOf] = None
     for name, value in given.items():
         section, _, key = name.partition(".")
         values.setdefault(section, {})[key] = value
-    return from_values(values, source or "the command line", instances_of)
+    return values, source or "the command line"
 
 
-def _parse_value(word: str, text: str) -> Any:
+def _given(args: argparse.Namespace) -> Dict[str, Any]:
+    """Return the values of flags and overrides, by section.key."""
+    given: Dict[str, Any] = {}
+    for section, key, _ in fields():
+        value = getattr(args, f"{section}.{key}")
+        if value is not None:
+            given[f"{section}.{key}"] = value
+    for word in args.overrides:
+        name, equals, text = word.partition("=")
+        if not equals or name.count(".") != 1:
+            raise ConfigError(f"cannot read {word!r}: write section.key=value, as in training.batch_size=8")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise ConfigError(f"cannot read the value of {word!r}") from None
+        if name in given and str(given[name]) != str(value):
+            raise ConfigError(f"{name} is given twice: {given[name]} by its flag and {value} by {word!r}")
+        given[name] = value
+    return given
+
+
+def load_yaml(path: Path) -> Config:
+    """Return the Config of a YAML file alone."""
+    return from_values(read_yaml(path), source=str(path))
+
+
+def from_values(
+    values: Mapping[str, Mapping[str, Any]], source: str = "config", cluster_instances: Optional[int] = None
+) -> Config:
+    """Return the validated Config of given values.
+
+    Args:
+        values: section -> key -> value.
+        source: where the values come from, for messages.
+        cluster_instances: the default number of instances, if a cluster file determines it.
+
+    Raises:
+        ConfigError: a section or key is unknown, a value is out of bounds, or two values contradict each other.
+    """
+    check_keys(values, source)
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"cannot read the value of {word!r}") from None
+        return Config.model_validate(_derive_counts(values, cluster_instances))
+    except pydantic.ValidationError as error:
+        raise ConfigError("; ".join(_validation_message(detail) for detail in error.errors())) from None
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """A YAML loader that raises an error for duplicate keys; SafeLoader uses the last one."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        """Construct a mapping. ConstructorError if a key occurs twice."""
+        keys = [key.value for key, _ in node.value]
+        for number, (key, _) in enumerate(node.value):
+            if key.value in keys[:number]:
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value}", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> Values:
+    """Return the sections of a YAML file; keys and values are not validated.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, has duplicate keys, or is not a mapping of sections.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not YAML: it is not a text file ({error})") from None
+    try:
+        values = yaml.load(text, _UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(section or {}, dict) for section in values.values()):
+        raise ConfigError(f"{path}: expected sections ({', '.join(Config.model_fields)}), each with its keys")
+    return {str(name): dict(section or {}) for name, section in values.items()}
+
+
+def check_keys(values: Mapping[str, Mapping[str, Any]], source: str) -> None:
+    """Raise ConfigError for an unknown section or key; the message names `source` and the nearest known name."""
+    known = [f"{section}.{key}" for section, key, _ in fields()]
+    for section, entries in values.items():
+        if section not in Config.model_fields:
+            hint = suggestion(section, sorted(Config.model_fields))
+            raise ConfigError(f"unknown section {section!r} in {source}{hint}")
+        for key in entries:
+            if f"{section}.{key}" not in known:
+                raise ConfigError(f"unknown key {section}.{key} in {source}{_key_suggestion(section, key, known)}")
+
+
+def _key_suggestion(section: str, key: str, known: Sequence[str]) -> str:
+    """Return the same key in another section, else the nearest key of the section, else all its keys."""
+    elsewhere = [name for name in known if name.partition(".")[2] == key]
+    keys = sorted(name.partition(".")[2] for name in known if name.startswith(f"{section}."))
+    found = elsewhere or [f"{section}.{name}" for name in nearest(key, keys)]
+    return f"; did you mean {found[0]}?" if found else f"; known: {', '.join(f'{section}.{name}' for name in keys)}"
+
+
+def _derive_counts(values: Mapping[str, Mapping[str, Any]], cluster_instances: Optional[int]) -> Values:
+    """Return the values with the replicas that follow from `num_ipus`, and with the default number of instances."""
+    derived = {section: dict(entries) for section, entries in values.items()}
+    pod = derived.setdefault("pod", {})
+    per_replica = _whole_number(pod.get("ipus_per_replica", 1))
+    num_ipus, replicas = _whole_number(pod.get("num_ipus")), _whole_number(pod.get("replicas"))
+    if num_ipus and per_replica:
+        if num_ipus % per_replica:
+            raise ConfigError(f"{num_ipus} IPUs are not a multiple of {per_replica} IPUs per replica")
+        if replicas and replicas * per_replica != num_ipus:
+            raise ConfigError(
+                f"{replicas} replicas x {per_replica} IPUs = {replicas * per_replica} IPUs, not --num-ipus {num_ipus}; "
+                "give one of --replicas and --num-ipus"
+            )
+        pod["replicas"] = replicas = num_ipus // per_replica
+    if pod.get("num_instances") is None:
+        total = replicas or PodSection().replicas
+        inline = derived.get("run", {}).get("fleet") == "inline"
+        if cluster_instances is not None and not inline:
+            pod["num_instances"] = cluster_instances
+            if replicas is None:  # round the default up to a multiple of the instances
+                pod["replicas"] = -(-total // cluster_instances) * cluster_instances
+        else:
+            pod["num_instances"] = 1 if inline or total % 2 else 2
+    return derived
+
+
+def _whole_number(value: Any) -> Optional[int]:
+    """Return the value as an int, or None if it is not one; validation rejects it later."""
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _validation_message(detail: Any) -> str:
+    name = ".".join(str(part) for part in detail["loc"])
+    text = detail["msg"].partition("Value error, ")[2] or detail["msg"]  # pydantic's prefix for a ValueError
+    return f"{name} = {detail['input']!r}: {text[:1].lower()}{text[1:]}"
 
 
 def run_folder_of(resume: str) -> Optional[Path]:
-    """The run folder that `--resume` names, itself or by one of its checkpoints; None for a checkpoint elsewhere."""
+    """Return the run folder of a `--resume` value (a run folder or one of its checkpoints); None for a lone checkpoint."""
     path = Path(resume).resolve()
     if not (path / MANIFEST).exists():
         return path

@@ -7,24 +7,28 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.cli import format_table
 from raypod.plan.cluster import Host
-from raypod.plan.placement import InstanceSpec, Placement, device_id_of, gcd_of, gcds_of, link_domain_of, misfit_of
-from raypod.plan.plan import Geometry, Plan
+from raypod.plan.placement import InstanceSpec, Placement, device_id, gcd_index, num_gcds, link_domain_index, partition_conflict
+from raypod.plan.plan import Plan
 
+_GEOMETRY = (  # the sizes in plan.json
+    *("micro_batch_size", "gradient_accumulation", "device_iterations", "total_replicas", "num_instances"),
+    *("ipus_per_replica", "evaluation_iterations", "local_replicas", "local_ipus", "total_ipus", "replica_samples"),
+    *("global_batch_size", "micro_batches_per_call", "combined_batch_size", "samples_per_call"),
+    *("evaluation_batch_size", "is_aligned"),
+)
 _NAMED_HOSTS = 8
 _NAME_WIDTH = 12
 
 
 def describe(plan: Plan) -> Dict[str, Any]:
     """The plan as plain data: what `--json` prints and `plan.json` holds."""
-    geometry = plan.geometry
-    derived = [name for name, kind in vars(Geometry).items() if isinstance(kind, property)]
     return {
-        "cluster": dataclasses.asdict(plan.cluster),
-        "geometry": {**dataclasses.asdict(geometry), **{name: getattr(geometry, name) for name in derived}},
+        "cluster": dataclasses.asdict(plan.placement.cluster),
+        "geometry": {name: getattr(plan.geometry, name) for name in _GEOMETRY},
         "dataset": {"name": plan.config.data.dataset, **dataclasses.asdict(plan.size)},
         "updates_per_epoch": plan.updates_per_epoch,
         "total_updates": plan.total_updates,
-        "instances": [{**dataclasses.asdict(spec), **_seat(plan, spec)} for spec in plan.instances],
+        "instances": [{**dataclasses.asdict(spec), **_seat(plan, spec)} for spec in plan.placement.instances],
         "legs": [dataclasses.asdict(leg) for leg in plan.legs()],
         "pipeline_splits": list(plan.pipeline_splits),
         "run_dir": plan.run_dir,
@@ -34,7 +38,7 @@ def describe(plan: Plan) -> Dict[str, Any]:
 def topology_summary(plan: Plan) -> Dict[str, int]:
     """The placement in five numbers, for the summary."""
     return {
-        "hosts": len(plan.hosts),
+        "hosts": len(plan.placement.hosts),
         "instances": plan.geometry.num_instances,
         "replicas": plan.geometry.total_replicas,
         "local_replicas": plan.geometry.local_replicas,
@@ -48,7 +52,7 @@ def render(plan: Plan) -> str:
     tested = f"{plan.size.test_samples} test" if plan.size.test_samples else "NO test images: nothing will be evaluated"
     published = " (as published; the files are not here)" if plan.size.is_published else ""
     rows: List[Tuple[str, str]] = [
-        ("pod", f"{plan.cluster.name}: {_count(len(plan.hosts), 'host')} ({_names(plan.hosts)})"),
+        ("pod", f"{plan.placement.cluster.name}: {_count(len(plan.placement.hosts), 'host')} ({_names(plan.placement.hosts)})"),
         (
             "placement",
             f"{_count(geometry.num_instances, 'instance')} x {_count(geometry.local_replicas, 'replica')} x "
@@ -86,14 +90,14 @@ def render(plan: Plan) -> str:
 
 def _pod_rows(plan: Plan) -> List[Tuple[str, str]]:
     """What the cluster file says beyond the hosts that carry instances."""
-    cluster, rows = plan.cluster, []
-    idle = cluster.hosts[len(plan.hosts) :]
+    cluster, rows = plan.placement.cluster, []
+    idle = cluster.hosts[len(plan.placement.hosts) :]
     if idle:
         rows.append(("idle", f"{_count(len(idle), 'host')} without an instance ({_names(idle)})"))
     if cluster.data_network:
         rows.append(("data network", f"{cluster.data_network}: rendezvous, Gloo and Horovod use it alone"))
     if cluster.vipu is not None:
-        gcds = gcds_of(cluster.vipu, plan.placement)
+        gcds = num_gcds(cluster.vipu, plan.placement)
         rows.append(
             (
                 "partition",
@@ -101,7 +105,7 @@ def _pod_rows(plan: Plan) -> List[Tuple[str, str]]:
                 f"{_count(cluster.vipu.link_domains, 'IPU-Link domain')}",
             )
         )
-        misfit = misfit_of(cluster.vipu, plan.placement)
+        misfit = partition_conflict(cluster.vipu, plan.placement)
         if misfit:
             rows.append(("", f"on IPUs this run would be refused: {misfit}"))
     return rows
@@ -111,18 +115,18 @@ def _instance_table(plan: Plan) -> List[str]:
     """One line per instance, host by host."""
     placement = plan.placement
     columns = ["instance", "host", "local", "replicas", "threads"]
-    has_ipus = plan.cluster.vipu is not None or any(host.ipus for host in plan.hosts)
+    has_ipus = plan.placement.cluster.vipu is not None or any(host.ipus for host in plan.placement.hosts)
     if has_ipus:
         columns += ["IPUs", "ILD", "GCD", "device"]
     if placement.binds_numa:
         columns.append("NUMA")
     table = []
-    for spec in plan.instances:
+    for spec in plan.placement.instances:
         threads = spec.local_replicas * spec.threads_per_replica
         cells = [spec.index, spec.host, spec.local_index, _span_of(spec.replica_offset, spec.local_replicas), threads]
         if has_ipus:
             seat = _seat(plan, spec)
-            cells.append(_span_of(spec.index * placement.local_ipus, placement.local_ipus))
+            cells.append(_span_of(spec.index * placement.sizes.local_ipus, placement.sizes.local_ipus))
             cells += [seat["link_domain"], seat["gcd"], seat["device"]]
         if placement.binds_numa:
             cells.append(f"node {spec.local_index}")
@@ -133,12 +137,12 @@ def _instance_table(plan: Plan) -> List[str]:
 
 def _seat(plan: Plan, spec: InstanceSpec) -> Dict[str, Optional[int]]:
     """Where an instance sits in the partition of the pod."""
-    vipu = plan.cluster.vipu
-    domains, gcds = (vipu.link_domains, gcds_of(vipu, plan.placement)) if vipu else (1, 1)
+    vipu = plan.placement.cluster.vipu
+    domains, gcds = (vipu.link_domains, num_gcds(vipu, plan.placement)) if vipu else (1, 1)
     return {
-        "link_domain": link_domain_of(spec, plan.placement, domains),
-        "gcd": gcd_of(spec, gcds),
-        "device": device_id_of(spec, plan.placement),
+        "link_domain": link_domain_index(spec, plan.placement, domains),
+        "gcd": gcd_index(spec, gcds),
+        "device": device_id(spec, plan.placement),
     }
 
 
@@ -170,12 +174,12 @@ def _count(number: int, noun: str) -> str:
 
 def render_topology(placement: Placement, num_ilds: Optional[int]) -> str:
     """Host, IPU-Link domain, instance, replicas and IPUs, one line per instance."""
-    per_instance = placement.local_ipus
+    per_instance = placement.sizes.local_ipus
     rows: List[Sequence[str]] = [("host", "ILD", "instance", "replicas", "IPUs")]
     for spec in placement.instances:
         replicas = _span(spec.replica_offset, spec.local_replicas)
         ipus = _span(spec.index * per_instance, per_instance)
-        rows.append((spec.host, str(link_domain_of(spec, placement, num_ilds or 1)), str(spec.index), replicas, ipus))
+        rows.append((spec.host, str(link_domain_index(spec, placement, num_ilds or 1)), str(spec.index), replicas, ipus))
     return "\n".join(format_table(rows, boxed=True))
 
 

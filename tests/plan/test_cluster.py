@@ -110,7 +110,7 @@ def test_what_ray_has_no_place_for_is_read(tmp_path: Path) -> None:
             "head_start_ray_commands: [RAY_AUTH_MODE=token ray start --head --port=7000]\n",
         )
     )
-    assert (cluster.instances, cluster.data_network, cluster.numa) == (4, "10.1.0.0/16", True)
+    assert (cluster.num_instances, cluster.data_network, cluster.numa) == (4, "10.1.0.0/16", True)
     assert (cluster.sdk, cluster.python, cluster.ssh.user) == ("/opt/sdk", "/p", "me")
     assert cluster.vipu == VipuPartition("p", server="v", gcds=4, link_domains=2)
     assert (cluster.gcs_address, cluster.auth_mode) == ("a:7000", "token")

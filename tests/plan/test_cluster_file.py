@@ -52,7 +52,7 @@ def test_raypod_takes_the_file(name: str) -> None:
     assert sum(host.ipus or 0 for host in cluster.hosts) == IPUS[name]
     if IPUS[name]:
         assert cluster.vipu is not None
-        assert (cluster.vipu.size, cluster.vipu.gcds) == (IPUS[name], cluster.instances)
+        assert (cluster.vipu.size, cluster.vipu.gcds) == (IPUS[name], cluster.num_instances)
         assert cluster.vipu.link_domains == max(1, IPUS[name] // 64)
 
 

@@ -18,7 +18,7 @@ def test_an_instance_is_told_what_poprun_would_tell_it() -> None:
     config = from_values({"pod": pod, "training": {"model": "own:build", "gradient_accumulation": 3}})
     hosts = tuple(Host(f"h{index}", f"10.0.0.{index}") for index in range(2))
     plan = make_plan(config, Cluster("pod", hosts), DatasetSize(1000, 10), "run")
-    env = [instance_environment(plan, spec) for spec in plan.instances]
+    env = [instance_environment(plan, spec) for spec in plan.placement.instances]
     assert [each["POPDIST_REPLICA_INDEX_OFFSET"] for each in env] == ["0", "2", "4", "6"]
     assert [each["POPDIST_LOCAL_INSTANCE_INDEX"] for each in env] == ["0", "1", "0", "1"]
     assert {each["POPDIST_NUM_TOTAL_REPLICAS"] for each in env} == {"8"}
@@ -32,8 +32,8 @@ def test_an_instance_is_told_what_poprun_would_tell_it() -> None:
 def test_it_is_a_function_of_the_plan_alone(make: Callable[..., Plan]) -> None:
     plan = make(pod={"threads_per_replica": 3, "executable_cache_path": "/cache"})
     before = dict(os.environ)
-    first = instance_environment(plan, plan.instances[1])
-    assert first == instance_environment(plan, plan.instances[1])
+    first = instance_environment(plan, plan.placement.instances[1])
+    assert first == instance_environment(plan, plan.placement.instances[1])
     assert dict(os.environ) == before
     assert first["OMP_NUM_THREADS"] == "3"
     assert first["POPTORCH_CACHE_DIR"] == "/cache"
@@ -41,7 +41,7 @@ def test_it_is_a_function_of_the_plan_alone(make: Callable[..., Plan]) -> None:
 
 def test_torchvision_loads_in_a_program_that_gets_this_environment(make: Callable[..., Plan]) -> None:
     plan = make()
-    env = {**os.environ, **instance_environment(plan, plan.instances[0], os.environ.get("PYTHONPATH", ""))}
+    env = {**os.environ, **instance_environment(plan, plan.placement.instances[0], os.environ.get("PYTHONPATH", ""))}
     program = "import torchvision; print(torchvision.models.resnet18().fc)"
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -51,7 +51,7 @@ def test_torchvision_loads_in_a_program_that_gets_this_environment(make: Callabl
 def test_the_environments_own_sitecustomize_still_runs(make: Callable[..., Plan], tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.from_the_environment = 42\n")
     plan = make()
-    env = {**os.environ, **instance_environment(plan, plan.instances[0], str(tmp_path))}
+    env = {**os.environ, **instance_environment(plan, plan.placement.instances[0], str(tmp_path))}
     done = subprocess.run(
         [sys.executable, "-c", "print(from_the_environment)"], env=env, capture_output=True, timeout=60
     )

@@ -24,19 +24,19 @@ IMAGENET = 1281167
 def test_worked_numbers_of_the_contract(
     replicas: int, instances: int, accumulation: int, combined: int, total: int, calls: int
 ) -> None:
-    geometry = Geometry(18, accumulation, 1, replicas, instances, 1)
+    geometry = Geometry(replicas, instances, 1, 18, accumulation, 1)
     assert geometry.combined_batch_size == combined
     assert geometry.global_batch_size == total
     assert geometry.calls_per_epoch(IMAGENET) == calls
 
 
 def test_the_toy_of_the_contract() -> None:
-    geometry = Geometry(10, 1, 1, 4, 4, 1)
+    geometry = Geometry(4, 4, 1, 10, 1, 1)
     assert (geometry.combined_batch_size, geometry.global_batch_size, geometry.calls_per_epoch(150)) == (10, 40, 3)
 
 
 def test_updates_come_in_whole_calls() -> None:
-    geometry = Geometry(2, 2, 3, 2, 1, 1)
+    geometry = Geometry(2, 1, 1, 2, 2, 3)
     assert geometry.samples_per_call == 24
     assert geometry.updates_per_epoch(100) == 12
 
@@ -44,9 +44,9 @@ def test_updates_come_in_whole_calls() -> None:
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ((8, 1, 1, 6, 4, 1), ["6 replicas", "4 instances", "1, 2, 3, 6"]),
-        ((8, 1, 1, 64, 1, 2), ["64 replicas x 2", "128", "--num-instances 2"]),
-        ((8, 0, 1, 4, 2, 1), ["gradient_accumulation", "0"]),
+        ((6, 4, 1, 8, 1, 1), ["6 replicas", "4 instances", "1, 2, 3, 6"]),
+        ((64, 1, 2, 8, 1, 1), ["64 replicas x 2", "128", "--num-instances 2"]),
+        ((4, 2, 1, 8, 0, 1), ["gradient_accumulation", "0"]),
     ],
 )
 def test_geometry_is_checked_at_birth(sizes: tuple[int, ...], words: list[str]) -> None:
@@ -85,13 +85,13 @@ def pod(hosts: int, ipus: int) -> Cluster:
 def test_instances_follow_the_hosts_in_order() -> None:
     config = from_values({"pod": {"replicas": 8, "num_instances": 4, "threads_per_replica": 0}})
     plan = make_plan(config, pod(2, 16), DatasetSize(1000, 10), "run")
-    assert [(s.host, s.local_index, s.replica_offset) for s in plan.instances] == [
+    assert [(s.host, s.local_index, s.replica_offset) for s in plan.placement.instances] == [
         ("h0", 0, 0),
         ("h0", 1, 2),
         ("h1", 0, 4),
         ("h1", 1, 6),
     ]
-    assert {spec.threads_per_replica for spec in plan.instances} == {1}  # 4 cores for 4 replicas on each host
+    assert {spec.threads_per_replica for spec in plan.placement.instances} == {1}  # 4 cores for 4 replicas on each host
 
 
 def test_more_ipus_than_a_host_has_is_refused_by_name() -> None:

@@ -1,0 +1,76 @@
+"""From a command line to a plan, and the plan as a table or as plain data."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any, Dict, Sequence, Tuple
+
+from raypod import datasets
+from raypod.cli import FlagParser
+from raypod.plan import resolve, tables
+from raypod.plan.cluster import LOCAL, read_cluster
+from raypod.plan.plan import Plan, make_plan
+from raypod.record import run_folder
+
+_SWITCHES = {
+    "--dry-run": "print the plan and exit; nothing is written or downloaded",
+    "--json": "print the plan as JSON",
+    "--detach": "run in the background; control it by `python -m raypod status|attach|stop RUN_FOLDER`",
+}
+
+
+def plan_of(argv: Sequence[str], prog: str, switches: Sequence[str] = ()) -> Tuple[Plan, argparse.Namespace]:
+    """Return the plan of a command line, and the parsed flags.
+
+    If the command line is one that runs (`--dry-run` is a switch of it and is not given), the data set is downloaded
+    where the config asks for it; otherwise a missing data set counts with its published size.
+
+    Args:
+        argv: the flags, without the program's name.
+        prog: the program's name in messages.
+        switches: further boolean flags: any of `--dry-run`, `--json`, `--detach`.
+
+    Raises:
+        UserError: a flag, the config, the cluster file or the data set is wrong.
+    """
+    parser = FlagParser(prog=prog, description="Train a model on a pod. Without flags: a ResNet on digits.")
+    resolve.add_flags(parser)
+    for switch in switches:
+        parser.add_argument(switch, action="store_true", help=_SWITCHES[switch])
+    args = resolve.parse_arguments(parser, argv)
+    values, source = resolve.merge(args)
+    path = values.get("pod", {}).get("cluster")
+    cluster = LOCAL if path is None else read_cluster(str(path))
+    config = resolve.from_values(values, source, None if path is None else cluster.num_instances)
+    run_dir = run_folder.choose(config)
+    if getattr(args, "dry_run", True):
+        size = datasets.dataset_size_or_published(config)
+    else:
+        datasets.download(config)
+        size = datasets.dataset_size(config)
+    plan = make_plan(config, cluster, size, run_dir)
+    if plan.geometry.ipus_per_replica > 1:
+        # Imports torch, which the plan of a model on one IPU does not need.
+        from raypod.model.pipeline import find_splits
+
+        plan = dataclasses.replace(plan, pipeline_splits=find_splits(config) or ())
+    return plan, args
+
+
+def render(plan: Plan) -> str:
+    """Return the plan as a table, followed by the pipeline if a replica has several IPUs."""
+    if plan.geometry.ipus_per_replica == 1:
+        return tables.render(plan)
+    from raypod.model.pipeline_table import inspect_pipeline, render_pipeline
+
+    return f"{tables.render(plan)}\n\n{render_pipeline(inspect_pipeline(plan), plan.config.training.execution)}"
+
+
+def describe(plan: Plan) -> Dict[str, Any]:
+    """Return the same as plain data."""
+    if plan.geometry.ipus_per_replica == 1:
+        return tables.describe(plan)
+    from raypod.model.pipeline_table import describe_pipeline, inspect_pipeline
+
+    return {**tables.describe(plan), "pipeline": describe_pipeline(inspect_pipeline(plan))}
