@@ -1,16 +1,16 @@
-"""The loop that does nothing: how fast data reaches it, `python scripts/benchmark_dataset.py [--data-dir FOLDER]`.
+"""Measure the loading throughput with an empty loop: `python scripts/benchmark_dataset.py [--data-dir FOLDER]`.
 
-The recipe of the tutorials, on CIFAR-10: flip at random, resize to 64x64, uint8. On one core:
+The transforms of Graphcore's tutorials on CIFAR-10 (random flip, resize to 64x64, uint8), on one core:
 
 * torchvision's transforms, sample by sample, in torch's DataLoader with 0 workers;
 * raypod, the same tensors, a whole call at a time;
-* raypod with --eight-bit-io, where the images are enlarged on the device: what crosses the wire is 32x32.
+* raypod with --eight-bit-io: the host sends 32x32 images, and the device enlarges them.
 
-First the tensors of both are compared, pixel by pixel, with the same flips. Rounds alternate; figures are medians, a
-ratio is the median of the ratios of each round. Without --data-dir the data is made (scripts/make_cifar.py).
+First the tensors of both are compared, pixel by pixel, with the same flips. Rounds alternate; rates are medians over
+the rounds, ratios are medians of the ratios of each round. Without --data-dir the data is generated (make_cifar.py).
 
-Then the share of the time of calls that they wait for data: with a stand-in device that sleeps as long as the pod of
-the tutorials computes (30,000 images/s), still on one core; and in a training on the emulated SDK.
+Then the share of the calls' time that they wait for data: with a simulated device that sleeps as long as the tutorials'
+pod computes (30,000 images/s), still on one core; and in a training on the emulated SDK.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, Callable, Dict, Iterator, List, Tuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-import make_cifar  # noqa: E402 - found only now
+import make_cifar  # noqa: E402 - needs the path above
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from PIL import Image  # noqa: E402
@@ -57,13 +57,12 @@ FLIP = Augmentation(flip=True)
 
 
 class BySample(Dataset):  # type: ignore[type-arg]
-    """torchvision.datasets.CIFAR10 without the check that the files are the published ones."""
+    """torchvision.datasets.CIFAR10 without its check of the files' checksums."""
 
     def __init__(self, data: ArrayDataset) -> None:
         self.images = np.ascontiguousarray(data.images.transpose(0, 2, 3, 1))
         self.labels = data.labels.tolist()
-        steps = [theirs.RandomHorizontalFlip(), theirs.Resize(SIZE), theirs.PILToTensor()]
-        self.transform = theirs.Compose(steps)
+        self.transform = theirs.Compose([theirs.RandomHorizontalFlip(), theirs.Resize(SIZE), theirs.PILToTensor()])
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -73,7 +72,7 @@ class BySample(Dataset):  # type: ignore[type-arg]
 
 
 def largest_difference(data: ArrayDataset, samples: np.ndarray) -> int:
-    """In levels of 0..255, between torchvision's tensors and ours with the same flips."""
+    """Return the largest pixel difference (0..255) between torchvision's tensors and ours with the same flips."""
     ours, _ = transforms.gather(data, samples, FLIP, (SEED, 0), SIZE)
     flips = augmentation_integers(SEED, 0, samples, 2, 3)[:, 2]
     largest = 0
@@ -86,7 +85,7 @@ def largest_difference(data: ArrayDataset, samples: np.ndarray) -> int:
 
 
 def images_per_s(batches: Iterator[Any]) -> float:
-    """The loop that does nothing."""
+    """Iterate over the batches and return the throughput."""
     began, images = time.perf_counter(), 0
     for data, _ in batches:
         images += len(data)
@@ -94,40 +93,40 @@ def images_per_s(batches: Iterator[Any]) -> float:
 
 
 def ours(data: ArrayDataset, calls: List[np.ndarray], size: Any) -> Iterator[Any]:
-    """What the feed does for each call."""
+    """Yield (images, labels) of each call, made as `Feed` does."""
     for samples in calls:
         images, labels = transforms.gather(data, samples, FLIP, (SEED, 0), size)
         yield torch.from_numpy(images), torch.from_numpy(labels)
 
 
 def loading(data: ArrayDataset, rounds: int, per_call: int, calls: int) -> List[Tuple[str, float, float]]:
-    """(what, images/s, times torchvision) of each way."""
+    """Return (method, images/s, ratio to torchvision) of each method."""
     order = epoch_order(SEED, 0, len(data))[: per_call * calls]
-    parts = np.split(order, len(order) // per_call)
+    batches = np.split(order, len(order) // per_call)
     loader: Any = DataLoader(Subset(BySample(data), order.tolist()), batch_size=per_call)
-    ways: Dict[str, Callable[[], Iterator[Any]]] = {
+    methods: Dict[str, Callable[[], Iterator[Any]]] = {
         "torchvision, sample by sample": lambda: iter(loader),
-        "raypod, the same tensors": lambda: ours(data, parts, SIZE),
-        "raypod, 32x32 for the device": lambda: ours(data, parts, None),
+        "raypod, the same tensors": lambda: ours(data, batches, SIZE),
+        "raypod, 32x32 for the device": lambda: ours(data, batches, None),
     }
-    for way in ways.values():
-        next(way())  # imports, first touches of the file
-    found: Dict[str, List[float]] = {name: [] for name in ways}
+    for load in methods.values():
+        next(load())  # warm up: imports, page cache
+    found: Dict[str, List[float]] = {name: [] for name in methods}
     for _ in range(rounds):
-        for name, way in ways.items():
-            found[name].append(images_per_s(way()))
+        for name, load in methods.items():
+            found[name].append(images_per_s(load()))
     base = found["torchvision, sample by sample"]
     return [(name, median(got), median(a / b for a, b in zip(got, base))) for name, got in found.items()]
 
 
 def feed_of(args: argparse.Namespace, data_dir: str) -> Iterator[Any]:
-    """The calls of an instance of one replica, as the trainer loads them."""
+    """Yield the calls of an instance with one replica, as the trainer loads them."""
     names = ("batch_size", "gradient_accumulation", "device_iterations")
     data = {"dataset": "cifar10", "data_dir": data_dir, "eight_bit_io": True, "image_size": SIZE}
     sizes = {name: getattr(args, name) for name in names}
     config = from_values({"data": data, "training": sizes, "pod": {"replicas": 1, "num_instances": 1}})
     plan = make_plan(config, LOCAL, datasets.dataset_size(config), "none")
-    feed = Feed(plan, plan.instances[0], datasets.load(config))
+    feed = Feed(plan, plan.placement.instances[0], datasets.load(config))
     try:
         for leg in plan.legs():
             yield from feed.calls(leg)
@@ -136,7 +135,7 @@ def feed_of(args: argparse.Namespace, data_dir: str) -> Iterator[Any]:
 
 
 def waiting_share(batches: Iterator[Any], device_s: float, calls: int) -> float:
-    """Of the time of `calls` calls of a device that sleeps, the part that they waited for data; without the first."""
+    """Return the share of the time that `calls` calls wait for data, after a first one; the device only sleeps."""
     waits = []
     for number, (_, wait_s) in enumerate(timed(batches)):
         waits.append(wait_s)
@@ -147,7 +146,7 @@ def waiting_share(batches: Iterator[Any], device_s: float, calls: int) -> float:
 
 
 def training_wait(data_dir: str, flags: List[str]) -> Tuple[float, float]:
-    """(images/s, share of the calls' time spent waiting) of a short training in a process of its own."""
+    """Run a short training in a subprocess; return (images/s, share of the calls' time that they wait for data)."""
     with tempfile.TemporaryDirectory() as folder:
         line = [sys.executable, "-m", "raypod.train", "--fleet", "inline", "--device", "emulated"]
         line += ["--dataset", "cifar10", "--data-dir", data_dir, "--run-dir", f"{folder}/run", *flags]
@@ -157,16 +156,16 @@ def training_wait(data_dir: str, flags: List[str]) -> Tuple[float, float]:
 
 
 def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description="How fast data reaches a loop that does nothing.")
-    parser.add_argument("--data-dir", help="folder of cifar-10-batches-py; made where not given")
+    """Run the command."""
+    parser = argparse.ArgumentParser(description="Measure the loading throughput with an empty loop.")
+    parser.add_argument("--data-dir", help="folder of cifar-10-batches-py; default: generated data")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--gradient-accumulation", type=int, default=8)
     parser.add_argument("--device-iterations", type=int, default=4)
-    parser.add_argument("--calls", type=int, default=4, help="calls of a round")
+    parser.add_argument("--calls", type=int, default=4, help="calls per round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device-images-per-s", type=float, default=30000, help="of the stand-in device")
-    parser.add_argument("--no-training", action="store_true", help="leave the last row out")
+    parser.add_argument("--device-images-per-s", type=float, default=30000, help="throughput of the simulated device")
+    parser.add_argument("--no-training", action="store_true", help="skip the training")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         if args.data_dir is None:
@@ -177,18 +176,18 @@ def main() -> None:
         os.sched_setaffinity(0, {min(cores)})
         torch.set_num_threads(1)
         difference = largest_difference(data, np.arange(0, len(data), max(1, len(data) // 500)))
-        print(f"largest difference between the tensors of both: {difference} of 255 levels")
-        assert difference <= 1, "the tensors are not the same"
+        print(f"largest pixel difference to torchvision: {difference} of 255")
+        assert difference <= 1, "the tensors differ"
         per_call = args.batch_size * args.gradient_accumulation * args.device_iterations
         calls = max(1, min(args.calls, len(data) // per_call))
-        print(f"one core, {calls} calls of {per_call} images a round, {args.rounds} rounds\n")
-        print("| what | images/s | of torchvision | goal |\n|---|---|---|---|")
+        print(f"one core, {calls} calls of {per_call} images per round, {args.rounds} rounds\n")
+        print("| method | images/s | ratio to torchvision | goal |\n|---|---|---|---|")
         goals = {"raypod, the same tensors": ">= 10"}
         for name, rate, ratio in loading(data, args.rounds, per_call, calls):
             print(f"| {name} | {rate:,.0f} | {ratio:.1f} | {goals.get(name, '')} |")
         device_s = per_call / args.device_images_per_s
-        print(f"\na stand-in device of {args.device_images_per_s:,.0f} images/s: {device_s:.3f} s a call\n")
-        print("| what | waiting for data | goal |\n|---|---|---|")
+        print(f"\na simulated device of {args.device_images_per_s:,.0f} images/s: {device_s:.3f} s per call\n")
+        print("| method | waiting for data | goal |\n|---|---|---|")
         loader: Any = DataLoader(BySample(data), batch_size=per_call, shuffle=True, drop_last=True)
         share = waiting_share(iter(loader), device_s, min(3, len(data) // per_call - 1))
         print(f"| torchvision, sample by sample | {100 * share:.1f} % | |")

@@ -1,15 +1,15 @@
-"""The comparison that the tutorial leaves blank: `python scripts/compare.py [--data-dir FOLDER] [--plot compare.png]`.
+"""Measure the comparison that Graphcore's tutorial leaves blank: `python scripts/compare.py [--data-dir FOLDER]`.
 
 Its four steps on the same data: 1. no data parallelism; 2. eight replicas in one instance; 3. the same with loader
-workers; 4. eight replicas in four instances. Each three times:
+workers; 4. eight replicas in four instances. Each with three methods:
 
-* stand-in device, tutorial's data path: torchvision transforms images one by one (flip, 64x64, uint8). The device takes
-  a stated time per call and no CPU, as an IPU would, so the host side is what one sees;
-* stand-in device, raypod's data path: the same images, a whole call at a time; the device enlarges them;
-* emulated SDK, raypod's data path: real training, whose arithmetic is done by this CPU. Its losses and accuracies are
-  real; its times say what emulation costs, not what an IPU would take.
+* simulated device, tutorial's data path: torchvision transforms images one by one (flip, 64x64, uint8). The device
+  takes a fixed time per call and no CPU, as an IPU does, so that the times show the host side;
+* simulated device, raypod's data path: the same images, a whole call at a time; the device enlarges them;
+* emulated SDK, raypod's data path: a real training on this CPU. Losses and accuracies are those of the training; times
+  are those of the emulation, not of an IPU.
 
-Without --data-dir the data is generated in CIFAR-10's format (scripts/make_cifar.py). --plot needs `raypod[plot]`.
+Without --data-dir the data is generated in CIFAR-10's format (make_cifar.py). --plot needs `raypod[plot]`.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ STEPS: Tuple[Tuple[str, List[str]], ...] = (
     ("the same, loader workers", ["--replicas", str(REPLICAS), "--fleet", "inline", "--num-workers", "4"]),
     (f"{REPLICAS} replicas, 4 instances", ["--replicas", str(REPLICAS), "--num-instances", "4"]),
 )
-STAND_IN = ["--model", "compare:stand_in_device", "--optimizer", "sgd", "--learning-rate", "0.001"]
-WAYS: Dict[str, List[str]] = {
-    "stand-in device, tutorial's data path": [*STAND_IN, "--dataset", "compare:by_sample"],
-    "stand-in device, raypod's data path": [*STAND_IN, "--dataset", "cifar10"],
+SIMULATED = ["--model", "compare:simulated_device", "--optimizer", "sgd", "--learning-rate", "0.001"]
+METHODS: Dict[str, List[str]] = {
+    "simulated device, tutorial's data path": [*SIMULATED, "--dataset", "compare:by_sample"],
+    "simulated device, raypod's data path": [*SIMULATED, "--dataset", "cifar10"],
     "emulated SDK, raypod's data path": ["--dataset", "cifar10"],
 }
 
 
 class Row(NamedTuple):
-    """One step, one way."""
+    """The result of one step with one method."""
 
     step: str
     epoch_s: float
@@ -60,14 +60,14 @@ class Row(NamedTuple):
     test_accuracy: float
 
 
-class StandInDevice(nn.Module):
-    """A network that looks at one pixel, and takes the time of a device.
+class SimulatedDevice(nn.Module):
+    """A network that reads one pixel and sleeps for the time of a device.
 
-    The emulated SDK runs replicas in as many threads as there are cores, on a pod they run side by side: so only one of
-    the local replicas' micro-batches sleeps for all of them.
+    A pod runs replicas in parallel, but the emulated SDK runs them in as many threads as there are cores: therefore one
+    of the local replicas sleeps for all of them.
     """
 
-    turns, asleep = itertools.count(), threading.Lock()  # of the process: replicas are copies of the module
+    turns, lock = itertools.count(), threading.Lock()  # shared by the replicas, which are copies of the module
 
     def __init__(self, channels: int, classes: int, seconds: float) -> None:
         super().__init__()
@@ -75,28 +75,29 @@ class StandInDevice(nn.Module):
         self.head = nn.Linear(channels, classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """[n, channels, h, w] to [n, classes]."""
+        """Map [n, channels, h, w] to [n, classes]."""
         if self.training and next(self.turns) % int(os.environ["POPDIST_NUM_LOCAL_REPLICAS"]) == 0:
-            with self.asleep:
+            with self.lock:
                 time.sleep(self.seconds)
         logits: torch.Tensor = self.head(images[:, :, 0, 0].to(self.head.weight.dtype))
         return logits
 
 
-def stand_in_device(channels: int, classes: int) -> nn.Module:
-    """For `--model`."""
-    return StandInDevice(channels, classes, float(os.environ[SECONDS]))
+def simulated_device(channels: int, classes: int) -> nn.Module:
+    """Return the network of `--model compare:simulated_device`."""
+    return SimulatedDevice(channels, classes, float(os.environ[SECONDS]))
 
 
 class BySample:
-    """Images one by one through torchvision's transforms, as in the tutorial."""
+    """A map-style data set that applies torchvision's transforms to each image, as in the tutorial."""
 
     def __init__(self, images: Any, labels: Any) -> None:
         from torchvision import transforms
 
         self._images, self._labels = images, labels
-        steps = [transforms.RandomHorizontalFlip(), transforms.Resize(64), transforms.PILToTensor()]
-        self._transform = transforms.Compose(steps)
+        self._transform = transforms.Compose(
+            [transforms.RandomHorizontalFlip(), transforms.Resize(64), transforms.PILToTensor()]
+        )
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -108,7 +109,7 @@ class BySample:
 
 
 def by_sample(data_dir: str) -> Tuple[BySample, BySample, int]:
-    """For `--dataset`: the same files as `--dataset cifar10`."""
+    """Return the data of `--dataset compare:by_sample`, from the files of `--dataset cifar10`."""
     from raypod import datasets
     from raypod.host import torchvision_import
     from raypod.plan.resolve import from_values
@@ -119,22 +120,22 @@ def by_sample(data_dir: str) -> Tuple[BySample, BySample, int]:
     return BySample(train.images, train.labels), BySample(test.images, test.labels), splits.classes
 
 
-def run(args: argparse.Namespace, data_dir: str, way: str, step: str, flags: List[str]) -> Row:
-    """Train in a process of its own."""
+def run(args: argparse.Namespace, data_dir: str, method: str, step: str, flags: List[str]) -> Row:
+    """Train in a subprocess."""
     sizes = [args.batch_size, args.gradient_accumulation, args.device_iterations]
     names = ["--batch-size", "--gradient-accumulation", "--device-iterations", "--epochs"]
     common = [word for name, value in zip(names, [*sizes, args.epochs]) for word in (name, str(value))]
     common += ["--eight-bit-io", "--async-dataloader", "--device", "emulated", "--data-dir", data_dir]
-    if "--model" not in WAYS[way]:
+    if "--model" not in METHODS[method]:
         common += ["--model", args.model, "--learning-rate", str(args.learning_rate), "--warmup-updates", "10"]
     seconds = args.call_ms / 1000 / (args.gradient_accumulation * args.device_iterations)
     environment = {**os.environ, SECONDS: str(seconds)}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
-        line = [sys.executable, "-m", "raypod.train", *common, *WAYS[way], *flags, "--run-dir", f"{folder}/run"]
+        line = [sys.executable, "-m", "raypod.train", *common, *METHODS[method], *flags, "--run-dir", f"{folder}/run"]
         done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         if done.returncode:
-            raise SystemExit(f"{way}, {step}: {' '.join(line)} ended with {done.returncode}\n{done.stderr[-2000:]}")
+            raise SystemExit(f"{method}, {step}: {' '.join(line)} ended with {done.returncode}\n{done.stderr[-2000:]}")
         summary = json.loads(Path(folder, "run", "summary.json").read_text())
         plan = json.loads(Path(folder, "run", "plan.json").read_text())
     images = plan["updates_per_epoch"] * plan["geometry"]["global_batch_size"]
@@ -143,14 +144,14 @@ def run(args: argparse.Namespace, data_dir: str, way: str, step: str, flags: Lis
 
 
 def median_row(rows: List[Row]) -> Row:
-    """Of the rounds, column by column."""
+    """Return the medians of the rounds, column by column."""
     return Row(rows[0].step, *(median(column) for column in list(zip(*rows))[1:]))
 
 
-def print_table(way: str, rows: List[Row], is_trained: bool) -> None:
-    """One way, step by step."""
-    print(f"\n{way}")
-    head = f"{'step':<26}{'s per epoch':>12}{'images/s':>10}{'of step 1':>11}{'waiting for data':>18}"
+def print_table(method: str, rows: List[Row], is_trained: bool) -> None:
+    """Print the steps of one method."""
+    print(f"\n{method}")
+    head = f"{'step':<26}{'s per epoch':>12}{'images/s':>10}{'to step 1':>11}{'waiting for data':>18}"
     print(head + (f"{'loss':>8}{'test acc':>10}" if is_trained else ""))
     for row in rows:
         ratio = row.images_per_s / rows[0].images_per_s
@@ -160,20 +161,20 @@ def print_table(way: str, rows: List[Row], is_trained: bool) -> None:
 
 
 def draw(path: Path, found: Dict[str, List[Row]], title: str) -> None:
-    """Seconds per epoch, the share that waits for data darker."""
+    """Plot the seconds per epoch; the part that waits for data is darker."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, len(found), figsize=(4.6 * len(found), 4.2))
-    for axis, (way, rows) in zip(axes, found.items()):
+    for axis, (method, rows) in zip(axes, found.items()):
         names = [f"{number}. {row.step}".replace(", ", ",\n") for number, row in enumerate(rows, start=1)]
         seconds = [row.epoch_s for row in rows]
         waiting = [row.epoch_s * row.data_wait_share for row in rows]
         axis.bar(names, seconds, color="#9ecae1", label="in the call")
         axis.bar(names, waiting, color="#08519c", label="waiting for data")
-        axis.set_title(way.replace(", ", ",\n"), fontsize=10)
+        axis.set_title(method.replace(", ", ",\n"), fontsize=10)
         axis.set_ylabel("seconds per epoch")
         axis.tick_params(axis="x", labelsize=7)
     axes[0].legend(fontsize=8)
@@ -184,18 +185,18 @@ def draw(path: Path, found: Dict[str, List[Row]], title: str) -> None:
 
 
 def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description="The four steps of the tutorial's last chapter, in one run.")
-    parser.add_argument("--data-dir", help="folder that holds cifar-10-batches-py; without: generated data")
+    """Run the command."""
+    parser = argparse.ArgumentParser(description="Run the four steps of the last chapter of Graphcore's tutorial.")
+    parser.add_argument("--data-dir", help="folder of cifar-10-batches-py; default: generated data")
     parser.add_argument("--images", type=int, default=8192, help="training images of the generated data")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--gradient-accumulation", type=int, default=2)
     parser.add_argument("--device-iterations", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--call-ms", type=float, default=60, help="time that the stand-in device takes per call")
-    parser.add_argument("--model", default="resnet8", help="of the emulated SDK")
+    parser.add_argument("--call-ms", type=float, default=60, help="time per call of the simulated device")
+    parser.add_argument("--model", default="resnet8", help="model of the emulated SDK")
     parser.add_argument("--learning-rate", type=float, default=0.05)
-    parser.add_argument("--rounds", type=int, default=1, help="alternating; medians are told")
+    parser.add_argument("--rounds", type=int, default=1, help="alternating rounds; results are medians")
     parser.add_argument("--plot", type=Path, metavar="PNG")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -206,16 +207,16 @@ def main() -> None:
             make_cifar.write(Path(folder), args.images, args.images // 8, 10)
             data_dir, what = folder, f"{args.images} generated images in CIFAR-10's format"
         per_call = args.batch_size * args.gradient_accumulation * args.device_iterations
-        title = f"{what}; a call feeds {per_call} images per replica; stand-in device: {args.call_ms:g} ms per call"
+        title = f"{what}; a call feeds {per_call} images per replica; simulated device: {args.call_ms:g} ms per call"
         print(f"{title}; {os.cpu_count()} cores", flush=True)
-        rounds: Dict[str, List[List[Row]]] = {way: [[] for _ in STEPS] for way in WAYS}
+        rounds: Dict[str, List[List[Row]]] = {method: [[] for _ in STEPS] for method in METHODS}
         for _ in range(args.rounds):
-            for way in WAYS:
+            for method in METHODS:
                 for index, (step, flags) in enumerate(STEPS):
-                    rounds[way][index].append(run(args, data_dir, way, step, flags))
-    found = {way: [median_row(each) for each in steps] for way, steps in rounds.items()}
-    for way, rows in found.items():
-        print_table(way, rows, is_trained=way.startswith("emulated"))
+                    rounds[method][index].append(run(args, data_dir, method, step, flags))
+    found = {method: [median_row(each) for each in steps] for method, steps in rounds.items()}
+    for method, rows in found.items():
+        print_table(method, rows, is_trained=method.startswith("emulated"))
     if args.plot:
         draw(args.plot, found, title)
         print(f"\nplot: {args.plot}")

@@ -1,7 +1,7 @@
-"""Writes a data set in the format of CIFAR-10 or CIFAR-100 that can be learned: `python scripts/make_cifar.py FOLDER`.
+"""Generate a learnable data set in the format of CIFAR-10 or CIFAR-100: `python scripts/make_cifar.py FOLDER`.
 
-For machines without the real one. Every class has a few smooth coloured patterns; an image is one of them, shifted,
-dimmed and under noise. The same seed writes the same bytes.
+It replaces the real data on machines without it. Each class has three colored patterns; an image is one of them,
+shifted, with reduced contrast and with noise. The same seed writes the same bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SIDE, COARSE, PATTERNS = 32, 8, 3
 
 
 def images_of(labels: np.ndarray, patterns: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """uint8 [samples, 3072], in the order of the published files: channel, row, column."""
+    """Return uint8 [samples, 3072], laid out [channel, row, column] as in the published files."""
     kinds = random.integers(0, PATTERNS, len(labels))
     rows, columns = random.integers(-3, 4, (2, len(labels), 1)) + np.arange(SIDE)
     each = np.arange(len(labels))[:, None, None]
@@ -29,7 +29,7 @@ def images_of(labels: np.ndarray, patterns: np.ndarray, random: np.random.Genera
 
 
 def write(folder: Path, train: int, test: int, classes: int, seed: int = 0) -> Path:
-    """The folder `cifar-10-batches-py` (10 classes) or `cifar-100-python` (100) inside `folder`."""
+    """Write `cifar-10-batches-py` (10 classes) or `cifar-100-python` (100) to `folder`; return its path."""
     random = np.random.default_rng(seed)
     coarse = random.integers(0, 256, (classes, PATTERNS, 3, COARSE, COARSE)).astype(np.float32)
     patterns = coarse.repeat(SIDE // COARSE, axis=3).repeat(SIDE // COARSE, axis=4)
@@ -51,8 +51,8 @@ def write(folder: Path, train: int, test: int, classes: int, seed: int = 0) -> P
 
 
 def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description="Write generated data in the format of CIFAR.")
+    """Run the command."""
+    parser = argparse.ArgumentParser(description="Generate data in the format of CIFAR.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--train", type=int, default=50000)
     parser.add_argument("--test", type=int, default=10000)

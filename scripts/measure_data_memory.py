@@ -1,8 +1,8 @@
-"""What data costs in the memory of a host: `python scripts/measure_data_memory.py [--data-dir FOLDER] [--instances 4]`.
+"""Measure the host memory of a data set: `python scripts/measure_data_memory.py [--data-dir FOLDER] [--instances 4]`.
 
-Processes as those of instances load CIFAR-10 and gather every image once. While all of them live, each tells its
-proportional share (PSS) of the pages that are mapped from the cache, and how much its private memory has grown since
-before it loaded. The sum over 4 processes is set against that of one; the goal is at most 1.3.
+Each process loads CIFAR-10 and gathers every image once, as an instance does. While all of them run, each reports its
+proportional share (PSS) of the pages mapped from the cache, and the growth of its private memory since before loading.
+The sum over 4 processes is compared with that of one process; the goal is a ratio of at most 1.3.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ for split in (splits.train, splits.test):
     for samples in np.array_split(np.random.default_rng(0).permutation(len(split)), 50):
         transforms.gather(split, samples, splits.augmentation, (1, 0))
 print("ready", flush=True)
-input()  # until all are
+input()  # until all processes are ready
 print(kib(("Pss:",), ".npy"), max(0, kib(("Private_Dirty:",)) - before), flush=True)
-input()  # until all have looked
+input()  # until all processes have measured
 """
 
 
 def measure(data_dir: str, processes: int) -> Tuple[int, int]:
-    """(mapped, private) KiB of so many processes together."""
+    """Return (mapped, private) KiB, summed over the processes."""
     line = [sys.executable, "-c", MEMBER, data_dir]
     pipe = subprocess.PIPE
     members = [subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True, cwd=str(ROOT)) for _ in range(processes)]
@@ -75,9 +75,11 @@ def measure(data_dir: str, processes: int) -> Tuple[int, int]:
 
 
 def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description="Memory of the data of one and of several instances of a host.")
-    parser.add_argument("--data-dir", help="folder of cifar-10-batches-py; made where not given")
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        description="Compare the memory of the data of one and of several instances of a host."
+    )
+    parser.add_argument("--data-dir", help="folder of cifar-10-batches-py; default: generated data")
     parser.add_argument("--instances", type=int, default=4)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
@@ -86,8 +88,8 @@ def main() -> None:
 
             make_cifar.write(Path(made), train=50000, test=10000, classes=10)
         data_dir = args.data_dir or made
-        measure(data_dir, 1)  # decodes and writes the cache
-        print("| processes | mapped, MiB (PSS) | private growth, MiB | together | of one (goal <= 1.3) |")
+        measure(data_dir, 1)  # creates the cache
+        print("| processes | mapped, MiB (PSS) | private growth, MiB | together | ratio to one (goal <= 1.3) |")
         print("|---|---|---|---|---|")
         one = 0
         for processes in (1, args.instances):
