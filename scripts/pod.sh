@@ -13,8 +13,8 @@
 #   pod.sh status          print one line per host
 #
 # Every host has its own network, mount, uts, ipc and pid namespaces, an sshd on its own address, and a disk that is an
-# overlay of this machine's disk. Hosts share only the folders of POD_SHARE. The switch is a namespace, too: the pod does
-# not change this machine's network and has no connection to it.
+# overlay of this machine's disk. Hosts share only the folders of POD_SHARE. The switch is a namespace, too: the pod
+# does not change this machine's network and has no connection to it.
 #
 #   POD_NAME=pod           name of the pod; pods of different names can run in parallel, even with equal addresses
 #   POD_NET=10.77.0        first three bytes of the addresses: operator .1, hosts .11 .12 ...

@@ -10,7 +10,8 @@ from raypod.errors import ClusterError
 from raypod.host import vipu
 from raypod.launcher.options import VIPU_KEYS, Request
 from raypod.plan import environment
-from raypod.plan.placement import Placement, gcd_of
+from raypod.plan.cluster import VipuPartition
+from raypod.plan.placement import Placement, gcd_index
 
 Say = Callable[[str], None]
 
@@ -42,7 +43,7 @@ def partition(
     try:
         yield _environment(wanted.name, ready.gcds, request, placement, caller)
     finally:
-        if ready.created_here and request.remove_partition:
+        if ready.is_new and request.remove_partition:
             try:
                 tool.remove(wanted.name)
             except ClusterError as error:  # the exit code of the programs takes precedence
@@ -62,8 +63,8 @@ def _partition_request(request: Request, placement: Placement, name: str) -> vip
     in_file = placement.cluster.vipu
     return vipu.PartitionRequest(
         name,
-        size=1 << (placement.total_ipus - 1).bit_length(),
-        gcds=len(placement.instances),
+        size=1 << (placement.sizes.total_ipus - 1).bit_length(),
+        gcds=placement.sizes.num_instances,
         allocation=request.vipu_allocation or request.vipu_cluster or (in_file.allocation if in_file else None),
         sync_type=request.sync_type,
         may_resize=request.update_partition,
@@ -78,9 +79,9 @@ def _environment(
     """Return the variables of each instance; the caller's target options take precedence."""
     own = {key: caller[key] for key in ("POPLAR_TARGET_OPTIONS", "IPUOF_LOG_LEVEL") if key in caller}
     controller = _controller(request, placement)
-    where = (controller.host, controller.port, controller.timeout_s)
     domains = request.num_ilds or (placement.cluster.vipu.link_domains if placement.cluster.vipu else 1)
+    found = VipuPartition(name, controller.host, controller.port, controller.timeout_s, link_domains=domains)
     return {
-        spec.index: {**environment.vipu_environment(name, gcd_of(spec, gcds), where, placement, domains), **own}
+        spec.index: {**environment.vipu_environment(found, gcd_index(spec, gcds), placement), **own}
         for spec in placement.instances
     }

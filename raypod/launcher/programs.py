@@ -1,6 +1,6 @@
 """Build the programs of every host, with their environment, from a request and a placement.
 
-Later sources override earlier ones: the caller's environment, the placement of the instance, `-x` variables.
+Later variables override earlier ones: the caller's, those of the placement, the partition and the host, `-x`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # the caller's values take pr
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The programs of a launch, built from what they have in common."""
+    """All programs of a launch, built from their common settings."""
 
     request: Request
     placement: Placement
@@ -49,8 +49,8 @@ class Programs:
         env = dict(self.caller)
         if spec.host_index:
             env = {name: value for name, value in env.items() if name not in _HOST_SPECIFIC}
-        ours = placement_environment(self.placement, spec)
-        env.update({name: value for name, value in ours.items() if name not in _THREADS or name not in env})
+        placed = placement_environment(self.placement, spec)
+        env.update({name: value for name, value in placed.items() if name not in _THREADS or name not in env})
         env.update(cache_environment(self.request.executable_cache_path))
         if self.sdk_path:
             env["PYTHONPATH"] = join_path(STARTUP_DIR, *self.sdk_path, env.get("PYTHONPATH", ""))

@@ -51,10 +51,8 @@ class RayHosts:
         began = self._clock("reserve the hosts", began)
         actor_class = self._ray.remote(HostProcess)
         for index in range(len(nodes)):
-            options = {
-                **self._reservation.options(index, 1),
-                "max_concurrency": 4,
-            }  # so that `end` runs during a `read`
+            options = self._reservation.options(index, 1)
+            options["max_concurrency"] = 4  # so that `end` runs during a `read`
             self._actors.append(actor_class.options(**options).remote())
         self._call("ready", [() for _ in nodes])
         self._clock("start an actor on every host", began)

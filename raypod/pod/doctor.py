@@ -15,7 +15,7 @@ from raypod.fleet import gcs
 from raypod.plan import environment, resolve
 from raypod.plan.cluster import LOCAL, Cluster, Host, cluster_from, read_file
 from raypod.plan.config import Config
-from raypod.plan.placement import place
+from raypod.plan.placement import Sizes, place
 from raypod.pod import file_checks, probe, ssh
 from raypod.pod.finding import OK, TROUBLE, WARN, Expected, Facts, Finding
 from raypod.pod.findings import examine
@@ -100,9 +100,8 @@ def _sdk_environment(cluster: Cluster) -> Dict[str, str]:
     """Return the variables by which the SDK's tools find the partition: those of the first instance."""
     if cluster.vipu is None or not cluster.hosts[0].ipus:
         return {}
-    placement = place(cluster, cluster.instances, cluster.instances)
-    controller = (cluster.vipu.server, cluster.vipu.port, cluster.vipu.timeout_s)
-    return environment.vipu_environment(cluster.vipu.partition, 0, controller, placement, cluster.vipu.link_domains)
+    placement = place(cluster, Sizes(cluster.num_instances, cluster.num_instances, ipus_per_replica=1))
+    return environment.vipu_environment(cluster.vipu, 0, placement)
 
 
 def _expected(cluster: Cluster, resolved: Config, commands: str) -> Expected:

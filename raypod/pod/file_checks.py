@@ -30,11 +30,8 @@ def launch_errors(file: ClusterFile) -> List[Mistake]:
     for mount, source in (top.value("file_mounts") or {}).items():
         path = Path(str(source)).expanduser()
         if not path.exists() and path != token_source(file):  # `raypod up` creates the token
-            found.append(
-                Mistake(
-                    top.line_of("file_mounts"), f"file_mounts: {source} (for {mount}) does not exist in {Path.cwd()}"
-                )
-            )
+            text = f"file_mounts: {source} (for {mount}) does not exist in {Path.cwd()}"
+            found.append(Mistake(top.line_of("file_mounts"), text))
     for kind in ("head", "worker"):
         found += _command_errors(kind, file)
     return found
@@ -55,7 +52,7 @@ def launch_warnings(file: ClusterFile) -> List[Mistake]:
     for kind in ("head", "worker"):
         key = f"{kind}_start_ray_commands"
         commands, line = file.commands(key), file.top.line_of(key)
-        for pattern, text in _ADVICE[kind]:
+        for pattern, text in _EXPECTED[kind]:
             if commands and not re.search(pattern, commands):
                 found.append(Mistake(line, f"{key}: {text}"))
         if re.search(r"\bray stop\b", commands):
@@ -101,7 +98,7 @@ def _command_errors(kind: str, file: ClusterFile) -> List[Mistake]:
     head, given = file.provider.text("head_ip"), re.search(r"--node-ip-address[= ]([\w.:-]+)", commands)
     if kind == "head" and given and given.group(1) != head:
         texts.append(f"--node-ip-address={given.group(1)} differs from provider.head_ip {head}")
-    ipus, resources = file.ours.count("ipus_per_host"), re.search(r'"IPU"\s*:\s*(\d+)', commands)
+    ipus, resources = file.raypod.count("ipus_per_host"), re.search(r'"IPU"\s*:\s*(\d+)', commands)
     if ipus and (resources is None or int(resources.group(1)) != ipus):
         number = f"{resources.group(1)} IPUs" if resources else "no IPUs"
         texts.append(f"{number} in --resources, but metadata.raypod.ipus_per_host is {ipus}: use '{{\"IPU\":{ipus}}}'")
@@ -113,12 +110,13 @@ def _auth_mode(commands: str) -> Optional[str]:
     return found.group(1) if found else None
 
 
+# A pattern that the start commands should match, and the warning if they do not.
 _BOTH = [
     (r"\bunset\b[^;&]*\bOMP_NUM_THREADS|\bOMP_NUM_THREADS=", "`ray up` sets OMP_NUM_THREADS=1; unset it"),
     (rf"\b{MARK}=", f"export {MARK}=<cluster_name>, so that `raypod down` ends only this cluster"),
     (r"--min-worker-port", "the worker ports are not fixed; use --min-worker-port and --max-worker-port"),
 ]
-_ADVICE = {
+_EXPECTED = {
     "head": [
         *_BOTH,
         (r"\bRAY_enable_autoscaler_v2=0", "autoscaler v2 starts one worker too few; export RAY_enable_autoscaler_v2=0"),

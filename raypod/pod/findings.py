@@ -25,7 +25,7 @@ _MUST_MATCH = ("ray", "torch", "torchvision", "poptorch", "horovod")
 def examine(expected: Expected, hosts: Mapping[str, Union[Facts, str]]) -> List[Finding]:
     """Return all findings: subjects in the order of a start, and hosts in order within each subject."""
     found = [
-        Finding(TROUBLE, name, "reachable", facts, "ssh severity work without a password: ssh -o BatchMode=yes HOST")
+        Finding(TROUBLE, name, "reachable", facts, "ssh must work without a password: ssh -o BatchMode=yes HOST")
         for name, facts in hosts.items()
         if isinstance(facts, str)
     ]
@@ -114,13 +114,8 @@ def _partition(cluster: Cluster, host: str, facts: Facts, severity: str) -> Iter
     found, state = vipu.parse_partition(name, result["output"]), vipu.parse_state(result["output"])
     size = f"{found.size} IPUs" if found.size else "size unknown"
     if cluster.vipu.size and found.size and found.size != cluster.vipu.size:
-        yield Finding(
-            severity,
-            host,
-            "partition",
-            f"{name} has {size}, but the cluster file requires {cluster.vipu.size}",
-            "correct the cluster file",
-        )
+        text = f"{name} has {size}, but the cluster file requires {cluster.vipu.size}"
+        yield Finding(severity, host, "partition", text, "correct the cluster file")
     elif state and state.lower() not in ("active", "ready", "running", "ok"):
         yield Finding(severity, host, "partition", f"{name} is {state}", f"vipu reset partition {name}")
     else:
@@ -143,17 +138,12 @@ def _network(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
         yield Finding(TROUBLE, host, "data network", text, "correct metadata.raypod.data_network")
     elif not found and is_address(host_address):
         text = f"no interface has the address {host_address} of the cluster file; interfaces: {listed}"
-        yield Finding(
-            WARN, host, "data network", text, "Ray identifies a host by its own address: use that in the cluster file"
-        )
+        way_out = "use the host's own address in the cluster file: Ray identifies a host by it"
+        yield Finding(WARN, host, "data network", text, way_out)
     else:
         name = next(iter(found), "?")
-        yield Finding(
-            OK,
-            host,
-            "data network",
-            f"{name} {found.get(name, host_address)}: Gloo and Horovod use only this interface",
-        )
+        text = f"{name} {found.get(name, host_address)}: Gloo and Horovod use only this interface"
+        yield Finding(OK, host, "data network", text)
     head = cluster.hosts[0].address
     source = facts["towards"].get(head)
     if is_address(host_address) and host_address != head and source not in (None, host_address):
@@ -178,9 +168,8 @@ def _folders(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
         if name == "data set":
             continue
         if name == "object store":
-            level = (
-                OK if folder["total_bytes"] >= _MIN_SHM_BYTES and folder["free_bytes"] >= _MIN_SHM_FREE_BYTES else WARN
-            )
+            is_enough = folder["total_bytes"] >= _MIN_SHM_BYTES and folder["free_bytes"] >= _MIN_SHM_FREE_BYTES
+            level = OK if is_enough else WARN
             way_out = "enlarge /dev/shm (containers: --shm-size): Ray's object store and loader workers use it"
         else:
             is_enough = folder["free_bytes"] >= _RUN_FOLDER_WARN_BYTES
@@ -195,12 +184,9 @@ def _data(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     folder = facts["folders"].get("data set")
     if folder is None:
         return
-    if not folder["exists"]:
-        yield Finding(
-            TROUBLE, host, "data set", f"{folder['path']} does not exist", "mount it, or copy it to every host"
-        )
-    elif folder["is_empty"]:
-        yield Finding(TROUBLE, host, "data set", f"{folder['path']} is empty", "mount it, or copy it to every host")
+    if not folder["exists"] or folder["is_empty"]:
+        text = f"{folder['path']} {'is empty' if folder['exists'] else 'does not exist'}"
+        yield Finding(TROUBLE, host, "data set", text, "mount it, or copy it to every host")
     else:
         yield Finding(OK, host, "data set", str(folder["path"]))
 
@@ -224,9 +210,8 @@ def _token(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     token = facts["token"]
     if expected.cluster.auth_mode != "token":
         text = f"RAY_AUTH_MODE is {expected.cluster.auth_mode or 'not set'} in the start commands: the cluster is open"
-        yield Finding(
-            TROUBLE, host, "token", text, "export RAY_AUTH_MODE=token in both start commands, as in cluster/pod64.yaml"
-        )
+        way_out = "export RAY_AUTH_MODE=token in both start commands, as in cluster/pod64.yaml"
+        yield Finding(TROUBLE, host, "token", text, way_out)
     elif "error" in token:
         text = f"{token['path']}: {token['error']}"
         yield Finding(TROUBLE, host, "token", text, "`python -m raypod up` creates it and copies it to the hosts")
@@ -258,13 +243,8 @@ def _gcs_access(expected: Expected) -> Iterator[Finding]:
         way_out = "restart it: python -m raypod up"
         yield Finding(TROUBLE, "", "closed", f"the GCS at {address} answers requests without a token", way_out)
     else:
-        yield Finding(
-            WARN,
-            "",
-            "closed",
-            f"the GCS at {address} answers every request",
-            "restrict access to the hosts by a firewall",
-        )
+        text = f"the GCS at {address} answers every request"
+        yield Finding(WARN, "", "closed", text, "restrict access to the hosts by a firewall")
 
 
 def _grouped(values: Mapping[str, str]) -> str:

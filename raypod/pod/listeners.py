@@ -35,13 +35,8 @@ def ports(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
         yield Finding(TROUBLE, host, "ports", f"{port} is in use by {owner}{of_cluster}", way_out)
     others = sum(1 for mark in facts["clusters"] if mark != cluster.name)
     if others:
-        yield Finding(
-            WARN,
-            host,
-            "ports",
-            f"{others} other Ray instance{'s' if others > 1 else ''} on this host",
-            "`raypod up` and `down` do not affect it",
-        )
+        text = f"{others} other Ray cluster{'s' if others > 1 else ''} on this host"
+        yield Finding(WARN, host, "ports", text, "`raypod up` and `down` do not affect other clusters")
     if not taken:
         yield Finding(OK, host, "ports", "in use by this cluster" if ours else f"{len(expected.ports)} free")
 
@@ -58,9 +53,8 @@ def exposure(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     for each in ours:
         if each["port"] == DASHBOARD_PORT:
             text = f"listens on {each['address']}:{DASHBOARD_PORT}"
-            yield Finding(
-                TROUBLE, host, "dashboard", text, "start Ray with --dashboard-host=127.0.0.1, and use `ray dashboard`"
-            )
+            way_out = "start Ray with --dashboard-host=127.0.0.1, and use `ray dashboard`"
+            yield Finding(TROUBLE, host, "dashboard", text, way_out)
     known = {*expected.ports, *range(first, last + 1), *MONITOR_PORTS, _RAY_CLIENT_PORT}
     rest = [each for each in ours if each["port"] not in known]
     open_to_all = sorted({each["port"] for each in rest if each["address"] in _ANY})
@@ -76,9 +70,8 @@ def exposure(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     pages = sorted({each["port"] for each in ours if each["port"] in (*MONITOR_PORTS, expected.metrics_port)})
     if pages:
         text = f"{', '.join(map(str, pages))}: metrics, readable without the token"
-        yield Finding(
-            WARN, host, "exposed", text, "restrict access to the hosts and the collector of metrics by a firewall"
-        )
+        way_out = "restrict access to the hosts and the metrics collector by a firewall"
+        yield Finding(WARN, host, "exposed", text, way_out)
     inside = f", {len(rest)} of instances in {network}" if rest and not open_to_all and not outside else ""
     of_ray = len({each["port"] for each in ours if each["port"] in known})
     yield Finding(OK, host, "exposed", f"{of_ray} ports of Ray{inside} (see README, What is exposed)")

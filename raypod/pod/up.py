@@ -21,7 +21,7 @@ from typing import Dict, List, Sequence
 from raypod.cli import FlagParser
 from raypod.errors import ClusterError, RunError
 from raypod.fleet import gcs, ray_admission
-from raypod.plan.cluster import Cluster, Host, cluster_from, read_file, refuse
+from raypod.plan.cluster import Cluster, Host, cluster_from, raise_mistakes, read_file
 from raypod.pod import file_checks, ssh, stop_cluster
 
 _STOP_TIMEOUT_S = 60.0
@@ -41,7 +41,7 @@ def up(argv: Sequence[str]) -> int:
     parser.add_argument("--no-restart", action="store_true", help="do not restart a running Ray")
     args = parser.parse_args(argv)
     file = read_file(args.file)
-    refuse(args.file, [*file_checks.access_errors(file), *file_checks.launch_errors(file)])
+    raise_mistakes(args.file, [*file_checks.access_errors(file), *file_checks.launch_errors(file)])
     cluster = cluster_from(file, args.file)
     for warning in file_checks.launch_warnings(file):
         _say(f"{args.file}, {warning}")
@@ -66,7 +66,7 @@ def down(argv: Sequence[str]) -> int:
     """Stop a cluster on all hosts of its file, and nothing else."""
     args = _parser("down", "Stop Ray on all hosts of a cluster file.").parse_args(argv)
     file = read_file(args.file)
-    refuse(args.file, file_checks.access_errors(file))
+    raise_mistakes(args.file, file_checks.access_errors(file))
     cluster = cluster_from(file, args.file)
     if not file_checks.is_marked(file):
         mark = f"{stop_cluster.MARK}={cluster.name}"

@@ -13,7 +13,7 @@ from raypod.launcher.mpi_arguments import parse_mpi_arguments
 from raypod.launcher.options import OPTIONS, Request, export, parse
 from raypod.plan import tables
 from raypod.plan.cluster import LOCAL, cluster_of, expand_hosts
-from raypod.plan.placement import check_ilds, place
+from raypod.plan.placement import Sizes, check_ilds, place
 
 
 def request(*words: str) -> Request:
@@ -82,7 +82,7 @@ def test_verbosity_adds_up(words: List[str]) -> None:
         (["-H", "a", "--cluster", "c.yaml", "x"], "--host and --cluster both list the hosts; give only one"),
         (["--only-output-from-instance", "2", "x"], "--only-output-from-instance 2: the last instance is 0"),
         (["--import-config", "/nowhere.yaml", "x"], "--import-config /nowhere.yaml: No such file or directory"),
-        (["--device", "gpu", "x"], "--device gpu: say auto, ipu or emulated"),
+        (["--device", "gpu", "x"], "--device gpu: use auto, ipu or emulated"),
         (["--process-placement", "sideways", "x"], "--process-placement sideways: must be disabled or spreadnuma"),
         ([], "no program to launch"),
     ],
@@ -172,7 +172,7 @@ def test_a_hosts_file(tmp_path: Path) -> None:
 
 
 def test_topology_table() -> None:
-    placement = place(cluster_of("h0,h1"), 8, 4, 2)
+    placement = place(cluster_of("h0,h1"), Sizes(8, 4, 2))
     lines = tables.render_topology(placement, 2).splitlines()
     assert [cell.strip() for cell in lines[5].strip("|").split("|")] == ["h1", "1", "2", "4..5", "8..11"]
     with pytest.raises(ConfigError):

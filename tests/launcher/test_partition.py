@@ -17,7 +17,7 @@ from raypod.errors import ClusterError
 from raypod.launcher.options import parse
 from raypod.launcher.partition import partition
 from raypod.plan.cluster import LOCAL
-from raypod.plan.placement import place
+from raypod.plan.placement import Sizes, place
 
 FAKE_VIPU = Path(__file__).resolve().parent / "fake_vipu.py"
 
@@ -56,7 +56,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tool:
 def use(*words: str, has_ipus: bool = True, **caller: str) -> Dict[int, Dict[str, str]]:
     """Return the environments of 4 instances with 8 replicas of 2 IPUs."""
     request, _ = parse(["--num-replicas", "8", "--num-instances", "4", "--ipus-per-replica", "2", *words, "program"])
-    with partition(request, place(LOCAL, 8, 4, 2), has_ipus, caller, lambda _: None) as environment:
+    with partition(request, place(LOCAL, Sizes(8, 4, 2)), has_ipus, caller, lambda _: None) as environment:
         return environment
 
 
@@ -107,7 +107,7 @@ def test_removal_can_be_disabled(tool: Tool) -> None:
 
 
 def test_creation_is_attempted_as_often_as_requested(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypod.host.vipu._PAUSE_S", 0.0)
+    monkeypatch.setattr("raypod.host.vipu._RETRY_S", 0.0)
     tool.fail(2, "no IPUs are free")
     use("--vipu-partition", "p", "--vipu-partition-attempts", "3")
     assert [each.split()[0] for each in tool.changes] == ["create"] * 3 + ["remove"]

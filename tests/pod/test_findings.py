@@ -140,7 +140,7 @@ def on_second(change: Callable[[Dict[str, Any]], Any]) -> Pod:
         (lambda f: f.update(skew_s=-90.0), TROUBLE, "clocks", "differ by up to 90.0 s, 10.0.0.1 is ahead"),
         (lambda f: f["listening"].append(listener(6380, None)), TROUBLE, "ports", "6380 is in use by nginx, pid 7"),
         (lambda f: f["listening"].append(listener(10500, "b")), TROUBLE, "ports", "pid 7 of the cluster b"),
-        (lambda f: f["clusters"].append("b"), WARN, "ports", "1 other Ray instance on this host"),
+        (lambda f: f["clusters"].append("b"), WARN, "ports", "1 other Ray cluster on this host"),
         (lambda f: f["listening"].append(listener(8265, "pod")), TROUBLE, "dashboard", "listens on 0.0.0.0:8265"),
         (
             lambda f: f["listening"].append(listener(4711, "pod")),
