@@ -1,8 +1,8 @@
-"""ledger.jsonl: which samples every call was fed, as the instances themselves saw it. Lines are added, never changed.
+"""`ledger.jsonl`: an append-only log of the samples that every call was fed, as the instances report them.
 
-A life of the fleet begins with a line that says from which update on it trains; calls of earlier lives from there on
-are superseded by it. A call's line has one digest per instance, over the indices of the samples that it gathered.
-`verify_data.py` compares them with the order that the config stands for.
+Each generation of the fleet writes a line with the update from which it trains; it supersedes the calls of earlier
+generations from there on. Each call has one digest per instance, over the indices of the samples that it gathered.
+`verify_data.py` compares them with the order that follows from the config.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any, Dict, List, Tuple, Union
 
 from raypod.events import CallDone
-from raypod.host.files import AppendedLines
+from raypod.host.files import AppendOnlyFile
 from raypod.plan.plan import Plan
 
 NAME = "ledger.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
-class LifeBegun:
-    """A generation trains from `update` (0-based) on, with so many instances."""
+class GenerationStarted:
+    """A generation trains from `update` (0-based) on, with `instances` instances."""
 
     generation: int
     update: int
@@ -30,58 +30,58 @@ class LifeBegun:
 
 
 @dataclasses.dataclass(frozen=True)
-class CallFed:
-    """One call: `count` samples from `position` of the order of `epoch` on (all 0-based)."""
+class CallRecord:
+    """One call: `count` samples of the order of `epoch`, starting at `position`. All are 0-based."""
 
     generation: int
     update: int
     epoch: int
     position: int
     count: int
-    digests: Dict[int, str]  # by instance; one whose report was lost with it has none
+    digests: Dict[int, str]  # by instance; missing for an instance that was lost before it reported
 
 
-Line = Union[LifeBegun, CallFed]
+Line = Union[GenerationStarted, CallRecord]
 
 
 class Ledger:
-    """The ledger of a run folder, open for one life of the fleet after the other."""
+    """The ledger of a run folder, open for appending."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         path = Path(plan.run_dir) / NAME
-        ends_whole = _ends_whole(path)
-        self._lines = AppendedLines(path)
-        if not ends_whole:  # a line was cut off; what follows it begins a line of its own
-            self._lines.add("")
+        ends_with_newline = _ends_with_newline(path)
+        self._file = AppendOnlyFile(path)
+        if not ends_with_newline:  # the last line is truncated; keep it separate from the next one
+            self._file.write_line("")
         self._generation = 0
 
     def begin(self, generation: int, update: int) -> None:
-        """From here on lines belong to `generation`, which trains from `update` on."""
+        """Start `generation`, which trains from `update` on; the following calls belong to it."""
         self._generation = generation
-        self._write(LifeBegun(generation, update, self._plan.geometry.num_instances))
+        self._write(GenerationStarted(generation, update, self._plan.geometry.num_instances))
 
     def write(self, call: CallDone) -> None:
-        """Add a call."""
-        geometry, per_epoch = self._plan.geometry, self._plan.updates_per_epoch
-        epoch, in_epoch = divmod(call.first_update, per_epoch)
+        """Append a call."""
+        geometry = self._plan.geometry
+        epoch, in_epoch = divmod(call.first_update, self._plan.updates_per_epoch)
         position = in_epoch * geometry.global_batch_size
         count, digests = geometry.samples_per_call, dict(call.digests)
-        self._write(CallFed(self._generation, call.first_update, epoch, position, count, digests))
+        self._write(CallRecord(self._generation, call.first_update, epoch, position, count, digests))
 
     def sync(self) -> None:
-        """All lines on the disk."""
-        self._lines.sync()
+        """Flush all lines to the disk."""
+        self._file.sync()
 
     def close(self) -> None:
         """Close the file. OSError if lines could not be written."""
-        self._lines.close()
+        self._file.close()
 
     def _write(self, line: Line) -> None:
-        self._lines.add(json.dumps(dataclasses.asdict(line)))
+        self._file.write_line(json.dumps(dataclasses.asdict(line)))
 
 
-def _ends_whole(path: Path) -> bool:
+def _ends_with_newline(path: Path) -> bool:
     if not path.is_file() or not path.stat().st_size:
         return True
     with path.open("rb") as file:
@@ -90,27 +90,27 @@ def _ends_whole(path: Path) -> bool:
 
 
 def read(path: Path) -> Tuple[List[Line], List[int]]:
-    """The lines of a ledger, and the numbers (from 1 on) of those that cannot be read: cut off, or damaged."""
+    """Return the lines of a ledger, and the numbers (1-based) of the truncated or damaged ones."""
     lines: List[Line] = []
     unreadable: List[int] = []
     for number, text in enumerate(path.read_bytes().split(b"\n"), start=1):
         if text.strip():
             try:
-                lines.append(_parsed(json.loads(text.decode())))
+                lines.append(_parse(json.loads(text.decode())))
             except (ValueError, TypeError, AttributeError, KeyError):
                 unreadable.append(number)
     return lines, unreadable
 
 
 def last_generation(run_dir: str) -> int:
-    """The last life that the ledger of a run folder knows; 0 without one."""
+    """Return the newest generation in the ledger of a run folder; 0 without a ledger."""
     path = Path(run_dir) / NAME
     lines = read(path)[0] if path.is_file() else []
     return max((line.generation for line in lines), default=0)
 
 
-def _parsed(content: Dict[str, Any]) -> Line:
+def _parse(content: Dict[str, Any]) -> Line:
     if "instances" in content:
-        return LifeBegun(**content)
+        return GenerationStarted(**content)
     digests = {int(instance): str(value) for instance, value in content.pop("digests").items()}
-    return CallFed(digests=digests, **content)
+    return CallRecord(digests=digests, **content)

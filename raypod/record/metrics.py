@@ -1,7 +1,7 @@
-"""From the reports of all instances to one line per update: folding, throughput, and the file that keeps it.
+"""Aggregate the reports of all instances into one record per update, and write records to JSON Lines files.
 
-Numbers of replicas are combined with exact summation, so that the loss of an update does not depend on how the
-replicas are spread over instances. `metrics.jsonl` is the truth; bar and summary are views of it.
+Values of replicas are combined by exact summation, so that the loss of an update does not depend on how the replicas
+are distributed over instances. `metrics.jsonl` holds every update; the progress bar and the summary derive from it.
 """
 
 from __future__ import annotations
@@ -13,67 +13,70 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Union
 
 from raypod.events import CallDone, CallReport, EpochDone, EvaluationDone, UpdateDone
-from raypod.host import files
-from raypod.host.files import AppendedLines, replace_file
+from raypod.host.files import AppendOnlyFile, replace_file, strict_json
 from raypod.plan.plan import Plan
 
 
-class MetricsFold:
-    """Waits until every instance has reported a call, then tells its updates in order, each once.
+class MetricsAggregator:
+    """Emits the updates of a call, in order and each once, as soon as every instance has reported the call.
 
-    `position` is the update after which the run is; after a step back it is behind `last`, the last one told.
+    `position` is the number of updates that the run has done; after a rollback it is less than `last.update`, the
+    newest update that was emitted.
     """
 
     def __init__(self, plan: Plan, started_at_s: float) -> None:
         self._plan = plan
         self._started_at_s = started_at_s
-        self._waiting: Dict[int, List[CallReport]] = {}
-        self._mark_s = started_at_s
+        self._pending: Dict[int, List[CallReport]] = {}  # by first update
+        self._last_call_s = started_at_s
         self._calls = 0
         self._timed_samples, self._timed_s = 0, 0.0
         self._data_wait_s, self._call_s = 0.0, 0.0
         self._epoch: List[UpdateDone] = []
+        self._completed_calls: List[CallDone] = []
         self.position = 0
         self.epochs_done = 0
         self.last: Optional[UpdateDone] = None
-        self._calls_told: List[CallDone] = []
         self.first_update_s: Optional[float] = None
 
+    def begin_at(self, update: int) -> None:
+        """Start the run after `update` updates; discard all pending reports."""
+        self._pending.clear()
+        self.position = update
+
     def begin_leg(self, now_s: float) -> None:
-        """Time before a leg (starting, saving, evaluating) is not training time."""
-        self._mark_s = now_s
+        """Exclude the time before a leg (start, save, evaluation) from the throughput."""
+        self._last_call_s = now_s
 
     def add(self, report: CallReport, now_s: float) -> List[UpdateDone]:
-        """The updates that this report completes (none while other instances still owe theirs)."""
-        reports = self._waiting.setdefault(report.first_update, [])
+        """Add a report and return the updates that it completes."""
+        reports = self._pending.setdefault(report.first_update, [])
         reports.append(report)
         if len(reports) < self._plan.geometry.num_instances:
             return []
-        return self._tell(report.first_update, now_s)
+        return self._complete(report.first_update, now_s)
 
-    def settle(self, update: int, now_s: float) -> List[UpdateDone]:
-        """The run goes on after update `update`: the updates up to there that have not been told.
+    def rollback_to(self, update: int, now_s: float) -> List[UpdateDone]:
+        """Continue after `update`: emit pending updates before it, discard later ones.
 
-        Of those the reports of lost instances may be missing: they are told as the others saw them. Reports of what
-        lies beyond are dropped, as it will be done again.
+        The reports of lost instances may be missing for the pending updates; their means are over the other reports.
         """
-        calls = sorted(first for first in self._waiting if first < update)
-        told = [each for first in calls for each in self._tell(first, now_s)]
-        self._waiting.clear()
-        self.position = update
-        return told
+        calls = sorted(first for first in self._pending if first < update)
+        updates = [each for first in calls for each in self._complete(first, now_s)]
+        self.begin_at(update)
+        return updates
 
     def take_calls(self) -> List[CallDone]:
-        """The calls that were completed since this was last asked."""
-        calls, self._calls_told = self._calls_told, []
+        """Return the calls that were completed since the previous `take_calls`."""
+        calls, self._completed_calls = self._completed_calls, []
         return calls
 
-    def _tell(self, first_update: int, now_s: float) -> List[UpdateDone]:
-        """The updates of a call, but for those that were told before a step back."""
-        reports = sorted(self._waiting.pop(first_update), key=lambda each: each.instance)
-        elapsed_s, self._mark_s = now_s - self._mark_s, now_s
+    def _complete(self, first_update: int, now_s: float) -> List[UpdateDone]:
+        """Return the updates of a call, except those that were emitted before a rollback."""
+        reports = sorted(self._pending.pop(first_update), key=lambda each: each.instance)
+        elapsed_s, self._last_call_s = now_s - self._last_call_s, now_s
         samples = self._plan.geometry.samples_per_call
-        if self._calls:  # the first call compiles
+        if self._calls:  # the first call includes the compilation
             self._timed_samples, self._timed_s = self._timed_samples + samples, self._timed_s + elapsed_s
             self._data_wait_s += math.fsum(each.data_wait_s for each in reports)
             self._call_s += math.fsum(each.call_s for each in reports)
@@ -82,7 +85,7 @@ class MetricsFold:
             self.first_update_s = now_s - self._started_at_s
         rate = samples / elapsed_s if elapsed_s > 0 else 0.0
         digests = tuple((each.instance, each.samples_digest) for each in reports if each.samples_digest)
-        self._calls_told.append(CallDone(first_update, digests))
+        self._completed_calls.append(CallDone(first_update, digests))
         updates = [self._update(reports, index, rate, now_s) for index in range(len(reports[0].losses))]
         self.position = updates[-1].update
         new = [update for update in updates if self.last is None or update.update > self.last.update]
@@ -91,7 +94,7 @@ class MetricsFold:
         return new
 
     def end_epoch(self, epoch: int) -> EpochDone:
-        """Means over the updates since the last epoch ended."""
+        """Return the means over the updates since the previous epoch ended. `epoch` is 0-based."""
         done, self._epoch, self.epochs_done = self._epoch, [], epoch + 1
         count = len(done)
         loss = math.fsum(update.loss for update in done) / count
@@ -104,7 +107,7 @@ class MetricsFold:
 
     @property
     def data_wait_share(self) -> float:
-        """Of the time that calls took, the part they waited for their data (0..1), without the first call."""
+        """The share of the calls' time that they wait for data (0..1), without the first call."""
         return self._data_wait_s / self._call_s if self._call_s > 0 else 0.0
 
     def _update(self, reports: List[CallReport], index: int, rate: float, now_s: float) -> UpdateDone:
@@ -120,34 +123,34 @@ class MetricsFold:
             samples=update * geometry.global_batch_size,
             samples_per_s=rate,
             time_s=now_s - self._started_at_s,
-            data_wait_share=_share(reports),
+            data_wait_share=_data_wait_share(reports),
         )
 
 
-def _share(reports: List[CallReport]) -> float:
+def _data_wait_share(reports: List[CallReport]) -> float:
     call_s = math.fsum(report.call_s for report in reports)
     return math.fsum(report.data_wait_s for report in reports) / call_s if call_s > 0 else 0.0
 
 
 class JsonLines:
-    """A file of one line per record, each of an update: metrics.jsonl, evaluations.jsonl. Written as it comes."""
+    """A file with one line per record (`metrics.jsonl`, `evaluations.jsonl`), written immediately."""
 
     def __init__(self, path: Path, first_update: int) -> None:
-        """Keep what a resumed run wrote up to `first_update`; what it did beyond that will be done again."""
+        """Keep the lines up to `first_update`, from which a resumed run continues; remove later ones."""
         kept = [line for line in _lines(path) if _update_of(line) <= first_update] if first_update else []
         replace_file(path, "".join(kept).encode())
-        self._file = AppendedLines(path)
+        self._file = AppendOnlyFile(path)
 
     def write(self, record: Union[UpdateDone, EvaluationDone]) -> None:
         """Append one line."""
-        self._file.add(files.plain_json(dataclasses.asdict(record)))
+        self._file.write_line(strict_json(dataclasses.asdict(record)))
 
     def sync(self) -> None:
-        """All lines on the disk, if there is room."""
+        """Flush all lines to the disk, if there is space."""
         self._file.sync()
 
     def close(self) -> None:
-        """Close. OSError if lines could not be written."""
+        """Close the file. OSError if lines could not be written."""
         self._file.close()
 
 
@@ -156,7 +159,7 @@ def _lines(path: Path) -> List[str]:
 
 
 def _update_of(line: str) -> float:
-    """The update of a line; infinity for a line that was cut off."""
+    """Return the update of a line; infinity for a truncated line."""
     try:
         content: Any = json.loads(line)
         return int(content["update"])

@@ -1,4 +1,4 @@
-"""The run folder: where it lies, what is written into it before the run, and the summary after it."""
+"""The run folder: its path, the files that are written before the run, and the summary after it."""
 
 from __future__ import annotations
 
@@ -13,37 +13,38 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from raypod.errors import ConfigError, RunError
 from raypod.events import EvaluationDone, Repaired, RunEnded, RunStarted, UpdateDone
-from raypod.host import files
-from raypod.host.files import replace_file
+from raypod.host.files import replace_file, strict_json
 from raypod.plan.config import Config
 from raypod.plan.plan import Plan, default_run_dir
 from raypod.plan.resolve import run_folder_of
 from raypod.plan.tables import describe, topology_summary
 from raypod.record import run_state
-from raypod.record.metrics import MetricsFold
+from raypod.record.metrics import MetricsAggregator
 
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 
 
 def choose(resolved: Config) -> str:
-    """The folder of a run: the one asked for, the one that is resumed, or a new one under `runs/`."""
+    """Return the folder of a run: `--run-dir`, the folder of the resumed run, or a new one under `runs/`."""
     resumed = run_folder_of(resolved.run.resume) if resolved.run.resume else None
     if resumed and not resolved.run.run_dir and resumed.is_dir():
         return str(resumed)
     return os.path.abspath(default_run_dir(resolved, time.strftime("%Y%m%d-%H%M%S")))  # noqa: PTH100 - keeps symlinks
 
 
-def check_free(plan: Plan) -> None:
-    """ConfigError if the folder holds another run than the one that goes on, or one that is over."""
+def check_unused(plan: Plan) -> None:
+    """Raise ConfigError if the folder holds another run than the resumed one, or a finished run."""
     folder = Path(plan.run_dir)
     resume = plan.config.run.resume
-    is_free = run_folder_of(resume) == folder.resolve() if resume else run_state.was_cut_off(folder)
-    if (folder / METRICS).exists() and not is_free:
-        raise ConfigError(f"--run-dir {folder} holds a run already; choose another, or go on with --resume {folder}")
+    is_unused = run_folder_of(resume) == folder.resolve() if resume else run_state.is_unfinished(folder)
+    if (folder / METRICS).exists() and not is_unused:
+        raise ConfigError(
+            f"--run-dir {folder} holds a run already; choose another folder, or continue with --resume {folder}"
+        )
 
 
-def open_for(plan: Plan) -> None:
-    """Make the folder, and write the resolved config and the plan into it. ConfigError if it cannot be made."""
+def create(plan: Plan) -> None:
+    """Create the folder and write `config.yaml` and `plan.json` into it. ConfigError if that fails."""
     folder = Path(plan.run_dir)
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -54,9 +55,9 @@ def open_for(plan: Plan) -> None:
 
 
 def write_summary(
-    plan: Plan, metrics: MetricsFold, seen: Dict[type, Any], evaluations: Sequence[EvaluationDone]
+    plan: Plan, metrics: MetricsAggregator, seen: Dict[type, Any], evaluations: Sequence[EvaluationDone]
 ) -> None:
-    """Write `summary.json` out of the last event of each type and all evaluations. RunError if it cannot be written."""
+    """Write `summary.json` from the last event of each type (`seen`) and all evaluations. RunError if that fails."""
     started: RunStarted = seen[RunStarted]
     ended: RunEnded = seen[RunEnded]
     repaired: Optional[Repaired] = seen.get(Repaired)
@@ -81,25 +82,25 @@ def write_summary(
     }
     path = Path(plan.run_dir) / "summary.json"
     try:
-        replace_file(path, (files.plain_json(summary, indent=2) + "\n").encode())
+        replace_file(path, (strict_json(summary, indent=2) + "\n").encode())
     except OSError as error:
-        raise RunError(f"the run is done, and {path} cannot be written: {error.strerror}") from None
+        raise RunError(f"the run is done, but {path} cannot be written: {error.strerror}") from None
 
 
 def evaluations_until(plan: Plan, update: int) -> List[EvaluationDone]:
-    """Those that the run in this folder had made when it had done `update` updates."""
+    """Return the evaluations that the run in this folder made up to `update`."""
     found = [EvaluationDone(**each) for each in _records(Path(plan.run_dir) / EVALUATIONS)]
     return [each for each in found if each.update <= update]
 
 
 def last_update(run_dir: Path) -> Optional[UpdateDone]:
-    """The last one that the run in this folder has told; None if there is none."""
+    """Return the newest update in the metrics of a run folder; None if there is none."""
     records = _records(run_dir / METRICS)
     return UpdateDone(**records[-1]) if records else None
 
 
 def _records(path: Path) -> List[Dict[str, Any]]:
-    """The lines of a file that a run left; null is what no number has become. A line that was cut off is none."""
+    """Return the records of a JSON Lines file. JSON null reads as NaN; truncated lines are skipped."""
     records = []
     for line in path.read_text().splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError):

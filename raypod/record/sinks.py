@@ -1,35 +1,39 @@
-"""The files of a run folder that grow with its events: metrics, evaluations, ledger, and curves for TensorBoard."""
+"""The files of a run folder that grow with its events: metrics, evaluations, ledger, and TensorBoard event files."""
 
 from __future__ import annotations
 
-import struct
-import time
+import contextlib
+import importlib
+import importlib.util
 from pathlib import Path
-from typing import Dict, List, Optional
+from typing import Any, List, Optional, Tuple
 
-from raypod.errors import RunError
+from raypod.errors import ConfigError, RunError
 from raypod.events import CallDone, CheckpointBegun, EvaluationDone, Event, Repaired, RunStarted, UpdateDone
-from raypod.host.files import AppendedFile
+from raypod.plan.config import Config
 from raypod.plan.plan import Plan
 from raypod.record.ledger import Ledger
 from raypod.record.metrics import JsonLines
 from raypod.record.run_folder import EVALUATIONS, METRICS
 
+TENSORBOARD_FOLDER = "tensorboard"
+_FLUSH_S = 10  # bounds what is not yet visible while the run continues
+
 
 class Sinks:
-    """Takes the events of a run. They are opened by its start: a run that could not start leaves its folder free."""
+    """Writes the events of a run to its files. `RunStarted` opens them: a run that fails to start writes none."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._metrics: Optional[JsonLines] = None
         self._evaluations: Optional[JsonLines] = None
         self._ledger: Optional[Ledger] = None
-        self._curves: Optional[EventFile] = None
+        self._tensorboard: Optional[TensorBoardWriter] = None
 
-    def take(self, event: Event) -> None:
-        """Write what belongs to an event."""
-        if self._curves is not None:
-            self._curves.take(event)
+    def handle(self, event: Event) -> None:
+        """Write an event to the files that record it."""
+        if self._tensorboard is not None:
+            self._tensorboard.handle(event)
         if isinstance(event, RunStarted):
             self._open(event)
         elif isinstance(event, Repaired) and self._ledger is not None:
@@ -50,11 +54,11 @@ class Sinks:
         self._ledger = Ledger(self._plan)
         self._ledger.begin(event.generation, event.first_update)
         if self._plan.config.run.tensorboard:
-            self._curves = EventFile(folder, event.first_update)
+            self._tensorboard = TensorBoardWriter(folder, event.first_update)
 
     def _sync(self) -> None:
-        """Whoever goes on from a checkpoint finds every line before it, also after a power loss."""
-        for sink in (self._metrics, self._evaluations, self._ledger):
+        """Flush all files, so that a run that resumes from the checkpoint finds every line before it."""
+        for sink in (self._metrics, self._evaluations, self._ledger, self._tensorboard):
             if sink is not None:
                 sink.sync()
 
@@ -62,103 +66,84 @@ class Sinks:
         return self
 
     def __exit__(self, kind: Optional[type], *_: object) -> None:
-        """Close the files. RunError if lines could not be written (the disk is still full) and nothing else failed."""
+        """Close the files. RunError if lines could not be written (the disk is full) and there is no other error."""
         failed = []
-        for sink in (self._metrics, self._evaluations, self._ledger, self._curves):
+        for sink in (self._metrics, self._evaluations, self._ledger, self._tensorboard):
             try:
                 if sink is not None:
                     sink.close()
             except OSError as error:
                 failed.append(error.strerror or str(error))
-        self._metrics = self._evaluations = self._ledger = self._curves = None
+        self._metrics = self._evaluations = self._ledger = self._tensorboard = None
         if failed and kind is None:
             raise RunError(f"cannot write the last lines of metrics and ledger in {self._plan.run_dir}: {failed[0]}")
 
 
-# --- from record.tensorboard: Curves for TensorBoard: its event files, written here because the package that writes them brings twenty others.
-#
-# A file is a sequence of records (length, masked CRC-32C of it, data, masked CRC-32C of that: tensorflow/core/lib/io/
-# record_writer.h), each an `Event` message (tensorflow/core/util/event.proto). A run that goes on begins a new file with
-# a session log at the update it goes on from: TensorBoard drops what an earlier file has from there on.
-#
-
-FOLDER = "tensorboard"
-_SESSION_STARTS = 1
+def check_tensorboard(config: Config) -> None:
+    """Raise ConfigError if the run writes TensorBoard event files and the package `tensorboard` is not installed."""
+    if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "--tensorboard needs the package tensorboard, which is not installed: pip install 'raypod[tensorboard]'"
+        )
 
 
-class EventFile:
-    """The curves of one run from one of its starts on."""
+class TensorBoardWriter:
+    """Writes the scalars of a run with `torch.utils.tensorboard.SummaryWriter`.
+
+    A full disk does not stop the run: points that are not yet on the disk stay in memory, and `sync` and `close`
+    write them again, into a new event file.
+    """
 
     def __init__(self, run_dir: Path, first_update: int) -> None:
-        folder = run_dir / FOLDER
-        folder.mkdir(exist_ok=True)
-        number = len(list(folder.iterdir()))
-        # Read in the order of their names, which begin with the time.
-        self._file = AppendedFile(folder / f"events.out.tfevents.{int(time.time()):010d}.{number:04d}.raypod")
-        self._write(0, _bytes_field(3, b"brain.Event:2"))
-        self._write(first_update + 1, _bytes_field(7, _varint_field(1, _SESSION_STARTS)))
+        """Hide the points after `first_update`, from which a resumed run continues, in earlier event files."""
+        # Imported here: it needs an optional package, and it imports torch, which reads OMP_NUM_THREADS.
+        self._module: Any = importlib.import_module("torch.utils.tensorboard")
+        self._folder = str(run_dir / TENSORBOARD_FOLDER)
+        self._purge_step = first_update + 1  # the first step that is not on the disk
+        self._points: List[Tuple[str, float, int]] = []  # tag, value, step; not on the disk yet
+        self._writer: Any = None
+        self.sync()
 
-    def take(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         """Add the points of an event, if it has any."""
+        points: List[Tuple[str, float, int]] = []
         if isinstance(event, UpdateDone):
-            points = {"loss": event.loss, "accuracy": event.accuracy, "samples_per_s": event.samples_per_s}
-            self._add(event.update, {f"training/{name}": value for name, value in points.items()})
+            values = {"loss": event.loss, "accuracy": event.accuracy, "samples_per_s": event.samples_per_s}
+            points = [(f"training/{name}", value, event.update) for name, value in values.items()]
         elif isinstance(event, EvaluationDone):
-            self._add(event.update, {"test/loss": event.loss, "test/accuracy": event.accuracy})
+            points = [("test/loss", event.loss, event.update), ("test/accuracy", event.accuracy, event.update)]
+        self._points += points
+        if self._writer is not None:
+            try:
+                self._add(points)
+            except OSError:
+                self._writer = None
+
+    def sync(self) -> None:
+        """Write all points to the disk, if there is space."""
+        with contextlib.suppress(OSError):
+            self._flush()
 
     def close(self) -> None:
-        """Close the file. OSError if points could not be written."""
-        self._file.close()
+        """Close the event file. OSError if points could not be written."""
+        self._flush()
+        self._writer.close()
 
-    def _add(self, update: int, points: Dict[str, float]) -> None:
-        values = [_bytes_field(1, tag.encode()) + _float_field(2, value) for tag, value in points.items()]
-        self._write(update, _bytes_field(5, b"".join(_bytes_field(1, value) for value in values)))
+    def _flush(self) -> None:
+        try:
+            if self._writer is None:
+                self._writer = self._module.SummaryWriter(
+                    self._folder, purge_step=self._purge_step, flush_secs=_FLUSH_S
+                )
+                self._add(self._points)
+            self._writer.flush()
+        except OSError:
+            self._writer = None  # its thread has ended
+            raise
+        if self._points:
+            self._purge_step = self._points[-1][2] + 1
+            self._points.clear()
 
-    def _write(self, update: int, content: bytes) -> None:
-        data = _double_field(1, time.time()) + _varint_field(2, update) + content
-        length = struct.pack("<Q", len(data))
-        self._file.write(length + _masked_crc(length) + data + _masked_crc(data))
-
-
-def _varint(value: int) -> bytes:
-    parts = []
-    while value > 0x7F:
-        parts.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*parts, value])
-
-
-def _varint_field(number: int, value: int) -> bytes:
-    return _varint(number << 3) + _varint(value)
-
-
-def _double_field(number: int, value: float) -> bytes:
-    return _varint(number << 3 | 1) + struct.pack("<d", value)
-
-
-def _bytes_field(number: int, value: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(value)) + value
-
-
-def _float_field(number: int, value: float) -> bytes:
-    return _varint(number << 3 | 5) + struct.pack("<f", value)
-
-
-def _crc_table() -> List[int]:
-    table = []
-    for byte in range(256):
-        for _ in range(8):
-            byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)  # Castagnoli's polynomial, reflected
-        table.append(byte)
-    return table
-
-
-_CRC_TABLE = _crc_table()
-
-
-def _masked_crc(data: bytes) -> bytes:
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = _CRC_TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
-    crc ^= 0xFFFFFFFF
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+    def _add(self, points: List[Tuple[str, float, int]]) -> None:
+        for tag, value, step in points:
+            self._writer.add_scalar(tag, value, step)

@@ -1,6 +1,6 @@
-"""`python -m raypod verify-data RUN`: whether each epoch saw each sample exactly once, proved from the ledger.
+"""`python -m raypod verify-data RUN`: prove from the ledger that each epoch saw each sample exactly once.
 
-The order is computed again from the run's own config and compared with the digests of what the instances gathered.
+The order is recomputed from the run's config and compared with the digests of the samples that the instances gathered.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
-from raypod.checkpoint import format
-from raypod.datasets.order import call_positions, digest, epoch_order
+from raypod.checkpoint.format import checkpoints_folder, list_checkpoints
+from raypod.datasets.order import call_positions, epoch_order, samples_digest
 from raypod.errors import ConfigError
 from raypod.plan import resolve
 from raypod.plan.plan import Geometry
 from raypod.record import ledger, run_folder
-from raypod.record.ledger import CallFed, LifeBegun, Line
+from raypod.record.ledger import CallRecord, GenerationStarted, Line
 
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """What the order of a run's samples follows from; the number of instances may change from life to life."""
+    """What determines the order of a run's samples. The number of instances may change between generations."""
 
     geometry: Geometry
     seed: int
@@ -31,99 +31,99 @@ class Order:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples that an epoch visits: whole calls; the rest is left out of it."""
+        """Number of samples of an epoch: a multiple of the samples per call; the remainder is left out."""
         return self.geometry.calls_per_epoch(self.train_samples) * self.geometry.samples_per_call
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What was found, line by line, and whether it is a proof."""
+    """The findings, one per line, and whether the ledger proves the run."""
 
     lines: Tuple[str, ...]
     is_proved: bool
 
 
 def order_of(run_dir: Path) -> Order:
-    """Out of the files of a run folder. ConfigError if it is none."""
+    """Read the order from the files of a run folder. ConfigError if they are missing or invalid."""
     try:
         described = json.loads((run_dir / "plan.json").read_text())
         sizes = {field.name: described["geometry"][field.name] for field in dataclasses.fields(Geometry)}
         seed = resolve.load_yaml(run_dir / "config.yaml").training.seed
         return Order(Geometry(**sizes), seed, int(described["dataset"]["train_samples"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{run_dir} is no run folder that can be read: {error}") from None
+        raise ConfigError(f"{run_dir} is not a readable run folder: {error}") from None
 
 
 def verify(run_dir: Path) -> Verdict:
-    """Check the ledger of a run folder. ConfigError if it has none."""
+    """Check the ledger of a run folder. ConfigError if there is none."""
     path = run_dir / ledger.NAME
     if not path.is_file():
         raise ConfigError(f"{run_dir} has no {ledger.NAME}; is it the folder of a run?")
     lines, unreadable = ledger.read(path)
     order = order_of(run_dir)
-    return judge(order, lines, unreadable, _missing_end(run_dir, order, lines))
+    return check_ledger(order, lines, unreadable, _missing_end(run_dir, order, lines))
 
 
-def judge(order: Order, lines: List[Line], unreadable: List[int], missing_end: Sequence[str] = ()) -> Verdict:
-    """What the lines of a ledger prove about the samples of each epoch; `missing_end`: what else is known, in words."""
-    calls, instances, told = _effective(order, lines)
-    # Cut off by a kill, and done again since; if it was not, its updates are missing.
-    told += [f"line {number} of the ledger cannot be read" for number in unreadable]
+def check_ledger(order: Order, lines: List[Line], unreadable: List[int], missing_end: Sequence[str] = ()) -> Verdict:
+    """Check the lines of a ledger. `unreadable` are line numbers; `missing_end` are further findings."""
+    calls, instances, notes = _effective(order, lines)
+    # No fault by itself: if a truncated call was not repeated, its updates are missing below.
+    notes += [f"line {number} of the ledger cannot be read" for number in unreadable]
     faults = [*missing_end, *_gaps(order, calls)]
     checker = _Checker(order)
     for call in calls:
-        faults += checker.faults_of(call, instances[call.generation])
-    told += checker.epochs()
-    faults += checker.repeated()
+        faults += checker.check_call(call, instances[call.generation])
+    notes += checker.epochs()
+    faults += checker.miscounted()
     updates = len(calls) * order.geometry.device_iterations
     if not calls:
         faults.append("the ledger has no calls")
     end = f"proved: {updates} updates, every sample at most once in each epoch and exactly once in each whole one"
-    return Verdict((*told, *(f"NOT PROVED: {fault}" for fault in faults), *([] if faults else [end])), not faults)
+    return Verdict((*notes, *(f"NOT PROVED: {fault}" for fault in faults), *([] if faults else [end])), not faults)
 
 
 def _missing_end(run_dir: Path, order: Order, lines: List[Line]) -> List[str]:
-    """What the other files of a run say that it did after the end of its ledger, in words."""
+    """Compare the end of the ledger with the checkpoints and the metrics; return what the ledger lacks."""
     calls = _effective(order, lines)[0]
-    end, ever = (
+    end, ever = (  # of the calls that count, and of all
         max((call.update + order.geometry.device_iterations for call in each), default=0)
-        for each in (calls, [line for line in lines if isinstance(line, CallFed)])
+        for each in (calls, [line for line in lines if isinstance(line, CallRecord)])
     )
-    life = max((line.generation for line in lines), default=0)
-    told = f"the ledger ends after update {end} (generation {life}), and"
+    generation = max((line.generation for line in lines), default=0)
+    where = f"the ledger ends after update {end} (generation {generation}), but"
     faults = []
-    checkpoints, _ = format.found_in(format.folder_of(run_dir))
+    checkpoints, _ = list_checkpoints(checkpoints_folder(run_dir))
     newest = checkpoints[0] if checkpoints else None
-    if newest is not None and (life, end) < (newest.manifest.generation, newest.update):
-        faults.append(f"{told} {newest.path.name} (generation {newest.manifest.generation}) was made later")
+    if newest is not None and (generation, end) < (newest.manifest.generation, newest.update):
+        faults.append(f"{where} {newest.path.name} (generation {newest.manifest.generation}) is newer")
     last = run_folder.last_update(run_dir)
-    # After a step back the metrics are ahead, and so is what the ledger had before it.
+    # After a rollback the metrics are ahead of `end`, but not of the superseded calls.
     if last is not None and last.update > ever:
-        faults.append(f"{told} {run_folder.METRICS} goes on to update {last.update}")
+        faults.append(f"{where} {run_folder.METRICS} reaches update {last.update}")
     return faults
 
 
-def _effective(order: Order, lines: List[Line]) -> Tuple[List[CallFed], Dict[int, int], List[str]]:
-    """The calls that made the weights, the instances of each generation, and what was superseded, in words."""
-    calls: List[CallFed] = []
+def _effective(order: Order, lines: List[Line]) -> Tuple[List[CallRecord], Dict[int, int], List[str]]:
+    """Return the calls that count, the number of instances by generation, and notes on superseded calls."""
+    calls: List[CallRecord] = []
     instances: Dict[int, int] = {}
-    told: List[str] = []
+    notes: List[str] = []
     for line in lines:
-        if isinstance(line, LifeBegun):
+        if isinstance(line, GenerationStarted):
             superseded = [call for call in calls if call.update >= line.update]
             calls = [call for call in calls if call.update < line.update]
             instances[line.generation] = line.instances
             if line.generation > 1:
                 updates = len(superseded) * order.geometry.device_iterations
-                told.append(f"generation {line.generation} began after update {line.update}: {updates} superseded")
+                notes.append(f"generation {line.generation} began after update {line.update}: {updates} superseded")
         else:
             instances.setdefault(line.generation, order.geometry.num_instances)
             calls.append(line)
-    return calls, instances, told
+    return calls, instances, notes
 
 
-def _gaps(order: Order, calls: List[CallFed]) -> List[str]:
-    """Updates that no call made, or more than one."""
+def _gaps(order: Order, calls: List[CallRecord]) -> List[str]:
+    """Return the updates that are missing or duplicated."""
     faults = []
     expected = 0
     for call in sorted(calls, key=lambda each: each.update):
@@ -136,7 +136,7 @@ def _gaps(order: Order, calls: List[CallFed]) -> List[str]:
 
 
 class _Checker:
-    """Compares call after call with the order, and counts how often each sample was seen."""
+    """Compares each call with the order, and counts how often each epoch saw each sample."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -144,8 +144,8 @@ class _Checker:
         self._samples = np.zeros(0, dtype=np.int64)
         self._seen: Dict[int, np.ndarray] = {}
 
-    def faults_of(self, call: CallFed, instances: int) -> List[str]:
-        """What is wrong with a call, in words."""
+    def check_call(self, call: CallRecord, instances: int) -> List[str]:
+        """Return the faults of a call."""
         order, geometry = self._order, dataclasses.replace(self._order.geometry, num_instances=instances)
         where = f"the call at update {call.update + 1}"
         per_epoch = geometry.updates_per_epoch(order.train_samples)
@@ -160,17 +160,17 @@ class _Checker:
         seen = self._seen.setdefault(epoch, np.zeros(order.train_samples, dtype=np.int64))
         for instance in range(instances):
             samples = self._samples[call_positions(geometry, instance, in_epoch // geometry.device_iterations)]
-            told = call.digests.get(instance)
-            if told is None:
+            found_digest = call.digests.get(instance)
+            if found_digest is None:
                 faults.append(f"{where}: instance {instance} reported no digest; its report was lost with it")
-            elif told != digest(samples):
-                faults.append(f"{where}: instance {instance} gathered other samples than the order has there")
+            elif found_digest != samples_digest(samples):
+                faults.append(f"{where}: instance {instance} gathered samples that differ from the order")
             else:
                 seen[samples] += 1
         return faults
 
     def epochs(self) -> List[str]:
-        """One line for each epoch."""
+        """Return one line per epoch."""
         per_epoch, total = self._order.samples_per_epoch, self._order.train_samples
         left = f"; {total - per_epoch} left out, less than a call" if total > per_epoch else ""
         return [
@@ -178,15 +178,17 @@ class _Checker:
             for epoch, seen in sorted(self._seen.items())
         ]
 
-    def repeated(self) -> List[str]:
-        """Samples that an epoch saw more than once, or an epoch that is over did not see, in words."""
+    def miscounted(self) -> List[str]:
+        """Return the epochs with repeated samples, and the finished epochs with missing ones."""
         faults = []
         last = max(self._seen, default=0)
         for epoch, seen in sorted(self._seen.items()):
             twice = np.flatnonzero(seen > 1)
             if len(twice):
-                faults.append(f"epoch {epoch + 1} saw {len(twice)} samples more than once, as sample {twice[0]}")
+                faults.append(
+                    f"epoch {epoch + 1} saw {len(twice)} samples more than once, for example sample {twice[0]}"
+                )
             missing = self._order.samples_per_epoch - int((seen > 0).sum())
             if missing and epoch < last:
-                faults.append(f"epoch {epoch + 1} is over, and {missing} of its samples are not proved to be seen")
+                faults.append(f"epoch {epoch + 1} is finished, and {missing} of its samples are not proved to be seen")
         return faults

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypod.datasets.order import call_positions, digest, epoch_order
+from raypod.datasets.order import call_positions, epoch_order, samples_digest
 from raypod.events import CallDone
 from raypod.plan.plan import Geometry, Plan
 from raypod.record import ledger
-from raypod.record.ledger import CallFed, Ledger, LifeBegun, Line
-from raypod.record.verify_data import Order, Verdict, judge
+from raypod.record.ledger import CallRecord, GenerationStarted, Ledger, Line
+from raypod.record.verify_data import Order, Verdict, check_ledger
 
 SEED = 5
 
@@ -25,14 +25,16 @@ def life(order: Order, generation: int, instances: int, first_update: int, end_u
     """The lines that one life of a fleet leaves behind when it does everything right."""
     geometry = dataclasses.replace(order.geometry, num_instances=instances)
     per_epoch = geometry.updates_per_epoch(order.train_samples)
-    lines: List[Line] = [LifeBegun(generation, first_update, instances)]
+    lines: List[Line] = [GenerationStarted(generation, first_update, instances)]
     for update in range(first_update, end_update, geometry.device_iterations):
         epoch, in_epoch = divmod(update, per_epoch)
         samples = epoch_order(order.seed, epoch, order.train_samples)
         call = in_epoch // geometry.device_iterations
-        digests = {instance: digest(samples[call_positions(geometry, instance, call)]) for instance in range(instances)}
+        digests = {
+            instance: samples_digest(samples[call_positions(geometry, instance, call)]) for instance in range(instances)
+        }
         position = in_epoch * geometry.global_batch_size
-        lines.append(CallFed(generation, update, epoch, position, geometry.samples_per_call, digests))
+        lines.append(CallRecord(generation, update, epoch, position, geometry.samples_per_call, digests))
     return lines
 
 
@@ -43,7 +45,7 @@ def order_with(**sizes: int) -> Order:
 
 
 def judged(order: Order, lines: List[Line]) -> Verdict:
-    return judge(order, lines, [])
+    return check_ledger(order, lines, [])
 
 
 @given(
@@ -86,7 +88,7 @@ def changed(place: int, **values: Any) -> List[Line]:
 FAULTS: Dict[str, List[Line]] = {
     "updates 4 to 4 are not in the ledger": WHOLE[:4] + WHOLE[5:],
     "update 4 was made twice": WHOLE[:5] + WHOLE[4:],
-    "update 3: instance 1 gathered other samples": changed(3, digests={0: WHOLE[3].digests[0], 1: "00"}),
+    "update 3: instance 1 gathered samples that differ": changed(3, digests={0: WHOLE[3].digests[0], 1: "00"}),
     "update 3: instance 1 reported no digest": changed(3, digests={0: WHOLE[3].digests[0]}),
     r"\(epoch, position, count\) \(0, 99, 8\), not \(0, 16, 8\)": changed(3, position=99),
     "the ledger has no calls": WHOLE[:1],
@@ -132,10 +134,10 @@ def test_the_file_survives_a_line_that_was_cut_off(make: Callable[..., Plan], tm
         path.write_bytes(path.read_bytes() + b'{"generation": 2, "upd')
     lines, unreadable = ledger.read(path)
     assert lines == [
-        LifeBegun(1, 0, 2),
-        CallFed(1, 0, 0, 0, 32, {0: "aa", 1: "bb"}),
-        LifeBegun(2, 1, 2),
-        CallFed(2, 1, 0, 32, 32, {0: "aa", 1: "bb"}),
+        GenerationStarted(1, 0, 2),
+        CallRecord(1, 0, 0, 0, 32, {0: "aa", 1: "bb"}),
+        GenerationStarted(2, 1, 2),
+        CallRecord(2, 1, 0, 32, 32, {0: "aa", 1: "bb"}),
     ]
     assert unreadable == [3, 6]
     assert ledger.last_generation(plan.run_dir) == 2

@@ -9,7 +9,7 @@ import pytest
 
 from raypod.events import CallReport, UpdateDone
 from raypod.plan.plan import Plan
-from raypod.record.metrics import JsonLines, MetricsFold
+from raypod.record.metrics import JsonLines, MetricsAggregator
 
 
 def report(instance: int, losses: list[list[float]], correct: list[list[int]], first: int = 0) -> CallReport:
@@ -17,7 +17,7 @@ def report(instance: int, losses: list[list[float]], correct: list[list[int]], f
 
 
 def test_an_update_is_told_once_all_instances_have_reported(make: Callable[..., Plan]) -> None:
-    fold = MetricsFold(make(), started_at_s=100.0)
+    fold = MetricsAggregator(make(), started_at_s=100.0)
     assert fold.add(report(1, [[3.0, 4.0]], [[8, 8]]), 101.0) == []
     (update,) = fold.add(report(0, [[1.0, 2.0]], [[0, 8]]), 102.0)
     assert (update.update, update.epoch, update.loss, update.accuracy) == (1, 1, 2.5, 75.0)
@@ -25,7 +25,7 @@ def test_an_update_is_told_once_all_instances_have_reported(make: Callable[..., 
 
 
 def test_an_instance_may_be_ahead(make: Callable[..., Plan]) -> None:
-    fold = MetricsFold(make(), 0.0)
+    fold = MetricsAggregator(make(), 0.0)
     fold.add(report(0, [[1.0, 1.0]], [[0, 0]]), 1.0)
     fold.add(report(0, [[2.0, 2.0]], [[0, 0]], first=1), 1.0)
     assert [u.update for u in fold.add(report(1, [[1.0, 1.0]], [[0, 0]]), 2.0)] == [1]
@@ -33,7 +33,7 @@ def test_an_instance_may_be_ahead(make: Callable[..., Plan]) -> None:
 
 
 def test_a_call_of_several_updates_tells_each(make: Callable[..., Plan]) -> None:
-    fold = MetricsFold(make(training={"device_iterations": 2}, pod={"num_instances": 1, "replicas": 1}), 0.0)
+    fold = MetricsAggregator(make(training={"device_iterations": 2}, pod={"num_instances": 1, "replicas": 1}), 0.0)
     updates = fold.add(report(0, [[1.0], [3.0]], [[8], [4]]), 1.0)
     assert [(u.update, u.loss, u.accuracy) for u in updates] == [(1, 1.0, 100.0), (2, 3.0, 50.0)]
     assert fold.end_epoch(0).loss == 2.0
@@ -42,7 +42,7 @@ def test_a_call_of_several_updates_tells_each(make: Callable[..., Plan]) -> None
 @pytest.mark.parametrize("instances", [1, 2, 4])
 def test_the_loss_does_not_depend_on_the_placement(make: Callable[..., Plan], instances: int) -> None:
     losses = [0.1, 0.7, 1e-9, 3.3]
-    fold, local = MetricsFold(make(pod={"num_instances": instances}), 0.0), 4 // instances
+    fold, local = MetricsAggregator(make(pod={"num_instances": instances}), 0.0), 4 // instances
     done: List[UpdateDone] = []
     for index in reversed(range(instances)):
         part = losses[index * local : (index + 1) * local]
@@ -51,7 +51,7 @@ def test_the_loss_does_not_depend_on_the_placement(make: Callable[..., Plan], in
 
 
 def test_throughput_leaves_out_the_first_call_and_pauses(make: Callable[..., Plan]) -> None:
-    fold = MetricsFold(make(pod={"num_instances": 1}), 0.0)
+    fold = MetricsAggregator(make(pod={"num_instances": 1}), 0.0)
     fold.begin_leg(5.0)
     for call, now in enumerate((10.0, 11.0)):  # the first call takes 5 s, it compiles
         fold.add(report(0, [[1.0] * 4], [[0] * 4], first=call), now)
@@ -62,7 +62,7 @@ def test_throughput_leaves_out_the_first_call_and_pauses(make: Callable[..., Pla
 
 
 def test_the_wait_for_data_is_a_share_of_the_calls(make: Callable[..., Plan]) -> None:
-    fold = MetricsFold(make(), 0.0)
+    fold = MetricsAggregator(make(), 0.0)
     for call, (wait_s, call_s) in enumerate(((9.0, 10.0), (0.5, 2.0), (0.0, 3.0))):  # the first call compiles
         for instance in range(2):
             told = report(instance, [[1.0] * 2], [[0] * 2], call)
@@ -99,12 +99,12 @@ def test_a_line_has_the_keys_others_rely_on(tmp_path: Path) -> None:
 
 
 def test_after_a_repair_every_update_is_told_once(make: Callable[..., Plan]) -> None:
-    fold = MetricsFold(make(), 0.0)
+    fold = MetricsAggregator(make(), 0.0)
     for instance in (0, 1):
         fold.add(report(instance, [[1.0, 1.0]], [[8, 8]]), 1.0)
     fold.add(report(0, [[2.0, 4.0]], [[8, 4]], first=1), 2.0)  # instance 1 has done it too, and is lost
     fold.add(report(1, [[9.0, 9.0]], [[0, 0]], first=2), 2.0)  # it alone had done this one
-    (told,) = fold.settle(2, 3.0)
+    (told,) = fold.rollback_to(2, 3.0)
     assert (told.update, told.loss, told.accuracy) == (2, 3.0, 75.0)  # of those whose report is there
     assert fold.position == 2
     for instance in (0, 1):
@@ -114,10 +114,10 @@ def test_after_a_repair_every_update_is_told_once(make: Callable[..., Plan]) -> 
 
 
 def test_after_a_step_back_no_update_is_told_again(make: Callable[..., Plan]) -> None:
-    fold = MetricsFold(make(pod={"num_instances": 1}), 0.0)
+    fold = MetricsAggregator(make(pod={"num_instances": 1}), 0.0)
     for first in (0, 1, 2):
         fold.add(report(0, [[1.0] * 4], [[8] * 4], first=first), 1.0)
-    assert fold.settle(1, 2.0) == []
+    assert fold.rollback_to(1, 2.0) == []
     assert (fold.position, fold.last and fold.last.update) == (1, 3)
     told = [fold.add(report(0, [[1.0] * 4], [[8] * 4], first=first), 3.0) for first in (1, 2, 3)]
     assert [[each.update for each in updates] for updates in told] == [[], [], [4]]

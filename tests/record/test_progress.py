@@ -61,7 +61,7 @@ def test_the_result_and_an_interruption_are_told(shown: Callable[..., Any]) -> N
     assert "emulated SDK on CPU; 77,754 parameters, the same in all instances, from update 44 on" in out
     assert "[Epoch 01] test loss: 0.500, test acc: 91.94\n" in out
     assert "Test accuracy: 98.61 % of 360 images (loss 0.050)" in out
-    assert "Interrupted after update 50; go on with --resume" in out
+    assert "Interrupted after update 50; continue with --resume" in out
 
 
 def test_a_repair_names_the_checkpoints_it_could_not_use(shown: Callable[..., Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional
 import pytest
 
 from raypod import train
-from raypod.checkpoint.format import found_in
+from raypod.checkpoint.format import list_checkpoints
 
 QUICK = ("--model", "tiny", "--lr-schedule", "constant", "--warmup-updates", "0")
 
@@ -116,7 +116,7 @@ def test_a_run_that_was_cut_off_in_its_last_evaluation_is_finished_by_the_same_c
 
 def accuracies(folder: Path) -> Dict[int, Optional[float]]:
     """The test accuracy of each checkpoint that is there, by its update."""
-    readable, damaged = found_in(folder / "checkpoints")
+    readable, damaged = list_checkpoints(folder / "checkpoints")
     assert not damaged
     return {each.update: each.manifest.test_accuracy for each in readable}
 

@@ -1,71 +1,92 @@
-"""The curves: as TensorBoard's own reader sees them, and without what a resumed run did again."""
+"""TensorBoard event files, read with TensorBoard's own reader."""
 
 from __future__ import annotations
 
-import struct
+import importlib
+import importlib.util
 from pathlib import Path
-from typing import Dict, List, Tuple
+from typing import Any, Dict, List, Tuple
 
 import pytest
 
 from raypod import train
 from raypod.events import EvaluationDone, UpdateDone
-from raypod.record import sinks
-from raypod.record.sinks import EventFile, _masked_crc
+from raypod.record.sinks import TENSORBOARD_FOLDER, TensorBoardWriter
+
+FLAGS = ["--fleet", "inline", "--device", "emulated", "--lr-schedule", "constant", "--model", "tiny", "--tensorboard"]
 
 
-def files_in(folder: Path) -> List[Path]:
-    return sorted((folder / sinks.FOLDER).iterdir())
-
-
-def records(path: Path) -> List[bytes]:
-    """The records of a file, their checksums compared."""
-    content, found = path.read_bytes(), []
-    while content:
-        (length,) = struct.unpack("<Q", content[:8])
-        assert content[8:12] == _masked_crc(content[:8])
-        found.append(content[12 : 12 + length])
-        assert content[12 + length : 16 + length] == _masked_crc(found[-1])
-        content = content[16 + length :]
-    return found
-
-
-def test_the_checksum_is_castagnolis() -> None:
-    # RFC 3720, B.4: 32 bytes of zeros have the CRC-32C 0x8a9136aa.
-    crc = 0x8A9136AA
-    assert _masked_crc(b"\0" * 32) == struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
-
-
-def test_a_file_begins_with_its_version_and_where_it_goes_on(tmp_path: Path) -> None:
-    curves = EventFile(tmp_path, 300)
-    curves.take(UpdateDone(301, 7, 0.5, 75.0, 9632, 1000.0, 2.0))
-    curves.take(EvaluationDone(360, 0.25, 99.0, 301, 7))
-    curves.close()
-    version, session, update, evaluation = records(files_in(tmp_path)[0])
-    assert version.endswith(b"brain.Event:2")
-    step = b"\x10\xad\x02"  # field 2, a varint: 301
-    assert session[9:] == step + b"\x3a\x02\x08\x01"
-    assert update[9:12] == step
-    assert b"\x0a\x0dtraining/loss\x15" + struct.pack("<f", 0.5) in update
-    assert b"\x0a\x0dtest/accuracy\x15" + struct.pack("<f", 99.0) in evaluation
-
-
-def curves_of(folder: Path) -> Dict[str, List[Tuple[int, float]]]:
-    package = "tensorboard.backend.event_processing.event_accumulator"
-    accumulator = pytest.importorskip(package, reason="tensorboard is not installed").EventAccumulator(str(folder))
+def scalars(run_dir: Path) -> Dict[str, List[Tuple[int, float]]]:
+    """The (step, value) pairs of each tag."""
+    package = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = package.EventAccumulator(str(run_dir / TENSORBOARD_FOLDER))
     accumulator.Reload()
-    tags = accumulator.Tags()["scalars"]
-    return {tag: [(point.step, point.value) for point in accumulator.Scalars(tag)] for tag in tags}
+    return {
+        tag: [(point.step, point.value) for point in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
+    }
 
 
-def test_tensorboard_shows_each_update_once_after_a_resume(tmp_path: Path) -> None:
+def update(number: int, loss: float = 0.5) -> UpdateDone:
+    return UpdateDone(number, 7, loss, 75.0, 32 * number, 1000.0, 2.0)
+
+
+def test_updates_and_evaluations_become_scalars(tmp_path: Path) -> None:
+    writer = TensorBoardWriter(tmp_path, 300)
+    writer.handle(update(301))
+    writer.handle(EvaluationDone(360, 0.25, 99.0, 301, 7))
+    writer.close()
+    assert scalars(tmp_path) == {
+        "training/loss": [(301, 0.5)],
+        "training/accuracy": [(301, 75.0)],
+        "training/samples_per_s": [(301, 1000.0)],
+        "test/loss": [(301, 0.25)],
+        "test/accuracy": [(301, 99.0)],
+    }
+
+
+def test_each_update_is_shown_once_after_a_resume(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    flags = ["--fleet", "inline", "--device", "emulated", "--lr-schedule", "constant", "--run-dir", str(folder)]
-    flags += ["--checkpoint-every", "2 updates", "--tensorboard", "--model", "tiny"]
+    flags = [*FLAGS, "--run-dir", str(folder), "--checkpoint-every", "2 updates"]
     assert train.main([*flags, "--updates", "3"]) == 0
     earlier = folder / "checkpoints" / "update-00000002"
     assert train.main([*flags, "--updates", "6", "--resume", str(earlier)]) == 0
-    assert [len(records(path)) for path in files_in(folder)] == [2 + 3 + 1, 2 + 4 + 1]
-    curves = curves_of(folder / sinks.FOLDER)
-    assert [step for step, _ in curves["training/loss"]] == [1, 2, 3, 4, 5, 6]
-    assert [step for step, _ in curves["test/accuracy"]] == [6]
+    found = scalars(folder)
+    assert [step for step, _ in found["training/loss"]] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in found["test/accuracy"]] == [6]
+
+
+def test_points_of_a_full_disk_are_written_once_there_is_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("torch.utils.tensorboard")
+    is_full = False
+
+    class FullDisk(module.SummaryWriter):  # type: ignore[misc, name-defined]
+        def flush(self) -> None:
+            if is_full:
+                self.close()
+                raise OSError("no space left on device")
+            super().flush()
+
+    monkeypatch.setattr(module, "SummaryWriter", FullDisk)
+    writer = TensorBoardWriter(tmp_path, 0)
+    for number in range(1, 7):
+        is_full = 2 <= number < 5
+        writer.handle(update(number, loss=float(number)))
+        writer.sync()
+    writer.close()
+    assert scalars(tmp_path)["training/loss"] == [(number, float(number)) for number in range(1, 7)]
+
+
+def test_a_missing_package_is_one_line_and_leaves_no_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find_spec = importlib.util.find_spec
+
+    def without_tensorboard(name: str, package: Any = None) -> Any:
+        return None if name == "tensorboard" else find_spec(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_tensorboard)
+    assert train.main([*FLAGS, "--updates", "2", "--run-dir", str(tmp_path / "run")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--tensorboard needs the package tensorboard" in line
+    assert line.endswith("pip install 'raypod[tensorboard]'")
+    assert not (tmp_path / "run").exists()
