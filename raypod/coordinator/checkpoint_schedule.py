@@ -1,4 +1,4 @@
-"""When a checkpoint is due, and what becomes of it: the coordinator's side of the writing in instance 0."""
+"""Decide when a checkpoint is due, request it from instance 0, and record which checkpoints were written."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Iterator, Optional
 
-from raypod.checkpoint.format import Checkpoint, folder_of, found_in, read_manifest, replace_manifest
-from raypod.checkpoint.resume import FINGERPRINT, manifest_of
+from raypod.checkpoint.format import Checkpoint, checkpoints_folder, list_checkpoints, read_manifest, replace_manifest
+from raypod.checkpoint.resume import manifest_of
 from raypod.errors import CheckpointDamaged, CheckpointNotSaved, LossNotFinite
 from raypod.events import (
     CheckpointBegun,
@@ -27,99 +27,106 @@ from raypod.plan.plan import Plan
 from raypod.record.ledger import last_generation
 
 
-class Saving:
-    """The checkpoints of one run."""
+class CheckpointSchedule:
+    """The checkpoints of one run. `last` is the newest one that was written, None before the first."""
 
     def __init__(self, plan: Plan, started: InstanceStarted, resumed: Optional[Checkpoint]) -> None:
-        """`started`: instance 0, which writes them."""
+        """`started` is the report of instance 0, which writes the checkpoints."""
         self._plan, self._started = plan, started
         self._interval = parse_interval(plan.config.run.checkpoint_every)
         self._begun_s = time.monotonic()
         self._begun_update: Optional[int] = None
         self.last: Optional[CheckpointSaved] = None
         self.generation = next_generation(plan, resumed)
-        self.go_back_to(resumed)
+        self.rollback_to(resumed)
 
-    def is_late(self) -> bool:
-        """Whether a checkpoint that is due by the clock has to be taken after the calls under way."""
+    def interval_elapsed(self) -> bool:
+        """Return whether the configured time has passed since the previous checkpoint was begun."""
         return time.monotonic() - self._begun_s >= self._interval.seconds
 
     def is_due(self, update: int) -> bool:
-        """Whether a checkpoint has to be taken now, after `update` updates."""
+        """Return whether a checkpoint is due after `update` updates."""
+        if self.interval_elapsed() or update == self._plan.total_updates:
+            return True
         every = self._plan.save_every_updates
-        return (
-            self.is_late() or update == self._plan.total_updates or (every > 0 and update > 0 and update % every == 0)
-        )
+        return every > 0 and update > 0 and update % every == 0
 
     def begin(self, fleet: Fleet, update: int, test_accuracy: Optional[float] = None) -> Iterator[Event]:
-        """Let instance 0 copy the state and write it, beside what comes next; `test_accuracy` in percent, if known."""
+        """Make instance 0 copy its state and write it in the background, unless that was begun at this update.
+
+        `test_accuracy` is in percent, None if it is unknown.
+        """
         if update == self._begun_update:
             return
-        manifest = manifest_of(self._plan, update, self.generation)
-        settings = {**manifest.settings, FINGERPRINT: self._started.data_fingerprint}
-        versions = dict(self._started.versions)
-        manifest = dataclasses.replace(manifest, settings=settings, versions=versions, test_accuracy=test_accuracy)
+        started = self._started
+        manifest = manifest_of(
+            self._plan, update, self.generation, started.data_fingerprint, dict(started.versions), test_accuracy
+        )
         yield CheckpointBegun(update)
         fleet.call("save", manifest)
         self._begun_update, self._begun_s = update, time.monotonic()
 
     def add_accuracy(self, update: int, test_accuracy: float) -> None:
-        """The checkpoint after `update` updates was evaluated (percent), if it was written before that."""
+        """Add the test accuracy (percent) to the checkpoint of `update`, if it was written before the evaluation."""
         if self.last is not None and self.last.update == update:
-            # A full disk: the run has it in its evaluations.
+            # If the disk is full, the accuracy is still in evaluations.jsonl.
             with contextlib.suppress(OSError, CheckpointDamaged):
                 checkpoint = read_manifest(Path(self.last.path))
                 replace_manifest(checkpoint, dataclasses.replace(checkpoint.manifest, test_accuracy=test_accuracy))
 
-    def go_back_to(self, saved: Optional[Checkpoint]) -> None:
-        """The run goes on from a checkpoint, None for the beginning: whatever comes after it is due, again or not."""
+    def rollback_to(self, checkpoint: Optional[Checkpoint]) -> None:
+        """Continue from a checkpoint, or from the beginning (None): later checkpoints become due again."""
         self._begun_update, self.last = None, None
-        if saved is not None and saved.path.parent.resolve() == folder_of(self._plan.run_dir).resolve():
-            # Nothing has to be written where the run goes on from.
-            self._begun_update = saved.update
-            self.last = CheckpointSaved(saved.update, str(saved.path), saved.manifest.weights_sha256)
+        if checkpoint is not None and _is_in(checkpoint, self._plan.run_dir):
+            self._begun_update = checkpoint.update
+            self.last = CheckpointSaved(checkpoint.update, str(checkpoint.path), checkpoint.manifest.weights_sha256)
 
-    def forget_unfinished(self) -> None:
-        """Whoever was writing is lost, and what was not finished with it: it is due again."""
+    def discard_unfinished(self) -> None:
+        """Make the checkpoint due again that instance 0 had not finished when it was lost."""
         self._begun_update = self.last.update if self.last is not None else None
 
-    def take(self, report: SaveReport) -> Event:
-        """What became of a checkpoint.
+    def record(self, report: SaveReport) -> Event:
+        """Record whether a checkpoint was written, and return the event for it.
 
         Raises:
-            CheckpointNotSaved: it could not be written, and there is no other.
+            CheckpointNotSaved: it could not be written, and there is no earlier one.
         """
         if report.error is None:
             self.last = CheckpointSaved(report.update, report.path, report.weights_sha256)
             return self.last
         if self.last is None:
-            raise CheckpointNotSaved(report.path, report.error, "there is no other, so the run ends here")
+            hint = "there is no earlier checkpoint, so the run ends here"
+            raise CheckpointNotSaved(report.path, report.error, hint)
         return CheckpointFailed(report.update, report.path, report.error, self.last.path)
 
     def check_finite(self, update: UpdateDone) -> None:
-        """LossNotFinite unless the loss of an update is a number, or the run is to go on without."""
+        """Raise LossNotFinite if the loss of an update is NaN or infinite, unless --on-nonfinite is continue."""
         if math.isfinite(update.loss) or self._plan.config.run.on_nonfinite == "continue":
             return
-        way_out = "there is no checkpoint from before: start again with a lower --learning-rate"
+        hint = "there is no earlier checkpoint: start again with a lower --learning-rate"
         if self.last is not None:
-            way_out = f"{self.last.path} is from before: --resume it with a lower --learning-rate"
-        raise LossNotFinite(update.loss, update.update - 1, update.update, f"{way_out}, or --on-nonfinite continue")
+            hint = f"the last checkpoint is {self.last.path}: --resume it with a lower --learning-rate"
+        raise LossNotFinite(update.loss, update.update - 1, update.update, f"{hint}, or use --on-nonfinite continue")
 
     def finish(self, fleet: Fleet) -> Iterator[Event]:
-        """Wait for the checkpoint under way.
+        """Wait until the checkpoint that was begun last is written.
 
         Raises:
-            CheckpointNotSaved: the last one could not be written.
+            CheckpointNotSaved: it could not be written.
         """
         for report in fleet.call("finish_saves")[0]:
             if report.error is not None and report.update == self._begun_update and self.last is not None:
-                way_out = f"go on from {self.last.path} with --resume {self._plan.run_dir}"
-                raise CheckpointNotSaved(report.path, report.error, way_out)
-            yield self.take(report)
+                hint = f"continue from {self.last.path} with --resume {self._plan.run_dir}"
+                raise CheckpointNotSaved(report.path, report.error, hint)
+            yield self.record(report)
+
+
+def _is_in(checkpoint: Checkpoint, run_dir: str) -> bool:
+    return checkpoint.path.parent.resolve() == checkpoints_folder(run_dir).resolve()
 
 
 def next_generation(plan: Plan, resumed: Optional[Checkpoint]) -> int:
-    """1 for a run that starts, and more than whatever its folder holds for one that goes on."""
-    found, _ = found_in(folder_of(Path(plan.run_dir)))
+    """Return 1 for a new run, else one more than the newest generation in the run folder or the resumed checkpoint."""
+    found, _ = list_checkpoints(checkpoints_folder(Path(plan.run_dir)))
     before = [last_generation(plan.run_dir), *(each.manifest.generation for each in found)]
     return 1 + max(before + ([resumed.manifest.generation] if resumed else []))

@@ -1,7 +1,7 @@
-"""The run, told from top to bottom: start, seed the weights, run the legs, evaluate, end.
+"""The main loop of a run: start the fleet, broadcast the weights, train leg by leg, evaluate, save, end.
 
-Data comes up as reports of the instances and goes on as events to whoever iterates over `run`. No collective and no
-file of the run stands between two updates.
+The instances' reports come in through the fleet; `run` yields the events of the run. Between two updates the
+coordinator performs no collective and no file operation.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Dict, Generator, Iterator, List, Optional, Sequence
 
 from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.resume import check_data
-from raypod.coordinator.checkpoint_schedule import Saving
-from raypod.coordinator.recovery import Repairs, seed
+from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
+from raypod.coordinator.recovery import Recovery, seed
 from raypod.errors import ConfigError
 from raypod.events import (
     EvaluationDone,
@@ -29,7 +29,7 @@ from raypod.events import (
 )
 from raypod.fleet.base import Fleet
 from raypod.plan.plan import Leg, Plan
-from raypod.record.metrics import MetricsFold
+from raypod.record.metrics import MetricsAggregator
 
 Events = Generator[Event, None, None]
 
@@ -37,80 +37,144 @@ Events = Generator[Event, None, None]
 def run(
     plan: Plan,
     fleet: Fleet,
-    metrics: MetricsFold,
+    metrics: MetricsAggregator,
     resumed: Optional[Checkpoint] = None,
     known: Sequence[EvaluationDone] = (),
 ) -> Events:
-    """Run a plan on a fleet; the events of the run, as they happen.
+    """Run a plan on a fleet; yield the events of the run as they happen.
 
-    `known`: the evaluations that a resumed run had made before.
+    `known` holds the evaluations that a resumed run had made before.
     """
     first_update = resumed.update if resumed else 0
     with _stop_on_signal() as stop, contextlib.closing(fleet):
         started = fleet.start()
         _check_data(plan, started, resumed)
         seed(fleet, resumed)
-        metrics.settle(first_update, time.monotonic())
-        saving = Saving(plan, started[0], resumed)
-        repairs = Repairs(plan, fleet, metrics, saving, started[0].device, resumed)
-        evaluations = Evaluations(plan, fleet, saving, known)
-        yield _run_started(started, fleet, first_update, saving.generation)
-        # The one that a stop at the end of an epoch, or a kill, has left undone.
-        yield from repairs.until_done(first_update, partial(evaluations.after, first_update))
+        metrics.begin_at(first_update)
+        schedule = CheckpointSchedule(plan, started[0], resumed)
+        recovery = Recovery(plan, fleet, metrics, schedule, started[0].device, resumed)
+        evaluations = Evaluations(plan, fleet, schedule, known)
+        yield _run_started(started, fleet, first_update, schedule.generation)
+        # Run the evaluation that the previous process missed.
+        yield from recovery.until_done(first_update, partial(evaluations.evaluate, first_update))
+        yield from _Training(plan, fleet, metrics, schedule, recovery, evaluations, stop).events()
+        assert schedule.last is not None, "a run ends with a checkpoint"
+        saved, is_interrupted = schedule.last, metrics.position < plan.total_updates
+        yield RunEnded(metrics.position, is_interrupted, saved.weights_sha256, saved.path, stop.cause)
+
+
+class _Training:
+    """Trains until all updates are done or a stop is requested."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        fleet: Fleet,
+        metrics: MetricsAggregator,
+        schedule: CheckpointSchedule,
+        recovery: Recovery,
+        evaluations: Evaluations,
+        stop: _Stop,
+    ) -> None:
+        self._plan, self._fleet, self._metrics, self._schedule = plan, fleet, metrics, schedule
+        self._recovery, self._evaluations, self._stop = recovery, evaluations, stop
+
+    def events(self) -> Iterator[Event]:
+        """Train, write the last checkpoint, and run the last evaluation."""
         done = -1
-        while done != metrics.position:  # whoever loses everybody goes on from an older update
-            with stop.at_a_checkpoint():
-                while metrics.position < plan.total_updates and not stop.requested:
-                    leg = plan.next_leg(metrics.position)
-                    yield from repairs.once(_train(fleet, leg, metrics, saving, stop))
-                    update = metrics.position
-                    if leg.ends_epoch and update == leg.end and leg.epoch >= metrics.epochs_done:
-                        yield metrics.end_epoch(leg.epoch)
-                    if update < plan.total_updates and not stop.requested:
-                        yield from repairs.until_done(update, partial(evaluations.after, update))
-                    accuracy = evaluations.accuracy_after(update)
-                    leaving = stop.hosts_to_leave(fleet, repairs) if update < plan.total_updates else []
-                    if saving.is_due(update) or accuracy is not None or stop.requested or leaving:
-                        yield from repairs.until_done(update, partial(saving.begin, fleet, update, accuracy))
-                    if leaving:
-                        yield from repairs.until_done(update, partial(_finish_saving, fleet, update, saving))
-                        yield from repairs.move(leaving)
-                done = metrics.position
-                yield from repairs.until_done(done, partial(_finish_saving, fleet, done, saving))
-            if done == plan.total_updates:
-                yield from repairs.until_done(done, partial(evaluations.after, done))
-        assert saving.last is not None, "a run ends with a checkpoint"
-        yield RunEnded(done, done < plan.total_updates, saving.last.weights_sha256, saving.last.path, stop.cause)
+        # If all instances are lost at the end, the run is rolled back and has to train again.
+        while done != self._metrics.position:
+            with self._stop.deferred():
+                while self._metrics.position < self._plan.total_updates and not self._stop.requested:
+                    yield from self._leg_and_save()
+                done = self._metrics.position
+                yield from self._finish_save(done)
+            if done == self._plan.total_updates:
+                yield from self._evaluate(done)
+
+    def _leg_and_save(self) -> Iterator[Event]:
+        """Run one leg, then what is due after it: evaluation, checkpoint, leaving hosts that are being drained."""
+        leg = self._plan.next_leg(self._metrics.position)
+        yield from self._recovery.once(self._run_leg(leg))
+        update = self._metrics.position
+        is_last = update == self._plan.total_updates
+        if leg.ends_epoch and update == leg.end and leg.epoch >= self._metrics.epochs_done:
+            yield self._metrics.end_epoch(leg.epoch)
+        if not is_last and not self._stop.requested:
+            yield from self._evaluate(update)
+        accuracy = self._evaluations.accuracy_after(update)
+        draining = [] if is_last else self._stop.hosts_to_leave(self._fleet, self._recovery)
+        if self._schedule.is_due(update) or accuracy is not None or self._stop.requested or draining:
+            yield from self._recovery.until_done(update, partial(self._schedule.begin, self._fleet, update, accuracy))
+        if draining:
+            yield from self._finish_save(update)
+            yield from self._recovery.move_away_from(draining)
+
+    def _run_leg(self, leg: Leg) -> Iterator[Event]:
+        self._metrics.begin_leg(time.monotonic())
+        for report in self._fleet.run(leg, self._must_end_leg):
+            yield from map(self._schedule.record, report.saves)
+            updates = self._metrics.add(report, time.monotonic())
+            yield from self._metrics.take_calls()
+            for update in updates:
+                yield update
+                self._schedule.check_finite(update)
+
+    def _must_end_leg(self) -> bool:
+        return self._stop.requested or bool(self._fleet.draining()) or self._schedule.interval_elapsed()
+
+    def _evaluate(self, update: int) -> Iterator[Event]:
+        yield from self._recovery.until_done(update, partial(self._evaluations.evaluate, update))
+
+    def _finish_save(self, update: int) -> Iterator[Event]:
+        """Wait for the checkpoint of `update`; begin it first if that is not done yet."""
+
+        def save() -> Iterator[Event]:
+            yield from self._schedule.begin(self._fleet, update)
+            yield from self._schedule.finish(self._fleet)
+
+        yield from self._recovery.until_done(update, save)
+
+
+class Evaluations:
+    """The evaluations of a run. Each update is evaluated at most once: a rollback reproduces the same weights."""
+
+    def __init__(self, plan: Plan, fleet: Fleet, schedule: CheckpointSchedule, known: Sequence[EvaluationDone]) -> None:
+        """`known` holds the evaluations that the run had made before it was resumed."""
+        self._plan, self._fleet, self._schedule = plan, fleet, schedule
+        self._found = {each.update: each for each in known}
+
+    def evaluate(self, update: int) -> Iterator[Event]:
+        """Evaluate the test split after `update` updates, if that is due and has not been done."""
+        if not self._plan.is_evaluated_after(update) or update in self._found:
+            return
+        reports: List[EvaluationReport] = self._fleet.call("evaluate")
+        samples = sum(report.samples for report in reports)
+        loss = math.fsum(report.loss_sum for report in reports) / samples
+        accuracy = 100.0 * sum(report.correct for report in reports) / samples
+        epoch = (update - 1) // self._plan.updates_per_epoch + 1
+        self._found[update] = EvaluationDone(samples, loss, accuracy, update, epoch)
+        self._schedule.add_accuracy(update, accuracy)
+        yield self._found[update]
+
+    def accuracy_after(self, update: int) -> Optional[float]:
+        """Return the test accuracy after `update` updates in percent; None if it is unknown."""
+        found = self._found.get(update)
+        return found.accuracy if found else None
 
 
 def _check_data(plan: Plan, started: List[InstanceStarted], resumed: Optional[Checkpoint]) -> None:
-    """All instances see the same data, and that of the checkpoint."""
+    """Check that all instances loaded the same data set, and that it is the one of the checkpoint."""
     first = started[0]
     for other in started:
         if other.data_fingerprint != first.data_fingerprint:
             raise ConfigError(
-                f"the data set of instance {other.instance} on host {other.host} is not that of instance "
+                f"the data set of instance {other.instance} on host {other.host} differs from that of instance "
                 f"{first.instance} on host {first.host}: fingerprints {other.data_fingerprint} and "
                 f"{first.data_fingerprint}; copy one to all hosts"
             )
     if resumed is not None:
         check_data(plan, resumed, first.data_fingerprint)
-
-
-def _train(fleet: Fleet, leg: Leg, metrics: MetricsFold, saving: Saving, stop: _Stop) -> Iterator[Event]:
-    metrics.begin_leg(time.monotonic())
-    for report in fleet.run(leg, lambda: stop.requested or bool(fleet.draining()) or saving.is_late()):
-        yield from map(saving.take, report.saves)
-        updates = metrics.add(report, time.monotonic())
-        yield from metrics.take_calls()
-        for update in updates:
-            yield update
-            saving.check_finite(update)
-
-
-def _finish_saving(fleet: Fleet, update: int, saving: Saving) -> Iterator[Event]:
-    yield from saving.begin(fleet, update)  # without effect if it has begun already
-    yield from saving.finish(fleet)
 
 
 def _run_started(started: List[InstanceStarted], fleet: Fleet, first_update: int, generation: int) -> RunStarted:
@@ -124,32 +188,32 @@ def _run_started(started: List[InstanceStarted], fleet: Fleet, first_update: int
 
 
 class _Stop:
-    """Whether somebody asked the run to stop."""
+    """Whether a stop of the run was requested, by a signal or because Ray drains a host."""
 
     def __init__(self) -> None:
         self.requested = False
         self.cause = ""
-        self._waits = self._signalled = False
+        self._is_deferred = self._signalled = False
 
     @contextlib.contextmanager
-    def at_a_checkpoint(self) -> Iterator[None]:
-        """Meanwhile a request waits until the calls under way are done and saved."""
-        self._waits = True
+    def deferred(self) -> Iterator[None]:
+        """Within this context a signal takes effect after the calls in progress are done and saved."""
+        self._is_deferred = True
         try:
             yield
         finally:
-            self._waits = False
+            self._is_deferred = False
 
     def on_signal(self, number: int, frame: Optional[FrameType]) -> None:
-        """The handler."""
-        if self._signalled or not self._waits:
+        """Handle SIGINT and SIGTERM."""
+        if self._signalled or not self._is_deferred:
             raise KeyboardInterrupt
         self.requested = self._signalled = True
 
-    def hosts_to_leave(self, fleet: Fleet, repairs: Repairs) -> List[str]:
-        """The hosts that are about to be taken away, if their instances can live elsewhere: else the run is to stop."""
+    def hosts_to_leave(self, fleet: Fleet, recovery: Recovery) -> List[str]:
+        """Return the draining hosts if their instances can be moved; otherwise request a stop and return none."""
         draining = fleet.draining() if not self.requested else []
-        if draining and not repairs.can_move(draining):
+        if draining and not recovery.can_move_away_from(draining):
             self.requested, self.cause = True, f"Ray drains host {', '.join(draining)}"
             return []
         return draining
@@ -157,7 +221,7 @@ class _Stop:
 
 @contextlib.contextmanager
 def _stop_on_signal() -> Iterator[_Stop]:
-    """Ctrl-C and SIGTERM end the run: while it trains after a checkpoint, at the second time and else at once."""
+    """End the run on SIGINT and SIGTERM: during training after a checkpoint; otherwise, or if repeated, at once."""
     stop = _Stop()
     before = {number: signal.signal(number, stop.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -165,33 +229,3 @@ def _stop_on_signal() -> Iterator[_Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-# --- from evaluations: The evaluations of a run: when they are due, what they found, and that each is made once.
-
-
-class Evaluations:
-    """Of one run. After as many updates the weights are the same, so what is known is not found again."""
-
-    def __init__(self, plan: Plan, fleet: Fleet, saving: Saving, known: Sequence[EvaluationDone]) -> None:
-        """`known`: those that the run had made before it went on."""
-        self._plan, self._fleet, self._saving = plan, fleet, saving
-        self._found = {each.update: each for each in known}
-
-    def after(self, update: int) -> Iterator[Event]:
-        """Evaluate after `update` updates, if that is due and has not been done."""
-        if not self._plan.is_evaluated_after(update) or update in self._found:
-            return
-        reports: List[EvaluationReport] = self._fleet.call("evaluate")
-        samples = sum(report.samples for report in reports)
-        loss = math.fsum(report.loss_sum for report in reports) / samples
-        accuracy = 100.0 * sum(report.correct for report in reports) / samples
-        epoch = (update - 1) // self._plan.updates_per_epoch + 1
-        self._found[update] = EvaluationDone(samples, loss, accuracy, update, epoch)
-        self._saving.add_accuracy(update, accuracy)
-        yield self._found[update]
-
-    def accuracy_after(self, update: int) -> Optional[float]:
-        """The test accuracy after `update` updates, in percent; None where it is not known."""
-        found = self._found.get(update)
-        return found.accuracy if found else None

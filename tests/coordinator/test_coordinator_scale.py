@@ -1,4 +1,4 @@
-"""The coordinator with as many instances as a large pod has: scripted, so that its own work is all there is."""
+"""The coordinator with the number of instances of a large pod. The fleet is scripted: only the coordinator works."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raypod.coordinator import coordinator
 from raypod.events import EvaluationDone, Event, RunEnded, UpdateDone
 from raypod.fleet.scripted import ScriptedFleet
 from raypod.plan.plan import Plan
-from raypod.record.metrics import MetricsFold
+from raypod.record.metrics import MetricsAggregator
 
 UPDATES = 10
 
@@ -21,10 +21,10 @@ def plan_of(make: Callable[..., Plan], instances: int) -> Plan:
     )
 
 
-def test_a_run_of_256_instances_is_told_whole(make: Callable[..., Plan]) -> None:
+def test_a_run_of_256_instances_yields_every_update(make: Callable[..., Plan]) -> None:
     plan = plan_of(make, 256)
     fleet = ScriptedFleet(plan)
-    events: List[Event] = list(coordinator.run(plan, fleet, MetricsFold(plan, 0.0)))
+    events: List[Event] = list(coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)))
     updates = [event for event in events if isinstance(event, UpdateDone)]
     assert [event.update for event in updates] == list(range(1, UPDATES + 1))
     mean = sum(1 / (1 + instance) for instance in range(256)) / 256
@@ -35,8 +35,8 @@ def test_a_run_of_256_instances_is_told_whole(make: Callable[..., Plan]) -> None
 
 
 def instructions(plan: Plan) -> int:
-    """How many of Python's instructions the coordinator and what it calls carry out for a run."""
-    fleet, metrics, counted = ScriptedFleet(plan), MetricsFold(plan, 0.0), 0
+    """Count the bytecode instructions that the coordinator and its callees execute for a run."""
+    fleet, metrics, counted = ScriptedFleet(plan), MetricsAggregator(plan, 0.0), 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal counted

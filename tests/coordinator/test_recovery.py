@@ -1,74 +1,159 @@
-"""The carrying out of repairs, on a fleet whose losses are made up."""
+"""The failure policy, and repairs of a scripted fleet whose losses are made up."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterator, List, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import pytest
 
 from raypod.coordinator import coordinator
+from raypod.coordinator.recovery import REFILL_S, FailurePolicy, newest, receivers
 from raypod.errors import InstanceFailed
 from raypod.events import CallReport, Event, InstanceLost, Repaired, RunEnded, UpdateDone
 from raypod.fleet.base import FleetBroken
 from raypod.fleet.scripted import ScriptedFleet
 from raypod.plan.plan import Leg, Plan
-from raypod.record.metrics import MetricsFold
+from raypod.record.metrics import MetricsAggregator
 
 
-def broken(instance: int) -> FleetBroken:
-    lost = InstanceLost(instance, "localhost", "died", "its process died", "in call 3", "", "log")
-    return FleetBroken((lost,), "")
+def lost(instance: int, kind: str = "died", cause: str = "its process died") -> InstanceLost:
+    return InstanceLost(instance, f"h{instance}", kind, cause, "in call 3", "", f"instance-{instance}.log")  # type: ignore[arg-type]
+
+
+def broken(*losses: InstanceLost) -> FleetBroken:
+    return FleetBroken(losses, "instance 0 has lost others: the barrier")
+
+
+# ---- the policy -----------------------------------------------------------------------------------------------------
+
+
+def test_lost_instances_are_replaced_in_order() -> None:
+    decision = FailurePolicy("emulated", 3).decide(broken(lost(2), lost(0)), 10, 0.0)
+    assert (decision.replace, decision.may_share_hosts, decision.give_up) == ((0, 2), True, None)
+    assert not FailurePolicy("ipu", 3).decide(broken(lost(1)), 10, 0.0).may_share_hosts
+
+
+def test_instances_that_lost_their_connections_are_not_replaced() -> None:
+    assert FailurePolicy("ipu", 1).decide(broken(), 10, 0.0).replace == ()
+
+
+def test_the_error_after_the_last_restart_names_the_first_cause() -> None:
+    policy = FailurePolicy("emulated", 2)
+    for instance in (0, 1):
+        assert policy.decide(broken(lost(instance)), instance, 0.0).give_up is None
+    error = policy.decide(broken(lost(2, "silent", "silent for 16 s"), lost(0)), 5, 0.0).give_up
+    assert isinstance(error, InstanceFailed)
+    assert (error.instance, error.host, policy.restarts) == (2, "h2", 2)
+    assert str(error).startswith("instance 2 on host h2 failed: silent for 16 s (not repaired, as --max-restarts 2 is")
+    assert "the first failure was: instance 0 on host h0 failed" in str(error)
+
+
+def test_the_error_does_not_repeat_an_equal_first_failure() -> None:
+    policy = FailurePolicy("emulated", 1)
+    policy.decide(broken(lost(0)), 1, 0.0)
+    error = str(policy.decide(broken(lost(0)), 2, 0.0).give_up)
+    assert error.endswith("is used up; the first failure was the same); its log: instance-0.log")
+
+
+def test_without_restarts_the_error_is_the_cause_alone() -> None:
+    error = FailurePolicy("emulated", 0).decide(broken(lost(1)), 5, 0.0).give_up
+    assert str(error) == "instance 1 on host h1 failed: its process died; its log: instance-1.log"
+    assert "lost" in str(FailurePolicy("emulated", 0).decide(broken(), 5, 0.0).give_up)
+
+
+@pytest.mark.parametrize(("later_s", "gives_up"), [(REFILL_S - 1, True), (REFILL_S, False)])
+def test_an_hour_without_a_failure_restores_all_restarts(later_s: float, gives_up: bool) -> None:
+    policy = FailurePolicy("emulated", 1)
+    policy.decide(broken(lost(0)), 1, 100.0)
+    assert (policy.decide(broken(lost(0)), 900, 100.0 + later_s).give_up is not None) is gives_up
+
+
+def test_the_same_exception_at_the_same_update_ends_the_run() -> None:
+    policy = FailurePolicy("emulated", 9)
+    raised = broken(lost(1, "raised", "ValueError: no such layer"))
+    assert policy.decide(raised, 7, 0.0).give_up is None
+    assert policy.decide(raised, 8, 0.0).give_up is None
+    assert policy.decide(broken(lost(1, "raised", "OSError: no disk")), 8, 0.0).give_up is None
+    assert "ValueError: no such layer (the same happened at update 8 before)" in str(
+        policy.decide(raised, 8, 0.0).give_up
+    )
+    assert FailurePolicy("emulated", 9).decide(broken(lost(1)), 8, 0.0).give_up is None  # a death may be repeated
+
+
+@pytest.mark.parametrize(
+    ("positions", "root", "receiving"),
+    [
+        ({0: 5, 1: 6, 3: 6}, 1, [0, 2]),
+        ({0: 6, 1: 6}, 0, [2, 3]),
+        ({2: 0}, 2, [0, 1, 3]),
+        ({0: -1, 1: -1}, None, []),
+        ({}, None, []),
+    ],
+)
+def test_the_newest_survivor_sends_its_state_to_the_others(
+    positions: Dict[int, int], root: Optional[int], receiving: List[int]
+) -> None:
+    assert newest(positions) == root
+    if root is not None:
+        assert receivers(positions, root, 4) == receiving
+
+
+# ---- repairs --------------------------------------------------------------------------------------------------------
 
 
 def events_of(plan: Plan, fleet: ScriptedFleet) -> List[Event]:
-    return list(coordinator.run(plan, fleet, MetricsFold(plan, 0.0)))
+    return list(coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)))
+
+
+def only(events: List[Event], kind: type) -> Any:
+    (found,) = (event for event in events if isinstance(event, kind))
+    return found
 
 
 class LosesTheWriter(ScriptedFleet):
-    """Instance 0 is lost with the last checkpoint, and another one while that is repaired."""
+    """Instance 0 is lost during the last checkpoint, and instance 1 during the repair."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self.asked: List[Tuple[int, ...]] = []
+        self.repairs: List[Tuple[int, ...]] = []
 
     def call(self, method: str, *arguments: Any) -> List[Any]:
-        if method == "finish_saves" and not self.asked:
+        if method == "finish_saves" and not self.repairs:
             self._saves = ()
-            raise broken(0)
+            raise broken(lost(0))
         return super().call(method, *arguments)
 
-    def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
-        self.asked.append(lost)
-        if len(self.asked) == 1:
-            raise broken(1)
+    def repair(self, lost_instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+        self.repairs.append(lost_instances)
+        if len(self.repairs) == 1:
+            raise broken(lost(1))
         return dict.fromkeys(set(self._instances) - {0, 1}, self._plan.total_updates)
 
 
-def test_a_checkpoint_that_was_lost_with_its_writer_is_written_again(make: Callable[..., Plan]) -> None:
+def test_a_checkpoint_that_is_lost_with_its_writer_is_written_again(make: Callable[..., Plan]) -> None:
     plan = make(training={"updates": 4}, pod={"replicas": 4, "num_instances": 4}, run={"checkpoint_every": "9 updates"})
     fleet = LosesTheWriter(plan)
     events = events_of(plan, fleet)
-    assert fleet.asked == [(0,), (1,)]
+    assert fleet.repairs == [(0,), (1,)]
     assert fleet.called.count("save") == 2
-    (repaired,) = (event for event in events if isinstance(event, Repaired))
+    repaired = only(events, Repaired)
     assert (repaired.lost, repaired.seeded_from, repaired.update) == ((0, 1), "instance 2", 4)
-    (ended,) = (event for event in events if isinstance(event, RunEnded))
-    assert ended.checkpoint == "update-4"
+    assert only(events, RunEnded).checkpoint == "update-4"
 
 
-class LosesEverybody(LosesTheWriter):
-    """With the last checkpoint all are lost, and there is none before it."""
+class LosesAllInstances(LosesTheWriter):
+    """All instances are lost during the last checkpoint, and there is no earlier one."""
 
-    def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
-        self.asked.append(lost)
+    def repair(self, lost_instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+        self.repairs.append(lost_instances)
         return {}
 
 
-def test_who_loses_everybody_with_the_last_checkpoint_trains_again(make: Callable[..., Plan]) -> None:
+def test_a_run_that_loses_all_instances_at_its_end_trains_again(make: Callable[..., Plan]) -> None:
     plan = make(training={"updates": 4}, pod={"num_instances": 2}, run={"checkpoint_every": "9 updates"})
-    fleet, metrics = LosesEverybody(plan), MetricsFold(plan, 0.0)
+    fleet, metrics = LosesAllInstances(plan), MetricsAggregator(plan, 0.0)
     events = list(coordinator.run(plan, fleet, metrics))
-    (repaired,) = (event for event in events if isinstance(event, Repaired))
+    repaired = only(events, Repaired)
     assert (repaired.seeded_from, repaired.update) == ("the beginning", 0)
     assert fleet.called.count("save") == 2
     assert fleet.called[-2:] == ["finish_saves", "evaluate"]
@@ -84,21 +169,23 @@ class LosesOneAfterTheOther(ScriptedFleet):
         for report in super().run(leg, stop_requested):
             yield report
             if report.instance == 1 and report.first_update < 2:
-                raise broken(1 - report.first_update)
+                raise broken(lost(1 - report.first_update))
 
-    def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
-        return dict.fromkeys(set(self._instances) - set(lost), 1)
+    def repair(self, lost_instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+        return dict.fromkeys(set(self._instances) - set(lost_instances), 1)
 
 
-def test_a_spent_budget_ends_the_run_with_what_began_it(make: Callable[..., Plan]) -> None:
+def test_a_run_without_restarts_left_ends_with_its_first_failure(make: Callable[..., Plan]) -> None:
     plan = make(training={"updates": 4}, pod={"num_instances": 2}, run={"max_restarts": 1})
-    with pytest.raises(InstanceFailed, match="--max-restarts 1 is spent; the first failure was: instance 1") as caught:
+    with pytest.raises(
+        InstanceFailed, match="--max-restarts 1 is used up; the first failure was: instance 1"
+    ) as caught:
         events_of(plan, LosesOneAfterTheOther(plan))
     assert caught.value.instance == 0
 
 
-class IsTakenAway(ScriptedFleet):
-    """The host of instance 1 is about to be taken away."""
+class Drained(ScriptedFleet):
+    """Ray drains the host of instance 1."""
 
     room, moved = False, False
 
@@ -118,23 +205,23 @@ class IsTakenAway(ScriptedFleet):
             if report.instance == 1 and stop_requested():
                 return
 
-    def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+    def repair(self, lost_instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
         self.moved = True
         return {0: 1}
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_a_host_that_is_taken_away_costs_no_restart_and_no_update(make: Callable[..., Plan], room: bool) -> None:
+def test_a_drained_host_costs_no_restart_and_no_update(make: Callable[..., Plan], room: bool) -> None:
     plan = make(training={"updates": 4}, pod={"num_instances": 2}, run={"max_restarts": 0})
-    fleet = IsTakenAway(plan)
+    fleet = Drained(plan)
     fleet.room = room
     events = events_of(plan, fleet)
-    told = [event.update for event in events if isinstance(event, UpdateDone)]
+    updates = [event.update for event in events if isinstance(event, UpdateDone)]
     moves = [(event.lost, event.hosts, event.restarts) for event in events if isinstance(event, Repaired)]
-    (ended,) = (event for event in events if isinstance(event, RunEnded))
     if room:
-        assert (told, moves) == ([1, 2, 3, 4], [((1,), ("c",), 0)])
+        assert (updates, moves) == ([1, 2, 3, 4], [((1,), ("c",), 0)])
     else:
-        assert (told, moves) == ([1], [])
-    assert ended.checkpoint == f"update-{len(told)}"
+        assert (updates, moves) == ([1], [])
+    ended = only(events, RunEnded)
+    assert ended.checkpoint == f"update-{len(updates)}"
     assert ended.cause == ("" if room else "Ray drains host b")
