@@ -1,7 +1,7 @@
-"""The seam between the coordinator and the instances: how they are run.
+"""The `Fleet` protocol, through which the coordinator runs instances, and the error of a fleet that lost some.
 
-`inline` runs one instance in this process, `ray` runs each in an actor on its host. Both take a plan and nothing else,
-and the coordinator cannot tell them apart.
+`InlineFleet` runs one instance in this process, `RayFleet` runs each in a Ray actor on its host, and `ScriptedFleet`
+simulates them. The coordinator treats all alike.
 """
 
 from __future__ import annotations
@@ -18,63 +18,66 @@ from raypod.plan.plan import Leg
 
 @dataclasses.dataclass(eq=False)
 class FleetBroken(RunError):
-    """Scene: an instance was killed, and the others wait for it in vain. `Fleet.repair` makes the fleet whole again.
+    """An instance was lost, or instances lost their connections, and the others cannot continue. See `Fleet.repair`.
 
-    `losses`: who is given up, the first cause first; nobody if the instances have lost each other, as `cause` says.
+    `losses` holds the lost instances, the first cause first. It is empty if all instances are alive and only their
+    connections failed, as `cause` describes.
     """
 
     losses: Tuple[InstanceLost, ...]
     cause: str
 
     def __str__(self) -> str:
-        return str(failure_of(self.losses[0])) if self.losses else f"the instances have lost each other: {self.cause}"
+        if self.losses:
+            return str(failure_of(self.losses[0]))
+        return f"the instances have lost their connections to each other: {self.cause}"
 
 
 def failure_of(loss: InstanceLost) -> InstanceFailed:
-    """The error that ends a run which is not repaired."""
+    """Return the error for a lost instance that is not replaced."""
     return InstanceFailed(loss.instance, loss.host, loss.cause, loss.log_file)
 
 
 class Fleet(Protocol):
-    """All instances of a run. Every wait inside is bounded; failures are raised as errors of raypod's tree.
+    """All instances of a run. All waits have a timeout, and all failures are raised as subclasses of RaypodError.
 
-    `call` and `run` raise FleetBroken where instances were lost and others may go on.
+    `call` and `run` raise FleetBroken if instances are lost.
     """
 
-    start_seconds: List[Tuple[str, float]]  # where the time of `start` went, in order
+    start_seconds: List[Tuple[str, float]]  # the steps of `start` and their durations, in order
 
     def start(self) -> List[InstanceStarted]:
-        """Bring all instances up and let them meet. In instance order."""
+        """Start all instances and form their process group. Return their reports in instance order."""
 
     def call(self, method: str, *arguments: Any) -> List[Any]:
-        """Call a method of every instance at the same time; the results in instance order."""
+        """Call a method of every instance in parallel; return the results in instance order."""
 
     def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
-        """Run a leg in every instance; reports of all of them as they come.
+        """Run a leg in every instance; yield the reports of all instances as they arrive.
 
-        Once `stop_requested()` is true, all instances end after the same call, as soon as they can.
+        Once `stop_requested()` returns true, all instances stop after the same call, as early as possible.
         """
 
     def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
-        """Replace the instances `lost`, and let all meet anew.
+        """Replace the instances `lost`, and form the process group again.
 
-        A replacement takes the place of the dead where its host still answers, else a spare host of the cluster; with
-        `may_share_hosts`, else any host. The survivors keep their processes; the result is, for each of them, the
-        update whose state it has (-1 for none). A replacement has no state.
+        A replacement starts on the host of its predecessor if that responds, else on a spare host of the cluster,
+        else, with `may_share_hosts`, on any host. The survivors keep their processes. Return, for each survivor, the
+        update of its state (-1 for none). A replacement has no state.
 
         Raises:
             FleetBroken: further instances were lost.
-            RunError: there is no room for a replacement.
+            RunError: no host is available for a replacement.
         """
 
     def draining(self) -> List[str]:
-        """The hosts of the run that somebody is about to take away. Cheap: asked between any two reports."""
+        """Return the hosts of the run that are being drained. Cheap: it is called between any two reports."""
 
     def has_room_for(self, instances: Tuple[int, ...], may_share_hosts: bool) -> bool:
-        """Whether there are hosts for these instances, other than those that are about to be taken away."""
+        """Return whether there are hosts for these instances that are not being drained."""
 
     def hosts(self) -> List[str]:
-        """The host on which each instance lives now, in instance order."""
+        """Return the current host of each instance, in instance order."""
 
     def close(self) -> None:
-        """End every process, actor, placement group and session that `start` made. Harmless when called again."""
+        """End every process, actor, placement group and session that `start` created. May be called repeatedly."""

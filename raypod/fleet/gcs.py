@@ -1,7 +1,7 @@
-"""Ask a Ray cluster's GCS, by one hand-made gRPC call: does it answer, does it know my token, which hosts are alive.
+"""A minimal gRPC client of a Ray cluster's GCS: does it respond, does it accept the token, which hosts are alive.
 
-Ray's own client knows the reason of a refusal and tells it to its log alone, after 20 s. This file needs nothing but
-Python 3.6: it is sent to hosts that have neither Ray nor raypod, as `python3 - ADDRESS SECONDS HOST... < gcs.py`.
+Ray's own client reports the reason of a refusal only in its log, after 20 s. This file needs only Python 3.6: it is
+sent to hosts that have neither Ray nor raypod, as `python3 - ADDRESS SECONDS HOST... < gcs.py`.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _ALIVE = 0  # GcsNodeInfo.state
 
 class Answer(NamedTuple):
     state: str
-    told: str
+    detail: str
     body: bytes
 
 
 def check(address: str, token: Optional[str] = None, timeout_s: float = 3.0) -> Answer:
-    """ANSWERED, with the version of Ray in `told`; REFUSED; or SILENT, with the reason in `told`."""
+    """Return ANSWERED with the version of Ray in `detail`, REFUSED, or SILENT with the reason in `detail`."""
     answer = _call(address, _CHECK_ALIVE, token, timeout_s)
     if answer.state != ANSWERED:
         return answer
     texts = [value for number, value in _fields(answer.body) if number == 2]
     version = texts[0].decode(errors="replace") if texts and isinstance(texts[0], bytes) else ""
-    return answer._replace(told=version)
+    return answer._replace(detail=version)
 
 
 def alive_addresses(address: str, token: Optional[str] = None, timeout_s: float = 3.0) -> List[str]:
-    """The addresses of the hosts that the GCS holds for alive. OSError if it does not tell."""
+    """Return the addresses of the hosts that are alive according to the GCS. OSError if it does not respond."""
     answer = _call(address, _ALL_NODES, token, timeout_s)
     if answer.state != ANSWERED:
-        raise OSError(f"the GCS at {address} {answer.state}: {answer.told}")
+        raise OSError(f"the GCS at {address} {answer.state}: {answer.detail}")
     found = []
     for number, node in _fields(answer.body):
         if number == 2 and isinstance(node, bytes):  # GetAllNodeInfoReply.node_info_list
@@ -57,30 +57,30 @@ def alive_addresses(address: str, token: Optional[str] = None, timeout_s: float 
 
 
 def own_token() -> Optional[str]:
-    """This user's token, where Ray itself looks for it; None if there is none."""
+    """Return this user's token, from where Ray reads it; None if there is none."""
     if os.environ.get("RAY_AUTH_TOKEN"):
         return os.environ["RAY_AUTH_TOKEN"].strip()
     try:
-        with open(token_path()) as file:  # noqa: PTH123 - Python 3.6 as well
+        with open(token_path()) as file:  # noqa: PTH123 - for Python 3.6
             return file.read().strip() or None
     except OSError:
         return None
 
 
 def token_path() -> str:
-    """Where the file of the token lies, or would lie."""
+    """Return the path of the token file, which may not exist."""
     return os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token")  # noqa: PTH111
 
 
 def _call(address: str, method: str, token: Optional[str], timeout_s: float) -> Answer:
-    """One unary call with an empty request over a connection of its own."""
+    """Perform one unary call with an empty request, over a new connection."""
     host, _, port = address.rpartition(":")
     headers = [(":method", "POST"), (":scheme", "http"), (":path", method), (":authority", address)]
     headers += [("te", "trailers"), ("content-type", "application/grpc")]
     if token:
         headers.append(("authorization", "Bearer " + token))
     deadline = time.monotonic() + timeout_s
-    settings = struct.pack(">HI", 4, _LARGEST_WINDOW)  # the initial window: a thousand hosts are more than 64 KiB
+    settings = struct.pack(">HI", 4, _LARGEST_WINDOW)  # initial window: the reply of a thousand hosts exceeds 64 KiB
     request = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, settings)
     request += _frame(_WINDOW, 0, 0, struct.pack(">I", _LARGEST_WINDOW - 65535))
     request += _frame(_HEADERS, _END_HEADERS, 1, b"".join(_literal(name, value) for name, value in headers))
@@ -96,7 +96,7 @@ def _call(address: str, method: str, token: Optional[str], timeout_s: float) -> 
 
 
 def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
-    """A connection, with TLS where this process's environment asks Ray for it: both sides prove themselves then."""
+    """Connect, with mutual TLS if the environment enables it for Ray."""
     connection = socket.create_connection((host, port), timeout=timeout_s)
     if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
         return connection
@@ -123,18 +123,18 @@ def _answer(connection: socket.socket, deadline: float) -> Answer:
             body += payload
         elif kind == _HEADERS and stream == 1 and flags & _END_STREAM:
             status = _header(payload, b"grpc-status")
-            told = _header(payload, b"grpc-message").decode(errors="replace")
+            detail = _header(payload, b"grpc-message").decode(errors="replace")
             if status == b"0":
-                return Answer(ANSWERED, told, body[5:])
+                return Answer(ANSWERED, detail, body[5:])
             is_refusal = status == b"%d" % _UNAUTHENTICATED
-            if not told:
-                told = f"gRPC status {status.decode()}" if status else "what listens there speaks HTTP/2 and is no GCS"
-            return Answer(REFUSED if is_refusal else SILENT, told, b"")
-    return Answer(SILENT, "what listens there does not speak gRPC in clear text (is it TLS, or not Ray at all?)", b"")
+            if not detail:
+                detail = f"gRPC status {status.decode()}" if status else "the server uses HTTP/2 but is not a GCS"
+            return Answer(REFUSED if is_refusal else SILENT, detail, b"")
+    return Answer(SILENT, "the server does not use gRPC without TLS (does it use TLS, or is it not Ray?)", b"")
 
 
 def _frames(connection: socket.socket, deadline: float) -> Iterator[Tuple[int, int, int, bytes]]:
-    """Type, flags, stream and payload of every frame that comes; ends with the connection."""
+    """Yield type, flags, stream and payload of every frame, until the connection is closed."""
     data = b""
     while True:
         while len(data) >= 9 and len(data) >= 9 + int.from_bytes(data[:3], "big"):
@@ -153,18 +153,18 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _literal(name: str, value: str) -> bytes:
-    """A header field, never indexed and not Huffman coded (RFC 7541, section 6.2.2); both shorter than 127 bytes."""
+    """Encode a header field without indexing and Huffman code (RFC 7541, section 6.2.2); both below 127 bytes."""
     return b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
 
 
 def _header(payload: bytes, name: bytes) -> bytes:
-    """The value of a header that gRPC's servers send as a literal; b"" if it is not there."""
+    """Return the value of a header that gRPC servers send as a literal; b"" if it is missing."""
     before, found, after = payload.partition(bytes([len(name)]) + name)
     return after[1 : 1 + after[0]] if found and after else b""
 
 
 def _fields(message: bytes) -> Iterator[Tuple[int, Union[int, bytes]]]:
-    """Number and value of the fields of a protobuf message: whole numbers and bytes; fixed ones are passed over."""
+    """Yield number and value of the varint and bytes fields of a protobuf message; skip fixed-width fields."""
     at = 0
     while at < len(message):
         tag, at = _varint(message, at)
@@ -189,17 +189,17 @@ def _varint(message: bytes, at: int) -> Tuple[int, int]:
 
 
 def wait_for_hosts(address: str, within_s: float, hosts: List[str]) -> Dict[str, object]:
-    """Wait until all hosts (names or addresses) are alive; who is missing, and what the GCS said last."""
+    """Wait until all hosts (names or addresses) are alive; return the missing ones and the last error of the GCS."""
     deadline = time.monotonic() + within_s
     while True:
-        told = ""
+        detail = ""
         try:
             alive = set(alive_addresses(address, own_token()))
         except OSError as error:
-            alive, told = set(), str(error)
+            alive, detail = set(), str(error)
         missing = [host for host in hosts if not alive & {host, _resolved(host)}]
         if not missing or time.monotonic() >= deadline:
-            return {"missing": missing, "told": told}
+            return {"missing": missing, "told": detail}
         time.sleep(0.5)
 
 
@@ -211,4 +211,4 @@ def _resolved(host: str) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(wait_for_hosts(sys.argv[1], float(sys.argv[2]), sys.argv[3:])))  # noqa: T201 - the answer
+    print(json.dumps(wait_for_hosts(sys.argv[1], float(sys.argv[2]), sys.argv[3:])))  # noqa: T201 - the result

@@ -1,7 +1,4 @@
-"""One instance in this process, without Ray: the way of the debugger, and of a laptop.
-
-The program's own breakpoints, tracebacks and output work as in any script.
-"""
+"""A fleet of one instance in this process, without Ray: breakpoints, tracebacks and output work as in a script."""
 
 from __future__ import annotations
 
@@ -20,24 +17,24 @@ if TYPE_CHECKING:
 
 
 class InlineFleet:
-    """A fleet of one (see `Fleet`)."""
+    """Runs one instance in this process. See `Fleet` for the methods."""
 
     def __init__(self, plan: Plan) -> None:
-        assert plan.geometry.num_instances == 1, "the plan refuses an inline fleet of several instances"
+        assert plan.geometry.num_instances == 1, "planning rejects an inline fleet of several instances"
         self._plan = plan
         self._instance: Optional[Instance] = None
         self.start_seconds: List[Tuple[str, float]] = []
         self._environment_before: Optional[Dict[str, str]] = None
 
     def start(self) -> List[InstanceStarted]:
-        """Settle environment and SDK in this process, then build the instance."""
+        """Set the environment, select the SDK, and build the instance."""
         self._environment_before = dict(os.environ)
         python_path = os.environ.get("PYTHONPATH", "")
-        os.environ.update(instance_environment(self._plan, self._plan.instances[0], python_path))
+        os.environ.update(instance_environment(self._plan, self._plan.placement.instances[0], python_path))
         torchvision_import.install()
         found = sdk.select(self._plan.config.run.device)
         collectives.check_available(self._plan.config.run.collectives)
-        from raypod.instance.instance import Instance  # only now: it imports the SDK
+        from raypod.instance.instance import Instance  # after the environment is set: it imports torch and the SDK
 
         self._instance = Instance(self._plan, 0, found)
         started = self._instance.build()
@@ -57,8 +54,8 @@ class InlineFleet:
                 return
 
     def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
-        """Never asked for: what fails in this process is the program's own, and is raised as it is."""
-        raise RunError(f"instance {lost} lives in this process, which cannot replace itself")
+        """Not supported, and not called: this fleet does not raise FleetBroken."""
+        raise RunError(f"instances {lost} run in this process and cannot be replaced")
 
     def has_room_for(self, instances: Tuple[int, ...], may_share_hosts: bool) -> bool:
         """See `Fleet.has_room_for`."""
@@ -66,14 +63,14 @@ class InlineFleet:
 
     def hosts(self) -> List[str]:
         """See `Fleet.hosts`."""
-        return [self._plan.instances[0].host]
+        return [self._plan.placement.instances[0].host]
 
     def draining(self) -> List[str]:
-        """See `Fleet.draining`: nobody takes this host away."""
+        """See `Fleet.draining`."""
         return []
 
     def close(self) -> None:
-        """See `Fleet.close`; the environment is put back."""
+        """See `Fleet.close`. Restores the environment."""
         if self._instance is not None:
             self._instance.close()
             self._instance = None

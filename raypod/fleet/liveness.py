@@ -1,7 +1,7 @@
-"""Who is stuck or silent: a pure judgement of what the instances last said, within stated bounds.
+"""Failure detection from heartbeats: which instances are silent or stuck. A pure function of the last heartbeats.
 
-A process that ends is noticed by its connection, at once. Silence has bounds of its own: a frozen process or a host
-that is cut off (`run.silent_after_s`), and an instance that answers and does not get on (`run.stuck_after_s`).
+A process that ends is detected through its connection. The timeouts here are for a frozen process or an unreachable
+host (`run.silent_after_s`), and for an instance that responds but makes no progress (`run.stuck_after_s`).
 """
 
 from __future__ import annotations
@@ -11,84 +11,85 @@ from typing import Dict, List, Optional
 
 from typing_extensions import Literal
 
-from raypod.events import Beat
+from raypod.events import HeartbeatReport
 from raypod.instance.control import LOADING
 from raypod.plan.config import RunSection
 
-SLOWER_THAN_EVER = 3.0  # times the slowest call so far
+SLOWEST_CALL_FACTOR = 3.0  # a call may take this many times the slowest call so far
 
 
 @dataclasses.dataclass(frozen=True)
-class Heard:
-    """The last beat of an instance, and when it was heard, by the fleet's clock.
+class LastHeartbeat:
+    """The last heartbeat of an instance, and when it was received (monotonic seconds).
 
-    None before the first: what starts an instance, and builds it, has a bound of its own.
+    `report` is None until the instance is built, which has its own timeout.
     """
 
-    beat: Optional[Beat]
-    at_s: float
+    report: Optional[HeartbeatReport]
+    received_s: float
 
 
 @dataclasses.dataclass(frozen=True)
-class Trouble:
-    """An instance to be given up, and why in words."""
+class Suspect:
+    """An instance that is considered failed, and why."""
 
     instance: int
     kind: Literal["silent", "stuck"]
     cause: str
 
 
-def judge(heard: Dict[int, Heard], now_s: float, bounds: RunSection) -> List[Trouble]:
-    """The instances that are the cause if nothing gets on; none while all is well.
+def find_suspects(heartbeats: Dict[int, LastHeartbeat], now_s: float, bounds: RunSection) -> List[Suspect]:
+    """Return the instances that cause a lack of progress; none if all are within their bounds.
 
-    Of those that wait for each other too long, the cause is whoever does not wait; else whoever has done the fewest
-    calls. If all have done the same and all wait, nobody is to blame: one Trouble for each, and the wires are renewed.
+    If instances wait for each other too long, the cause is an instance that does not wait, else the one with the fewest
+    calls. If all wait after the same number of calls, their connections failed: all instances are returned.
     """
     silent = [
-        Trouble(index, "silent", _silence(each.beat, now_s - each.at_s, bounds))
-        for index, each in sorted(heard.items())
-        if each.beat is not None and now_s - each.at_s > bounds.silent_after_s
+        Suspect(index, "silent", _silent_cause(each.report, now_s - each.received_s, bounds))
+        for index, each in sorted(heartbeats.items())
+        if each.report is not None and now_s - each.received_s > bounds.silent_after_s
     ]
     if silent:
         return silent
-    beats = [each.beat for _, each in sorted(heard.items()) if each.beat is not None and _works(each.beat)]
-    bound_s = _bound(beats, bounds)
-    late = [beat for beat in beats if beat.for_s > bound_s]
+    latest = (each.report for _, each in sorted(heartbeats.items()))
+    training = [report for report in latest if report is not None and _is_training(report)]
+    bound_s = _stuck_bound_s(training, bounds)
+    late = [report for report in training if report.for_s > bound_s]
     if not late:
         return []
-    busy = [beat for beat in beats if not beat.waits_for_others]
-    if busy:
-        late = [beat for beat in late if not beat.waits_for_others]  # none yet: the cause reaches its own bound soon
+    if all(report.waits_for_others for report in training):
+        fewest = min(report.calls for report in training)
+        late = [report for report in late if report.calls == fewest]
     else:
-        fewest = min(beat.calls for beat in beats)
-        late = [beat for beat in late if beat.calls == fewest]
-    return [Trouble(beat.instance, "stuck", _stuck(beat, bound_s, beats, bounds)) for beat in late]
+        # Can be empty: the instance that does not wait reaches its own bound later.
+        late = [report for report in late if not report.waits_for_others]
+    return [Suspect(report.instance, "stuck", _stuck_cause(report, bound_s, training, bounds)) for report in late]
 
 
-def _works(beat: Beat) -> bool:
-    """Whether it does what every call does. Everything else (saving, evaluating) has a bound of its own."""
-    return beat.doing == LOADING or beat.doing.startswith("in call")
+def _is_training(report: HeartbeatReport) -> bool:
+    """Return whether the instance runs a call. Everything else (saving, evaluating) has its own timeout."""
+    return report.doing == LOADING or report.doing.startswith("in call")
 
 
-def _bound(beats: List[Beat], bounds: RunSection) -> float:
-    slowest = [beat.slowest_call_s for beat in beats]
-    if not slowest or None in slowest:  # somebody compiles
+def _stuck_bound_s(reports: List[HeartbeatReport], bounds: RunSection) -> float:
+    slowest = [report.slowest_call_s for report in reports]
+    if not slowest or None in slowest:  # a first call includes the compilation
         return max(bounds.report_timeout_s, bounds.stuck_after_s)
-    return max(bounds.stuck_after_s, SLOWER_THAN_EVER * max(each for each in slowest if each is not None))
+    return max(bounds.stuck_after_s, SLOWEST_CALL_FACTOR * max(each for each in slowest if each is not None))
 
 
-def _silence(last: Beat, for_s: float, bounds: RunSection) -> str:
+def _silent_cause(last: HeartbeatReport, for_s: float, bounds: RunSection) -> str:
     return (
         f"silent for {for_s:.1f} s (run.silent_after_s = {bounds.silent_after_s:g}): its process is frozen, or its "
-        f"host cut off; when last heard it was {last.doing}"
+        f"host is unreachable; at its last heartbeat it was {last.doing}"
     )
 
 
-def _stuck(beat: Beat, bound_s: float, beats: List[Beat], bounds: RunSection) -> str:
+def _stuck_cause(report: HeartbeatReport, bound_s: float, reports: List[HeartbeatReport], bounds: RunSection) -> str:
     if bound_s == bounds.stuck_after_s:
-        told = f"run.stuck_after_s = {bound_s:g}"
-    elif any(each.slowest_call_s is None for each in beats):
-        told = f"run.report_timeout_s = {bound_s:g} bounds a first call"
+        bound = f"run.stuck_after_s = {bound_s:g}"
+    elif any(each.slowest_call_s is None for each in reports):
+        bound = f"run.report_timeout_s = {bound_s:g} limits a first call"
     else:
-        told = f"{SLOWER_THAN_EVER:g} times the slowest call so far, {bound_s:.1f} s"
-    return f"stuck: {beat.doing} for {beat.for_s:.1f} s ({told})"
+        bound = f"{SLOWEST_CALL_FACTOR:g} times the slowest call so far, {bound_s:.1f} s"
+    return f"stuck: {report.doing} for {report.for_s:.1f} s ({bound})"

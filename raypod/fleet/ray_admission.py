@@ -1,7 +1,7 @@
-"""The secret of a cluster: made once by the operator, brought to the hosts by `ray up`, and asked for before a join.
+"""Token authentication of a Ray cluster: create the token, and check that this process can join a cluster.
 
-Ray has it since 2.52 (`RAY_AUTH_MODE=token`). Who has it may run commands on every host, so its file is for its owner
-alone.
+`raypod up` creates the token and `ray up` copies it to the hosts. Ray supports tokens since 2.52
+(`RAY_AUTH_MODE=token`). A process with the token can run commands on every host, so only its owner can read the file.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from raypod.host.interfaces import interface_addresses
 
 SINCE = (2, 52)
 NO_TOKEN = (
-    "Ray {} has no token authentication (2.52 and later have): whoever reaches its ports can run commands; let a "
-    "firewall admit the hosts alone, and see RAY_USE_TLS in README, What is exposed"
+    "Ray {} has no token authentication (2.52 and later have): every process that can connect to its ports can run "
+    "commands; let a firewall admit only the hosts, and see RAY_USE_TLS in README, What is exposed"
 )
 
 
 def ray_version() -> str:
-    """The version of the Ray that is installed here; "" if none is."""
+    """Return the version of the installed Ray; "" if it is not installed."""
     try:
         return version("ray")
     except PackageNotFoundError:
@@ -33,16 +33,16 @@ def ray_version() -> str:
 
 
 def has_tokens(ray: str) -> bool:
-    """Whether a version of Ray has token authentication."""
+    """Return whether a version of Ray has token authentication."""
     numbers = [int(part) if part.isdigit() else 0 for part in ray.split(".")[:2]]
     return tuple(numbers) >= SINCE
 
 
 def ensure_token(path: Path) -> Optional[str]:
-    """See that there is a token, which nobody else can read; what was done, if anything.
+    """Create the token, or make an existing one unreadable for other users; return a message if that was necessary.
 
     Raises:
-        ClusterError: the file cannot be made or closed.
+        ClusterError: the file cannot be created or its mode cannot be changed.
     """
     try:
         if path.is_file():
@@ -56,15 +56,16 @@ def ensure_token(path: Path) -> Optional[str]:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
     except OSError as error:
-        raise ClusterError(f"cannot make the cluster's token {path}: {error.strerror}") from None
+        raise ClusterError(f"cannot create the cluster's token {path}: {error.strerror}") from None
     return f"made the cluster's token: {path} (mode 0600)"
 
 
-def admission(address: str) -> Dict[str, str]:
-    """The variables with which Ray joins the cluster whose GCS is at `address`; found out in a moment.
+def join_environment(address: str) -> Dict[str, str]:
+    """Return the environment with which Ray joins the cluster whose GCS is at `address`.
 
     Raises:
-        ClusterError: the cluster does not answer, wants a token that is not here, or has another Ray.
+        ClusterError: the cluster does not respond, rejects the token, has another version of Ray, or does not include
+            this host.
     """
     answer = gcs.check(address)
     mode = {"RAY_AUTH_MODE": "disabled"}
@@ -72,29 +73,29 @@ def admission(address: str) -> Dict[str, str]:
         token = gcs.own_token()
         if token is None:
             raise ClusterError(
-                f"the Ray cluster at {address} is closed by a token, and here is none: {gcs.token_path()} is not there "
-                "(nor RAY_AUTH_TOKEN); copy the file from the cluster's head, or run this there"
+                f"the Ray cluster at {address} requires a token, and this host has none: {gcs.token_path()} does not "
+                "exist (nor RAY_AUTH_TOKEN); copy the file from the cluster's head, or run this there"
             )
         answer, mode = gcs.check(address, token), {"RAY_AUTH_MODE": "token"}
         if answer.state == gcs.REFUSED:
             where = "RAY_AUTH_TOKEN" if os.environ.get("RAY_AUTH_TOKEN") else gcs.token_path()
             raise ClusterError(
-                f"the Ray cluster at {address} refuses the token of {where}: it is another cluster's; copy the file "
+                f"the Ray cluster at {address} rejects the token of {where}: it is another cluster's; copy the file "
                 "from the cluster's head, or run this there"
             )
     if answer.state == gcs.SILENT:
-        raise ClusterError(f"no Ray cluster answers at {address}: {answer.told}")
+        raise ClusterError(f"no Ray cluster responds at {address}: {answer.detail}")
     own = ray_version()
-    if answer.told and own and answer.told != own:
+    if answer.detail and own and answer.detail != own:
         raise ClusterError(
-            f"the Ray cluster at {address} runs Ray {answer.told}, and here is {own}; both must be equal"
+            f"the Ray cluster at {address} runs Ray {answer.detail}, and this host has {own}; both must be equal"
         )
     _check_is_member(address)
     return mode
 
 
 def _check_is_member(address: str) -> None:
-    """A process of a machine that is no host of the cluster would wait in `ray.init` for minutes."""
+    """Raise ClusterError if this machine is not a host of the cluster: `ray.init` would wait for minutes."""
     try:
         alive = gcs.alive_addresses(address, gcs.own_token())
     except OSError as error:
@@ -102,6 +103,6 @@ def _check_is_member(address: str) -> None:
     own = set(interface_addresses().values())
     if alive and not any(each in own or each.startswith("127.") or ":" in each for each in alive):
         raise ClusterError(
-            f"this machine ({', '.join(sorted(own))}) is no host of the Ray cluster at {address}; run this on one of "
-            f"{', '.join(sorted(alive))}"
+            f"this machine ({', '.join(sorted(own))}) is not a host of the Ray cluster at {address}; run this on one "
+            f"of {', '.join(sorted(alive))}"
         )

@@ -1,4 +1,4 @@
-"""The Ray session of a run: joined or started, looked at before anything is asked of it, and left as it was found."""
+"""The Ray session of a run: join a running cluster or start a local session, and disconnect from it."""
 
 from __future__ import annotations
 
@@ -22,69 +22,67 @@ from raypod.plan.cluster import LOCAL
 from raypod.plan.placement import Placement
 
 _PROBE_S = 2.0
-_JOIN_S = 60.0  # Ray's own bounds, where it has some, are shorter
-_OBJECT_STORE_BYTES = 80_000_000  # only reports travel through it; Ray's minimum is 75 MB
-# From here on Ray's workers can import torch while the session still starts: measured 0.4 to 2 s sooner with 2.60, and
-# later with 2.10, which starts such workers again for the job.
+_JOIN_S = 60.0  # longer than all of Ray's own timeouts
+_OBJECT_STORE_BYTES = 80_000_000  # it carries only reports; Ray's minimum is 75 MB
+# Since this version, workers can import torch while the session starts: measured 0.4 to 2 s faster with 2.60, and
+# slower with 2.10, which restarts such workers for the job.
 _PRELOADS_SINCE = (2, 50)
+_INIT_OPTIONS: Dict[str, Any] = {"namespace": "raypod", "log_to_driver": False, "logging_level": "ERROR"}
 
 
 class RaySession:
-    """`ray.init()` of a local session, or the running cluster."""
+    """A connection to Ray: the running cluster, or a local session that this process starts."""
 
     def __init__(self, placement: Placement, cluster_file: Optional[str] = None, preload: str = "") -> None:
-        """`preload`: what Ray's workers import while a session of our own still starts, where Ray can do that."""
+        """`preload` is a module that the workers of a local session import while it starts, if Ray supports that."""
         self._placement, self._cluster_file, self._preload = placement, cluster_file, preload
         self._started_here = False
 
     def open(self) -> Any:
-        """Connect; the `ray` module.
+        """Connect, and return the `ray` module.
 
         Raises:
-            ClusterError: a cluster file was given and no Ray cluster runs here, or it does not let this process in.
+            ClusterError: a cluster file was given and no Ray cluster is running, or it rejects this process.
         """
-        running = _running_cluster(self._placement.cluster.gcs_address)
+        if _is_connected():
+            return importlib.import_module("ray")
         cluster = self._placement.cluster
-        if running is None and cluster is not LOCAL and not _is_connected():
-            up = (
+        running = _running_cluster(cluster.gcs_address)
+        if running is None and cluster is not LOCAL:
+            how = (
                 f"`python -m raypod up {self._cluster_file}`"
                 if self._cluster_file
                 else "start one (`ray up`, or `ray start`)"
             )
-            raise ClusterError(f"no Ray cluster is running for {cluster.name}: {up}, then run this on its head")
-        quiet = {"log_to_driver": False, "logging_level": "ERROR"}
-        if _is_connected():
-            return importlib.import_module("ray")
-        # Asked before Ray is, which says little, and that late.
-        admission = ray_admission.admission(running) if running and re.fullmatch(r"[^/]+:\d+", running) else {}
-        self._started_here = True
-        if running is not None:
-            try:
-                with _environment(admission), _own_sigterm(), _given_up_after(_JOIN_S, running):
-                    ray = importlib.import_module("ray")
-                    ray.init(address=running, namespace="raypod", **quiet)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise ClusterError(
-                    f"cannot join the Ray cluster at {running}: {' '.join(str(error).split())}"
-                ) from error
-        else:
-            with _environment(self._variables()), _own_sigterm():
-                ray = importlib.import_module("ray")
-                ray.init(
-                    address="local",
-                    include_dashboard=False,
-                    object_store_memory=_OBJECT_STORE_BYTES,
-                    namespace="raypod",
-                    **quiet,
-                )
+            raise ClusterError(f"no Ray cluster is running for {cluster.name}: {how}, then run this on its head")
+        ray = self._start_local() if running is None else self._join(running)
         _silence_worker_deaths(ray)
         return ray
 
+    def _join(self, address: str) -> Any:
+        # `ray.init` reports a rejection only after 20 s, and without its reason.
+        variables = ray_admission.join_environment(address) if re.fullmatch(r"[^/]+:\d+", address) else {}
+        self._started_here = True
+        try:
+            with _environment(variables), _keep_sigterm_handler(), _exit_after(_JOIN_S, address):
+                ray = importlib.import_module("ray")
+                ray.init(address=address, **_INIT_OPTIONS)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ClusterError(f"cannot join the Ray cluster at {address}: {' '.join(str(error).split())}") from error
+        return ray
+
+    def _start_local(self) -> Any:
+        self._started_here = True
+        with _environment(self._variables()), _keep_sigterm_handler():
+            ray = importlib.import_module("ray")
+            ray.init(address="local", include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES, **_INIT_OPTIONS)
+        return ray
+
     def _variables(self) -> Dict[str, str]:
-        """What a session of our own is started with. Most of it counts when ray is imported, or the raylet started."""
-        variables = {"RAY_worker_niceness": "0"}  # the instances are the work here, not a guest beside it
+        """Return the environment of a local session. Most of it is read when ray is imported or the raylet starts."""
+        variables = {"RAY_worker_niceness": "0"}  # Ray lowers the priority of workers by default
         if "ray" not in sys.modules:
-            # Ray listens on all interfaces; with a secret that only this session has, nobody else can use it.
+            # Ray listens on all interfaces; a random token prevents other users from connecting.
             variables.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
         if tuple(int(part) for part in version("ray").split(".")[:2]) >= _PRELOADS_SINCE:
             variables["RAY_enable_worker_prestart"] = "1"
@@ -94,10 +92,10 @@ class RaySession:
         return variables
 
     def close(self) -> None:
-        """Disconnect, and end the session if it was started here."""
+        """Disconnect, and end a session that `open` started."""
         if self._started_here:
             self._started_here = False
-            ray = sys.modules.get("ray")  # it is not there if its import was interrupted
+            ray = sys.modules.get("ray")  # None if its import was interrupted
             if ray is not None:
                 ray.shutdown()
 
@@ -108,23 +106,23 @@ def _is_connected() -> bool:
 
 
 def _running_cluster(gcs_address: Optional[str]) -> Optional[str]:
-    """Address of the Ray cluster that this host belongs to, if it answers.
+    """Return the address of the Ray cluster of this host; None if it does not accept connections.
 
-    RAY_ADDRESS, else that of the cluster file, else what `ray start` noted on this host.
+    Sources: RAY_ADDRESS, the cluster file, and the file that `ray start` writes on this host.
     """
     address = os.environ.get("RAY_ADDRESS")
     if address:
         return address
-    if gcs_address is not None and _answers(gcs_address):
+    if gcs_address is not None and _accepts_connections(gcs_address):
         return gcs_address
-    note = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
-    if not note.is_file():
+    file = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
+    if not file.is_file():
         return None
-    address = note.read_text().strip()
-    return address if _answers(address) else None  # it may be left over from a cluster that is gone
+    address = file.read_text().strip()
+    return address if _accepts_connections(address) else None  # the file can be of a cluster that has ended
 
 
-def _answers(address: str) -> bool:
+def _accepts_connections(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=_PROBE_S).close()
@@ -148,9 +146,9 @@ def _environment(variables: Dict[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Ray puts its own handler, `sys.exit(15)`, in the place of the program's, which counts again afterwards."""
-    if threading.current_thread() is not threading.main_thread():  # where handlers cannot be set, by Ray neither
+def _keep_sigterm_handler() -> Iterator[None]:
+    """Restore the SIGTERM handler that Ray replaces with `sys.exit(15)`."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
         yield
         return
     before = signal.getsignal(signal.SIGTERM)
@@ -165,20 +163,21 @@ def _own_sigterm() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _given_up_after(seconds: float, address: str) -> Iterator[None]:
-    """End this process if Ray does not come back: it waits without end, and for no signal, where a cluster ends just
-    while it is being joined. Nothing has been started yet that would have to be ended in order.
+def _exit_after(seconds: float, address: str) -> Iterator[None]:
+    """Exit this process after a timeout: `ray.init()` can hang and ignore signals if the cluster dies during join.
+
+    At this point the process has started nothing that needs to be ended.
     """
 
-    def give_up() -> None:
+    def exit_process() -> None:
         sys.stderr.write(
-            f"raypod: error: the Ray cluster at {address} has not let this process in for {seconds:g} s; "
-            "it may have ended meanwhile: see whether it still runs (`ray status`), then start again\n"
+            f"raypod: error: cannot join the Ray cluster at {address} within {seconds:g} s; it may have ended "
+            "meanwhile: check whether it is running (`ray status`), then start again\n"
         )
         sys.stderr.flush()
         os._exit(RunError.exit_code)
 
-    timer = threading.Timer(seconds, give_up)
+    timer = threading.Timer(seconds, exit_process)
     timer.daemon = True
     timer.start()
     try:
@@ -188,21 +187,20 @@ def _given_up_after(seconds: float, address: str) -> Iterator[None]:
 
 
 def _silence_worker_deaths(ray: Any) -> None:
-    """Ray prints a paragraph of its own for every dead worker; raypod says it in one line with host and log file."""
+    """Disable Ray's messages about dead workers; raypod prints one line with host and log file."""
     worker = ray._private.worker
     if hasattr(worker, "_worker_logs_enabled"):
         worker._worker_logs_enabled = False
 
 
-def reason_of_death(text: str) -> str:
-    """The line of Ray's paragraph that says why: its first only says that."""
+def death_reason(text: str) -> str:
+    """Return the line of Ray's message with the reason of a death; the first line does not contain it."""
     lines = [line for line in text.splitlines() if line.strip()]
-    if "creation task" in text:  # the constructor raised: its error comes last
+    if "creation task" in text:  # the constructor raised; its error is the last line
         return lines[-1]
-    for sign in ("node has died", "Worker exit detail", "Worker exit type"):
+    for marker in ("node has died", "Worker exit detail", "Worker exit type"):
         for line in lines:
-            if sign in line:
-                # Ray goes on with what it might have been, at length.
-                detail = line[line.index(sign) :].partition(" Some common causes")[0]
-                return f"its process died: {detail[len(sign) :].lstrip(': ') if 'exit' in sign else detail}"
+            if marker in line:
+                detail = line[line.index(marker) :].partition(" Some common causes")[0]
+                return f"its process died: {detail[len(marker) :].lstrip(': ') if 'exit' in marker else detail}"
     return lines[0]

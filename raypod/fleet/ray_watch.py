@@ -1,6 +1,7 @@
-"""Waiting for instances under Ray: for all at once, looking after them meanwhile, and finding the cause when one fails.
+"""Wait for the results of instances under Ray, monitor their heartbeats, and find the cause if one fails.
 
-Nothing here repairs; it ends in results, or in a FleetBroken that names who has to be given up, first cause first.
+This module repairs nothing. A wait ends with results, or with a FleetBroken that names the failed instances, the first
+cause first.
 """
 
 from __future__ import annotations
@@ -12,51 +13,51 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 from typing_extensions import Literal
 
 from raypod.errors import CollectiveBroken, PeerLost, RaypodError, WaitTimedOut
-from raypod.events import Beat, InstanceLost
+from raypod.events import HeartbeatReport, InstanceLost
 from raypod.fleet.base import FleetBroken
-from raypod.fleet.liveness import Heard, Trouble, judge
-from raypod.fleet.ray_replace import Killer
-from raypod.fleet.ray_session import reason_of_death
+from raypod.fleet.liveness import LastHeartbeat, Suspect, find_suspects
+from raypod.fleet.ray_replace import ProcessKiller
+from raypod.fleet.ray_session import death_reason
 from raypod.plan.plan import Plan
 
 Kind = Literal["died", "raised", "silent", "stuck"]
 
-LOOK_EVERY_S = 0.2  # how long a stop request may go unnoticed
-_BEAT_EVERY_S = 1.0
-_NO_LOOK_S = 2.0
-_STACK_S = 2.0  # how long to wait for the stack of an instance that is given up
-_BREAK_LOOK_S = 0.05
-_FREE_EVERY_S = 1.0
-_ECHOES = (CollectiveBroken, PeerLost)
-_NONE = object()
+POLL_INTERVAL_S = 0.2  # also the longest delay of a stop request
+_HEARTBEAT_INTERVAL_S = 1.0
+_PAUSE_S = 2.0  # longer intervals between two polls are pauses of this process
+_STACK_S = 2.0  # timeout for the stack trace of a stuck instance
+_BROKEN_POLL_INTERVAL_S = 0.05
+_ABORT_INTERVAL_S = 1.0
+_CONSEQUENCES = (CollectiveBroken, PeerLost)  # errors that the failure of another instance causes
+_NO_VALUE = object()
 
 
 class Watch:
-    """Of one generation of actors, in instance order."""
+    """Monitors one generation of actors, which are in instance order."""
 
-    def __init__(self, ray: Any, plan: Plan, actors: List[Any], hosts: List[str], killer: Killer) -> None:
+    def __init__(self, ray: Any, plan: Plan, actors: List[Any], hosts: List[str], killer: ProcessKiller) -> None:
         self._ray, self._plan, self._bounds, self._killer = ray, plan, plan.config.run, killer
         self._actors, self._hosts = actors, hosts
         now_s = time.monotonic()
-        self._heard = {index: Heard(None, now_s) for index in range(len(actors))}
-        self._asked: Dict[Any, int] = {}
-        self._asked_s = self._looked_s = now_s
+        self._heartbeats = {index: LastHeartbeat(None, now_s) for index in range(len(actors))}
+        self._requests: Dict[Any, int] = {}  # pending heartbeat requests: ref -> instance
+        self._requested_s = self._polled_s = now_s
 
-    def take_beats(self, beats: Dict[int, Optional[Beat]]) -> None:
-        """Instances have told what they do: from now on their silence counts."""
+    def record_heartbeats(self, reports: Dict[int, Optional[HeartbeatReport]]) -> None:
+        """Record heartbeats. From its first report on, an instance can be silent."""
         now_s = time.monotonic()
-        self._heard.update({index: Heard(beat, now_s) for index, beat in beats.items()})
+        self._heartbeats.update({index: LastHeartbeat(report, now_s) for index, report in reports.items()})
 
-    def beats(self) -> Dict[int, Optional[Beat]]:
-        """What each instance was heard to do last."""
-        return {index: each.beat for index, each in self._heard.items()}
+    def heartbeats(self) -> Dict[int, Optional[HeartbeatReport]]:
+        """Return the last heartbeat of each instance."""
+        return {index: each.report for index, each in self._heartbeats.items()}
 
     def results(self, refs: Dict[Any, int], what: str, bound: Tuple[float, str]) -> Dict[int, Any]:
-        """The values of `refs` by instance; `bound` is how long to wait in seconds, and what sets it.
+        """Return the values of `refs` by instance. `bound` is a timeout in seconds and the setting it is from.
 
         Raises:
-            FleetBroken: instances were lost, or are not done within the bound.
-            RaypodError: what an instance raised on purpose.
+            FleetBroken: instances were lost, or are not done within the timeout.
+            RaypodError: an instance raised it.
         """
         values = {}
         timeout_s, setting = bound
@@ -67,154 +68,158 @@ class Watch:
                 values[index] = value
                 waiting.discard(index)
             if waiting and time.monotonic() > deadline:
-                told = str(WaitTimedOut(what, timeout_s, setting))
-                troubles = [Trouble(late, "stuck", told) for late in sorted(waiting)]
-                deque(self._break({}, troubles, {}), maxlen=0)
+                cause = str(WaitTimedOut(what, timeout_s, setting))
+                suspects = [Suspect(late, "stuck", cause) for late in sorted(waiting)]
+                deque(self._break({}, suspects, {}), maxlen=0)
         return values
 
     def follow(self, tasks: Dict[Any, int]) -> Iterator[Tuple[Optional[int], Any]]:
-        """(instance, value) of every result, and of every item of a stream, as they come; (None, None) in between.
+        """Yield (instance, value) for every result and every item of a stream as it arrives; (None, None) in between.
 
         Raises:
-            FleetBroken: instances were lost; what all had yielded until then has been yielded here.
-            RaypodError: what an instance raised on purpose.
+            FleetBroken: instances were lost; everything that arrived before has been yielded.
+            RaypodError: an instance raised it.
         """
         pending = dict(tasks)
         while pending:
-            for index, value, error in self._arrivals(pending, LOOK_EVERY_S):
+            for index, value, error in self._arrivals(pending, POLL_INTERVAL_S):
                 if error is not None:
                     yield from self._break({index: error}, [], pending)
-                elif value is not _NONE:
+                elif value is not _NO_VALUE:
                     yield index, value
-            troubles = self._troubles()
-            if troubles:
-                yield from self._break({}, troubles, pending)
+            suspects = self._find_suspects()
+            if suspects:
+                yield from self._break({}, suspects, pending)
             yield None, None
 
     def _arrivals(self, pending: Dict[Any, int], within_s: float) -> Iterator[Tuple[int, Any, Optional[Exception]]]:
-        """(instance, value, error) of what arrives within a time; tasks that have ended are taken out of `pending`."""
+        """Yield (instance, value, error) of what arrives within a time; remove finished tasks from `pending`."""
         ready, _ = self._ray.wait(list(pending), timeout=within_s)
         for ref in ready:
             index = pending[ref]
-            value, ended, error = self._take(ref)
-            if ended:
+            value, is_finished, error = self._take(ref)
+            if is_finished:
                 del pending[ref]
             yield index, value, error
 
-    # ---- looking after them ----------------------------------------------------------------------------------------
+    # ---- monitoring heartbeats --------------------------------------------------------------------------------------
 
-    def _troubles(self) -> List[Trouble]:
-        """Ask every instance once a second what it is doing, and judge the answers."""
+    def _find_suspects(self) -> List[Suspect]:
+        """Request a heartbeat from every instance once per second, and evaluate the replies."""
         now_s = time.monotonic()
-        if now_s - self._looked_s > _NO_LOOK_S:
-            # Nobody has listened here meanwhile (this process was stopped, or did something else): no sign of silence.
-            self._heard = {index: Heard(each.beat, now_s) for index, each in self._heard.items()}
-        self._looked_s = now_s
-        if self._asked:
-            answered, _ = self._ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
-            for ref in answered:
-                index = self._asked.pop(ref)
-                value, _, error = self._take(ref)
+        if now_s - self._polled_s > _PAUSE_S:
+            # This process was stopped or busy, so missing replies do not mean that the instances are silent.
+            self.record_heartbeats(self.heartbeats())
+        self._polled_s = now_s
+        if self._requests:
+            ready, _ = self._ray.wait(list(self._requests), num_returns=len(self._requests), timeout=0)
+            for ref in ready:
+                index = self._requests.pop(ref)
+                report, _, error = self._take(ref)
                 if error is None:
-                    self._heard[index] = Heard(value, now_s)
-        if now_s - self._asked_s >= _BEAT_EVERY_S:
-            self._asked_s = now_s
-            missing = set(range(len(self._actors))) - set(self._asked.values())
-            self._asked.update({self._actors[index].beat.remote(): index for index in sorted(missing)})
-        return judge(self._heard, now_s, self._bounds)
+                    self._heartbeats[index] = LastHeartbeat(report, now_s)
+        if now_s - self._requested_s >= _HEARTBEAT_INTERVAL_S:
+            self._requested_s = now_s
+            without_request = set(range(len(self._actors))) - set(self._requests.values())
+            self._requests.update({self._actors[index].beat.remote(): index for index in sorted(without_request)})
+        return find_suspects(self._heartbeats, now_s, self._bounds)
 
-    # ---- finding the cause -----------------------------------------------------------------------------------------
+    # ---- finding the cause ------------------------------------------------------------------------------------------
 
     def _break(
-        self, errors: Dict[int, Exception], troubles: List[Trouble], pending: Dict[Any, int]
+        self, errors: Dict[int, Exception], suspects: List[Suspect], pending: Dict[Any, int]
     ) -> Iterator[Tuple[Optional[int], Any]]:
-        """Hear what the others still have to say, free them from waiting for the lost, and raise what has happened."""
-        losses = [] if self._wait_for_each_other(troubles) else [self._give_up(trouble) for trouble in troubles]
+        """Yield what still arrives, abort the collectives of the survivors, and raise the cause."""
+        losses = [] if self._all_wait_for_each_other(suspects) else [self._give_up(suspect) for suspect in suspects]
         lost = {loss.instance for loss in losses}
         pending = {ref: index for ref, index in pending.items() if index not in lost}
-        patient_until_s = time.monotonic() + self._bounds.dead_after_s  # a death may be told later than what it broke
-        freed_until_s: Optional[float] = None
-        freed_s, freeing = 0.0, []
+        # The death of an instance can be reported later than the errors that it causes in others.
+        cause_deadline = time.monotonic() + self._bounds.dead_after_s
+        abort_deadline: Optional[float] = None
+        aborted_s, aborts = 0.0, []
         while pending:
             now_s = time.monotonic()
-            if freed_until_s is None and (now_s >= patient_until_s or losses or any(map(_is_a_cause, errors.values()))):
-                freed_until_s = now_s + self._bounds.stop_timeout_s
-            if freed_until_s is not None and now_s >= freed_until_s:
+            if abort_deadline is None and (now_s >= cause_deadline or losses or any(map(_is_cause, errors.values()))):
+                abort_deadline = now_s + self._bounds.stop_timeout_s
+            if abort_deadline is not None and now_s >= abort_deadline:
                 break
-            if freed_until_s is not None and now_s - freed_s >= _FREE_EVERY_S:
-                # Again and again: who is freed from one wait may begin another one for the lost.
-                freed_s = now_s
-                freeing += [self._actors[index].abandon.remote() for index in set(pending.values())]
-            for index, value, error in self._arrivals(pending, _BREAK_LOOK_S):
+            if abort_deadline is not None and now_s - aborted_s >= _ABORT_INTERVAL_S:
+                # Repeatedly: an instance can start another collective after the aborted one.
+                aborted_s = now_s
+                aborts += [self._actors[index].abort_collectives.remote() for index in set(pending.values())]
+            for index, value, error in self._arrivals(pending, _BROKEN_POLL_INTERVAL_S):
                 if error is not None:
                     errors[index] = error
-                elif value is not _NONE:
+                elif value is not _NO_VALUE:
                     yield index, value
-        if freeing:  # none is to come late, into what follows
-            self._ray.wait(freeing, num_returns=len(freeing), timeout=_FREE_EVERY_S)
-        raise self._verdict(losses, errors, sorted(set(pending.values())))
+        if aborts:  # so that none of them hits what follows
+            self._ray.wait(aborts, num_returns=len(aborts), timeout=_ABORT_INTERVAL_S)
+        raise self._cause(losses, errors, sorted(set(pending.values())))
 
-    def _wait_for_each_other(self, troubles: List[Trouble]) -> bool:
-        return len(troubles) == len(self._actors) > 1 and all(trouble.kind == "stuck" for trouble in troubles)
+    def _all_wait_for_each_other(self, suspects: List[Suspect]) -> bool:
+        return len(suspects) == len(self._actors) > 1 and all(suspect.kind == "stuck" for suspect in suspects)
 
-    def _give_up(self, trouble: Trouble) -> InstanceLost:
-        """End the process of an instance that does not get on, after a look at where it is."""
-        actor, stack = self._actors[trouble.instance], ""
-        if trouble.kind == "stuck":
+    def _give_up(self, suspect: Suspect) -> InstanceLost:
+        """Kill the process of a suspect; get its stack trace before if it is stuck."""
+        actor, stack = self._actors[suspect.instance], ""
+        if suspect.kind == "stuck":
             ref = actor.stack.remote()
             ready, _ = self._ray.wait([ref], timeout=_STACK_S)
             value, _, error = self._take(ref) if ready else ("", True, None)
             stack = value if error is None else ""
         self._killer.kill_frozen(actor)
-        return self._loss(trouble.instance, trouble.kind, trouble.cause, stack)
+        return self._loss(suspect.instance, suspect.kind, suspect.cause, stack)
 
-    def _verdict(self, losses: List[InstanceLost], errors: Dict[int, Exception], late: List[int]) -> RaypodError:
+    def _cause(self, losses: List[InstanceLost], errors: Dict[int, Exception], late: List[int]) -> RaypodError:
+        """Return the error to raise. `late` are instances whose collectives could not be aborted in time."""
         died = {
             index: error for index, error in errors.items() if isinstance(error, self._ray.exceptions.RayActorError)
         }
-        losses = losses + [self._loss(index, "died", reason_of_death(str(error))) for index, error in died.items()]
+        losses = losses + [self._loss(index, "died", death_reason(str(error))) for index, error in died.items()]
         causes = {index: getattr(error, "cause", None) for index, error in errors.items() if index not in died}
-        on_purpose = [
-            cause for cause in causes.values() if isinstance(cause, RaypodError) and not isinstance(cause, _ECHOES)
+        raypod_errors = [
+            cause
+            for cause in causes.values()
+            if isinstance(cause, RaypodError) and not isinstance(cause, _CONSEQUENCES)
         ]
-        if on_purpose and not losses:
-            return on_purpose[0]
+        if raypod_errors and not losses:
+            return raypod_errors[0]
         for index, cause in causes.items():
             if not isinstance(cause, RaypodError):
-                text = in_short(cause) if cause is not None else str(errors[index]).splitlines()[-1]
+                text = summarize_exception(cause) if cause is not None else str(errors[index]).splitlines()[-1]
                 losses.append(self._loss(index, "raised", text))
         bound_s = self._bounds.stop_timeout_s
-        told = f"did not let go of the lost instances within {bound_s:g} s (run.stop_timeout_s)"
-        losses += [self._give_up(Trouble(index, "stuck", told)) for index in late]
+        text = f"did not abort its collectives with the lost instances within {bound_s:g} s (run.stop_timeout_s)"
+        losses += [self._give_up(Suspect(index, "stuck", text)) for index in late]
         return FleetBroken(tuple(losses), "; ".join(str(cause) for cause in causes.values() if cause is not None))
 
     def _loss(self, index: int, kind: Kind, cause: str, stack: str = "") -> InstanceLost:
-        beat = self._heard[index].beat
-        doing = beat.doing if beat is not None else ""
+        report = self._heartbeats[index].report
+        doing = report.doing if report is not None else ""
         cause = " ".join(cause.split())
         return InstanceLost(index, self._hosts[index], kind, cause, doing, stack, self._plan.log_file(index))
 
     def _take(self, ref: Any) -> Tuple[Any, bool, Optional[Exception]]:
-        """(value, whether that was all, error) of a result that is ready, or of a stream whose next item is."""
+        """Return (value, whether the task is finished, error) of a ready result, or of a stream with a ready item."""
         is_stream = hasattr(ref, "__next__")
         try:
             return self._ray.get(next(ref) if is_stream else ref), not is_stream, None
         except StopIteration:
-            return _NONE, True, None
+            return _NO_VALUE, True, None
         except self._ray.exceptions.RayError as error:
-            return _NONE, True, error
+            return _NO_VALUE, True, error
 
 
-def _is_a_cause(error: Exception) -> bool:
-    """Whether an error of Ray's is more than an echo of another instance's."""
-    return not isinstance(getattr(error, "cause", None), _ECHOES)
+def _is_cause(error: Exception) -> bool:
+    """Return whether an error of Ray is not the consequence of another instance's failure."""
+    return not isinstance(getattr(error, "cause", None), _CONSEQUENCES)
 
 
-def in_short(cause: BaseException) -> str:
-    """An exception in one line. What a process of a data loader raised has its whole traceback for a message."""
+def summarize_exception(cause: BaseException) -> str:
+    """Return an exception in one line. The message of a data loader worker's exception is its whole traceback."""
     text = f"{type(cause).__name__}: {cause}"
-    head, of_a_worker, traceback = text.partition("Original Traceback (most recent call last)")
-    if not of_a_worker:
+    head, is_of_worker, traceback = text.partition("Original Traceback (most recent call last)")
+    if not is_of_worker:
         return text
     where = head.rpartition(" in ")[2].strip().rstrip(".")
     return f"{traceback.strip().splitlines()[-1]} (in {where})"

@@ -1,26 +1,23 @@
-"""A fleet that computes nothing: what its instances say is made up beforehand.
-
-It shows what the coordinator does and what it costs, with more instances than any machine here could run.
-"""
+"""A simulated fleet without computation, for tests and benchmarks of the coordinator with many instances."""
 
 from __future__ import annotations
 
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 from raypod.events import CallReport, EvaluationReport, InstanceStarted, SaveReport
-from raypod.instance.seeding import Place
+from raypod.instance.seeding import Endpoint
 from raypod.plan.plan import Leg, Plan
 
 _WEIGHTS_SHA256 = "0" * 64
 
 
 class ScriptedFleet:
-    """A fleet (see `Fleet`) whose reports are ready before it starts; every instance reports every call."""
+    """A fleet whose reports are prepared in advance; every instance reports every call. See `Fleet`."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._instances = plan, range(plan.geometry.num_instances)
         self.start_seconds: List[Tuple[str, float]] = []
-        self.called: List[str] = []  # the methods that were called, in order
+        self.called: List[str] = []  # method names, in order
         self._saves: Tuple[SaveReport, ...] = ()
         iterations = plan.geometry.device_iterations
         self._reports: Dict[int, List[CallReport]] = {
@@ -34,13 +31,13 @@ class ScriptedFleet:
         return [InstanceStarted(index, hosts[index], 0, "emulated", "scripted", 1, ()) for index in self._instances]
 
     def call(self, method: str, *arguments: Any) -> List[Any]:
-        """See `Fleet.call`; methods without a script give None."""
+        """See `Fleet.call`. Methods without a script return None."""
         self.called.append(method)
         if method == "save":
             update = arguments[0].update
             self._saves = (SaveReport(update, f"update-{update}", _WEIGHTS_SHA256, None),)
         scripts: Dict[str, Callable[[int], Any]] = {
-            "open_seeding": lambda index: Place(index, self._plan.instances[index].host, "127.0.0.1", 0),
+            "open_seeding": lambda index: Endpoint(index, self._plan.placement.instances[index].host, "127.0.0.1", 0),
             "seed_weights": lambda index: _WEIGHTS_SHA256,
             "evaluate": lambda index: EvaluationReport(index, 1, 1, 0.5),
             "finish_saves": lambda index: self._saves if index == 0 else (),
@@ -56,8 +53,8 @@ class ScriptedFleet:
             yield from self._reports[update]
 
     def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
-        """See `Fleet.repair`."""
-        raise AssertionError("no scripted instance is ever lost")
+        """See `Fleet.repair`. Subclasses that lose instances override it."""
+        raise AssertionError("this fleet loses no instances")
 
     def draining(self) -> List[str]:
         """See `Fleet.draining`."""
@@ -69,10 +66,10 @@ class ScriptedFleet:
 
     def hosts(self) -> List[str]:
         """See `Fleet.hosts`."""
-        return [spec.host for spec in self._plan.instances]
+        return [spec.host for spec in self._plan.placement.instances]
 
     def close(self) -> None:
-        """Nothing to end."""
+        """See `Fleet.close`."""
 
     def _report(self, instance: int, update: int) -> CallReport:
         replicas, iterations = self._plan.geometry.local_replicas, self._plan.geometry.device_iterations

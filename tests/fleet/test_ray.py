@@ -1,10 +1,9 @@
-"""Instances under Ray: the same bits for every placement, and every way a run can end."""
+"""Runs under Ray: the same weights for every placement, and all ways in which a run can end."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import os
 import signal
@@ -18,19 +17,21 @@ from typing import Any, Callable, Dict, Iterator, List
 import psutil
 import pytest
 from bounded import wait_until
+from ray_cluster import SECOND_HOST, ray_cluster
 
+from raypod.checkpoint import resume
 from raypod.coordinator import coordinator
 from raypod.datasets import dataset_size
 from raypod.errors import ClusterError, InstanceFailed, WaitTimedOut
 from raypod.events import Event, RunEnded, UpdateDone
 from raypod.fleet.inline import InlineFleet
 from raypod.fleet.ray import RayFleet
-from raypod.fleet.ray_nodes import await_hosts, match_hosts
+from raypod.fleet.ray_nodes import match_hosts, wait_for_nodes
 from raypod.plan.cluster import LOCAL, Cluster, Host
 from raypod.plan.config import Config
 from raypod.plan.plan import Plan, make_plan
 from raypod.plan.resolve import from_values
-from raypod.record.metrics import MetricsFold
+from raypod.record.metrics import MetricsAggregator
 
 # Ray's own code leaves sockets and files to the garbage collector.
 pytestmark = [
@@ -38,26 +39,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
-SECOND_HOST = "127.0.0.2"
 UPDATES = 5
 
 
 @pytest.fixture(scope="module")
 def pod() -> Iterator[Any]:
-    """A Ray cluster of two hosts on this machine, each with 4 IPUs; this process is connected to it."""
-    environment = dict(os.environ)
-    ray = importlib.import_module("ray")
-    cluster_utils = importlib.import_module("ray.cluster_utils")
-    cluster = cluster_utils.Cluster()
-    for address in ({}, {"node_ip_address": SECOND_HOST}):
-        sizes = {"num_cpus": 1, "resources": {"IPU": 4}, "object_store_memory": 80_000_000}
-        cluster.add_node(include_dashboard=False, **sizes, **address)
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR", namespace="tests")
-    yield ray
-    ray.shutdown()
-    cluster.shutdown()
-    os.environ.clear()
-    os.environ.update(environment)
+    """Ray, connected to a cluster of two hosts with 4 IPUs each."""
+    with ray_cluster(resources={"IPU": 4}) as started:
+        yield started.ray
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +66,7 @@ def plan_for(folder: Path, cluster: Cluster = LOCAL, **sections: Dict[str, Any])
 
 def run(plan: Plan) -> List[Event]:
     fleet = InlineFleet(plan) if plan.config.run.fleet == "inline" else RayFleet(plan)
-    return list(coordinator.run(plan, fleet, MetricsFold(plan, 0.0)))
+    return list(coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)))
 
 
 def sha256(events: List[Event]) -> str:
@@ -92,20 +81,20 @@ def inline_events(tmp_path_factory: pytest.TempPathFactory) -> List[Event]:
 
 
 @pytest.mark.parametrize(("instances", "hosts"), [(1, 1), (2, 1), (4, 1), (2, 2)])
-def test_the_weights_are_the_same_bit_for_bit_wherever_the_replicas_live(
+def test_the_weights_are_bitwise_equal_for_every_placement(
     two_hosts: Cluster, inline_events: List[Event], tmp_path: Path, instances: int, hosts: int
 ) -> None:
     cluster = two_hosts if hosts == 2 else LOCAL
     events = run(plan_for(tmp_path, cluster, pod={"num_instances": instances}))
     assert sha256(events) == sha256(inline_events)
-    told = [
+    updates = [
         [(e.update, e.loss, e.accuracy) for e in each if isinstance(e, UpdateDone)] for each in (events, inline_events)
     ]
-    assert told[0] == told[1]
-    assert len(told[0]) == UPDATES
+    assert updates[0] == updates[1]
+    assert len(updates[0]) == UPDATES
 
 
-def test_a_run_of_one_host_goes_on_exactly_on_two(two_hosts: Cluster, tmp_path: Path) -> None:
+def test_a_run_resumes_exactly_on_more_hosts(two_hosts: Cluster, tmp_path: Path) -> None:
     one = {"run": {"fleet": "inline"}, "pod": {"num_instances": 1}}
 
     def constant(updates: int) -> Dict[str, Any]:
@@ -113,10 +102,10 @@ def test_a_run_of_one_host_goes_on_exactly_on_two(two_hosts: Cluster, tmp_path: 
 
     whole = run(plan_for(tmp_path / "whole", training=constant(9), **one))
     run(plan_for(tmp_path, training=constant(4), **one))
-    resume = {"resume": str(tmp_path / "run")}
-    plan = plan_for(tmp_path, two_hosts, training=constant(9), run=resume, pod={"num_instances": 2})
-    resumed = resume.read(plan).checkpoint
-    events = list(coordinator.run(plan, RayFleet(plan), MetricsFold(plan, 0.0), resumed))
+    resumed_from = {"resume": str(tmp_path / "run")}
+    plan = plan_for(tmp_path, two_hosts, training=constant(9), run=resumed_from, pod={"num_instances": 2})
+    resumed = resume.find_checkpoint(plan).checkpoint
+    events = list(coordinator.run(plan, RayFleet(plan), MetricsAggregator(plan, 0.0), resumed))
     assert [event.update for event in events if isinstance(event, UpdateDone)] == [5, 6, 7, 8, 9]
     assert sha256(events) == sha256(whole)
 
@@ -135,7 +124,7 @@ def nothing_is_left(ray: Any) -> bool:
     return not instance_processes() and all(group["state"] == "REMOVED" for group in groups)
 
 
-def test_the_environment_stands_before_the_instances_import_the_sdk(pod: Any, tmp_path: Path) -> None:
+def test_the_environment_is_set_before_the_instances_import_the_sdk(pod: Any, tmp_path: Path) -> None:
     fleet = RayFleet(plan_for(tmp_path, pod={"num_instances": 2, "threads_per_replica": 1}))
     try:
         fleet.start()
@@ -153,7 +142,7 @@ def test_a_killed_instance_is_named_and_nothing_is_left(pod: Any, tmp_path: Path
     killed_at_s: List[float] = []
 
     def kill_one_after_three_updates() -> None:
-        for event in coordinator.run(plan, RayFleet(plan), MetricsFold(plan, 0.0)):
+        for event in coordinator.run(plan, RayFleet(plan), MetricsAggregator(plan, 0.0)):
             if isinstance(event, UpdateDone) and event.update == 3:
                 os.kill(_pid_in(plan.log_file(1)), signal.SIGKILL)
                 killed_at_s.append(time.monotonic())
@@ -188,7 +177,7 @@ def test_an_instance_that_raises_is_named_with_its_error(
     assert wait_until(lambda: nothing_is_left(pod))
 
 
-def test_an_instance_that_raises_in_mid_leg_is_told_while_the_others_wait_for_it(
+def test_an_exception_during_a_leg_is_reported_while_the_others_wait(
     pod: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bad_data.py").write_text(
@@ -218,7 +207,7 @@ def test_an_instance_that_raises_in_mid_leg_is_told_while_the_others_wait_for_it
     assert wait_until(lambda: nothing_is_left(pod))
 
 
-def test_more_ipus_than_the_pod_has_is_answered_at_once(pod: Any, tmp_path: Path) -> None:
+def test_more_ipus_than_the_pod_has_are_rejected_at_once(pod: Any, tmp_path: Path) -> None:
     sizes = {"model": "own:build", "gradient_accumulation": 7}
     plan = plan_for(tmp_path, pod={"num_instances": 2, "ipus_per_replica": 4}, training=sizes)
     began = time.monotonic()
@@ -245,20 +234,22 @@ def test_a_missing_host_is_waited_for_and_named(tmp_path: Path) -> None:
     cluster = Cluster("two", (Host("a", "10.0.0.1"), Host("b", "10.0.0.2")))
     node = {"Alive": True, "NodeManagerHostname": "", "Resources": {}}
     nodes = [{**node, "NodeManagerAddress": "10.0.0.1"}]
-    told: List[str] = []
+    lines: List[str] = []
 
-    def tell(line: str) -> None:
-        told.append(line)
+    def log(line: str) -> None:
+        lines.append(line)
         nodes.append({**node, "NodeManagerAddress": "10.0.0.2"})
 
-    found = await_hosts(SimpleNamespace(nodes=lambda: nodes), plan_for(tmp_path, cluster).placement, 30, tell)
+    found = wait_for_nodes(SimpleNamespace(nodes=lambda: nodes), plan_for(tmp_path, cluster).placement, 30, log)
     assert [each["NodeManagerAddress"] for each in found] == ["10.0.0.1", "10.0.0.2"]
-    assert told == ["waiting for b (30 s more, --wait-hosts)"]
+    assert lines == ["waiting for b (30 s more, --wait-hosts)"]
     with pytest.raises(ClusterError, match="no Ray node is alive on b"):
-        await_hosts(SimpleNamespace(nodes=lambda: nodes[:1]), plan_for(tmp_path, cluster).placement, 0.1, told.append)
+        wait_for_nodes(
+            SimpleNamespace(nodes=lambda: nodes[:1]), plan_for(tmp_path, cluster).placement, 0.1, lines.append
+        )
 
 
-def test_instances_meet_in_the_data_network_alone(pod: Any, two_hosts: Cluster, tmp_path: Path) -> None:
+def test_instances_connect_only_in_the_data_network(pod: Any, two_hosts: Cluster, tmp_path: Path) -> None:
     cluster = dataclasses.replace(two_hosts, data_network="127.0.0.0/8")
     fleet = RayFleet(plan_for(tmp_path, cluster, pod={"num_instances": 2}))
     try:
@@ -270,7 +261,7 @@ def test_instances_meet_in_the_data_network_alone(pod: Any, two_hosts: Cluster, 
         fleet.close()
 
 
-def test_a_host_outside_the_data_network_is_told(two_hosts: Cluster, tmp_path: Path) -> None:
+def test_a_host_outside_the_data_network_is_named(two_hosts: Cluster, tmp_path: Path) -> None:
     cluster = dataclasses.replace(two_hosts, data_network="10.213.0.0/30")
     with pytest.raises(
         ClusterError, match=r"has no address in metadata\.raypod\.data_network 10\.213\.0\.0/30; it has lo "
@@ -292,7 +283,7 @@ def test_a_busy_pod_is_waited_for_within_the_bound(pod: Any, tmp_path: Path) -> 
         pod.util.remove_placement_group(also)
 
 
-# ---- the command, in a session of its own ---------------------------------------------------------------------------
+# ---- the command, in its own Ray session ---------------------------------------------------------------------------
 
 
 def start_command(folder: Path, *flags: str) -> subprocess.Popen[str]:
@@ -319,12 +310,12 @@ def are_gone(processes: List[psutil.Process]) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_ends_with_a_checkpoint_and_130(tmp_path: Path, number: int) -> None:
+def test_a_signal_ends_a_run_with_a_checkpoint_and_exit_code_130(tmp_path: Path, number: int) -> None:
     command = start_command(tmp_path, "--epochs", "400")
     wait_for_lines(tmp_path, lambda text: text.count("\n") > 3)
     processes = session_processes(command)
     if number == signal.SIGINT:
-        os.killpg(command.pid, number)  # a terminal tells the whole process group
+        os.killpg(command.pid, number)  # a terminal signals the whole process group
     else:
         command.send_signal(number)
     out, err = command.communicate(timeout=60)
@@ -333,11 +324,11 @@ def test_ctrl_c_ends_with_a_checkpoint_and_130(tmp_path: Path, number: int) -> N
     assert summary["interrupted"]
     assert (Path(summary["checkpoint"]) / "manifest.json").is_file()
     assert summary["updates"] == len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert f"Interrupted after update {summary['updates']}; go on with --resume" in out
+    assert f"Interrupted after update {summary['updates']}; continue with --resume" in out
     assert are_gone(processes)
 
 
-def test_a_sigterm_while_the_run_starts_ends_it_with_130(tmp_path: Path) -> None:
+def test_a_sigterm_during_the_start_ends_the_run_with_130(tmp_path: Path) -> None:
     command = start_command(tmp_path, "--epochs", "400")
     logs = tmp_path / "run" / "logs"
     assert wait_until(lambda: logs.is_dir() and any(logs.iterdir()), 90)  # the first instance has its process
@@ -375,7 +366,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     assert are_gone(processes)
 
 
-def test_a_run_goes_on_under_ray_on_another_placement(tmp_path: Path) -> None:
+def test_a_run_resumes_under_ray_with_another_placement(tmp_path: Path) -> None:
     constant = ("--lr-schedule", "constant")
     for flags in (("--updates", "6"), ("--updates", "12", "--resume", str(tmp_path / "run"), "--num-instances", "1")):
         command = start_command(tmp_path, *constant, *flags)
