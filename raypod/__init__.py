@@ -1,3 +1,3 @@
-"""raypod: PyTorch training on Graphcore IPU-PODs under Ray, and on an emulated pod where there is none."""
+"""raypod: PyTorch training on Graphcore IPU-PODs under Ray; without IPUs, on an emulated SDK."""
 
 __version__ = "0.1.0"

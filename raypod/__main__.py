@@ -1,4 +1,4 @@
-"""`python -m raypod VERB`: what can be asked about a run besides running it, and what a cluster needs before."""
+"""`python -m raypod COMMAND`: plan and control runs, and manage the cluster."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from raypod.pod.doctor import doctor
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
     return report_errors(lambda: _dispatch(words))
 
 
 def _dispatch(words: Sequence[str]) -> int:
-    usage = f"usage: python -m raypod {{{','.join(VERBS)}}} [flags]; `python -m raypod.train` trains"
+    usage = f"usage: python -m raypod {{{','.join(COMMANDS)}}} [flags]; `python -m raypod.train` runs a training"
     if not words or words[0] in ("-h", "--help"):
         print(usage)  # noqa: T201 - the command line's own output
         return 0 if words else 2
-    if words[0] not in VERBS:
-        raise ConfigError(f"unknown verb {words[0]!r}; {usage}")
-    return VERBS[words[0]](words[1:])
+    if words[0] not in COMMANDS:
+        raise ConfigError(f"unknown command {words[0]!r}; {usage}")
+    return COMMANDS[words[0]](words[1:])
 
 
 def _plan(argv: Sequence[str]) -> int:
-    """Print the plan of a command line of `raypod.train`: as a table, or as JSON."""
+    """Print the plan of a `raypod.train` command line as a table or as JSON."""
     plan, args = planning.plan_of(argv, "raypod plan", ["--json"])
     print(json.dumps(planning.describe(plan), indent=2) if args.json else planning.render(plan))  # noqa: T201
     return 0
 
 
 def _verify_data(argv: Sequence[str]) -> int:
-    """Whether each epoch of a run saw each sample exactly once."""
+    """Verify from the ledger that each epoch used every sample exactly once; return 1 if it did not."""
     from raypod.record import verify_data
 
     verdict = verify_data.verify(_run_folder("verify-data", argv))
@@ -48,32 +48,39 @@ def _verify_data(argv: Sequence[str]) -> int:
 
 
 def _status(argv: Sequence[str]) -> int:
-    """How far a run is."""
-    return _ask_run("status", detached.status, argv)
+    """Print the state of a run."""
+    return _control("status", detached.status, argv)
 
 
 def _attach(argv: Sequence[str]) -> int:
-    """Show the output of a detached run until it ends."""
-    return _ask_run("attach", detached.attach, argv)
+    """Print the output of a detached run until it ends."""
+    return _control("attach", detached.attach, argv)
 
 
 def _stop(argv: Sequence[str]) -> int:
-    """End a run after a checkpoint."""
-    return _ask_run("stop", detached.stop, argv)
+    """Stop a run with a checkpoint."""
+    return _control("stop", detached.stop, argv)
 
 
-def _ask_run(verb: str, ask: Callable[[Path], int], argv: Sequence[str]) -> int:
-    """Ask a run in a folder of this host, or of the head of a cluster."""
-    parser = FlagParser(prog=f"raypod {verb}", description=f"{verb} of a run, by its folder.")
-    parser.add_argument("run", metavar="RUN_FOLDER", help="as the host knows it on which the run was started")
-    parser.add_argument("--cluster", metavar="FILE", help="the run was started on the head of this cluster: ask there")
+def _control(verb: str, action: Callable[[Path], int], argv: Sequence[str]) -> int:
+    """Run a command on a run folder of this host, or on the head of a cluster by ssh."""
+    parser = FlagParser(prog=f"raypod {verb}", description=_DESCRIPTIONS[verb])
+    parser.add_argument("run", metavar="RUN_FOLDER", help="path on the host where the run was started")
+    parser.add_argument("--cluster", metavar="FILE", help="run the command on the head of this cluster")
     args = parser.parse_args(argv)
     if args.cluster:
         cluster = read_cluster(args.cluster)
         head = cluster.hosts[0]
         if not ssh.is_local(head):
             return ssh.pass_through(head, cluster.ssh, [cluster.python, "-m", "raypod", verb, args.run])
-    return ask(_run_folder(verb, [args.run]))
+    return action(_run_folder(verb, [args.run]))
+
+
+_DESCRIPTIONS = {
+    "status": "Print the state of a run.",
+    "attach": "Print the output of a detached run until it ends.",
+    "stop": "Stop a run after the current call, with a checkpoint.",
+}
 
 
 def _run_folder(verb: str, argv: Sequence[str]) -> Path:
@@ -81,11 +88,11 @@ def _run_folder(verb: str, argv: Sequence[str]) -> Path:
         raise ConfigError(f"usage: python -m raypod {verb} RUN_FOLDER")
     folder = Path(argv[0])
     if not folder.is_dir():
-        raise ConfigError(f"{verb} {folder}: there is no such run folder")
+        raise ConfigError(f"{verb} {folder}: the run folder does not exist")
     return folder
 
 
-VERBS: Dict[str, Callable[[Sequence[str]], int]] = {
+COMMANDS: Dict[str, Callable[[Sequence[str]], int]] = {
     "plan": _plan,
     "verify-data": _verify_data,
     "status": _status,

@@ -1,7 +1,7 @@
-"""A run that outlives the terminal: `--detach`, and `python -m raypod status|attach|stop RUN`.
+"""Background runs: `--detach`, and `python -m raypod status|attach|stop RUN`.
 
-The supervisor is the coordinator itself, in a session of its own; what it prints goes to `logs/coordinator.log`. All
-others read `state.json` and that log, and send signals to the one process that `state.json` names.
+The coordinator runs in a session of its own and writes its output to `logs/coordinator.log`. The other commands read
+`state.json` and that log, and send signals to the process that `state.json` names.
 """
 
 from __future__ import annotations
@@ -15,23 +15,27 @@ import time
 from pathlib import Path
 from typing import List, Sequence, Tuple
 
+from raypod.cli import format_table
 from raypod.errors import ConfigError, RunError
 from raypod.record import run_state
 from raypod.record.run_state import RunState
 
-_LOOK_EVERY_S = 0.2
+_POLL_S = 0.2
 
 
 def log_of(run_dir: Path) -> Path:
-    """Where a detached run's own output goes."""
+    """Return the log file of a detached run's coordinator."""
     return run_dir / "logs" / "coordinator.log"
 
 
 def detach(argv: Sequence[str], run_dir: Path, start_timeout_s: float) -> int:
-    """Carry out a command line of `raypod.train` in a process of its own; returns once it trains, or its exit code."""
+    """Start a command line of `raypod.train` in a background process.
+
+    Returns 0 once the run trains or `start_timeout_s` seconds have passed, or the exit code of a process that ended.
+    """
     log = log_of(run_dir)
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "raypod.train", *_without_place(argv), "--run-dir", str(run_dir)]
+    command = [sys.executable, "-m", "raypod.train", *_without_run_dir(argv), "--run-dir", str(run_dir)]
     with log.open("ab") as output:
         began = output.tell()
         child = subprocess.Popen(
@@ -39,7 +43,7 @@ def detach(argv: Sequence[str], run_dir: Path, start_timeout_s: float) -> int:
         )
     print(f"Run folder: {run_dir}\nSupervisor: pid {child.pid}, its output: {log}")  # noqa: T201
     deadline = time.monotonic() + start_timeout_s
-    with contextlib.suppress(KeyboardInterrupt):  # it ends the waiting here, not the run
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the wait, not the run
         while time.monotonic() < deadline:
             state = run_state.read(run_dir)
             if state is not None and state.pid == child.pid and state.state == run_state.RUNNING:
@@ -49,17 +53,17 @@ def detach(argv: Sequence[str], run_dir: Path, start_timeout_s: float) -> int:
                 sys.stderr.buffer.write(_last_line(log, began))
                 sys.stderr.flush()
                 return code
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_S)
     print(f"python -m raypod status|attach|stop {run_dir}")  # noqa: T201
-    child.returncode = 0  # it goes on without us: nothing to be warned of
+    child.returncode = 0  # prevents Popen's ResourceWarning: the process continues on purpose
     return 0
 
 
 def status(run_dir: Path) -> int:
-    """Print how far a run is; 0 while it runs or when it is done, 1 if it failed or its coordinator is gone."""
+    """Print the state of a run. Return 1 if it failed or its coordinator died, else 0."""
     state = _state_of(run_dir)
     latest = run_dir / "checkpoints" / "LATEST"
-    name, is_well = _told(state)
+    name, is_healthy = _describe(state)
     rows = [
         ("state", name),
         ("coordinator", f"pid {state.pid} on {state.host}"),
@@ -70,13 +74,13 @@ def status(run_dir: Path) -> int:
     if state.restarts:
         rows.append(("restarts", str(state.restarts)))
     rows.append(("checkpoint", latest.read_text().strip() if latest.is_file() else "none yet"))
-    rows.append(("said", f"{max(0.0, time.time() - state.written_at_s):.0f} s ago"))
-    print("\n".join(f"{key:>12}  {text}" for key, text in rows))  # noqa: T201
-    return 0 if is_well else 1
+    rows.append(("updated", f"{max(0.0, time.time() - state.written_at_s):.0f} s ago"))
+    print("\n".join(format_table([(key.rjust(12), text) for key, text in rows])))  # noqa: T201
+    return 0 if is_healthy else 1
 
 
 def attach(run_dir: Path) -> int:
-    """Show the output of a detached run as it comes, until it ends; its exit code. Ctrl-C leaves the run alone."""
+    """Print the output of a detached run until it ends, and return its exit code. Ctrl-C does not affect the run."""
     log = log_of(run_dir)
     if not log.is_file():
         raise ConfigError(f"{run_dir} has no {log.name}: its run was not started with --detach")
@@ -85,77 +89,77 @@ def attach(run_dir: Path) -> int:
             while True:
                 state = _state_of(run_dir)
                 _copy(output.read())
-                if state.is_over or not _may_live(state):
+                if state.has_ended or not _may_be_alive(state):
                     _copy(output.read())
                     break
-                time.sleep(_LOOK_EVERY_S)
+                time.sleep(_POLL_S)
     except KeyboardInterrupt:
-        print(f"\nThe run goes on: python -m raypod status|attach|stop {run_dir}")  # noqa: T201
+        print(f"\nThe run continues: python -m raypod status|attach|stop {run_dir}")  # noqa: T201
         return 0
     if state.exit_code is None:
-        raise RunError(
-            f"the coordinator of {run_dir} died at update {state.update}; the same command goes on from there"
-        )
+        raise RunError(f"the coordinator of {run_dir} died at update {state.update}; the same command resumes the run")
     return state.exit_code
 
 
 def stop(run_dir: Path, within_s: float = 900.0) -> int:
-    """End a run after the calls under way, with a checkpoint; the second time at once. 0 once it has ended.
+    """Stop a run after the current call, with a checkpoint; a second stop ends it at once. Return 0 when it has ended.
 
     Raises:
-        RunError: it does not end within `within_s` seconds, which leave room for a long call and a large checkpoint.
+        RunError: the run does not end within `within_s` seconds; the default allows a long call and a large checkpoint.
     """
     state = _state_of(run_dir)
-    if not state.is_here:
+    if not state.is_local:
         raise ConfigError(f"the coordinator of {run_dir} was started on host {state.host}; stop it there")
-    if state.is_over or not state.is_alive:
-        print(f"{run_dir}: nothing to stop, {_told(state)[0]}")  # noqa: T201
+    if state.has_ended or not state.is_alive:
+        print(f"{run_dir}: nothing to stop, {_describe(state)[0]}")  # noqa: T201
         return 0
     os.kill(state.pid, signal.SIGTERM)
     deadline = time.monotonic() + within_s
     while state.is_alive:
         if time.monotonic() > deadline:
-            raise RunError(f"{run_dir}: no end within {within_s:g} s of SIGTERM; a second stop ends it at once")
-        time.sleep(_LOOK_EVERY_S)
-    print(f"{run_dir}: {_told(_state_of(run_dir))[0]}")  # noqa: T201
+            raise RunError(
+                f"{run_dir}: the run has not ended {within_s:g} s after SIGTERM; a second stop ends it at once"
+            )
+        time.sleep(_POLL_S)
+    print(f"{run_dir}: {_describe(_state_of(run_dir))[0]}")  # noqa: T201
     return 0
 
 
 def _state_of(run_dir: Path) -> RunState:
     state = run_state.read(run_dir)
     if state is None:
-        raise ConfigError(f"{run_dir} has no {run_state.NAME} that can be read; is it the folder of a run?")
+        raise ConfigError(f"{run_dir} has no readable {run_state.NAME}; is it a run folder?")
     return state
 
 
-def _may_live(state: RunState) -> bool:
-    return state.is_alive or not state.is_here
+def _may_be_alive(state: RunState) -> bool:
+    return state.is_alive or not state.is_local
 
 
-def _told(state: RunState) -> Tuple[str, bool]:
-    """A state in words, and whether all is well."""
+def _describe(state: RunState) -> Tuple[str, bool]:
+    """Return the state as text, and whether the run is healthy."""
     if state.state == run_state.FAILED:
         return f"failed (exit code {state.exit_code}): {state.message}", False
-    if state.is_over:
+    if state.has_ended:
         return f"{state.state} after update {state.update}", True
-    if not _may_live(state):
+    if not _may_be_alive(state):
         return (
-            f"its coordinator died at update {state.update}; the same command goes on from the last checkpoint",
+            f"its coordinator died at update {state.update}; the same command resumes from the last checkpoint",
             False,
         )
     return state.state, True
 
 
-def _without_place(argv: Sequence[str]) -> List[str]:
-    """The command line without what says that and where it is to run."""
-    left: List[str] = []
+def _without_run_dir(argv: Sequence[str]) -> List[str]:
+    """Return the command line without `--detach` and the run folder."""
+    kept: List[str] = []
     skip = False
     for word in argv:
-        is_place = word == "--run-dir" or word.startswith(("--run-dir=", "run.run_dir="))
-        if not skip and not is_place and word != "--detach":
-            left.append(word)
+        is_run_dir = word == "--run-dir" or word.startswith(("--run-dir=", "run.run_dir="))
+        if not skip and not is_run_dir and word != "--detach":
+            kept.append(word)
         skip = not skip and word == "--run-dir"
-    return left
+    return kept
 
 
 def _last_line(log: Path, began: int) -> bytes:

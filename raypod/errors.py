@@ -1,24 +1,24 @@
-"""The error tree. A user's mistake has its own branch, so that it ends in one line and exit code 2, never a traceback.
+"""The error classes. A wrong request is a UserError: one line on stderr and exit code 2, never a traceback.
 
     RaypodError
-    |-- UserError               exit code 2: something to correct in what was asked for
-    |   |-- ConfigError         a key, a value, or two values that contradict each other
-    |   |   `-- DataMissing     the files of a data set are not where they were looked for
-    |   |-- ClusterError        the pod does not have what the plan needs
-    |   `-- SdkError            the SDK that was asked for cannot be imported
-    `-- RunError                exit code 1: the run was right and failed
-        |-- InstanceFailed      one instance died or raised: host, instance, cause, log file
-        |   `-- ProgramFailed   a launched program ended with another exit code than 0, which is the launch's too
-        |-- CollectiveBroken    what an instance sees when another one is lost
-        |-- HostLost            a host, or what raypod runs there, is gone
-        |-- PeerLost            an instance cannot reach another one, or it is gone
-        |-- WaitTimedOut        something did not happen within its stated bound
-        |-- WeightsDiffer       instances disagree on the weights they start from
-        |-- CheckpointDamaged   a file of a checkpoint is not what it was written as
-        |-- CheckpointNotSaved  no checkpoint could be written where one has to be
-        `-- LossNotFinite       the loss is no number any more
+    |-- UserError               exit code 2: the request is wrong
+    |   |-- ConfigError         a wrong key or value, or values that contradict each other
+    |   |   `-- DataMissing     the files of a data set are missing
+    |   |-- ClusterError        the pod lacks something that the plan needs
+    |   `-- SdkError            the requested SDK cannot be imported
+    `-- RunError                exit code 1: the request is valid and the run failed
+        |-- InstanceFailed      an instance died or raised an exception
+        |   `-- ProgramFailed   a launched program failed; its exit code is that of the launch
+        |-- CollectiveBroken    a collective operation failed because another instance was lost
+        |-- HostLost            a host, or the raypod process on it, was lost
+        |-- PeerLost            an instance cannot reach another one
+        |-- WaitTimedOut        a wait exceeded its timeout
+        |-- WeightsDiffer       instances start from different weights
+        |-- CheckpointDamaged   a checkpoint file does not match its checksum
+        |-- CheckpointNotSaved  a required checkpoint could not be written
+        `-- LossNotFinite       the loss is NaN or infinite
 
-Errors cross processes: every field is positional, so that a pickled error arrives as what it was.
+Errors cross process boundaries. All their fields are positional arguments, so that they can be pickled.
 """
 
 from __future__ import annotations
@@ -28,40 +28,43 @@ from typing import Dict, Tuple
 
 
 class RaypodError(Exception):
-    """Base of all errors that raypod raises on purpose."""
+    """Base class of the errors that raypod raises."""
 
     exit_code = 1
 
 
 class UserError(RaypodError):
-    """Scene: somebody asked for what cannot be done; the message says what, where, and the way out."""
+    """Raised for a wrong request; the message states what is wrong, where, and what to do."""
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """Scene: `--batch-sice 8`, or 6 replicas for 4 instances."""
+    """Raised for a wrong setting, such as `--batch-sice 8` or 6 replicas for 4 instances."""
 
 
 class DataMissing(ConfigError):
-    """Scene: `--dataset cifar10` on a machine that has no CIFAR-10. A plan can be made there all the same."""
+    """Raised if the files of a data set are missing, such as `--dataset cifar10` without CIFAR-10.
+
+    Planning does not need the files: it uses the published size of the data set.
+    """
 
 
 class ClusterError(UserError):
-    """Scene: the plan needs 64 IPUs and the pod has 16, or a host of the cluster file is not alive."""
+    """Raised if the plan needs 64 IPUs and the pod has 16, or a host of the cluster file is not alive."""
 
 
 class SdkError(UserError):
-    """Scene: `--device ipu` where the Poplar SDK is not sourced; carries the original import error."""
+    """Raised for `--device ipu` if the Poplar SDK is not enabled; the message contains the import error."""
 
 
 class RunError(RaypodError):
-    """Scene: the request was right, and something failed on the way."""
+    """Raised if a valid request fails."""
 
 
 @dataclasses.dataclass(eq=False)
 class InstanceFailed(RunError):
-    """Scene: the process of one instance was killed, or its program raised."""
+    """Raised if the process of an instance died or its program raised an exception."""
 
     instance: int
     host: str
@@ -74,14 +77,14 @@ class InstanceFailed(RunError):
 
 @dataclasses.dataclass(eq=False)
 class ProgramFailed(InstanceFailed):
-    """Scene: `sys.exit(3)`, an uncaught exception or a signal in the program of one instance."""
+    """Raised if a launched program exits with an exit code other than 0 or dies from a signal."""
 
     exit_code: int
 
 
 @dataclasses.dataclass(eq=False)
 class HostLost(RunError):
-    """Scene: a host lost its power or its network, or somebody ended Ray there."""
+    """Raised if a host loses power or network, or if Ray ends on it."""
 
     host: str
     instances: Tuple[int, ...]
@@ -89,13 +92,13 @@ class HostLost(RunError):
     logs: str
 
     def __str__(self) -> str:
-        told = ", ".join(map(str, self.instances))
-        return f"host {self.host} is lost, with instance {told}: {self.cause}; the logs: {self.logs}"
+        instances = ", ".join(map(str, self.instances))
+        return f"host {self.host} is lost, with instance {instances}: {self.cause}; the logs: {self.logs}"
 
 
 @dataclasses.dataclass(eq=False)
 class PeerLost(RunError):
-    """Scene: the weights travel from host to host, and one of the hosts is cut off."""
+    """Raised if an instance loses its connection to another one while the weights are seeded."""
 
     instance: int
     host: str
@@ -112,41 +115,41 @@ class PeerLost(RunError):
 
 @dataclasses.dataclass(eq=False)
 class CollectiveBroken(RunError):
-    """Scene: another instance was lost in the middle of what this one does together with it. Never the first cause."""
+    """Raised if a collective operation fails because another instance was lost. It is never the root cause."""
 
     instance: int
     cause: str
 
     def __str__(self) -> str:
-        return f"instance {self.instance} has lost others: {self.cause}"
+        return f"instance {self.instance} lost its connection to other instances: {self.cause}"
 
 
 @dataclasses.dataclass(eq=False)
 class WaitTimedOut(RunError):
-    """Scene: an actor did not start, or a call did not report, within its bound."""
+    """Raised if an actor does not start, or a call does not report, within its timeout."""
 
     what: str
     timeout_s: float
     setting: str
 
     def __str__(self) -> str:
-        return f"waited {self.timeout_s:g} s for {self.what}; {self.setting} sets this bound"
+        return f"waited {self.timeout_s:g} s for {self.what}; {self.setting} sets this timeout"
 
 
 @dataclasses.dataclass(eq=False)
 class WeightsDiffer(RunError):
-    """Scene: after seeding, the hash of the weights is not the same in all instances."""
+    """Raised if the hash of the weights differs between instances after seeding."""
 
     hashes: Dict[int, str]
 
     def __str__(self) -> str:
-        told = ", ".join(f"instance {index}: {value[:12]}" for index, value in sorted(self.hashes.items()))
-        return f"the instances start from different weights ({told})"
+        hashes = ", ".join(f"instance {index}: {value[:12]}" for index, value in sorted(self.hashes.items()))
+        return f"the instances start from different weights ({hashes})"
 
 
 @dataclasses.dataclass(eq=False)
 class CheckpointDamaged(RunError):
-    """Scene: a flipped byte, a file cut off, or one that something else has written."""
+    """Raised if a checkpoint file is truncated, modified or overwritten."""
 
     path: str
     cause: str
@@ -157,7 +160,7 @@ class CheckpointDamaged(RunError):
 
 @dataclasses.dataclass(eq=False)
 class CheckpointNotSaved(RunError):
-    """Scene: the disk is full, and this is the first checkpoint or the last."""
+    """Raised if the first or the last checkpoint cannot be written, for example because the disk is full."""
 
     path: str
     cause: str
@@ -169,7 +172,7 @@ class CheckpointNotSaved(RunError):
 
 @dataclasses.dataclass(eq=False)
 class LossNotFinite(RunError):
-    """Scene: the learning rate is too high, or half precision needs loss scaling."""
+    """Raised if the loss is NaN or infinite: the learning rate is too high, or half precision needs loss scaling."""
 
     loss: float
     last_finite_update: int
@@ -178,6 +181,6 @@ class LossNotFinite(RunError):
 
     def __str__(self) -> str:
         return (
-            f"the loss turned {self.loss} between update {self.last_finite_update} and update {self.update}; "
+            f"the loss became {self.loss} between update {self.last_finite_update} and update {self.update}; "
             f"{self.way_out}"
         )

@@ -1,7 +1,6 @@
-"""The frozen records that go up: from an instance to the coordinator, and from the coordinator to whoever listens.
+"""Immutable records: reports that an instance sends to the coordinator, and events that the coordinator emits.
 
-Calls go down, records go up. Nobody below the command line knows the bar or the files that these records end in.
-All of them hold plain Python numbers and strings, so that they cross processes and land in JSON as they are.
+Their fields are plain Python numbers, strings and tuples, so that records can be pickled and written as JSON.
 """
 
 from __future__ import annotations
@@ -11,55 +10,55 @@ from typing import Optional, Tuple, Union
 
 from typing_extensions import Literal
 
-# ---- from an instance to the coordinator ----------------------------------------------------------------------------
+# ---- reports of an instance ----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class InstanceStarted:
-    """An instance has its process, its environment and its SDK, and has built what it will run."""
+    """An instance is ready: its process runs, its SDK is imported and its programs are built."""
 
     instance: int
     host: str
     pid: int
     device: str  # "ipu" or "emulated"
-    device_line: str  # which SDK was found, in one line for people
+    device_line: str  # the SDK and its version, human-readable
     parameters: int
-    seconds: Tuple[Tuple[str, float], ...]  # where the start-up time went, in order
-    data_fingerprint: str = ""  # of the data set as this instance loaded it
-    versions: Tuple[Tuple[str, str], ...] = ()  # of what it computes with
+    seconds: Tuple[Tuple[str, float], ...]  # (phase, duration) of the start-up, in order
+    data_fingerprint: str = ""  # of the data set that this instance loaded
+    versions: Tuple[Tuple[str, str], ...] = ()  # (package, version)
 
 
 @dataclasses.dataclass(frozen=True)
 class SaveReport:
-    """What became of a checkpoint that instance 0 was told to write."""
+    """The result of writing a checkpoint on instance 0."""
 
     update: int
     path: str
-    weights_sha256: str  # empty where it could not be written
+    weights_sha256: str  # empty if it could not be written
     error: Optional[str]
 
 
 @dataclasses.dataclass(frozen=True)
 class CallReport:
-    """One call of one instance: for each of its updates, one value per local replica.
+    """The results of one call of one instance.
 
-    `losses[u][r]` is the mean loss over the micro-batches that replica r saw in update u; `correct[u][r]` counts its
-    right predictions.
+    `losses[u][r]` is the mean loss over the micro-batches of local replica r in update u of the call;
+    `correct[u][r]` is the number of its correct predictions.
     """
 
     instance: int
     first_update: int
     losses: Tuple[Tuple[float, ...], ...]
     correct: Tuple[Tuple[int, ...], ...]
-    saves: Tuple[SaveReport, ...] = ()  # that ended since the last report
-    data_wait_s: float = 0.0  # how long the call waited for its data
-    call_s: float = 0.0  # from asking for the data to the results
-    samples_digest: str = ""  # of the indices that were gathered for it (ledger.py)
+    saves: Tuple[SaveReport, ...] = ()  # finished since the previous report
+    data_wait_s: float = 0.0  # time that the call waited for data
+    call_s: float = 0.0  # duration of the call, including the wait for data
+    samples_digest: str = ""  # of the sample indices of the call (record/ledger.py)
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationReport:
-    """What one instance saw of the test split."""
+    """The results of one instance on its share of the test split."""
 
     instance: int
     samples: int
@@ -69,69 +68,69 @@ class EvaluationReport:
 
 @dataclasses.dataclass(frozen=True)
 class HeartbeatReport:
-    """What an instance is doing, told by a thread that does nothing else."""
+    """The current activity of an instance, reported by its heartbeat thread."""
 
     instance: int
     doing: str
-    for_s: float
-    calls: int  # done by this process
-    slowest_call_s: Optional[float]  # of this process; the first counts only while it is alone
-    waits_for_others: bool  # inside an exchange
+    for_s: float  # duration of the activity so far
+    calls: int  # finished by this process
+    slowest_call_s: Optional[float]  # of this process; excludes the first call (compilation) once there are others
+    waits_for_others: bool  # inside a collective operation
 
 
 @dataclasses.dataclass(frozen=True)
 class InstanceLost:
-    """An instance is given up. Also an event of the run: it goes on without that process."""
+    """An instance failed and is replaced; also emitted as an event of the run."""
 
     instance: int
     host: str
     kind: Literal["died", "raised", "silent", "stuck"]
     cause: str
-    doing: str  # when it was last heard, "" if that is not known
-    stack: str  # of its working thread, "" where none could be had
+    doing: str  # last reported activity; "" if unknown
+    stack: str  # stack trace of its main thread; "" if unavailable
     log_file: str
 
 
-# ---- from the coordinator upwards -----------------------------------------------------------------------------------
+# ---- events of a run -------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class RunStarted:
-    """All instances are up and start from the same weights."""
+    """All instances are ready and have the same weights."""
 
     device: str
     device_line: str
     first_update: int
     parameters: int
     seconds: Tuple[Tuple[str, float], ...]
-    generation: int = 1  # lives of the fleet, over all resumes
+    generation: int = 1  # counts fleet starts over all resumes
 
 
 @dataclasses.dataclass(frozen=True)
 class CallDone:
-    """All instances have done a call; a line of ledger.jsonl."""
+    """All instances finished a call; a line of ledger.jsonl."""
 
     first_update: int  # 0-based
-    digests: Tuple[Tuple[int, str], ...]  # (instance, digest of the samples it gathered) of those that reported
+    digests: Tuple[Tuple[int, str], ...]  # (instance, digest of its samples), of instances that reported
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateDone:
     """One weight update of the whole pod; a line of metrics.jsonl. `accuracy` is in percent."""
 
-    update: int  # 1-based: the number of updates done
+    update: int  # 1-based: the number of finished updates
     epoch: int  # 1-based
     loss: float
     accuracy: float
-    samples: int  # seen since the start of the training, all replicas
+    samples: int  # since the start of the training, over all replicas
     samples_per_s: float
     time_s: float  # since the run started
-    data_wait_share: float = 0.0  # of the time of this update's call, the part that it waited for its data
+    data_wait_share: float = 0.0  # fraction of the call's duration that was spent waiting for data
 
 
 @dataclasses.dataclass(frozen=True)
 class EpochDone:
-    """Mean loss and accuracy (percent) over the updates of an epoch that this run did."""
+    """Mean loss and accuracy (percent) over the updates of an epoch in this run."""
 
     epoch: int
     loss: float
@@ -140,7 +139,7 @@ class EpochDone:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointBegun:
-    """A checkpoint is about to be taken: what goes with it belongs on the disk now."""
+    """A checkpoint is about to be written; files that belong to it must be flushed now."""
 
     update: int
 
@@ -156,7 +155,7 @@ class CheckpointSaved:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointFailed:
-    """A checkpoint could not be written; the run goes on, and `previous` is still there."""
+    """A checkpoint could not be written; the run continues, and the checkpoint `previous` still exists."""
 
     update: int
     path: str
@@ -171,33 +170,33 @@ class EvaluationDone:
     samples: int
     loss: float
     accuracy: float
-    update: int  # the number of updates done
+    update: int  # the number of finished updates
     epoch: int  # 1-based
 
 
 @dataclasses.dataclass(frozen=True)
 class Repaired:
-    """Lost instances were replaced, and the run goes on after update `update`."""
+    """Lost instances were replaced; the run continues after update `update`."""
 
     lost: Tuple[int, ...]
-    hosts: Tuple[str, ...]  # where each of them lives now
-    seeded_from: str  # "instance 1", or a checkpoint's path
+    hosts: Tuple[str, ...]  # the new host of each lost instance
+    seeded_from: str  # "instance 1", or the path of a checkpoint
     update: int
     seconds: float
-    restarts: int  # of the run so far
-    generation: int  # of the fleet, from here on
-    passed_over: Tuple[str, ...] = ()  # newer checkpoints than the one it was seeded from, that are damaged: in words
+    restarts: int  # number of repairs of the run so far
+    generation: int  # of the fleet after the repair
+    passed_over: Tuple[str, ...] = ()  # damaged checkpoints newer than the one used: messages
 
 
 @dataclasses.dataclass(frozen=True)
 class RunEnded:
-    """The last event of a run, interrupted or not."""
+    """The last event of a run that finished or was interrupted."""
 
     updates: int
     interrupted: bool
     weights_sha256: str
     checkpoint: Optional[str]
-    cause: str = ""  # of an interruption that nobody signalled
+    cause: str = ""  # of an interruption without a signal
 
 
 Event = Union[

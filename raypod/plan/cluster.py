@@ -1,7 +1,6 @@
-"""The hosts of a pod, out of the same cluster YAML that `ray up` reads (provider type `local`).
+"""The cluster: the hosts of a pod and their settings, from a cluster YAML file or a list of hosts.
 
-`cluster_file.py` reads that file and finds what is wrong with it; here are the values. Without a file the pod is this
-host.
+`cluster_file.py` parses and checks the file. Without a file, the cluster is this host.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from raypod.errors import ClusterError
 from raypod.plan import cluster_file
 from raypod.plan.cluster_file import ClusterFile
 
-GCS_PORT = 6379  # where `ray start --head` listens unless it is told otherwise
+GCS_PORT = 6379  # default port of `ray start --head`
 
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """One host server. `ipus` and `cpus` are None where only the host itself can tell."""
+    """One host. `ipus` and `cpus` are None if the cluster file does not state them."""
 
     name: str
     address: str
@@ -33,21 +32,21 @@ class Host:
 
 @dataclasses.dataclass(frozen=True)
 class VipuPartition:
-    """The partition of a pod, and the V-IPU controller that knows it (contract section 9)."""
+    """A V-IPU partition and the address of its controller."""
 
     partition: str
     server: str = "localhost"
     port: int = 8090
     timeout_s: int = 120
     allocation: Optional[str] = None
-    size: Optional[int] = None  # IPUs; None: those of the run
+    size: Optional[int] = None  # IPUs; None: as many as the run needs
     gcds: Optional[int] = None  # graph compile domains; None: one per instance
     link_domains: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Ssh:
-    """How the hosts are reached for what happens before Ray runs there."""
+    """The ssh settings for commands on the hosts."""
 
     user: Optional[str] = None
     private_key: Optional[str] = None
@@ -56,29 +55,29 @@ class Ssh:
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The hosts in the order of the file: the head first. Instances follow this order."""
+    """The hosts in the order of the file, the head first; instances are placed in this order."""
 
     name: str
     hosts: Tuple[Host, ...]
     instances_per_host: int = 1
-    data_network: Optional[str] = None  # CIDR: by which instances reach each other; None: Ray's own addresses
-    numa: bool = False  # bind each of several instances of a host to a NUMA node
+    data_network: Optional[str] = None  # CIDR of the network between instances; None: Ray's addresses
+    numa: bool = False  # bind the instances of a host to its NUMA nodes
     sdk: Optional[str] = None  # folder of the Poplar SDK on the hosts
-    python: str = "python3"  # the interpreter of the hosts
-    folder: Optional[str] = None  # where the hosts have raypod
+    python: str = "python3"  # interpreter on the hosts
+    folder: Optional[str] = None  # folder of raypod on the hosts
     vipu: Optional[VipuPartition] = None
     ssh: Ssh = Ssh()
-    gcs_port: Optional[int] = None  # of the head; None where the file does not say how Ray starts
-    auth_mode: Optional[str] = None  # RAY_AUTH_MODE of the start commands, where they set it
+    gcs_port: Optional[int] = None  # of the head; None if the file has no start commands
+    auth_mode: Optional[str] = None  # RAY_AUTH_MODE in the start commands
 
     @property
     def num_instances(self) -> int:
-        """Instances of the whole pod, as the file wishes them."""
+        """The number of instances that the file requests."""
         return len(self.hosts) * self.instances_per_host
 
     @property
     def gcs_address(self) -> Optional[str]:
-        """host:port of the head's GCS, which every Ray process of the cluster asks; None where nobody can know it."""
+        """host:port of the GCS server on the head; None if the port is unknown."""
         return f"{self.hosts[0].address}:{self.gcs_port}" if self.gcs_port else None
 
 
@@ -86,19 +85,19 @@ LOCAL = Cluster("this host", (Host("localhost", "localhost"),))
 
 
 def read_cluster(path: Optional[str]) -> Cluster:
-    """The cluster of a YAML file, or this host when `path` is None.
+    """Return the cluster of a YAML file, or this host if `path` is None.
 
     Raises:
-        ClusterError: the file cannot be read, is not of provider `local`, or contradicts itself: every mistake of it.
+        ClusterError: the file cannot be read or has mistakes; the message lists all of them.
     """
     return LOCAL if path is None else cluster_from(read_file(path), path)
 
 
 def read_file(path: str) -> ClusterFile:
-    """A file without mistakes.
+    """Return a parsed file without mistakes.
 
     Raises:
-        ClusterError: as `read_cluster`.
+        ClusterError: see `read_cluster`.
     """
     try:
         file = cluster_file.parse(Path(path).read_text())
@@ -113,7 +112,7 @@ def read_file(path: str) -> ClusterFile:
 
 
 def raise_mistakes(path: str, mistakes: List[cluster_file.Mistake]) -> None:
-    """Raise ClusterError if there are mistakes, with all of them."""
+    """Raise one ClusterError for all mistakes, if there are any."""
     if len(mistakes) == 1:
         raise ClusterError(f"{path}, {mistakes[0]}")
     if mistakes:
@@ -121,21 +120,21 @@ def raise_mistakes(path: str, mistakes: List[cluster_file.Mistake]) -> None:
 
 
 def cluster_from(file: ClusterFile, path: str) -> Cluster:
-    """The values of a file without mistakes; `path` names it where it has no name of its own."""
-    ours, auth = file.raypod, file.top.section("auth")
+    """Return the cluster of a file without mistakes; the name defaults to that of `path`."""
+    settings, auth = file.raypod, file.top.section("auth")
     start = file.commands("head_start_ray_commands")
-    ipus = ours.count("ipus_per_host") or _found(r'"IPU"\s*:\s*(\d+)', start)
-    hosts = tuple(Host(address, address, ipus, ours.count("cpus_per_host")) for address in file.addresses)
+    ipus = settings.count("ipus_per_host") or _found(r'"IPU"\s*:\s*(\d+)', start)
+    hosts = tuple(Host(address, address, ipus, settings.count("cpus_per_host")) for address in file.addresses)
     mode = re.search(r"\bRAY_AUTH_MODE=[\"']?(\w+)", start)
     return Cluster(
         name=file.top.text("cluster_name") or Path(path).stem,
         hosts=hosts,
-        instances_per_host=ours.count("instances_per_host") or 1,
-        data_network=ours.text("data_network"),
-        numa=ours.flag("numa"),
-        sdk=ours.text("sdk"),
-        python=ours.text("python") or Cluster.python,
-        folder=ours.text("folder"),
+        instances_per_host=settings.count("instances_per_host") or 1,
+        data_network=settings.text("data_network"),
+        numa=settings.flag("numa"),
+        sdk=settings.text("sdk"),
+        python=settings.text("python") or Cluster.python,
+        folder=settings.text("folder"),
         vipu=_vipu(file),
         ssh=Ssh(auth.text("ssh_user"), auth.text("ssh_private_key"), auth.text("ssh_proxy_command")),
         gcs_port=_found(r"--port[= ](\d+)", start) or (GCS_PORT if "--head" in start else None),
@@ -161,18 +160,18 @@ def _vipu(file: ClusterFile) -> Optional[VipuPartition]:
 
 
 def _found(pattern: str, text: str) -> Optional[int]:
-    """The number that a pattern finds: resources and ports have no other place than the start commands."""
+    """Return the number that matches in the start commands, the only place for resources and ports."""
     found = re.search(pattern, text)
     return int(found.group(1)) if found else None
 
 
 def cluster_of(hosts: str) -> Cluster:
-    """The hosts of a list as poprun takes it: `a,b`, `host[0-2,4]`, both mixed; or a file with a host per line.
+    """Return the cluster of a host list in poprun's notation (`a,b`, `host[0-2,4]`), or of a file with a host per line.
 
-    Names of this host alone are this host, whether a Ray cluster runs or not.
+    A list with only this host is the cluster LOCAL.
 
     Raises:
-        ClusterError: brackets that cannot be read, a host twice, or none at all.
+        ClusterError: the list cannot be parsed, is empty, or has a host twice.
     """
     names = host_file(hosts) if "/" in hosts and Path(hosts).is_file() else expand_hosts(hosts)
     if not names:
@@ -186,10 +185,10 @@ def cluster_of(hosts: str) -> Cluster:
 
 
 def host_file(path: str) -> List[str]:
-    """The hosts of a file: the first word of each line; # begins a comment.
+    """Return the hosts of a file: the first word of each line; # starts a comment.
 
     Raises:
-        ClusterError: it cannot be read.
+        ClusterError: the file cannot be read.
     """
     try:
         lines = Path(path).read_text().splitlines()
@@ -199,17 +198,17 @@ def host_file(path: str) -> List[str]:
 
 
 def expand_hosts(text: str) -> List[str]:
-    """`a,node[08-10,12].pod` -> a, node08.pod, node09.pod, node10.pod, node12.pod.
+    """Expand ranges: `a,node[08-10,12].pod` -> a, node08.pod, node09.pod, node10.pod, node12.pod.
 
     Raises:
-        ClusterError: brackets that cannot be read.
+        ClusterError: a range cannot be parsed.
     """
     names: List[str] = []
     for part in filter(None, (part.strip() for part in re.split(r",(?![^\[]*\])", text))):
         found = re.fullmatch(r"([^\[\]]*)\[([0-9,\-]+)\]([^\[\]]*)", part)
         if found is None:
             if "[" in part or "]" in part:
-                raise ClusterError(f"cannot read the host {part!r}; a range is written as in host[0-2,4]")
+                raise ClusterError(f"cannot parse the host {part!r}; write a range as in host[0-2,4]")
             names.append(part)
             continue
         before, ranges, after = found.groups()
@@ -220,5 +219,5 @@ def expand_hosts(text: str) -> List[str]:
 def _range(text: str, where: str) -> List[str]:
     first, dash, last = text.partition("-")
     if not first.isdigit() or (dash and not last.isdigit()) or int(last or first) < int(first):
-        raise ClusterError(f"cannot read the range {text!r} of the hosts {where!r}; it is written as in host[0-2,4]")
+        raise ClusterError(f"cannot parse the range {text!r} of the hosts {where!r}; write it as in host[0-2,4]")
     return [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]

@@ -1,7 +1,6 @@
-"""What the process of an instance needs in its environment: pure functions of the plan, or of the placement alone.
+"""The environment variables of an instance's process, which are set before torch and the SDK are imported.
 
-Written before the SDK (and torch) is imported there. The POPDIST_* names are those of a poprun instance (poptorch
-contract section 6.3); nothing else in raypod writes environment variables for instances.
+The POPDIST_*, IPUOF_* and POPLAR_* names are those that poprun sets.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Dict, Optional, Sequence, Tuple
 from raypod.plan.cluster import VipuPartition
 from raypod.plan.placement import InstanceSpec, Placement, gcd_index, num_gcds
 
-if TYPE_CHECKING:  # a launcher knows no training plan, nor what it is checked with
+if TYPE_CHECKING:  # raypod.launch has no training plan and does not import pydantic
     from raypod.plan.plan import Plan
 
 IPUS_PER_LINK_DOMAIN = 64  # of a POD64, the largest IPU-Link domain
@@ -21,14 +20,14 @@ STARTUP_DIR = str(Path(__file__).parent.parent / "host" / "startup")
 
 
 def instance_environment(plan: Plan, spec: InstanceSpec, python_path: str = "") -> Dict[str, str]:
-    """The variables of one instance of a training run. What is known only once its host runs is added by the fleet.
+    """Return the variables of one instance of a training run, except those that depend on the running host.
 
-    `python_path` is the PYTHONPATH it would otherwise inherit.
+    `python_path` is the inherited PYTHONPATH.
     """
     env = {**placement_environment(plan.placement, spec), **device_environment(plan.placement, spec)}
-    # For the processes that the instance itself starts: lets torchvision load in them too.
+    # Child processes need it too: its sitecustomize makes torchvision importable.
     env["PYTHONPATH"] = join_path(STARTUP_DIR, python_path)
-    # The bound of every host collective and gradient exchange: the one by which the coordinator gives up as well.
+    # The timeout of host collectives and gradient exchanges is that of the coordinator.
     env["EMULATED_POD_TIMEOUT_S"] = str(plan.config.run.report_timeout_s)
     env.update(cache_environment(plan.config.pod.executable_cache_path))
     if plan.config.run.collectives == "gloo":
@@ -37,7 +36,7 @@ def instance_environment(plan: Plan, spec: InstanceSpec, python_path: str = "") 
 
 
 def placement_environment(placement: Placement, spec: InstanceSpec) -> Dict[str, str]:
-    """Which instance this is: to popdist, to plain `poptorch.Options()` (by Open MPI's names), and to Horovod."""
+    """Return the identity of an instance for popdist, `poptorch.Options()` (Open MPI's names) and Horovod."""
     hosts = [(host.name, len(placement.instances_on(number))) for number, host in enumerate(placement.hosts)]
     return {
         "POPDIST_NUM_TOTAL_REPLICAS": str(placement.sizes.total_replicas),
@@ -51,10 +50,10 @@ def placement_environment(placement: Placement, spec: InstanceSpec) -> Dict[str,
         "OMPI_COMM_WORLD_LOCAL_SIZE": str(hosts[spec.host_index][1]),
         "OMPI_COMM_WORLD_LOCAL_RANK": str(spec.local_index),
         "OMPI_COMM_WORLD_NODE_RANK": str(spec.local_index),
-        # Forked loader workers hang on a pod without it (contract section 13, trap 35).
+        # Without it, forked DataLoader workers hang on hosts with RDMA.
         "RDMAV_FORK_SAFE": "1",
-        # Always explicit: Ray and `ray up` put OMP_NUM_THREADS=1 into what they start, torch's own default is every
-        # core in every instance, and the rounding of a reduction depends on the count.
+        # Always set: Ray sets OMP_NUM_THREADS=1 in its workers, torch uses all cores by default, and the rounding of
+        # reductions depends on the number of threads.
         "OMP_NUM_THREADS": str(spec.threads_per_replica),
         "MKL_NUM_THREADS": str(spec.threads_per_replica),
         **horovod_identity(hosts, spec.index),
@@ -62,7 +61,7 @@ def placement_environment(placement: Placement, spec: InstanceSpec) -> Dict[str,
 
 
 def device_environment(placement: Placement, spec: InstanceSpec) -> Dict[str, str]:
-    """What leads the SDK of an instance to its part of the partition that the cluster file names, if it names one."""
+    """Return the variables of the V-IPU partition of the cluster file; empty without one."""
     partition = placement.cluster.vipu
     if partition is None:
         return {}
@@ -70,20 +69,23 @@ def device_environment(placement: Placement, spec: InstanceSpec) -> Dict[str, st
 
 
 def cache_environment(path: Optional[str]) -> Dict[str, str]:
-    """Where compiled executables are kept, if anywhere: for popdist (contract section 6.3) and for PopTorch [I]."""
+    """Return the variables of the executable cache, for popdist and for PopTorch (inferred); empty without a path."""
     return {"POPTORCH_CACHE_DIR": path, "POPDIST_EXECUTABLE_CACHE_PATH": path} if path is not None else {}
 
 
 def join_path(*entries: str) -> str:
-    """A search path of the entries that are not empty."""
+    """Return a search path of the non-empty entries."""
     return ":".join(filter(None, entries))
 
 
 def horovod_identity(hosts: Sequence[Tuple[str, int]], index: int) -> Dict[str, str]:
-    """Who instance `index` is to Horovod, with `hosts` (name, number of instances) filled one after the other.
+    """Return the HOROVOD_* variables of instance `index`.
 
-    Its ranks are instances, not replicas (contract section 13, trap 39). A cross rank counts the hosts that have an
-    instance of that local rank.
+    A Horovod rank is an instance, not a replica. A cross rank counts the hosts that have an instance of the same local
+    rank.
+
+    Args:
+        hosts: (name, number of instances) of each host, in the order of the instances.
     """
     host_index, local_rank = 0, index
     while local_rank >= hosts[host_index][1]:

@@ -1,6 +1,6 @@
-"""Where the instances of a run sit: replicas over instances over hosts. Never part of the arithmetic of a run.
+"""The placement of a run: replicas on instances, instances on hosts, and instances in a V-IPU partition.
 
-What a launcher and a trainer have in common: it knows replicas and IPUs, and nothing of batches, models or data.
+`raypod.train` and `raypod.launch` share it. With equal replicas, the placement does not change the results of a run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import List, Optional, Tuple
 from raypod.errors import ClusterError, ConfigError
 from raypod.plan.cluster import Cluster, Host, VipuPartition
 
-IPUS_PER_PROCESS = 64  # contract section 3: more need more instances
+IPUS_PER_PROCESS = 64  # PopTorch's limit; more IPUs need more instances
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class InstanceSpec:
-    """One instance: which host, which replicas, how many threads."""
+    """One instance: its host, its replicas and its threads."""
 
     index: int
     host: str
@@ -73,7 +73,7 @@ class InstanceSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The instances of a run, the same number on every host that carries any, in host order."""
+    """The instances of a run in host order, the same number on every host that is used."""
 
     cluster: Cluster
     sizes: Sizes
@@ -86,15 +86,15 @@ class Placement:
 
     @property
     def binds_numa(self) -> bool:
-        """Whether instances are bound to NUMA nodes: where the cluster file wishes it and a host has several."""
+        """Whether instances are bound to NUMA nodes: the cluster file requests it, and a host has several instances."""
         return self.cluster.numa and self.instances[-1].local_index > 0
 
     def instances_on(self, host_index: int) -> List[InstanceSpec]:
-        """The instances of one host."""
+        """Return the instances of one host."""
         return [spec for spec in self.instances if spec.host_index == host_index]
 
     def ipus_on(self, host_index: int) -> int:
-        """IPUs that the instances of one host drive."""
+        """Return the number of IPUs that the instances of one host use."""
         return len(self.instances_on(host_index)) * self.sizes.local_ipus
 
 
@@ -141,7 +141,7 @@ def _check_against_pod(placement: Placement) -> None:
         if host.ipus is not None and needed > host.ipus:
             raise ClusterError(
                 f"host {host.name} of {placement.cluster.name} has {host.ipus} IPUs and the plan puts {needed} on it "
-                f"({placement.sizes.total_ipus} IPUs over {len(placement.hosts)} hosts); use fewer replicas or more hosts"
+                f"({placement.sizes.total_ipus} IPUs on {len(placement.hosts)} hosts); use fewer replicas or more hosts"
             )
 
 
@@ -154,32 +154,29 @@ def check_ilds(placement: Placement, num_ilds: Optional[int]) -> None:
         )
 
 
-# --- from host.devices: Where an instance sits in the partition of a pod: its IPU-Link domain, its GCD, its device (contract sections 6, 9).
-#
-# Numbers for the plan and for the environment of an instance; nothing here asks a device. [I] marks what is inferred.
-#
-
-
 def link_domain_index(spec: InstanceSpec, placement: Placement, link_domains: int) -> int:
-    """The IPU-Link domain of an instance: equal blocks of consecutive instances [I]."""
+    """Return the IPU-Link domain of an instance: equal blocks of consecutive instances.
+
+    Inferred: the SDK's documentation does not state the order.
+    """
     return spec.index * link_domains // placement.sizes.num_instances
 
 
 def gcd_index(spec: InstanceSpec, gcds: int) -> int:
-    """The graph compile domain of an instance: its own, or the only one, which a reconfigurable partition has."""
+    """Return the graph compile domain (GCD) of an instance: its own, or 0 if the partition has one (reconfigurable)."""
     return spec.index if gcds > 1 else 0
 
 
 def num_gcds(partition: VipuPartition, placement: Placement) -> int:
-    """GCDs of a partition: what the file says of it, else one per instance."""
+    """Return the number of graph compile domains: that of the cluster file, else one per instance."""
     return partition.gcds or placement.sizes.num_instances
 
 
 def device_id(spec: InstanceSpec, placement: Placement) -> Optional[int]:
-    """The multi-IPU device of an instance; None where its IPUs are no power of two.
+    """Return the id of the multi-IPU device of an instance, or None if its number of IPUs is not a power of two.
 
-    [I] A system of T IPUs numbers T single devices first, then T/2 pairs, T/4 quadruples and so on, T rounded up to a
-    power of two. Known: 8 replicas of 2 IPUs in 4 instances have the ids 24 to 27 (contract section 6.3).
+    Inferred from the popdist documentation's example, in which 8 replicas of 2 IPUs in 4 instances use the ids 24 to
+    27: a system of T IPUs (T rounded up to a power of two) has T single devices first, then T/2 pairs, and so on.
     """
     ipus = placement.sizes.local_ipus
     if ipus & (ipus - 1):
@@ -189,13 +186,15 @@ def device_id(spec: InstanceSpec, placement: Placement) -> Optional[int]:
 
 
 def partition_conflict(partition: VipuPartition, placement: Placement) -> Optional[str]:
-    """Why a run cannot use a partition, and the way out; None where it can."""
+    """Return why a placement cannot use a partition, and what to do; None if it can."""
     gcds, instances = num_gcds(partition, placement), placement.sizes.num_instances
     if gcds not in (1, instances):
         return (
-            f"partition {partition.partition} has {gcds} GCDs and the run {instances} instances, one for each: "
-            f"use --num-instances {gcds}, or a partition made for {instances}"
+            f"partition {partition.partition} has {gcds} GCDs and the run {instances} instances, which need one each: "
+            f"use --num-instances {gcds}, or a partition with {instances} GCDs"
         )
     if partition.size is not None and partition.size < placement.sizes.total_ipus:
-        return f"partition {partition.partition} has {partition.size} IPUs and the run needs {placement.sizes.total_ipus}"
+        return (
+            f"partition {partition.partition} has {partition.size} IPUs and the run needs {placement.sizes.total_ipus}"
+        )
     return None

@@ -1,7 +1,6 @@
-"""The plan: every number, every instance and every leg of a run, before anything runs.
+"""The plan of a run: all sizes, instances and legs, computed from the config, the cluster and the data set's size.
 
-Inert data made from the config, the cluster and the size of the data set; printing it needs neither Ray nor torch nor
-an SDK. Every product of sizes is named here once; elsewhere nobody multiplies.
+A plan is immutable data. All products of sizes are defined here and nowhere else.
 """
 
 from __future__ import annotations
@@ -36,87 +35,87 @@ class Geometry(Sizes):
 
     @property
     def replica_samples(self) -> int:
-        """Samples per update of one replica."""
+        """Samples of one replica per update."""
         return self.micro_batch_size * self.gradient_accumulation
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per update over all replicas."""
+        """Samples of all replicas per update."""
         return self.replica_samples * self.total_replicas
 
     @property
     def micro_batches_per_call(self) -> int:
-        """Micro-batches that one instance feeds per call: the leading factors of its combined batch."""
+        """Micro-batches of one instance per call: the leading dimensions of its combined batch."""
         return self.device_iterations * self.gradient_accumulation * self.local_replicas
 
     @property
     def combined_batch_size(self) -> int:
-        """Samples that one instance feeds per call: [device iteration, accumulation, local replica, micro-batch]."""
+        """Samples of one instance per call, ordered [device iteration, accumulation, local replica, micro-batch]."""
         return self.micro_batches_per_call * self.micro_batch_size
 
     @property
     def samples_per_call(self) -> int:
-        """Samples of one call over all instances."""
+        """Samples of all instances per call."""
         return self.combined_batch_size * self.num_instances
 
     @property
     def evaluation_batch_size(self) -> int:
-        """Samples that one instance feeds per inference call (no accumulation there: contract section 1.3)."""
+        """Samples of one instance per inference call; PopTorch does not accumulate in inference."""
         return self.micro_batch_size * self.local_replicas * self.evaluation_iterations
 
     def calls_per_epoch(self, train_samples: int) -> int:
-        """Whole calls in one pass over the training split; what is left over is not visited in that pass."""
+        """Return the whole calls in one pass over the training split; that pass drops the remaining samples."""
         return train_samples // self.samples_per_call
 
     def updates_per_epoch(self, train_samples: int) -> int:
-        """Updates in one pass over the training split."""
+        """Return the updates in one pass over the training split."""
         return self.calls_per_epoch(train_samples) * self.device_iterations
 
     def replicas_of(self, instance: int) -> range:
-        """Global replica indices of one instance."""
+        """Return the global replica indices of one instance."""
         first = instance * self.local_replicas
         return range(first, first + self.local_replicas)
 
     @property
     def is_aligned(self) -> bool:
-        """Whether every instance is a whole, equal subtree of the reduction tree, and their number a power of two."""
+        """Whether instances are subtrees of the reduction: local replicas and instances are powers of two."""
         return _is_power_of_two(self.local_replicas) and _is_power_of_two(self.num_instances)
 
 
 @dataclasses.dataclass(frozen=True)
 class Leg:
-    """Updates `first_update .. first_update + num_updates - 1` (0-based) of one epoch; then the coordinator acts."""
+    """Consecutive updates of one epoch, at whose end the coordinator saves, evaluates or ends the run."""
 
     epoch: int  # 0-based
-    first_update: int
+    first_update: int  # 0-based
     num_updates: int
     ends_epoch: bool
 
     @property
     def end(self) -> int:
-        """The update after its last."""
+        """The update after the last one of the leg."""
         return self.first_update + self.num_updates
 
 
 @dataclasses.dataclass(frozen=True)
 class DatasetSize:
-    """What the plan has to know of a data set."""
+    """The sizes of the splits of a data set."""
 
     train_samples: int
     test_samples: int
-    is_published: bool = False  # not counted: the files are not here
+    is_published: bool = False  # the published sizes, because the files are missing
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A run before it runs."""
+    """Everything that is known about a run before it starts."""
 
     config: Config
     placement: Placement
     geometry: Geometry
     size: DatasetSize
     run_dir: str
-    pipeline_splits: Tuple[str, ...] = ()  # modules of the model with which the next IPU of a replica begins
+    pipeline_splits: Tuple[str, ...] = ()  # names of the modules with which IPUs 1, 2, ... of a replica begin
 
     @property
     def updates_per_epoch(self) -> int:
@@ -125,12 +124,12 @@ class Plan:
 
     @property
     def total_updates(self) -> int:
-        """The last update of the run."""
+        """Updates of the whole run."""
         in_epochs = self.updates_per_epoch * self.config.training.epochs
         return min(self.config.training.updates or in_epochs, in_epochs)
 
     def legs(self, first_update: int = 0) -> List[Leg]:
-        """The stretches between two points where the coordinator acts, from `first_update` on."""
+        """Return all legs from `first_update` on."""
         legs, update = [], first_update
         while update < self.total_updates:
             legs.append(self.next_leg(update))
@@ -138,13 +137,13 @@ class Plan:
         return legs
 
     def is_evaluated_after(self, update: int) -> bool:
-        """Whether the test split is evaluated after `update` updates; after the last one it is anyway."""
+        """Return whether the test split is evaluated after `update` updates; it always is after the last one."""
         every = (self.config.training.evaluate_every or 0) * self.updates_per_epoch
         is_due = update == self.total_updates or (update > 0 and every > 0 and update % every == 0)
         return is_due and self.size.test_samples > 0
 
     def next_leg(self, update: int) -> Leg:
-        """The stretch from `update` to the next point where the coordinator acts."""
+        """Return the leg from `update` to the end of the epoch, the next checkpoint or the end of the run."""
         epoch = update // self.updates_per_epoch
         end_of_epoch = (epoch + 1) * self.updates_per_epoch
         end = min(end_of_epoch, self.total_updates)
@@ -154,11 +153,11 @@ class Plan:
 
     @property
     def save_every_updates(self) -> int:
-        """Updates between two checkpoints; 0 where the clock says when one is due."""
+        """Updates between two checkpoints; 0 if the interval is in minutes."""
         return parse_interval(self.config.run.checkpoint_every).updates(self.updates_per_epoch)
 
     def log_file(self, instance: int) -> str:
-        """Where an instance's output goes."""
+        """Return the log file of an instance."""
         return f"{self.run_dir}/logs/instance-{instance}.log"
 
 
@@ -183,8 +182,8 @@ def make_plan(config: Config, cluster: Cluster, size: DatasetSize, run_dir: str)
     _check_choices(config)
     if config.run.fleet == "inline" and geometry.num_instances > 1:
         raise ConfigError(
-            f"the inline fleet runs one instance in this process, not {geometry.num_instances}; "
-            "add --num-instances 1, or leave out --fleet inline"
+            f"the inline fleet runs one instance, not {geometry.num_instances}; "
+            "add --num-instances 1, or omit --fleet inline"
         )
     placement = place(cluster, geometry, pod.threads_per_replica)
     splits = tuple(training.pipeline_splits or ())
@@ -193,23 +192,21 @@ def make_plan(config: Config, cluster: Cluster, size: DatasetSize, run_dir: str)
 
 
 def pipeline_stages(config: Config) -> int:
-    """Forward stages whose work overlaps: 1 for a model on one IPU, and where IPUs take turns (contract section 3)."""
+    """Return the number of forward stages that run at the same time: 1 for sharded execution and models on one IPU."""
     return config.pod.ipus_per_replica if config.training.execution == "pipelined" else 1
 
 
 def _check_choices(config: Config) -> None:
-    """Choices that say nothing beside another one."""
+    """Raise ConfigError for settings that have no effect together."""
     training = config.training
     if (training.lr_schedule == "step") != (training.lr_steps is not None):
-        raise ConfigError(
-            "--lr-schedule step and --lr-steps 30,60,80 (epochs) go together: one is given without the other"
-        )
+        raise ConfigError("--lr-schedule step and --lr-steps 30,60,80 (epochs) must be given together")
     if training.norm != "batch" and training.model in ("tiny", *VISION_TRANSFORMERS):
-        raise ConfigError(f"--norm {training.norm} stands for BatchNorm, and {training.model} has none: leave it out")
+        raise ConfigError(f"--norm {training.norm} replaces BatchNorm, and {training.model} has none: omit it")
 
 
 def _check_pipeline(config: Config, geometry: Geometry, splits: Sequence[str]) -> None:
-    """What PopTorch would refuse after minutes of compiling (contract section 3)."""
+    """Raise ConfigError for what PopTorch would reject after minutes of compilation."""
     training, ipus, stages = config.training, geometry.ipus_per_replica, pipeline_stages(config)
     if splits and len(splits) + 1 != ipus:
         raise ConfigError(
@@ -217,23 +214,27 @@ def _check_pipeline(config: Config, geometry: Geometry, splits: Sequence[str]) -
             f"use --ipus-per-replica {len(splits) + 1}, or {ipus - 1} splits"
         )
     if not _is_power_of_two(geometry.local_ipus):
-        fits = [n for n in range(1, geometry.total_replicas + 1) if geometry.total_replicas % n == 0]
-        fits = [n for n in fits if _is_power_of_two(geometry.total_replicas // n * ipus)]
-        hint = f"--num-instances can be {', '.join(map(str, fits))}" if fits else "use 1, 2, 4, 8, ... IPUs per replica"
+        divisors = [n for n in range(1, geometry.total_replicas + 1) if geometry.total_replicas % n == 0]
+        allowed = [n for n in divisors if _is_power_of_two(geometry.total_replicas // n * ipus)]
+        hint = (
+            f"--num-instances can be {', '.join(map(str, allowed))}"
+            if allowed
+            else "use 1, 2, 4, 8, ... IPUs per replica"
+        )
         raise ConfigError(
-            f"one instance would drive {geometry.local_replicas} replicas x {ipus} IPUs = {geometry.local_ipus} IPUs, "
-            f"and PopTorch reserves a power of two; {hint}"
+            f"one instance would use {geometry.local_replicas} replicas x {ipus} IPUs = {geometry.local_ipus} IPUs, "
+            f"and PopTorch attaches to a power of two; {hint}"
         )
     if training.gradient_accumulation < 2 * stages - 1:
         raise ConfigError(
-            f"a pipeline of {stages} stages is filled by {2 * stages - 1} = 2 x {stages} - 1 micro-batches, and "
+            f"a pipeline of {stages} stages needs at least {2 * stages - 1} = 2 x {stages} - 1 micro-batches, and "
             f"--gradient-accumulation is {training.gradient_accumulation}: use {2 * stages - 1} or more, or "
             "--execution sharded"
         )
     if geometry.evaluation_iterations < stages:
         raise ConfigError(
-            f"a pipeline of {stages} stages is filled by as many micro-batches in inference, and "
-            f"--evaluation-iterations is {geometry.evaluation_iterations}: leave it out, or use {stages} or more"
+            f"a pipeline of {stages} stages needs at least {stages} micro-batches in inference, and "
+            f"--evaluation-iterations is {geometry.evaluation_iterations}: omit it, or use {stages} or more"
         )
 
 
@@ -244,7 +245,7 @@ def _check_against_data(geometry: Geometry, size: DatasetSize, config: Config) -
             f"one call needs {training.batch_size} (batch size) x {training.gradient_accumulation} (accumulation) x "
             f"{training.device_iterations} (device iterations) x {geometry.total_replicas} (replicas) = "
             f"{geometry.samples_per_call} samples, and the training split has {size.train_samples}; "
-            "make one of the four smaller"
+            "reduce one of the four"
         )
     if training.updates is not None:
         _check_whole_calls("--updates", training.updates, training.device_iterations)
@@ -256,10 +257,10 @@ def _check_against_data(geometry: Geometry, size: DatasetSize, config: Config) -
 def _check_whole_calls(flag: str, updates: int, device_iterations: int) -> None:
     if updates % device_iterations:
         below = updates // device_iterations * device_iterations
-        way_out = [n for n in (below, below + device_iterations) if n]
+        allowed = [n for n in (below, below + device_iterations) if n]
         raise ConfigError(
             f"{flag} {updates} is not a whole number of calls of {device_iterations} updates "
-            f"(device iterations); use {' or '.join(map(str, way_out))}"
+            f"(device iterations); use {' or '.join(map(str, allowed))}"
         )
 
 
@@ -268,7 +269,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def default_run_dir(config: Config, now: str) -> str:
-    """`runs/<time>-<name>`, where `name` says what is trained on what."""
+    """Return `run.run_dir`, or `runs/<now>-<data set>-<model>`."""
     dataset = config.data.dataset.rpartition(":")[2]
     model = config.training.model.rpartition(":")[2]
     return config.run.run_dir or f"runs/{now}-{dataset}-{model}"

@@ -220,7 +220,7 @@ def _validation_message(detail: Any) -> str:
 
 
 def run_folder_of(resume: str) -> Optional[Path]:
-    """Return the run folder of a `--resume` value (a run folder or one of its checkpoints); None for a lone checkpoint."""
+    """Return the run folder of `--resume`: itself, or that of a checkpoint; None for a checkpoint elsewhere."""
     path = Path(resume).resolve()
     if not (path / MANIFEST).exists():
         return path

@@ -1,4 +1,4 @@
-"""What a user hands over as `module:attribute`: data sets and models of one's own."""
+"""Call the functions that a user names as `module:function`, for custom data sets and models."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ from raypod.errors import ConfigError
 
 
 def call(name: str, key: str, *arguments: Any) -> Any:
-    """What the function that `module:function` names gives for `arguments`; modules of the current folder are found.
+    """Import `module:function`, also from the current folder, and return its result for `arguments`.
+
+    Args:
+        name: `module:function`.
+        key: the config key whose value is `name`, for messages.
 
     Raises:
-        ConfigError: there is no such function, or it does not take them; `key` is the config key that names it.
+        ConfigError: the function does not exist or does not accept the arguments.
     """
     function = _import_attribute(name, key)
     if not callable(function):
-        raise ConfigError(f"{key} = {name!r}: {type(function).__name__} is no function that could be called")
+        raise ConfigError(f"{key} = {name!r}: {type(function).__name__} is not callable")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of some built-in ones nothing is known
+    except ValueError:  # some built-in functions have no signature
         return function(*arguments)
     try:
         signature.bind(*arguments)
     except TypeError as error:
-        told = ", ".join(map(repr, arguments))
-        raise ConfigError(f"{key} = {name!r} is called with ({told}), and takes {signature}: {error}") from None
+        shown = ", ".join(map(repr, arguments))
+        raise ConfigError(f"{key} = {name!r} is called with ({shown}), and takes {signature}: {error}") from None
     return function(*arguments)
 
 
