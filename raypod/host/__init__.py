@@ -1,1 +1,1 @@
-"""This host: processes, durable files, network interfaces, the V-IPU tool, and SDK selection."""
+"""This host: processes, durable files, network interfaces, the V-IPU tool, and the selection of the SDK."""

@@ -1,7 +1,7 @@
-"""Writing that survives: every write of a checkpoint and of the files that a run appends to goes through here.
+"""Durable file operations: atomic replacement, hashed and append-only files, a lock file, and strict JSON.
 
-What is written beside and renamed is whole or absent, at a kill as at a power loss: files are flushed to the disk
-before they are renamed, and so is the folder that holds their names.
+Files that are replaced or renamed are complete or absent after a kill or a power loss: their content is flushed to disk
+before the rename, and the folder entry after it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from typing import Any, Iterator, Optional, Union
 from raypod.errors import WaitTimedOut
 
 _CHUNK_BYTES = 8 << 20
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LOCK_POLL_S = 0.05
 Bytes = Union[bytes, memoryview]
 
 
 class HashedFile:
-    """A file under construction: counts and hashes what is written to it."""
+    """A file being written; counts its bytes and computes their SHA-256."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -35,11 +36,11 @@ class HashedFile:
 
     @property
     def sha256(self) -> str:
-        """Of what has been written so far."""
+        """The hash of what has been written so far."""
         return self._digest.hexdigest()
 
     def write(self, data: Bytes) -> None:
-        """Append. OSError as the disk says it."""
+        """Append. OSError as from the file system."""
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         for first in range(0, len(view), _CHUNK_BYTES):
             chunk = view[first : first + _CHUNK_BYTES]
@@ -50,7 +51,7 @@ class HashedFile:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[HashedFile]:
-    """A new file, on the disk when the block has ended."""
+    """Create a file; it is flushed to disk at the end of the block. FileExistsError if it exists."""
     descriptor = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         yield HashedFile(descriptor)
@@ -60,10 +61,10 @@ def new_file(path: Path) -> Iterator[HashedFile]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Let `path` hold `data`: the old content or the new one, never a part."""
+    """Set the content of a file atomically."""
     partial = path.with_name(path.name + ".partial")
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(str(partial))  # noqa: PTH108 - all calls of this file go through os
+        os.unlink(str(partial))  # noqa: PTH108 - tests inject faults into these functions of os
     try:
         with new_file(partial) as file:
             file.write(data)
@@ -76,14 +77,14 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def rename_folder(source: Path, target: Path) -> None:
-    """Give a finished folder its name, and keep that on the disk too."""
+    """Rename a complete folder durably."""
     sync_folder(source)
     os.rename(str(source), str(target))  # noqa: PTH104
     sync_folder(target.parent)
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder, first under a name by which nobody looks for it: a half removed one is never found."""
+    """Remove a folder. It is renamed first, so that a partly removed folder never has its name."""
     removed = path.with_name(path.name + ".removed")
     shutil.rmtree(str(removed), ignore_errors=True)
     os.rename(str(path), str(removed))  # noqa: PTH104
@@ -91,7 +92,7 @@ def remove_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the names in a folder to the disk."""
+    """Flush the entries of a folder to disk."""
     descriptor = os.open(str(path), os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -99,85 +100,85 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-class AppendedFile:
-    """A file that only grows; what is added is with the system when `write` returns.
+class AppendOnlyFile:
+    """A file that only grows. `write` passes data to the operating system immediately.
 
-    A full disk does not end the run: additions wait in memory and are written as soon as there is room.
+    While the disk is full, data is kept in memory; it is written as soon as there is space.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._waiting = bytearray()
+        self._unwritten = bytearray()
 
-    def write(self, addition: bytes) -> None:
-        """Append."""
-        self._waiting += addition
+    def write(self, data: bytes) -> None:
+        """Append bytes."""
+        self._unwritten += data
         self._drain()
+
+    def write_line(self, line: str) -> None:
+        """Append a line of text; `line` is without its newline."""
+        self.write(line.encode() + b"\n")
 
     def sync(self) -> None:
-        """Everything on the disk, if there is room for it."""
+        """Flush everything to disk, unless the disk is full."""
         self._drain()
-        if not self._waiting:
+        if not self._unwritten:
             os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """The last try. OSError if additions could not be written."""
+        """Write what is left and close the file. OSError if it cannot be written."""
         try:
-            if self._waiting:
-                _write_all(self._descriptor, memoryview(bytes(self._waiting)))
-                self._waiting.clear()
+            if self._unwritten:
+                _write_all(self._descriptor, memoryview(bytes(self._unwritten)))
+                self._unwritten.clear()
         finally:
             os.close(self._descriptor)
 
     def _drain(self) -> None:
-        while self._waiting:
+        while self._unwritten:
             try:
-                written = os.write(self._descriptor, bytes(self._waiting))
+                written = os.write(self._descriptor, bytes(self._unwritten))
             except OSError as error:
-                if error.errno in _FULL:
+                if error.errno in _DISK_FULL:
                     return
                 raise
-            del self._waiting[:written]
-
-
-class AppendedLines(AppendedFile):
-    """The same for lines of text."""
-
-    def add(self, line: str) -> None:
-        """Append a line (without its end)."""
-        self.write(line.encode() + b"\n")
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while len(data):
-        written = os.write(descriptor, data)
-        data = data[written:]
-
-
-# --- from file_lock: One process at a time, on one host or on several that share a file system: a lock that ends with its holder.
-
-_LOOK_EVERY_S = 0.05
+            del self._unwritten[:written]
 
 
 @contextlib.contextmanager
-def locked(path: Path, timeout_s: float, setting: str) -> Iterator[None]:
-    """Hold the lock file `path`, which is made where it is missing and stays.
+def file_lock(path: Path, timeout_s: float, setting: str) -> Iterator[None]:
+    """Hold an exclusive lock on the file `path`, which is created if needed and not removed.
+
+    It excludes processes on all hosts that share the file system, and ends with the process that holds it.
 
     Raises:
-        WaitTimedOut: somebody else holds it longer than `timeout_s`, which the config key `setting` sets.
-        OSError: the file cannot be made.
+        WaitTimedOut: another process holds it for longer than `timeout_s`, which the config key `setting` sets.
+        OSError: the file cannot be created.
     """
     deadline = time.monotonic() + timeout_s
     with path.open("a") as file:
-        while not _taken(file.fileno()):
+        while not _try_lock(file.fileno()):
             if time.monotonic() > deadline:
                 raise WaitTimedOut(f"the lock {path}, which another process holds", timeout_s, setting)
-            time.sleep(_LOOK_EVERY_S)
-        yield  # closing the file gives the lock back
+            time.sleep(_LOCK_POLL_S)
+        yield  # closing the file releases the lock
 
 
-def _taken(descriptor: int) -> bool:
+def strict_json(content: Any, indent: Optional[int] = None) -> str:
+    """Return JSON with NaN and infinity, which JSON does not have, replaced by null."""
+    return json.dumps(_replace_nonfinite(content), indent=indent, allow_nan=False)
+
+
+def _replace_nonfinite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _replace_nonfinite(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_replace_nonfinite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -185,17 +186,7 @@ def _taken(descriptor: int) -> bool:
     return True
 
 
-# --- from record.plain_json: JSON that every program reads: a number that is none (NaN, infinity) is null.
-
-
-def plain_json(content: Any, indent: Optional[int] = None) -> str:
-    """`json.dumps`, without Python's own words for numbers that JSON does not have."""
-    return json.dumps(_plain(content), indent=indent, allow_nan=False)
-
-
-def _plain(content: Any) -> Any:
-    if isinstance(content, dict):
-        return {key: _plain(value) for key, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return [_plain(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while len(data):
+        written = os.write(descriptor, data)
+        data = data[written:]

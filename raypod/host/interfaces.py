@@ -1,4 +1,4 @@
-"""The network interfaces of this host: their addresses, and which of them leads where."""
+"""The network interfaces of this host and their IPv4 addresses."""
 
 from __future__ import annotations
 
@@ -10,51 +10,51 @@ from typing import Dict, Optional
 
 from raypod.errors import ClusterError
 
-_SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: get the address of an interface
 
 
 def interface_addresses() -> Dict[str, str]:
-    """The interfaces of this host that have an IPv4 address, and that address."""
+    """Return the interfaces that have an IPv4 address, and the address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         found = {name: _address_of(probe, name) for _, name in socket.if_nameindex()}
     return {name: address for name, address in found.items() if address is not None}
 
 
 def interface_of(address: str) -> Optional[str]:
-    """The interface that has an address; None if none has."""
+    """Return the interface with this address; None if there is none."""
     return next((name for name, own in interface_addresses().items() if own == address), None)
 
 
-def address_towards(address: str) -> str:
-    """This host's own address on the way to another. IPv4 only."""
+def local_address_to(address: str) -> str:
+    """Return this host's source address for packets to `address`. IPv4 only."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # connecting a datagram socket sends nothing
         return str(probe.getsockname()[0])
 
 
 def address_in(network: str, setting: str) -> str:
-    """This host's address in a network (CIDR), or of an interface of that name.
+    """Return this host's address in a network (CIDR), or the address of the interface of that name.
 
     Raises:
-        ClusterError: it has none; `setting` says what asked for it.
+        ClusterError: there is none; the message names `setting`, the option or key that contains `network`.
     """
     addresses = interface_addresses()
     for interface, address in addresses.items():
         if interface == network or ("/" in network and is_in(address, network)):
             return address
-    told = ", ".join(f"{name} {address}" for name, address in addresses.items())
-    raise ClusterError(f"host {socket.gethostname()} has no address in {setting} {network}; it has {told}")
+    own = ", ".join(f"{name} {address}" for name, address in addresses.items())
+    raise ClusterError(f"host {socket.gethostname()} has no address in {setting} {network}; it has {own}")
 
 
 def is_in(address: str, network: str) -> bool:
-    """Whether an address is in a network (CIDR), or is that very one."""
+    """Return whether an address is in a network (CIDR), or equal to it if it is an address."""
     if "/" not in network:
         return address == network
     return ipaddress.ip_address(address) in ipaddress.ip_network(network, strict=False)
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is an address, not a name."""
+    """Return whether a text is an IP address."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -63,9 +63,9 @@ def is_address(text: str) -> bool:
 
 
 def _address_of(probe: socket.socket, interface: str) -> Optional[str]:
-    """The first IPv4 address of an interface, which is the one that Gloo takes."""
+    """The first IPv4 address of an interface, which is the one that Gloo uses."""
     try:
         found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-    except OSError:  # it has none
+    except OSError:  # the interface has no IPv4 address
         return None
     return socket.inet_ntoa(found[20:24])

@@ -1,4 +1,4 @@
-"""The cores of a host's NUMA nodes, for instances that are bound to one (`--numa-aware`, `numa: true`)."""
+"""This process and its host: CPU binding, memory allocation, start times, and versions of packages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import List, Optional, Sequence, Tuple
 
-_NODES = Path("/sys/devices/system/node")
+_NUMA_NODES = Path("/sys/devices/system/node")
+_PACKAGES = ("raypod", "torch", "numpy", "ray", "poptorch")
+# Parameters of mallopt(3).
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
+_NEVER = 2**31 - 1
 
 
-def cpus_of_node(index: int, nodes: Path = _NODES) -> Optional[List[int]]:
-    """Cores of NUMA node `index` modulo the number of nodes that have cores; None where there is but one."""
+def cpus_of_node(index: int, nodes: Path = _NUMA_NODES) -> Optional[List[int]]:
+    """Return the cores of NUMA node `index` modulo the number of nodes with usable cores; None if there is only one."""
     found = sorted(nodes.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[len("node") :]))
     allowed = os.sched_getaffinity(0)
     lists = [[cpu for cpu in parse_cpu_list(path.read_text()) if cpu in allowed] for path in found]
@@ -22,15 +26,8 @@ def cpus_of_node(index: int, nodes: Path = _NODES) -> Optional[List[int]]:
     return lists[index % len(lists)] if len(lists) > 1 else None
 
 
-def bind_process(cpus: Sequence[int]) -> None:
-    """Bind every thread that this process has, and so those that they start, to cores."""
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-            os.sched_setaffinity(int(thread.name), cpus)
-
-
 def parse_cpu_list(text: str) -> List[int]:
-    """`0-3,8` -> [0, 1, 2, 3, 8]."""
+    """Parse a list of cores as Linux writes it: `0-3,8` -> [0, 1, 2, 3, 8]."""
     cpus: List[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -38,19 +35,19 @@ def parse_cpu_list(text: str) -> List[int]:
     return cpus
 
 
-# --- from host.allocator: The C allocator of an instance's process: it keeps freed memory, instead of giving it back between two kernels.
-#
-# A training step frees and asks again for the same large blocks. glibc returns them to the system and faults them in page
-# by page, from other threads than the main one twice as often: 5 to 8 % of a step of ResNet-18 (measured).
-#
-
-# Parameters of mallopt(3).
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
-_NEVER = 2**31 - 1
+def bind_process(cpus: Sequence[int]) -> None:
+    """Bind all threads of this process, and all threads that they start later, to cores."""
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended
+            os.sched_setaffinity(int(thread.name), cpus)
 
 
 def keep_freed_memory() -> bool:
-    """Set it, for this process, before it starts threads; whether this C library can be told (glibc can)."""
+    """Let the C allocator keep freed memory; call it before threads start. Return whether the C library supports it.
+
+    A training step allocates and frees the same large blocks again and again. By default glibc returns them to the
+    kernel, and every page faults again: 5 to 8 % of a step of ResNet-18 (measured).
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
@@ -58,13 +55,27 @@ def keep_freed_memory() -> bool:
     return all(mallopt(parameter, value) == 1 for parameter, value in settings)
 
 
-# --- from record.versions: The versions of what a run computes with, for whoever looks at its files later.
+def process_start_ticks(pid: int) -> Optional[int]:
+    """Return the start time of a process in clock ticks since boot; None if it does not exist or is a zombie."""
+    try:
+        fields = _stat_fields(pid)
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[19])
 
-_PACKAGES = ("raypod", "torch", "numpy", "ray", "poptorch")
+
+def process_age_s() -> float:
+    """Return the seconds since this process started, which include interpreter start and imports; 0.0 without /proc."""
+    try:
+        started_ticks = int(_stat_fields(os.getpid())[19])
+        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:
+        return 0.0
+    return uptime_s - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def versions() -> Tuple[Tuple[str, str], ...]:
-    """(name, version) of Python and of the packages that are installed."""
+    """Return (name, version) of Python and of the installed packages that determine results."""
     found = [("python", platform.python_version())]
     for name in _PACKAGES:
         try:
@@ -74,20 +85,6 @@ def versions() -> Tuple[Tuple[str, str], ...]:
     return tuple(found)
 
 
-def ticks_of(pid: int) -> Optional[int]:
-    """When a process began, in the kernel's ticks since boot; None if there is none (a zombie is none)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else int(fields[19])
-
-
-def process_age_s() -> float:
-    """Seconds since this process was started: the user has waited for the interpreter and the imports too."""
-    try:
-        started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
-    except OSError:  # no Linux
-        return 0.0
-    return uptime_s - started_ticks / os.sysconf("SC_CLK_TCK")
+def _stat_fields(pid: int) -> List[str]:
+    """Fields of /proc/PID/stat from the third on: the second, the name, may contain spaces and parentheses."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,8 +1,7 @@
-"""Real or emulated SDK: the only switch on the device, made once per process before anything imports the SDK.
+"""Select the real or the emulated SDK, once per process and before anything imports it.
 
-After `select()`, `import poptorch`, `import popdist` and `import horovod.torch` work, whichever SDK stands behind them.
-Nothing falls back silently: what was found is said in one line, and an SDK that was asked for and cannot be imported
-is told with its original import error.
+After `select()`, `import poptorch`, `import popdist` and `import horovod.torch` import the selected SDK. The selection
+is reported in one line, and a requested SDK that cannot be imported is an error with the original import error.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ EMULATED_SDK = str(Path(__file__).resolve().parent.parent / "emulated_sdk")
 
 @dataclasses.dataclass(frozen=True)
 class Sdk:
-    """Which SDK this process uses, and the line that says so."""
+    """The SDK that this process uses."""
 
     device: str  # "ipu" or "emulated"
-    line: str
+    line: str  # describes the SDK, for logs
 
     @property
     def has_ipus(self) -> bool:
-        """Whether it is the real one, with partitions and IPUs to care for."""
+        """Whether this is the real SDK, which needs partitions and IPUs."""
         return self.device == "ipu"
 
 
@@ -36,45 +35,45 @@ def select(device: str) -> Sdk:
     """Make the SDK for `device` ("auto", "ipu" or "emulated") importable in this process.
 
     Raises:
-        SdkError: IPUs were asked for (or an SDK is installed) and its import fails, or no IPU is there.
+        SdkError: an SDK is installed or requested and cannot be imported, or `device` is "ipu" and there is no IPU.
     """
-    _forget_path()
+    _remove_from_path()
     if device == "emulated":
-        return _use_emulated("asked for")
+        return _use_emulated("requested")
     if device == "auto" and _find_real("poptorch") is None:
         return _use_emulated("no poptorch is installed here")
     version, has_ipus = _import_real()
     if has_ipus:
-        # Horovod alone may be missing on an IPU host; ours comes last, so that an installed one wins.
+        # The emulated Horovod is the fallback for hosts without one: last in the path, an installed one has priority.
         sys.path.append(EMULATED_SDK)
         return Sdk("ipu", f"Poplar SDK (poptorch {version})")
     if device == "ipu":
-        raise SdkError("--device ipu: poptorch is installed and finds no IPU here; is a partition configured?")
-    _forget_modules()
+        raise SdkError("--device ipu: poptorch is installed but finds no IPU here; configure a partition")
+    _remove_modules()
     return _use_emulated(f"poptorch {version} finds no IPU here")
 
 
-def for_programs(device: str) -> Tuple[Sdk, Tuple[str, ...]]:
-    """Which SDK the programs of a launch find by their plain imports, and what must stand on their path for that.
+def sdk_for_programs(device: str) -> Tuple[Sdk, Tuple[str, ...]]:
+    """Return the SDK that the programs of a launch import, and the entries that their PYTHONPATH needs for it.
 
-    Imports nothing: whether an installed SDK finds IPUs is for the programs to see.
+    Imports nothing, so it does not check whether an installed SDK finds IPUs; the programs do.
 
     Raises:
-        SdkError: IPUs are asked for and no SDK is installed, or `device` is none of the three.
+        SdkError: `device` is "ipu" and no SDK is installed, or it is not one of the three values.
     """
     if device not in ("auto", "ipu", "emulated"):
-        raise SdkError(f"--device {device}: say auto, ipu or emulated")
+        raise SdkError(f"--device {device}: use auto, ipu or emulated")
     installed = _find_real("poptorch") is not None
     if device == "emulated" or not (installed or device == "ipu"):
-        reason = "asked for" if device == "emulated" else "no poptorch is installed here"
+        reason = "requested" if device == "emulated" else "no poptorch is installed here"
         return Sdk("emulated", f"emulated SDK on CPU ({reason})"), (EMULATED_SDK,)
     if not installed:
         raise SdkError("--device ipu: no poptorch is installed here; source the SDK's enable scripts")
     return Sdk("ipu", "Poplar SDK"), ()
 
 
-def offer_store() -> None:
-    """Make the store at which instances meet importable, in a process that needs no SDK and no torch."""
+def make_store_importable() -> None:
+    """Make the rendezvous store of the emulated SDK importable, in a process that needs no SDK and no torch."""
     if EMULATED_SDK not in sys.path:
         sys.path.append(EMULATED_SDK)
 
@@ -85,7 +84,7 @@ def _use_emulated(reason: str) -> Sdk:
 
 
 def _import_real() -> Tuple[str, bool]:
-    """Version of the installed SDK, and whether it finds an IPU."""
+    """The version of the installed SDK, and whether it finds an IPU."""
     try:
         poptorch = importlib.import_module("poptorch")
         importlib.import_module("popdist")
@@ -103,10 +102,10 @@ def _path_without_emulated() -> List[str]:
     return [entry for entry in sys.path if entry != EMULATED_SDK]
 
 
-def _forget_path() -> None:
+def _remove_from_path() -> None:
     sys.path[:] = _path_without_emulated()
 
 
-def _forget_modules() -> None:
+def _remove_modules() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] in ("poptorch", "popdist")]:
         del sys.modules[name]

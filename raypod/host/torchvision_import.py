@@ -1,11 +1,11 @@
-"""Lets `import torchvision` succeed beside a CPU-only torch.
+"""Make `import torchvision` work with a CPU-only torch.
 
-torchvision's wheels on PyPI bring a C++ library built for CUDA. Beside a CPU-only torch it cannot be loaded, the
-operators `nms` and `qnms` stay undeclared, and torchvision's own registration of their shapes then ends its import
-with "operator torchvision::nms does not exist". Declaring the two schemas is all that is missing for its models,
-transforms and data sets. Where the library loads, nothing is declared.
+torchvision's wheels on PyPI contain a C++ library built for CUDA. With a CPU-only torch it cannot be loaded, so the
+operators `nms` and `qnms` are not declared, and `import torchvision` fails with "operator torchvision::nms does not
+exist". Its models, transforms and data sets only need the two declarations, which this module adds in that case.
 
-`install()` only leaves a note for the moment somebody imports torchvision; it imports neither torch nor torchvision.
+`install()` adds an import hook; it imports neither torch nor torchvision. This file must not import raypod:
+`startup/sitecustomize.py` loads it by path.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _SCHEMAS = (
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds torchvision as everybody does, with the check before its first line."""
+    """Finds torchvision as usual, and replaces its loader by `_Loader`."""
 
     def find_spec(
         self, name: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
     ) -> Optional[importlib.machinery.ModuleSpec]:
         if name != "torchvision":
             return None
-        sys.meta_path.remove(self)  # the search below must not find this finder again
+        sys.meta_path.remove(self)  # so that the search below does not call this finder again
         try:
             spec = importlib.util.find_spec(name)
         finally:
@@ -44,6 +44,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
+    """Declares missing operators before it executes the module."""
+
     def __init__(self, loader: Any, folders: Sequence[str]) -> None:
         self._loader = loader
         self._folders = folders
@@ -61,13 +63,13 @@ class _Loader(importlib.abc.Loader):
 
 
 def _declare_missing_operators(folders: Sequence[str]) -> Any:
-    """Load torchvision's C++ library, or declare what its absence leaves undeclared. The result must be kept alive."""
+    """Load torchvision's C++ library, or declare its operators. The result must be kept alive."""
     torch: Any = importlib.import_module("torch")
     libraries: List[Path] = [library for folder in folders for library in sorted(Path(folder).glob("_C*.so"))]
     try:
         for library in libraries:
             torch.ops.load_library(str(library))
-    except OSError:  # it needs CUDA libraries that a CPU-only torch does not bring
+    except OSError:  # it needs CUDA libraries that a CPU-only torch does not have
         declared = torch.library.Library("torchvision", "DEF")
         for schema in _SCHEMAS:
             declared.define(schema)
@@ -76,6 +78,6 @@ def _declare_missing_operators(folders: Sequence[str]) -> Any:
 
 
 def install() -> None:
-    """Arrange the check for the first `import torchvision` of this process; harmless when called again."""
+    """Install the import hook for torchvision in this process, unless it is installed or torchvision is imported."""
     if "torchvision" not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

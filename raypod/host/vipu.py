@@ -1,7 +1,7 @@
-"""The partition of a launch, by the `vipu` command line tool (contract section 9), and the variables that lead there.
+"""Partitions of IPUs, through the `vipu` command line tool.
 
-Which commands exist is known; how they print what they find, and how they are told which controller to ask, is
-inferred [I] and marked so. Every command has a bound, and one that fails is told with its output.
+The commands are documented. The format of their output and the options that select the controller are inferred: the
+SDK's documentation does not state them; each such place is marked "inferred". Every command has a timeout.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Dict, List, Optional, Tuple
 
 from raypod.errors import ClusterError
 
-_PAUSE_S = 1.0  # between two attempts to make a partition
+_RETRY_S = 1.0  # between two attempts to create a partition
 
 
 @dataclasses.dataclass(frozen=True)
 class Controller:
-    """The V-IPU controller; host and port are told to the tool only if somebody chose them."""
+    """The V-IPU controller. Its address is passed to the tool only if the user or the cluster file sets it."""
 
     host: str
     port: int
@@ -29,8 +29,8 @@ class Controller:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wish:
-    """The partition that a launch needs, and what may be done for it."""
+class PartitionRequest:
+    """The partition that a launch needs, and what may be done to get it."""
 
     name: str
     size: int  # IPUs, a power of two
@@ -38,13 +38,13 @@ class Wish:
     allocation: Optional[str] = None
     sync_type: Optional[str] = None
     may_resize: bool = False
-    reset: Optional[bool] = None  # None: where it is not reconfigurable
+    reset: Optional[bool] = None  # None: reset it unless it is reconfigurable
     attempts: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """A partition as `vipu get partition` describes it; None where it does not say."""
+    """A partition as `vipu get partition` describes it; None for what the output does not contain."""
 
     name: str
     size: Optional[int] = None
@@ -53,44 +53,44 @@ class Partition:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ready:
-    """A partition that can be used: its GCDs, and whether this launch made it."""
+class ReadyPartition:
+    """A partition that can be used."""
 
     gcds: int
-    is_ours: bool
+    is_new: bool  # no partition of that name existed before this launch
 
 
 class Vipu:
-    """The tool, for one controller."""
+    """Runs the tool for one controller."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
 
-    def prepare(self, wish: Wish) -> Ready:
-        """See that the partition is there, fits and is fresh.
+    def prepare(self, request: PartitionRequest) -> ReadyPartition:
+        """Create the partition, or reset or resize an existing one.
 
         Raises:
             ClusterError: it does not fit and may not be resized, or the tool failed.
         """
-        found = self.find(wish.name)
+        found = self.find(request.name)
         if found is None:
-            self._create(wish)
-            return Ready(wish.gcds, is_ours=True)
-        if not _fits(found, wish):
-            if not wish.may_resize:
+            self._create(request)
+            return ReadyPartition(request.gcds, is_new=True)
+        if not _fits(found, request):
+            if not request.may_resize:
                 raise ClusterError(
-                    f"partition {found.name} has {_told(found.size)} IPUs in {_told(found.gcds)} GCDs, and "
-                    f"{wish.size} IPUs in {wish.gcds} are needed; --update-partition=yes makes it again"
+                    f"partition {found.name} has {_count(found.size)} IPUs in {_count(found.gcds)} GCDs, and "
+                    f"{request.size} IPUs in {request.gcds} are needed; --update-partition=yes recreates it"
                 )
-            self.remove(wish.name)
-            self._create(wish)
-            return Ready(wish.gcds, is_ours=False)  # somebody else wanted one of that name
-        if wish.reset if wish.reset is not None else not found.is_reconfigurable:
-            self.run("reset", "partition", wish.name)
-        return Ready(found.gcds or (1 if found.is_reconfigurable else wish.gcds), is_ours=False)
+            self.remove(request.name)
+            self._create(request)
+            return ReadyPartition(request.gcds, is_new=False)  # one of that name existed, so one must remain
+        if request.reset if request.reset is not None else not found.is_reconfigurable:
+            self.run("reset", "partition", request.name)
+        return ReadyPartition(found.gcds or (1 if found.is_reconfigurable else request.gcds), is_new=False)
 
     def find(self, name: str) -> Optional[Partition]:
-        """The partition of that name, if there is one."""
+        """Return the partition of that name; None if there is none."""
         if name not in partition_names(self.run("list", "partitions")):
             return None
         return parse_partition(name, self.run("get", "partition", name))
@@ -100,16 +100,18 @@ class Vipu:
         self.run("remove", "partition", name)
 
     def run(self, *words: str) -> str:
-        """Run the tool; its output. ClusterError, with that output, if it fails or is not there."""
-        where = []
-        if self._controller.is_chosen:  # [I] else the tool's own configuration says which
-            where = ["--api-host", self._controller.host, "--api-port", str(self._controller.port)]
-        command = ["vipu", *where, *words]
-        said = " ".join(command)
+        """Run the tool and return its output.
+
+        Raises:
+            ClusterError: the tool is not installed, fails (the message contains its output) or exceeds the timeout.
+        """
+        options = []
+        if self._controller.is_chosen:  # inferred options; without them the tool uses its own configuration
+            options = ["--api-host", self._controller.host, "--api-port", str(self._controller.port)]
+        command = ["vipu", *options, *words]
+        text = " ".join(command)
         if shutil.which("vipu") is None:
-            raise ClusterError(
-                f"{said}: vipu is not installed here; leave out the partition options, or add it to PATH"
-            )
+            raise ClusterError(f"{text}: vipu is not installed here; omit the partition options, or add it to PATH")
         try:
             done = subprocess.run(
                 command,
@@ -121,46 +123,49 @@ class Vipu:
             )
         except subprocess.TimeoutExpired:
             bound = f"{self._controller.timeout_s} s (--vipu-server-timeout)"
-            raise ClusterError(f"{said}: no answer within {bound}") from None
+            raise ClusterError(f"{text}: no answer within {bound}") from None
         output = done.stdout.decode(errors="replace")
         if done.returncode:
-            raise ClusterError(f"{said}: exit code {done.returncode}: {' '.join(output.split())}")
+            raise ClusterError(f"{text}: exit code {done.returncode}: {' '.join(output.split())}")
         return output
 
-    def _create(self, wish: Wish) -> None:
-        for attempt in range(1, wish.attempts + 1):
+    def _create(self, request: PartitionRequest) -> None:
+        for attempt in range(1, request.attempts + 1):
             try:
-                self.run(*creation(wish))
+                self.run(*create_arguments(request))
                 return
             except ClusterError as error:
-                if attempt == wish.attempts:
-                    tried = f" (attempt {attempt} of {wish.attempts})" if wish.attempts > 1 else ""
+                if attempt == request.attempts:
+                    tried = f" (attempt {attempt} of {request.attempts})" if request.attempts > 1 else ""
                     raise ClusterError(f"{error}{tried}") from None
-            time.sleep(_PAUSE_S)
+            time.sleep(_RETRY_S)
 
 
-def creation(wish: Wish) -> Tuple[str, ...]:
-    """The words that make a partition. One GCD makes it reconfigurable, several sync as one job [I]."""
-    words: List[str] = ["create", "partition", wish.name, "--size", str(wish.size)]
-    if wish.gcds > 1:
-        words += ["--num-gcds", str(wish.gcds), "--gcd-sync-replicas", str(wish.gcds)]
-    elif wish.sync_type is None:
+def create_arguments(request: PartitionRequest) -> Tuple[str, ...]:
+    """Return the arguments of `vipu` that create a partition.
+
+    Inferred: one GCD makes it reconfigurable, and several GCDs synchronize their replicas as one job.
+    """
+    words: List[str] = ["create", "partition", request.name, "--size", str(request.size)]
+    if request.gcds > 1:
+        words += ["--num-gcds", str(request.gcds), "--gcd-sync-replicas", str(request.gcds)]
+    elif request.sync_type is None:
         words.append("--reconfigurable")
-    if wish.allocation:
-        words += ["--allocation", wish.allocation]
-    if wish.sync_type:
-        words += ["--sync-type", wish.sync_type]
+    if request.allocation:
+        words += ["--allocation", request.allocation]
+    if request.sync_type:
+        words += ["--sync-type", request.sync_type]
     return tuple(words)
 
 
 def partition_names(listing: str) -> List[str]:
-    """The first column of `vipu list partitions` [I]: names, without the head of the table and its rules."""
+    """Return the first column of `vipu list partitions` without the header and the rules (inferred format)."""
     rows = [re.split(r"[|\s]+", line.strip(" |"))[0] for line in listing.splitlines()]
     return [row for row in rows if re.fullmatch(r"[\w.\-]*\w[\w.\-]*", row) and row.lower() != "partition"]
 
 
 def parse_partition(name: str, description: str) -> Partition:
-    """`vipu get partition`: lines of a name and a value, between them a bar or a colon [I]."""
+    """Parse `vipu get partition`: lines of a key and a value, separated by a bar or a colon (inferred format)."""
     values = _values(description)
     reconfigurable = values.get("reconfigurable", "").lower() in ("yes", "true", "1")
     return Partition(
@@ -171,14 +176,14 @@ def parse_partition(name: str, description: str) -> Partition:
     )
 
 
-def state_of(description: str) -> str:
-    """The state that `vipu get partition` tells [I: under one of these names]; "" if it tells none."""
+def parse_state(description: str) -> str:
+    """Return the state in the output of `vipu get partition` (inferred keys); "" if there is none."""
     values = _values(description)
     return next((values[key] for key in ("state", "partitionstate", "status") if values.get(key)), "")
 
 
 def _values(description: str) -> Dict[str, str]:
-    """By name, in small letters alone."""
+    """Values by key; keys are reduced to their letters in lower case."""
     values: Dict[str, str] = {}
     for line in description.splitlines():
         key, _, value = re.sub(r"[|:]", "\0", line.strip(" |"), count=1).partition("\0")
@@ -186,11 +191,11 @@ def _values(description: str) -> Dict[str, str]:
     return values
 
 
-def _fits(partition: Partition, wish: Wish) -> bool:
-    """A reconfigurable partition serves every smaller job: its processes share one GCD by device ids (section 9)."""
+def _fits(partition: Partition, request: PartitionRequest) -> bool:
+    """Whether a partition can run a job. In a reconfigurable one smaller jobs share the one GCD by device ids."""
     if partition.is_reconfigurable:
-        return partition.size is None or partition.size >= wish.size
-    return partition.size in (None, wish.size) and partition.gcds in (None, wish.gcds)
+        return partition.size is None or partition.size >= request.size
+    return partition.size in (None, request.size) and partition.gcds in (None, request.gcds)
 
 
 def _number(values: Dict[str, str], names: Tuple[str, ...]) -> Optional[int]:
@@ -201,5 +206,5 @@ def _number(values: Dict[str, str], names: Tuple[str, ...]) -> Optional[int]:
     return None
 
 
-def _told(number: Optional[int]) -> str:
+def _count(number: Optional[int]) -> str:
     return "an unknown number of" if number is None else str(number)

@@ -1,3 +1,5 @@
+"""`select` chooses the real or the emulated SDK and reports its choice."""
+
 from __future__ import annotations
 
 import os
@@ -15,7 +17,7 @@ FAKE = {
 
 
 def select(folder: Path, device: str, installed: str = "") -> subprocess.CompletedProcess[str]:
-    """`sdk.select(device)` in a fresh interpreter, beside an installed SDK of the given kind."""
+    """Run `sdk.select(device)` in a new interpreter, with an installed SDK of the given kind."""
     if installed:
         (folder / "poptorch.py").write_text(FAKE[installed])
         (folder / "popdist.py").write_text("")
@@ -30,39 +32,39 @@ def select(folder: Path, device: str, installed: str = "") -> subprocess.Complet
 
 
 @pytest.mark.parametrize("device", ["auto", "emulated"])
-def test_without_an_sdk_the_emulated_one_computes(tmp_path: Path, device: str) -> None:
+def test_the_emulated_sdk_is_used_if_none_is_installed(tmp_path: Path, device: str) -> None:
     done = select(tmp_path, device)
     assert done.stdout.startswith("emulated | emulated SDK on CPU"), done.stderr
     assert "emulated_sdk/poptorch" in done.stdout
 
 
-def test_ipus_asked_for_and_no_sdk_is_refused_with_the_import_error(tmp_path: Path) -> None:
+def test_device_ipu_without_an_sdk_reports_the_import_error(tmp_path: Path) -> None:
     assert "refused: the Poplar SDK cannot be imported: ModuleNotFoundError" in select(tmp_path, "ipu").stdout
 
 
 @pytest.mark.parametrize("device", ["auto", "ipu"])
-def test_an_sdk_that_cannot_be_imported_is_never_passed_over(tmp_path: Path, device: str) -> None:
-    told = select(tmp_path, device, "not_sourced").stdout
-    assert "refused" in told
-    assert "libpoplar.so: cannot open shared object file" in told
+def test_an_installed_sdk_that_fails_to_import_is_an_error(tmp_path: Path, device: str) -> None:
+    output = select(tmp_path, device, "not_sourced").stdout
+    assert "refused" in output
+    assert "libpoplar.so: cannot open shared object file" in output
 
 
 @pytest.mark.parametrize("device", ["auto", "ipu"])
 def test_a_real_sdk_with_ipus_is_used(tmp_path: Path, device: str) -> None:
-    told = select(tmp_path, device, "with_ipus").stdout
-    assert told.startswith("ipu | Poplar SDK (poptorch 3.4)")
-    assert str(tmp_path) in told
+    output = select(tmp_path, device, "with_ipus").stdout
+    assert output.startswith("ipu | Poplar SDK (poptorch 3.4)")
+    assert str(tmp_path) in output
 
 
-def test_auto_without_ipus_says_so_and_emulates(tmp_path: Path) -> None:
-    told = select(tmp_path, "auto", "without_ipus").stdout
-    assert told.startswith("emulated | emulated SDK on CPU (poptorch 3.4 finds no IPU here)")
-    assert "emulated_sdk/poptorch" in told
+def test_auto_without_ipus_reports_it_and_emulates(tmp_path: Path) -> None:
+    output = select(tmp_path, "auto", "without_ipus").stdout
+    assert output.startswith("emulated | emulated SDK on CPU (poptorch 3.4 finds no IPU here)")
+    assert "emulated_sdk/poptorch" in output
 
 
-def test_ipus_asked_for_and_none_there_is_refused(tmp_path: Path) -> None:
+def test_device_ipu_without_ipus_is_refused(tmp_path: Path) -> None:
     assert "finds no IPU here" in select(tmp_path, "ipu", "without_ipus").stdout
 
 
-def test_emulation_can_be_asked_for_beside_a_real_sdk(tmp_path: Path) -> None:
+def test_device_emulated_is_used_even_if_an_sdk_is_installed(tmp_path: Path) -> None:
     assert "emulated_sdk/poptorch" in select(tmp_path, "emulated", "with_ipus").stdout

@@ -1,7 +1,7 @@
-"""Runs at the start of every Python process that raypod starts (this folder is on its PYTHONPATH).
+"""Runs at the start of every Python process that raypod starts: this folder is on its PYTHONPATH.
 
-Lets torchvision load beside a CPU-only torch, then gives way to the `sitecustomize` that the environment itself has.
-Loaded by path, because the program may run in an environment in which raypod is not installed.
+Installs the import hook for torchvision, then runs the environment's own `sitecustomize`, which this file shadows.
+The hook is loaded by path, because the program may run in an environment where raypod is not installed.
 """
 
 import importlib.machinery
