@@ -1,1 +1,1 @@
-"""A training state on disk: the format, tensor files, the writer, and resume."""
+"""The state of a training on disk: the format, tensor files, the writer, and resuming."""

@@ -1,4 +1,7 @@
-"""The checkpoint that a run goes on from: the newest good one, if it fits the run. No torch."""
+"""Resume a run: find its newest valid checkpoint and check that it is compatible with the run's settings.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -6,103 +9,20 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
-from raypod.checkpoint import format
-from raypod.checkpoint.format import Checkpoint, Manifest
+from raypod.checkpoint.format import (
+    Checkpoint,
+    Manifest,
+    checkpoints_folder,
+    list_checkpoints,
+    read_manifest,
+    verify,
+)
 from raypod.errors import CheckpointDamaged, ConfigError
-from raypod.plan.config import Config
+from raypod.plan.config import MANIFEST, Config
 from raypod.plan.plan import Plan
-from raypod.plan.resolve import MANIFEST
 
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """The newest good checkpoint, and newer ones that are damaged, in words."""
-
-    checkpoint: Checkpoint
-    passed_over: Tuple[str, ...]
-
-
-def newest_good(checkpoints: Path) -> Tuple[Optional[Checkpoint], List[str]]:
-    """The newest checkpoint of a folder whose files are what was written, and the newer ones that are not, in words."""
-    readable, damaged = format.found_in(checkpoints)
-    passed_over = []
-    good: Optional[Checkpoint] = None
-    for checkpoint in readable:
-        try:
-            format.verify(checkpoint)
-        except CheckpointDamaged as error:
-            passed_over.append(str(error))
-        else:
-            good = checkpoint
-            break
-    newest_name = good.path.name if good else ""
-    return good, [str(error) for error in damaged if Path(error.path).name > newest_name] + passed_over
-
-
-def read(plan: Plan, was_cut_off: bool = False) -> Found:
-    """The checkpoint that `--resume` names: itself, or the newest good one of a run folder.
-
-    A run that was cut off after its last update goes on from there: it has its end to make.
-
-    Raises:
-        ConfigError: there is none that can be read, or something differs, which is named.
-    """
-    where = str(plan.config.run.resume)
-    found = _find(where)
-    path = found.checkpoint.path
-    told = difference(found.checkpoint.manifest, settings_of(plan), _allowed(plan))
-    if told is not None:
-        raise ConfigError(f"--resume {path}: {told}")
-    left = plan.total_updates - found.checkpoint.update
-    if left < 0 or (left == 0 and not was_cut_off):
-        raise ConfigError(
-            f"--resume {path}: already at update {found.checkpoint.update} of {plan.total_updates}; "
-            "give more --epochs or --updates"
-        )
-    return found
-
-
-def check_data(plan: Plan, checkpoint: Checkpoint, data_fingerprint: str) -> None:
-    """ConfigError unless the data is the data that the checkpoint was trained on."""
-    told = difference(checkpoint.manifest, {FINGERPRINT: data_fingerprint}, _allowed(plan))
-    if told is not None:
-        raise ConfigError(f"--resume {checkpoint.path}: {told}")
-
-
-def _allowed(plan: Plan) -> List[str]:
-    named = [name.strip() for name in (plan.config.run.resume_anyway or "").split(",") if name.strip()]
-    unsafe = [name for name in named if name.rpartition(".")[2] not in safe_names()]
-    if unsafe:
-        raise ConfigError(
-            f"--resume-anyway {unsafe[0]}: with another value the state does not fit, or samples would be repeated; "
-            f"it may name {', '.join(safe_names())}"
-        )
-    return named
-
-
-def _find(where: str) -> Found:
-    path = Path(where).resolve()
-    if (path / MANIFEST).exists():
-        try:
-            checkpoint = format.read_manifest(path)
-            format.verify(checkpoint)
-        except CheckpointDamaged as error:
-            raise ConfigError(f"--resume {where}: {error}; its run folder may hold an older one") from None
-        return Found(checkpoint, ())
-    checkpoints = format.folder_of(path)
-    if not path.is_dir():
-        raise ConfigError(f"--resume {where}: there is no such run folder or checkpoint")
-    good, passed_over = newest_good(checkpoints)
-    if good is None:
-        told = f"none that can be used: {'; '.join(passed_over)}" if passed_over else "none"
-        raise ConfigError(f"--resume {where}: looked for a checkpoint in {checkpoints} and found {told}")
-    return Found(good, tuple(passed_over))
-
-
-# --- from checkpoint.fit: Whether a run can go on from a checkpoint: what must be the same for the same training, what may safely differ.
-
-# Of the sections `data` and `training`: where data is and who prepares it, what lies on which IPU, when to evaluate;
-# and the length of the run, which counts by what follows from it.
+# Settings of the sections `data` and `training` that do not change the training: the location and preparation of the
+# data, the placement on IPUs, the evaluation schedule. The run's length counts as LENGTH, only where it has an effect.
 _WITHOUT_EFFECT = {
     "data.data_dir",
     "data.cache_dir",
@@ -118,7 +38,8 @@ _WITHOUT_EFFECT = {
     "training.execution",
 }
 LENGTH, FINGERPRINT = "total_updates", "data_fingerprint"
-# The state fits and every position means the same sample: the run goes on, though not as the undisturbed one would.
+# With other values the state still fits and every position still means the same sample; the run can be resumed, but
+# computes other weights than an uninterrupted run.
 _SAFE_TO_CHANGE = {
     LENGTH,
     FINGERPRINT,
@@ -135,22 +56,85 @@ _SAFE_TO_CHANGE = {
 }
 
 
-def manifest_of(plan: Plan, update: int, generation: int) -> Manifest:
-    """The manifest of a run after `update` updates; what only an instance knows is added there."""
-    epoch, in_epoch = divmod(update, plan.updates_per_epoch)
+@dataclasses.dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint to resume from, and messages about newer checkpoints that are damaged."""
+
+    checkpoint: Checkpoint
+    damaged: Tuple[str, ...]
+
+
+def find_checkpoint(plan: Plan, was_cut_off: bool = False) -> ResumePoint:
+    """Return the checkpoint that `--resume` names, or the newest valid one of the run folder that it names.
+
+    A run that was cut off after its last update (`was_cut_off`) resumes from there, to do what follows the training.
+
+    Raises:
+        ConfigError: no checkpoint is valid, a setting differs (the message names it), or the training is complete.
+    """
+    found = _find(str(plan.config.run.resume))
+    path = found.checkpoint.path
+    difference = first_difference(found.checkpoint.manifest, settings_of(plan), _allowed_differences(plan))
+    if difference is not None:
+        raise ConfigError(f"--resume {path}: {difference}")
+    left = plan.total_updates - found.checkpoint.update
+    if left < 0 or (left == 0 and not was_cut_off):
+        raise ConfigError(
+            f"--resume {path}: already at update {found.checkpoint.update} of {plan.total_updates}; "
+            "set a larger --epochs or --updates"
+        )
+    return found
+
+
+def newest_valid(checkpoints: Path) -> Tuple[Optional[Checkpoint], List[str]]:
+    """Return the newest checkpoint of a folder whose files are intact, and messages about newer damaged ones."""
+    readable, unreadable = list_checkpoints(checkpoints)
+    damaged = []
+    valid: Optional[Checkpoint] = None
+    for checkpoint in readable:
+        try:
+            verify(checkpoint)
+        except CheckpointDamaged as error:
+            damaged.append(str(error))
+        else:
+            valid = checkpoint
+            break
+    valid_name = valid.path.name if valid else ""
+    return valid, [str(error) for error in unreadable if Path(error.path).name > valid_name] + damaged
+
+
+def check_data(plan: Plan, checkpoint: Checkpoint, data_fingerprint: str) -> None:
+    """ConfigError unless the data set is the one that the checkpoint was trained on."""
+    settings = {FINGERPRINT: data_fingerprint}
+    difference = first_difference(checkpoint.manifest, settings, _allowed_differences(plan))
+    if difference is not None:
+        raise ConfigError(f"--resume {checkpoint.path}: {difference}")
+
+
+def manifest_of(
+    plan: Plan,
+    update: int,
+    generation: int,
+    data_fingerprint: str,
+    versions: Dict[str, str],
+    test_accuracy: Optional[float] = None,
+) -> Manifest:
+    """Return the manifest of a run after `update` updates. The writer adds the files and the hash of the weights."""
+    epoch, update_of_epoch = divmod(update, plan.updates_per_epoch)
     return Manifest(
         update=update,
         epoch=epoch,
-        position=in_epoch * plan.geometry.global_batch_size,
+        position=update_of_epoch * plan.geometry.global_batch_size,
         generation=generation,
-        settings=settings_of(plan),
+        settings={**settings_of(plan), FINGERPRINT: data_fingerprint},
         geometry=dataclasses.asdict(plan.geometry),
-        versions={},
+        versions=versions,
+        test_accuracy=test_accuracy,
     )
 
 
 def settings_of(plan: Plan) -> Dict[str, Any]:
-    """What must be the same for the same training, the most telling first."""
+    """Return the settings that determine the training. The most general ones come first: they are reported first."""
     config = plan.config
     settings: Dict[str, Any] = {
         "pod.replicas": plan.geometry.total_replicas,
@@ -162,27 +146,54 @@ def settings_of(plan: Plan) -> Dict[str, Any]:
             if f"{section}.{key}" not in _WITHOUT_EFFECT:
                 settings[f"{section}.{key}"] = value
     settings["pod.threads_per_replica"] = config.pod.threads_per_replica
-    # A schedule over the whole run has another learning rate at every update when the run has another length.
+    # Only the cosine schedule depends on the length of the run.
     settings[LENGTH] = plan.total_updates if config.training.lr_schedule == "cosine" else None
     return settings
 
 
-def difference(manifest: Manifest, settings: Dict[str, Any], allowed: List[str]) -> Optional[str]:
-    """The first setting that is not the one of the checkpoint, in words; None if all are. `allowed` may differ."""
+def first_difference(manifest: Manifest, settings: Dict[str, Any], allowed: List[str]) -> Optional[str]:
+    """Describe the first setting that differs from the checkpoint's and is not in `allowed`; None if there is none."""
     sections = Config().model_dump(mode="json").items()
-    defaults = {f"{name}.{key}": value for name, part in sections for key, value in part.items()}
+    defaults = {f"{name}.{key}": value for name, section in sections for key, value in section.items()}
     for name, ours in settings.items():
         theirs = manifest.settings.get(name, defaults.get(name))
         if name == LENGTH and None in (ours, theirs):
-            continue  # no cosine, or no cosine before: what differs is the schedule
-        if theirs == ours or name in allowed or name.rpartition(".")[2] in allowed:
-            continue
+            continue  # one of the two has no cosine schedule: training.lr_schedule is compared instead
         short = name.rpartition(".")[2]
-        way_out = f"; --resume-anyway {short} goes on with {ours}" if name in _SAFE_TO_CHANGE else ""
-        return f"its {name} is {theirs} and this run's is {ours}{way_out}"
+        if theirs == ours or name in allowed or short in allowed:
+            continue
+        option = f"; --resume-anyway {short} resumes with {ours}" if name in _SAFE_TO_CHANGE else ""
+        return f"its {name} is {theirs} and this run's is {ours}{option}"
     return None
 
 
-def safe_names() -> List[str]:
-    """What `--resume-anyway` may name."""
-    return sorted(name.rpartition(".")[2] for name in _SAFE_TO_CHANGE)
+def _allowed_differences(plan: Plan) -> List[str]:
+    """Parse `--resume-anyway`. ConfigError if it names a setting that is not safe to change."""
+    named = [name.strip() for name in (plan.config.run.resume_anyway or "").split(",") if name.strip()]
+    safe = sorted(name.rpartition(".")[2] for name in _SAFE_TO_CHANGE)
+    unsafe = [name for name in named if name.rpartition(".")[2] not in safe]
+    if unsafe:
+        raise ConfigError(
+            f"--resume-anyway {unsafe[0]}: with another value the state does not fit, or samples would be repeated; "
+            f"allowed are {', '.join(safe)}"
+        )
+    return named
+
+
+def _find(where: str) -> ResumePoint:
+    path = Path(where).resolve()
+    if (path / MANIFEST).exists():
+        try:
+            checkpoint = read_manifest(path)
+            verify(checkpoint)
+        except CheckpointDamaged as error:
+            raise ConfigError(f"--resume {where}: {error}; its run folder may contain an older one") from None
+        return ResumePoint(checkpoint, ())
+    if not path.is_dir():
+        raise ConfigError(f"--resume {where}: there is no such run folder or checkpoint")
+    checkpoints = checkpoints_folder(path)
+    valid, damaged = newest_valid(checkpoints)
+    if valid is None:
+        found = f"no valid checkpoint: {'; '.join(damaged)}" if damaged else "no checkpoint"
+        raise ConfigError(f"--resume {where}: {checkpoints} contains {found}")
+    return ResumePoint(valid, tuple(damaged))

@@ -1,7 +1,7 @@
-"""Writes a checkpoint so that it is whole or absent, and never at the cost of the one before it.
+"""Write checkpoints atomically, in a background thread: a checkpoint is complete or absent, and never damages another.
 
-The order is the safety: all files in a folder of another name, each flushed to the disk; the manifest that describes
-them; the rename, with which the checkpoint exists; the pointer `LATEST`; only then are older ones removed.
+The order of steps guarantees this: write all files into a temporary folder and flush each to disk, write the manifest
+that describes them, rename the folder, update `LATEST`, and only then remove older checkpoints.
 """
 
 from __future__ import annotations
@@ -15,73 +15,152 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import torch
 
-from raypod.checkpoint import format, tensors
-from raypod.checkpoint.format import Checkpoint, FileRecord, Manifest, superfluous
-from raypod.checkpoint.tensors import copied
+from raypod.checkpoint import tensors
+from raypod.checkpoint.format import (
+    LATEST,
+    MANIFEST_SHA256,
+    OPTIMIZER,
+    PARTIAL,
+    REMOVED,
+    REPLICAS,
+    WEIGHTS,
+    Checkpoint,
+    FileRecord,
+    Manifest,
+    checkpoint_name,
+    checkpoints_folder,
+    checkpoints_to_remove,
+    list_checkpoints,
+    manifest_sha256,
+)
 from raypod.errors import WaitTimedOut
 from raypod.events import SaveReport
 from raypod.host import files
+from raypod.plan.config import MANIFEST
 from raypod.plan.plan import Plan
-from raypod.plan.resolve import MANIFEST
 
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What a checkpoint keeps of a training: tensors that nobody changes any more, on the CPU."""
+    """The state of a training."""
 
     weights: Mapping[str, torch.Tensor]
-    optimizer: Any  # a nest, see tensors.pack_nested
-    replicas: Any = None  # per-replica statistics and random states, where the SDK lets them be read
+    optimizer: Any  # nested, see tensors.pack_nested
+    replicas: Any = None  # per-replica statistics and random states; None if the SDK does not expose them
 
 
 def write_checkpoint(checkpoints: Path, manifest: Manifest, state: State, keep: int) -> Checkpoint:
-    """Write a checkpoint and remove those that need not be kept.
+    """Write a checkpoint of CPU tensors that do not change meanwhile, and remove old ones, keeping `keep`.
 
     Raises:
-        OSError: the disk's own, as at a full one. What was written of the checkpoint is gone again.
+        OSError: the file system's own, for example on a full disk. Partial files are removed.
     """
     checkpoints.mkdir(parents=True, exist_ok=True)
-    _clear(checkpoints)
-    target = checkpoints / format.name_of(manifest.update)
-    partial = target.with_name(target.name + format.PARTIAL)
+    _remove_leftovers(checkpoints)
+    target = checkpoints / checkpoint_name(manifest.update)
+    partial = target.with_name(target.name + PARTIAL)
     try:
         partial.mkdir()
         manifest = _write_files(partial, manifest, state)
-        if target.exists():  # a run that went back to an older checkpoint comes by here again
+        if target.exists():  # the run was resumed from an older checkpoint and reaches this update again
             files.remove_folder(target)
         files.rename_folder(partial, target)
     except OSError:
         with contextlib.suppress(OSError):
-            _clear(checkpoints)
+            _remove_leftovers(checkpoints)
         raise
-    files.replace_file(checkpoints / format.LATEST, f"{target.name}\n".encode())
-    readable, _ = format.found_in(checkpoints)
-    for old in superfluous(readable, keep):
+    files.replace_file(checkpoints / LATEST, f"{target.name}\n".encode())
+    readable, _ = list_checkpoints(checkpoints)
+    for old in checkpoints_to_remove(readable, keep):
         files.remove_folder(old.path)
     return Checkpoint(target, manifest)
 
 
 def load_checkpoint(path: Path) -> Dict[str, Any]:
-    """The state of a checkpoint: `weights`, `optimizer`, and `replicas` (None where it has none).
+    """Return the state of a checkpoint: `weights`, `optimizer`, and `replicas` (None if it has none).
 
     Raises:
-        CheckpointDamaged: a file is not what was written.
+        CheckpointDamaged: a file is missing, truncated or not a checkpoint file.
     """
-    replicas = path / format.REPLICAS
+    replicas = path / REPLICAS
     return {
-        "weights": tensors.read_tensors(path / format.WEIGHTS)[0],
-        "optimizer": tensors.unpack_nested(path / format.OPTIMIZER),
-        "replicas": tensors.unpack_nested(replicas) if replicas.exists() else None,
+        "weights": tensors.read_tensors(path / WEIGHTS)[0],
+        "optimizer": tensors.read_nested(path / OPTIMIZER),
+        "replicas": tensors.read_nested(replicas) if replicas.exists() else None,
     }
+
+
+class BackgroundWriter:
+    """Writes the checkpoints of one run folder in a thread, one at a time. Used by instance 0."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._checkpoints = checkpoints_folder(plan.run_dir)
+        run = plan.config.run
+        self._keep, self._timeout_s = run.keep_checkpoints, run.save_timeout_s
+        self._close_timeout_s = run.stop_timeout_s
+        # A checkpoint with NaN weights must not replace the finite one before it.
+        self._require_finite = run.on_nonfinite == "stop"
+        self._thread: Optional[threading.Thread] = None
+        self._reports: List[SaveReport] = []
+
+    def begin(self, manifest: Manifest, state: State) -> None:
+        """Copy the state and start writing the copy, after the previous write has ended.
+
+        Raises:
+            WaitTimedOut: the previous write does not end.
+        """
+        copy = State(*(tensors.copy_to_cpu(part) for part in (state.weights, state.optimizer, state.replicas)))
+        self._join()
+        # A daemon thread: exit does not wait for a slow disk, and an interrupted write leaves no checkpoint.
+        self._thread = threading.Thread(target=self._write, args=(manifest, copy), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def take_reports(self) -> Tuple[SaveReport, ...]:
+        """Return and clear the reports of writes that have ended."""
+        taken: List[SaveReport] = []
+        while self._reports:
+            taken.append(self._reports.pop(0))
+        return tuple(taken)
+
+    def finish(self) -> Tuple[SaveReport, ...]:
+        """Wait for the current write, then `take_reports`. WaitTimedOut if it does not end."""
+        self._join()
+        return self.take_reports()
+
+    def close(self) -> None:
+        """Wait for the current write for a limited time; if it does not end, it leaves no checkpoint."""
+        if self._thread is not None:
+            self._thread.join(self._close_timeout_s)
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join(self._timeout_s)
+            if self._thread.is_alive():
+                what = f"a checkpoint to be written in {self._checkpoints}"
+                raise WaitTimedOut(what, self._timeout_s, "run.save_timeout_s")
+            self._thread = None
+
+    def _write(self, manifest: Manifest, state: State) -> None:
+        path = str(self._checkpoints / checkpoint_name(manifest.update))
+        try:
+            nonfinite = _first_nonfinite(state) if self._require_finite else None
+            if nonfinite is not None:
+                self._reports.append(SaveReport(manifest.update, path, "", f"{nonfinite} is not finite"))
+                return
+            written = write_checkpoint(self._checkpoints, manifest, state, self._keep)
+            self._reports.append(SaveReport(manifest.update, str(written.path), written.manifest.weights_sha256, None))
+        except Exception as error:  # noqa: BLE001 - the thread's top level: every error becomes a report
+            cause = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            self._reports.append(SaveReport(manifest.update, path, "", cause))
 
 
 def _write_files(partial: Path, manifest: Manifest, state: State) -> Manifest:
     contents: Dict[str, Tuple[Mapping[str, torch.Tensor], Mapping[str, str]]] = {
-        format.WEIGHTS: (state.weights, {}),
-        format.OPTIMIZER: tensors.pack_nested(state.optimizer),
+        WEIGHTS: (state.weights, {}),
+        OPTIMIZER: tensors.pack_nested(state.optimizer),
     }
     if state.replicas is not None:
-        contents[format.REPLICAS] = tensors.pack_nested(state.replicas)
+        contents[REPLICAS] = tensors.pack_nested(state.replicas)
     records = {}
     for name, (named, metadata) in contents.items():
         with files.new_file(partial / name) as file:
@@ -89,92 +168,23 @@ def _write_files(partial: Path, manifest: Manifest, state: State) -> Manifest:
         records[name] = FileRecord(file.size_bytes, file.sha256)
     manifest = dataclasses.replace(manifest, files=records, weights_sha256=tensors.weights_sha256(state.weights))
     text = manifest.to_json()
-    for name, content in ((MANIFEST, text), (format.MANIFEST_SHA256, format.manifest_sha256(text))):
+    for name, content in ((MANIFEST, text), (MANIFEST_SHA256, manifest_sha256(text))):
         with files.new_file(partial / name) as file:
             file.write(content)
     return manifest
 
 
-def _clear(checkpoints: Path) -> None:
-    """Remove what a write_checkpoint that was cut off has left."""
+def _remove_leftovers(checkpoints: Path) -> None:
+    """Remove the temporary files and folders of an interrupted `write_checkpoint`."""
     for left in checkpoints.iterdir():
-        if left.suffix in (format.PARTIAL, format.REMOVED):
+        if left.suffix in (PARTIAL, REMOVED):
             if left.is_dir():
                 shutil.rmtree(str(left), ignore_errors=True)
             else:
                 left.unlink()
 
 
-# --- from checkpoint.background: Writes checkpoints beside the training: a copy is taken between two calls, and a thread writes it. One at a time.
-
-
-class BackgroundWriter:
-    """The checkpoints of one run folder, written by instance 0."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._checkpoints = format.folder_of(plan.run_dir)
-        run = plan.config.run
-        self._keep, self._timeout_s = run.keep_checkpoints, run.save_timeout_s
-        self._grace_s = run.stop_timeout_s
-        # From weights that are no numbers any more nobody can go on; the checkpoint before them is worth more.
-        self._only_finite = run.on_nonfinite == "stop"
-        self._thread: Optional[threading.Thread] = None
-        self._done: List[SaveReport] = []
-
-    def begin(self, manifest: Manifest, state: State) -> None:
-        """Copy the state and write the copy, after the write under way if there is one.
-
-        Raises:
-            WaitTimedOut: that one does not end.
-        """
-        copy = State(copied(state.weights), copied(state.optimizer), copied(state.replicas))
-        self._join()
-        # A daemon: the second Ctrl-C does not wait for a disk, and what it cuts off is no checkpoint.
-        self._thread = threading.Thread(target=self._write, args=(manifest, copy), name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def taken(self) -> Tuple[SaveReport, ...]:
-        """What has become of checkpoints since the last look."""
-        done: List[SaveReport] = []
-        while self._done:
-            done.append(self._done.pop(0))
-        return tuple(done)
-
-    def finish(self) -> Tuple[SaveReport, ...]:
-        """Wait for the write under way; as `taken`. WaitTimedOut if it does not end."""
-        self._join()
-        return self.taken()
-
-    def close(self) -> None:
-        """Give the write under way a moment to end: if it does not, it is no checkpoint."""
-        if self._thread is not None:
-            self._thread.join(self._grace_s)
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join(self._timeout_s)
-            if self._thread.is_alive():
-                raise WaitTimedOut(f"a checkpoint to be written in {self._checkpoints}", self._timeout_s, _SETTING)
-            self._thread = None
-
-    def _write(self, manifest: Manifest, state: State) -> None:
-        path = str(self._checkpoints / format.name_of(manifest.update))
-        try:
-            turned = _not_finite(state) if self._only_finite else None
-            if turned is not None:
-                self._done.append(SaveReport(manifest.update, path, "", f"{turned} is not finite"))
-                return
-            written = write_checkpoint(self._checkpoints, manifest, state, self._keep)
-            self._done.append(SaveReport(manifest.update, str(written.path), written.manifest.weights_sha256, None))
-        except Exception as error:  # noqa: BLE001 - the thread's border: whatever it is, the run hears of it
-            told = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            self._done.append(SaveReport(manifest.update, path, "", told))
-
-
-_SETTING = "run.save_timeout_s"
-
-
-def _not_finite(state: State) -> Optional[str]:
+def _first_nonfinite(state: State) -> Optional[str]:
     for name, tensor in state.weights.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             return name

@@ -1,14 +1,10 @@
-"""Runs that are stopped, run out of disk, or go on: the bits of an undisturbed run, and nothing lost on the way."""
+"""Runs resume from their newest valid checkpoint, only with compatible settings, and bit for bit."""
 
 from __future__ import annotations
 
-import dataclasses
-import errno
 import json
-import os
+import shutil
 import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
@@ -16,24 +12,153 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from saved_runs import run, save, weights_of
 
-from raypod import train
-from raypod.checkpoint import resume
-from raypod.coordinator import coordinator
-from raypod.errors import CheckpointNotSaved, ConfigError
-from raypod.events import CheckpointBegun, CheckpointFailed, CheckpointSaved, Event, RunEnded, UpdateDone
-from raypod.fleet.inline import InlineFleet
-from raypod.model import networks
+from raypod.checkpoint import resume, writer
+from raypod.checkpoint.format import Checkpoint, checkpoints_folder
+from raypod.checkpoint.resume import manifest_of
+from raypod.errors import ConfigError
+from raypod.events import CheckpointSaved, Event, RunEnded, UpdateDone
 from raypod.plan.cluster import LOCAL
 from raypod.plan.plan import DatasetSize, Plan, make_plan
 from raypod.plan.resolve import from_values
-from raypod.record import verify_data
-from raypod.record.metrics import MetricsFold
-from raypod.record.sinks import Sinks
 
 Make = Callable[..., Plan]
 
-# Dropout and BatchNorm: what each replica draws and counts by itself has to be put back, too.
+
+def find(make: Make, where: object, **sections: Any) -> resume.ResumePoint:
+    run_section = {"resume": str(where), **sections.pop("run", {})}
+    return resume.find_checkpoint(make(run=run_section, **sections))
+
+
+# ---- which checkpoint ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_folder_resumes_from_its_newest_checkpoint(make: Make) -> None:
+    plan = make()
+    save(plan, 44)
+    newest = save(plan, 88)
+    found = find(make, plan.run_dir)
+    assert (found.checkpoint.path, found.checkpoint.update, found.damaged) == (newest.path.resolve(), 88, ())
+    loaded = writer.load_checkpoint(found.checkpoint.path)
+    assert torch.equal(loaded["weights"]["layer.weight"], torch.full((2, 3), 88.0))
+    assert loaded["optimizer"]["param_groups"] == [{"lr": 0.1, "params": [0]}]
+    assert (checkpoints_folder(plan.run_dir) / "LATEST").read_text() == "update-00000088\n"
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+DAMAGES: Dict[str, Callable[[Path], object]] = {
+    "a flipped bit in the weights": lambda path: flip_a_bit(path / "weights.safetensors"),
+    "a flipped bit in the optimizer": lambda path: flip_a_bit(path / "optimizer.safetensors"),
+    "a flipped bit in the manifest": lambda path: flip_a_bit(path / "manifest.json"),
+    "a truncated file": lambda path: (path / "weights.safetensors").write_bytes(b"half"),
+    "a missing file": lambda path: (path / "optimizer.safetensors").unlink(),
+    "a missing manifest": lambda path: (path / "manifest.json").unlink(),
+    "a pickle": lambda path: (path / "weights.safetensors").write_bytes(b"\x80\x04cos\nsystem\n."),
+    "an empty folder": lambda path: (shutil.rmtree(path), path.mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGES))
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(make: Make, damage: str) -> None:
+    plan = make()
+    save(plan, 44)
+    DAMAGES[damage](save(plan, 88).path)
+    found = find(make, plan.run_dir)
+    assert found.checkpoint.update == 44
+    (message,) = found.damaged
+    assert "update-00000088" in message
+    assert "is damaged" in message
+    with pytest.raises(ConfigError, match="update-00000088"):
+        find(make, checkpoints_folder(plan.run_dir) / "update-00000088")
+
+
+def test_a_folder_with_only_damaged_checkpoints_is_an_error(make: Make) -> None:
+    plan = make()
+    DAMAGES["a truncated file"](save(plan, 44).path)
+    with pytest.raises(ConfigError, match=r"no valid checkpoint: .*weights\.safetensors has 4 bytes, expected"):
+        find(make, plan.run_dir)
+
+
+def test_a_later_generation_is_newer_than_a_later_update(make: Make) -> None:
+    plan = make()
+    for update in (44, 88, 132):
+        save(plan, update)
+    save(plan, 88, generation=2)
+    found = find(make, plan.run_dir).checkpoint
+    assert (found.update, found.manifest.generation) == (88, 2)
+
+
+@pytest.mark.parametrize("where", ["{}", "{}/checkpoints/update-00000044", "{}/nowhere"])
+def test_a_missing_checkpoint_is_an_error(make: Make, where: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--resume"):
+        find(make, where.format(tmp_path))
+
+
+def test_a_finished_training_is_an_error(make: Make) -> None:
+    constant = {"lr_schedule": "constant"}
+    path = save(make(training=constant), 44).path
+    with pytest.raises(ConfigError, match="already at update 44 of 44"):
+        find(make, path, training={"epochs": 1, **constant})
+
+
+# ---- compatibility ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"pod": {"replicas": 8}}, "pod.replicas is 4 and this run's is 8"),
+        ({"training": {"batch_size": 16}}, "global_batch_size is 32 and this run's is 64"),
+        ({"training": {"device_iterations": 2}}, "training.device_iterations is 1 and this run's is 2"),
+        ({"training": {"seed": 7}}, "training.seed is 42 and this run's is 7"),
+        ({"training": {"model": "resnet14"}}, "training.model is resnet8 and this run's is resnet14"),
+        ({"training": {"optimizer": "adam"}}, "training.optimizer is sgd and this run's is adam"),
+        ({"training": {"precision": "16.32"}}, "training.precision is 32.32 and this run's is 16.32"),
+        ({"data": {"dataset": "synthetic"}}, "train_samples is 1437 and this run's is 4096"),
+        ({"training": {"epochs": 20}}, "total_updates is 660 and this run's is 880; --resume-anyway total_updates"),
+        ({"training": {"learning_rate": 0.2}}, "learning_rate is 0.1 and this run's is 0.2; --resume-anyway learning"),
+    ],
+)
+def test_a_different_setting_is_refused_with_both_values(make: Make, sections: Dict[str, Any], message: str) -> None:
+    path = save(make(), 44).path
+    with pytest.raises(ConfigError) as caught:
+        find(make, path, **sections)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_safe_settings_may_differ_if_resume_anyway_names_them(make: Make) -> None:
+    path = save(make(), 44).path
+    named = {"resume_anyway": "learning_rate, total_updates"}
+    assert find(make, path, run=named, training={"learning_rate": 0.2, "epochs": 20}).checkpoint.update == 44
+    with pytest.raises(ConfigError, match="--resume-anyway replicas: .*allowed are .*learning_rate"):
+        find(make, path, run={"resume_anyway": "replicas"}, pod={"replicas": 8})
+
+
+def test_other_data_is_refused_unless_resume_anyway_names_it(make: Make) -> None:
+    plan = make()
+    checkpoint = Checkpoint(Path("update-00000044"), manifest_of(plan, 44, 1, "aa", {}))
+    resume.check_data(plan, checkpoint, "aa")
+    with pytest.raises(ConfigError, match="data_fingerprint is aa and this run's is bb; --resume-anyway data_finger"):
+        resume.check_data(plan, checkpoint, "bb")
+    resume.check_data(make(run={"resume_anyway": "data_fingerprint"}), checkpoint, "bb")
+
+
+@pytest.mark.parametrize("sections", [{"pod": {"num_instances": 4}}, {"data": {"num_workers": 2}}])
+def test_the_placement_may_differ(make: Make, sections: Dict[str, Any]) -> None:
+    path = save(make(), 44).path
+    assert find(make, path, **sections).checkpoint.update == 44
+
+
+# ---- resumed runs ----------------------------------------------------------------------------------------------------
+
+# Dropout and BatchNorm have state per replica, which must be restored too.
 MODEL = """
 import torch  # noqa: E402
 def make(channels, classes):
@@ -50,24 +175,6 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "resume_model:make"
 
 
-def run(plan: Plan, react: Callable[[Event], object] = lambda event: None) -> List[Event]:
-    """Carry out a plan as the command does, files of the run folder included."""
-    Path(plan.run_dir).mkdir(parents=True, exist_ok=True)
-    resumed = resume.read(plan).checkpoint if plan.config.run.resume else None
-    events = []
-    with Sinks(plan) as sinks:
-        for event in coordinator.run(plan, InlineFleet(plan), MetricsFold(plan, 0.0), resumed):
-            sinks.take(event)
-            events.append(event)
-            react(event)
-    return events
-
-
-def sha256(events: List[Event]) -> str:
-    (ended,) = (event for event in events if isinstance(event, RunEnded))
-    return ended.weights_sha256
-
-
 def stop_after(update: int) -> Callable[[Event], None]:
     def react(event: Event) -> None:
         if isinstance(event, UpdateDone) and event.update == update:
@@ -82,15 +189,13 @@ def plan_with(make: Make, model: str, resume: Optional[str] = None, **run_keys: 
     return make(training=training, pod={"num_instances": 1}, run=run_section)
 
 
-def test_a_run_stopped_anywhere_goes_on_bit_for_bit(
-    make: Make, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_stopped_anywhere_resumes_bit_for_bit(make: Make, model: str, tmp_path: Path) -> None:
     plan = plan_with(make, model)
-    undisturbed = sha256(run(plan))
+    uninterrupted = weights_of(run(plan))
     folder = Path(plan.run_dir)
-    folder.rename(tmp_path / "undisturbed")
+    folder.rename(tmp_path / "uninterrupted")
     stopped_at, resume = 0, None
-    for stop in (2, 5, 44, 45, 90):  # in mid-epoch, inside a call, at the end of an epoch, and right after it
+    for stop in (2, 5, 44, 45, 90):  # within an epoch, within a call, at the end of an epoch, and right after it
         events = run(plan_with(make, model, resume), stop_after(stop))
         ended = events[-1]
         assert isinstance(ended, RunEnded)
@@ -98,21 +203,19 @@ def test_a_run_stopped_anywhere_goes_on_bit_for_bit(
         assert stop <= ended.updates <= stop + 4
         assert [event.update for event in events if isinstance(event, UpdateDone)][0] == stopped_at + 1
         stopped_at, resume = ended.updates, str(folder)
-    assert sha256(run(plan_with(make, model, resume))) == undisturbed
+    assert weights_of(run(plan_with(make, model, resume))) == uninterrupted
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    whole = [json.loads(line) for line in (tmp_path / "undisturbed" / "metrics.jsonl").read_text().splitlines()]
+    expected = [json.loads(line) for line in (tmp_path / "uninterrupted" / "metrics.jsonl").read_text().splitlines()]
     keys = ("update", "epoch", "loss", "accuracy", "samples")
-    assert [[line[key] for key in keys] for line in lines] == [[line[key] for key in keys] for line in whole]
+    assert [[line[key] for key in keys] for line in lines] == [[line[key] for key in keys] for line in expected]
 
 
-def test_what_may_differ_takes_effect(make: Make, tmp_path: Path) -> None:
+def test_a_setting_that_differs_takes_effect(make: Make, tmp_path: Path) -> None:
     def weights(resume: Optional[Path], updates: int, **changed: Any) -> str:
         training = {"model": "tiny", "updates": updates, "warmup_updates": 1, "lr_schedule": "constant", **changed}
         anyway = {"resume": resume and str(resume), "resume_anyway": ",".join(changed)}
-        plan = make(
-            training=training, pod={"num_instances": 1}, run={"fleet": "inline", "device": "emulated", **anyway}
-        )
-        return sha256(run(plan))
+        run_section = {"fleet": "inline", "device": "emulated", **anyway}
+        return weights_of(run(make(training=training, pod={"num_instances": 1}, run=run_section)))
 
     weights(None, 3)
     saved = (tmp_path / "run" / "checkpoints").rename(tmp_path / "saved") / "update-00000003"
@@ -123,20 +226,38 @@ def test_what_may_differ_takes_effect(make: Make, tmp_path: Path) -> None:
         {"label_smoothing": 0.1},
         {"momentum": 0.5},
         {"weight_decay": 0.05},
-        {"loss_scaling": 3.0},  # no power of two: it rounds
+        {"loss_scaling": 3.0},  # not a power of two, so it changes the rounding
         {},
     ]
     updates = 50  # into the second epoch, where the steps begin
     assert len({weights(saved, updates, **change) for change in changes}) == len(changes)
 
 
-def test_a_checkpoint_by_the_clock_is_one_to_go_on_from(make: Make, model: str) -> None:
+def test_a_checkpoint_at_a_time_interval_resumes_bit_for_bit(make: Make, model: str) -> None:
     events = run(plan_with(make, model, checkpoint_every="0.001 minutes", keep_checkpoints=100))
     saved = [event for event in events if isinstance(event, CheckpointSaved)]
-    in_mid_epoch = [event for event in saved if event.update % 44]
-    assert len(in_mid_epoch) > 1
-    again = run(plan_with(make, model, in_mid_epoch[0].path, checkpoint_every="0.001 minutes"))
-    assert sha256(again) == sha256(events)
+    within_epoch = [event for event in saved if event.update % 44]
+    assert len(within_epoch) > 1
+    again = run(plan_with(make, model, within_epoch[0].path, checkpoint_every="0.001 minutes"))
+    assert weights_of(again) == weights_of(events)
+
+
+def test_a_second_signal_ends_the_run_at_once(make: Make) -> None:
+    plan = make(training={"model": "tiny"}, pod={"num_instances": 1}, run={"fleet": "inline"})
+    seen: Dict[str, int] = {"updates": 0}
+
+    def react(event: Event) -> None:
+        if isinstance(event, UpdateDone):
+            seen["updates"] += 1
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(plan, react)
+    assert seen["updates"] == 1
+
+
+# ---- legs and intervals ----------------------------------------------------------------------------------------------
 
 
 @given(
@@ -147,7 +268,7 @@ def test_a_checkpoint_by_the_clock_is_one_to_go_on_from(make: Make, model: str) 
     iterations=st.integers(1, 4),
 )
 @settings(max_examples=100, deadline=None)
-def test_legs_from_anywhere_cover_the_rest_of_the_run_once(
+def test_legs_from_any_update_cover_the_rest_of_the_run_once(
     per_epoch: int, epochs: int, every: str, start: int, iterations: int
 ) -> None:
     count, _, unit = every.partition(" ")
@@ -171,139 +292,11 @@ def test_legs_from_anywhere_cover_the_rest_of_the_run_once(
 
 
 @pytest.mark.parametrize("every", ["0 updates", "1.5 epochs", "-1 updates", "often", "10", "0 minutes", "3 parsecs"])
-def test_an_interval_that_is_none_is_told(every: str) -> None:
+def test_an_invalid_interval_is_refused(every: str) -> None:
     with pytest.raises(ConfigError, match="run.checkpoint_every"):
         from_values({"run": {"checkpoint_every": every}})
 
 
-def test_a_checkpoint_cannot_be_due_inside_a_call(make: Make) -> None:
+def test_a_checkpoint_within_a_call_is_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match="--checkpoint-every 10 is not a whole number of calls of 4 .* use 8 or 12"):
         make(training={"device_iterations": 4}, run={"checkpoint_every": "10 updates"})
-
-
-class FullDisk:
-    """`os.write` has room for so many bytes more."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.room: Optional[int] = None
-        self._real = os.write
-        monkeypatch.setattr(os, "write", self._write)
-
-    def _write(self, descriptor: int, data: Any) -> int:
-        if self.room is None:
-            return self._real(descriptor, data)
-        if not self.room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written = self._real(descriptor, bytes(data)[: self.room])
-        self.room -= written
-        return written
-
-
-def test_a_full_disk_is_a_warning_as_long_as_a_checkpoint_is_there(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = FullDisk(monkeypatch)
-    training = {"model": "tiny", "updates": 40}
-    plan = make(training=training, pod={"num_instances": 1}, run={"fleet": "inline", "checkpoint_every": "8 updates"})
-
-    def react(event: Event) -> None:
-        if isinstance(event, CheckpointSaved) and event.update == 8:
-            disk.room = 1000
-        elif isinstance(event, CheckpointFailed):
-            disk.room = None  # somebody made room
-
-    events = run(plan, react)
-    failed = [event for event in events if isinstance(event, CheckpointFailed)]
-    assert failed
-    assert failed[0].cause == os.strerror(errno.ENOSPC)
-    assert failed[0].previous.endswith("update-00000008")
-    assert isinstance(events[-1], RunEnded)
-    assert events[-1].updates == 40
-    lines = (Path(plan.run_dir) / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["update"] for line in lines] == list(range(1, 41))  # those that had to wait came, too
-    (Path(plan.run_dir) / "config.yaml").write_text(plan.config.to_yaml())
-    order = verify_data.Order(plan.geometry, plan.config.training.seed, plan.size.train_samples)
-    assert verify_data.judge(order, *verify_data.ledger.read(Path(plan.run_dir) / "ledger.jsonl")).is_proved
-
-
-def test_a_slow_disk_does_not_stop_the_training(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = {"model": "tiny", "updates": 60}
-
-    def plan_named(name: str) -> Plan:
-        keys = {"fleet": "inline", "checkpoint_every": "20 updates", "run_dir": name}
-        plan = make(training=training, pod={"num_instances": 1}, run=keys)
-        return dataclasses.replace(plan, run_dir=str(Path(plan.run_dir).with_name(name)))
-
-    undisturbed = sha256(run(plan_named("quick")))
-    real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.1), real(descriptor)))
-    events = run(plan_named("slow"))
-    assert sha256(events) == undisturbed
-    begun = next(at for at, event in enumerate(events) if isinstance(event, CheckpointBegun))
-    saved = next(at for at, event in enumerate(events) if isinstance(event, CheckpointSaved))
-    assert any(isinstance(event, UpdateDone) for event in events[begun:saved])
-
-
-@pytest.mark.parametrize(("is_first", "told"), [(True, "there is no other"), (False, "go on from .*/update-0")])
-def test_a_disk_that_stays_full_ends_the_run_and_keeps_what_is_there(
-    make: Make, monkeypatch: pytest.MonkeyPatch, is_first: bool, told: str
-) -> None:
-    disk = FullDisk(monkeypatch)
-    training = {"model": "tiny", "updates": 120}
-    plan = make(training=training, pod={"num_instances": 1}, run={"fleet": "inline", "checkpoint_every": "8 updates"})
-
-    def react(event: Event) -> None:
-        if isinstance(event, UpdateDone if is_first else CheckpointSaved):
-            disk.room = 0
-
-    with pytest.raises(CheckpointNotSaved, match=f"{os.strerror(errno.ENOSPC)}.*{told}"):
-        run(plan, react)
-    good = resume.newest_good(Path(plan.run_dir) / "checkpoints")[0]
-    assert good is None if is_first else good is not None and 8 <= good.update < 120
-
-
-def test_the_weights_load_in_plain_torch(make: Make) -> None:
-    package = pytest.importorskip("safetensors.torch", reason="the safetensors package is not installed")
-    plan = make(training={"updates": 2}, pod={"num_instances": 1}, run={"fleet": "inline"})
-    run(plan)
-    latest = Path(plan.run_dir, "checkpoints", Path(plan.run_dir, "checkpoints", "LATEST").read_text().strip())
-    network = networks.build_model(plan.config, 1, 8, 10)
-    network.load_state_dict(package.load_file(str(latest / "weights.safetensors")))
-    assert all(bool(torch.isfinite(value).all()) for value in network.state_dict().values())
-
-
-def test_a_second_signal_does_not_wait(make: Make) -> None:
-    plan = make(training={"model": "tiny"}, pod={"num_instances": 1}, run={"fleet": "inline"})
-    seen: Dict[str, int] = {"updates": 0}
-
-    def react(event: Event) -> None:
-        if isinstance(event, UpdateDone):
-            seen["updates"] += 1
-            signal.raise_signal(signal.SIGTERM)
-            signal.raise_signal(signal.SIGTERM)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(plan, react)
-    assert seen["updates"] == 1
-
-
-def test_a_disk_that_is_really_full_costs_no_checkpoint(
-    small_disk: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    disk = small_disk(tmp_path / "disk", kib=1536)  # two checkpoints of the small model, and no third beside them
-    flags = ["--fleet", "inline", "--device", "emulated", "--updates", "8", "--checkpoint-every", "2 updates"]
-    command = [*flags, "--run-dir", str(disk / "run")]
-    assert train.main(command) == 1
-    told = capsys.readouterr()
-    assert "warning: cannot write the checkpoint" in told.out
-    (line,) = told.err.strip().splitlines()
-    assert os.strerror(errno.ENOSPC) in line
-    good, passed_over = resume.newest_good(disk / "run" / "checkpoints")
-    assert good is not None
-    assert not passed_over
-    subprocess.run(["mount", "-o", "remount,size=16m", str(disk)], check=True, timeout=10)
-    assert train.main(command) == 0  # the same command goes on
-    assert f"from update {good.update} on" in capsys.readouterr().out
-    assert train.main([*flags, "--run-dir", str(tmp_path / "undisturbed")]) == 0
-    folders = (disk / "run", tmp_path / "undisturbed")
-    hashes = {json.loads((folder / "summary.json").read_text())["weights_sha256"] for folder in folders}
-    assert len(hashes) == 1
-    assert verify_data.verify(disk / "run").is_proved

@@ -1,88 +1,123 @@
-"""The files of a checkpoint: what any safetensors reader can load, and what a foreign file cannot do."""
+"""Tensor files and flat buffers return what was written; foreign and damaged files raise and execute nothing."""
 
 from __future__ import annotations
 
 import io
 import pickle
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Callable, Dict
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from raypod.checkpoint import tensors
-from raypod.errors import CheckpointDamaged
+from raypod.errors import CheckpointDamaged, ConfigError
 from raypod.host import files
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
-STATE = {f"layer.{place}": torch.arange(6).reshape(2, 3).to(dtype) for place, dtype in enumerate(DTYPES)}
+STATE = {f"layer.{number}": torch.arange(6).reshape(2, 3).to(dtype) for number, dtype in enumerate(DTYPES)}
 STATE["scalar"], STATE["empty"] = torch.tensor(7), torch.zeros(0, 3)
-STATE["a view"] = torch.arange(12.0).reshape(3, 4).t()
+STATE["transposed"], STATE["strided"] = torch.arange(12.0).reshape(3, 4).t(), torch.arange(10)[::2]
 
 
-def written(path: Path, state: Dict[str, torch.Tensor], metadata: Dict[str, str]) -> Path:
+def write(path: Path, state: Dict[str, torch.Tensor], metadata: Dict[str, str]) -> Path:
     path.unlink() if path.exists() else None
     with files.new_file(path) as file:
         tensors.write_tensors(file, state, metadata)
     return path
 
 
-def equal(ours: Dict[str, torch.Tensor], theirs: Dict[str, torch.Tensor]) -> bool:
-    return set(ours) == set(theirs) and all(
-        ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours
-    )
+def through_a_file(state: Any, folder: Path) -> Any:
+    return tensors.read_nested(write(folder / "file", *tensors.pack_nested(state)))
 
 
-def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
-    loaded, metadata = tensors.read_tensors(written(tmp_path / "file", STATE, {"made by": "a test"}))
+def through_a_buffer(state: Any, folder: Path) -> Any:
+    return tensors.unpack_flat(np.concatenate(tensors.pack_flat(state)))
+
+
+def equal(left: Any, right: Any) -> bool:
+    """Whether two nested states have equal values and types, and dicts of equal order."""
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and left.shape == right.shape and bool((left == right).all())
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(equal(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return type(left) is type(right) and len(left) == len(right) and all(map(equal, left, right))
+    return type(left) is type(right) and bool(left == right)
+
+
+def test_a_file_returns_tensors_and_metadata(tmp_path: Path) -> None:
+    loaded, metadata = tensors.read_tensors(write(tmp_path / "file", STATE, {"made by": "a test"}))
     assert equal(loaded, STATE)
     assert metadata == {"made by": "a test"}
 
 
 def test_the_safetensors_package_reads_our_files_and_we_read_its(tmp_path: Path) -> None:
     package = pytest.importorskip("safetensors.torch", reason="the safetensors package is not installed")
-    assert equal(package.load_file(str(written(tmp_path / "ours", STATE, {"a": "b"}))), STATE)
-    contiguous = {name: tensor.contiguous() for name, tensor in STATE.items()}
-    package.save_file(contiguous, str(tmp_path / "theirs"))
-    assert equal(tensors.read_tensors(tmp_path / "theirs")[0], STATE)
+    ours = package.load_file(str(write(tmp_path / "ours", STATE, {"a": "b"})))
+    assert equal({name: ours[name] for name in STATE}, STATE)
+    package.save_file({name: tensor.contiguous() for name, tensor in STATE.items()}, str(tmp_path / "theirs"))
+    theirs = tensors.read_tensors(tmp_path / "theirs")[0]
+    assert equal({name: theirs[name] for name in STATE}, STATE)
+
+
+def optimizer_state() -> Dict[str, Any]:
+    network = torch.nn.Sequential(torch.nn.Conv2d(1, 3, 3), torch.nn.BatchNorm2d(3))
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.003)
+    network(torch.rand(2, 1, 5, 5)).sum().backward()
+    optimizer.step()
+    return {"weights": dict(network.state_dict()), "optimizer": optimizer.state_dict()}
 
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
-nests = st.recursive(
+nested_states = st.recursive(
     leaves,
     lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
     max_leaves=20,
 )
 
 
-@given(nests)
-@settings(max_examples=60, deadline=None)
-def test_what_is_packed_comes_back(nested: Any) -> None:
-    named, metadata = tensors.pack_nested(nested)
-    path = Path("/dev/shm") / f"raypod-test-{id(nested)}" if Path("/dev/shm").is_dir() else Path(f"t-{id(nested)}")
-    try:
-        assert tensors.unpack_nested(written(path, named, metadata)) == nested
-    finally:
-        path.unlink()
+@pytest.mark.parametrize("through", [through_a_file, through_a_buffer])
+class TestNestedState:
+    def test_weights_and_optimizer_are_restored(self, through: Callable[..., Any], tmp_path: Path) -> None:
+        state = optimizer_state()
+        assert equal(through(state, tmp_path), state)
+
+    def test_tensors_of_all_kinds_are_restored(self, through: Callable[..., Any], tmp_path: Path) -> None:
+        state = {"named": STATE, 0: [(torch.ones(2), None)], (1, 2): {"step": torch.tensor(3.0)}}
+        assert equal(through(state, tmp_path), state)
+
+    @given(state=nested_states)
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    def test_any_nesting_is_restored(self, through: Callable[..., Any], tmp_path: Path, state: Any) -> None:
+        assert equal(through(state, tmp_path), state)
+
+    def test_other_values_are_refused_with_their_path(self, through: Callable[..., Any], tmp_path: Path) -> None:
+        with pytest.raises(TypeError, match=r"state\.optimizer\.hooks\.0 is a builtin_function_or_method"):
+            through({"optimizer": {"hooks": [print]}}, tmp_path)
 
 
-def test_a_nest_of_tensors_comes_back(tmp_path: Path) -> None:
-    nested = {"state": {0: {"momentum": torch.ones(3)}}, "groups": [{"lr": 0.1, "params": (0, 1)}], "none": None}
-    loaded = tensors.unpack_nested(written(tmp_path / "file", *tensors.pack_nested(nested)))
-    assert torch.equal(loaded["state"][0].pop("momentum"), nested["state"][0].pop("momentum"))
-    assert loaded == nested
+def test_a_flat_buffer_shares_memory_with_its_tensors() -> None:
+    sent = torch.ones(3)
+    buffers = tensors.pack_flat({"a": sent})
+    assert any(np.shares_memory(buffer, sent.numpy()) for buffer in buffers)
+    flat = np.concatenate(buffers)
+    assert np.shares_memory(tensors.unpack_flat(flat)["a"].numpy(), flat)
 
 
-def test_what_is_neither_tensor_nor_number_is_named() -> None:
-    with pytest.raises(TypeError, match="cannot hold a PosixPath"):
-        tensors.pack_nested({"where": Path()})
+def test_equal_states_give_equal_bytes() -> None:
+    states = [{"a": torch.ones(3), "b": torch.zeros(5, dtype=torch.int8)} for _ in range(2)]
+    packed = [np.concatenate(tensors.pack_flat(state)).tobytes() for state in states]
+    assert packed[0] == packed[1]
 
 
-def test_a_copy_does_not_follow_the_training() -> None:
+def test_a_copy_does_not_change_with_the_original() -> None:
     weight = torch.zeros(2)
-    copy = tensors.copied({"a": [weight], "lr": 0.1})
+    copy = tensors.copy_to_cpu({"a": [weight], "lr": 0.1})
     weight += 1
     assert copy["a"][0].tolist() == [0.0, 0.0]
     assert copy["lr"] == 0.1
@@ -93,41 +128,53 @@ class Malicious:
         return Path.write_text, (Path("executed"), "by loading")
 
 
+def with_length(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header
+
+
 def foreign_files() -> Dict[str, bytes]:
     buffer = io.BytesIO()
     torch.save({"weights": torch.ones(2)}, buffer)
-    huge = b'{"w":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4000000000000]}}'
-    deep = b"[" * 100_000
     return {
         "empty": b"",
         "pickle": pickle.dumps(Malicious()),
         "torch.save": buffer.getvalue(),
         "text": b"hello, world",
-        "huge": len(huge).to_bytes(8, "little") + huge,
-        "deep": len(deep).to_bytes(8, "little") + deep,
-        "a list": (2).to_bytes(8, "little") + b"[]",
-        "negative": (lambda header: len(header).to_bytes(8, "little") + header)(
-            b'{"w":{"dtype":"F32","shape":[-1],"data_offsets":[4,0]}}'
-        ),
+        "huge": with_length(b'{"w":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4000000000000]}}'),
+        "deep": with_length(b"[" * 100_000),
+        "a list": with_length(b"[]"),
+        "negative": with_length(b'{"w":{"dtype":"F32","shape":[-1],"data_offsets":[4,0]}}'),
     }
 
 
 @pytest.mark.parametrize("kind", list(foreign_files()))
-def test_a_foreign_file_is_named_and_nothing_is_executed(
+def test_a_foreign_file_is_damaged_and_executes_nothing(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "weights.safetensors"
     path.write_bytes(foreign_files()[kind])
     with pytest.raises(CheckpointDamaged, match="weights.safetensors is damaged"):
-        tensors.unpack_nested(path)
+        tensors.read_nested(path)
     assert not Path("executed").exists()
 
 
-def test_a_file_cut_off_anywhere_is_damaged(tmp_path: Path) -> None:
-    path = written(tmp_path / "file", {"w": torch.arange(4.0)}, {})
-    whole = path.read_bytes()
-    for size in range(len(whole)):
-        path.write_bytes(whole[:size])
+def test_a_file_truncated_anywhere_is_damaged(tmp_path: Path) -> None:
+    path = write(tmp_path / "file", {"w": torch.arange(4.0)}, {})
+    complete = path.read_bytes()
+    for size in range(len(complete)):
+        path.write_bytes(complete[:size])
         with pytest.raises(CheckpointDamaged):
             tensors.read_tensors(path)
+
+
+def test_loading_the_weights_of_another_network_names_the_first_difference() -> None:
+    def network(width: int, *more: nn.Module) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2), *more)
+
+    for saved, message in (
+        (network(3), r"0.weight is \[5, 4\] in the model and \[3, 4\] in the checkpoint"),
+        (network(5, nn.Linear(2, 2)), r"2.weight is missing in the model and \[2, 2\] in the checkpoint"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            tensors.load_weights(network(5), saved.state_dict())

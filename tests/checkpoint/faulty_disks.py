@@ -1,4 +1,4 @@
-"""A disk that fails at a chosen operation: as a process killed there, or as a disk that is full from there on."""
+"""Disks that fail at a chosen operation, as if the process were killed or the disk full, or after some bytes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ OPERATIONS = ("open", "write", "fsync", "rename", "replace", "mkdir", "rmdir", "
 
 
 class Killed(BaseException):
-    """The process is gone: nothing it would have done after this happens."""
+    """The process is killed: nothing it would have done afterwards happens."""
 
 
-class Disk:
-    """Counts the operations of `os` that change or flush a disk; at number `fails_at` it fails."""
+class FaultyDisk:
+    """Counts the operations of `os` that change or flush a disk; from number `fails_at` on they fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails_at: Optional[int] = None, *, full: bool = False) -> None:
         self.count, self._fails_at, self._full = 0, fails_at, full
@@ -39,3 +39,21 @@ class Disk:
             raise Killed
 
         return operation
+
+
+class FullDisk:
+    """`os.write` writes `free_bytes` more bytes and then fails; None: any number."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free_bytes: Optional[int] = None
+        self._real = os.write
+        monkeypatch.setattr(os, "write", self._write)
+
+    def _write(self, descriptor: int, data: Any) -> int:
+        if self.free_bytes is None:
+            return self._real(descriptor, data)
+        if not self.free_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self._real(descriptor, bytes(data)[: self.free_bytes])
+        self.free_bytes -= written
+        return written
