@@ -1,1 +1,1 @@
-"""The process of one instance: its PopTorch program, control flags, collectives and weight seeding."""
+"""The process of one instance: the PopTorch program, its control, collectives and the broadcast of weights."""

@@ -1,7 +1,7 @@
-"""The host-side collectives between instances: whose they are, and where the instances meet.
+"""The host-side collectives between instances, and the rendezvous through which the instances connect.
 
-The collectives are those of `horovod.torch`: the installed Horovod, or the emulated SDK's over gloo. Either way the
-meeting point is a server on a port that the system chooses, which whoever starts the instances opens and keeps open.
+The collectives are those of `horovod.torch`: an installed Horovod, or the emulated SDK's over Gloo. Both use a
+key-value server on a port that the system chooses; the process that starts the instances opens it and keeps it open.
 """
 
 from __future__ import annotations
@@ -11,49 +11,49 @@ import sys
 from typing import Any, Dict
 
 from raypod.errors import SdkError
-from raypod.host.interfaces import address_towards, interface_of
-from raypod.instance.horovod_rendezvous import HorovodDoor
+from raypod.host.interfaces import interface_of, local_address_to
+from raypod.instance.horovod_rendezvous import HorovodProxy
 
-_JOIN_S = 60.0  # to reach the meeting point
+_CONNECT_TIMEOUT_S = 60.0  # to the rendezvous server
+# Exceptions of the emulated SDK's communication, of Horovod (real or emulated), and of the real PopTorch, which fails
+# on all instances when the device run of one ends.
+_PEER_ERRORS = ("PeerFailed", "HorovodInternalError", "RecoverableError", "UnrecoverableError")
 
 
 def check_available(collectives: str) -> None:
-    """`--collectives horovod` needs an installed Horovod.
+    """Check that Horovod is installed if `--collectives horovod` requires it.
 
     Raises:
-        SdkError: it is not there.
+        SdkError: it is not installed.
     """
     if collectives == "horovod" and not uses_installed_horovod():
-        raise SdkError("--collectives horovod: no Horovod with torch support is installed; use --collectives gloo")
+        raise SdkError("--collectives horovod: Horovod with torch support is not installed; use --collectives gloo")
 
 
 def uses_installed_horovod() -> bool:
-    """Whether `import horovod.torch` gives the installed Horovod (the emulated one defers to it)."""
+    """Return whether `import horovod.torch` imports an installed Horovod (the emulated one defers to it)."""
     return importlib.util.find_spec("horovod.runner") is not None
 
 
-def is_a_peers(error: BaseException) -> bool:
-    """Whether an error of a collective or a call says that other instances are the cause: lost, failed or silent.
+def caused_by_peer(error: BaseException) -> bool:
+    """Return whether an error of a collective or a call means that another instance failed or does not answer.
 
-    By name, so that none of the modules that define them has to be there.
+    Compares class names, so that the modules that define the classes need not be importable.
     """
-    return any(kind.__name__ in _OF_PEERS for kind in type(error).__mro__)
+    return any(kind.__name__ in _PEER_ERRORS for kind in type(error).__mro__)
 
 
-# Of the emulated SDK's wires; of Horovod, real or emulated; of the real PopTorch, whose device ends with the others'.
-_OF_PEERS = ("PeerFailed", "HorovodInternalError", "RecoverableError", "UnrecoverableError")
-
-
-def abandon(reason: str) -> None:
-    """End every wait of this process for other instances, from any thread, where the SDK can: the emulated one's."""
+def abort(reason: str) -> None:
+    """End every wait of this process for other instances, from any thread. Has an effect on the emulated SDK only."""
     wires: Any = sys.modules.get("_emulated_pod")
     if wires is not None:
         wires.abandon_all(reason)
 
 
-def part() -> None:
-    """Let go of all connections to other instances that outlive `hvd.shutdown` and `popdist.finalizeBackend`: the
-    emulated SDK's, for gradients. Who was idle when another instance was lost would go on with those to the lost.
+def close_connections() -> None:
+    """Close the connections that `hvd.shutdown` and `popdist.finalizeBackend` leave open: the emulated SDK's.
+
+    Otherwise an instance that was idle when another one was lost would use its connection to the lost one again.
     """
     wires: Any = sys.modules.get("_emulated_pod")
     if wires is not None:
@@ -61,46 +61,48 @@ def part() -> None:
 
 
 class Rendezvous:
-    """Where the instances of one fleet meet. Open for as long as the fleet lives, in any process of `address`.
+    """The server through which the instances of one fleet connect. Open until `close`, in any process of `address`.
 
-    `environment` leads every instance there: EMULATED_POD_RENDEZVOUS, with the secret without which nobody is answered.
-    A real Horovod goes through a door of its own host (`horovod_door`). Who an instance is among them says
-    `environment.horovod_identity`; by which interface, `horovod_interface`.
+    `environment` holds the variables that instances need: EMULATED_POD_RENDEZVOUS and the secret that authenticates
+    them. A real Horovod connects through a proxy on its own host (`horovod_proxy`), gets its rank from
+    `environment.horovod_identity` and its interface from `horovod_interface`.
     """
 
     def __init__(self, address: str, generation: int = 0) -> None:
-        """Listen on `address`, a name or address of this host, and nowhere else.
+        """Listen on `address`, a name or address of this host, and on no other.
 
-        Each repair of a fleet makes another `generation`, whose instances meet anew.
+        Each repair of a fleet opens a rendezvous of the next `generation`. The emulated SDK must be importable
+        (`sdk.select` or `sdk.make_store_importable`).
 
-        The emulated SDK must be importable (`sdk.select` or `sdk.offer_store`).
-        OSError if the address cannot be resolved or listened on.
+        Raises:
+            OSError: the address cannot be resolved or bound.
         """
-        from _emulated_store_server import StoreServer  # of the emulated SDK; it needs no torch
+        from _emulated_store_server import StoreServer  # importable only once the SDK is selected; needs no torch
 
         self._store = StoreServer(address)
         self.environment: Dict[str, str] = {**self._store.environment, "EMULATED_POD_GENERATION": str(generation)}
 
     def close(self) -> None:
-        """Close it; nobody can join any more."""
+        """Close the server. Instances can no longer join."""
         self._store.close()
 
 
-def horovod_door(rendezvous: Dict[str, str]) -> HorovodDoor:
-    """The way of a real Horovod on this host to the others; `rendezvous` is the environment of a `Rendezvous`.
+def horovod_proxy(rendezvous: Dict[str, str]) -> HorovodProxy:
+    """Start the proxy for a real Horovod on this host. `rendezvous` is the environment of a `Rendezvous`.
 
-    RuntimeError if it does not answer, or has another secret.
+    Raises:
+        RuntimeError: the rendezvous does not answer, or has another secret.
     """
-    from _emulated_store_client import StoreClient
+    from _emulated_store_client import StoreClient  # importable only once the SDK is selected
 
     host, _, port = rendezvous["EMULATED_POD_RENDEZVOUS"].rpartition(":")
-    return HorovodDoor(StoreClient(host, int(port), rendezvous["EMULATED_POD_SECRET"], _JOIN_S))
+    return HorovodProxy(StoreClient(host, int(port), rendezvous["EMULATED_POD_SECRET"], _CONNECT_TIMEOUT_S))
 
 
 def horovod_interface(rendezvous: str) -> Dict[str, str]:
-    """HOROVOD_GLOO_IFACE, the interface by which this host reaches the address `rendezvous`; {} if none is found.
+    """Return HOROVOD_GLOO_IFACE, the interface that leads to the address `rendezvous`; {} if none is found.
 
-    Without it Horovod listens on whatever address this host's name resolves to. IPv4 only.
+    Without the variable Horovod listens on the address that this host's name resolves to. IPv4 only.
     """
-    name = interface_of(address_towards(rendezvous))
+    name = interface_of(local_address_to(rendezvous))
     return {"HOROVOD_GLOO_IFACE": name} if name else {}

@@ -1,4 +1,4 @@
-"""What an instance is doing, and since when: noted by the thread that does it, read by another that still answers."""
+"""Observe and stop an instance from another thread: the heartbeat and the stop gate."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import threading
 import time
 import traceback
 from types import FrameType
-from typing import Iterator, List, Optional, TypeVar
+from typing import Iterator, List, Optional
 
 from raypod.errors import WaitTimedOut
-from raypod.events import Beat
+from raypod.events import HeartbeatReport
 
-_Item = TypeVar("_Item")
-
-IDLE = "waiting for its next order"
+IDLE = "idle"
 LOADING = "loading data"
-# Frames by which a stack is known to wait for other instances: the emulated SDK's wires, and Horovod's.
-_WIRES = (
+# Files whose frames on a stack mean that the thread waits for other instances: the emulated SDK's and Horovod's.
+_COMMUNICATION_FILES = (
+    "/_pod/",
     "_emulated_pod.py",
     "_emulated_rendezvous.py",
     "_emulated_store",
@@ -27,70 +26,55 @@ _WIRES = (
 )
 
 
-class Pulse:
-    """Of one instance; its work is noted by one thread only."""
+class Heartbeat:
+    """What one instance is doing, and since when. Its working thread writes it; other threads may read it."""
 
     def __init__(self, instance: int) -> None:
         self._instance = instance
-        self._now = (IDLE, time.monotonic())  # one value: read by another thread
-        self._calls: List[float] = []  # the first call's seconds, and the slowest later one's
+        self._activity = (IDLE, time.monotonic())  # one attribute, so that other threads read a consistent pair
+        self._calls_s: List[float] = []  # seconds of the first call, and of the slowest later one
         self._calls_done = 0
         self._thread: Optional[int] = None
 
     @contextlib.contextmanager
-    def doing(self, what: str) -> Iterator[None]:
-        """Inside, the instance does this; before and afterwards what it did."""
-        before = self._now[0]
+    def doing(self, activity: str) -> Iterator[None]:
+        """Set the activity within the block; restore the previous one afterwards."""
+        before = self._activity[0]
         self._thread = threading.get_ident()
-        self._now = (what, time.monotonic())
+        self._activity = (activity, time.monotonic())
         try:
             yield
         finally:
-            self._now = (before, time.monotonic())
+            self._activity = (before, time.monotonic())
 
     @contextlib.contextmanager
     def in_call(self, number: int) -> Iterator[None]:
-        """Inside, call `number` (0-based) runs."""
+        """Set the activity to call `number` (0-based) within the block, and measure the call."""
         began = time.monotonic()
         with self.doing(f"in call {number + 1}"):
             yield
         seconds = time.monotonic() - began
         self._calls_done += 1
-        # The first one compiles, and says nothing about the others.
-        self._calls = [seconds] if not self._calls else [self._calls[0], max([seconds, *self._calls[1:]])]
+        # The first call includes the compilation, so it is dropped as soon as there is another one.
+        self._calls_s = [seconds] if not self._calls_s else [self._calls_s[0], max([seconds, *self._calls_s[1:]])]
 
-    def loading(self, batches: Iterator[_Item]) -> Iterator[_Item]:
-        """The same items; while one is waited for, the instance loads data."""
-        with contextlib.ExitStack() as stack:
-            close = getattr(batches, "close", None)  # generators have it: what they started ends with this one
-            if close is not None:
-                stack.callback(close)
-            while True:
-                with self.doing(LOADING):
-                    try:
-                        batch = next(batches)
-                    except StopIteration:
-                        return
-                yield batch
-
-    def beat(self) -> Beat:
-        """The record for whoever asks; from any thread."""
-        doing, since_s = self._now
-        slowest = self._calls[-1] if self._calls else None
-        return Beat(
-            self._instance, doing, time.monotonic() - since_s, self._calls_done, slowest, self.waits_for_others()
-        )
+    def beat(self) -> HeartbeatReport:
+        """Return the current record; callable from any thread."""
+        activity, since_s = self._activity
+        slowest = self._calls_s[-1] if self._calls_s else None
+        seconds = time.monotonic() - since_s
+        return HeartbeatReport(self._instance, activity, seconds, self._calls_done, slowest, self.waits_for_others())
 
     def stack(self) -> str:
-        """Where the working thread is, as a traceback has it; "" before it has worked."""
+        """Return the stack of the working thread as in a traceback; "" before it has started working."""
         frame = self._frame()
         return "" if frame is None else "".join(traceback.format_stack(frame))
 
     def waits_for_others(self) -> bool:
-        """Whether the working thread is inside an exchange with other instances."""
+        """Return whether the working thread is communicating with other instances."""
         frame = self._frame()
         while frame is not None:
-            if any(sign in frame.f_code.co_filename for sign in _WIRES):
+            if any(name in frame.f_code.co_filename for name in _COMMUNICATION_FILES):
                 return True
             frame = frame.f_back
         return False
@@ -99,14 +83,12 @@ class Pulse:
         return sys._current_frames().get(self._thread) if self._thread is not None else None
 
 
-# --- from stop_gate: Where a leg ends that is stopped from outside: after the same call in every instance.
-
-
 class StopGate:
-    """Lets an outside thread end the leg after the same call in every instance.
+    """Ends a leg after the same call in every instance, on request of another thread.
 
-    Instances run in step (each update waits for all), but a stop request reaches them at different moments. So each
-    first says how far it is and starts nothing more; then all are told the largest of these numbers.
+    Every update is a collective, so all instances must stop after the same call, but a stop request reaches them at
+    different times. Therefore each instance first pauses and reports how many calls it has started; the coordinator
+    then sends the maximum to all.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -117,30 +99,29 @@ class StopGate:
         self._started = 0
 
     def enter(self, call: int) -> bool:
-        """Before call `call` (0-based): whether it may start. WaitTimedOut if nobody says where to stop."""
+        """Return whether call `call` (0-based) may start. WaitTimedOut if `stop_after` does not follow a pause."""
         with self._condition:
-            if self._paused and self._last is None:
-                told = self._condition.wait_for(lambda: self._last is not None, timeout=self._timeout_s)
-                if not told:
-                    raise WaitTimedOut("the coordinator to say where to stop", self._timeout_s, "run.report_timeout_s")
+            if not self._condition.wait_for(lambda: not self._paused or self._last is not None, self._timeout_s):
+                what = "the coordinator to send the call to stop after"
+                raise WaitTimedOut(what, self._timeout_s, "run.report_timeout_s")
             if self._last is not None and call >= self._last:
                 return False
             self._started = call + 1
             return True
 
     def pause(self) -> int:
-        """Start no further call until `stop_after` is told; the number of calls started so far."""
+        """Start no more calls until `stop_after`; return the number of calls started so far."""
         with self._condition:
             self._paused = True
             return self._started
 
     def reopen(self) -> None:
-        """After the leg that was stopped has ended everywhere: the next one may start its calls."""
+        """Allow calls again, after the stopped leg has ended in all instances."""
         with self._condition:
             self._paused, self._last = False, None
 
     def stop_after(self, calls: int) -> None:
-        """Start no call from `calls` (0-based) on."""
+        """Start no call with a 0-based index of `calls` or more."""
         with self._condition:
             self._last = calls
             self._condition.notify_all()

@@ -1,8 +1,8 @@
-"""How a state reaches the instances that lack it: once, along a chain through their hosts.
+"""Broadcast the weights from one instance to those that lack them, pipelined along a chain of instances.
 
-Every instance passes each piece on while the next one arrives, so that the whole takes about as long as one transfer
-over one link, whatever the number of hosts. Each connection is proved on both sides by a secret that the fleet hands
-down for this one seeding; the bytes are proved by it at the end. Sockets are bound to the data network's address alone.
+Each receiver forwards every chunk while the next one arrives, so a broadcast takes about as long as one transfer over
+one link, whatever the number of hosts. Both sides of each connection authenticate with a secret that is made for one
+broadcast, and an HMAC over all bytes authenticates the content. Sockets are bound to the data network's address.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ import numpy as np
 
 from raypod.errors import PeerLost
 
-_PIECE_BYTES, _SMALL_BYTES = 1 << 18, 1 << 16  # every host of the chain adds the time of one piece
+_CHUNK_BYTES, _SMALL_BYTES = 1 << 18, 1 << 16  # every link of the chain adds the time of one chunk
 _NONCE_BYTES, _DIGEST = 32, "sha256"
 _DIGEST_BYTES = 32
-_HANDSHAKE_S = 5.0  # of whoever connects: a stranger that stays silent does not keep the chain waiting for longer
-_UNREACHABLE_S = 10  # a peer whose host does not answer at all is given up after it
-_HEAD = struct.Struct(">cI")  # of a message: its kind and its length
-_SIZE, _PIECE, _END, _FAILED, _PATIENCE = b"S", b"P", b"E", b"F", b"W"
+_HANDSHAKE_S = 5.0  # bounds how long an unauthenticated connection can delay the broadcast
+_UNREACHABLE_S = 10  # TCP gives up a host that does not answer after it
+_HEADER = struct.Struct(">cI")  # of a message: its kind and its length in bytes
+_SIZE, _CHUNK, _END, _FAILED, _KEEPALIVE = b"S", b"P", b"E", b"F", b"W"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where an instance listens for its predecessor."""
+class Endpoint:
+    """The address on which an instance accepts the connection of its predecessor in the chain."""
 
     instance: int
     host: str
@@ -46,74 +46,73 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Seeding:
-    """Who hands the state to whom, made by the coordinator for one seeding and told to every instance.
+    """One broadcast: its root, its receivers and its secret. The coordinator sends it to every instance.
 
-    `places` are those of all instances, by index. Only `receivers` take part besides `root`.
+    `endpoints` holds those of all instances, by index. Only `root` and `receivers` take part.
     """
 
     root: int
     receivers: Tuple[int, ...]
-    places: Tuple[Place, ...]
+    endpoints: Tuple[Endpoint, ...]
     secret: bytes = dataclasses.field(repr=False)
 
     @property
     def chain(self) -> Tuple[int, ...]:
-        """The root, the receivers after it, then those before it: instances of a host stay side by side."""
+        """The root, the receivers after it, then those before it: instances of one host stay neighbours."""
         later = [each for each in sorted(self.receivers) if each > self.root]
         return (self.root, *later, *(each for each in sorted(self.receivers) if each < self.root))
 
 
-def new_seeding(places: Sequence[Place], root: int = 0, receivers: Optional[Sequence[int]] = None) -> Seeding:
-    """A seeding from instance `root` to `receivers` (default: all others), with a secret of its own."""
-    chosen = range(len(places)) if receivers is None else receivers
-    return Seeding(root, tuple(each for each in chosen if each != root), tuple(places), secrets.token_bytes(32))
+def new_seeding(endpoints: Sequence[Endpoint], root: int = 0, receivers: Optional[Sequence[int]] = None) -> Seeding:
+    """Return a broadcast from instance `root` to `receivers` (default: all others), with a new secret."""
+    chosen = range(len(endpoints)) if receivers is None else receivers
+    return Seeding(root, tuple(each for each in chosen if each != root), tuple(endpoints), secrets.token_bytes(32))
 
 
-class SeedingEnd:
-    """One instance's end of a seeding; it listens from its birth until `close`."""
+class SeedingPeer:
+    """One instance's side of a broadcast. It listens from construction until `close`."""
 
     def __init__(self, instance: int, host: str, address: str, timeout_s: float) -> None:
-        """Listen on `address`, this host's in the data network; every single wait is bounded by `timeout_s`."""
+        """Listen on `address`, this host's in the data network. Every single wait is bounded by `timeout_s`."""
         self._listener = socket.create_server((address, 0))
-        self._open: List[socket.socket] = [self._listener]
+        self._sockets: List[socket.socket] = [self._listener]
         self._timeout_s = timeout_s
-        self.place = Place(instance, host, address, self._listener.getsockname()[1])
+        self.endpoint = Endpoint(instance, host, address, self._listener.getsockname()[1])
 
-    def give(self, seeding: Seeding, parts: Sequence[np.ndarray]) -> None:
-        """As the root: hand `parts` (uint8 [bytes] each), one behind the other, to the first receiver.
+    def send(self, seeding: Seeding, buffers: Sequence[np.ndarray]) -> None:
+        """Send the concatenation of `buffers` (uint8 [bytes] each) to the first receiver. For the root.
 
         Raises:
-            PeerLost: it cannot be reached, or is gone.
+            PeerLost: the receiver is unreachable or has closed the connection.
         """
         digest = hmac.new(seeding.secret, digestmod=_DIGEST)
-        with self._pass_on(seeding) as successor:
-            successor.put(_SIZE, sum(part.size for part in parts).to_bytes(8, "big"))
-            for piece in _pieces(parts):
-                digest.update(piece)
-                successor.put(_PIECE, piece)
-            successor.put(_END, digest.digest())
+        with self._forwarding(seeding) as sender:
+            sender.put(_SIZE, sum(buffer.size for buffer in buffers).to_bytes(8, "big"))
+            for chunk in _chunks(buffers):
+                digest.update(chunk)
+                sender.put(_CHUNK, chunk)
+            sender.put(_END, digest.digest())
 
-    def take(self, seeding: Seeding) -> np.ndarray:
-        """As a receiver: the bytes of the root, uint8 [bytes]; meanwhile they are passed on to the next receiver.
+    def receive(self, seeding: Seeding) -> np.ndarray:
+        """Return the root's bytes, uint8 [bytes], and forward them to the next receiver meanwhile.
 
         Raises:
-            PeerLost: a predecessor, whichever in the chain, or the successor cannot be reached or is gone.
+            PeerLost: any predecessor in the chain, or the successor, is unreachable or has closed the connection.
         """
-        predecessor = seeding.places[seeding.chain[seeding.chain.index(self.place.instance) - 1]]
-        with self._pass_on(seeding) as successor:
+        predecessor = seeding.endpoints[seeding.chain[seeding.chain.index(self.endpoint.instance) - 1]]
+        with self._forwarding(seeding) as sender:
             try:
-                with self._accept(seeding, predecessor) as upstream:
-                    return _receive(upstream, seeding.secret, successor)
+                with self._accept(seeding, predecessor) as connection:
+                    return _receive(connection, seeding.secret, sender)
             except (OSError, EOFError) as error:
-                cause = " ".join(str(error).split()) or type(error).__name__
-                lost = _lost(self.place, predecessor, cause)
-                successor.put(_FAILED, json.dumps(dataclasses.astuple(lost)).encode())
+                lost = _peer_lost(self.endpoint, predecessor, error)
+                sender.put(_FAILED, json.dumps(dataclasses.astuple(lost)).encode())
                 raise lost from error
 
-    def abandon(self) -> None:
-        """From another thread: end every wait for the others, who are lost."""
-        for each in list(self._open):
-            with contextlib.suppress(OSError):  # it has ended by itself
+    def abort(self) -> None:
+        """End `send` and `receive` from another thread, by closing their connections."""
+        for each in list(self._sockets):
+            with contextlib.suppress(OSError):  # already closed
                 each.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -121,26 +120,25 @@ class SeedingEnd:
         self._listener.close()
 
     @contextlib.contextmanager
-    def _pass_on(self, seeding: Seeding) -> Any:
-        """The way to the next in the chain, ended in order; what went wrong there is told when all is received."""
+    def _forwarding(self, seeding: Seeding) -> Iterator[_Sender]:
+        """Run the thread that sends to the successor. Its error is raised only after everything is received."""
         chain = seeding.chain
-        at = chain.index(self.place.instance) + 1
-        successor = _Successor(self.place, seeding.places[chain[at]] if at < len(chain) else None, seeding.secret)
-        successor.timeout_s = self._timeout_s
-        successor.opened = self._open.append
-        successor.start()
+        next_index = chain.index(self.endpoint.instance) + 1
+        successor = seeding.endpoints[chain[next_index]] if next_index < len(chain) else None
+        sender = _Sender(self.endpoint, successor, seeding.secret, self._timeout_s, self._sockets.append)
+        sender.start()
         try:
-            yield successor
+            yield sender
         except BaseException:
-            successor.put(_FAILED, b"")
+            sender.put(_FAILED, b"")
             raise
         finally:
-            successor.join()  # bounded: each of its sends is
-        if successor.error is not None:
-            raise successor.error
+            sender.join()  # terminates: each of its sends has a timeout
+        if sender.error is not None:
+            raise sender.error
 
-    def _accept(self, seeding: Seeding, predecessor: Place) -> socket.socket:
-        """The connection of the predecessor, proved. Whoever else connects is turned away."""
+    def _accept(self, seeding: Seeding, predecessor: Endpoint) -> socket.socket:
+        """Return the authenticated connection of the predecessor; close all others."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             self._listener.settimeout(max(0.001, deadline - time.monotonic()))
@@ -148,69 +146,75 @@ class SeedingEnd:
                 connection, (address, *_) = self._listener.accept()
             except socket.timeout:
                 raise socket.timeout(f"it has not connected within {self._timeout_s:g} s") from None
-            if address == predecessor.address and _admit(connection, seeding.secret):
+            if address == predecessor.address and _authenticate_sender(connection, seeding.secret):
                 connection.settimeout(self._timeout_s)
-                _notice_silence(connection)
-                self._open.append(connection)
+                _enable_keepalive(connection)
+                self._sockets.append(connection)
                 return connection
             connection.close()
-            sys.stderr.write(f"seeding: turned away {address}, expected instance {predecessor.instance}\n")
+            sys.stderr.write(f"seeding: rejected a connection from {address}, expected {predecessor.address}\n")
 
 
-class _Successor(threading.Thread):
-    """Sends messages to the next in the chain, beside the receiving; to nobody at the end of the chain."""
+class _Sender(threading.Thread):
+    """Sends queued messages to the successor, parallel to receiving. Without a successor it discards them."""
 
-    def __init__(self, own: Place, to: Optional[Place], secret: bytes) -> None:
+    def __init__(
+        self,
+        own: Endpoint,
+        successor: Optional[Endpoint],
+        secret: bytes,
+        timeout_s: float,
+        on_connected: Callable[[socket.socket], None],
+    ) -> None:
         super().__init__(name="seeding", daemon=True)
-        self._own, self._to, self._secret = own, to, secret
+        self._own, self._successor, self._secret = own, successor, secret
+        self._timeout_s, self._on_connected = timeout_s, on_connected
         self._messages: queue.SimpleQueue[Tuple[bytes, Any]] = queue.SimpleQueue()
-        self.timeout_s = 0.0
-        self.opened: Callable[[socket.socket], None] = lambda connection: None
         self.error: Optional[PeerLost] = None
 
     def put(self, kind: bytes, content: Any) -> None:
-        """Queue a message; its content must not change any more."""
+        """Queue a message. Its content must not change afterwards."""
         self._messages.put((kind, content))
 
     def run(self) -> None:
-        if self._to is None:
+        if self._successor is None:
             return
         try:
-            where = (self._to.address, self._to.port)
-            with socket.create_connection(where, self.timeout_s, (self._own.address, 0)) as connection:
-                self.opened(connection)
-                _introduce(connection, self._secret)
-                _notice_silence(connection)
+            address = (self._successor.address, self._successor.port)
+            with socket.create_connection(address, self._timeout_s, (self._own.address, 0)) as connection:
+                self._on_connected(connection)
+                _authenticate_receiver(connection, self._secret)
+                _enable_keepalive(connection)
                 kind = b""
                 while kind not in (_END, _FAILED):
                     kind, content = self._next()
-                    connection.sendall(_HEAD.pack(kind, len(content)), socket.MSG_MORE)
+                    connection.sendall(_HEADER.pack(kind, len(content)), socket.MSG_MORE)
                     connection.sendall(content)
         except (OSError, EOFError) as error:
-            self.error = _lost(self._own, self._to, " ".join(str(error).split()) or type(error).__name__)
+            self.error = _peer_lost(self._own, self._successor, error)
 
     def _next(self) -> Tuple[bytes, Any]:
-        """The next message; one that asks for patience while there is none, so that only the first to wait gives up."""
+        """Return the next message, or a keepalive while there is none: only the first receiver's wait times out."""
         try:
-            return self._messages.get(timeout=self.timeout_s / 4)
+            return self._messages.get(timeout=self._timeout_s / 4)
         except queue.Empty:
-            return _PATIENCE, b""
+            return _KEEPALIVE, b""
 
 
-def _pieces(parts: Sequence[np.ndarray]) -> Iterator[memoryview]:
-    """Parts in pieces of a size that travels well: large ones divided, small ones together."""
+def _chunks(buffers: Sequence[np.ndarray]) -> Iterator[memoryview]:
+    """Split large buffers and concatenate small ones."""
     small: List[np.ndarray] = []
-    for part in parts:
-        if part.size < _SMALL_BYTES:
-            small.append(part)
-            if sum(each.size for each in small) < _PIECE_BYTES:
+    for buffer in buffers:
+        if buffer.size < _SMALL_BYTES:
+            small.append(buffer)
+            if sum(each.size for each in small) < _CHUNK_BYTES:
                 continue
         if small:
             yield _view(np.concatenate(small))
             small = []
-        if part.size >= _SMALL_BYTES:
-            for first in range(0, part.size, _PIECE_BYTES):
-                yield _view(part[first : first + _PIECE_BYTES])
+        if buffer.size >= _SMALL_BYTES:
+            for first in range(0, buffer.size, _CHUNK_BYTES):
+                yield _view(buffer[first : first + _CHUNK_BYTES])
     if small:
         yield _view(np.concatenate(small))
 
@@ -219,48 +223,48 @@ def _view(array: np.ndarray) -> memoryview:
     return memoryview(array)  # type: ignore[arg-type]
 
 
-def _receive(upstream: socket.socket, secret: bytes, successor: _Successor) -> np.ndarray:
-    """All messages of the predecessor, each passed on as soon as it is here."""
+def _receive(connection: socket.socket, secret: bytes, sender: _Sender) -> np.ndarray:
+    """Receive all messages of the predecessor and forward each immediately."""
     digest = hmac.new(secret, digestmod=_DIGEST)
-    flat, filled = np.empty(0, dtype=np.uint8), 0
+    received, filled = np.empty(0, dtype=np.uint8), 0
     while True:
-        kind, length = _HEAD.unpack(_read(upstream, _HEAD.size))
-        if kind == _PIECE:
-            piece = _view(flat[filled : filled + length])
-            _fill(upstream, piece)
-            successor.put(kind, piece)
-            digest.update(piece)
+        kind, length = _HEADER.unpack(_read(connection, _HEADER.size))
+        if kind == _CHUNK:
+            chunk = _view(received[filled : filled + length])
+            _read_into(connection, chunk)
+            sender.put(kind, chunk)
+            digest.update(chunk)
             filled += length
             continue
-        content = _read(upstream, length)
-        if kind == _PATIENCE:
+        content = _read(connection, length)
+        if kind == _KEEPALIVE:
             continue
         if kind == _FAILED:
             if not content:
-                raise EOFError("it has given up")
-            successor.put(kind, content)  # the whole chain tells the first cause
+                raise EOFError("it has failed")
+            sender.put(kind, content)  # so that every receiver reports the first cause
             raise PeerLost(*json.loads(content))
-        successor.put(kind, content)
+        sender.put(kind, content)
         if kind == _SIZE:
-            flat = np.empty(int.from_bytes(content, "big"), dtype=np.uint8)
-        elif filled != flat.size or not hmac.compare_digest(content, digest.digest()):
-            raise EOFError("the bytes that it sent are not those of the root")
+            received = np.empty(int.from_bytes(content, "big"), dtype=np.uint8)
+        elif filled != received.size or not hmac.compare_digest(content, digest.digest()):
+            raise EOFError("the received bytes are not those of the root (HMAC mismatch)")
         else:
-            return flat
+            return received
 
 
-def _introduce(connection: socket.socket, secret: bytes) -> None:
-    """Prove to a receiver that this is its predecessor, and be proved that it is the receiver."""
+def _authenticate_receiver(connection: socket.socket, secret: bytes) -> None:
+    """Perform the sender's side of the handshake. ConnectionError if the listener does not have the secret."""
     own = os.urandom(_NONCE_BYTES)
     connection.sendall(own)
     theirs, proof = _read(connection, _NONCE_BYTES), _read(connection, _DIGEST_BYTES)
     if not hmac.compare_digest(proof, _proof(secret, b"receiver", own, theirs)):
-        raise ConnectionError("who listens there does not know the secret of this seeding")
+        raise ConnectionError("authentication failed: the listener does not have the secret of this broadcast")
     connection.sendall(_proof(secret, b"sender", own, theirs))
 
 
-def _admit(connection: socket.socket, secret: bytes) -> bool:
-    """Whether who has connected knows the secret; it is proved to it, too."""
+def _authenticate_sender(connection: socket.socket, secret: bytes) -> bool:
+    """Perform the receiver's side of the handshake. Return whether the sender has the secret."""
     connection.settimeout(_HANDSHAKE_S)
     try:
         theirs, own = _read(connection, _NONCE_BYTES), os.urandom(_NONCE_BYTES)
@@ -274,8 +278,8 @@ def _proof(secret: bytes, role: bytes, sender_nonce: bytes, receiver_nonce: byte
     return hmac.new(secret, role + sender_nonce + receiver_nonce, _DIGEST).digest()
 
 
-def _notice_silence(connection: socket.socket) -> None:
-    """End the connection when the other host does not answer any more, long before TCP itself would."""
+def _enable_keepalive(connection: socket.socket) -> None:
+    """End the connection soon after the other host stops answering; TCP's default is hours."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -284,18 +288,19 @@ def _notice_silence(connection: socket.socket) -> None:
 
 def _read(connection: socket.socket, length: int) -> bytes:
     content = bytearray(length)
-    _fill(connection, memoryview(content))
+    _read_into(connection, memoryview(content))
     return bytes(content)
 
 
-def _fill(connection: socket.socket, place: memoryview) -> None:
-    """Receive exactly as many bytes as there is room for; EOFError if the other side ends before."""
-    while place:
-        count = connection.recv_into(place)
+def _read_into(connection: socket.socket, buffer: memoryview) -> None:
+    """Fill `buffer`. EOFError if the connection is closed before."""
+    while buffer:
+        count = connection.recv_into(buffer)
         if not count:
             raise EOFError("it closed the connection")
-        place = place[count:]
+        buffer = buffer[count:]
 
 
-def _lost(own: Place, peer: Place, cause: str) -> PeerLost:
+def _peer_lost(own: Endpoint, peer: Endpoint, error: Exception) -> PeerLost:
+    cause = " ".join(str(error).split()) or type(error).__name__
     return PeerLost(own.instance, own.host, peer.instance, peer.host, cause)

@@ -1,69 +1,81 @@
-"""What another thread hears of an instance at work."""
+"""The heartbeat reports the activity of the working thread; the stop gate ends all instances after the same call."""
 
 from __future__ import annotations
 
 import threading
-from typing import Iterator
 
 import pytest
 
-from raypod.instance.control import IDLE, LOADING, Pulse
+from raypod.errors import WaitTimedOut
+from raypod.instance.control import IDLE, Heartbeat, StopGate
 
 
-def test_the_pulse_follows_what_is_done() -> None:
-    pulse = Pulse(3)
-    assert (pulse.beat().instance, pulse.beat().doing, pulse.beat().slowest_call_s) == (3, IDLE, None)
-    with pulse.doing("save"):
-        assert pulse.beat().doing == "save"
-        with pulse.in_call(4):
-            assert pulse.beat().doing == "in call 5"
-        assert pulse.beat().doing == "save"
-    assert (pulse.beat().doing, pulse.beat().calls) == (IDLE, 1)
+def test_the_report_contains_the_current_activity() -> None:
+    heartbeat = Heartbeat(3)
+    report = heartbeat.beat()
+    assert (report.instance, report.doing, report.slowest_call_s) == (3, IDLE, None)
+    with heartbeat.doing("save"):
+        assert heartbeat.beat().doing == "save"
+        with heartbeat.in_call(4):
+            assert heartbeat.beat().doing == "in call 5"
+        assert heartbeat.beat().doing == "save"
+    assert (heartbeat.beat().doing, heartbeat.beat().calls) == (IDLE, 1)
 
 
-def test_the_first_call_counts_only_while_it_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    pulse, clock = Pulse(0), [0.0]
+def test_the_first_call_counts_only_until_there_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    heartbeat, clock = Heartbeat(0), [0.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     slowest = []
     for seconds in (100.0, 2.0, 5.0, 3.0):
-        with pulse.in_call(0):
+        with heartbeat.in_call(0):
             clock[0] += seconds
-        slowest.append(pulse.beat().slowest_call_s)
+        slowest.append(heartbeat.beat().slowest_call_s)
     assert slowest == [100.0, 2.0, 5.0, 5.0]
 
 
-def test_loading_is_told_and_a_loader_left_early_is_closed() -> None:
-    pulse, closed = Pulse(0), []
+@pytest.mark.parametrize(
+    ("file", "waits"),
+    [
+        ("/x/emulated_sdk/_pod/store_client.py", True),
+        ("/x/emulated_sdk/_emulated_pod.py", True),
+        ("/x/horovod/torch/mpi_ops.py", True),
+        ("/x/program.py", False),
+    ],
+)
+def test_the_stack_shows_where_the_thread_is_and_whether_it_waits_for_others(file: str, waits: bool) -> None:
+    heartbeat, inside, end = Heartbeat(0), threading.Event(), threading.Event()
+    assert heartbeat.stack() == ""
+    functions = {"inside": inside, "end": end}
+    exec(compile("def in_this_function():\n    inside.set()\n    end.wait(10)\n", file, "exec"), functions)
 
-    def batches() -> Iterator[str]:
-        try:
-            while True:
-                yield pulse.beat().doing
-        finally:
-            closed.append(True)
+    def work() -> None:
+        with heartbeat.doing("x"):
+            functions["in_this_function"]()  # type: ignore[operator]
 
-    loading = pulse.loading(batches())
-    assert next(loading) == LOADING
-    assert pulse.beat().doing == IDLE
-    loading.close()  # type: ignore[attr-defined]
-    assert closed
-
-
-def test_the_stack_is_that_of_the_working_thread() -> None:
-    pulse, inside, end = Pulse(0), threading.Event(), threading.Event()
-    assert pulse.stack() == ""
-
-    def work_of_the_user() -> None:
-        with pulse.doing("x"):
-            inside.set()
-            end.wait(10)
-
-    thread = threading.Thread(target=work_of_the_user)
+    thread = threading.Thread(target=work)
     thread.start()
     try:
         assert inside.wait(10)
-        assert "work_of_the_user" in pulse.stack()
-        assert not pulse.waits_for_others()
+        assert "in_this_function" in heartbeat.stack()
+        assert heartbeat.waits_for_others() is waits
     finally:
         end.set()
         thread.join()
+
+
+def test_a_paused_gate_waits_for_the_call_to_stop_after() -> None:
+    gate = StopGate(timeout_s=10.0)
+    assert gate.enter(0)
+    assert gate.pause() == 1
+    threading.Timer(0.05, gate.stop_after, [2]).start()
+    assert gate.enter(1)  # another instance has started it already
+    assert not gate.enter(2)
+    gate.reopen()
+    assert gate.enter(2)
+
+
+def test_a_paused_gate_has_a_timeout() -> None:
+    gate = StopGate(timeout_s=0.01)
+    gate.pause()
+    with pytest.raises(WaitTimedOut, match=r"run\.report_timeout_s"):
+        gate.enter(0)

@@ -1,4 +1,4 @@
-"""The trainer's collectives with a real Horovod, where one is installed."""
+"""A training with `--collectives horovod`, if Horovod is installed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _HAS_HOROVOD = PathFinder.find_spec("horovod", [entry for entry in sys.path if e
 
 
 @pytest.mark.skipif(not _HAS_HOROVOD, reason="no Horovod is installed (scripts/install_horovod.sh)")
-def test_a_run_with_the_real_horovod_ends_well(tmp_path: Path) -> None:
+def test_a_training_with_the_installed_horovod_succeeds(tmp_path: Path) -> None:
     environment = {name: text for name, text in os.environ.items() if name != "EMULATED_POD_HOROVOD"}
     call = [sys.executable, "-m", "raypod.train", "--collectives", "horovod", "--updates", "4"]
-    with tempfile.TemporaryDirectory(dir="/tmp") as session:  # a Ray session of its own; its sockets need short paths
+    with tempfile.TemporaryDirectory(dir="/tmp") as session:  # a separate Ray session; its sockets need short paths
         environment["RAY_TMPDIR"] = session
         done = subprocess.run(
             [*call, "--run-dir", str(tmp_path / "run")], env=environment, capture_output=True, text=True, timeout=280

@@ -1,4 +1,4 @@
-"""What an instance keeps when others are lost: its process, its compiled model, the newest weights it can read."""
+"""An instance that leaves and joins again keeps its process, its compiled model and the newest readable weights."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from raypod.events import CallReport, Event, Repaired, RunEnded, UpdateDone
 from raypod.fleet.base import FleetBroken
 from raypod.fleet.inline import InlineFleet
 from raypod.plan.plan import Leg, Plan
-from raypod.record.metrics import MetricsFold
+from raypod.record.metrics import MetricsAggregator
 
 BREAKS_AFTER = 9
 
 
-class LosesItsWires(InlineFleet):
-    """An instance whose wires to others break after so many updates of the run, once."""
+class DisconnectingFleet(InlineFleet):
+    """An instance whose connections break once, after `BREAKS_AFTER` updates."""
 
     def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
         for report in super().run(leg, stop_requested):
             yield report
-            if self._has_wires and report.first_update + 1 == BREAKS_AFTER:
-                self._has_wires = False
-                raise FleetBroken((), "the wires are cut")
+            if self._is_connected and report.first_update + 1 == BREAKS_AFTER:
+                self._is_connected = False
+                raise FleetBroken((), "the connections are broken")
 
     def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
         position = self._instance.leave()  # type: ignore[union-attr]
         self._instance.join({})  # type: ignore[union-attr]
         return {0: position}
 
-    _has_wires = True
+    _is_connected = True
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> List[Any]:
-    """The models that were compiled."""
+    """The models that have been compiled, in order."""
     models: List[Any] = []
     real = poptorch.PoplarExecutor.compile
     monkeypatch.setattr(
@@ -53,7 +53,7 @@ def plan_for(make: Callable[..., Plan], model: str) -> Plan:
 
 
 def events_of(plan: Plan, fleet: InlineFleet) -> List[Event]:
-    return list(coordinator.run(plan, fleet, MetricsFold(plan, 0.0)))
+    return list(coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)))
 
 
 def only(events: List[Event], kind: type) -> Any:
@@ -61,36 +61,36 @@ def only(events: List[Event], kind: type) -> Any:
     return found
 
 
-def test_a_survivor_goes_on_with_what_its_device_holds(make: Callable[..., Plan], compiled: List[Any]) -> None:
+def test_a_survivor_continues_with_the_state_on_its_device(make: Callable[..., Plan], compiled: List[Any]) -> None:
     plan = plan_for(make, "resnet8")
-    undisturbed = only(events_of(plan, InlineFleet(plan)), RunEnded).weights_sha256
+    uninterrupted = only(events_of(plan, InlineFleet(plan)), RunEnded).weights_sha256
     compiled.clear()
-    events = events_of(plan, LosesItsWires(plan))
-    assert only(events, RunEnded).weights_sha256 == undisturbed
+    events = events_of(plan, DisconnectingFleet(plan))
+    assert only(events, RunEnded).weights_sha256 == uninterrupted
     assert only(events, Repaired).update == BREAKS_AFTER
     assert len(compiled) == 2  # the training and the evaluation, once each
 
 
-def test_a_device_that_cannot_be_read_costs_the_updates_since_it_was_read_last(
+def test_an_unreadable_device_loses_the_updates_since_the_last_read_back(
     make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_for(make, "tiny")
-    undisturbed = only(events_of(plan, InlineFleet(plan)), RunEnded).weights_sha256
+    uninterrupted = only(events_of(plan, InlineFleet(plan)), RunEnded).weights_sha256
 
     def fails(training: Any) -> None:
-        """As on IPUs: one dead instance ends the device runs of the others, and what was on the devices is gone."""
+        """Fail as on IPUs: when one instance dies, the device runs of the others end and their state is lost."""
         monkeypatch.undo()
         training._program.let_go()
         training._is_attached = training._device_is_newer = False
         training._optimizer._host_is_newer = True
         raise poptorch.Error("Application runtime error: the device run has ended")
 
-    fleet = LosesItsWires(plan)
-    told = []
-    for event in coordinator.run(plan, fleet, MetricsFold(plan, 0.0)):
-        told.append(event)
+    fleet = DisconnectingFleet(plan)
+    seen = []
+    for event in coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)):
+        seen.append(event)
         if isinstance(event, UpdateDone) and event.update == BREAKS_AFTER:
             monkeypatch.setattr("raypod.model.program.read_replica_state", fails)
-    assert only(told, Repaired).update == 8  # the last checkpoint's
-    assert only(told, RunEnded).weights_sha256 == undisturbed
-    assert [event.update for event in told if isinstance(event, UpdateDone)] == list(range(1, 15))
+    assert only(seen, Repaired).update == 8  # the last checkpoint's
+    assert only(seen, RunEnded).weights_sha256 == uninterrupted
+    assert [event.update for event in seen if isinstance(event, UpdateDone)] == list(range(1, 15))
