@@ -284,7 +284,7 @@ def test_a_script_of_this_folder_is_not_found_on_the_path(launch: Launch, tmp_pa
     (tmp_path / "train.py").write_text("print('here')")
     found = launch("train.py")
     assert found.code == 127
-    assert "cannot start train.py: it is not on the PATH; write `python train.py`" in found.err
+    assert "cannot start train.py: it is not on the PATH; run `python train.py`" in found.err
 
 
 def interrupt_after(seconds: float, *numbers: int) -> None:

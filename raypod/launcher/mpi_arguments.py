@@ -22,7 +22,7 @@ _REPLACEMENTS = {
     "hostfile": "--hostfile",
     "bind-to": "--numa-aware",
     "map-by": "--numa-aware",
-    "rank-by": "nothing: instances fill the hosts in order",
+    "rank-by": "no option: instances fill the hosts in order",
     "output-filename": "--run-dir, which has a log file per instance",
     "timestamp-output": "timestamps in the program itself",
     "wdir": "cd",

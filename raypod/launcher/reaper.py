@@ -97,7 +97,7 @@ class Reaper:
             cause = f"cannot start {error.filename or program['argv'][0]}: {error.strerror}"
             if not is_found and Path(program["working_dir"], program["argv"][0]).is_file():
                 name = program["argv"][0]
-                cause = f"cannot start {name}: it is not on the PATH; write {_command_of(name)}"
+                cause = f"cannot start {name}: it is not on the PATH; run {_command_of(name)}"
             self._report_end(index, _NOT_EXECUTABLE if is_found else _NOT_FOUND, cause)
         except (ValueError, subprocess.SubprocessError) as error:
             self._report_end(index, _NOT_EXECUTABLE, f"cannot start {program['argv'][0]}: {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -151,8 +152,14 @@ def pids_of_descendants(found: Host) -> List[int]:
     return [int(line) for line in found.text().split()]
 
 
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def are_gone(pids: List[int]) -> bool:
-    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
+    return not any(map(is_alive, pids))
 
 
 def test_ending_kills_all_descendants_of_a_program(host: Callable[..., Host]) -> None:
