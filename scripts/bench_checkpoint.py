@@ -1,13 +1,13 @@
-"""What checkpoints cost, against named baselines: `python scripts/bench_checkpoint.py [--rounds 5] [--megabytes 256]`.
+"""Measure the cost of checkpoints: `python scripts/bench_checkpoint.py [--rounds 5] [--megabytes 256]`.
 
-* save and load: seconds per GB of a state of random weights and momentum, beside `torch.save` (with the fsync that
-  makes it durable) and `torch.load(weights_only=True)` of the same state in the same folder. Ours hashes every byte
-  while it is written, and again when `--resume` looks for the newest good one;
-* share of the training: ResNet-18 on 3x32x32 synthetic images, one checkpoint per epoch of 512 images. What stands
-  between two calls (reading back and copying) counts by the clock, what the writing thread does by its CPU seconds;
-  and the whole, images/s with checkpoints against without, in rounds one after the other.
+* Save and load: seconds per GB of a state of random weights and momentum, compared with `torch.save` (with an fsync,
+  for durability) and `torch.load(weights_only=True)` of the same state in the same folder. raypod hashes every byte
+  while it writes, and again when `--resume` looks for the newest valid checkpoint.
+* Share of the training: ResNet-18 on 3x32x32 synthetic images, one checkpoint per epoch of 512 images. The work between
+  two calls (reading back and copying) is measured in wall-clock time, that of the writer thread in CPU time. Finally,
+  images/s with checkpoints and without, in alternating rounds.
 
-Rounds are interleaved; medians. Read ratios, not absolute figures.
+Results are medians of interleaved rounds. Compare ratios, not absolute figures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from raypod import datasets
-from raypod.checkpoint import format, resume, writer
+from raypod.checkpoint import resume, writer
+from raypod.checkpoint.format import checkpoint_name, checkpoints_folder
 from raypod.checkpoint.resume import manifest_of
 from raypod.coordinator import coordinator
 from raypod.events import CheckpointSaved, UpdateDone
@@ -36,7 +37,7 @@ from raypod.fleet.inline import InlineFleet
 from raypod.plan.cluster import LOCAL
 from raypod.plan.plan import Plan, make_plan
 from raypod.plan.resolve import from_values
-from raypod.record.metrics import MetricsFold
+from raypod.record.metrics import MetricsAggregator
 
 SAMPLES_PER_EPOCH = 512
 
@@ -56,7 +57,7 @@ def timed(action: Callable[[], Any]) -> float:
 
 
 def state_of(megabytes: int) -> writer.State:
-    """As many MB of float32 weights and momentum, in tensors of 4 MB."""
+    """Return that many MB of float32 weights and momentum, in tensors of 4 MB."""
     count = max(1, megabytes // 8)
     weights = {f"layer.{number}.weight": torch.randn(1024, 1024) for number in range(count)}
     momentum = {number: {"momentum": torch.randn(1024, 1024)} for number in range(count)}
@@ -74,17 +75,17 @@ def save_and_load(rounds: int, megabytes: int) -> None:
     state, gigabytes = state_of(megabytes), 8 * max(1, megabytes // 8) * 1024**2 / 1e9
     took: Dict[str, List[float]] = {name: [] for name in ("save", "torch.save", "load", "verify", "torch.load")}
     with tempfile.TemporaryDirectory() as where:
-        plan, checkpoints, file = plan_in(where), format.folder_of(f"{where}/run"), Path(where, "torch.pt")
-        for number in range(rounds + 1):  # the first one warms up
-            manifest = manifest_of(plan, 44, 1)
+        plan, checkpoints, file = plan_in(where), checkpoints_folder(f"{where}/run"), Path(where, "torch.pt")
+        for number in range(rounds + 1):  # the first one is a warm-up
+            manifest = manifest_of(plan, 44, 1, "", {})
             shutil.rmtree(str(checkpoints), ignore_errors=True)
             file.unlink() if file.exists() else None
             took["save"].append(timed(lambda m=manifest: writer.write_checkpoint(checkpoints, m, state, 3)))
             took["torch.save"].append(timed(lambda: torch_save(state, file)))
-            newest = checkpoints / format.name_of(44)
+            newest = checkpoints / checkpoint_name(44)
             took["load"].append(timed(lambda path=newest: writer.load_checkpoint(path)))
             took["torch.load"].append(timed(lambda: torch.load(str(file), weights_only=True)))
-            took["verify"].append(timed(lambda: resume.newest_good(checkpoints)))
+            took["verify"].append(timed(lambda: resume.newest_valid(checkpoints)))
             if not number:
                 took = {name: [] for name in took}
     per_gb = {name: median(values) / gigabytes for name, values in took.items()}
@@ -93,7 +94,7 @@ def save_and_load(rounds: int, megabytes: int) -> None:
     for name, ours, theirs in (
         ("save (fsync; ours with sha256)", per_gb["save"], per_gb["torch.save"]),
         ("load", per_gb["load"], per_gb["torch.load"]),
-        ("find the newest good one (sha256) and load", per_gb["verify"] + per_gb["load"], per_gb["torch.load"]),
+        ("find the newest valid one (sha256) and load", per_gb["verify"] + per_gb["load"], per_gb["torch.load"]),
     ):
         print(f"| {name} | {ours:.2f} | {theirs:.2f} | {ours / theirs:.2f} |")
 
@@ -102,7 +103,7 @@ def save_and_load(rounds: int, megabytes: int) -> None:
 
 
 class TimedFleet(InlineFleet):
-    """Adds up the seconds that the calls named `save` stand between two calls of training."""
+    """Sums the seconds of `save`, which delay the next training call."""
 
     saving_s = 0.0
 
@@ -116,7 +117,7 @@ class TimedFleet(InlineFleet):
 
 
 class TimedWriter(writer.BackgroundWriter):
-    """Adds up the CPU seconds of the writing thread."""
+    """Sums the CPU seconds of the writer thread."""
 
     cpu_s = 0.0
 
@@ -129,7 +130,7 @@ class TimedWriter(writer.BackgroundWriter):
 
 
 def train(epochs: int, every: str) -> Dict[str, float]:
-    """Train without the first epoch, which compiles; seconds, images/s, and what checkpoints took."""
+    """Train, and return images/s and the cost of checkpoints, without the first epoch, which compiles."""
     data = {"dataset": "synthetic", "samples": SAMPLES_PER_EPOCH, "image": "3x32x32"}
     training = {"model": "resnet18", "batch_size": 16, "epochs": epochs + 1, "learning_rate": 0.01}
     with tempfile.TemporaryDirectory() as where:
@@ -137,7 +138,7 @@ def train(epochs: int, every: str) -> Dict[str, float]:
         plan = plan_in(where, data=data, training=training, pod={"replicas": 2, "num_instances": 1}, run=run)
         fleet = TimedFleet(plan)
         saved, began, ended = 0, 0.0, 0.0
-        for event in coordinator.run(plan, fleet, MetricsFold(plan, 0.0)):
+        for event in coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)):
             if isinstance(event, UpdateDone):
                 ended = time.perf_counter()
                 if event.update == plan.updates_per_epoch:
@@ -166,9 +167,9 @@ def share(rounds: int, epochs: int) -> None:
     between, thread = median(each["between_calls"] for each in saved), median(each["thread"] for each in saved)
     print(f"\n{saved[0]['megabytes']:.0f} MB per checkpoint, one per epoch of {SAMPLES_PER_EPOCH} images\n")
     print("| | of the training time |\n|---|---|")
-    print(f"| between two calls: read back, copy | {100 * between:.2f} % |")
-    print(f"| CPU of the writing thread, of all cores | {100 * thread:.2f} % |")
-    print(f"| both (goal: at most 2 %) | {100 * (between + thread):.2f} % |")
+    print(f"| between two calls: read back and copy | {100 * between:.2f} % |")
+    print(f"| CPU of the writer thread, of all cores | {100 * thread:.2f} % |")
+    print(f"| sum (goal: at most 2 %) | {100 * (between + thread):.2f} % |")
     rates = [median(each["images_per_s"] for each in results) for results in (saved, without)]
     print(f"\nimages/s with checkpoints {rates[0]:.1f}, without {rates[1]:.1f}, median ratio {median(pairs):.3f}")
 

@@ -1,11 +1,11 @@
-"""Seeding over a network: seconds until every host has the state, against the ideal and against broadcasts.
+"""Measure the broadcast of weights over a network: seconds until every host has the state.
 
     sudo python scripts/bench_seeding.py [--hosts 2 4 8] [--large-hosts 4] [--gbit 1] [--rounds 3]
 
-The hosts are those of `scripts/pod.sh`, their links limited in both directions. The ideal is the size divided by the
-speed of one link. Compared with `hvd.broadcast_parameters` (an installed Horovod, else the emulated one) and with
-torch.distributed's broadcast over gloo, tensor by tensor. A seeding counts from the root's state dict to state dicts of
-tensors on all others, packing and unpacking included. Medians of interleaved rounds; every state is checked.
+The hosts are those of `scripts/pod.sh`, with links of limited speed in both directions. The ideal is the size divided
+by the speed of one link. The baselines are `hvd.broadcast_parameters` (of an installed Horovod, else of the emulated
+one) and torch.distributed's broadcast over Gloo, tensor by tensor. The time of raypod's seeding includes packing the
+root's state dict and unpacking it on all others. Results are medians of interleaved rounds; every state is checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMES = {"seeding": "seeding", "horovod": "hvd.broadcast_parameters", "per tenso
 
 
 def measure(hosts: int, state: str, rounds: int, shared: str, environment: Dict[str, str]) -> Dict[str, Any]:
-    """Start the peers, and wait for what the first one prints."""
+    """Start the peers and return the JSON that the first one prints."""
     with tempfile.TemporaryDirectory(dir=shared) as folder:
         started: List[subprocess.Popen[str]] = []
         for rank in range(hosts):
@@ -55,7 +55,7 @@ def main() -> None:
     args = parser.parse_args()
     cases = [("ResNet-50", hosts) for hosts in args.hosts] + [("1 GB", hosts) for hosts in args.large_hosts]
     repository = str(SCRIPTS.parent)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the pod goes down then, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the pod is removed on SIGTERM too
     with tempfile.TemporaryDirectory() as shared:
         environment = {
             **os.environ,
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def row(state: str, hosts: int, result: Dict[str, Any], gbit: float) -> str:
-    """A line of the table."""
+    """Return a row of the table."""
     ideal = result["bytes"] * 8 / (gbit * 1e9)
     medians = [statistics.median(result["seconds"][name]) for name in NAMES]
     cells = " | ".join(f"{median:.2f} | {median / ideal:.2f}" for median in medians)

@@ -1,4 +1,4 @@
-"""One host's part in `bench_seeding.py`: python bench_seeding_peer.py RANK SIZE STATE ROUNDS NETWORK FOLDER.
+"""The process of one host in `bench_seeding.py`: python bench_seeding_peer.py RANK SIZE STATE ROUNDS NETWORK FOLDER.
 
 Rank 0 prints the seconds of every round as JSON.
 """
@@ -18,14 +18,14 @@ import torch.distributed as dist
 from raypod.checkpoint import tensors
 from raypod.host import sdk, torchvision_import
 from raypod.instance import collectives
-from raypod.instance.seeding import SeedingEnd, new_seeding
+from raypod.instance.seeding import SeedingPeer, new_seeding
 from raypod.plan.environment import horovod_identity
 
 WAIT_S = 120.0
 
 
 def resnet50() -> Dict[str, torch.Tensor]:
-    """The state dict of a ResNet-50: 320 tensors, 102 MB."""
+    """Return the state dict of a ResNet-50: 320 tensors, 102 MB."""
     torchvision_import.install()
     from torchvision.models import resnet50 as network
 
@@ -33,15 +33,15 @@ def resnet50() -> Dict[str, torch.Tensor]:
 
 
 def gigabyte() -> Dict[str, torch.Tensor]:
-    """40 tensors of 25 MB."""
+    """Return 40 tensors of 25 MB."""
     return {f"layer{number}": torch.rand(2500, 2500) for number in range(40)}
 
 
 STATES = {"ResNet-50": resnet50, "1 GB": gigabyte}
 
 
-def meet(rank: int, hosts: List[str], folder: Path) -> Any:
-    """Join the other hosts by Horovod and by torch.distributed; returns what must be kept."""
+def join(rank: int, hosts: List[str], folder: Path) -> Any:
+    """Join Horovod's and torch.distributed's process groups; return the objects that must stay alive."""
     sdk.select("emulated")
     note, rendezvous = folder / "rendezvous.json", None
     if rank == 0:
@@ -54,8 +54,8 @@ def meet(rank: int, hosts: List[str], folder: Path) -> Any:
         assert time.monotonic() < deadline, "no rendezvous"
         time.sleep(0.05)
     os.environ.update(json.loads(note.read_text()))
-    door = collectives.horovod_door(dict(os.environ)) if collectives.uses_installed_horovod() else None
-    os.environ.update(door.environment if door is not None else {})
+    proxy = collectives.horovod_proxy(dict(os.environ)) if collectives.uses_installed_horovod() else None
+    os.environ.update(proxy.environment if proxy is not None else {})
     os.environ.update(horovod_identity([(host, 1) for host in hosts], rank))
     os.environ.update(collectives.horovod_interface(hosts[0]))
     os.environ.update(GLOO_SOCKET_IFNAME="eth0", OMPI_COMM_WORLD_RANK=str(rank), OMPI_COMM_WORLD_SIZE=str(len(hosts)))
@@ -66,42 +66,42 @@ def meet(rank: int, hosts: List[str], folder: Path) -> Any:
 
     store, _ = _emulated_rendezvous.client(len(hosts))
     dist.init_process_group("gloo", store=dist.PrefixStore("bench", store), rank=rank, world_size=len(hosts))
-    return rendezvous, door, store
+    return rendezvous, proxy, store
 
 
 class Methods:
-    """The ways for root's state to reach everybody; each gives the seconds it took and the state that is here then."""
+    """The broadcasts to compare. Each returns its seconds and the state that this host has afterwards."""
 
     def __init__(self, rank: int, hosts: List[str], state: Dict[str, torch.Tensor]) -> None:
         self._rank, self._hosts, self._state = rank, hosts, state
 
     def seeding(self) -> Any:
-        """raypod's own."""
-        end = SeedingEnd(self._rank, self._hosts[self._rank], self._hosts[self._rank], WAIT_S)
-        places: List[Any] = [None] * len(self._hosts)
-        dist.all_gather_object(places, end.place)
-        told = [new_seeding(places)] if self._rank == 0 else [None]
-        dist.broadcast_object_list(told)
+        """Run raypod's seeding."""
+        peer = SeedingPeer(self._rank, self._hosts[self._rank], self._hosts[self._rank], WAIT_S)
+        endpoints: List[Any] = [None] * len(self._hosts)
+        dist.all_gather_object(endpoints, peer.endpoint)
+        seeding = [new_seeding(endpoints)] if self._rank == 0 else [None]
+        dist.broadcast_object_list(seeding)
         received: List[Any] = [self._state]
 
-        def hand_on() -> None:
+        def transfer() -> None:
             if self._rank == 0:
-                end.give(told[0], tensors.pack_flat(self._state))
+                peer.send(seeding[0], tensors.pack_flat(self._state))
             else:
-                received[0] = tensors.unpack_flat(end.take(told[0]))
+                received[0] = tensors.unpack_flat(peer.receive(seeding[0]))
 
-        seconds = self._timed(hand_on)
-        end.close()
+        seconds = self._timed(transfer)
+        peer.close()
         return seconds, received[0]
 
     def horovod(self) -> Any:
-        """Horovod's, as PopTorch programs call it."""
+        """Run `hvd.broadcast_parameters`, as PopTorch programs do."""
         import horovod.torch as hvd
 
         return self._timed(lambda: hvd.broadcast_parameters(self._state, root_rank=0)), self._state
 
     def per_tensor(self) -> Any:
-        """torch.distributed's."""
+        """Run torch.distributed's broadcast for each tensor."""
 
         def broadcast() -> None:
             for tensor in self._state.values():
@@ -118,7 +118,7 @@ class Methods:
 
 
 def check(received: Dict[str, torch.Tensor], name: str) -> None:
-    """Every host has what root has."""
+    """Check that all hosts have the same state."""
     sums: List[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(sums, [float(tensor.double().sum()) for tensor in received.values()])
     assert all(each == sums[0] for each in sums), name
@@ -128,7 +128,7 @@ def check(received: Dict[str, torch.Tensor], name: str) -> None:
 def main() -> None:
     rank, size, state_name, rounds, network, folder = sys.argv[1:]
     hosts = [f"{network}.{11 + each}" for each in range(int(size))]
-    kept = meet(int(rank), hosts, Path(folder))
+    kept = join(int(rank), hosts, Path(folder))
     torch.set_num_threads(1)
     state = STATES[state_name]()
     methods = Methods(int(rank), hosts, state)
@@ -140,7 +140,7 @@ def main() -> None:
                 for tensor in state.values():
                     tensor.zero_()
             took, received = way()
-            if round_ == 0:  # it opens connections, and is checked instead
+            if round_ == 0:  # a warm-up that opens connections; its result is checked
                 check(received, name)
             else:
                 seconds[name].append(took)
