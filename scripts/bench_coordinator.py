@@ -1,10 +1,10 @@
-"""What the coordinator costs per update and per instance, from 4 to 256 instances whose reports are scripted.
+"""The cost of the coordinator per update and per instance, from 4 to 256 instances with scripted reports.
 
     python scripts/bench_coordinator.py [--instances 4 16 64 256] [--updates 200] [--rounds 5]
 
-Everything between the reports of the instances and the events that come out is counted: folding the metrics, the
-ledger's digests, checkpoints without their writing. Medians of interleaved rounds. The last column compares the cost
-per instance with that of the first row: more than 1 would be faster growth than linear.
+Everything between the reports of the instances and the events of the run is measured: aggregation of metrics, the
+ledger's digests, checkpoints without their writing. Medians of interleaved rounds. The last column is the cost per
+instance relative to the first row: more than 1 means faster than linear growth.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from raypod.fleet.scripted import ScriptedFleet
 from raypod.plan.cluster import LOCAL
 from raypod.plan.plan import make_plan
 from raypod.plan.resolve import from_values
-from raypod.record.metrics import MetricsFold
+from raypod.record.metrics import MetricsAggregator
 
 
 def seconds(instances: int, updates: int) -> float:
-    """A whole run: seconds per update."""
+    """Run a plan; return the seconds per update."""
     config = from_values(
         {
             "data": {"dataset": "synthetic", "samples": instances * (updates + 1)},
@@ -35,7 +35,7 @@ def seconds(instances: int, updates: int) -> float:
     )
     with tempfile.TemporaryDirectory() as folder:
         plan = make_plan(config, LOCAL, dataset_size(config), f"{folder}/run")
-        fleet, metrics = ScriptedFleet(plan), MetricsFold(plan, time.monotonic())
+        fleet, metrics = ScriptedFleet(plan), MetricsAggregator(plan, time.monotonic())
         began = time.perf_counter()
         for _ in coordinator.run(plan, fleet, metrics):
             pass

@@ -1,13 +1,13 @@
-"""How long a killed instance stops a run: `python scripts/bench_recovery.py [--rounds 3]`.
+"""The time that a run is interrupted by a killed instance: `python scripts/bench_recovery.py [--rounds 3]`.
 
-Two processes train a small ResNet on 8x8 images, 16 samples each; one is killed (SIGKILL). Seconds from there to the
-first update that had not been done before, and the updates that were lost on the way:
+Two processes train a small ResNet on 8x8 images, 16 samples each; one is killed (SIGKILL). Measured are the seconds
+from there to the first update that had not been done before, and the updates that are repeated:
 
 * raypod: 2 instances; the lost one is replaced, the other keeps its process and its state;
-* Ray Train: TorchTrainer with max_failures, DDP over gloo; all workers start again from its last checkpoint; it
-  takes one every 50 updates.
+* Ray Train: TorchTrainer with max_failures, DDP over gloo; all workers restart from the last checkpoint, which is
+  written every 50 updates.
 
-Rounds are interleaved. Ray Train needs pyarrow and pandas (`pip install pyarrow pandas`, raypod does without).
+Rounds are interleaved. Ray Train needs pyarrow and pandas (`pip install pyarrow pandas`); raypod does not.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ KILL_AFTER = 120  # updates
 LIMIT_S = 240.0
 GOAL = 0.4
 
-Result = Tuple[float, int]  # seconds, updates lost
+Result = Tuple[float, int]  # seconds, repeated updates
 
 
 def lines_of(file: Path) -> List[str]:
-    """The whole lines of a file that somebody writes."""
+    """Return the lines of a file that another process writes."""
     return file.read_text().splitlines(keepends=True) if file.is_file() else []
 
 
 def raypod() -> Result:
-    """metrics.jsonl tells the updates; an update of raypod's is never done again."""
+    """Measure raypod, from its events."""
     with tempfile.TemporaryDirectory() as folder:
         program = [sys.executable, "-c", RAYPOD, f"{folder}/run", str(KILL_AFTER)]
         done = subprocess.run(program, env=ENV, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr)
-        told = json.loads(done.stdout.splitlines()[-1])
-        return told["seconds"], told["lost"]
+        found = json.loads(done.stdout.splitlines()[-1])
+        return found["seconds"], found["lost"]
 
 
 RAYPOD = """
@@ -61,22 +61,22 @@ from raypod.plan.resolve import from_values
 from raypod.datasets import dataset_size
 from raypod.events import Repaired, UpdateDone
 from raypod.fleet.ray import RayFleet
-from raypod.record.metrics import MetricsFold
+from raypod.record.metrics import MetricsAggregator
 from raypod.plan.plan import make_plan
 
 training = {"batch_size": 16, "epochs": 1000, "lr_schedule": "constant", "updates": 4000}
 pod = {"replicas": 2, "num_instances": 2}
 config = from_values({"run": {"device": "emulated"}, "training": training, "pod": pod})
 plan = make_plan(config, LOCAL, dataset_size(config), sys.argv[1])
-run_folder.open_for(plan)
+run_folder.create(plan)
 killed_s = repaired = None
-told = []
-with contextlib.closing(coordinator.run(plan, RayFleet(plan), MetricsFold(plan, 0.0))) as events:
+updates = []
+with contextlib.closing(coordinator.run(plan, RayFleet(plan), MetricsAggregator(plan, 0.0))) as events:
     for event in events:
         if isinstance(event, Repaired):
             repaired = event
         elif isinstance(event, UpdateDone):
-            told.append(event.update)
+            updates.append(event.update)
             if killed_s is None and event.update >= int(sys.argv[2]):
                 text = Path(plan.log_file(1)).read_text()
                 os.kill(int(text.rpartition(", pid ")[2].partition(":")[0]), signal.SIGKILL)
@@ -84,12 +84,12 @@ with contextlib.closing(coordinator.run(plan, RayFleet(plan), MetricsFold(plan, 
             elif repaired is not None and event.update > repaired.update:
                 seconds = time.monotonic() - killed_s
                 break
-print(json.dumps({"seconds": seconds, "lost": len(told) - len(set(told))}))
+print(json.dumps({"seconds": seconds, "lost": len(updates) - len(set(updates))}))
 """
 
 
 def ray_train() -> Result:
-    """The lines of rank 0 tell its updates; after the restart some come again."""
+    """Measure Ray Train, from the lines that rank 0 writes; after the restart some updates are repeated."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "updates")
         command = [sys.executable, PEER, "--file", str(file), "--folder", folder]
@@ -100,7 +100,7 @@ def ray_train() -> Result:
             victim = next(int(line.split()[2]) for line in reversed(lines_of(file)) if line.startswith("1 "))
             os.kill(victim, signal.SIGKILL)
             killed_s = time.monotonic()
-            time.sleep(0.5)  # what rank 0 had under way
+            time.sleep(0.5)  # for the update that rank 0 has begun
             done = max(max(_updates(file)), updates)
             _wait(trainer, file, done + 1)
             resumed_s = time.monotonic()
@@ -120,7 +120,7 @@ def _updates(file: Path) -> List[int]:
 
 
 def _wait(trainer: subprocess.Popen[str], file: Path, update: int) -> int:
-    """Until rank 0 has done `update`; the last one it has."""
+    """Wait until rank 0 has done `update`; return its last update."""
     deadline = time.monotonic() + LIMIT_S
     while not (found := _last(file)) >= update:
         if trainer.poll() is not None:
@@ -136,7 +136,7 @@ def _last(file: Path) -> int:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
@@ -144,15 +144,15 @@ def main() -> None:
     for number in range(rounds):
         found["Ray Train"].append(ray_train())
         found["raypod"].append(raypod())
-        told = ", ".join(f"{name} {results[-1][0]:.1f} s" for name, results in found.items())
-        print(f"round {number + 1}: {told}", flush=True)
-    print("\n| | s from the kill to the first new update | of Ray Train | updates done again |\n|---|---|---|---|")
+        line = ", ".join(f"{name} {results[-1][0]:.1f} s" for name, results in found.items())
+        print(f"round {number + 1}: {line}", flush=True)
+    print("\n| | s from the kill to the first new update | of Ray Train | updates repeated |\n|---|---|---|---|")
     of_peer = [seconds for seconds, _ in found["Ray Train"]]
     for name, results in found.items():
         ratio = median(seconds / peer for (seconds, _), peer in zip(results, of_peer))
         seconds, lost = median(each[0] for each in results), median(each[1] for each in results)
         print(f"| {name} | {seconds:.1f} | {ratio:.2f} | {lost:g} |")
-    print(f"\ngoal: at most {GOAL} of Ray Train, and no update done again")
+    print(f"\ngoal: at most {GOAL} of Ray Train, and no update repeated")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""Ray Train's TorchTrainer on the work of `bench_recovery.py`: DDP over gloo, a checkpoint every few updates.
+"""Ray Train's TorchTrainer with the work of `bench_recovery.py`: DDP over gloo, a checkpoint every few updates.
 
-Writes a line "rank update pid seconds" for each update of each worker into the file that it is given. Needs pyarrow and
-pandas besides Ray.
+Each worker appends a line "rank update pid seconds" per update to `--file`. Needs pyarrow and pandas.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, Dict
 
 
 def train(config: Dict[str, Any]) -> None:
-    """What each worker does; it goes on from the last checkpoint."""
+    """Run a worker, from the last checkpoint on."""
     import torch
     from ray import train as ray_train
     from ray.train import torch as ray_torch
@@ -54,7 +53,7 @@ def train(config: Dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--file", required=True)
     parser.add_argument("--folder", required=True)

@@ -1,4 +1,4 @@
-"""Replace lost instances: kill their processes, and start actors on their hosts, on spare hosts, or beside others."""
+"""Replace lost instances: kill their processes, and start actors on their hosts, on spare hosts, or on used ones."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Replacements:
         return found
 
     def has_room_for(self, moving: Sequence[int], nodes: List[Dict[str, Any]], may_share_hosts: bool) -> bool:
-        """Return whether Ray knows a node for each of `moving`; False if the coordinator's own node is draining."""
+        """Return whether there is a node for each of `moving`; False if the coordinator's own node is draining."""
         if self._ray.get_runtime_context().get_node_id() in draining_nodes():
             return False
         candidates = [self._candidates(index, moving, nodes, may_share_hosts) for index in moving]

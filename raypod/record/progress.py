@@ -47,33 +47,13 @@ class Progress:
 
     def show(self, event: Event) -> None:
         """Show one event."""
-        if isinstance(event, RunStarted):
-            self._started(event)
-        elif isinstance(event, UpdateDone):
-            self._updated(event)
-        elif isinstance(event, EpochDone):
+        if isinstance(event, UpdateDone):
+            self._show_update(event)
+            return
+        line = self._line_of(event)
+        if line is not None:
             self._close_bar()
-            self.print_line(f"[Epoch {event.epoch:02d}] loss: {event.loss:.3f}, acc: {event.accuracy:.1f}")
-        elif isinstance(event, EvaluationDone) and event.update < self._plan.total_updates:
-            self._close_bar()
-            self.print_line(f"[Epoch {event.epoch:02d}] test loss: {event.loss:.3f}, test acc: {event.accuracy:.2f}")
-        elif isinstance(event, CheckpointFailed):
-            self._close_bar()
-            previous = Path(event.previous).name
-            self.warn(f"cannot write the checkpoint {event.path}: {event.cause}; the previous one is {previous}")
-        elif isinstance(event, EvaluationDone):
-            self._close_bar()
-            self.print_line(f"Test accuracy: {event.accuracy:.2f} % of {event.samples} images (loss {event.loss:.3f})")
-        elif isinstance(event, (InstanceLost, Repaired)):
-            self._close_bar()
-            self.print_line(_failure_line(event))
-        elif isinstance(event, RunEnded):
-            self._close_bar()
-            if event.interrupted:
-                cause = f" ({event.cause})" if event.cause else ""
-                self.print_line(
-                    f"Interrupted after update {event.updates}; continue with --resume {self._plan.run_dir}{cause}"
-                )
+            self.print_line(line)
 
     def warn(self, text: str) -> None:
         """Print a warning."""
@@ -89,11 +69,25 @@ class Progress:
         """Close the progress bar."""
         self._close_bar()
 
-    def _started(self, event: RunStarted) -> None:
-        resumed = f", from update {event.first_update} on" if event.first_update else ""
-        self.print_line(f"{event.device_line}; {event.parameters:,} parameters, the same in all instances{resumed}")
+    def _line_of(self, event: Event) -> Optional[str]:
+        """Return the line of an event; None for an event that is not shown."""
+        if isinstance(event, RunStarted):
+            resumed = f", from update {event.first_update} on" if event.first_update else ""
+            return f"{event.device_line}; {event.parameters:,} parameters, the same in all instances{resumed}"
+        if isinstance(event, EpochDone):
+            return f"[Epoch {event.epoch:02d}] loss: {event.loss:.3f}, acc: {event.accuracy:.1f}"
+        if isinstance(event, EvaluationDone):
+            if event.update < self._plan.total_updates:
+                return f"[Epoch {event.epoch:02d}] test loss: {event.loss:.3f}, test acc: {event.accuracy:.2f}"
+            return f"Test accuracy: {event.accuracy:.2f} % of {event.samples} images (loss {event.loss:.3f})"
+        if isinstance(event, (CheckpointFailed, InstanceLost, Repaired)):
+            return _failure_line(event)
+        if isinstance(event, RunEnded) and event.interrupted:
+            cause = f" ({event.cause})" if event.cause else ""
+            return f"Interrupted after update {event.updates}; continue with --resume {self._plan.run_dir}{cause}"
+        return None
 
-    def _updated(self, event: UpdateDone) -> None:
+    def _show_update(self, event: UpdateDone) -> None:
         if not self._warned_nonfinite and not math.isfinite(event.loss):
             self._warned_nonfinite = True
             self._close_bar()
@@ -123,7 +117,10 @@ def _figures(event: UpdateDone) -> str:
     return f"loss={event.loss:.3f}, acc={event.accuracy:.1f}, {event.samples_per_s:.0f} images/s"
 
 
-def _failure_line(event: Union[InstanceLost, Repaired]) -> str:
+def _failure_line(event: Union[CheckpointFailed, InstanceLost, Repaired]) -> str:
+    if isinstance(event, CheckpointFailed):
+        previous = Path(event.previous).name
+        return f"warning: cannot write the checkpoint {event.path}: {event.cause}; the previous one is {previous}"
     if isinstance(event, InstanceLost):
         doing = f"; it was {event.doing}" if event.doing and event.doing not in event.cause else ""
         return (

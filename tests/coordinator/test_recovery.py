@@ -58,7 +58,7 @@ def test_the_error_does_not_repeat_an_equal_first_failure() -> None:
 def test_without_restarts_the_error_is_the_cause_alone() -> None:
     error = FailurePolicy("emulated", 0).decide(broken(lost(1)), 5, 0.0).give_up
     assert str(error) == "instance 1 on host h1 failed: its process died; its log: instance-1.log"
-    assert "lost" in str(FailurePolicy("emulated", 0).decide(broken(), 5, 0.0).give_up)
+    assert "lost their connections" in str(FailurePolicy("emulated", 0).decide(broken(), 5, 0.0).give_up)
 
 
 @pytest.mark.parametrize(("later_s", "gives_up"), [(REFILL_S - 1, True), (REFILL_S, False)])

@@ -1,4 +1,4 @@
-"""One Ray session for all runs of a module that are broken on purpose."""
+"""One Ray session for all runs of a test module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Any]:
-    """Ray on this machine; the fleets of this process join it."""
+    """A local Ray session, which the fleets of this process join."""
     environment = dict(os.environ)
     ray = importlib.import_module("ray")
     quiet = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}

@@ -1,8 +1,7 @@
-"""A data set and a model of a user's own that fail when a file tells them to, once for each file.
+"""A user's data set and model that fail if a file exists in the working directory, once for each file.
 
-The files lie in the working directory; each is named for what happens, and is taken away by whom it happens to: the
-process whose first replica is number 2. A file `again` lets them all stay. With a file `slow-disk` every flush to the
-disk takes its time, in all processes.
+The name of a file is the failure. The process whose first replica is number 2 fails, and removes the file; with a file
+`again` the files remain. With a file `slow-disk` every flush to the disk is slow, in all processes.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ LONG_S = 600.0
 SLOW_FLUSH_S = 0.15
 
 
-def _is_told(what: str) -> bool:
+def _must_fail(failure: str) -> bool:
     if os.environ.get("POPDIST_REPLICA_INDEX_OFFSET") != "2":
         return False
-    is_there = Path(what).exists()
-    if is_there and not Path("again").exists():
-        Path(what).unlink()
-    return is_there
+    exists = Path(failure).exists()
+    if exists and not Path("again").exists():
+        Path(failure).unlink()
+    return exists
 
 
 def _hang_in_user_code() -> None:
@@ -33,7 +32,7 @@ def _hang_in_user_code() -> None:
 
 
 class Data:
-    """Images that follow from their index."""
+    """Images that are functions of their index."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
@@ -42,9 +41,9 @@ class Data:
         return self._samples
 
     def __getitem__(self, index: int) -> Tuple[torch.Tensor, int]:
-        if _is_told("loader-raises"):
+        if _must_fail("loader-raises"):
             raise OSError("the disk is gone")
-        if _is_told("loader-hangs"):
+        if _must_fail("loader-hangs"):
             _hang_in_user_code()
         return torch.full((1, 8, 8), float(index % 17)) + torch.arange(8.0), index % 10
 
@@ -60,14 +59,14 @@ def _slow_down_the_disk() -> None:
 
 
 def data(folder: Any) -> Any:
-    """For --dataset."""
+    """Return the data set, for --dataset."""
     if Path("slow-disk").exists():
         _slow_down_the_disk()
     return Data(640), Data(16), 10
 
 
 class Model(nn.Module):
-    """A batch normalisation and a linear layer."""
+    """A batch normalization and a linear layer."""
 
     def __init__(self, channels: int, classes: int) -> None:
         super().__init__()
@@ -75,16 +74,16 @@ class Model(nn.Module):
         self.head = nn.Linear(channels * 64, classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        if _is_told("model-raises"):
+        if _must_fail("model-raises"):
             raise ValueError("no such layer")
-        if _is_told("model-exhausts-memory"):
+        if _must_fail("model-exhausts-memory"):
             torch.empty(1 << 60, dtype=torch.uint8)
-        if _is_told("model-hangs"):
+        if _must_fail("model-hangs"):
             _hang_in_user_code()
         logits: torch.Tensor = self.head(self.norm(images).flatten(1))
         return logits
 
 
 def model(channels: int, classes: int) -> nn.Module:
-    """For --model."""
+    """Return the model, for --model."""
     return Model(channels, classes)

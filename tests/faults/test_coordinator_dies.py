@@ -1,4 +1,4 @@
-"""The coordinator of a run under Ray is killed: its instances end with it, and the same command goes on exactly."""
+"""The coordinator of a run under Ray is killed: its instances end, and the same command resumes the run exactly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def summary(folder: Path) -> Dict[str, Any]:
     return found
 
 
-def test_a_run_whose_coordinator_is_killed_goes_on_by_the_same_command(tmp_path: Path) -> None:
+def test_the_same_command_resumes_a_run_whose_coordinator_was_killed(tmp_path: Path) -> None:
     folder, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     train(folder, "--detach")
     state = run_state.read(folder)
@@ -44,7 +44,7 @@ def test_a_run_whose_coordinator_is_killed_goes_on_by_the_same_command(tmp_path:
         _, alive = psutil.wait_procs(instances, timeout=30)
         assert not alive
     finally:
-        for process in (coordinator, *processes):  # Ray's own agents take a minute or two to notice
+        for process in (coordinator, *processes):  # Ray's agents end only after one or two minutes
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
     newest = int((folder / "checkpoints" / "LATEST").read_text().strip().rpartition("-")[2])

@@ -1,4 +1,4 @@
-"""Disks that are slow or full while instances train: the weights of an undisturbed run, and a checkpoint at its end."""
+"""Slow and full disks during training: the weights of an undisturbed run, and a checkpoint at its end."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def checkpoints_of(plan: Plan) -> Path:
     return Path(plan.run_dir) / "checkpoints"
 
 
-def assert_all_good(plan: Plan) -> None:
-    """The last state is saved, nothing that is there is damaged, and no part of a checkpoint is left."""
-    good, passed_over = resume.newest_good(checkpoints_of(plan))
+def assert_checkpoints_valid(plan: Plan) -> None:
+    """Assert that the last state is saved, and that no checkpoint is damaged or partial."""
+    good, passed_over = resume.newest_valid(checkpoints_of(plan))
     assert good is not None
     assert (good.update, passed_over) == (plan.total_updates, [])
     assert not [path for path in checkpoints_of(plan).iterdir() if path.suffix]
@@ -48,17 +48,17 @@ def test_instance_0_is_killed_while_it_writes_a_checkpoint(
     def kill_the_writer(plan: Plan) -> None:
         folder = checkpoints_of(plan)
         assert wait_until(lambda: folder.is_dir() and any(path.suffix for path in folder.iterdir()))
-        assert not (folder / "LATEST").exists()  # it is not done
+        assert not (folder / "LATEST").exists()  # the first one is not finished
         send(signal.SIGKILL, 0)(plan)
 
-    told = run(plan, [(21, kill_the_writer)])
-    assert_undisturbed(plan, told, reference)
-    assert [loss.instance for loss in told.losses] == [0]
-    assert told.repairs[0].seeded_from == "instance 1"
-    assert_all_good(plan)
+    outcome = run(plan, [(21, kill_the_writer)])
+    assert_undisturbed(plan, outcome, reference)
+    assert [loss.instance for loss in outcome.losses] == [0]
+    assert outcome.repairs[0].seeded_from == "instance 1"
+    assert_checkpoints_valid(plan)
 
 
-def test_a_full_disk_costs_checkpoints_and_not_the_run(
+def test_a_full_disk_prevents_checkpoints_but_does_not_end_the_run(
     session: Any, tmp_path: Path, small_disk: Callable[..., Path]
 ) -> None:
     reference = run(plan_for(tmp_path / "inline", run={"fleet": "inline"}, pod={"num_instances": 1})).sha256
@@ -71,9 +71,9 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(
         filler.write_bytes(bytes(shutil.disk_usage(checkpoints_of(plan)).free))
         assert shutil.disk_usage(checkpoints_of(plan)).free == 0
 
-    told = run(plan, [(7, fill), (21, lambda plan: filler.unlink())], are_repaired=False)
-    assert_undisturbed(plan, told, reference)
-    failed = [event.update for event in told.of(CheckpointFailed)]
+    outcome = run(plan, [(7, fill), (21, lambda plan: filler.unlink())], are_repaired=False)
+    assert_undisturbed(plan, outcome, reference)
+    failed = [event.update for event in outcome.of(CheckpointFailed)]
     assert failed
     assert set(failed) <= {12, 18}
-    assert_all_good(plan)
+    assert_checkpoints_valid(plan)

@@ -1,4 +1,4 @@
-"""Killed and frozen instances: the weights of a run that nobody disturbed, and the survivors keep their processes."""
+"""Killed and frozen instances: the weights of an undisturbed run, and the survivors keep their processes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, List
 
 import pytest
 from bounded import wait_until
-from harness import Told, assert_undisturbed, pid_of, plan_for, run, send
+from harness import Outcome, assert_undisturbed, pid_of, plan_for, run, send
 
 from raypod.coordinator.recovery import seed
 from raypod.fleet.ray import RayFleet
-from raypod.fleet.ray_replace import end_process
-from raypod.host.process import ticks_of
+from raypod.fleet.ray_replace import kill_process
+from raypod.host.process import process_start_ticks
 from raypod.plan.plan import Plan
 
 pytestmark = [
@@ -28,13 +28,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The weights of 4 replicas in one instance, in this process."""
+    """The hash of the weights of 4 replicas in one instance, in this process."""
     plan = plan_for(tmp_path_factory.mktemp("inline"), run={"fleet": "inline"}, pod={"num_instances": 1})
     return run(plan).sha256
 
 
-def lost(told: Told) -> List[Any]:
-    return [(loss.instance, loss.kind) for loss in told.losses]
+def lost(outcome: Outcome) -> List[Any]:
+    return [(loss.instance, loss.kind) for loss in outcome.losses]
 
 
 def test_one_instance_after_the_other_is_killed(session: Any, undisturbed: str, tmp_path: Path) -> None:
@@ -45,17 +45,17 @@ def test_one_instance_after_the_other_is_killed(session: Any, undisturbed: str, 
         pids.extend(pid_of(plan, index) for index in (0, 1))
         send(signal.SIGKILL, 0)(plan)
 
-    told = run(plan, [(5, kill_0), (14, send(signal.SIGKILL, 1))])
-    assert_undisturbed(plan, told, undisturbed)
-    assert lost(told) == [(0, "died"), (1, "died")]
-    assert [repair.seeded_from for repair in told.repairs] == ["instance 1", "instance 0"]
-    assert [repair.restarts for repair in told.repairs] == [1, 2]
+    outcome = run(plan, [(5, kill_0), (14, send(signal.SIGKILL, 1))])
+    assert_undisturbed(plan, outcome, undisturbed)
+    assert lost(outcome) == [(0, "died"), (1, "died")]
+    assert [repair.seeded_from for repair in outcome.repairs] == ["instance 1", "instance 0"]
+    assert [repair.restarts for repair in outcome.repairs] == [1, 2]
     first, second = (Path(plan.log_file(index)).read_text() for index in (0, 1))
-    assert (first.count(", pid "), second.count(", pid ")) == (2, 2)  # each was started once more, and no oftener
+    assert (first.count(", pid "), second.count(", pid ")) == (2, 2)  # each was started twice
     assert pid_of(plan, 0) != pids[0]
 
 
-def test_who_was_idle_when_another_died_meets_the_new_one(session: Any, tmp_path: Path) -> None:
+def test_an_instance_that_was_idle_at_the_failure_continues_with_the_replacement(session: Any, tmp_path: Path) -> None:
     plan = plan_for(tmp_path, pod={"num_instances": 2})
     first = dataclasses.replace(plan.next_leg(0), num_updates=3, ends_epoch=False)
     with contextlib.closing(RayFleet(plan)) as fleet:
@@ -71,15 +71,15 @@ def test_who_was_idle_when_another_died_meets_the_new_one(session: Any, tmp_path
 
 def test_two_of_four_are_killed_at_once(session: Any, undisturbed: str, tmp_path: Path) -> None:
     plan = plan_for(tmp_path, pod={"num_instances": 4})
-    told = run(plan, [(7, send(signal.SIGKILL, 0, 2))])
-    assert_undisturbed(plan, told, undisturbed)
-    assert sorted(lost(told)) == [(0, "died"), (2, "died")]
-    assert {index for repair in told.repairs for index in repair.lost} == {0, 2}
+    outcome = run(plan, [(7, send(signal.SIGKILL, 0, 2))])
+    assert_undisturbed(plan, outcome, undisturbed)
+    assert sorted(lost(outcome)) == [(0, "died"), (2, "died")]
+    assert {index for repair in outcome.repairs for index in repair.lost} == {0, 2}
     for survivor in (1, 3):
         assert Path(plan.log_file(survivor)).read_text().count(", pid ") == 1
 
 
-def test_nobody_is_left_but_checkpoints_and_the_newest_is_damaged(
+def test_after_the_loss_of_all_instances_a_damaged_checkpoint_is_skipped(
     session: Any, undisturbed: str, tmp_path: Path
 ) -> None:
     plan = plan_for(tmp_path, pod={"num_instances": 2}, run={"checkpoint_every": "6 updates"})
@@ -93,32 +93,32 @@ def test_nobody_is_left_but_checkpoints_and_the_newest_is_damaged(
         weights.write_bytes(bytes(content))
         send(signal.SIGKILL, 0, 1)(plan)
 
-    told = run(plan, [(13, flip_a_byte_and_kill_all), (21, send(signal.SIGKILL, 0, 1))])
-    assert_undisturbed(plan, told, undisturbed)
-    first, second = told.repairs
+    outcome = run(plan, [(13, flip_a_byte_and_kill_all), (21, send(signal.SIGKILL, 0, 1))])
+    assert_undisturbed(plan, outcome, undisturbed)
+    first, second = outcome.repairs
     assert first.update == 6
     assert first.seeded_from.endswith("update-00000006")
     (damaged,) = first.passed_over
     assert "update-00000012 is damaged" in damaged
-    assert second.update in (12, 18)  # 12 was written again
+    assert second.update in (12, 18)  # checkpoint 12 was written again
     assert second.passed_over == ()
 
 
-def test_a_frozen_instance_is_noticed_and_replaced(session: Any, undisturbed: str, tmp_path: Path) -> None:
+def test_a_frozen_instance_is_detected_and_replaced(session: Any, undisturbed: str, tmp_path: Path) -> None:
     plan = plan_for(tmp_path, pod={"num_instances": 2}, run={"silent_after_s": 6})
-    told = run(plan, [(9, send(signal.SIGSTOP, 1))])
-    assert_undisturbed(plan, told, undisturbed)
-    assert lost(told) == [(1, "silent")]
-    assert "run.silent_after_s = 6" in told.losses[0].cause
+    outcome = run(plan, [(9, send(signal.SIGSTOP, 1))])
+    assert_undisturbed(plan, outcome, undisturbed)
+    assert lost(outcome) == [(1, "silent")]
+    assert "run.silent_after_s = 6" in outcome.losses[0].cause
 
 
-def test_a_frozen_process_is_ended_and_no_other_with_its_pid() -> None:
+def test_a_frozen_process_is_killed_but_no_other_process_with_its_pid() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
-        ticks = ticks_of(process.pid)
+        ticks = process_start_ticks(process.pid)
         assert ticks is not None
         process.send_signal(signal.SIGSTOP)
-        end_process(process.pid, ticks - 1)
+        kill_process(process.pid, ticks - 1)
         assert process.poll() is None
-        end_process(process.pid, ticks)
+        kill_process(process.pid, ticks)
         assert process.wait(10) == -signal.SIGKILL
-    end_process(process.pid, ticks)  # it is gone, and nothing happens
+    kill_process(process.pid, ticks)  # it has ended; nothing happens

@@ -1,17 +1,16 @@
-"""Whole hosts are lost or fall silent: instances move to a spare one, then beside others; the same weights."""
+"""Hosts are lost or frozen: their instances move to a spare host, then to a used one; the weights are the same."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import os
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Dict, Iterator, List
+from typing import Any, Iterator, List
 
 import psutil
 import pytest
 from harness import assert_undisturbed, plan_for, run
+from ray_cluster import SECOND_HOST, THIRD_HOST, RayCluster, ray_cluster
 
 from raypod.plan.cluster import Cluster, Host
 from raypod.plan.plan import Plan
@@ -22,36 +21,21 @@ pytestmark = [
 ]
 
 HAS_OLD_RAY = tuple(int(part) for part in version("ray").split(".")[:2]) < (2, 50)
-SECOND, SPARE = "127.0.0.2", "127.0.0.3"
 
 
 @pytest.fixture
-def hosts() -> Iterator[Dict[str, Any]]:
-    """A Ray cluster of three hosts on this machine, and its nodes by address; the driver is on the first."""
-    environment = dict(os.environ)
-    ray = importlib.import_module("ray")
-    cluster_utils = importlib.import_module("ray.cluster_utils")
-    cluster = cluster_utils.Cluster()
-    nodes: Dict[str, Any] = {}
-    for address in ("", SECOND, SPARE):
-        where = {"node_ip_address": address} if address else {}
-        sizes = {"num_cpus": 1, "object_store_memory": 80_000_000}
-        nodes[address] = cluster.add_node(include_dashboard=False, **sizes, **where)
-    head = nodes[""].node_ip_address
-    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
-    # Ray 2.10 would take the last node's address for this process's own.
-    ray.init(address=cluster.address, namespace="tests", _node_ip_address=head, **quiet)
-    yield {"cluster": cluster, "nodes": nodes, "head": head}
-    for process in processes_of(nodes[SPARE]):  # nobody else could end what is frozen
-        process.kill()
-    ray.shutdown()
-    cluster.shutdown()
-    os.environ.clear()
-    os.environ.update(environment)
+def hosts() -> Iterator[RayCluster]:
+    """A Ray cluster of three hosts on this machine; the driver is on the first."""
+    with ray_cluster(("", SECOND_HOST, THIRD_HOST)) as started:
+        try:
+            yield started
+        finally:
+            for process in processes_of(started.nodes[2]):  # Ray cannot end frozen processes
+                process.kill()
 
 
 def processes_of(node: Any) -> List[psutil.Process]:
-    """All that runs on a node of Ray, its raylet first."""
+    """Return all processes of a Ray node, its raylet first."""
     found: List[psutil.Process] = []
     for infos in node.all_processes.values():
         for info in infos:
@@ -64,30 +48,32 @@ def processes_of(node: Any) -> List[psutil.Process]:
 @pytest.mark.skipif(
     HAS_OLD_RAY, reason="Ray 2.10 is often too slow to start work on the spare host before it is given up"
 )
-def test_the_instances_of_a_lost_host_move_to_a_spare_one_then_beside_others(
-    hosts: Dict[str, Any], tmp_path: Path
+def test_the_instances_of_a_lost_host_move_to_a_spare_host_then_to_a_used_one(
+    hosts: RayCluster, tmp_path: Path
 ) -> None:
     for name in ("inline", "ray"):
         (tmp_path / name).mkdir()
     long = {"updates": 160}
     inline = plan_for(tmp_path / "inline", run={"fleet": "inline"}, pod={"num_instances": 1}, training=long)
-    cluster = Cluster("three", tuple(Host(address, address) for address in (hosts["head"], SECOND, SPARE)))
+    head, second, spare = hosts.nodes
+    addresses = (head.node_ip_address, SECOND_HOST, THIRD_HOST)
+    cluster = Cluster("three", tuple(Host(address, address) for address in addresses))
     plan = plan_for(tmp_path / "ray", cluster, pod={"num_instances": 2}, training=long, run={"silent_after_s": 6})
-    assert [host.name for host in plan.hosts] == [hosts["head"], SECOND]
+    assert [host.name for host in plan.placement.hosts] == list(addresses[:2])
 
     def end_second(plan: Plan) -> None:
-        for process in processes_of(hosts["nodes"][SECOND]):  # at once; Ray alone would let its instance run on
+        for process in processes_of(second):  # all at once; Ray alone would keep its instance running
             process.kill()
-        hosts["cluster"].remove_node(hosts["nodes"].pop(SECOND), allow_graceful=False)
+        hosts.cluster.remove_node(second, allow_graceful=False)
 
-    def cut_off_spare(plan: Plan) -> None:
-        for process in processes_of(hosts["nodes"][SPARE]):
+    def freeze_spare(plan: Plan) -> None:
+        for process in processes_of(spare):
             process.suspend()
 
-    told = run(plan, [(6, end_second), (14, cut_off_spare)])
-    assert_undisturbed(plan, told, run(inline).sha256)
-    assert [(loss.instance, loss.host, loss.kind) for loss in told.losses] == [
-        (1, SECOND, "died"),
-        (1, SPARE, "silent"),
+    outcome = run(plan, [(6, end_second), (14, freeze_spare)])
+    assert_undisturbed(plan, outcome, run(inline).sha256)
+    assert [(loss.instance, loss.host, loss.kind) for loss in outcome.losses] == [
+        (1, SECOND_HOST, "died"),
+        (1, THIRD_HOST, "silent"),
     ]
-    assert [repair.hosts for repair in told.repairs] == [(SPARE,), (hosts["head"],)]
+    assert [repair.hosts for repair in outcome.repairs] == [(THIRD_HOST,), (head.node_ip_address,)]

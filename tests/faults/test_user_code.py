@@ -1,4 +1,4 @@
-"""User code that raises or never returns: found, told with its stack, and replaced; twice the same ends the run."""
+"""User code that raises or never returns: its instance is replaced; the same exception twice ends the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the user's modules are, and the files that tell them to fail."""
+    """The working directory, with the user's modules; files in it make them fail."""
     shutil.copy(Path(__file__).parent / "fragile.py", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -39,15 +39,15 @@ def plan_of(folder: Path, name: str, **run_section: Any) -> Plan:
     )
 
 
-def told(folder: Path, what: str) -> Callable[[Plan], None]:
-    return lambda plan: (folder / what).touch()
+def fail(folder: Path, failure: str) -> Callable[[Plan], None]:
+    return lambda plan: (folder / failure).touch()
 
 
-def test_user_code_that_fails_once_costs_a_restart_each_time(session: Any, folder: Path) -> None:
+def test_each_failure_of_user_code_uses_one_restart(session: Any, folder: Path) -> None:
     reference = run(plan_of(folder, "inline")).sha256
     plan = plan_of(folder, "ray", stuck_after_s=10, report_timeout_s=60)
     faults = ["model-raises", "model-exhausts-memory", "loader-raises", "model-hangs", "loader-hangs"]
-    found = run(plan, [(4 + 5 * number, told(folder, what)) for number, what in enumerate(faults)])
+    found = run(plan, [(4 + 5 * number, fail(folder, failure)) for number, failure in enumerate(faults)])
     assert_undisturbed(plan, found, reference)
     assert [(loss.instance, loss.kind) for loss in found.losses] == [
         (1, "raised"),
@@ -66,8 +66,8 @@ def test_user_code_that_fails_once_costs_a_restart_each_time(session: Any, folde
     assert [repair.restarts for repair in found.repairs] == [1, 2, 3, 4, 5]
 
 
-def test_an_exception_that_comes_again_ends_the_run(session: Any, folder: Path) -> None:
+def test_a_repeated_exception_ends_the_run(session: Any, folder: Path) -> None:
     (folder / "again").touch()
     with pytest.raises(InstanceFailed, match="ValueError: no such layer .the same happened at update") as caught:
-        run(plan_of(folder, "ray"), [(6, told(folder, "model-raises"))])
+        run(plan_of(folder, "ray"), [(6, fail(folder, "model-raises"))])
     assert (caught.value.instance, caught.value.host) == (1, "localhost")

@@ -1,4 +1,4 @@
-"""The ledger, and what verify-data proves from it."""
+"""The ledger, and the proof of verify-data from it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from raypod.record.verify_data import Order, Verdict, check_ledger
 SEED = 5
 
 
-def life(order: Order, generation: int, instances: int, first_update: int, end_update: int) -> List[Line]:
-    """The lines that one life of a fleet leaves behind when it does everything right."""
+def generation_lines(order: Order, generation: int, instances: int, first_update: int, end_update: int) -> List[Line]:
+    """The lines of one generation without faults."""
     geometry = dataclasses.replace(order.geometry, num_instances=instances)
     per_epoch = geometry.updates_per_epoch(order.train_samples)
     lines: List[Line] = [GenerationStarted(generation, first_update, instances)]
@@ -44,7 +44,7 @@ def order_with(**sizes: int) -> Order:
     return Order(Geometry(**{**values, "num_instances": 1, "ipus_per_replica": 1, **sizes}), SEED, train_samples)
 
 
-def judged(order: Order, lines: List[Line]) -> Verdict:
+def checked(order: Order, lines: List[Line]) -> Verdict:
     return check_ledger(order, lines, [])
 
 
@@ -54,11 +54,11 @@ def judged(order: Order, lines: List[Line]) -> Verdict:
     iterations=st.integers(1, 3),
     replicas=st.sampled_from([1, 2, 4, 6, 8]),
     spare=st.integers(0, 40),
-    lives=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12), st.integers(0, 3)), min_size=1, max_size=4),
+    generations=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12), st.integers(0, 3)), min_size=1, max_size=4),
 )
 @settings(max_examples=80, deadline=None)
 def test_any_chain_of_resumes_on_any_topology_is_proved(
-    micro: int, accumulation: int, iterations: int, replicas: int, spare: int, lives: List[Any]
+    micro: int, accumulation: int, iterations: int, replicas: int, spare: int, generations: List[Any]
 ) -> None:
     sizes = {"micro_batch_size": micro, "gradient_accumulation": accumulation, "device_iterations": iterations}
     per_call = micro * accumulation * iterations * replicas
@@ -66,17 +66,17 @@ def test_any_chain_of_resumes_on_any_topology_is_proved(
     divisors = [n for n in (1, 2, 3, 4, 6, 8) if replicas % n == 0]
     lines: List[Line] = []
     done = 0
-    for generation, (back, forward, which) in enumerate(lives, start=1):
+    for generation, (back, forward, which) in enumerate(generations, start=1):
         first = max(0, done - back * iterations)
         done = first + forward * iterations
-        lines += life(order, generation, divisors[which % len(divisors)], first, done)
-    verdict = judged(order, lines)
+        lines += generation_lines(order, generation, divisors[which % len(divisors)], first, done)
+    verdict = checked(order, lines)
     assert verdict.is_proved, verdict.lines
     assert f"proved: {done} updates" in verdict.lines[-1]
 
 
 ORDER = order_with(num_instances=2)
-WHOLE = life(ORDER, 1, 2, 0, 14)  # 6 updates an epoch
+WHOLE = generation_lines(ORDER, 1, 2, 0, 14)  # 6 updates an epoch
 
 
 def changed(place: int, **values: Any) -> List[Line]:
@@ -95,16 +95,16 @@ FAULTS: Dict[str, List[Line]] = {
 }
 
 
-@pytest.mark.parametrize("told", list(FAULTS))
-def test_a_fault_is_told_with_its_place(told: str) -> None:
-    verdict = judged(ORDER, FAULTS[told])
+@pytest.mark.parametrize("message", list(FAULTS))
+def test_a_fault_is_reported_with_its_place(message: str) -> None:
+    verdict = checked(ORDER, FAULTS[message])
     assert not verdict.is_proved
-    with pytest.raises(AssertionError, match=told):
+    with pytest.raises(AssertionError, match=message):
         raise AssertionError("\n".join(verdict.lines))
 
 
-def test_an_epoch_is_told_with_what_it_left_out() -> None:
-    assert judged(ORDER, WHOLE).lines == (
+def test_each_epoch_is_reported_with_its_left_out_samples() -> None:
+    assert checked(ORDER, WHOLE).lines == (
         "epoch 1: 48 of 48 samples seen exactly once; 2 left out, less than a call",
         "epoch 2: 48 of 48 samples seen exactly once; 2 left out, less than a call",
         "epoch 3: 16 of 48 samples seen exactly once; 2 left out, less than a call",
@@ -112,24 +112,24 @@ def test_an_epoch_is_told_with_what_it_left_out() -> None:
     )
 
 
-def test_what_a_resumed_run_did_again_counts_once() -> None:
-    lines = WHOLE + life(ORDER, 2, 4, 10, 20)
-    verdict = judged(ORDER, lines)
+def test_superseded_calls_of_a_resumed_run_do_not_count() -> None:
+    lines = WHOLE + generation_lines(ORDER, 2, 4, 10, 20)
+    verdict = checked(ORDER, lines)
     assert verdict.lines[0] == "generation 2 began after update 10: 4 superseded"
     assert verdict.is_proved
-    del lines[-11]  # the line that says so is gone: the same updates twice
-    assert not judged(ORDER, lines).is_proved
+    del lines[-11]  # without the line of the second generation, updates are duplicated
+    assert not checked(ORDER, lines).is_proved
 
 
-def test_the_file_survives_a_line_that_was_cut_off(make: Callable[..., Plan], tmp_path: Path) -> None:
+def test_a_truncated_line_does_not_affect_the_others(make: Callable[..., Plan], tmp_path: Path) -> None:
     plan = make()
     Path(plan.run_dir).mkdir()
     for generation in (1, 2):
-        book = Ledger(plan)
-        book.begin(generation, generation - 1)
-        book.write(CallDone(generation - 1, ((0, "aa"), (1, "bb"))))
-        book.sync()
-        book.close()
+        file = Ledger(plan)
+        file.begin(generation, generation - 1)
+        file.write(CallDone(generation - 1, ((0, "aa"), (1, "bb"))))
+        file.sync()
+        file.close()
         path = Path(plan.run_dir) / ledger.NAME
         path.write_bytes(path.read_bytes() + b'{"generation": 2, "upd')
     lines, unreadable = ledger.read(path)
@@ -143,7 +143,7 @@ def test_the_file_survives_a_line_that_was_cut_off(make: Callable[..., Plan], tm
     assert ledger.last_generation(plan.run_dir) == 2
 
 
-def test_a_folder_without_a_ledger_is_the_users_mistake(tmp_path: Path) -> None:
+def test_a_folder_without_a_ledger_is_a_user_error(tmp_path: Path) -> None:
     from raypod.__main__ import main
 
     assert main(["verify-data", str(tmp_path)]) == 2

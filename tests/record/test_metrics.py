@@ -1,3 +1,5 @@
+"""Aggregation of reports to updates, and the JSON Lines files."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -16,80 +18,80 @@ def report(instance: int, losses: list[list[float]], correct: list[list[int]], f
     return CallReport(instance, first, tuple(map(tuple, losses)), tuple(map(tuple, correct)))
 
 
-def test_an_update_is_told_once_all_instances_have_reported(make: Callable[..., Plan]) -> None:
-    fold = MetricsAggregator(make(), started_at_s=100.0)
-    assert fold.add(report(1, [[3.0, 4.0]], [[8, 8]]), 101.0) == []
-    (update,) = fold.add(report(0, [[1.0, 2.0]], [[0, 8]]), 102.0)
+def test_an_update_is_emitted_once_all_instances_have_reported(make: Callable[..., Plan]) -> None:
+    metrics = MetricsAggregator(make(), started_at_s=100.0)
+    assert metrics.add(report(1, [[3.0, 4.0]], [[8, 8]]), 101.0) == []
+    (update,) = metrics.add(report(0, [[1.0, 2.0]], [[0, 8]]), 102.0)
     assert (update.update, update.epoch, update.loss, update.accuracy) == (1, 1, 2.5, 75.0)
     assert (update.samples, update.samples_per_s, update.time_s) == (32, 16.0, 2.0)
 
 
 def test_an_instance_may_be_ahead(make: Callable[..., Plan]) -> None:
-    fold = MetricsAggregator(make(), 0.0)
-    fold.add(report(0, [[1.0, 1.0]], [[0, 0]]), 1.0)
-    fold.add(report(0, [[2.0, 2.0]], [[0, 0]], first=1), 1.0)
-    assert [u.update for u in fold.add(report(1, [[1.0, 1.0]], [[0, 0]]), 2.0)] == [1]
-    assert [u.loss for u in fold.add(report(1, [[4.0, 4.0]], [[0, 0]], first=1), 3.0)] == [3.0]
+    metrics = MetricsAggregator(make(), 0.0)
+    metrics.add(report(0, [[1.0, 1.0]], [[0, 0]]), 1.0)
+    metrics.add(report(0, [[2.0, 2.0]], [[0, 0]], first=1), 1.0)
+    assert [u.update for u in metrics.add(report(1, [[1.0, 1.0]], [[0, 0]]), 2.0)] == [1]
+    assert [u.loss for u in metrics.add(report(1, [[4.0, 4.0]], [[0, 0]], first=1), 3.0)] == [3.0]
 
 
-def test_a_call_of_several_updates_tells_each(make: Callable[..., Plan]) -> None:
-    fold = MetricsAggregator(make(training={"device_iterations": 2}, pod={"num_instances": 1, "replicas": 1}), 0.0)
-    updates = fold.add(report(0, [[1.0], [3.0]], [[8], [4]]), 1.0)
+def test_a_call_of_several_updates_emits_each(make: Callable[..., Plan]) -> None:
+    metrics = MetricsAggregator(make(training={"device_iterations": 2}, pod={"num_instances": 1, "replicas": 1}), 0.0)
+    updates = metrics.add(report(0, [[1.0], [3.0]], [[8], [4]]), 1.0)
     assert [(u.update, u.loss, u.accuracy) for u in updates] == [(1, 1.0, 100.0), (2, 3.0, 50.0)]
-    assert fold.end_epoch(0).loss == 2.0
+    assert metrics.end_epoch(0).loss == 2.0
 
 
 @pytest.mark.parametrize("instances", [1, 2, 4])
 def test_the_loss_does_not_depend_on_the_placement(make: Callable[..., Plan], instances: int) -> None:
     losses = [0.1, 0.7, 1e-9, 3.3]
-    fold, local = MetricsAggregator(make(pod={"num_instances": instances}), 0.0), 4 // instances
+    metrics, local = MetricsAggregator(make(pod={"num_instances": instances}), 0.0), 4 // instances
     done: List[UpdateDone] = []
     for index in reversed(range(instances)):
         part = losses[index * local : (index + 1) * local]
-        done += fold.add(report(index, [part], [[1] * local]), 1.0)
+        done += metrics.add(report(index, [part], [[1] * local]), 1.0)
     assert done[0].loss == 1.02500000025
 
 
-def test_throughput_leaves_out_the_first_call_and_pauses(make: Callable[..., Plan]) -> None:
-    fold = MetricsAggregator(make(pod={"num_instances": 1}), 0.0)
-    fold.begin_leg(5.0)
-    for call, now in enumerate((10.0, 11.0)):  # the first call takes 5 s, it compiles
-        fold.add(report(0, [[1.0] * 4], [[0] * 4], first=call), now)
-    fold.begin_leg(50.0)  # an evaluation lay between
-    fold.add(report(0, [[1.0] * 4], [[0] * 4], first=2), 51.0)
-    assert fold.samples_per_s == 32.0
-    assert fold.first_update_s == 10.0
+def test_throughput_excludes_the_first_call_and_pauses(make: Callable[..., Plan]) -> None:
+    metrics = MetricsAggregator(make(pod={"num_instances": 1}), 0.0)
+    metrics.begin_leg(5.0)
+    for call, now in enumerate((10.0, 11.0)):  # the first call takes 5 s: it includes the compilation
+        metrics.add(report(0, [[1.0] * 4], [[0] * 4], first=call), now)
+    metrics.begin_leg(50.0)  # after an evaluation
+    metrics.add(report(0, [[1.0] * 4], [[0] * 4], first=2), 51.0)
+    assert metrics.samples_per_s == 32.0
+    assert metrics.first_update_s == 10.0
 
 
-def test_the_wait_for_data_is_a_share_of_the_calls(make: Callable[..., Plan]) -> None:
-    fold = MetricsAggregator(make(), 0.0)
-    for call, (wait_s, call_s) in enumerate(((9.0, 10.0), (0.5, 2.0), (0.0, 3.0))):  # the first call compiles
+def test_the_wait_for_data_is_a_share_of_the_time_of_the_calls(make: Callable[..., Plan]) -> None:
+    metrics = MetricsAggregator(make(), 0.0)
+    for call, (wait_s, call_s) in enumerate(((9.0, 10.0), (0.5, 2.0), (0.0, 3.0))):  # the first call is excluded
         for instance in range(2):
-            told = report(instance, [[1.0] * 2], [[0] * 2], call)
-            done = fold.add(dataclasses.replace(told, data_wait_s=wait_s, call_s=call_s), float(call))
+            one = report(instance, [[1.0] * 2], [[0] * 2], call)
+            done = metrics.add(dataclasses.replace(one, data_wait_s=wait_s, call_s=call_s), float(call))
         assert done[0].data_wait_share == wait_s / call_s
-    assert fold.data_wait_share == 0.1
+    assert metrics.data_wait_share == 0.1
 
 
 def line(update: int) -> UpdateDone:
     return UpdateDone(update, 1, 0.5, 50.0, update * 32, 10.0, 1.0)
 
 
-def test_a_resumed_run_has_no_line_twice(tmp_path: Path) -> None:
+def test_a_resumed_run_has_no_duplicate_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = JsonLines(path, first_update=0)
     for update in (1, 2, 3):
         first.write(line(update))
     first.close()
     with path.open("a") as file:
-        file.write('{"update": 4, "los')  # cut off by a crash
+        file.write('{"update": 4, "los')  # truncated by a crash
     again = JsonLines(path, first_update=2)
     again.write(line(3))
     again.close()
     assert [json.loads(text)["update"] for text in path.read_text().splitlines()] == [1, 2, 3]
 
 
-def test_a_line_has_the_keys_others_rely_on(tmp_path: Path) -> None:
+def test_a_line_has_the_documented_keys(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "metrics.jsonl", 0)
     lines.write(line(1))
     lines.close()
@@ -98,27 +100,27 @@ def test_a_line_has_the_keys_others_rely_on(tmp_path: Path) -> None:
     assert keys["data_wait_share"] == 0
 
 
-def test_after_a_repair_every_update_is_told_once(make: Callable[..., Plan]) -> None:
-    fold = MetricsAggregator(make(), 0.0)
+def test_after_a_repair_every_update_is_emitted_once(make: Callable[..., Plan]) -> None:
+    metrics = MetricsAggregator(make(), 0.0)
     for instance in (0, 1):
-        fold.add(report(instance, [[1.0, 1.0]], [[8, 8]]), 1.0)
-    fold.add(report(0, [[2.0, 4.0]], [[8, 4]], first=1), 2.0)  # instance 1 has done it too, and is lost
-    fold.add(report(1, [[9.0, 9.0]], [[0, 0]], first=2), 2.0)  # it alone had done this one
-    (told,) = fold.rollback_to(2, 3.0)
-    assert (told.update, told.loss, told.accuracy) == (2, 3.0, 75.0)  # of those whose report is there
-    assert fold.position == 2
+        metrics.add(report(instance, [[1.0, 1.0]], [[8, 8]]), 1.0)
+    metrics.add(report(0, [[2.0, 4.0]], [[8, 4]], first=1), 2.0)  # instance 1 was lost before it reported
+    metrics.add(report(1, [[9.0, 9.0]], [[0, 0]], first=2), 2.0)  # instance 0 has not done this call
+    (pending,) = metrics.rollback_to(2, 3.0)
+    assert (pending.update, pending.loss, pending.accuracy) == (2, 3.0, 75.0)  # of the instance that reported
+    assert metrics.position == 2
     for instance in (0, 1):
-        done = fold.add(report(instance, [[5.0, 5.0]], [[8, 8]], first=2), 4.0)
+        done = metrics.add(report(instance, [[5.0, 5.0]], [[8, 8]], first=2), 4.0)
     assert [(each.update, each.loss) for each in done] == [(3, 5.0)]
-    assert [call.first_update for call in fold.take_calls()] == [0, 1, 2]
+    assert [call.first_update for call in metrics.take_calls()] == [0, 1, 2]
 
 
-def test_after_a_step_back_no_update_is_told_again(make: Callable[..., Plan]) -> None:
-    fold = MetricsAggregator(make(pod={"num_instances": 1}), 0.0)
+def test_after_a_rollback_no_update_is_emitted_again(make: Callable[..., Plan]) -> None:
+    metrics = MetricsAggregator(make(pod={"num_instances": 1}), 0.0)
     for first in (0, 1, 2):
-        fold.add(report(0, [[1.0] * 4], [[8] * 4], first=first), 1.0)
-    assert fold.rollback_to(1, 2.0) == []
-    assert (fold.position, fold.last and fold.last.update) == (1, 3)
-    told = [fold.add(report(0, [[1.0] * 4], [[8] * 4], first=first), 3.0) for first in (1, 2, 3)]
-    assert [[each.update for each in updates] for updates in told] == [[], [], [4]]
-    assert fold.position == 4
+        metrics.add(report(0, [[1.0] * 4], [[8] * 4], first=first), 1.0)
+    assert metrics.rollback_to(1, 2.0) == []
+    assert (metrics.position, metrics.last and metrics.last.update) == (1, 3)
+    emitted = [metrics.add(report(0, [[1.0] * 4], [[8] * 4], first=first), 3.0) for first in (1, 2, 3)]
+    assert [[each.update for each in updates] for updates in emitted] == [[], [], [4]]
+    assert metrics.position == 4

@@ -1,3 +1,5 @@
+"""The console output of a run."""
+
 from __future__ import annotations
 
 import io
@@ -21,7 +23,7 @@ def update(number: int) -> UpdateDone:
 
 @pytest.fixture
 def shown(make: Callable[..., Plan]) -> Callable[..., tuple[str, str]]:
-    """Show events; what stdout and stderr have then."""
+    """Show events; return the content of stdout and stderr."""
 
     def show(err: Any, *events: Any) -> tuple[str, str]:
         out = io.StringIO()
@@ -34,37 +36,37 @@ def shown(make: Callable[..., Plan]) -> Callable[..., tuple[str, str]]:
     return show
 
 
-def test_a_terminal_has_a_bar_that_counts_the_updates_of_an_epoch(shown: Callable[..., Any]) -> None:
+def test_a_terminal_shows_a_bar_of_the_updates_of_an_epoch(shown: Callable[..., Any]) -> None:
     _, err = shown(Terminal(), *(update(number) for number in range(1, 45)), EpochDone(1, 1.25, 50.0))
     assert "[Epoch 01]" in err
     assert "44/44" in err
     assert "loss=1.250, acc=50.0, 1000 images/s" in err
 
 
-def test_a_resumed_bar_starts_where_the_epoch_was_left(shown: Callable[..., Any]) -> None:
+def test_a_resumed_bar_starts_inside_the_epoch(shown: Callable[..., Any]) -> None:
     _, err = shown(Terminal(), *(update(number) for number in range(61, 89)))
     assert "[Epoch 02]" in err
-    assert "16/44" in err  # updates 45..60 were done before
+    assert "16/44" in err  # updates 45..60 were done before the resume
     assert "44/44" in err
 
 
-def test_without_a_terminal_there_are_plain_lines(shown: Callable[..., Any]) -> None:
+def test_without_a_terminal_plain_lines_are_printed(shown: Callable[..., Any]) -> None:
     out, err = shown(io.StringIO(), *(update(number) for number in range(1, 45)), EpochDone(1, 1.835, 32.3))
     assert out == "[Epoch 01] loss: 1.835, acc: 32.3\n"
     assert err == ""
 
 
-def test_the_result_and_an_interruption_are_told(shown: Callable[..., Any]) -> None:
+def test_the_result_and_an_interruption_are_printed(shown: Callable[..., Any]) -> None:
     started = RunStarted("emulated", "emulated SDK on CPU", 44, 77754, ())
-    on_the_way, last = EvaluationDone(360, 0.5, 91.94, 44, 1), EvaluationDone(360, 0.05, 98.61, 88, 2)
-    out, _ = shown(io.StringIO(), started, on_the_way, last, RunEnded(50, True, "ab", None))
+    intermediate, last = EvaluationDone(360, 0.5, 91.94, 44, 1), EvaluationDone(360, 0.05, 98.61, 88, 2)
+    out, _ = shown(io.StringIO(), started, intermediate, last, RunEnded(50, True, "ab", None))
     assert "emulated SDK on CPU; 77,754 parameters, the same in all instances, from update 44 on" in out
     assert "[Epoch 01] test loss: 0.500, test acc: 91.94\n" in out
     assert "Test accuracy: 98.61 % of 360 images (loss 0.050)" in out
     assert "Interrupted after update 50; continue with --resume" in out
 
 
-def test_a_repair_names_the_checkpoints_it_could_not_use(shown: Callable[..., Any]) -> None:
+def test_a_repair_names_the_damaged_checkpoints(shown: Callable[..., Any]) -> None:
     damaged = ("checkpoints/update-00000012 is damaged: weights.safetensors has another sha256",)
     repaired = Repaired((0, 1), ("a", "b"), "checkpoints/update-00000006", 6, 2.0, 1, 2, damaged)
     warning, line = shown(io.StringIO(), repaired)[0].splitlines()

@@ -1,4 +1,4 @@
-"""The run folder: which one a run takes, and that what is in it survives."""
+"""The run folder: which one a run uses, and which files it keeps."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def command(*flags: str) -> int:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a run of 3 updates, of which it kept 2 checkpoints."""
+    """The folder of a run of 3 updates with 2 checkpoints."""
     run = tmp_path / "run"
     assert command(*QUICK, "--updates", "3", "--checkpoint-every", "2 updates", "--run-dir", str(run)) == 0
     return run
 
 
-def cut_off(folder: Path) -> Path:
-    """Its coordinator died before it could say how the run ended."""
+def make_unfinished(folder: Path) -> Path:
+    """Change the state file as if the coordinator had died."""
     state = json.loads((folder / "state.json").read_text())
     left = {**state, "state": "running", "exit_code": None, "started_ticks": 1}
     (folder / "state.json").write_text(json.dumps(left))
@@ -36,7 +36,7 @@ def cut_off(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("how", ["--resume={}", "--resume={}/checkpoints/update-00000002", "run.resume={}"])
-def test_however_a_run_is_named_it_goes_on_in_its_folder_with_its_config(how: str, folder: Path) -> None:
+def test_a_run_resumes_in_its_folder_with_its_config(how: str, folder: Path) -> None:
     assert command(how.format(folder), "--updates", "5") == 0
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["updates"], Path(summary["checkpoint"]).parent) == (5, folder / "checkpoints")
@@ -44,50 +44,50 @@ def test_however_a_run_is_named_it_goes_on_in_its_folder_with_its_config(how: st
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 5
 
 
-def test_a_run_does_not_go_on_in_the_folder_of_another_one(
+def test_a_run_does_not_resume_in_the_folder_of_another_one(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "other"
     assert command(*QUICK, "--updates", "2", "--seed", "1", "--run-dir", str(other)) == 0
-    before = (cut_off(other) / "config.yaml").read_bytes()
+    before = (make_unfinished(other) / "config.yaml").read_bytes()
     assert command("--resume", str(folder), "--updates", "5", "--run-dir", str(other)) == 2
     assert "holds a run already" in capsys.readouterr().err
     assert (other / "config.yaml").read_bytes() == before
 
 
 @pytest.fixture
-def no_file_may_grow() -> Iterator[Callable[[], None]]:
-    """A full disk, as a process sees it."""
+def limit_file_sizes() -> Iterator[Callable[[], None]]:
+    """Return a function after which writes fail as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_leaves_the_files_of_a_run_as_they_were(
-    folder: Path, no_file_may_grow: Callable[[], None], capsys: pytest.CaptureFixture[str]
+def test_a_full_disk_leaves_the_files_of_a_run_unchanged(
+    folder: Path, limit_file_sizes: Callable[[], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     capsys.readouterr()
-    no_file_may_grow()
+    limit_file_sizes()
     assert command("--resume", str(folder), "--updates", "5") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "cannot write into the run folder" in line
     assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
 
-def test_a_disk_that_is_full_at_the_end_is_one_line(
+def test_a_full_disk_at_the_end_is_reported_in_one_line(
     tmp_path: Path,
-    no_file_may_grow: Callable[[], None],
+    limit_file_sizes: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     write = train.run_folder.write_summary
 
-    def on_a_full_disk(*arguments: object) -> None:
-        no_file_may_grow()
+    def write_to_full_disk(*arguments: object) -> None:
+        limit_file_sizes()
         write(*arguments)
 
-    monkeypatch.setattr(train.run_folder, "write_summary", on_a_full_disk)
+    monkeypatch.setattr(train.run_folder, "write_summary", write_to_full_disk)
     assert command(*QUICK, "--updates", "2", "--run-dir", str(tmp_path / "run")) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "summary.json cannot be written" in line
@@ -95,18 +95,18 @@ def test_a_disk_that_is_full_at_the_end_is_one_line(
 
 def lines_of(path: Path) -> List[Dict[str, Any]]:
     def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is no JSON")
+        raise AssertionError(f"{word} is not valid JSON")
 
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def test_a_run_that_was_cut_off_in_its_last_evaluation_is_finished_by_the_same_command(folder: Path) -> None:
+def test_the_same_command_finishes_a_run_that_died_in_its_last_evaluation(folder: Path) -> None:
     last = [*QUICK, "--updates", "3", "--run-dir", str(folder)]
     whole = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").unlink()
     (folder / "evaluations.jsonl").write_text('{"samples": 360, "lo')
-    assert command(*last, "--resume", str(folder)) == 2  # it is done
-    cut_off(folder)
+    assert command(*last, "--resume", str(folder)) == 2  # the run is finished
+    make_unfinished(folder)
     assert command(*last) == 0
     summary = json.loads((folder / "summary.json").read_text())
     for name in ("updates", "loss", "accuracy", "test_accuracy", "evaluations", "weights_sha256", "interrupted"):
@@ -115,7 +115,7 @@ def test_a_run_that_was_cut_off_in_its_last_evaluation_is_finished_by_the_same_c
 
 
 def accuracies(folder: Path) -> Dict[int, Optional[float]]:
-    """The test accuracy of each checkpoint that is there, by its update."""
+    """The test accuracy of each checkpoint, by update."""
     readable, damaged = list_checkpoints(folder / "checkpoints")
     assert not damaged
     return {each.update: each.manifest.test_accuracy for each in readable}
@@ -124,7 +124,7 @@ def accuracies(folder: Path) -> Dict[int, Optional[float]]:
 EPOCHS = (*QUICK, "--dataset", "synthetic", "--samples", "96", "--image", "1x8x8", "--evaluate-every", "1")
 
 
-def test_evaluations_and_their_checkpoints_survive_a_chain_of_resumes(tmp_path: Path) -> None:
+def test_evaluations_and_their_checkpoints_are_kept_over_several_resumes(tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = [*EPOCHS, "--checkpoint-every", "2 updates", "--keep-checkpoints", "1", "--run-dir", str(run)]
     assert command(*flags, "--epochs", "3") == 0  # 3 updates each
@@ -139,7 +139,7 @@ def test_evaluations_and_their_checkpoints_survive_a_chain_of_resumes(tmp_path: 
     assert lines_of(run / "evaluations.jsonl") == evaluations
 
 
-def test_an_evaluation_that_a_stop_has_cost_is_made_up_for(tmp_path: Path) -> None:
+def test_a_missed_evaluation_is_run_after_the_resume(tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = [*EPOCHS, "--run-dir", str(run)]
     assert command(*flags, "--epochs", "1") == 0
@@ -148,7 +148,7 @@ def test_an_evaluation_that_a_stop_has_cost_is_made_up_for(tmp_path: Path) -> No
     assert [each["update"] for each in lines_of(run / "evaluations.jsonl")] == [3, 6]
 
 
-def test_numbers_that_are_none_are_null_and_can_be_gone_on_from(tmp_path: Path) -> None:
+def test_nan_is_written_as_null_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = [*EPOCHS, "--learning-rate", "1e30", "--on-nonfinite", "continue", "--run-dir", str(run)]
     assert command(*flags, "--epochs", "1") == 0
@@ -162,7 +162,7 @@ def test_numbers_that_are_none_are_null_and_can_be_gone_on_from(tmp_path: Path) 
     assert "NaN" not in summary + (run / "state.json").read_text()
 
 
-def test_a_schedule_may_change_with_the_length_that_follows_from_it(tmp_path: Path) -> None:
+def test_the_learning_rate_schedule_cannot_change_without_resume_anyway(tmp_path: Path) -> None:
     flags = ["--model", "tiny", "--run-dir", str(tmp_path / "run")]
     assert command(*flags, "--updates", "2", "--lr-schedule", "cosine") == 0
     change = ["--resume", str(tmp_path / "run"), "--updates", "3", "--lr-schedule", "constant"]

@@ -1,29 +1,20 @@
-"""TensorBoard event files, read with TensorBoard's own reader."""
+"""TensorBoard event files."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any
 
 import pytest
+from event_files import scalars
 
 from raypod import train
 from raypod.events import EvaluationDone, UpdateDone
-from raypod.record.sinks import TENSORBOARD_FOLDER, TensorBoardWriter
+from raypod.record.sinks import TensorBoardWriter
 
 FLAGS = ["--fleet", "inline", "--device", "emulated", "--lr-schedule", "constant", "--model", "tiny", "--tensorboard"]
-
-
-def scalars(run_dir: Path) -> Dict[str, List[Tuple[int, float]]]:
-    """The (step, value) pairs of each tag."""
-    package = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
-    accumulator = package.EventAccumulator(str(run_dir / TENSORBOARD_FOLDER))
-    accumulator.Reload()
-    return {
-        tag: [(point.step, point.value) for point in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
-    }
 
 
 def update(number: int, loss: float = 0.5) -> UpdateDone:
