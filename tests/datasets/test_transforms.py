@@ -11,6 +11,8 @@ from raypod.datasets.order import augmentation_integers
 from raypod.host import torchvision_import
 from raypod.plan.resolve import from_values
 
+MEAN, STD = (0.1, 0.5, 0.3), (0.2, 0.25, 1.0)
+
 
 def images(count: int = 20, channels: int = 3, height: int = 32, width: int = 32) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (count, channels, height, width), dtype=np.uint8)
@@ -112,3 +114,23 @@ def test_digits_are_shifted_by_at_most_one_pixel() -> None:
     borders = np.pad(splits.train.images[:50], ((0, 0), (0, 0), (1, 1), (1, 1)))
     places = [borders[:, :, y : y + 8, x : x + 8] for y in range(3) for x in range(3)]
     assert all(any(np.array_equal(shifted[i], place[i]) for place in places) for i in range(50))
+
+
+def test_the_device_normalizes_to_the_same_bits_as_the_host() -> None:
+    pixels = torch.from_numpy(images(5, 3, 8, 8))
+    assert torch.equal(
+        transforms.device_input(torch.float32, MEAN, STD, (8, 8), None)(pixels), transforms.normalize(pixels, MEAN, STD)
+    )
+
+
+@pytest.mark.parametrize(("height", "width", "size"), [(32, 32, 64), (8, 6, 20)])
+def test_the_device_resizes_to_within_one_of_the_host(height: int, width: int, size: int) -> None:
+    pixels = torch.from_numpy(images(5, 3, height, width))
+    prepared = transforms.device_input(torch.float32, (0.0,), (1 / 255,), (height, width), size)(pixels)
+    expected = torch.from_numpy(transforms.resize(pixels.numpy(), (size, size))).float()
+    assert (prepared - expected).abs().max() <= 1.001  # Pillow rounds after the width and after the height
+
+
+def test_floating_images_pass_unchanged() -> None:
+    pixels = torch.rand(2, 3, 8, 8)
+    assert torch.equal(transforms.device_input(torch.float32, MEAN, STD, (8, 8), 8)(pixels), pixels)

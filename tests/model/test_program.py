@@ -1,0 +1,69 @@
+"""The training step, optimizers and learning rates."""
+
+from __future__ import annotations
+
+from typing import Any, Dict
+
+import poptorch
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from raypod.model import program
+from raypod.plan.config import Config
+from raypod.plan.resolve import from_values
+
+
+def config(**training: object) -> Config:
+    return from_values({"training": training})
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_training_step_has_the_loss_and_gradients_of_torch(smoothing: float) -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
+    images, labels = torch.randn(4, 3, 2, 2), torch.tensor([0, 4, 2, 2])
+    expected = functional.cross_entropy(network(images), labels, label_smoothing=smoothing)
+    expected.backward()
+    wanted = {
+        name: parameter.grad.clone() for name, parameter in network.named_parameters() if parameter.grad is not None
+    }
+    before = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
+    step = program.TrainingStep(network, nn.Identity(), smoothing)
+    trained = poptorch.trainingModel(step, optimizer=poptorch.optim.SGD(network.parameters(), lr=1.0))
+    loss, _ = trained(images, labels)
+    torch.testing.assert_close(loss, expected.detach())
+    after = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
+    trained.destroy()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(before[name] - after[name], gradient)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lamb"])
+@pytest.mark.parametrize(("precision", "dtype"), [("16.16", torch.float16), ("16.32", torch.float32)])
+def test_optimizer_states_have_the_precision_of_the_weights_except_second_moments(
+    name: str, precision: str, dtype: torch.dtype
+) -> None:
+    optimizer: Any = program.build_optimizer(config(optimizer=name, precision=precision), nn.Linear(2, 2))
+    assert type(optimizer).__name__.lower() == name
+    assert optimizer.accum_type == dtype
+    if name == "sgd":
+        assert optimizer.velocity_accum_type == dtype
+    else:
+        assert optimizer.first_order_momentum_accum_type == dtype
+        assert optimizer.second_order_momentum_accum_type == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({"lr_schedule": "constant"}, {0: 0.25, 2: 0.75, 3: 1.0, 39: 1.0}),
+        ({"lr_schedule": "cosine"}, {0: 0.25, 3: 1.0, 39: 0.5 * (1 + -0.9963974885425265)}),
+        ({"lr_schedule": "step", "lr_steps": [2, 3], "lr_gamma": 0.5}, {3: 1.0, 19: 1.0, 20: 0.5, 29: 0.5, 30: 0.25}),
+    ],
+    ids=["constant", "cosine", "step"],
+)
+def test_learning_rates(schedule: Dict[str, object], expected: Dict[int, float]) -> None:
+    settings = config(learning_rate=1.0, warmup_updates=3, **schedule)
+    rates = {update: program.learning_rate(settings, update, 40, updates_per_epoch=10) for update in expected}
+    assert rates == pytest.approx(expected)
