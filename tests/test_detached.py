@@ -1,4 +1,4 @@
-"""Runs that outlive their terminal, and runs whose coordinator did not outlive them."""
+"""Background runs, and runs whose coordinator died."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def summary(folder: Path) -> Dict[str, Any]:
 
 @pytest.fixture
 def detached(tmp_path: Path) -> Iterator[Path]:
-    """The folder of a long run that was started with --detach, and is training."""
+    """The folder of a long run that was started with --detach and is training."""
     folder = tmp_path / "run"
     try:
         done = train(folder, "--epochs", "400", "--detach")
@@ -57,25 +57,25 @@ def detached(tmp_path: Path) -> Iterator[Path]:
         assert state is None or wait_until(lambda: not psutil.pid_exists(state.pid) or not state.is_alive)
 
 
-def test_a_detached_run_is_asked_followed_and_stopped(detached: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_attach_and_stop_of_a_detached_run(detached: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert state_of(detached).is_alive
-    assert os.getsid(state_of(detached).pid) == state_of(detached).pid  # no terminal can hang it up
+    assert os.getsid(state_of(detached).pid) == state_of(detached).pid  # a closed terminal does not end it
     assert main(["status", str(detached)]) == 0
     out = capsys.readouterr().out
     assert "state  running" in out
     assert f"pid {state_of(detached).pid}" in out
-    assert train(detached, "--epochs", "400").returncode == 2  # one coordinator for one folder
+    assert train(detached, "--epochs", "400").returncode == 2  # a folder has one coordinator
     assert wait_until(lambda: (detached / "checkpoints" / "LATEST").is_file(), 60)
     assert main(["stop", str(detached)]) == 0
     assert "interrupted after update" in capsys.readouterr().out
     assert main(["attach", str(detached)]) == 130
-    assert f"go on with --resume {detached}" in capsys.readouterr().out
+    assert f"continue with --resume {detached}" in capsys.readouterr().out
     assert main(["status", str(detached)]) == 0
     assert main(["stop", str(detached)]) == 0
     assert "nothing to stop" in capsys.readouterr().out
 
 
-def test_a_run_whose_coordinator_died_goes_on_by_the_same_command(
+def test_the_same_command_resumes_a_run_whose_coordinator_died(
     detached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert wait_until(lambda: (detached / "checkpoints" / "LATEST").is_file(), 60)
@@ -90,25 +90,25 @@ def test_a_run_whose_coordinator_died_goes_on_by_the_same_command(
     again = train(detached, "--epochs", "400", "--updates", updates)
     assert again.returncode == 0, again.stderr
     assert f"from update {newest} on" in again.stdout
-    undisturbed = tmp_path / "undisturbed"
-    assert train(undisturbed, "--epochs", "400", "--updates", updates).returncode == 0
-    assert summary(detached)["weights_sha256"] == summary(undisturbed)["weights_sha256"]
+    reference = tmp_path / "reference"
+    assert train(reference, "--epochs", "400", "--updates", updates).returncode == 0
+    assert summary(detached)["weights_sha256"] == summary(reference)["weights_sha256"]
     lines = [json.loads(line)["update"] for line in (detached / "metrics.jsonl").read_text().splitlines()]
     assert lines == list(range(1, newest + 7))
     assert main(["verify-data", str(detached)]) == 0
     capsys.readouterr()
 
 
-def test_a_mistake_of_a_detached_run_is_told_at_once(tmp_path: Path) -> None:
+def test_an_error_at_the_start_of_a_detached_run_is_printed(tmp_path: Path) -> None:
     done = train(tmp_path / "run", "--detach", "--model", "no_such_module:make")
     assert done.returncode != 0
     assert "no_such_module" in done.stderr.splitlines()[-1]
 
 
-def test_a_run_that_was_cut_off_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
+def test_a_run_interrupted_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert train(folder, "--updates", "2").returncode == 0
-    assert train(folder, "--updates", "2").returncode == 2  # it is done
+    assert train(folder, "--updates", "2").returncode == 2  # the run is complete
     left = dataclasses.replace(state_of(folder), state="running", exit_code=None, update=1)
     (folder / "state.json").write_text(json.dumps(dataclasses.asdict(left)))
     for path in (folder / "checkpoints").iterdir():
@@ -119,24 +119,24 @@ def test_a_run_that_was_cut_off_before_its_first_checkpoint_starts_again(tmp_pat
     assert main(["verify-data", str(folder)]) == 0
 
 
-STATE = RunState(os.getpid(), process.ticks_of(os.getpid()) or 0, "here", "running", 3, 10)
+STATE = RunState(os.getpid(), process.process_start_ticks(os.getpid()) or 0, "here", "running", 3, 10)
 
 
-def test_a_pid_that_is_used_again_is_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reused_pid_is_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_state.socket, "gethostname", lambda: "here")
     assert STATE.is_alive
     assert not dataclasses.replace(STATE, started_ticks=STATE.started_ticks - 1).is_alive
     assert not dataclasses.replace(STATE, host="there").is_alive
 
 
-def test_a_run_on_another_host_is_not_touched_from_here(tmp_path: Path) -> None:
+def test_a_run_on_another_host_cannot_be_stopped(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(json.dumps(dataclasses.asdict(dataclasses.replace(STATE, host="far-away"))))
     with pytest.raises(ConfigError, match="started on host far-away; stop it there"):
         commands.stop(tmp_path)
 
 
 @pytest.mark.parametrize("verb", ["status", "attach", "stop"])
-def test_what_is_no_run_folder_is_told(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_is_an_error(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines: List[str] = []
     for words in ([verb], [verb, str(tmp_path / "nowhere")], [verb, str(tmp_path)]):
         assert main(words) == 2

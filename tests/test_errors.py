@@ -28,21 +28,21 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("kind", every_class(), ids=lambda kind: kind.__name__)
-def test_every_error_survives_the_way_between_processes(kind: type) -> None:
+def test_every_error_can_be_pickled(kind: type) -> None:
     error = EXAMPLES.get(kind) or kind("what happened")
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), vars(copy)) == (kind, str(error), vars(error))
 
 
 @pytest.mark.parametrize("kind", every_class(), ids=lambda kind: kind.__name__)
-def test_the_users_mistakes_and_the_failures_have_their_exit_codes(kind: type) -> None:
+def test_user_errors_exit_with_2_and_run_errors_with_1(kind: type) -> None:
     if kind is errors.ProgramFailed:
-        assert EXAMPLES[kind].exit_code == 4  # the program's own
+        assert EXAMPLES[kind].exit_code == 4  # that of the program
         return
     assert kind.exit_code == (2 if issubclass(kind, errors.UserError) else 1)
 
 
-def test_a_failure_names_host_instance_cause_and_log() -> None:
+def test_the_message_names_instance_host_cause_and_log() -> None:
     assert str(EXAMPLES[errors.InstanceFailed]) == (
         "instance 3 on host h1 failed: it died; its log: logs/instance-3.log"
     )

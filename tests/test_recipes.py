@@ -1,4 +1,4 @@
-"""The recipes of `configs/`: each is planned on every pod that it names, on a machine without the data."""
+"""The recipes of `configs/` and the planning of command lines, without the data sets' files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAMED = [(recipe, pod) for recipe in RECIPES for pod in pods(recipe)]
 
 
 @pytest.mark.parametrize(("recipe", "pod"), NAMED, ids=[f"{recipe.stem} on {pod}" for recipe, pod in NAMED])
-def test_every_recipe_is_planned_on_the_pods_it_names(recipe: Path, pod: str) -> None:
+def test_a_recipe_can_be_planned_on_the_pods_it_names(recipe: Path, pod: str) -> None:
     plan = planned(recipe, pod)
     assert plan.placement.cluster.name == pod
     assert plan.total_updates > 0
@@ -44,7 +44,7 @@ def test_every_recipe_is_planned_on_the_pods_it_names(recipe: Path, pod: str) ->
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_every_recipe_opens_with_its_command(recipe: Path) -> None:
+def test_a_recipe_begins_with_its_command(recipe: Path) -> None:
     command = re.search(r"#     python -m raypod\.train (.*)", header(recipe))
     assert command is not None
     words = command.group(1).split()
@@ -55,12 +55,12 @@ def test_every_recipe_opens_with_its_command(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("pod", "combined", "global_batch", "updates"), [(4, 8208, 16416, 78), (16, 2052, 16416, 78), (64, 504, 16128, 79)]
 )
-def test_imagenet_has_the_published_numbers(pod: int, combined: int, global_batch: int, updates: int) -> None:
+def test_imagenet_has_the_published_sizes(pod: int, combined: int, global_batch: int, updates: int) -> None:
     plan = planned(HOME / "configs" / f"imagenet-resnet50-pod{pod}.yaml", f"pod{pod}")
     geometry = plan.geometry
     assert (geometry.combined_batch_size, geometry.global_batch_size) == (combined, global_batch)
     assert (plan.updates_per_epoch, plan.config.training.warmup_updates) == (updates, 5 * updates)
-    assert "1281167 training, 50000 test (as published; the files are not here)" in render(plan)
+    assert "1281167 training, 50000 test (published sizes; the files are missing)" in render(plan)
 
 
 def test_the_default_run_is_a_recipe() -> None:

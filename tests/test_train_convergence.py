@@ -1,4 +1,4 @@
-"""That training ends where it should: real digits by the recipe, and images in CIFAR's format by a ResNet-18."""
+"""Trainings reach their accuracy: the digits recipe, and a ResNet-18 on images in CIFAR's format."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_digits_recipe_reaches_97_percent(tmp_path: Path, precision: str) ->
     assert summary_of(tmp_path / "run", "--config", recipe, "--precision", precision)["test_accuracy"] >= 97
 
 
-def test_a_resnet18_learns_images_in_the_format_of_cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resnet18_learns_images_in_the_cifar_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(HOME / "scripts"), *sys.path])
     import make_cifar
 
@@ -35,4 +35,4 @@ def test_a_resnet18_learns_images_in_the_format_of_cifar(tmp_path: Path, monkeyp
     flags = ["--dataset", "cifar10", "--data-dir", str(tmp_path), "--image-size", "12", "--model", "resnet18"]
     flags += ["--epochs", "3", "--replicas", "2", "--optimizer", "adamw", "--learning-rate", "0.001"]
     summary = summary_of(tmp_path / "run", *flags, "--warmup-updates", "5")
-    assert summary["test_accuracy"] >= 60  # chance is 10; 81 when this was written
+    assert summary["test_accuracy"] >= 60  # chance is 10; 81 is typical

@@ -1,4 +1,4 @@
-"""A signal in the moment when Ray starts."""
+"""Signals while Ray starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raypod.plan.cluster import LOCAL
 from raypod.plan.placement import Sizes, place
 
 
-def test_a_sigterm_while_ray_starts_ends_with_130_and_leaves_nothing(tmp_path: Path) -> None:
+def test_sigterm_while_ray_starts_exits_with_130_and_leaves_no_process(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "raypod.train", "--device", "emulated", "--run-dir", str(tmp_path / "run")]
     pipe = subprocess.PIPE
     command = subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
@@ -33,7 +33,7 @@ def test_a_sigterm_while_ray_starts_ends_with_130_and_leaves_nothing(tmp_path: P
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_session_is_closed_whose_import_of_ray_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_can_be_closed_after_an_interrupted_import_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(name: str) -> Any:
         raise KeyboardInterrupt
 

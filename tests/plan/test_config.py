@@ -1,158 +1,43 @@
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-from raypod import cli
-from raypod.errors import ConfigError
-from raypod.plan import config, resolve
-
-DIGITS = Path(__file__).resolve().parents[2] / "configs" / "digits.yaml"
-CONTRACT_FLAGS = [
-    "--batch-size",
-    "--epochs",
-    "--precision",
-    "--gradient-accumulation",
-    "--device-iterations",
-    "--async-dataloader",
-    "--eight-bit-io",
-    "--num-workers",
-    "--replicas",
-    "--num-replicas",
-    "--num-instances",
-    "--ipus-per-replica",
-    "--num-ipus",
-    "--model",
-    "--dataset",
-    "--data-dir",
-    "--optimizer",
-    "--learning-rate",
-    "--reduction",
-    "--seed",
-    "--run-dir",
-    "--resume",
-    "--device",
-    "--fleet",
-    "--collectives",
-    "--updates",
-    "--config",
-    "--cluster",
-]
-
-
-def parse(*argv: str) -> config.Config:
-    parser = cli.FlagParser(prog="test")
-    resolve.add_flags(parser)
-    return resolve.resolve(resolve.parse_arguments(parser, argv))
-
-
-def test_nothing_given_is_the_default() -> None:
-    assert parse() == config.Config()
-
-
-@pytest.mark.parametrize("flag", CONTRACT_FLAGS)
-def test_every_flag_of_the_contract_exists(flag: str) -> None:
-    parser = cli.FlagParser(prog="test")
-    resolve.add_flags(parser)
-    assert flag in parser.format_help()
-
-
-def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path: Path) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text("training: {batch_size: 16, epochs: 3}\npod: {replicas: 8}\n")
-    found = parse("--config", str(file), "--epochs", "5", "training.seed=7")
-    assert (found.training.batch_size, found.training.epochs, found.training.seed) == (16, 5, 7)
-    assert (found.pod.replicas, found.training.gradient_accumulation) == (8, 1)
-
-
-def test_the_resolved_config_reloads_equal(tmp_path: Path) -> None:
-    found = parse("--num-ipus", "8", "--ipus-per-replica", "2", "--async-dataloader", "training.learning_rate=1e-3")
-    (tmp_path / "config.yaml").write_text(found.to_yaml())
-    assert resolve.load_yaml(tmp_path / "config.yaml") == found
-    assert found.training.learning_rate == 0.001
-
-
-@pytest.mark.parametrize("text", ["16.16", "16.32", "32.32"])
-def test_yaml_may_take_a_precision_for_a_number(tmp_path: Path, text: str) -> None:
-    (tmp_path / "c.yaml").write_text(f"training: {{precision: {text}}}\n")
-    assert resolve.load_yaml(tmp_path / "c.yaml").training.precision == text
-    assert parse(f"training.precision={text}").training.precision == text
-
-
-def test_a_run_goes_on_with_the_config_of_its_folder(tmp_path: Path) -> None:
-    first = parse("--batch-size", "16", "--optimizer", "adam", "--run-dir", str(tmp_path))
-    (tmp_path / "config.yaml").write_text(first.to_yaml())
-    again = parse("--resume", str(tmp_path), "--epochs", "3")
-    assert (again.training.batch_size, again.training.optimizer, again.training.epochs) == (16, "adam", 3)
-
-
-def test_replicas_follow_from_ipus() -> None:
-    assert parse("--num-ipus", "16", "--ipus-per-replica", "2").pod.replicas == 8
-
-
-@pytest.mark.parametrize(("argv", "instances"), [((), 2), (("--replicas", "3"), 1), (("--fleet", "inline"), 1)])
-def test_default_number_of_instances(argv: tuple[str, ...], instances: int) -> None:
-    assert parse(*argv).pod.num_instances == instances
+from raypod.plan.config import Config, Interval, fields, parse_interval
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("text", "interval", "updates", "seconds"),
     [
-        (("--batch-sice", "4"), ["--batch-sice", "--batch-size"]),
-        (("training.batchsize=4",), ["training.batchsize", "training.batch_size"]),
-        (
-            ("--config", str(DIGITS), "training.bogus=4"),
-            ["training.bogus in the command line; known: ", "training.lr_st"],
-        ),
-        (("pod.seed=4",), ["pod.seed", "training.seed"]),
-        (("trainin.seed=4",), ["trainin", "training"]),
-        (("seed",), ["'seed'", "section.key=value"]),
-        (("--epochs", "0"), ["training.epochs", "'0'", "1"]),
-        (("--epochs", "9" * 20), ["training.epochs", "100000"]),
-        (("--learning-rate", "inf"), ["training.learning_rate", "finite"]),
-        (("--save-timeout-s", "inf"), ["run.save_timeout_s", "1000000"]),
-        (("--image-size", "9" * 20), ["data.image_size", "16384"]),
-        (("--precision", "8"), ["training.precision", "16.16", "32.32"]),
-        (("--model", "resnet9"), ["training.model = 'resnet9': known are", "resnet8"]),
-        (("--replicas", "four"), ["pod.replicas", "four"]),
-        (("--batch-size",), ["--batch-size", "expected one argument"]),
-        (("--num-ipus", "7", "--ipus-per-replica", "2"), ["7", "2"]),
-        (("--num-ipus", "8", "--replicas", "4", "--ipus-per-replica", "4"), ["4 replicas x 4", "16", "8"]),
-        (("--seed", "1", "training.seed=2"), ["training.seed", "1", "2"]),
-        (("--config", "/nowhere.yaml"), ["/nowhere.yaml", "No such file"]),
-        (("--config", sys.executable), [sys.executable, "no text"]),
-        (("--image", "0x8x8"), ["data.image = '0x8x8'"]),
+        ("100 updates", Interval(100, "update"), 100, float("inf")),
+        ("1 epoch", Interval(1, "epoch"), 44, float("inf")),
+        ("0.5 minutes", Interval(0.5, "minute"), 0, 30),
     ],
 )
-def test_a_mistake_is_told_in_one_line(argv: tuple[str, ...], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse(*argv)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert all(word in message for word in words), message
+def test_an_interval_is_in_updates_epochs_or_minutes(
+    text: str, interval: Interval, updates: int, seconds: float
+) -> None:
+    assert parse_interval(text) == interval
+    assert (interval.updates(44), interval.seconds) == (updates, seconds)
 
 
 @pytest.mark.parametrize(
-    "text", ["- 1\n", "run: {}\nrun: {}\n", "training: 3\n", "training: {seed: [}\n", "training: {seeed: 1}\n"]
+    ("text", "words"),
+    [("often", "a number and its unit"), ("0 minutes", "positive"), ("1.5 epochs", "a whole number of epochs")],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "broken.yaml"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=r"broken\.yaml"):
-        resolve.load_yaml(file)
+def test_a_wrong_interval_is_an_error(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_interval(text)
 
 
-def test_config_is_never_assigned_to() -> None:
+def test_a_config_is_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        config.Config().training.seed = 3  # type: ignore[misc]
+        Config().training.seed = 3  # type: ignore[misc]
 
 
-def test_every_key_is_known_here() -> None:
-    """A new knob needs a reason; this list is where it is written down."""
-    keys = [key for _, key, _ in config.fields()]
-    assert len(keys) == len(set(keys)), "flags are flat: keys must be unique over all sections"
+def test_all_keys() -> None:
+    """A new key must be added here, and to the README."""
+    keys = [key for _, key, _ in fields()]
+    assert len(keys) == len(set(keys)), "flags have no section, so keys must be unique over all sections"
     assert " ".join(keys) == (
         "dataset data_dir download cache_dir samples image classes augment crop_padding flip image_size "
         "num_workers async_dataloader eight_bit_io "

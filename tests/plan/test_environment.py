@@ -4,16 +4,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Optional
 
-from raypod.plan.cluster import Cluster, Host
-from raypod.plan.environment import instance_environment
+import pytest
+
+from raypod.plan.cluster import LOCAL, Cluster, Host, VipuPartition
+from raypod.plan.environment import device_environment, instance_environment
+from raypod.plan.placement import Sizes, place
 from raypod.plan.plan import DatasetSize, Plan, make_plan
 from raypod.plan.resolve import from_values
 
 
-def test_an_instance_is_told_what_poprun_would_tell_it() -> None:
-    """The reference arrangement of the contract, section 6.3: 8 replicas, 4 instances, 2 IPUs each."""
+def test_the_variables_are_those_of_poprun() -> None:
+    """The known case: 8 replicas of 2 IPUs in 4 instances."""
     pod = {"replicas": 8, "num_instances": 4, "ipus_per_replica": 2}
     config = from_values({"pod": pod, "training": {"model": "own:build", "gradient_accumulation": 3}})
     hosts = tuple(Host(f"h{index}", f"10.0.0.{index}") for index in range(2))
@@ -29,7 +32,25 @@ def test_an_instance_is_told_what_poprun_would_tell_it() -> None:
     assert {each["RDMAV_FORK_SAFE"] for each in env} == {"1"}
 
 
-def test_it_is_a_function_of_the_plan_alone(make: Callable[..., Plan]) -> None:
+@pytest.mark.parametrize(
+    ("gcds", "expected"), [(4, ["0", "1", "2", "3"]), (1, ["0"] * 4), (None, ["0", "1", "2", "3"])]
+)
+def test_the_variables_name_the_gcd_of_an_instance(gcds: Optional[int], expected: list[str]) -> None:
+    vipu = VipuPartition("p", server="v", port=9000, gcds=gcds)
+    placement = place(Cluster("pod", (Host("h0", "h0"), Host("h1", "h1")), vipu=vipu), Sizes(8, 4, 2))
+    found = [device_environment(placement, spec) for spec in placement.instances]
+    assert [env["IPUOF_VIPU_API_GCD_ID"] for env in found] == expected
+    assert {env["IPUOF_VIPU_API_HOST"] for env in found} == {"v"}
+    assert {env["IPUOF_VIPU_API_PORT"] for env in found} == {"9000"}
+    assert {env["IPUOF_VIPU_API_PARTITION_ID"] for env in found} == {"p"}
+
+
+def test_without_a_partition_there_are_no_device_variables() -> None:
+    placement = place(LOCAL, Sizes(2, 2, 1))
+    assert device_environment(placement, placement.instances[0]) == {}
+
+
+def test_the_variables_depend_only_on_the_plan(make: Callable[..., Plan]) -> None:
     plan = make(pod={"threads_per_replica": 3, "executable_cache_path": "/cache"})
     before = dict(os.environ)
     first = instance_environment(plan, plan.placement.instances[1])
@@ -39,7 +60,7 @@ def test_it_is_a_function_of_the_plan_alone(make: Callable[..., Plan]) -> None:
     assert first["POPTORCH_CACHE_DIR"] == "/cache"
 
 
-def test_torchvision_loads_in_a_program_that_gets_this_environment(make: Callable[..., Plan]) -> None:
+def test_torchvision_can_be_imported_in_the_environment(make: Callable[..., Plan]) -> None:
     plan = make()
     env = {**os.environ, **instance_environment(plan, plan.placement.instances[0], os.environ.get("PYTHONPATH", ""))}
     program = "import torchvision; print(torchvision.models.resnet18().fc)"
@@ -48,7 +69,7 @@ def test_torchvision_loads_in_a_program_that_gets_this_environment(make: Callabl
     assert "Linear" in done.stdout
 
 
-def test_the_environments_own_sitecustomize_still_runs(make: Callable[..., Plan], tmp_path: Path) -> None:
+def test_another_sitecustomize_still_runs(make: Callable[..., Plan], tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.from_the_environment = 42\n")
     plan = make()
     env = {**os.environ, **instance_environment(plan, plan.placement.instances[0], str(tmp_path))}

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from typing import NoReturn
+
+import pytest
+
+from raypod.cli import FlagParser, format_table, nearest, report_errors, suggestion
+from raypod.errors import ConfigError, RunError
+
+ROWS = [("host", "IPUs"), ("a", "0..15"), ("long-name", "16")]
+
+
+@pytest.mark.parametrize(("error", "code"), [(ConfigError("no"), 2), (RunError("no"), 1), (KeyboardInterrupt(), 130)])
+def test_an_error_is_one_line_and_an_exit_code(
+    error: BaseException, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command() -> NoReturn:
+        raise error
+
+    assert report_errors(command) == code
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_wrong_flag_is_a_config_error() -> None:
+    parser = FlagParser(prog="test")
+    parser.add_argument("--count", type=int)
+    with pytest.raises(ConfigError, match=r"--count: invalid int value: 'x' \(test --help lists all flags\)"):
+        parser.parse_args(["--count", "x"])
+
+
+def test_similar_names_are_suggested() -> None:
+    assert nearest("spead", ["spread", "speed", "other"], count=2) == ["spread", "speed"]
+    assert suggestion("spead", ["speed", "other"]) == "; did you mean speed?"
+    assert suggestion("zzz", ["speed", "other"]) == "; known: speed, other"
+
+
+def test_a_table_has_aligned_columns() -> None:
+    assert format_table(ROWS) == ["host       IPUs", "a          0..15", "long-name  16"]
+    assert format_table(ROWS[:2], least_widths=(6,), separator=" ") == ["host   IPUs", "a      0..15"]
+
+
+def test_a_boxed_table() -> None:
+    assert format_table(ROWS[:2], boxed=True) == [
+        "+------+-------+",
+        "| host | IPUs  |",
+        "+------+-------+",
+        "| a    | 0..15 |",
+        "+------+-------+",
+    ]

@@ -1,0 +1,124 @@
+"""The arithmetic of a training on the inline fleet: equal to plain torch, in every precision and optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Callable, Dict, List
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from raypod import datasets
+from raypod.checkpoint import writer
+from raypod.coordinator import coordinator
+from raypod.datasets.order import epoch_order
+from raypod.datasets.transforms import gather
+from raypod.events import Event, RunEnded, UpdateDone
+from raypod.fleet.inline import InlineFleet
+from raypod.model import networks
+from raypod.model.program import learning_rate
+from raypod.plan.plan import Plan
+from raypod.record.metrics import MetricsAggregator
+
+INLINE = {"run": {"fleet": "inline", "device": "emulated"}}
+
+
+def train_inline(plan: Plan) -> List[Event]:
+    return list(coordinator.run(plan, InlineFleet(plan), MetricsAggregator(plan, 0.0)))
+
+
+def final_weights(plan: Plan) -> Dict[str, torch.Tensor]:
+    return writer.load_checkpoint(Path(plan.run_dir) / "checkpoints" / f"update-{plan.total_updates:08d}")["weights"]
+
+
+def sha256(plan: Plan) -> str:
+    return next(event for event in train_inline(plan) if isinstance(event, RunEnded)).weights_sha256
+
+
+def plain_torch_loop(plan: Plan) -> Dict[str, torch.Tensor]:
+    """Run the same training in plain torch: gradients averaged over replicas, statistics of replica 0."""
+    geometry, config = plan.geometry, plan.config
+    splits, order = datasets.load(config), epoch_order(config.training.seed, 0, plan.size.train_samples)
+    torch.manual_seed(config.training.seed)
+    network = networks.build_model(config, 1, 8, 10).train()
+    decayed = [parameter for parameter in network.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in network.parameters() if parameter.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": config.training.weight_decay}, {"params": others}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=config.training.momentum)
+    statistics = {name: value.clone() for name, value in network.named_buffers()}
+    for update in range(plan.total_updates):
+        first_of_call = update // geometry.device_iterations * geometry.device_iterations
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, first_of_call, plan.total_updates)
+        optimizer.zero_grad()
+        first = update * geometry.global_batch_size
+        samples = order[first : first + geometry.global_batch_size]
+        for number, micro_batch in enumerate(np.split(samples, len(samples) // geometry.micro_batch_size)):
+            images, labels = gather(splits.train, micro_batch, splits.augmentation, (config.training.seed, 0))
+            inputs = torch.from_numpy(images).float() / (255 * splits.std[0]) - splits.mean[0] / splits.std[0]
+            if number % geometry.total_replicas == 0:  # global replica 0, whose statistics are saved
+                network.load_state_dict(statistics, strict=False)
+            loss = functional.cross_entropy(network(inputs), torch.from_numpy(labels))
+            if number % geometry.total_replicas == 0:
+                statistics = {name: value.clone() for name, value in network.named_buffers()}
+            (loss / (geometry.total_replicas * geometry.gradient_accumulation)).backward()
+        optimizer.step()
+    network.load_state_dict(statistics, strict=False)
+    return dict(network.state_dict())
+
+
+@pytest.mark.parametrize(("replicas", "accumulation", "iterations"), [(1, 1, 1), (1, 3, 1), (4, 2, 2)])
+def test_a_run_equals_a_plain_torch_loop(
+    make: Callable[..., Plan], replicas: int, accumulation: int, iterations: int
+) -> None:
+    sizes = {"gradient_accumulation": accumulation, "device_iterations": iterations, "updates": 4}
+    plan = make(training=sizes, pod={"replicas": replicas}, **INLINE)
+    train_inline(plan)
+    ours, expected = final_weights(plan), plain_torch_loop(plan)
+    assert list(ours) == list(expected)
+    for name in expected:
+        if "num_batches_tracked" not in name:  # integer buffers are constants on the IPU
+            torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_the_seed_determines_the_weights(make: Callable[..., Plan]) -> None:
+    hashes = [sha256(make(training={"updates": 2, "seed": seed}, **INLINE)) for seed in (1, 1, 2)]
+    assert hashes[0] == hashes[1]
+    assert hashes[1] != hashes[2]
+
+
+def test_device_iterations_do_not_change_the_weights(make: Callable[..., Plan]) -> None:
+    flat = {"lr_schedule": "constant", "warmup_updates": 0, "updates": 4}
+    hashes = {sha256(make(training={**flat, "device_iterations": n}, **INLINE)) for n in (1, 2, 4)}
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("precision", ["16.16", "16.32"])
+def test_half_precision_trains(make: Callable[..., Plan], precision: str) -> None:
+    plan = make(training={"precision": precision, "updates": 60, "learning_rate": 0.05}, **INLINE)
+    losses = [event.loss for event in train_inline(plan) if hasattr(event, "samples_per_s")]
+    assert sum(losses[-10:]) < 0.95 * sum(losses[:10])
+    stored = final_weights(plan)["features.0.weight"]
+    assert stored.dtype == (torch.float16 if precision == "16.16" else torch.float32)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_the_other_optimizers_train(make: Callable[..., Plan], optimizer: str) -> None:
+    plan = make(training={"optimizer": optimizer, "learning_rate": 0.003, "updates": 60}, **INLINE)
+    losses = [event.loss for event in train_inline(plan) if hasattr(event, "samples_per_s")]
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+
+
+def test_eight_bit_io_gives_the_same_weights(make: Callable[..., Plan]) -> None:
+    hashes = {sha256(make(data={"eight_bit_io": on}, training={"updates": 2}, **INLINE)) for on in (False, True)}
+    assert len(hashes) == 1
+
+
+def test_images_are_resized_on_the_device_in_half_precision(make: Callable[..., Plan]) -> None:
+    data = {"eight_bit_io": True, "image_size": 16}
+    plan = make(data=data, training={"precision": "16.16", "updates": 2}, **INLINE)
+    assert [event.loss for event in train_inline(plan) if isinstance(event, UpdateDone)] == pytest.approx(
+        [2.3, 2.3], abs=0.4
+    )
