@@ -16,7 +16,7 @@ from raypod.record import run_folder
 _SWITCHES = {
     "--dry-run": "print the plan and exit; nothing is written or downloaded",
     "--json": "print the plan as JSON",
-    "--detach": "run in the background; control it by `python -m raypod status|attach|stop RUN_FOLDER`",
+    "--detach": "run in the background; control it with `python -m raypod status|attach|stop RUN_FOLDER`",
 }
 
 

@@ -80,7 +80,7 @@ class DataSection(Section):
     data_dir: Optional[str] = Field(None, description="folder of the data set's files; passed to module:function")
     download: bool = Field(False, description="download the files of cifar10 or cifar100 if they are missing")
     cache_dir: Optional[str] = Field(None, description="folder of decoded data (default: in the data folder)")
-    samples: int = Field(4096, ge=1, description="training samples of the synthetic data set")
+    samples: int = Field(4096, ge=1, description="number of samples of the synthetic data set")
     image: str = Field("3x32x32", pattern=r"^[1-9]\d*x[1-9]\d*x[1-9]\d*$", description="CxHxW of the synthetic images")
     classes: int = Field(10, ge=2, description="number of classes of the synthetic data set")
     augment: bool = Field(True, description="randomly crop and flip training images, as is usual for the data set")
@@ -98,14 +98,16 @@ class TrainingSection(Section):
     model: str = Field(
         "resnet8", description="resnet8/14/20, resnet18/34/50/101/152, vit_tiny/small/b_16, tiny, or module:function"
     )
-    stem: Literal["auto", "cifar", "imagenet"] = Field("auto", description="of ResNets; auto: cifar below 64 pixels")
+    stem: Literal["auto", "cifar", "imagenet"] = Field(
+        "auto", description="first layers of ResNets; auto: by the image size"
+    )
     norm: Literal["batch", "group", "frozen"] = Field("batch", description="layer used in place of every BatchNorm2d")
     pipeline_splits: Names = Field(None, description="modules at which the next IPU begins, as in layer2.0,layer3.8")
     pipeline_balance: Optional[Literal["parameters", "time"]] = Field(
         None, description="split a model automatically, balanced by parameters or by measured time"
     )
     execution: Literal["pipelined", "sharded"] = Field(
-        "pipelined", description="of the IPUs of a replica: all at the same time, or one after the other"
+        "pipelined", description="the IPUs of a replica run at the same time, or one after the other"
     )
     precision: Literal["16.16", "16.32", "32.32"] = Field("32.32", description="bits of activations and weights")
     batch_size: int = Field(8, ge=1, description="micro-batch size: samples per forward pass")
@@ -121,12 +123,12 @@ class TrainingSection(Section):
     warmup_updates: int = Field(20, ge=0, description="updates of linear learning rate warm-up")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of SGD")
     weight_decay: float = Field(
-        5e-4, ge=0, allow_inf_nan=False, description="of parameters with more than one dimension"
+        5e-4, ge=0, allow_inf_nan=False, description="weight decay of parameters with more than one dimension"
     )
     loss_scaling: float = Field(
         1.0, gt=0, allow_inf_nan=False, description="factor of the loss, divided out before the update"
     )
-    reduction: Literal["sum", "mean"] = Field("mean", description="of the gradients over accumulation and replicas")
+    reduction: Literal["sum", "mean"] = Field("mean", description="of gradients over micro-batches and replicas")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="fraction of a label that is spread over all classes")
     evaluate_every: Optional[int] = Field(
         None, ge=1, description="epochs between evaluations; the last update is always evaluated"
@@ -167,7 +169,7 @@ class PodSection(Section):
     wait_hosts: float = Field(
         0, ge=0, le=_MAX_S, description="seconds to wait for hosts that have not joined the cluster yet"
     )
-    executable_cache_path: Optional[str] = Field(None, description="folder of the cache of compiled executables")
+    executable_cache_path: Optional[str] = Field(None, description="cache folder of compiled executables")
 
 
 class RunSection(Section):
@@ -178,7 +180,7 @@ class RunSection(Section):
     )
     fleet: Literal["ray", "inline"] = Field("ray", description="inline: one instance in this process, without Ray")
     collectives: Literal["auto", "horovod", "gloo"] = Field(
-        "auto", description="between instances; auto: Horovod if it is installed"
+        "auto", description="backend between instances; auto: Horovod if it is installed"
     )
     run_dir: Optional[str] = Field(None, description="run folder (default runs/<time>-<name>)")
     resume: Optional[str] = Field(None, description="run folder or checkpoint to resume from")

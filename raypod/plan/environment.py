@@ -50,7 +50,7 @@ def placement_environment(placement: Placement, spec: InstanceSpec) -> Dict[str,
         "OMPI_COMM_WORLD_LOCAL_SIZE": str(hosts[spec.host_index][1]),
         "OMPI_COMM_WORLD_LOCAL_RANK": str(spec.local_index),
         "OMPI_COMM_WORLD_NODE_RANK": str(spec.local_index),
-        # Without it, forked DataLoader workers hang on hosts with RDMA.
+        # Without it, forked DataLoader workers hang on an IPU-POD.
         "RDMAV_FORK_SAFE": "1",
         # Always set: Ray sets OMP_NUM_THREADS=1 in its workers, torch uses all cores by default, and the rounding of
         # reductions depends on the number of threads.

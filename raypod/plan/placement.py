@@ -175,8 +175,8 @@ def num_gcds(partition: VipuPartition, placement: Placement) -> int:
 def device_id(spec: InstanceSpec, placement: Placement) -> Optional[int]:
     """Return the id of the multi-IPU device of an instance, or None if its number of IPUs is not a power of two.
 
-    Inferred from the popdist documentation's example, in which 8 replicas of 2 IPUs in 4 instances use the ids 24 to
-    27: a system of T IPUs (T rounded up to a power of two) has T single devices first, then T/2 pairs, and so on.
+    Inferred from one known case, in which 8 replicas of 2 IPUs in 4 instances use the ids 24 to 27: a system of T IPUs
+    (T rounded up to a power of two) has T single devices first, then T/2 pairs, T/4 quadruples, and so on.
     """
     ipus = placement.sizes.local_ipus
     if ipus & (ipus - 1):
