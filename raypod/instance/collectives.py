@@ -45,9 +45,9 @@ def caused_by_peer(error: BaseException) -> bool:
 
 def abort(reason: str) -> None:
     """End every wait of this process for other instances, from any thread. Has an effect on the emulated SDK only."""
-    wires: Any = sys.modules.get("_emulated_pod")
-    if wires is not None:
-        wires.abandon_all(reason)
+    emulated: Any = sys.modules.get("_emulated_pod")
+    if emulated is not None:
+        emulated.abandon_all(reason)
 
 
 def close_connections() -> None:
@@ -55,9 +55,9 @@ def close_connections() -> None:
 
     Otherwise an instance that was idle when another one was lost would use its connection to the lost one again.
     """
-    wires: Any = sys.modules.get("_emulated_pod")
-    if wires is not None:
-        wires.close()
+    emulated: Any = sys.modules.get("_emulated_pod")
+    if emulated is not None:
+        emulated.close()
 
 
 class Rendezvous:
