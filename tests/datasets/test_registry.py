@@ -86,7 +86,7 @@ def test_the_crop_padding_is_smaller_than_the_images() -> None:
         (":make", "':make': write module:function"),
         ("own_data:", "'own_data:': write module:function"),
         (".own_data:make", "'.own_data:make': write module:function"),
-        ("math:pi", "float is no function"),
+        ("math:pi", "float is not callable"),
         ("own_data:takes_nothing", r"is called with \(None\), and takes \(\): too many positional"),
         ("own_data:classes", "returned 'ten' as the number of classes"),
         ("broken_data:make", "broken_data.py, line 1"),
