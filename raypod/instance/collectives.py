@@ -45,9 +45,9 @@ def caused_by_peer(error: BaseException) -> bool:
 
 def abort(reason: str) -> None:
     """End every wait of this process for other instances, from any thread. Has an effect on the emulated SDK only."""
-    emulated: Any = sys.modules.get("_emulated_pod")
-    if emulated is not None:
-        emulated.abandon_all(reason)
+    module: Any = sys.modules.get("_emulated_pod")
+    if module is not None:
+        module.abandon_all(reason)
 
 
 def close_connections() -> None:
@@ -55,9 +55,9 @@ def close_connections() -> None:
 
     Otherwise an instance that was idle when another one was lost would use its connection to the lost one again.
     """
-    emulated: Any = sys.modules.get("_emulated_pod")
-    if emulated is not None:
-        emulated.close()
+    module: Any = sys.modules.get("_emulated_pod")
+    if module is not None:
+        module.close()
 
 
 class Rendezvous:
