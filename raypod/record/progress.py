@@ -92,7 +92,7 @@ class Progress:
             self._warned_nonfinite = True
             self._close_bar()
             self.warn(
-                f"the loss turned {event.loss} at update {event.update}; with --on-nonfinite stop the run ends there"
+                f"the loss became {event.loss} at update {event.update}; with --on-nonfinite stop the run ends there"
             )
         if not self._is_terminal:
             if time.monotonic() - self._last_line_s > _LINE_INTERVAL_S:
