@@ -48,7 +48,7 @@ def _train(argv: Sequence[str]) -> int:
 
 
 def _auto_resume(plan: Plan) -> Plan:
-    """Return the plan; that of an interrupted run resumes from its newest valid checkpoint, if there is one."""
+    """Return the plan, changed to resume an interrupted run from its newest valid checkpoint if there is one."""
     folder = Path(plan.run_dir)
     if plan.config.run.resume or not run_state.is_unfinished(folder):
         return plan
