@@ -22,7 +22,7 @@ from raypod.plan.plan import Plan
 
 Kind = Literal["died", "raised", "silent", "stuck"]
 
-POLL_INTERVAL_S = 0.2  # also the longest delay of a stop request
+_POLL_INTERVAL_S = 0.2  # also the longest delay of a stop request
 _HEARTBEAT_INTERVAL_S = 1.0
 _PAUSE_S = 2.0  # longer intervals between two polls are pauses of this process
 _STACK_S = 2.0  # timeout for the stack trace of a stuck instance
@@ -82,7 +82,7 @@ class Watch:
         """
         pending = dict(tasks)
         while pending:
-            for index, value, error in self._arrivals(pending, POLL_INTERVAL_S):
+            for index, value, error in self._arrivals(pending, _POLL_INTERVAL_S):
                 if error is not None:
                     yield from self._break({index: error}, [], pending)
                 elif value is not _NO_VALUE:
