@@ -6,8 +6,8 @@ before. Outside a distributed run every question has the answer of a run with on
 
 from __future__ import annotations
 
-from ._backend import execute_on_instances, finalizeBackend, init, isBackendInitialized, synchronize
-from ._environment import (
+from popdist._backend import execute_on_instances, finalizeBackend, init, isBackendInitialized, synchronize
+from popdist._environment import (
     checkNumIpusPerReplica,
     getDeviceId,
     getInstanceIndex,

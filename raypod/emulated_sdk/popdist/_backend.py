@@ -11,7 +11,7 @@ from typing import Any, Callable, Collection, Optional, TypeVar
 
 import _emulated_pod
 
-from . import _environment
+from popdist import _environment
 
 _Result = TypeVar("_Result")
 _GROUP = "popdist"

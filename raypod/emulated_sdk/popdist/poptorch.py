@@ -7,7 +7,7 @@ from typing import Any, Dict, NoReturn
 import poptorch
 from poptorch._options.sections import _DistributedOptions
 
-from . import _environment
+from popdist import _environment
 
 __all__ = ["Options"]
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from . import _log, enums, ops, optim, options, profiling, testing
-from ._data.accessor import AsynchronousDataAccessor
-from ._data.loader import DataLoader
-from ._device.queries import ipuHardwareIsAvailable, ipuHardwareVersion, isRunningOnIpu
-from ._errors import ConfigFileError, Error, RecoverableError, UnrecoverableError
-from ._executor.compile_hooks import registerPostCompileHook, registerPreCompileHook
-from ._executor.custom_parsers import ICustomArgParser, registerCustomArgParser
-from ._executor.executor import PoplarExecutor
-from ._executor.wrapping import inferenceModel, load, trainingModel
-from ._log import setLogLevel
-from ._version import VERSION as __version__
-from .enums import (
+from poptorch import _log, enums, ops, optim, options, profiling, testing
+from poptorch._data.accessor import AsynchronousDataAccessor
+from poptorch._data.loader import DataLoader
+from poptorch._device.queries import ipuHardwareIsAvailable, ipuHardwareVersion, isRunningOnIpu
+from poptorch._errors import ConfigFileError, Error, RecoverableError, UnrecoverableError
+from poptorch._executor.compile_hooks import registerPostCompileHook, registerPreCompileHook
+from poptorch._executor.custom_parsers import ICustomArgParser, registerCustomArgParser
+from poptorch._executor.executor import PoplarExecutor
+from poptorch._executor.wrapping import inferenceModel, load, trainingModel
+from poptorch._log import setLogLevel
+from poptorch._version import VERSION as __version__
+from poptorch.enums import (
     AutoStage,
     CommGroupType,
     ConnectionType,
@@ -36,7 +36,7 @@ from .enums import (
     SyncPattern,
     VariableRetrievalMode,
 )
-from .ops import (
+from poptorch.ops import (
     CPU,
     BeginBlock,
     Block,
@@ -62,7 +62,7 @@ from .ops import (
     set_overlap_for_input,
     set_overlap_for_output,
 )
-from .options import (
+from poptorch.options import (
     Attribute,
     Options,
     ParallelPhasedExecution,

@@ -12,9 +12,9 @@ from typing import Any, Callable, Dict, Iterable, Optional, Tuple
 
 import torch
 
-from ._optimizers.eager import keep_compiler_out
-from ._optimizers.per_parameter import lamb, update_all
-from ._optimizers.rules import OWN_GROUP_ATTRIBUTES, RULES, Rule
+from poptorch._optimizers.eager import keep_compiler_out
+from poptorch._optimizers.per_parameter import lamb, update_all
+from poptorch._optimizers.rules import OWN_GROUP_ATTRIBUTES, RULES, Rule
 
 __all__ = ["LAMB", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes"]
 

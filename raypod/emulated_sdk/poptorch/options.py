@@ -10,22 +10,22 @@ from typing import Any, Dict, List, TypeVar
 
 import torch
 
-from . import enums
-from ._errors import ConfigFileError
-from ._options.base import is_integer, names, path_text
-from ._options.diagnostics import _DiagnosticOptions
-from ._options.locations import TensorLocationSettings, _TensorLocationOptions
-from ._options.sections import (
+from poptorch import enums
+from poptorch._errors import ConfigFileError
+from poptorch._options.base import is_integer, names, path_text
+from poptorch._options.diagnostics import _DiagnosticOptions
+from poptorch._options.locations import TensorLocationSettings, _TensorLocationOptions
+from poptorch._options.sections import (
     _DistributedOptions,
     _JitOptions,
     _PopartOptions,
     _PrecisionOptions,
     _TrainingOptions,
 )
-from ._options.text import apply_file, apply_json
-from ._parallel.attribute import Attribute
-from ._parallel.stages import Phase, Stage
-from ._parallel.strategies import (
+from poptorch._options.text import apply_file, apply_json
+from poptorch._parallel.attribute import Attribute
+from poptorch._parallel.stages import Phase, Stage
+from poptorch._parallel.strategies import (
     ParallelPhasedExecution,
     PipelinedExecution,
     SerialPhasedExecution,

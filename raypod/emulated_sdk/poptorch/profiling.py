@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, ContextManager, Iterator, Optional
 
-from ._errors import Error
+from poptorch._errors import Error
 
 __all__ = ["Channel"]
 

@@ -8,12 +8,11 @@ from typing import Any, List, Optional, Sized, cast
 
 import torch
 
+from poptorch._data.fetcher import Ready, Settings
+from poptorch._data.fetcher_process import FetcherProcess
+from poptorch._data.ring import END, WHOLE, Entry, map_slots
 from poptorch._errors import Error
 from poptorch.enums import SharingStrategy
-
-from .fetcher import Ready, Settings
-from .fetcher_process import FetcherProcess
-from .ring import END, WHOLE, Entry, map_slots
 
 
 class AsynchronousDataAccessor:

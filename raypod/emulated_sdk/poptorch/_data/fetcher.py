@@ -17,14 +17,13 @@ from typing import Any, Callable, Deque, Dict, Iterator, List, Optional
 
 import torch
 
+from poptorch._data.descriptors import Bell, SharedMemory
+from poptorch._data.elements import ElementKind, take_apart
+from poptorch._data.ring import END, Board, Entry, SlotLayout, map_slots, memory_size
+from poptorch._data.slot_writer import SlotWriter
+from poptorch._data.worker_memory import WorkerBatches
 from poptorch._errors import Error
 from poptorch._executor.custom_parsers import registerCustomArgParser
-
-from .descriptors import Bell, SharedMemory
-from .elements import ElementKind, take_apart
-from .ring import END, Board, Entry, SlotLayout, map_slots, memory_size
-from .slot_writer import SlotWriter
-from .worker_memory import WorkerBatches
 
 _LOOK_AROUND_S = 0.5  # how often a waiting process sees whether the other still lives
 

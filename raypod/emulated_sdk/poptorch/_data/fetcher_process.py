@@ -13,13 +13,12 @@ import weakref
 from multiprocessing import forkserver
 from typing import Any, Optional
 
+from poptorch._data import fetcher
+from poptorch._data.descriptors import Bell, SharedMemory
+from poptorch._data.ring import Board
 from poptorch._errors import DataFetcherError, Error
 from poptorch._executor import custom_parsers
 from poptorch.enums import SharingStrategy
-
-from . import fetcher
-from .descriptors import Bell, SharedMemory
-from .ring import Board
 
 _METHODS = {
     SharingStrategy.SharedMemory: "spawn",

@@ -7,14 +7,13 @@ from typing import Any, Dict, Optional
 import torch
 from torch.utils.data import IterableDataset
 
+from poptorch._data.accessor import AsynchronousDataAccessor
+from poptorch._data.batch_sampler import CombinedBatchSampler
+from poptorch._data.partition import Partition
 from poptorch._errors import Error
 from poptorch._log import logger
 from poptorch.enums import DataLoaderMode
 from poptorch.options import Options
-
-from .accessor import AsynchronousDataAccessor
-from .batch_sampler import CombinedBatchSampler
-from .partition import Partition
 
 
 class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # not generic at run time in old torch

@@ -13,7 +13,7 @@ from typing import List, NamedTuple, Sequence, Tuple
 
 import torch
 
-from .descriptors import SharedMemory
+from poptorch._data.descriptors import SharedMemory
 
 _ALIGNMENT = 64  # of tensors, in bytes: a cache line
 _NUMBERS_PER_ENTRY = 3

@@ -6,10 +6,9 @@ from typing import Callable, List, Optional
 
 import torch
 
+from poptorch._data.elements import ElementKind
+from poptorch._data.ring import WHOLE, SlotLayout
 from poptorch._errors import Error
-
-from .elements import ElementKind
-from .ring import WHOLE, SlotLayout
 
 
 class SlotWriter:

@@ -7,7 +7,7 @@ from typing import Any, List, Optional, Sequence
 import torch
 from torch.utils.data import default_collate
 
-from .elements import ElementKind
+from poptorch._data.elements import ElementKind
 
 
 def stack_into(targets: Sequence[torch.Tensor], kind: ElementKind, samples: Sequence[Any]) -> bool:

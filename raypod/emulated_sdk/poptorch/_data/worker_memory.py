@@ -15,12 +15,11 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
+from poptorch._data.descriptors import SharedMemory
+from poptorch._data.elements import ElementKind, take_apart
+from poptorch._data.ring import SlotLayout, map_slots, memory_size
+from poptorch._data.stacking import stack_into
 from poptorch._errors import Error
-
-from .descriptors import SharedMemory
-from .elements import ElementKind, take_apart
-from .ring import SlotLayout, map_slots, memory_size
-from .stacking import stack_into
 
 
 @dataclass(frozen=True)

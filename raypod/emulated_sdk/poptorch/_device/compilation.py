@@ -6,6 +6,14 @@ from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, S
 
 import torch
 
+from poptorch._device.anchors import Watch
+from poptorch._device.dtypes import to_device
+from poptorch._device.half import HalfTracker
+from poptorch._device.loss_rule import ancestors, final_loss
+from poptorch._device.memory import ReplicaMemory
+from poptorch._device.mode import DeviceMode
+from poptorch._device.python_state import PythonState
+from poptorch._device.random import DrawsInside, detect_random
 from poptorch._errors import Error
 from poptorch._executor.arguments import Arguments
 from poptorch._executor.outputs import api_dtypes
@@ -16,15 +24,6 @@ from poptorch._parallel.placement import Placement, Sizes, place
 from poptorch._parallel.strategies import _IExecutionStrategy
 from poptorch._parallel.tracing import StageRecorder
 from poptorch.enums import OverlapMode
-
-from .anchors import Watch
-from .dtypes import to_device
-from .half import HalfTracker
-from .loss_rule import ancestors, final_loss
-from .memory import ReplicaMemory
-from .mode import DeviceMode
-from .python_state import PythonState
-from .random import DrawsInside, detect_random
 
 
 class Checks(NamedTuple):

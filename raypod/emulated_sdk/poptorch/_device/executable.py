@@ -10,12 +10,11 @@ from typing import Any, Dict, NamedTuple, Optional
 
 import torch
 
+from poptorch._device.compilation import Trace
 from poptorch._errors import Error
 from poptorch._executor.arguments import Compiled
 from poptorch._parallel.blocks import block_of
 from poptorch.options import Options
-
-from .compilation import Trace
 
 
 class Executable(NamedTuple):

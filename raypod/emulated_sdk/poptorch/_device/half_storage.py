@@ -10,10 +10,9 @@ from typing import Any, Callable, List
 
 import torch
 
+from poptorch._device.memory import DeviceMemory
+from poptorch._device.random import mixed
 from poptorch.options import Options
-
-from .memory import DeviceMemory
-from .random import mixed
 
 # The bits of a float32 that half has no room for.
 _EXTRA_BITS = 13

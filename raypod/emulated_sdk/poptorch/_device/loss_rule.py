@@ -6,9 +6,8 @@ from typing import Any, List, Optional, Set
 
 import torch
 
+from poptorch._device.mode import active_mode
 from poptorch._errors import Error
-
-from .mode import active_mode
 
 
 def identity_loss(x: torch.Tensor, reduction: str) -> torch.Tensor:

@@ -9,10 +9,9 @@ from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
+from poptorch._device.dtypes import DEVICE_DTYPE
+from poptorch._device.replica_modules import copy_module
 from poptorch._errors import Error
-
-from .dtypes import DEVICE_DTYPE
-from .replica_modules import copy_module
 
 
 class ReplicaMemory(NamedTuple):

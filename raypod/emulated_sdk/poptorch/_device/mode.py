@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 
+from poptorch._device.dtypes import DEVICE_DTYPE
 from poptorch._errors import Error
 from poptorch.enums import OverlapMode
-
-from .dtypes import DEVICE_DTYPE
 
 _Handler = Callable[["DeviceMode", Callable[..., Any], Tuple[Any, ...], Dict[str, Any]], Any]
 

@@ -8,6 +8,15 @@ from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence
 
 import torch
 
+from poptorch._device.anchors import AnchorOutputs, anchors_of
+from poptorch._device.compilation import Checks, Trace, trace
+from poptorch._device.memory import DeviceMemory
+from poptorch._device.replica import Forward, Replica
+from poptorch._device.replica_threads import ReplicaThreads
+from poptorch._device.synthetic import synthetic_block
+from poptorch._device.timeline import MicroBatch, Timeline
+from poptorch._device.transaction import CallTransaction, NoTransaction, ReplicaBuffers
+from poptorch._device.weight_update import NoUpdate, WeightUpdate, device_groups, placement_of, reduction_strategy
 from poptorch._errors import Error
 from poptorch._executor.arguments import Arguments
 from poptorch._executor.layout import BatchLayout
@@ -17,16 +26,6 @@ from poptorch._optimizers.hyperparameters import Hyperparameters, extract
 from poptorch._parallel.limits import check_number, check_overlap, check_placement
 from poptorch._parallel.placement import Placement
 from poptorch.options import Options
-
-from .anchors import AnchorOutputs, anchors_of
-from .compilation import Checks, Trace, trace
-from .memory import DeviceMemory
-from .replica import Forward, Replica
-from .replica_threads import ReplicaThreads
-from .synthetic import synthetic_block
-from .timeline import MicroBatch, Timeline
-from .transaction import CallTransaction, NoTransaction, ReplicaBuffers
-from .weight_update import NoUpdate, WeightUpdate, device_groups, placement_of, reduction_strategy
 
 
 class _Call(NamedTuple):

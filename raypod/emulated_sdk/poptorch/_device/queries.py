@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 
+from poptorch._device.mode import is_on_device
 from poptorch._errors import Error
-
-from .mode import is_on_device
 
 _IPUS = "EMULATED_POD_IPUS"
 _MK2 = 2

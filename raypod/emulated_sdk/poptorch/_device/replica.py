@@ -8,18 +8,17 @@ from typing import Any, ContextManager, Dict, List, NamedTuple, Optional, Sequen
 
 import torch
 
+from poptorch._device.anchors import Watch
+from poptorch._device.compilation import Trace, half_of
+from poptorch._device.dtypes import to_device
+from poptorch._device.half import HalfTracker
+from poptorch._device.memory import ReplicaMemory
+from poptorch._device.mode import DeviceMode, OnDevice
+from poptorch._device.python_state import PythonState
+from poptorch._device.random import device_random
 from poptorch._errors import Error
 from poptorch._executor.arguments import Arguments
 from poptorch._executor.structure import flatten
-
-from .anchors import Watch
-from .compilation import Trace, half_of
-from .dtypes import to_device
-from .half import HalfTracker
-from .memory import ReplicaMemory
-from .mode import DeviceMode, OnDevice
-from .python_state import PythonState
-from .random import device_random
 
 _ON_DEVICE = OnDevice()
 _NOTHING: ContextManager[Any] = contextlib.nullcontext()

@@ -16,11 +16,10 @@ import torch
 from _emulated_gradient_sum import Placement
 from _emulated_pod import as_bytes
 
+from poptorch._device.memory import DeviceMemory
+from poptorch._device.replica import Replica
 from poptorch._errors import Error
 from poptorch._optimizers.device_optimizer import DeviceOptimizer
-
-from .memory import DeviceMemory
-from .replica import Replica
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 

@@ -13,16 +13,15 @@ from typing import Any, Callable, Dict, FrozenSet, List, Optional, Tuple
 import torch
 from _emulated_gradient_sum import GradientSum, Placement
 
+from poptorch._device.half_storage import HalfAccumulator, HalfWeights
+from poptorch._device.memory import DeviceMemory
+from poptorch._device.replica_threads import ReplicaThreads
+from poptorch._device.transaction import ReplicaBuffers
 from poptorch._errors import Error
 from poptorch._optimizers.device_optimizer import DeviceOptimizer
 from poptorch._optimizers.hyperparameters import Hyperparameters
 from poptorch.enums import MeanReductionStrategy, ReductionType
 from poptorch.options import Options
-
-from .half_storage import HalfAccumulator, HalfWeights
-from .memory import DeviceMemory
-from .replica_threads import ReplicaThreads
-from .transaction import ReplicaBuffers
 
 
 class NoUpdate:

@@ -10,8 +10,7 @@ import torch
 
 from poptorch._device.dtypes import API_DTYPE
 from poptorch._errors import Error
-
-from .structure import Structure, flatten
+from poptorch._executor.structure import Structure, flatten
 
 
 class Compiled(NamedTuple):

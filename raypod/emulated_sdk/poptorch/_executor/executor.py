@@ -13,20 +13,19 @@ from poptorch._device.compilation import Trace
 from poptorch._device.executable import Executable, describe
 from poptorch._device.program import Program, TrainingProgram
 from poptorch._errors import Error
+from poptorch._executor import compile_hooks, optimizer_exchange
+from poptorch._executor.arguments import Arguments
+from poptorch._executor.emulated import Emulated
+from poptorch._executor.measurements import Measurements
+from poptorch._executor.progress_bar import ProgressBar
+from poptorch._executor.saving import Saving
+from poptorch._executor.user_model import device_of, host_tensors, unwrap, wrap
 from poptorch._log import logger
 from poptorch._optimizers.attribute_checks import AttributeChecks
 from poptorch._optimizers.hyperparameters import extract, warn_of_what_is_ignored
 from poptorch._options.base import is_integer
 from poptorch.enums import CommGroupType, ConnectionType
 from poptorch.options import Options
-
-from . import compile_hooks, optimizer_exchange
-from .arguments import Arguments
-from .emulated import Emulated
-from .measurements import Measurements
-from .progress_bar import ProgressBar
-from .saving import Saving
-from .user_model import device_of, host_tensors, unwrap, wrap
 
 _versions = itertools.count(1)  # of the host's weights, over all executors
 

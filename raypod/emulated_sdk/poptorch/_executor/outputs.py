@@ -9,10 +9,9 @@ import torch
 
 from poptorch._device.dtypes import API_DTYPE
 from poptorch._errors import Error
+from poptorch._executor.layout import BatchLayout
 from poptorch.enums import OutputMode
 from poptorch.options import Options
-
-from .layout import BatchLayout
 
 
 class OutputCollector:

@@ -12,9 +12,8 @@ import torch
 
 from poptorch._device.executable import Executable
 from poptorch._errors import Error, ModelFileError
+from poptorch._executor import container
 from poptorch.options import Options
-
-from . import container
 
 if TYPE_CHECKING:
     from poptorch._device.program import Program

@@ -11,8 +11,7 @@ from typing import Any, Iterator, List, Sequence, Tuple
 import torch
 
 from poptorch._errors import Error
-
-from .custom_parsers import ICustomArgParser, parser_for, parser_of
+from poptorch._executor.custom_parsers import ICustomArgParser, parser_for, parser_of
 
 
 class Structure:

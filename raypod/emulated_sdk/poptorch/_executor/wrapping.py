@@ -8,14 +8,13 @@ from typing import Any, Callable, Optional, Union
 import torch
 
 from poptorch._errors import Error
+from poptorch._executor.executor import PoplarExecutor
+from poptorch._executor.saving import content_of, edited
+from poptorch._executor.user_model import shallow_copy
 from poptorch._version import VERSION
 from poptorch.enums import OutputMode
 from poptorch.optim import SGD
 from poptorch.options import Options
-
-from .executor import PoplarExecutor
-from .saving import content_of, edited
-from .user_model import shallow_copy
 
 
 def trainingModel(

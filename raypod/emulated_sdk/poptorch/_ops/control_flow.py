@@ -11,8 +11,7 @@ from typing import Any, Callable, List, Sequence
 import torch
 
 from poptorch._device.mode import compiling_mode
-
-from .arguments import ArgumentError, Signature, checked_callable, checked_int, checked_tensor
+from poptorch._ops.arguments import ArgumentError, Signature, checked_callable, checked_int, checked_tensor
 
 _Body = Callable[..., Any]
 

@@ -11,8 +11,7 @@ from typing import Dict, List, NamedTuple, Tuple
 import torch
 
 from poptorch._device.mode import is_on_device, off_device
-
-from .arguments import ArgumentError, Signature, checked_int, checked_tensor
+from poptorch._ops.arguments import ArgumentError, Signature, checked_int, checked_tensor
 
 _NEVER = float("-inf")
 _Labels = Tuple[int, ...]

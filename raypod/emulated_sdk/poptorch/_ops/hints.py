@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
+from poptorch._ops.arguments import ArgumentError, checked_tensor
 from poptorch.enums import MatMulSerializationMode
-
-from .arguments import ArgumentError, checked_tensor
 
 
 def nop(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,7 @@ from poptorch._device.dtypes import to_device
 from poptorch._device.mode import active_mode, is_on_device, off_device
 from poptorch._errors import Error
 from poptorch._executor.structure import flatten
-
-from .arguments import checked_callable
+from poptorch._ops.arguments import checked_callable
 
 # There is one host for all replicas: layers run one after the other. The wait is bounded by the layers' own time; a
 # layer may call another one.

@@ -7,7 +7,7 @@ from typing import List, Optional, Sequence, Union
 
 import torch
 
-from .arguments import ArgumentError, Signature, checked_tensor
+from poptorch._ops.arguments import ArgumentError, Signature, checked_tensor
 
 _Indices = Union[torch.Tensor, Sequence[int]]
 

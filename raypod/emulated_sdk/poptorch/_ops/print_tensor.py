@@ -7,9 +7,8 @@ import sys
 import torch
 
 from poptorch._device.mode import compiling_mode, is_on_device, off_device
-
-from .arguments import checked_tensor
-from .print_format import PrintFormat
+from poptorch._ops.arguments import checked_tensor
+from poptorch._ops.print_format import PrintFormat
 
 
 def ipu_print_tensor(  # noqa: PLR0913  # the SDK's signature

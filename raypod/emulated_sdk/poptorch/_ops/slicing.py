@@ -6,7 +6,7 @@ from typing import Tuple, Union
 
 import torch
 
-from .arguments import ArgumentError, Signature, checked_int, checked_tensor
+from poptorch._ops.arguments import ArgumentError, Signature, checked_int, checked_tensor
 
 _Start = Union[int, torch.Tensor]
 

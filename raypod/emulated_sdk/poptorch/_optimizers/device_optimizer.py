@@ -12,11 +12,10 @@ from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 import torch
 
 from poptorch._errors import Error
-
-from . import eager
-from .hyperparameters import Hyperparameters
-from .per_parameter import PerParameter, lamb, tf_rmsprop
-from .rules import OWN_GROUP_ATTRIBUTES
+from poptorch._optimizers import eager
+from poptorch._optimizers.hyperparameters import Hyperparameters
+from poptorch._optimizers.per_parameter import PerParameter, lamb, tf_rmsprop
+from poptorch._optimizers.rules import OWN_GROUP_ATTRIBUTES
 
 _Group = Dict[str, torch.nn.Parameter]
 

@@ -10,9 +10,8 @@ import torch
 
 from poptorch._errors import Error
 from poptorch._log import logger
+from poptorch._optimizers.rules import RULES, Rule
 from poptorch.optim import LAMB, Optimizer
-
-from .rules import RULES, Rule
 
 _OF_WHOLE = "whole"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import List, TypeVar
 
-from .base import OptionsDict, is_integer, names, path_text
+from poptorch._options.base import OptionsDict, is_integer, names, path_text
 
 _Self = TypeVar("_Self", bound="_DiagnosticOptions")
 

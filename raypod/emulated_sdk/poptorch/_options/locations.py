@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from .base import OptionsDict, is_integer
+from poptorch._options.base import OptionsDict, is_integer
 
 
 class TensorLocationSettings(OptionsDict):

@@ -12,8 +12,7 @@ from typing import Any, Dict
 import torch
 
 from poptorch import enums
-
-from .base import OptionsDict, is_integer
+from poptorch._options.base import OptionsDict, is_integer
 
 
 class _PopartOptions(OptionsDict):

@@ -13,8 +13,7 @@ import torch
 
 from poptorch import enums
 from poptorch._errors import ConfigFileError
-
-from .base import OptionsDict
+from poptorch._options.base import OptionsDict
 
 
 def apply_json(options: OptionsDict, text: str) -> None:

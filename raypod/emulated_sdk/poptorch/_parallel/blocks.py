@@ -11,9 +11,8 @@ from typing import Any, Callable, Optional, Tuple, TypeVar
 import torch
 
 from poptorch._errors import Error
-
-from .stages import ipu_number
-from .tracing import active_stages
+from poptorch._parallel.stages import ipu_number
+from poptorch._parallel.tracing import active_stages
 
 _MARK = "_poptorch_block"
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -6,12 +6,11 @@ from typing import Collection, Optional
 
 from poptorch._errors import Error
 from poptorch._log import logger
+from poptorch._parallel.placement import Placement
+from poptorch._parallel.schedule import pipeline_depth
+from poptorch._parallel.strategies import PipelinedExecution, ShardedExecution
 from poptorch.enums import OutputMode
 from poptorch.options import Options
-
-from .placement import Placement
-from .schedule import pipeline_depth
-from .strategies import PipelinedExecution, ShardedExecution
 
 IPUS_PER_PROCESS = 64
 _LEAST_IO_TILES = 32

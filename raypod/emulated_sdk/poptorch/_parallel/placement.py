@@ -11,8 +11,8 @@ from typing import Collection, Mapping, NamedTuple, Tuple
 
 import torch
 
-from .schedule import StageCost
-from .tracing import StageRecorder, StageUse
+from poptorch._parallel.schedule import StageCost
+from poptorch._parallel.tracing import StageRecorder, StageUse
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from poptorch._errors import Error
+from poptorch._parallel.stages import Phase, Stage, ipu_number
 from poptorch.enums import AutoStage, Liveness
-
-from .stages import Phase, Stage, ipu_number
 
 
 class Slot(NamedTuple):

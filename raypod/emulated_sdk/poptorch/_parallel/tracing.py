@@ -13,8 +13,8 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import cost
-from .strategies import _IExecutionStrategy
+from poptorch._parallel import cost
+from poptorch._parallel.strategies import _IExecutionStrategy
 
 _active = threading.local()
 _BOOKKEEPING = frozenset(("aten::detach", "aten::alias"))  # autograd's and this emulation's own: nothing is computed
