@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from poptorch._parallel.schedule import StageCost, phased, pipelined, sharded, side_by_side
+
+from raypod.model.schedule import StageCost, compare_strategies, phased, pipelined, sharded
 
 
 def equal(stages, update=0.0):
@@ -93,7 +94,7 @@ def test_stages_on_one_ipu_work_one_after_the_other():
     assert schedule.idle_share == pytest.approx(1 - 9 / 12)
 
 
-def test_stages_of_a_phase_work_side_by_side():
+def test_stages_of_a_phase_work_compare_strategies():
     stages = [StageCost(1.0, 1.0, phase=0), StageCost(1.0, 1.0, phase=0), StageCost(1.0, 1.0, phase=1)]
     assert picture(phased(stages, 1)) == ["f..bu", "f..bu", ".fb.u"]
 
@@ -103,12 +104,12 @@ def test_recomputation_costs_all_but_the_last_stage_a_forward():
     assert costs == {0: 2.0, 1: 1.0}
 
 
-def test_strategies_stand_side_by_side():
-    both = side_by_side(equal(2), 8)
+def test_strategies_stand_compare_strategies():
+    both = compare_strategies(equal(2), 8)
     assert set(both) == {"sharded", "pipelined"}
     assert both["pipelined"].idle_share < both["sharded"].idle_share
-    assert set(side_by_side(equal(2), 2)) == {"sharded"}
-    assert set(side_by_side([StageCost(1.0, phase=0), StageCost(1.0, phase=1)], 8)) == {
+    assert set(compare_strategies(equal(2), 2)) == {"sharded"}
+    assert set(compare_strategies([StageCost(1.0, phase=0), StageCost(1.0, phase=1)], 8)) == {
         "sharded",
         "pipelined",
         "phased",
