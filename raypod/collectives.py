@@ -46,7 +46,7 @@ _OF_PEERS = ("PeerFailed", "HorovodInternalError", "RecoverableError", "Unrecove
 
 def abandon(reason: str) -> None:
     """End every wait of this process for other instances, from any thread, where the SDK can: the emulated one's."""
-    wires: Any = sys.modules.get("_emulated_pod")
+    wires: Any = sys.modules.get("_pod.wires")
     if wires is not None:
         wires.abandon_all(reason)
 
@@ -55,7 +55,7 @@ def part() -> None:
     """Let go of all connections to other instances that outlive `hvd.shutdown` and `popdist.finalizeBackend`: the
     emulated SDK's, for gradients. Who was idle when another instance was lost would go on with those to the lost.
     """
-    wires: Any = sys.modules.get("_emulated_pod")
+    wires: Any = sys.modules.get("_pod.wires")
     if wires is not None:
         wires.close()
 
@@ -76,7 +76,7 @@ class Rendezvous:
         The emulated SDK must be importable (`sdk.select` or `sdk.offer_store`).
         OSError if the address cannot be resolved or listened on.
         """
-        from _emulated_store_server import StoreServer  # of the emulated SDK; it needs no torch
+        from _pod.store_server import StoreServer  # of the emulated SDK; it needs no torch
 
         self._store = StoreServer(address)
         self.environment: Dict[str, str] = {**self._store.environment, "EMULATED_POD_GENERATION": str(generation)}
@@ -91,7 +91,7 @@ def horovod_door(rendezvous: Dict[str, str]) -> HorovodDoor:
 
     RuntimeError if it does not answer, or has another secret.
     """
-    from _emulated_store_client import StoreClient
+    from _pod.store_client import StoreClient
 
     host, _, port = rendezvous["EMULATED_POD_RENDEZVOUS"].rpartition(":")
     return HorovodDoor(StoreClient(host, int(port), rendezvous["EMULATED_POD_SECRET"], _JOIN_S))

@@ -18,10 +18,10 @@ IDLE = "waiting for its next order"
 LOADING = "loading data"
 # Frames by which a stack is known to wait for other instances: the emulated SDK's wires, and Horovod's.
 _WIRES = (
-    "_emulated_pod.py",
-    "_emulated_rendezvous.py",
-    "_emulated_store",
-    "_emulated_shared_memory.py",
+    "/_pod/wires.py",
+    "/_pod/rendezvous.py",
+    "/_pod/store_",
+    "/_pod/board.py",
     "/horovod/torch/",
 )
 

@@ -50,12 +50,7 @@ SDK = {
     "poptorch",
     "popdist",
     "horovod",
-    "_emulated_pod",
-    "_emulated_gcl",
-    "_emulated_gradient_sum",
-    "_emulated_shared_memory",
-    "_emulated_store_client",
-    "_emulated_store_server",
+    "_pod",
 }
 SDK_USERS = {"sdk", "instance", "options", "optimizers", "collectives", "steps", "pipeline_table"}
 

@@ -55,13 +55,13 @@ def run_ranks(
     Returns the values by function and rank; None where a process ended itself before. AssertionError with all output
     if a process fails, or is not done within the bound.
     """
-    import _emulated_pod
+    import _pod.wires
 
     from raypod.collectives import horovod_door
 
-    store = _emulated_pod.StoreServer()
+    store = _pod.wires.StoreServer()
     environment = {**os.environ, "PYTHONPATH": str(SDK), "OMP_NUM_THREADS": "1"}
-    environment.update({**store.environment, _emulated_pod.TIMEOUT_S: "30"})
+    environment.update({**store.environment, _pod.wires.TIMEOUT_S: "30"})
     environment["EMULATED_POD_HOROVOD"] = horovod
     # What a real Horovod needs is no burden to the other.
     folders, opened = tempfile.TemporaryDirectory(), closing(horovod_door(store.environment))

@@ -10,7 +10,7 @@ from typing import Any, Dict, List
 import horovod.torch as hvd
 import pytest
 import torch
-from horovod.torch import _identity
+from horovod.torch import _basics
 from ranks import run_ranks
 
 
@@ -199,7 +199,7 @@ def test_elastic_mode_says_that_it_is_missing() -> None:
 def test_where_rank_and_size_come_from(monkeypatch: pytest.MonkeyPatch, variables: Dict[str, str], place: Any) -> None:
     for name, text in variables.items():
         monkeypatch.setenv(name, text)
-    assert tuple(_identity._find_identity()) == place
+    assert tuple(_basics._determine_position()) == place
     hvd.shutdown()
 
 

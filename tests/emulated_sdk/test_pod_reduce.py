@@ -6,8 +6,8 @@ import os
 import time
 from typing import Any, Dict, List, Tuple
 
-import _emulated_gcl
-import _emulated_pod
+import _pod.reduce
+import _pod.wires
 import pytest
 import torch
 from ranks import run_ranks
@@ -33,7 +33,7 @@ def naive_tree(leaves: List[torch.Tensor]) -> torch.Tensor:
 def reduce_here(counts: Tuple[int, ...], rank: int, length: int) -> torch.Tensor:
     offset = sum(counts[:rank])
     mine = gradients(sum(counts), length)[offset : offset + counts[rank]]
-    _emulated_gcl.tree_sum_(
+    _pod.reduce.tree_sum_(
         mine, replica_offset=offset, total_replicas=sum(counts), process_id=rank, num_processes=len(counts)
     )
     return mine[0]
@@ -43,18 +43,18 @@ def reduce_here(counts: Tuple[int, ...], rank: int, length: int) -> torch.Tensor
 
 
 def sums(rank: int, size: int) -> Dict[Any, torch.Tensor]:
-    _emulated_gcl._CHUNK = CHUNK
+    _pod.reduce._CHUNK = CHUNK
     found = {}
     for generation, counts in enumerate(PLACEMENTS):
-        os.environ[_emulated_pod.GENERATION] = str(generation)
+        os.environ[_pod.wires.GENERATION] = str(generation)
         if rank < len(counts):
             found.update({(counts, length): reduce_here(counts, rank, length) for length in LENGTHS})
-        _emulated_pod.disconnect("gcl")
+        _pod.wires.disconnect("gcl")
     return found
 
 
 def different_lengths(rank: int, size: int) -> str:
-    os.environ[_emulated_pod.GENERATION] = "lengths"
+    os.environ[_pod.wires.GENERATION] = "lengths"
     try:
         reduce_here((1, 1, 1, 1), rank, 10 + rank // 3)
     except RuntimeError as error:
@@ -63,8 +63,8 @@ def different_lengths(rank: int, size: int) -> str:
 
 
 def death_of_rank_3(rank: int, size: int) -> Tuple[float, str]:
-    os.environ[_emulated_pod.GENERATION] = "death"
-    _emulated_pod.disconnect("gcl")
+    os.environ[_pod.wires.GENERATION] = "death"
+    _pod.wires.disconnect("gcl")
     reduce_here((1, 1, 1, 1), rank, 1000)
     if rank == 3:
         os._exit(0)
@@ -115,13 +115,13 @@ def test_a_killed_peer_is_noticed_at_once_by_all(pod: Dict[str, List[Any]]) -> N
 
 
 def test_one_process_needs_no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(_emulated_pod.RENDEZVOUS, raising=False)
+    monkeypatch.delenv(_pod.wires.RENDEZVOUS, raising=False)
     assert torch.equal(reduce_here((6,), 0, 1000), naive_tree(gradients(6, 1000)))
 
 
 def test_one_process_cannot_stand_for_all_replicas() -> None:
     with pytest.raises(RuntimeError, match="one process holds 2 of 4 replicas"):
-        _emulated_gcl.tree_sum_(gradients(2, 3), replica_offset=0, total_replicas=4, process_id=0, num_processes=1)
+        _pod.reduce.tree_sum_(gradients(2, 3), replica_offset=0, total_replicas=4, process_id=0, num_processes=1)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,9 @@ def test_one_process_cannot_stand_for_all_replicas() -> None:
 )
 def test_unfit_contributions_are_refused(contributions: List[torch.Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        _emulated_gcl.tree_sum_(contributions, replica_offset=0, total_replicas=2, process_id=0, num_processes=1)
+        _pod.reduce.tree_sum_(contributions, replica_offset=0, total_replicas=2, process_id=0, num_processes=1)
 
 
 def test_a_gap_between_the_processes_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"offsets \[0, 3\], counts \[2, 2\]"):
-        _emulated_gcl.checked_layout([[0, 2, 5, 10], [3, 2, 5, 10]], 5)
+        _pod.reduce.checked_layout([[0, 2, 5, 10], [3, 2, 5, 10]], 5)

@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Iterator, List, Tuple
 
-import _emulated_store_protocol as protocol
+import _pod.store_protocol as protocol
 import pytest
 import torch
 import torch.distributed as dist
-from _emulated_pod import PeerFailed, StoreServer
-from _emulated_store import Store
-from _emulated_store_client import StoreClient
+from _pod.rendezvous import Store
+from _pod.store_client import StoreClient
+from _pod.wires import PeerFailed, StoreServer
 from bounded import wait_until
 from pod import intruder
 
@@ -81,9 +81,9 @@ def test_a_wait_ends_with_the_last_key_or_with_the_one_that_says_otherwise(
     other.close()
 
 
-def test_a_wait_ends_at_its_bound_and_when_it_is_given_up(client: StoreClient) -> None:
+def test_a_wait_ends_at_its_bound_and_when_it_is_cancelled(client: StoreClient) -> None:
     assert client.wait(["a"], 0.1) == ["a"]
-    threading.Timer(0.2, client.given_up.set).start()
+    threading.Timer(0.2, client.cancelled.set).start()
     began = time.monotonic()
     assert client.wait(["a", "b"], 60.0) == ["a", "b"]
     assert time.monotonic() - began < 30
@@ -213,7 +213,7 @@ def test_who_has_a_wrong_secret_is_told_so_and_learns_nothing(
         join(server, protocol.new_secret())
     assert not isinstance(refused.value, PeerFailed)  # it is the program's own mistake
     theirs, wrong = bytes(32), bytes(32)
-    heard = said_to(server, theirs + wrong + protocol.HEAD.pack(64) + bytes(64))
+    heard = said_to(server, theirs + wrong + protocol.HEADER.pack(64) + bytes(64))
     assert len(heard) == 64
     assert bytes.fromhex(server.environment["EMULATED_POD_SECRET"]) not in heard
     assert "turned away 127.0.0.1, which does not know the secret" in capfd.readouterr().err
@@ -238,8 +238,8 @@ def test_a_client_of_torch_gets_nothing(server: StoreServer, client: StoreClient
 def test_who_stays_silent_is_left_and_disturbs_nobody(
     server: StoreServer, client: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("_emulated_store_server.HANDSHAKE_S", 0.5)
-    monkeypatch.setattr("_emulated_store_server._MOST_STRANGERS", 4)
+    monkeypatch.setattr("_pod.store_server.HANDSHAKE_S", 0.5)
+    monkeypatch.setattr("_pod.store_server._MAX_UNAUTHENTICATED", 4)
     strangers = [socket.create_connection(place(server), 20) for _ in range(10)]
     join(server).close()  # among them
     for stranger in strangers:
@@ -252,18 +252,18 @@ def test_messages_in_between_are_not_taken(server: StoreServer, client: StoreCli
     """Somebody who carries a conversation on, without the secret."""
     client.set("a", b"private")
     assert client._connection is not None
-    client._connection.sendall(protocol.HEAD.pack(64) + bytes(64))
+    client._connection.sendall(protocol.HEADER.pack(64) + bytes(64))
     with pytest.raises(PeerFailed, match="is gone"):
         client.get("a")
     again = join(server)
     assert again.get("a") == b"private"
     again.close()
-    seal = protocol.Seal(bytes(32), protocol.CLIENT, b"", b"")
-    message = seal.close([b"x"])[protocol.HEAD.size :]
-    opened = protocol.Seal(bytes(32), protocol.CLIENT, b"", b"")
-    assert opened.open(message) == [b"x"]
+    seal = protocol.Channel(bytes(32), protocol.CLIENT, b"", b"")
+    message = seal.pack([b"x"])[protocol.HEADER.size :]
+    opened = protocol.Channel(bytes(32), protocol.CLIENT, b"", b"")
+    assert opened.unpack(message) == [b"x"]
     with pytest.raises(ConnectionError, match="not of who has proved"):
-        opened.open(message)  # the same once more
+        opened.unpack(message)  # the same once more
 
 
 def test_who_listens_without_the_secret_gets_no_proof() -> None:

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
-import _emulated_gcl
-import _emulated_pod
-import _emulated_shared_memory
+import _pod.board
+import _pod.reduce
+import _pod.wires
 import pytest
 import torch
-from _emulated_gradient_sum import GradientSum, Placement
+from _pod.gradient_sum import GradientSum, Placement
 from ranks import run_ranks
 
 PLACEMENTS = [(1, 1), (2, 2), (4, 4), (1, 1, 1, 1), (2, 2, 2, 2)]
@@ -58,8 +58,8 @@ def reduce_here(
 
 
 def begin(generation: str) -> None:
-    _emulated_pod.disconnect("gcl")
-    os.environ[_emulated_pod.GENERATION] = generation
+    _pod.wires.disconnect("gcl")
+    os.environ[_pod.wires.GENERATION] = generation
 
 
 def boards() -> int:
@@ -74,7 +74,7 @@ def mapped() -> List[bool]:
 
 def all_sums(rank: int, generation: str) -> Tuple[Dict[Key, torch.Tensor], List[int]]:
     """The sums of several calls for every placement, and how many boards they used."""
-    _emulated_gcl._CHUNK = 256
+    _pod.reduce._CHUNK = 256
     found, used = {}, []
     for counts in PLACEMENTS:
         begin(f"{generation} {counts}")
@@ -96,40 +96,40 @@ def on_boards(rank: int, size: int) -> Tuple[Dict[Key, torch.Tensor], List[int]]
 
 
 def on_wires(rank: int, size: int) -> Tuple[Dict[Key, torch.Tensor], List[int]]:
-    free, _emulated_shared_memory._free_bytes = _emulated_shared_memory._free_bytes, lambda: 1000
+    free, _pod.board._free_bytes = _pod.board._free_bytes, lambda: 1000
     try:
         return all_sums(rank, "wires")
     finally:
-        _emulated_shared_memory._free_bytes = free
+        _pod.board._free_bytes = free
 
 
 def without_room_in_rank_1(rank: int, size: int) -> Tuple[int, torch.Tensor]:
     begin("rank 1")
-    free = _emulated_shared_memory._free_bytes
+    free = _pod.board._free_bytes
     if rank == 1:
-        _emulated_shared_memory._free_bytes = lambda: 1000
+        _pod.board._free_bytes = lambda: 1000
     total = reduce_here((1, 1, 1, 1), rank, 1001)
-    _emulated_shared_memory._free_bytes = free
+    _pod.board._free_bytes = free
     return boards(), total
 
 
 def without_memory_after_all(rank: int, size: int) -> Tuple[int, torch.Tensor]:
     begin("no memory")
-    needed = _emulated_shared_memory._bytes_needed
-    _emulated_shared_memory._free_bytes, free = (lambda: 1 << 62), _emulated_shared_memory._free_bytes
-    _emulated_shared_memory._bytes_needed = lambda *_: 1 << 60
+    needed = _pod.board._bytes_needed
+    _pod.board._free_bytes, free = (lambda: 1 << 62), _pod.board._free_bytes
+    _pod.board._bytes_needed = lambda *_: 1 << 60
     total = reduce_here((1, 1, 1, 1), rank, 1001)
-    _emulated_shared_memory._free_bytes, _emulated_shared_memory._bytes_needed = free, needed
+    _pod.board._free_bytes, _pod.board._bytes_needed = free, needed
     return boards(), total
 
 
 def unable_to_map_in_rank_2(rank: int, size: int) -> Tuple[int, torch.Tensor]:
     begin("no map")
-    map_it = _emulated_shared_memory._map
+    map_it = _pod.board._map
     if rank == 2:
-        _emulated_shared_memory._map = lambda path, *rest: map_it(path + "x", *rest)
+        _pod.board._map = lambda path, *rest: map_it(path + "x", *rest)
     total = reduce_here((1, 1, 1, 1), rank, 1001)
-    _emulated_shared_memory._map = map_it
+    _pod.board._map = map_it
     return boards(), total
 
 
@@ -137,9 +137,9 @@ def traces(rank: int, size: int) -> Tuple[List[bool], List[bool]]:
     """The boards mapped after the first call's end everywhere, and after the group's end."""
     begin("traces")
     reduce_here((1, 1, 1, 1), rank, 1001)
-    _emulated_pod.connect("gcl", rank, size).barrier()
+    _pod.wires.connect("gcl", rank, size).barrier()
     during = mapped()
-    _emulated_pod.disconnect("gcl")
+    _pod.wires.disconnect("gcl")
     return during, mapped()
 
 
@@ -202,26 +202,26 @@ def test_a_killed_peer_is_noticed_at_once_by_all(pod: Dict[str, List[Any]]) -> N
 
 @pytest.mark.parametrize("length", [0, 1, 16, 17, 64, 1001])
 def test_slices_cover_the_length_and_begin_on_cache_lines(length: int) -> None:
-    slices = _emulated_shared_memory.aligned_slices(length, 4)
+    slices = _pod.board.aligned_slices(length, 4)
     assert [part.start for part in slices[1:]] == [part.stop for part in slices[:-1]]
     assert (slices[0].start, slices[-1].stop) == (0, length)
     assert all(part.start % 16 == 0 or part.start == length for part in slices)
 
 
 def test_processes_in_different_places_or_without_room_share_nothing() -> None:
-    assert _emulated_shared_memory.is_wanted([[7, 1], [7, 1]])
-    assert not _emulated_shared_memory.is_wanted([[7, 1], [8, 1]])
-    assert not _emulated_shared_memory.is_wanted([[7, 1], [7, 0]])
+    assert _pod.board.is_possible([[7, 1], [7, 1]])
+    assert not _pod.board.is_possible([[7, 1], [8, 1]])
+    assert not _pod.board.is_possible([[7, 1], [7, 0]])
 
 
 def test_a_host_without_shared_memory_offers_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_emulated_shared_memory, "_FOLDER", "/no/such/folder")
-    assert _emulated_shared_memory.offer(2, 1000, torch.float32) == [0, 0]
+    monkeypatch.setattr(_pod.board, "_FOLDER", "/no/such/folder")
+    assert _pod.board.capability(2, 1000, torch.float32) == [0, 0]
 
 
 def test_a_file_is_not_left_behind_if_its_memory_is_not_to_be_had(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(_emulated_shared_memory, "_FOLDER", str(tmp_path))
-    assert _emulated_shared_memory._create(1 << 62) == ""
+    monkeypatch.setattr(_pod.board, "_FOLDER", str(tmp_path))
+    assert _pod.board._create(1 << 62) == ""
     assert not list(tmp_path.iterdir())

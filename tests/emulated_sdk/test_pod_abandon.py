@@ -8,8 +8,8 @@ import threading
 import time
 from typing import Any, Callable, Dict, List
 
-import _emulated_gcl
-import _emulated_pod
+import _pod.reduce
+import _pod.wires
 import pytest
 import torch
 from ranks import become, run_ranks
@@ -19,7 +19,7 @@ WAITS = ["barrier", "receive", "gather", "board", "horovod", "joining"]
 
 
 def _gradient_sum(rank: int, size: int) -> Any:
-    from _emulated_gradient_sum import GradientSum, Placement
+    from _pod.gradient_sum import GradientSum, Placement
 
     return GradientSum([torch.zeros(100)], Placement(1, rank, size))
 
@@ -28,7 +28,7 @@ def _waits(rank: int, size: int) -> Dict[str, Callable[[], Any]]:
     """Ways to wait for the other rank; each is tried on groups of its own."""
 
     def group() -> Any:
-        return _emulated_pod.connect("test", rank, size)
+        return _pod.wires.connect("test", rank, size)
 
     def horovod() -> Any:
         import horovod.torch as hvd
@@ -44,7 +44,7 @@ def _waits(rank: int, size: int) -> Dict[str, Callable[[], Any]]:
         "gather": lambda: group().gather(torch.zeros(4)),
         "board": lambda: gradients([[torch.ones(100)]]),
         "horovod": lambda: horovod().allreduce(torch.ones(4)),
-        "joining": lambda: _emulated_gcl.join(rank, size),
+        "joining": lambda: _pod.reduce.join(rank, size),
     }
 
 
@@ -52,19 +52,19 @@ def frozen(rank: int, size: int) -> Dict[str, Any]:
     """Rank 1 meets rank 0 and freezes; rank 0 waits for it, and a thread of its own ends that."""
     found = {}
     for what in WAITS:
-        os.environ[_emulated_pod.GENERATION] = what
-        pids = _emulated_pod.connect("pids", rank, size).gather_numbers([os.getpid()])
+        os.environ[_pod.wires.GENERATION] = what
+        pids = _pod.wires.connect("pids", rank, size).gather_numbers([os.getpid()])
         waits = _waits(rank, size)
         if what == "board":
             waits["board"]()  # the board is open
         elif what == "horovod":
             waits["horovod"]()
         elif what != "joining":
-            _emulated_pod.connect("test", rank, size)
+            _pod.wires.connect("test", rank, size)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
-            threading.Timer(0.3, _emulated_pod.abandon_all, ["rank 1 is frozen"]).start()
+            threading.Timer(0.3, _pod.wires.abandon_all, ["rank 1 is frozen"]).start()
             began = time.monotonic()
             try:
                 waits[what]()
@@ -82,7 +82,7 @@ def _leave() -> None:
 
     hvd.shutdown()
     for name in ("test", "gcl", "pids"):
-        _emulated_pod.disconnect(name)
+        _pod.wires.disconnect(name)
 
 
 @pytest.fixture(scope="module")
