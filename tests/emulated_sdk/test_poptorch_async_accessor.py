@@ -10,7 +10,7 @@ import poptorch
 import pytest
 import torch
 from bounded import wait_until
-from poptorch._executor import custom_parsers
+from poptorch import pytree
 from poptorch_data import FORK, Boxed, BoxParser, Broken, Numbers, Pair, RandomNumbers, Stream, epoch, numbers
 from poptorch_models import options
 
@@ -91,7 +91,7 @@ def test_elements_are_views_of_the_slots(access):
 def test_an_element_is_valid_until_the_next(access):
     accessor = access(loader(8), buffer_size=2, early_preload=True)
     first = next(iter(accessor))
-    assert wait_until(lambda: accessor._fetcher.board.published == 2)
+    assert wait_until(lambda: accessor._fetcher.header.published == 2)
     assert numbers(first) == [0]
     next(accessor)
     assert wait_until(lambda: numbers(first) == [2])
@@ -100,9 +100,9 @@ def test_an_element_is_valid_until_the_next(access):
 @pytest.mark.parametrize(("early_preload", "filled"), [(True, 4), (False, 1)])
 def test_how_much_is_loaded_before_the_first_iteration(access, early_preload, filled):
     accessor = access(loader(10), early_preload=early_preload, buffer_size=4)
-    board = accessor._fetcher.board
-    assert wait_until(lambda: board.published == filled)
-    assert not wait_until(lambda: board.published > filled, within_s=0.2)
+    header = accessor._fetcher.header
+    assert wait_until(lambda: header.published == filled)
+    assert not wait_until(lambda: header.published > filled, within_s=0.2)
     assert epoch(accessor) == list(range(10))
 
 
@@ -110,7 +110,7 @@ def test_the_next_epoch_is_prefetched(access):
     accessor = access(loader(3), buffer_size=5)
     assert epoch(accessor) == [0, 1, 2]
     # 3 elements and the end of the epoch, then what fills the ring.
-    assert wait_until(lambda: accessor._fetcher.board.published == 4 + 5 + 1)
+    assert wait_until(lambda: accessor._fetcher.header.published == 4 + 5 + 1)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_flat_elements_keep_their_kind(access, collate):
 
 @pytest.mark.parametrize("strategy", [poptorch.SharingStrategy.Fork, poptorch.SharingStrategy.ForkServer])
 def test_registered_types_are_elements(access, monkeypatch, strategy):
-    monkeypatch.setattr(custom_parsers, "_parsers", {})
+    monkeypatch.setattr(pytree, "_parsers", {})
     poptorch.registerCustomArgParser(Boxed, BoxParser())
     data = [Boxed(torch.tensor([0.0])), Boxed(torch.tensor([1.0]))]
     got = [box.inside.tolist() for box in access(data, sharing_strategy=strategy)]
@@ -144,7 +144,7 @@ def test_registered_types_are_elements(access, monkeypatch, strategy):
 
 @pytest.mark.parametrize("element", [(torch.ones(1), (torch.ones(1),)), {"x": "text"}, 3, [[torch.ones(1)]]])
 def test_other_elements_are_refused(access, element):
-    with pytest.raises(AssertionError, match="(?s)An error occurred in the data fetcher.*takes tensors, flat"):
+    with pytest.raises(AssertionError, match="(?s)An error occurred in the data fetcher.*supports tensors, flat"):
         access([element])
 
 

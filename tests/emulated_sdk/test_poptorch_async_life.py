@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from bounded import wait_until
-from poptorch._data import fetcher_process
+from poptorch.data import fetcher_process
 from poptorch_data import FORK, Hung, Numbers, epoch
 from poptorch_models import options
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from poptorch._optimizers import eager
+from poptorch.optimizers.device_optimizer import plain_step
 
 PROGRAM = """
 import sys, torch, poptorch
@@ -44,6 +44,6 @@ def test_a_step_without_wrappers_is_the_same_step(algorithm: type) -> None:
         for weight in weights:
             weight.grad = torch.linspace(0, number, 7)
         optimizers[0].step()
-        eager.step(optimizers[1])
+        plain_step(optimizers[1])
     assert torch.equal(weights[0], weights[1])
     assert optimizers[1].state[weights[1]].keys() == optimizers[0].state[weights[0]].keys()

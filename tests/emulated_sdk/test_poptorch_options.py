@@ -94,7 +94,7 @@ def test_other_variables_can_say_which_process_this_is(monkeypatch):
 
 
 def test_a_process_id_beyond_the_processes_is_refused():
-    with pytest.raises(ValueError, match="2 is not among the 2"):
+    with pytest.raises(ValueError, match="2 is out of range for 2"):
         poptorch.Options().Distributed.configureProcessId(2, 2)
 
 

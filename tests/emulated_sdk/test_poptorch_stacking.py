@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from poptorch._data.elements import take_apart
-from poptorch._data.stacking import stack_into
+from poptorch.data.elements import flatten_element
+from poptorch.data.worker_batches import stack_into
 from poptorch_data import Pair
 from torch.utils.data import default_collate
 
@@ -15,7 +15,7 @@ ONE, OTHER = torch.arange(3.0), torch.arange(3.0, 6.0)
 
 def stacked(first, samples):
     """(whether it was done, the tensors) for a place that was made for the batch `first`."""
-    tensors, kind = take_apart(default_collate(first))
+    tensors, kind = flatten_element(default_collate(first))
     targets = [torch.full_like(tensor, -1) for tensor in tensors]
     return stack_into(targets, kind, samples), targets
 
@@ -34,7 +34,7 @@ def stacked(first, samples):
 )
 def test_common_batches_are_made_in_place(samples):
     is_done, tensors = stacked(samples, samples)
-    expected, _ = take_apart(default_collate(samples))
+    expected, _ = flatten_element(default_collate(samples))
     assert is_done
     assert all(got.equal(wanted) for got, wanted in zip(tensors, expected))
 

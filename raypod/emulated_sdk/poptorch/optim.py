@@ -7,22 +7,38 @@ default and is a constant; `_optimizers/rules.py` has the defaults.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any, Callable, Dict, Iterable, Optional, Tuple
 
 import torch
 
-from poptorch._optimizers.eager import keep_compiler_out
-from poptorch._optimizers.per_parameter import lamb, update_all
-from poptorch._optimizers.rules import OWN_GROUP_ATTRIBUTES, RULES, Rule
+from poptorch.optimizers.rules import lamb, update_all
+from poptorch.optimizers.rules import OWN_GROUP_ATTRIBUTES, RULES, Rule
 
 __all__ = ["LAMB", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes"]
-
-keep_compiler_out()  # before the first optimizer is made
 
 # Arguments of torch's own optimizers that choose a kernel on the host: without meaning on the device.
 _IGNORED = ("foreach", "maximize", "capturable", "differentiable", "fused")
 _ACCUMULATOR_TYPES = (torch.float32, torch.float16)
+_NOT_COMPILED = "__dynamo_disable"  # attribute in which torch._compile caches the function to call instead
+
+
+def _bypass_compiler() -> None:
+    """Run the methods of torch.optim.Optimizer without torch's compiler, unless this process uses it already.
+
+    Newer torch imports `torch._dynamo` at the first call of most methods of an optimizer, only to exclude them from
+    compilation. The import takes more than a second per process.
+    """
+    if "torch._dynamo" in sys.modules:
+        return
+    for method in vars(torch.optim.Optimizer).values():
+        original = getattr(method, "__wrapped__", None)
+        if original is not None and not hasattr(original, _NOT_COMPILED):
+            setattr(original, _NOT_COMPILED, original)
+
+
+_bypass_compiler()  # before the first optimizer is constructed
 
 
 class VariableAttributes:
