@@ -19,7 +19,7 @@ def _has_replica_threads() -> bool:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _torch_is_warm():
+def _import_torch_compiler():
     """Construct an optimizer: for the first one torch imports its compiler, which sets an environment variable."""
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()
     # Exclude the imported modules from later garbage collections.
@@ -30,7 +30,7 @@ def _torch_is_warm():
 
 
 @pytest.fixture(autouse=True)
-def _models_are_collected():
+def _collect_models():
     """Collect the models of a test, which stops their replica threads."""
     yield
     if _has_replica_threads():

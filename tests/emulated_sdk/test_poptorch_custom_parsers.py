@@ -86,22 +86,22 @@ class Weighted(nn.Module):
         return x * float(weights[0]) if bias is None else x + bias
 
 
-@pytest.mark.parametrize("known_to_numpy", [True, False])
-def test_array_constants_are_compared_item_by_item(known_to_numpy):
+@pytest.mark.parametrize("is_numpy", [True, False])
+def test_array_constants_are_compared_item_by_item(is_numpy):
     def array(*items):
-        return torch.tensor(items).numpy() if known_to_numpy else _Opaque(items)
+        return torch.tensor(items).numpy() if is_numpy else _Incomparable(items)
 
     model = poptorch.inferenceModel(Weighted(), options())
     assert model(torch.ones(1), array(2.0, 3.0)).item() == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(torch.ones(1), array(2.0, 3.0))
-    if known_to_numpy:
+    if is_numpy:
         with pytest.warns(UserWarning, match="has no effect"):
             assert model(torch.ones(1), array(4.0, 3.0)).item() == 2
 
 
-class _Opaque:
+class _Incomparable:
     """Raises when it is compared."""
 
     def __init__(self, items):
@@ -111,7 +111,7 @@ class _Opaque:
         return self.items[index]
 
     def __eq__(self, other):
-        raise TypeError("no order among these")
+        raise TypeError("not comparable")
 
     __hash__ = None
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def line_with(forward, **kwargs):
-    """Train a `Line` whose forward first calls `forward(self, x)`; return model, executor and the call's result."""
+    """Return a `Line` whose forward first calls `forward(self, x)`, and its training executor."""
 
     class Changed(Line):
         def forward(self, x):
@@ -206,12 +206,12 @@ _setting = contextvars.ContextVar("setting", default=1)
 def test_replica_threads_have_the_callers_thread_local_state(replicas):
     seen = []
 
-    class Look(nn.Module):
+    class RecordState(nn.Module):
         def forward(self, x):
             seen.append((_setting.get(), torch.get_num_threads(), torch.empty(1).device.type, torch.is_grad_enabled()))
             return x
 
-    model = poptorch.inferenceModel(Look(), options(replicas))
+    model = poptorch.inferenceModel(RecordState(), options(replicas))
     token, threads = _setting.set(5), torch.get_num_threads()
     try:
         torch.set_num_threads(1)

@@ -100,5 +100,5 @@ def test_an_unknown_reduction_is_refused():
 
 
 @pytest.mark.parametrize("name", ["smooth_l1_loss", "huber_loss", "l1_loss", "binary_cross_entropy_with_logits"])
-def test_every_loss_function_of_torch_marks(name):
+def test_other_loss_functions_of_torch_mark(name):
     assert trained_weight(getattr(F, name)) != 2

@@ -116,7 +116,7 @@ def test_loss_scaling_does_not_change_half_models():
     assert weights[0] == weights[1]
 
 
-def test_partials_types_are_stored_and_have_no_effect():
+def test_the_partials_type_has_no_effect():
     found = []
     for partials in (torch.float, HALF):
         opts = options()

@@ -84,7 +84,6 @@ def assert_same(ours: Dict[str, torch.Tensor], theirs: Dict[str, torch.Tensor]) 
     assert not different
 
 
-
 def _train_with_failure(rank: int, size: int, generation: str) -> Dict[str, Any]:
     os.environ[_pod.wires.GENERATION] = generation
     training = wrapped(rank, size)
@@ -112,12 +111,12 @@ def with_shared_memory(rank: int, size: int) -> Dict[str, Any]:
 
 
 def with_network(rank: int, size: int) -> Dict[str, Any]:
-    wanted = _pod.board.is_possible
+    before = _pod.board.is_possible
     _pod.board.is_possible = lambda capabilities: False
     try:
         return _train_with_failure(rank, size, "wires")
     finally:
-        _pod.board.is_possible = wanted
+        _pod.board.is_possible = before
 
 
 @pytest.fixture(scope="module")
@@ -134,22 +133,21 @@ def single_process() -> Dict[str, torch.Tensor]:
     return state_of(training)
 
 
-
-@pytest.mark.parametrize("way", ["with_shared_memory", "with_network"])
-def test_a_lost_peer_does_not_change_the_other_process(found: Dict[str, List[Any]], way: str) -> None:
-    survivor, failed = found[way]
-    assert survivor["board"] == failed["board"] == (way == "with_shared_memory")
+@pytest.mark.parametrize("transport", ["with_shared_memory", "with_network"])
+def test_a_lost_peer_does_not_change_the_other_process(found: Dict[str, List[Any]], transport: str) -> None:
+    survivor, failed = found[transport]
+    assert survivor["board"] == failed["board"] == (transport == "with_shared_memory")
     assert "this sample is bad" in failed["error"]
     assert "lost the connection" in survivor["error"]
     for each in (survivor, failed):
         assert_same(each["before"], each["after"])
 
 
-@pytest.mark.parametrize("way", ["with_shared_memory", "with_network"])
+@pytest.mark.parametrize("transport", ["with_shared_memory", "with_network"])
 def test_training_continues_after_detach_and_attach(
-    found: Dict[str, List[Any]], single_process: Dict[str, torch.Tensor], way: str
+    found: Dict[str, List[Any]], single_process: Dict[str, torch.Tensor], transport: str
 ) -> None:
-    for each in found[way]:  # each process has the statistics of all four replicas
+    for each in found[transport]:  # each process has the statistics of all four replicas
         assert_same(each["end"], single_process)
 
 
