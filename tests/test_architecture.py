@@ -50,6 +50,7 @@ SDK = {
     "poptorch",
     "popdist",
     "horovod",
+    "popart",
     "_pod",
 }
 SDK_USERS = {"sdk", "instance", "options", "optimizers", "collectives", "steps", "pipeline_table"}

@@ -260,8 +260,8 @@ _NOTES = {
     "grouped": "Takes several tensors, of any shapes and dtypes, with one transfer per dtype.",
     "in_place": "Overwrites the input, which is also the result; no gradient flows.",
     "asynchronous": (
-        "Returns a handle at once: `synchronize` waits and returns the result (a tuple if there are several tensors)."
-        " The tensors must not change until then. No gradient flows."
+        "Returns a handle at once; `synchronize` waits and returns the result (a tuple if there are several tensors).\n"
+        "The tensors must not change until then. No gradient flows."
     ),
 }
 
