@@ -1,4 +1,4 @@
-"""A process that waits for a frozen one is freed from another thread, whatever it waits in."""
+"""`_pod.wires.abandon_all` ends every kind of wait for a frozen process, from another thread."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import _pod.reduce
 import _pod.wires
 import pytest
 import torch
-from ranks import become, run_ranks
+from ranks import run_ranks, set_rank
 
-FREED_WITHIN_S = 5.0  # the wires' own bound is 30 s here
+ENDS_WITHIN_S = 5.0  # EMULATED_POD_TIMEOUT_S is 30 s here
 WAITS = ["barrier", "receive", "gather", "board", "horovod", "joining"]
 
 
@@ -25,7 +25,7 @@ def _gradient_sum(rank: int, size: int) -> Any:
 
 
 def _waits(rank: int, size: int) -> Dict[str, Callable[[], Any]]:
-    """Ways to wait for the other rank; each is tried on groups of its own."""
+    """Return the ways to wait for the other rank; each runs on groups of its own."""
 
     def group() -> Any:
         return _pod.wires.connect("test", rank, size)
@@ -33,7 +33,7 @@ def _waits(rank: int, size: int) -> Dict[str, Callable[[], Any]]:
     def horovod() -> Any:
         import horovod.torch as hvd
 
-        become(rank, [("a", size)])
+        set_rank(rank, [("a", size)])
         hvd.init()
         return hvd
 
@@ -49,14 +49,14 @@ def _waits(rank: int, size: int) -> Dict[str, Callable[[], Any]]:
 
 
 def frozen(rank: int, size: int) -> Dict[str, Any]:
-    """Rank 1 meets rank 0 and freezes; rank 0 waits for it, and a thread of its own ends that."""
+    """Rank 1 joins rank 0 and freezes; rank 0 waits for it, and a thread of rank 0 ends the wait."""
     found = {}
     for what in WAITS:
         os.environ[_pod.wires.GENERATION] = what
         pids = _pod.wires.connect("pids", rank, size).gather_numbers([os.getpid()])
         waits = _waits(rank, size)
         if what == "board":
-            waits["board"]()  # the board is open
+            waits["board"]()  # opens the board
         elif what == "horovod":
             waits["horovod"]()
         elif what != "joining":
@@ -73,11 +73,11 @@ def frozen(rank: int, size: int) -> Dict[str, Any]:
                 error = f"{type(caught).__name__}: {caught}"
             found[what] = (error, time.monotonic() - began)
             os.kill(pids[1][0], signal.SIGCONT)
-        _leave()
+        _disconnect()
     return found
 
 
-def _leave() -> None:
+def _disconnect() -> None:
     import horovod.torch as hvd
 
     hvd.shutdown()
@@ -87,11 +87,11 @@ def _leave() -> None:
 
 @pytest.fixture(scope="module")
 def found() -> List[Dict[str, Any]]:
-    return run_ranks(__file__, ["frozen"], 2, bound_s=90.0)["frozen"]
+    return run_ranks(__file__, ["frozen"], 2, timeout_s=90.0)["frozen"]
 
 
 @pytest.mark.parametrize("what", WAITS)
-def test_a_wait_for_a_frozen_process_is_ended_from_another_thread(found: List[Dict[str, Any]], what: str) -> None:
+def test_abandon_all_ends_a_wait_for_a_frozen_process(found: List[Dict[str, Any]], what: str) -> None:
     error, waited_s = found[0][what]
     assert error.startswith(("PeerFailed: ", "HorovodInternalError: ")), error
-    assert waited_s < FREED_WITHIN_S
+    assert waited_s < ENDS_WITHIN_S

@@ -1,4 +1,4 @@
-"""The store at which processes meet: what it does for who knows its secret, and how little for everybody else."""
+"""The rendezvous store, client and server: requests, waits, shutdown, and clients without the secret."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bounded import wait_until
 from pod import intruder
 
 MANY = 256
-c10d: Any = dist  # whose stubs lack its stores
+c10d: Any = dist  # its stubs lack the stores
 
 
 @pytest.fixture
@@ -31,27 +31,27 @@ def server() -> Iterator[StoreServer]:
     opened.close()
 
 
-def place(server: StoreServer) -> Tuple[str, int]:
+def address_of(server: StoreServer) -> Tuple[str, int]:
     host, _, port = server.address.rpartition(":")
     return host, int(port)
 
 
-def join(server: StoreServer, secret: str = "") -> StoreClient:
-    return StoreClient(*place(server), secret or server.environment["EMULATED_POD_SECRET"], 10.0)
+def connect(server: StoreServer, secret: str = "") -> StoreClient:
+    return StoreClient(*address_of(server), secret or server.environment["EMULATED_POD_SECRET"], 10.0)
 
 
 @pytest.fixture
 def client(server: StoreServer) -> Iterator[StoreClient]:
-    joined = join(server)
-    yield joined
-    joined.close()
+    connected = connect(server)
+    yield connected
+    connected.close()
 
 
-# ---- for who knows the secret
+# ---- requests
 
 
-def test_what_one_says_the_others_read(server: StoreServer, client: StoreClient) -> None:
-    other = join(server)
+def test_clients_share_keys_and_values(server: StoreServer, client: StoreClient) -> None:
+    other = connect(server)
     client.set("a", b"\x00\xff")
     assert (other.get("a"), other.get("b")) == (b"\x00\xff", None)
     assert [other.add("n", 2), client.add("n", -5), other.add("n", 0)] == [2, -3, -3]
@@ -66,10 +66,8 @@ def test_what_one_says_the_others_read(server: StoreServer, client: StoreClient)
     other.close()
 
 
-def test_a_wait_ends_with_the_last_key_or_with_the_one_that_says_otherwise(
-    server: StoreServer, client: StoreClient
-) -> None:
-    other = join(server)
+def test_a_wait_ends_with_the_last_key_or_with_an_unless_key(server: StoreServer, client: StoreClient) -> None:
+    other = connect(server)
     with ThreadPoolExecutor(1) as pool:
         waited = pool.submit(client.wait, ["a", "b"], 20.0, ["failed"])
         other.set("a", b"")
@@ -81,31 +79,31 @@ def test_a_wait_ends_with_the_last_key_or_with_the_one_that_says_otherwise(
     other.close()
 
 
-def test_a_wait_ends_at_its_bound_and_when_it_is_cancelled(client: StoreClient) -> None:
+def test_a_wait_ends_at_its_timeout_and_when_cancelled(client: StoreClient) -> None:
     assert client.wait(["a"], 0.1) == ["a"]
     threading.Timer(0.2, client.cancelled.set).start()
     began = time.monotonic()
     assert client.wait(["a", "b"], 60.0) == ["a", "b"]
     assert time.monotonic() - began < 30
-    client.set("a", b"")  # and the conversation goes on
+    client.set("a", b"")  # the connection remains usable
     assert client.wait(["a"], 60.0) == []
 
 
-def test_many_meet(server: StoreServer) -> None:
+def test_many_clients_wait_for_each_other(server: StoreServer) -> None:
     keys = [f"joined/{rank}" for rank in range(MANY)]
 
-    def meet(rank: int) -> List[str]:
-        joined = join(server)
-        joined.set(keys[rank], b"x" * 1000)
-        missing = joined.wait(keys, 60.0)
-        joined.close()
+    def join(rank: int) -> List[str]:
+        client = connect(server)
+        client.set(keys[rank], b"x" * 1000)
+        missing = client.wait(keys, 60.0)
+        client.close()
         return missing
 
     with ThreadPoolExecutor(MANY) as pool:
-        assert list(pool.map(meet, range(MANY))) == [[]] * MANY
+        assert list(pool.map(join, range(MANY))) == [[]] * MANY
 
 
-def test_torch_takes_it_for_a_store_of_its_own(server: StoreServer) -> None:
+def test_gloo_process_groups_use_the_store(server: StoreServer) -> None:
     clients = [join(server) for _ in range(3)]
 
     def reduce(rank: int) -> Tuple[float, bytes]:
@@ -126,173 +124,172 @@ def test_torch_takes_it_for_a_store_of_its_own(server: StoreServer) -> None:
         each.close()
 
 
-def test_the_default_process_group_can_be_made_with_it(client: StoreClient) -> None:
+def test_the_default_process_group_uses_the_store(client: StoreClient) -> None:
     store = Store(client)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     dist.new_group([0])
-    dist.destroy_process_group()  # with no work just done: torch 2.0 may wait for its own threads without end then
-    assert client.count() >= 2  # it has met itself there, twice
+    dist.destroy_process_group()  # not directly after a collective: torch 2.0 may hang then
+    assert client.count() >= 2  # the keys of both groups
 
 
-def test_waiting_for_a_key_in_vain_is_the_others_fault(client: StoreClient) -> None:
+def test_waiting_for_a_missing_key_raises_peer_failed(client: StoreClient) -> None:
     store = Store(client)
     with pytest.raises(PeerFailed, match=r"waited 0.1 s for a in the store"):
         store.wait(["a"], timedelta(seconds=0.1))
-    with pytest.raises(PeerFailed, match=r"waited 1 s for 0/.* in the store"):  # through Gloo, with its own keys
+    with pytest.raises(PeerFailed, match=r"waited 1 s for 0/.* in the store"):  # raised through Gloo
         c10d.ProcessGroupGloo(store, 0, 2, timedelta(seconds=1))
 
 
-# ---- its end
+# ---- shutdown
 
 
-def test_it_leaves_no_port_and_no_thread() -> None:
+def test_close_ends_the_port_the_thread_and_all_waits() -> None:
     before = threading.active_count()
     server = StoreServer()
-    client, waiting = join(server), join(server)
+    client, waiting = connect(server), connect(server)
     with ThreadPoolExecutor(1) as pool:
         waited = pool.submit(waiting.wait, ["never"], 60.0)
         server.close()
         server.close()
-        with pytest.raises(PeerFailed, match=r"the store at 127.0.0.1:\d+ is gone, or its host is: "):
+        with pytest.raises(PeerFailed, match=r"lost the connection to the store at 127.0.0.1:\d+: "):
             waited.result(20)
     for _ in range(2):
-        with pytest.raises(PeerFailed, match="the store at"):
+        with pytest.raises(PeerFailed, match="the connection to the store at .* was closed"):
             client.add("a", 1)
     assert not client.is_open
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(place(server), 5)
+        socket.create_connection(address_of(server), 5)
     assert threading.active_count() == before
 
 
-def test_a_forked_child_holds_no_port(server: StoreServer, client: StoreClient) -> None:
+def test_a_forked_child_does_not_keep_the_port_open(server: StoreServer, client: StoreClient) -> None:
     child = os.fork()
     if child == 0:
         time.sleep(60)
         os._exit(0)
     try:
-        client.set("a", b"here")  # the child has not disturbed it
+        client.set("a", b"here")  # the fork does not disturb the connection
         assert client.get("a") == b"here"
         server.close()
-        assert wait_until(lambda: _is_refused(place(server)), 10)
+        assert wait_until(lambda: _is_refused(address_of(server)), 10)
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
 
 
-def _is_refused(where: Tuple[str, int]) -> bool:
+def _is_refused(address: Tuple[str, int]) -> bool:
     try:
-        socket.create_connection(where, 5).close()
+        socket.create_connection(address, 5).close()
     except ConnectionRefusedError:
         return True
     return False
 
 
-# ---- strangers
+# ---- clients without the secret
 
 
-def said_to(server: StoreServer, sent: bytes, within_s: float = 20.0) -> bytes:
-    """All that a stranger hears who sends this, until the store ends the conversation."""
-    heard = b""
-    with socket.create_connection(place(server), within_s) as stranger:
+def response_to(server: StoreServer, sent: bytes, within_s: float = 20.0) -> bytes:
+    """Return all that the server sends to an unauthenticated client until it closes the connection."""
+    response = b""
+    with socket.create_connection(address_of(server), within_s) as connection:
         try:
-            stranger.sendall(sent)
+            connection.sendall(sent)
             while True:
-                data = stranger.recv(65536)
+                data = connection.recv(65536)
                 if not data:
-                    return heard
-                heard += data
+                    return response
+                response += data
         except ConnectionError:
-            return heard
+            return response
 
 
-def test_who_has_a_wrong_secret_is_told_so_and_learns_nothing(
+def test_a_client_with_a_wrong_secret_is_rejected(
     server: StoreServer, client: StoreClient, capfd: pytest.CaptureFixture[str]
 ) -> None:
     client.set("a", b"private")
-    with pytest.raises(RuntimeError, match="does not know the secret that this process has") as refused:
-        join(server, protocol.new_secret())
-    assert not isinstance(refused.value, PeerFailed)  # it is the program's own mistake
-    theirs, wrong = bytes(32), bytes(32)
-    heard = said_to(server, theirs + wrong + protocol.HEADER.pack(64) + bytes(64))
-    assert len(heard) == 64
-    assert bytes.fromhex(server.environment["EMULATED_POD_SECRET"]) not in heard
-    assert "turned away 127.0.0.1, which does not know the secret" in capfd.readouterr().err
+    with pytest.raises(RuntimeError, match="does not have the secret of this process") as rejected:
+        connect(server, protocol.new_secret())
+    assert not isinstance(rejected.value, PeerFailed)  # an error of configuration
+    nonce, wrong_proof = bytes(32), bytes(32)
+    response = response_to(server, nonce + wrong_proof + protocol.HEADER.pack(64) + bytes(64))
+    assert len(response) == 64
+    assert bytes.fromhex(server.environment["EMULATED_POD_SECRET"]) not in response
+    assert "rejected 127.0.0.1, which does not have the secret" in capfd.readouterr().err
     assert client.get("a") == b"private"
 
 
 @pytest.mark.parametrize(
     "sent", [bytes(range(256)) * 4096, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 100], ids=["bytes", "http"]
 )
-def test_who_sends_garbage_hears_64_bytes_of_none(server: StoreServer, client: StoreClient, sent: bytes) -> None:
-    assert len(said_to(server, sent)) <= 64
+def test_garbage_is_answered_by_64_bytes_at_most(server: StoreServer, client: StoreClient, sent: bytes) -> None:
+    assert len(response_to(server, sent)) <= 64
     client.set("a", b"")
 
 
-def test_a_client_of_torch_gets_nothing(server: StoreServer, client: StoreClient) -> None:
+def test_a_torch_client_is_rejected(server: StoreServer, client: StoreClient) -> None:
     client.set("a", b"private")
     with pytest.raises(RuntimeError):
-        c10d.TCPStore(*place(server), None, False, timedelta(seconds=1), wait_for_workers=False).get("a")
+        c10d.TCPStore(*address_of(server), None, False, timedelta(seconds=1), wait_for_workers=False).get("a")
     assert client.get("a") == b"private"
 
 
-def test_who_stays_silent_is_left_and_disturbs_nobody(
+def test_unauthenticated_connections_are_closed(
     server: StoreServer, client: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("_pod.store_server.HANDSHAKE_S", 0.5)
     monkeypatch.setattr("_pod.store_server._MAX_UNAUTHENTICATED", 4)
-    strangers = [socket.create_connection(place(server), 20) for _ in range(10)]
-    join(server).close()  # among them
-    for stranger in strangers:
-        assert stranger.recv(1) == b""  # within the 20 s of its socket
-        stranger.close()
+    connections = [socket.create_connection(address_of(server), 20) for _ in range(10)]
+    connect(server).close()  # is authenticated meanwhile
+    for connection in connections:
+        assert connection.recv(1) == b""  # within the socket's 20 s
+        connection.close()
     client.set("a", b"")
 
 
-def test_messages_in_between_are_not_taken(server: StoreServer, client: StoreClient) -> None:
-    """Somebody who carries a conversation on, without the secret."""
+def test_forged_and_replayed_messages_are_rejected(server: StoreServer, client: StoreClient) -> None:
     client.set("a", b"private")
     assert client._connection is not None
     client._connection.sendall(protocol.HEADER.pack(64) + bytes(64))
-    with pytest.raises(PeerFailed, match="is gone"):
+    with pytest.raises(PeerFailed, match="lost the connection"):
         client.get("a")
-    again = join(server)
+    again = connect(server)
     assert again.get("a") == b"private"
     again.close()
-    seal = protocol.Channel(bytes(32), protocol.CLIENT, b"", b"")
-    message = seal.pack([b"x"])[protocol.HEADER.size :]
-    opened = protocol.Channel(bytes(32), protocol.CLIENT, b"", b"")
-    assert opened.unpack(message) == [b"x"]
-    with pytest.raises(ConnectionError, match="not of who has proved"):
-        opened.unpack(message)  # the same once more
+    channel = protocol.Channel(bytes(32), protocol.CLIENT, b"", b"")
+    message = channel.pack([b"x"])[protocol.HEADER.size :]
+    receiver = protocol.Channel(bytes(32), protocol.CLIENT, b"", b"")
+    assert receiver.unpack(message) == [b"x"]
+    with pytest.raises(ConnectionError, match="does not carry the HMAC"):
+        receiver.unpack(message)  # a replay
 
 
-def test_who_listens_without_the_secret_gets_no_proof() -> None:
-    heard: List[bytes] = []
+def test_a_client_sends_no_proof_to_a_server_without_the_secret() -> None:
+    received: List[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
 
         def impostor() -> None:
             connection, _ = listener.accept()
             with connection:
-                heard.append(connection.recv(1000))
+                received.append(connection.recv(1000))
                 connection.sendall(bytes(64))
-                heard.append(connection.recv(1000))
+                received.append(connection.recv(1000))
 
         served = pool.submit(impostor)
-        with pytest.raises(RuntimeError, match="does not know the secret"):
+        with pytest.raises(RuntimeError, match="does not have the secret"):
             StoreClient("127.0.0.1", listener.getsockname()[1], protocol.new_secret(), 10.0)
         served.result(10)
-    assert [len(each) for each in heard] == [32, 0]  # a random number, and the end
+    assert [len(each) for each in received] == [32, 0]  # the nonce, then the end
 
 
-def test_the_intruder_of_the_pod_would_find_an_open_store(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes round the ports of a pod (tests/pod) tells an open store from ours, and ours from other listeners."""
+def test_the_pod_tests_intruder_detects_an_open_store(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port scan of tests/pod distinguishes an unprotected store, ours, and other services."""
     opened = c10d.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
     assert any(intruder.adds(("127.0.0.1", opened.port), version) for version in intruder.TORCH_STORES)
     assert opened.add("intruder", 0) == 41
     monkeypatch.setattr(intruder, "WITHIN_S", 0.5)
     assert intruder.pod_store(("127.0.0.1", opened.port)) == (False, False)
-    assert intruder.pod_store(place(server)) == (True, False)
-    assert not any(intruder.adds(place(server), version) for version in intruder.TORCH_STORES)
-    client = join(server)
+    assert intruder.pod_store(address_of(server)) == (True, False)
+    assert not any(intruder.adds(address_of(server), version) for version in intruder.TORCH_STORES)
+    client = connect(server)
     assert client.count() == 0
     client.close()

@@ -1,4 +1,4 @@
-"""How processes find each other, and how they learn that one does not come, ends or stays silent."""
+"""`_pod.wires` and `_pod.rendezvous`: joining a group, its transfers, and its errors if a peer is missing or lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ranks import run_ranks
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
-c10d: Any = dist  # whose stubs lack its stores
+c10d: Any = dist  # its stubs lack the stores
 
 
 def client() -> Any:
@@ -33,7 +33,7 @@ def error_of(call: Any) -> str:
     return "no error"
 
 
-# ---- what the ranks run
+# ---- run by the ranks
 
 
 def exchange(rank: int, size: int) -> Dict[str, Any]:
@@ -47,7 +47,7 @@ def exchange(rank: int, size: int) -> Dict[str, Any]:
     return {"numbers": numbers, "tensors": tensors, "is_same": is_same, "default": dist.is_initialized()}
 
 
-def beside_the_default_group(rank: int, size: int) -> float:
+def with_the_default_group(rank: int, size: int) -> float:
     own = c10d.PrefixStore("own", client())
     dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
     total = torch.tensor(float(rank))
@@ -57,31 +57,31 @@ def beside_the_default_group(rank: int, size: int) -> float:
     return total.item()
 
 
-def again_after_closing(rank: int, size: int) -> List[List[int]]:
+def join_after_close(rank: int, size: int) -> List[List[int]]:
     _pod.wires.close()
     return _pod.wires.connect("exchange", rank, size).gather_numbers([rank])
 
 
 def forked_child(rank: int, size: int) -> str:
-    """What a DataLoader worker sees that uses the pod by mistake."""
+    """Return the error of a forked child, such as a DataLoader worker, that uses the pod by mistake."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
 
-    def use() -> None:
+    def connect() -> None:
         sender.send(error_of(lambda: _pod.wires.connect("exchange", rank, size)))
 
-    worker = multiprocessing.get_context("fork").Process(target=use)
+    worker = multiprocessing.get_context("fork").Process(target=connect)
     worker.start()
     worker.join(10)
     return str(receiver.recv()) if receiver.poll(0) else f"no answer, exit code {worker.exitcode}"
 
 
-def wires_after_the_fork(rank: int, size: int) -> List[List[int]]:
+def group_after_the_fork(rank: int, size: int) -> List[List[int]]:
     return _pod.wires.connect("exchange", rank, size).gather_numbers([rank])
 
 
-def silence_of_rank_0(rank: int, size: int) -> Tuple[float, str, str]:
+def timeout_of_rank_0(rank: int, size: int) -> Tuple[float, str, str]:
     os.environ[_pod.wires.TIMEOUT_S] = "0.5"
-    group = _pod.wires.connect("silence", rank, size)
+    group = _pod.wires.connect("timeout", rank, size)
     began = time.monotonic()
     message = ""
     if rank == 0:
@@ -93,11 +93,11 @@ def silence_of_rank_0(rank: int, size: int) -> Tuple[float, str, str]:
 
 RANK_FUNCTIONS = [
     "exchange",
-    "beside_the_default_group",
-    "again_after_closing",
+    "with_the_default_group",
+    "join_after_close",
     "forked_child",
-    "wires_after_the_fork",
-    "silence_of_rank_0",
+    "group_after_the_fork",
+    "timeout_of_rank_0",
 ]
 
 # ---- tests
@@ -119,70 +119,71 @@ def rendezvous(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     store.close()
 
 
-def test_everyone_learns_everyones_numbers(pod: Dict[str, List[Any]]) -> None:
+def test_gather_numbers_returns_the_numbers_of_all_ranks(pod: Dict[str, List[Any]]) -> None:
     assert [found["numbers"] for found in pod["exchange"]] == [[[0, 0], [1, 10], [2, 20]]] * 3
 
 
 @pytest.mark.parametrize("index", range(len(DTYPES)), ids=str)
-def test_broadcast_carries_every_dtype(pod: Dict[str, List[Any]], index: int) -> None:
+def test_broadcast_supports_every_dtype(pod: Dict[str, List[Any]], index: int) -> None:
     expected = torch.arange(3).add(1).to(DTYPES[index])
     assert all(torch.equal(found["tensors"][index], expected) for found in pod["exchange"])
 
 
-def test_a_group_is_joined_once(pod: Dict[str, List[Any]]) -> None:
+def test_connect_returns_the_same_group(pod: Dict[str, List[Any]]) -> None:
     assert all(found["is_same"] for found in pod["exchange"])
 
 
-def test_the_default_process_group_stays_the_programs_own(pod: Dict[str, List[Any]]) -> None:
+def test_the_default_process_group_is_independent(pod: Dict[str, List[Any]]) -> None:
     assert not any(found["default"] for found in pod["exchange"])
-    assert pod["beside_the_default_group"] == [3.0, 3.0, 3.0]
+    assert pod["with_the_default_group"] == [3.0, 3.0, 3.0]
 
 
-def test_a_group_can_be_joined_again_after_closing(pod: Dict[str, List[Any]]) -> None:
-    assert pod["again_after_closing"] == [[[0], [1], [2]]] * 3
+def test_a_group_can_be_joined_again_after_close(pod: Dict[str, List[Any]]) -> None:
+    assert pod["join_after_close"] == [[[0], [1], [2]]] * 3
 
 
-def test_a_forked_child_is_no_second_copy_of_its_rank(pod: Dict[str, List[Any]]) -> None:
+def test_a_forked_child_cannot_use_the_group_of_its_parent(pod: Dict[str, List[Any]]) -> None:
     for rank, message in enumerate(pod["forked_child"]):
         assert f"rank {rank} of group 'exchange'" in message
         assert "has joined before" in message
-    assert pod["wires_after_the_fork"] == [[[0], [1], [2]]] * 3
+    assert pod["group_after_the_fork"] == [[[0], [1], [2]]] * 3
 
 
-def test_a_silent_peer_is_an_error_at_the_bound(pod: Dict[str, List[Any]]) -> None:
-    for waited_s, message, _ in pod["silence_of_rank_0"][1:]:
+def test_a_peer_that_does_not_respond_is_an_error_at_the_timeout(pod: Dict[str, List[Any]]) -> None:
+    for waited_s, message, _ in pod["timeout_of_rank_0"][1:]:
         assert 0.3 < waited_s < 1.4
-        assert (
-            "waited 0.5" in message or "lost the connection" in message
-        )  # the second to give up learns from the first
-    assert any("(EMULATED_POD_TIMEOUT_S=0.5)" in message for _, message, _ in pod["silence_of_rank_0"])
+        # The first rank that times out closes its connections, which the second detects.
+        assert "waited 0.5" in message or "lost the connection" in message
+    assert any("(EMULATED_POD_TIMEOUT_S=0.5)" in message for _, message, _ in pod["timeout_of_rank_0"])
 
 
 def test_a_broken_group_stays_broken(pod: Dict[str, List[Any]]) -> None:
-    assert all("cannot be used any more" in later for _, _, later in pod["silence_of_rank_0"][1:])
+    assert all("is not usable" in later for _, _, later in pod["timeout_of_rank_0"][1:])
 
 
-def test_missing_ranks_are_named_at_the_join_bound(rendezvous: str) -> None:
+def test_missing_ranks_are_named_at_the_join_timeout(rendezvous: str) -> None:
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=f"rank 0 waited 0.3 s for ranks 1, 2 of group 'g' at {rendezvous}"):
         _pod.wires.connect("g", 0, 3)
     assert time.monotonic() - began < 2.0
 
 
-def test_a_rank_that_is_taken_is_refused(rendezvous: str) -> None:
+def test_a_rank_that_is_taken_is_an_error(rendezvous: str) -> None:
     client().add("0/g/1/joined/1", 1)
     with pytest.raises(RuntimeError, match=r"rank 1 of group 'g' .* need a new EMULATED_POD_GENERATION"):
         _pod.wires.connect("g", 1, 2)
 
 
-def test_a_missing_rendezvous_says_who_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_rendezvous_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(_pod.wires.RENDEZVOUS, raising=False)
-    with pytest.raises(RuntimeError, match=r"EMULATED_POD_RENDEZVOUS is not set, and 2 processes .* whoever launches"):
+    with pytest.raises(
+        RuntimeError, match=r"EMULATED_POD_RENDEZVOUS is not set, and 2 processes .* the launcher must open"
+    ):
         _pod.wires.connect("g", 0, 2)
 
 
 @pytest.mark.parametrize("address", ["localhost", "localhost:", ":80", "host:port"])
-def test_a_malformed_rendezvous_is_refused(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+def test_a_malformed_rendezvous_is_an_error(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setenv(_pod.wires.RENDEZVOUS, address)
     monkeypatch.setenv(_pod.wires.SECRET, "00")
     with pytest.raises(RuntimeError, match="is not host:port"):
@@ -190,24 +191,24 @@ def test_a_malformed_rendezvous_is_refused(monkeypatch: pytest.MonkeyPatch, addr
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan", ""])
-def test_a_bound_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_an_invalid_timeout_is_an_error(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(_pod.wires.TIMEOUT_S, text)
     with pytest.raises(RuntimeError, match="is not a positive number of seconds"):
         _pod.wires.connect("g", 0, 1)
 
 
-def test_a_closed_rendezvous_is_an_error_at_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_store_is_an_error_at_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     store = _pod.wires.StoreServer()
     store.close()
     for name, value in store.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv(_pod.wires.TIMEOUT_S, "0.3")
-    told = f"EMULATED_POD_RENDEZVOUS={store.address}: no store answers at {store.address}"
-    with pytest.raises(_pod.wires.PeerFailed, match=told):
+    message = f"EMULATED_POD_RENDEZVOUS={store.address}: no store answers at {store.address}"
+    with pytest.raises(_pod.wires.PeerFailed, match=message):
         _pod.wires.connect("g", 0, 2)
 
 
-def test_a_group_of_one_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_one_needs_no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(_pod.wires.RENDEZVOUS, raising=False)
     group = _pod.wires.connect("alone", 0, 1)
     group.barrier()
@@ -217,19 +218,19 @@ def test_a_group_of_one_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
-def test_a_rank_outside_the_group_is_refused(rank: int, size: int) -> None:
+def test_a_rank_outside_the_group_is_an_error(rank: int, size: int) -> None:
     with pytest.raises(RuntimeError, match="is not within"):
         _pod.wires.connect("g", rank, size)
 
 
-def test_one_process_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_cannot_join_as_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     _pod.wires.connect("alone", 0, 1)
     with pytest.raises(RuntimeError, match="cannot be rank 1 of 2"):
         _pod.wires.connect("alone", 1, 2)
     _pod.wires.disconnect("alone")
 
 
-def test_the_interface_that_is_asked_for_is_used(rendezvous: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_socket_ifname_selects_the_interface(rendezvous: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     with pytest.raises(RuntimeError, match="no-such-interface"):
         _pod.rendezvous.gloo_options(rendezvous, 1.0)
@@ -237,14 +238,14 @@ def test_the_interface_that_is_asked_for_is_used(rendezvous: str, monkeypatch: p
     assert len(_pod.rendezvous.gloo_options(rendezvous, 1.0)._devices) == 1
 
 
-@pytest.mark.parametrize(("length", "pieces"), [(0, 3), (2, 3), (7, 3), (9, 3)])
-def test_even_slices_cover_everything_evenly(length: int, pieces: int) -> None:
-    slices = _pod.wires.even_slices(5, 5 + length, pieces)
+@pytest.mark.parametrize(("length", "count"), [(0, 3), (2, 3), (7, 3), (9, 3)])
+def test_even_slices_cover_the_range(length: int, count: int) -> None:
+    slices = _pod.wires.even_slices(5, 5 + length, count)
     assert [element for piece in slices for element in range(piece.start, piece.stop)] == list(range(5, 5 + length))
-    assert {piece.stop - piece.start for piece in slices} <= {length // pieces, length // pieces + 1}
+    assert {piece.stop - piece.start for piece in slices} <= {length // count, length // count + 1}
 
 
-def test_a_rank_that_gave_up_may_try_again(rendezvous: str) -> None:
+def test_a_rank_may_retry_after_a_timeout(rendezvous: str) -> None:
     with pytest.raises(RuntimeError, match="waited 0.1 s for rank 1"):
         _pod.wires.connect("g", 0, 2, join_s=0.1)
     with pytest.raises(RuntimeError, match="waited 0.2 s for rank 1"):
@@ -252,20 +253,20 @@ def test_a_rank_that_gave_up_may_try_again(rendezvous: str) -> None:
     assert client().add("0/g/1/joined/0", 0) == 0
 
 
-def test_who_joins_learns_at_once_that_another_has_failed(rendezvous: str) -> None:
+def test_a_join_fails_at_once_if_another_rank_abandons(rendezvous: str) -> None:
     _pod.wires.abandon("g", 1, 2, "no gradient")
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match="another rank has failed before it joined"):
+    with pytest.raises(RuntimeError, match="another rank failed before it joined"):
         _pod.wires.connect("g", 0, 2, join_s=20)
     assert time.monotonic() - began < 10
 
 
-def test_giving_up_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandon_needs_no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(_pod.wires.RENDEZVOUS, raising=False)
     _pod.wires.abandon("g", 0, 1, "alone")
-    _pod.wires.abandon("g", 0, 2, "nobody to tell")
+    _pod.wires.abandon("g", 0, 2, "no rendezvous")
 
 
-def test_the_rendezvous_listens_on_its_own_address_alone() -> None:
+def test_the_store_listens_on_its_own_address_only() -> None:
     with closing(_pod.wires.StoreServer("127.0.0.1")) as store, pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", int(store.address.rpartition(":")[2])), timeout=5)
