@@ -225,9 +225,7 @@ def _partition(
         "auto_distributed_partitioning=False"
     )
     has_seed = options.exists("random_seed")
-    assert has_seed or not shuffle, (
-        "Shuffling in several processes needs the same options.randomSeed(...) in each"
-    )
+    assert has_seed or not shuffle, "Shuffling in several processes needs the same options.randomSeed(...) in each"
     return Partition(
         dataset,
         step=combined,

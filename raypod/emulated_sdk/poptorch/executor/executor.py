@@ -19,7 +19,7 @@ from poptorch.executor.compile_hooks import around_compilation
 from poptorch.executor.host_module import executor_of, host_tensors, unwrap, wrap
 from poptorch.executor.measurements import Measurements
 from poptorch.log import logger
-from poptorch.optimizers.hyperparameters import AttributeChecks, extract, warn_of_what_is_ignored
+from poptorch.optimizers.hyperparameters import AttributeChecks, extract, warn_ignored
 from poptorch.options import Options
 from poptorch.options.base import is_integer
 
@@ -58,7 +58,7 @@ class PoplarExecutor(Measurements):
         self._attribute_checks = AttributeChecks(options.relax_optimizer_checks)
         if training and optimizer is not None:
             extract(optimizer)  # raises Error for what the device does not support
-            warn_of_what_is_ignored(optimizer)
+            warn_ignored(optimizer)
             self._attribute_checks.check(optimizer)
         if training:
             wrap(self._user_model, self)

@@ -1,4 +1,4 @@
-"""`MultiConv`: convolutions that a device runs side by side (contract 2.6)."""
+"""`MultiConv`: convolutions that a device runs in parallel."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ _CONVOLUTIONS = frozenset(
     for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 )
 
-_open = threading.local()
+_active = threading.local()
 
 
 class MultiConv:
-    """Context: the convolutions within, none of which feeds another, are planned together.
+    """Context manager whose convolutions, none of which feeds another, are planned together.
 
-    It changes the speed of a device, never values. The setters return the object; those that take a value for each
-    convolution take one value for all, a tuple or list with as many as there are convolutions, or None for the default.
-    AssertionError for values of other types; Error, when a model is compiled, for a wrong number of values and for no
-    convolution.
+    Affects the speed of a device, not values. The setters return the object. A setter with a value for each convolution
+    takes one value for all, a tuple or list with one value for each, or None for the default.
+
+    Raises:
+        AssertionError: values of other types.
+        poptorch.Error: a wrong number of values, or no convolution, both at compilation; nested contexts.
     """
 
     def __init__(self) -> None:
@@ -37,11 +39,11 @@ class MultiConv:
         self._cycle_back_off: Optional[float] = None
 
     def availableMemoryProportions(self, value: Union[float, Sequence[float]]) -> MultiConv:
-        """Share of a tile's memory, in [0, 1], for each convolution."""
+        """Set the share of a tile's memory, in [0, 1], for each convolution."""
         return self._set_each("availableMemoryProportions", value, _is_share, "a float in [0, 1]")
 
     def partialsTypes(self, value: Union[torch.dtype, Sequence[torch.dtype]]) -> MultiConv:
-        """Type of the partial sums of each convolution; ValueError unless torch.float32 or torch.float16."""
+        """Set the dtype of partial sums of each convolution; ValueError unless torch.float32 or torch.float16."""
         values = value if isinstance(value, (tuple, list)) else [] if value is None else [value]
         for dtype in values:
             if dtype not in _PARTIALS:
@@ -49,38 +51,38 @@ class MultiConv:
         return self._set_each("partialsTypes", value, lambda each: each in _PARTIALS, "a torch.dtype")
 
     def enableConvDithering(self, value: Union[bool, Sequence[bool]]) -> MultiConv:
-        """Whether each convolution is dithered over the tiles."""
+        """Set whether each convolution is dithered over the tiles."""
         return self._set_each("enableConvDithering", value, lambda each: isinstance(each, bool), "a bool")
 
     def planType(self, value: Optional[MultiConvPlanType]) -> MultiConv:
-        """Parallel or Serial; None for the default."""
+        """Set the plan type: Parallel, Serial, or None for the default."""
         is_plan = value is None or isinstance(value, MultiConvPlanType)
-        assert is_plan, f"Invalid plan type: a poptorch.MultiConvPlanType is needed, not {value!r}"
+        assert is_plan, f"Invalid plan type: expected a poptorch.MultiConvPlanType, got {value!r}"
         self._plan_type = value
         return self
 
     def perConvReservedTiles(self, value: int) -> MultiConv:
-        """Tiles reserved for each convolution, at least 0."""
+        """Set the number of tiles reserved for each convolution, at least 0."""
         is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        assert is_count, f"Invalid per conv reserved tiles: an int of at least 0 is needed, not {value!r}"
+        assert is_count, f"Invalid per conv reserved tiles: expected an int of at least 0, got {value!r}"
         self._reserved_tiles = value
         return self
 
     def cycleBackOff(self, value: float) -> MultiConv:
-        """Share of cycles, in [0, 1], that a plan may cost more than the fastest."""
-        assert _is_share(value), f"Invalid cycle back off: a float in [0, 1] is needed, not {value!r}"
+        """Set the share of cycles, in [0, 1], by which a plan may exceed the fastest plan."""
+        assert _is_share(value), f"Invalid cycle back off: expected a float in [0, 1], got {value!r}"
         self._cycle_back_off = value
         return self
 
     def __enter__(self) -> MultiConv:
-        if getattr(_open, "counter", None) is not None:
-            raise Error("Nested poptorch.MultiConv is not supported: it cannot be nested in another one")
-        _open.counter = _ConvolutionCounter() if compiling_mode() is not None else _NoCounter()
-        _open.counter.__enter__()
+        if getattr(_active, "counter", None) is not None:
+            raise Error("Nested poptorch.MultiConv is not supported")
+        _active.counter = _ConvolutionCounter() if compiling_mode() is not None else _NoCounter()
+        _active.counter.__enter__()
         return self
 
     def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
-        counter, _open.counter = _open.counter, None
+        counter, _active.counter = _active.counter, None
         counter.__exit__(type, value, traceback)
         if type is None and isinstance(counter, _ConvolutionCounter):
             self._check(counter.convolutions)
@@ -91,29 +93,29 @@ class MultiConv:
             return self
         values = value if isinstance(value, (tuple, list)) else (value,)
         valid = len(values) > 0 and all(is_valid(each) for each in values)
-        assert valid, f"Invalid {name}: {expected} is needed, or a tuple or list of them, not {value!r}"
+        assert valid, f"Invalid {name}: expected {expected}, or a tuple or list of them, got {value!r}"
         self._per_convolution[name] = values
         return self
 
     def _check(self, convolutions: int) -> None:
         if convolutions == 0:
-            raise Error("poptorch.MultiConv holds no convolution")
+            raise Error("poptorch.MultiConv has no convolution: call at least one inside the context")
         for name, values in self._per_convolution.items():
             if len(values) not in (1, convolutions):
                 raise Error(
                     f"poptorch.MultiConv: {name} has {len(values)} values, but there are {convolutions} convolutions: "
-                    "give one value for all, or one for each"
+                    "pass one value for all, or one for each"
                 )
 
 
 class _NoCounter:
-    """Stands for the counter where no model is compiled."""
+    """Replaces the counter outside compilation."""
 
     def __enter__(self) -> None:
-        """Nothing to count."""
+        """Do nothing."""
 
     def __exit__(self, *exc_info: Any) -> None:
-        """Nothing was counted."""
+        """Do nothing."""
 
 
 class _ConvolutionCounter(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""Ops on point clouds, with the meaning that torch_cluster gave them (contract 2.6)."""
+"""Ops on point clouds, with the semantics of torch_cluster."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ from poptorch.ops.arguments import ArgumentError, Signature, checked_tensor
 
 _Indices = Union[torch.Tensor, Sequence[int]]
 
-_DISTANCES = 2**22  # that `nearest` holds at a time
+_DISTANCES = 2**22  # that `nearest` computes at a time
 
 
 def fps(src: torch.Tensor, ptr: _Indices, ratio: float = 0.5, random_start: bool = False) -> torch.Tensor:
-    """Farthest point sampling: from each cloud, points that lie as far from those already taken as possible.
+    """Farthest point sampling: from each cloud, repeatedly take the point farthest from those already taken.
 
-    src: [points, features], the clouds one after the other ([points] stands for one feature).
-    ptr: the first point of each cloud and, at the end, the number of points: [0, ..., points].
-    ratio: share of each cloud in (0, 1] that is sampled, rounded up.
-    random_start: begin at a random point of the cloud instead of its first.
+    Args:
+        src: [points, features], the clouds one after the other; or [points] for one feature.
+        ptr: the first point of each cloud, and the number of points: [0, ..., points].
+        ratio: share of each cloud to sample, in (0, 1], rounded up.
+        random_start: start at a random point of the cloud instead of its first.
 
-    Returns indices into `src`, int64 (int32 at the API of a model). Error, which is also a ValueError, for other
-    arguments.
+    Returns:
+        Indices into `src`, int64 (int32 at the API of a model).
+
+    Raises:
+        poptorch.Error and ValueError: other arguments.
     """
     points = _points("fps", "src", src)
     bounds = _bounds(ptr, len(points))
     if not 0 < ratio <= 1:
-        raise ArgumentError(f"poptorch.fps: a sampling ratio is in (0, 1], not {ratio!r}")
+        raise ArgumentError(f"poptorch.fps: `ratio` must be in (0, 1], not {ratio!r}")
     taken = [
         begin + _farthest(points[begin:end], math.ceil(ratio * (end - begin)), random_start)
         for begin, end in zip(bounds, bounds[1:])
@@ -39,28 +43,34 @@ def fps(src: torch.Tensor, ptr: _Indices, ratio: float = 0.5, random_start: bool
 def nearest(
     x: torch.Tensor, y: torch.Tensor, batch_x: Optional[_Indices] = None, batch_y: Optional[_Indices] = None
 ) -> torch.Tensor:
-    """For each point of `x` the index of the nearest point of `y`; the first of equally near ones.
+    """Return for each point of `x` the index of the nearest point of `y`, the first of several.
 
-    x: [points of x, features]. y: [points of y, features] ([points] stands for one feature).
-    batch_x, batch_y: the cloud of each point, in ascending order; by default there is one cloud. Points meet those of
-        their own cloud only.
+    Args:
+        x: [points of x, features], or [points] for one feature.
+        y: [points of y, features], or [points] for one feature.
+        batch_x, batch_y: the cloud of each point, in ascending order; one cloud by default. A point is compared with
+            the points of the same cloud only.
 
-    Returns [points of x] int64 (int32 at the API of a model). Error, which is also a ValueError, for other arguments.
+    Returns:
+        [points of x] int64 (int32 at the API of a model).
+
+    Raises:
+        poptorch.Error and ValueError: other arguments.
     """
     x, y = _points("nearest", "x", x), _points("nearest", "y", y)
     if x.shape[1] != y.shape[1]:
-        raise ArgumentError(f"poptorch.nearest: points of x have {x.shape[1]} features, those of y {y.shape[1]}")
+        raise ArgumentError(f"poptorch.nearest: `x` has {x.shape[1]} features, but `y` has {y.shape[1]}")
     of_x, of_y = _clouds("batch_x", batch_x, len(x)), _clouds("batch_y", batch_y, len(y))
-    alone = sorted(set(of_x.tolist()) - set(of_y.tolist()))
-    if alone:
-        raise ArgumentError(f"poptorch.nearest: cloud {alone[0]} of batch_x has no point in batch_y")
+    unmatched = sorted(set(of_x.tolist()) - set(of_y.tolist()))
+    if unmatched:
+        raise ArgumentError(f"poptorch.nearest: cloud {unmatched[0]} of `batch_x` has no point in `batch_y`")
     rows = max(1, _DISTANCES // max(1, len(y)))
     found = [_nearest(x[at : at + rows], y, of_x[at : at + rows], of_y) for at in range(0, len(x), rows)]
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.long)
 
 
 def _nearest(x: torch.Tensor, y: torch.Tensor, of_x: torch.Tensor, of_y: torch.Tensor) -> torch.Tensor:
-    # Not by a matrix product, which is faster for many features, but loses what lies close together.
+    # Not by a matrix product, which is faster for many features, but inaccurate for small distances.
     distances = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
     return distances.masked_fill(of_x[:, None] != of_y[None, :], float("inf")).argmin(1)
 
@@ -82,7 +92,7 @@ def _points(op: str, name: str, points: torch.Tensor) -> torch.Tensor:
     checked_tensor(op, name, points)
     if points.dim() not in (1, 2) or not points.is_floating_point():
         raise ArgumentError(
-            f"poptorch.{op}: `{name}` is floating point [points, features], not {Signature.of([points])}"
+            f"poptorch.{op}: `{name}` must be floating point [points, features], not {Signature.of([points])}"
         )
     points = points.detach() if points.dtype in (torch.float32, torch.float64) else points.detach().float()
     return points[:, None] if points.dim() == 1 else points
@@ -91,14 +101,14 @@ def _points(op: str, name: str, points: torch.Tensor) -> torch.Tensor:
 def _bounds(ptr: _Indices, points: int) -> List[int]:
     bounds = [int(bound) for bound in ptr]
     if not bounds or bounds[0] != 0 or bounds[-1] != points or sorted(bounds) != bounds:
-        raise ArgumentError(f"poptorch.fps: `ptr` rises from 0 to the number of points, {points}; got {bounds}")
+        raise ArgumentError(f"poptorch.fps: `ptr` must increase from 0 to the number of points, {points}; got {bounds}")
     return bounds
 
 
 def _clouds(name: str, batch: Optional[_Indices], points: int) -> torch.Tensor:
     clouds = torch.zeros(points, dtype=torch.long) if batch is None else torch.as_tensor(batch)
     if clouds.shape != (points,) or clouds.is_floating_point():
-        raise ArgumentError(f"poptorch.nearest: `{name}` is [{points}] integers, not {Signature.of([clouds])}")
+        raise ArgumentError(f"poptorch.nearest: `{name}` must be [{points}] integers, not {Signature.of([clouds])}")
     if (clouds[1:] < clouds[:-1]).any():
         raise ArgumentError(f"poptorch.nearest: '{name}' is not sorted")
     return clouds

@@ -1,1 +1,1 @@
-"""How a host optimizer becomes the device's (contract section 4)."""
+"""The weight update on the device: its optimizers, their rules, and the values that the host passes to them."""

@@ -1,7 +1,7 @@
-"""The weight update on the device (contract 2.5, 4): torch's own optimizers on the device's weights.
+"""The weight update on the device: torch's optimizers on the device's weights.
 
-The parameters are dealt out to as many parts as there are replica threads, so that the threads share an update's work.
-An update treats each parameter by itself, so the parts do not show in the results.
+The parameters are split into one part per replica thread, and the threads update the parts in parallel. An update is
+independent for each parameter, so the split does not affect results.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
 
-from poptorch.optimizers.hyperparameters import Hyperparameters
-from poptorch.optimizers.rules import PerParameter, lamb, tf_rmsprop
-from poptorch.optimizers.rules import OWN_GROUP_ATTRIBUTES
 from poptorch.errors import Error
+from poptorch.optimizers.hyperparameters import Hyperparameters
+from poptorch.optimizers.rules import OWN_GROUP_ATTRIBUTES, PerParameter, lamb, tf_rmsprop
 
 _Group = Dict[str, torch.nn.Parameter]
 
@@ -22,7 +21,9 @@ _Group = Dict[str, torch.nn.Parameter]
 class DeviceOptimizer:
     """Updates the device's parameters.
 
-    `groups`: for every parameter group of the host optimizer the device's parameters by name.
+    Args:
+        groups: for each parameter group of the host optimizer, the device's parameters by name.
+        parts: number of parts.
     """
 
     def __init__(self, hyperparameters: Hyperparameters, groups: Sequence[_Group], parts: int) -> None:
@@ -32,14 +33,14 @@ class DeviceOptimizer:
         self._group_of = {name: index for index, group in enumerate(groups) for name in group}
         self._parts = [
             _construct(hyperparameters, [{name: group[name] for name in part if name in group} for group in groups])
-            for part in _deal(self.parameters, parts)
+            for part in _split(self.parameters, parts)
         ]
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._half_state = _half_state(hyperparameters)
 
     @property
     def hyperparameters(self) -> Hyperparameters:
-        """The values in force."""
+        """The present values."""
         return self._hyperparameters
 
     @hyperparameters.setter
@@ -51,27 +52,27 @@ class DeviceOptimizer:
             _complete_state(part)
 
     def scale(self, part: int, factor: float) -> None:
-        """Multiply the gradients of one part."""
+        """Multiply the gradients of one part by `factor`."""
         if factor != 1.0:
             for gradient in self._gradients(part):
                 gradient.mul_(factor)
 
     def clip(self) -> None:
-        """Bound the global norm of all gradients, by torch's own rule."""
+        """Clip the global norm of all gradients to `max_grad_norm`, by `torch.nn.utils.clip_grad_norm_`."""
         bound = self._hyperparameters.max_grad_norm
         if bound != float("inf"):
             torch.nn.utils.clip_grad_norm_(self.parameters.values(), bound)
 
     def step(self, part: int) -> None:
-        """Update the parameters of one part, and round the state that is stored in half."""
+        """Update the parameters of one part, and round its state that is stored in half."""
         plain_step(self._parts[part])
         if self._half_state:
             self._round_state(part)
 
     def state(self) -> Dict[str, torch.Tensor]:
-        """A copy of the state: one tensor for each parameter and quantity, named as in `rules.py`.
+        """Return a copy of the state: one tensor for each parameter and state tensor, with the prefixes of `RULES`.
 
-        Quantities that are stored in half are half, and the velocity among them is scaled as on the device.
+        State tensors stored in half are half, and a velocity in half is scaled as on the device.
         """
         held = {self._names[id(parameter)]: part.state[parameter] for part in self._parts for parameter in part.state}
         return {
@@ -82,22 +83,23 @@ class DeviceOptimizer:
         }
 
     def snapshot(self) -> List[Dict[Any, Dict[str, Any]]]:
-        """The state as it lies here, copied: for `restore`."""
+        """Return a copy of the state in the emulation's representation, for `restore`."""
         return [
             {parameter: {key: _copied(value) for key, value in held.items()} for parameter, held in part.state.items()}
             for part in self._parts
         ]
 
     def restore(self, snapshot: List[Dict[Any, Dict[str, Any]]]) -> None:
-        """Put a `snapshot()` back, which belongs to this optimizer from then on."""
+        """Restore a `snapshot()`; the optimizer takes ownership of it."""
         for part, states in zip(self._parts, snapshot):
             part.state.clear()
             part.state.update(states)
 
     def load_state(self, state: Dict[str, torch.Tensor], saved_with: Hyperparameters) -> None:
-        """Take over a `state()` and forget the present one. Error when it names what is not here.
+        """Replace the state by a `state()`; Error if its tensors do not match the parameters.
 
-        saved_with: the values that were in force then; they tell how the velocity was scaled.
+        Args:
+            saved_with: the values at the time of `state()`, which determine the scaling of the velocity.
         """
         places = {stored.name: (name, stored) for name in self.parameters for stored in self._stored(name, saved_with)}
         self._check_names(state, places)
@@ -108,7 +110,7 @@ class DeviceOptimizer:
             name, stored = places[key]
             parameter, value = self.parameters[name], stored.decoded(tensor)
             if value.dim():
-                # With the strides of the parameter: fused kernels walk through both side by side.
+                # With the strides of the parameter, as fused kernels require.
                 value = torch.empty_like(parameter, requires_grad=False).copy_(value)
             part_of[id(parameter)].state[parameter][stored.key] = value
         for part in self._parts:
@@ -117,23 +119,23 @@ class DeviceOptimizer:
     def _check_names(self, state: Dict[str, torch.Tensor], places: Dict[str, Tuple[str, _Stored]]) -> None:
         unknown = sorted(set(state) - set(places))
         if unknown:
-            raise Error(f"The optimizer state has unknown parameters or quantities: {', '.join(unknown[:4])}")
+            raise Error(f"The optimizer state has unknown tensors: {', '.join(unknown[:4])}")
         for key, tensor in state.items():
             name, stored = places[key]
             expected = torch.Size() if stored.key == "step" else self.parameters[name].shape
             if tensor.shape != expected:
-                raise Error(f"{key} of the optimizer state is {list(tensor.shape)}, but {list(expected)} is expected")
+                raise Error(f"{key} of the optimizer state has shape {list(tensor.shape)}, expected {list(expected)}")
             missing = [prefix + name for prefix in self._needed if prefix + name not in state]
             if missing:
                 raise Error(f"The optimizer state has {key}, but not {missing[0]}")
 
     @property
     def _needed(self) -> List[str]:
-        """The prefixes of quantities that a parameter has if it has any."""
+        """The prefixes of the state tensors that each parameter with a state must have."""
         return [tensor.prefix for tensor in self._hyperparameters.rule.state.values() if tensor.is_always_there]
 
     def _stored(self, name: str, values: Any = None) -> List[_Stored]:
-        """How the quantities of one parameter are stored."""
+        """Return how the state tensors of one parameter are stored."""
         values = values or self._hyperparameters
         group = values.groups[self._group_of[name]]
         return [
@@ -155,7 +157,7 @@ class DeviceOptimizer:
 
 
 class _Stored(NamedTuple):
-    """One quantity of one parameter as the device stores it, and how it lies in the emulation: float32, unscaled."""
+    """A state tensor of one parameter: how the device stores it. The emulation has it in float32, unscaled."""
 
     name: str
     key: str
@@ -163,13 +165,13 @@ class _Stored(NamedTuple):
     scaling: float
 
     def encoded(self, value: Any) -> torch.Tensor:
-        """As stored: a copy."""
+        """Return a copy as the device stores it."""
         if not isinstance(value, torch.Tensor):
-            return torch.tensor(float(value))  # the number of steps, in older torch
+            return torch.tensor(float(value))  # the step count of older torch
         return (value * self.scaling).half() if self.is_half else value.clone()
 
     def decoded(self, stored: torch.Tensor) -> torch.Tensor:
-        """As the emulation computes with it: a copy."""
+        """Return a copy as the emulation computes with it."""
         value = stored.detach().to(torch.float32, copy=True)
         return value.div_(self.scaling) if self.is_half else value
 
@@ -182,12 +184,12 @@ def plain_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _copied(value: Any) -> Any:
-    # As `clone` keeps strides, kernels find it as they left it.
+    # `clone` keeps the strides.
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _complete_state(optimizer: torch.optim.Optimizer) -> None:
-    """Add what torch's RMSprop takes for granted: a count of steps, and the momentum if it was 0 at the first step."""
+    """Add the state that torch's RMSprop requires: the step count, and the momentum if it was 0 at the first step."""
     if isinstance(optimizer, torch.optim.RMSprop):
         for group in optimizer.param_groups:
             for held in (optimizer.state.get(parameter) for parameter in group["params"]):
@@ -198,7 +200,7 @@ def _complete_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _half_state(values: Hyperparameters) -> Tuple[str, ...]:
-    """The quantities that are stored in half. A combined tensor is of the accumulators' type, too."""
+    """Return the state tensors stored in half. A combined accumulator has the dtype of the accumulators."""
     options = {key: tensor.dtype_option for key, tensor in values.rule.state.items() if tensor.dtype_option}
     half = [key for key, option in options.items() if values.whole[option] == torch.half]
     if values.is_combined and values.accumulates_in_half:
@@ -207,7 +209,7 @@ def _half_state(values: Hyperparameters) -> Tuple[str, ...]:
 
 
 def _velocity_scaling(values: Hyperparameters, group: Dict[str, Any]) -> float:
-    """SGD stores sums of scaled gradients: by the scaling of the loss, or by one of their own when combined."""
+    """Return the scaling of SGD's velocity: `loss_scaling`, or with `use_combined_accum` `velocity_scaling`."""
     if values.algorithm != "SGD":
         return 1.0
     return float(group["velocity_scaling"]) if values.is_combined else values.loss_scaling
@@ -223,13 +225,13 @@ def _construct(hyperparameters: Hyperparameters, groups: List[_Group]) -> torch.
     if hyperparameters.whole.get("use_tf_variant"):
         return PerParameter(with_values, defaults, tf_rmsprop)
     algorithm: Any = hyperparameters.rule.host
-    torchs = {name: value for name, value in defaults.items() if name not in OWN_GROUP_ATTRIBUTES}
-    optimizer: torch.optim.Optimizer = algorithm(with_values, **torchs, **_fastest_kernel(algorithm))
+    host_values = {name: value for name, value in defaults.items() if name not in OWN_GROUP_ATTRIBUTES}
+    optimizer: torch.optim.Optimizer = algorithm(with_values, **host_values, **_fastest_kernel(algorithm))
     return optimizer
 
 
 def _fastest_kernel(algorithm: Any) -> Dict[str, bool]:
-    """One fused pass over the memory, where this torch has it for CPU tensors."""
+    """Return the arguments that select the fused kernel if this torch has one for CPU tensors."""
     if "fused" in inspect.signature(algorithm).parameters:
         try:
             algorithm([torch.nn.Parameter(torch.zeros(1))], lr=0.1, fused=True)
@@ -239,12 +241,12 @@ def _fastest_kernel(algorithm: Any) -> Dict[str, bool]:
     return {"foreach": False}
 
 
-def _deal(parameters: _Group, parts: int) -> List[List[str]]:
-    """The names of the parameters in parts of about equal size, the largest dealt first."""
-    dealt: List[List[str]] = [[] for _ in range(parts)]
+def _split(parameters: _Group, parts: int) -> List[List[str]]:
+    """Return the names of the parameters in parts of about equal size, largest first."""
+    split: List[List[str]] = [[] for _ in range(parts)]
     sizes = [0] * parts
     for name in sorted(parameters, key=lambda name: -parameters[name].numel()):
         smallest = sizes.index(min(sizes))
-        dealt[smallest].append(name)
+        split[smallest].append(name)
         sizes[smallest] += parameters[name].numel()
-    return dealt
+    return split

@@ -1,6 +1,6 @@
-"""What each of the device's optimizers knows: its attributes, their defaults, and its state (contract 4).
+"""The update rules of the device: attributes, defaults and state of each optimizer, and the rules that torch lacks.
 
-One table for the host's classes, for the check of compile-time constants and for the device.
+The host's optimizer classes, the check of compile-time constants and the device use the same table.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 
 
 class StateTensor(NamedTuple):
-    """One quantity that an optimizer keeps for each parameter.
+    """A tensor of the optimizer state of each parameter.
 
     Attributes:
-        prefix: of its name in `ipu_state`, before the parameter's name.
-        dtype_option: the attribute that says how it is stored; None for float32 always.
-        is_always_there: whether a parameter that has any state has this.
+        prefix: its name in `ipu_state` is this prefix and the parameter's name.
+        dtype_option: attribute with its dtype; None for float32.
+        is_always_there: whether every parameter with a state has this tensor.
     """
 
     prefix: str
@@ -29,11 +29,11 @@ class Rule(NamedTuple):
     """One algorithm.
 
     Attributes:
-        host: torch's class, None where torch has none.
+        host: torch's class; None if torch has none.
         group: attributes of each parameter group, with torch's defaults.
         scalars: attributes of the optimizer as a whole that may be variable.
-        constants: attributes of the optimizer as a whole that compiling fixes.
-        state: torch's names of the state.
+        constants: attributes of the optimizer as a whole that are compile-time constants.
+        state: the state, by torch's names.
     """
 
     host: Any
@@ -49,7 +49,7 @@ _MOMENTS: Dict[str, Any] = dict.fromkeys(
 _LOSS: Dict[str, float] = {"loss_scaling": 1.0}
 _LOSS_AND_NORM: Dict[str, float] = {**_LOSS, "max_grad_norm": math.inf}
 _ADAM: Dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0}
-# The prefixes are those of PopART's tensors [inferred: contract 4 names only ipu_state itself].
+# The prefixes are those of PopART's tensors (inferred: the SDK's documentation does not state them).
 _ADAM_STATE = {
     "step": StateTensor("Step___"),
     "exp_avg": StateTensor("Accl1___", "first_order_momentum_accum_type"),
@@ -78,7 +78,7 @@ RULES: Dict[str, Rule] = {
         scalars=_LOSS,
         constants={**_MOMENTS, "use_tf_variant": False},
         state={
-            "step": StateTensor("Step___", is_always_there=False),  # TensorFlow's rule counts no steps
+            "step": StateTensor("Step___", is_always_there=False),  # TensorFlow's rule has no step count
             "square_avg": StateTensor("Accl1___", "second_order_momentum_accum_type"),
             "grad_avg": StateTensor("Accl2___", "first_order_momentum_accum_type", is_always_there=False),
             "momentum_buffer": StateTensor("Accl3___", "first_order_momentum_accum_type", is_always_there=False),
@@ -93,29 +93,29 @@ RULES: Dict[str, Rule] = {
     ),
 }
 
-# Attributes that torch's constructors have not.
+# Attributes that torch's constructors do not take.
 OWN_GROUP_ATTRIBUTES = ("velocity_scaling", "max_weight_norm")
 
 
-# Changes a parameter in place, given its gradient, its state (empty at first) and the values of its group.
+# Updates a parameter in place, given its gradient, its state (empty at first) and the values of its group.
 UpdateRule = Callable[[torch.Tensor, torch.Tensor, Dict[str, Any], Dict[str, Any]], None]
 
 
 class PerParameter(torch.optim.Optimizer):
-    """Applies one rule to every parameter that has a gradient."""
+    """Applies one rule to every parameter with a gradient."""
 
     def __init__(self, groups: List[Dict[str, Any]], defaults: Dict[str, Any], rule: UpdateRule) -> None:
         super().__init__(groups, defaults)
         self._rule = rule
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update; there is no closure on a device."""
+        """Update all parameters; `closure` is not used."""
         update_all(self, self._rule)
 
 
 @torch.no_grad()
 def update_all(optimizer: torch.optim.Optimizer, rule: UpdateRule) -> None:
-    """Apply the rule to every parameter that has a gradient. RuntimeError for sparse gradients."""
+    """Apply the rule to every parameter with a gradient; RuntimeError for sparse gradients."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -126,9 +126,9 @@ def update_all(optimizer: torch.optim.Optimizer, rule: UpdateRule) -> None:
 
 
 def lamb(bias_correction: bool) -> UpdateRule:
-    """The rule of LAMB: Adam with decoupled weight decay, each parameter's step as long as `lr` times its norm.
+    """Return the rule of LAMB: Adam's step with decoupled weight decay, scaled to `lr` times the parameter's norm.
 
-    The norm of a parameter counts at most `max_weight_norm`; where either norm is 0, the step is `lr` times Adam's.
+    The norm is limited to `max_weight_norm`. If either norm is 0, the step is `lr` times Adam's.
     """
 
     def update(parameter: torch.Tensor, gradient: torch.Tensor, state: Dict[str, Any], group: Dict[str, Any]) -> None:
@@ -137,26 +137,29 @@ def lamb(bias_correction: bool) -> UpdateRule:
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
-        first_decay, second_decay = group["betas"]
-        mean = state["exp_avg"].mul_(first_decay).add_(gradient, alpha=1 - first_decay)
-        square = state["exp_avg_sq"].mul_(second_decay).addcmul_(gradient, gradient, value=1 - second_decay)
+        beta1, beta2 = group["betas"]
+        mean = state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+        square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         if bias_correction:
             steps = state["step"].item()
-            mean, square = mean / (1 - first_decay**steps), square / (1 - second_decay**steps)
+            mean, square = mean / (1 - beta1**steps), square / (1 - beta2**steps)
         step = mean / square.sqrt().add_(group["eps"])
         if group["weight_decay"]:
             step.add_(parameter, alpha=group["weight_decay"])
         weight_norm = parameter.norm().clamp(max=group["max_weight_norm"])
         step_norm = step.norm()
         has_norms = bool(weight_norm > 0) and bool(step_norm > 0)
-        trust = (weight_norm / step_norm).item() if has_norms else 1.0
-        parameter.add_(step, alpha=-group["lr"] * trust)
+        trust_ratio = (weight_norm / step_norm).item() if has_norms else 1.0
+        parameter.add_(step, alpha=-group["lr"] * trust_ratio)
 
     return update
 
 
 def tf_rmsprop(parameter: torch.Tensor, gradient: torch.Tensor, state: Dict[str, Any], group: Dict[str, Any]) -> None:
-    """Squared gradients start at 1, eps is inside the square root, the momentum buffer holds steps, not gradients."""
+    """Update by TensorFlow's RMSprop.
+
+    The squared gradients start at 1, eps is inside the square root, and the momentum buffer accumulates steps.
+    """
     if not state:
         state["square_avg"] = torch.ones_like(parameter)
         state["momentum_buffer"] = torch.zeros_like(parameter)

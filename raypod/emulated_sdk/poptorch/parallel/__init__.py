@@ -1,1 +1,1 @@
-"""Model parallelism: blocks, stages, execution strategies, and what they say of the device (contract 3)."""
+"""Model parallelism: blocks, the stages that compilation records, their placement on IPUs, and its limits."""

@@ -1,6 +1,6 @@
-"""Blocks: parts of a forward that a program puts on an IPU (contract 3).
+"""Blocks: parts of a forward that a program assigns to IPUs.
 
-They say something only while a wrapped model is compiled; everywhere else, and so on a CPU, they do nothing.
+They only take effect during the compilation of a wrapped model; everywhere else they do nothing.
 """
 
 from __future__ import annotations
@@ -10,34 +10,35 @@ from typing import Any, Callable, Optional, Tuple, TypeVar
 
 import torch
 
-from poptorch.options.strategies import ipu_number
-from poptorch.parallel.tracing import active_stages
 from poptorch.errors import Error
+from poptorch.options.strategies import ipu_number
+from poptorch.parallel.tracing import active_recorder
 
-_MARK = "_poptorch_block"
+_ATTRIBUTE = "_poptorch_block"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Block(torch.nn.Module):
-    """`with poptorch.Block("encoder", ipu_id=1):` puts the operations inside on an IPU.
+    """Context manager that puts its operations on an IPU: `with poptorch.Block("encoder", ipu_id=1):`.
 
-    At the end of a nested block the enclosing one goes on. After an outermost block its IPU goes on until the next
-    block begins [I]: so a loss behind the last block adds no stage.
+    The end of a nested block continues the enclosing one. The end of an outermost block has no effect until the next
+    block starts, so a loss behind the last block adds no stage (inferred: the SDK's documentation does not state this).
 
-    user_id: by which stages name the block; None for a number. AssertionError unless a string.
-    ipu_id: IPU within the replica, from 0; None leaves it to the strategy. AssertionError for another value.
+    Args:
+        user_id: id of the block in stages; None for a number. AssertionError unless a string.
+        ipu_id: IPU within the replica, from 0; None leaves it to the strategy. AssertionError for other values.
     """
 
     @staticmethod
     def useAutoId() -> None:
-        """At the start of `forward`: number the blocks without an id "0", "1", ... from here."""
-        stages = active_stages()
-        if stages is not None:
-            stages.restart_auto_ids()
+        """Number the blocks without an id "0", "1", ... from here; call it at the start of `forward`."""
+        recorder = active_recorder()
+        if recorder is not None:
+            recorder.restart_auto_ids()
 
     @staticmethod
     def start(user_id: Optional[str] = None, ipu_id: Optional[int] = None) -> None:
-        """Begin a block that lasts until the next one begins."""
+        """Start a block that lasts until the next one starts."""
         _begin(_checked(user_id, ipu_id))
 
     def __init__(self, user_id: Optional[str] = None, ipu_id: Optional[int] = None) -> None:
@@ -45,18 +46,18 @@ class Block(torch.nn.Module):
         self._user_id, self._ipu_id = _checked(user_id, ipu_id)
 
     def __enter__(self) -> None:
-        stages = active_stages()
-        if stages is not None:
-            stages.open(self._user_id, self._ipu_id, self)
+        recorder = active_recorder()
+        if recorder is not None:
+            recorder.open(self._user_id, self._ipu_id, self)
 
     def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
-        stages = active_stages()
-        if stages is not None:
-            stages.close()
+        recorder = active_recorder()
+        if recorder is not None:
+            recorder.close()
 
 
 class LegacyBeginBlockFn(torch.nn.Module):
-    """A function whose call begins a block; what `BeginBlock` makes of a function."""
+    """A function whose call starts a block; `BeginBlock` returns it for a function."""
 
     def __init__(
         self, layer_to_call: Callable[..., Any], user_id: Optional[str] = None, ipu_id: Optional[int] = None
@@ -73,25 +74,29 @@ class LegacyBeginBlockFn(torch.nn.Module):
 
 
 def BeginBlock(layer_to_call: Any, user_id: Optional[str] = None, ipu_id: Optional[int] = None) -> Any:
-    """Let the calls of a layer begin a block, which lasts until the next one begins. Returns the layer itself.
+    """Start a block, which lasts until the next one starts, in every call of a layer.
 
-    The layer keeps its class; it is saved, copied and loaded as before, and its block goes with it. A function comes
-    back in a `LegacyBeginBlockFn`. Error when the layer has a block already, or is neither module nor function.
+    Returns:
+        The layer itself; for a function a `LegacyBeginBlockFn`. The layer keeps its class, and copying, saving and
+        loading it keeps the block.
+
+    Raises:
+        poptorch.Error: the layer already starts a block, or is neither a module nor a function.
     """
     if not isinstance(layer_to_call, torch.nn.Module):
         return LegacyBeginBlockFn(layer_to_call, user_id, ipu_id)
     if block_of(layer_to_call) is not None:
         raise Error(
-            f"BeginBlock has already been called on this {type(layer_to_call).__name__}: a layer begins one block. "
-            "poptorch.removeBlocks(layer) takes it away"
+            f"BeginBlock has already been called on this {type(layer_to_call).__name__}: a layer starts one block. "
+            "Call poptorch.removeBlocks(layer) first"
         )
-    # Plain data in the instance: a pickle of the layer loads where there is no poptorch.
-    vars(layer_to_call)[_MARK] = _checked(user_id, ipu_id)
+    # Plain data, so that a pickle of the layer can be loaded without poptorch.
+    vars(layer_to_call)[_ATTRIBUTE] = _checked(user_id, ipu_id)
     return layer_to_call
 
 
 def BlockFunction(user_id: Optional[str] = None, ipu_id: Optional[int] = None) -> Callable[[_Function], _Function]:
-    """Decorator: the function's body is a block."""
+    """Return a decorator that runs a function in a block."""
     block = _checked(user_id, ipu_id)
 
     def decorate(function: _Function) -> _Function:
@@ -106,23 +111,23 @@ def BlockFunction(user_id: Optional[str] = None, ipu_id: Optional[int] = None) -
 
 
 def removeBlocks(module: torch.nn.Module) -> None:
-    """Take away what `BeginBlock` said of a module and all its submodules. AssertionError unless it is a module."""
+    """Remove the blocks that `BeginBlock` added to a module and its submodules; AssertionError unless a module."""
     assert isinstance(module, torch.nn.Module), f"removeBlocks takes a torch.nn.Module, not {type(module).__name__}"
-    for part in module.modules():
-        vars(part).pop(_MARK, None)
+    for submodule in module.modules():
+        vars(submodule).pop(_ATTRIBUTE, None)
 
 
 def block_of(module: torch.nn.Module) -> Optional[Tuple[Optional[str], Optional[int]]]:
-    """Id and IPU that `BeginBlock` gave to a module; None without."""
-    return vars(module).get(_MARK)
+    """Return id and IPU of the block that `BeginBlock` added to a module; None if there is none."""
+    return vars(module).get(_ATTRIBUTE)
 
 
 def _begin(block: Tuple[Optional[str], Optional[int]]) -> None:
-    stages = active_stages()
-    if stages is not None:
-        stages.begin(*block)
+    recorder = active_recorder()
+    if recorder is not None:
+        recorder.begin(*block)
 
 
 def _checked(user_id: Any, ipu_id: Any) -> Tuple[Optional[str], Optional[int]]:
-    assert user_id is None or isinstance(user_id, str), f"A block's id is a string, got {user_id!r}"
+    assert user_id is None or isinstance(user_id, str), f"A block id must be a string, got {user_id!r}"
     return user_id, None if ipu_id is None else ipu_number(ipu_id)

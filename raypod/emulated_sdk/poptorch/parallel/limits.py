@@ -1,22 +1,21 @@
-"""What the device refuses of a placement: numbers of IPUs, pipelines that cannot be filled (contract 3, 6)."""
+"""The limits of a placement: numbers of IPUs, the length of pipelines, and overlapped host I/O."""
 
 from __future__ import annotations
 
 from typing import Collection, Optional
 
+from poptorch.enums import OutputMode
 from poptorch.errors import Error
 from poptorch.log import logger
+from poptorch.options import Options, PipelinedExecution, ShardedExecution
 from poptorch.parallel.placement import Placement
-from poptorch.options.strategies import PipelinedExecution, ShardedExecution
-from poptorch.enums import OutputMode
-from poptorch.options import Options
 
 IPUS_PER_PROCESS = 64
-_LEAST_IO_TILES = 32
+_MIN_IO_TILES = 32
 
 
 def check_number(ipus: int) -> None:
-    """Error for more IPUs than one process can drive."""
+    """Raise Error for more IPUs than one process can use."""
     if ipus > IPUS_PER_PROCESS:
         raise Error(
             f"Too many IPUs requested ({ipus}). Experiments that need more than {IPUS_PER_PROCESS} IPUs require "
@@ -24,26 +23,9 @@ def check_number(ipus: int) -> None:
         )
 
 
-def number_of_ipus(ipus_per_replica: int, options: Options) -> int:
-    """IPUs that a process reserves. Error for more than 64, and unless a power of two or `autoRoundNumIPUs`."""
-    needed: int = ipus_per_replica * options.replication_factor
-    check_number(needed)
-    reserved = 1 << (needed - 1).bit_length()
-    if reserved == needed:
-        return needed
-    what = f"{ipus_per_replica} IPUs per replica x {options.replication_factor} replicas = {needed} IPUs"
-    if not options.auto_round_num_ipus:
-        raise Error(
-            f"The model uses {what}, and PopTorch reserves a power of two: use another number, or let it reserve "
-            f"{reserved} with poptorch.Options().autoRoundNumIPUs(True)"
-        )
-    logger.warning("the model uses %s; %d are reserved", what, reserved)
-    return reserved
-
-
 def check_placement(placement: Placement, options: Options, is_training: bool) -> None:
-    """Error when the placement does not fit the process, the launcher's IPUs per replica, or the pipeline's length."""
-    reserved = number_of_ipus(placement.ipus_per_replica, options)
+    """Raise Error if the placement exceeds the process, the launched IPUs per replica, or the pipeline's length."""
+    reserved = _reserved_ipus(placement.ipus_per_replica, options)
     launched: Optional[int] = getattr(options, "_launched_ipus_per_replica", None)
     if launched is not None and reserved != launched * options.replication_factor:
         raise Error(
@@ -55,9 +37,11 @@ def check_placement(placement: Placement, options: Options, is_training: bool) -
 
 
 def check_overlap(options: Options, overlapped: Collection[str]) -> None:
-    """Error unless strategy, IO tiles and output mode allow that host IO overlaps with compute.
+    """Raise Error unless strategy, I/O tiles and output mode allow overlapped host I/O.
 
-    overlapped: "inputs", "outputs", both or neither. The output mode matters to outputs only [I].
+    Args:
+        overlapped: "inputs", "outputs", both or neither. The output mode only limits outputs (inferred: the SDK's
+            documentation does not state this).
     """
     if not overlapped:
         return
@@ -68,15 +52,32 @@ def check_overlap(options: Options, overlapped: Collection[str]) -> None:
             "options.setExecutionStrategy(poptorch.ShardedExecution())"
         )
     tiles = _io_tiles(options)
-    if tiles < _LEAST_IO_TILES:
+    if tiles < _MIN_IO_TILES:
         raise Error(
-            f"Overlapped host IO needs at least {_LEAST_IO_TILES} IO tiles, and there are {tiles}: call "
-            f"options.TensorLocations.numIOTiles({_LEAST_IO_TILES})"
+            f"Overlapped host IO needs at least {_MIN_IO_TILES} IO tiles, got {tiles}: call "
+            f"options.TensorLocations.numIOTiles({_MIN_IO_TILES})"
         )
     if "outputs" in overlapped and options.output_mode not in (OutputMode.All, OutputMode.Sum):
         raise Error(
             f"Overlapped outputs need OutputMode.All or OutputMode.Sum, not {OutputMode(options.output_mode).name}"
         )
+
+
+def _reserved_ipus(ipus_per_replica: int, options: Options) -> int:
+    """Return the IPUs that a process reserves: a power of two, at most 64."""
+    needed: int = ipus_per_replica * options.replication_factor
+    check_number(needed)
+    reserved = 1 << (needed - 1).bit_length()
+    if reserved == needed:
+        return needed
+    what = f"{ipus_per_replica} IPUs per replica x {options.replication_factor} replicas = {needed} IPUs"
+    if not options.auto_round_num_ipus:
+        raise Error(
+            f"The model uses {what}, and PopTorch reserves a power of two: use another number, or reserve {reserved} "
+            "by poptorch.Options().autoRoundNumIPUs(True)"
+        )
+    logger.warning("The model uses %s; %d are reserved", what, reserved)
+    return reserved
 
 
 def _io_tiles(options: Options) -> int:

@@ -1,7 +1,7 @@
-"""What one operation costs, for the eye: scalar operations, counted from shapes.
+"""Count the scalar operations of a torch operator from shapes.
 
-Matrix products and convolutions count two per multiplication and addition, everything else one per element of its
-result. It tells how stages compare, not how long an IPU takes.
+Matrix products and convolutions count two operations per multiply-add, all other operators one per element of the
+result. The counts compare the work of stages; they do not predict the time on an IPU.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import torch
 _Rule = Callable[[Tuple[Any, ...], torch.Tensor], int]
 
 
-def operations(operator: Any, args: Tuple[Any, ...], result: Any) -> int:
-    """Scalar operations of an operator (an overload of `torch.ops`), out of its arguments and its result."""
-    first = next((item for item in _as_tuple(result) if isinstance(item, torch.Tensor)), None)
+def count_operations(operator: Any, args: Tuple[Any, ...], result: Any) -> int:
+    """Return the scalar operations of one call of an operator, an overload of `torch.ops`."""
+    results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+    first = next((item for item in results if isinstance(item, torch.Tensor)), None)
     if first is None or _is_view(operator):
         return 0
     name = operator._schema.name
@@ -28,13 +29,13 @@ def operations(operator: Any, args: Tuple[Any, ...], result: Any) -> int:
 
 
 def _is_view(operator: Any) -> bool:
-    """Whether the result only looks at an argument's memory in another way."""
+    """Return whether the result is a view of an argument."""
     aliases = [argument.alias_info for argument in operator._schema.arguments]
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _product(left: int) -> _Rule:
-    """Of a matrix product whose left operand is argument number `left`: two per element of the result and of a row."""
+    """Return the rule of a matrix product whose left operand is argument number `left`."""
     return lambda args, result: 2 * result.numel() * int(args[left].shape[-1])
 
 
@@ -55,10 +56,6 @@ def _recurrent(args: Tuple[Any, ...], result: torch.Tensor) -> int:
     # mkldnn_rnn_layer(input, weight of inputs, weight of states, ...)
     positions = int(args[0].numel()) // int(args[0].shape[-1])
     return 2 * positions * int(args[1].numel() + args[2].numel())
-
-
-def _as_tuple(result: Any) -> Tuple[Any, ...]:
-    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
 _RULES: Dict[str, _Rule] = {

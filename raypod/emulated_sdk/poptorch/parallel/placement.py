@@ -1,7 +1,6 @@
-"""What lies on which IPU of a replica: the facts that a plan or a page shows.
+"""The placement of a model on the IPUs of a replica.
 
-This is the emulation's own and no part of PopTorch: `executor.emulatedPlacement()` and `executor.emulatedSchedules()`
-give it once a model is compiled.
+Not a part of PopTorch: `executor.emulatedPlacement()` returns it for a compiled model.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from poptorch.parallel.tracing import StageRecorder, StageUse
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """One forward stage: operations in a row on one IPU.
+    """One forward stage: consecutive operations on one IPU.
 
     Attributes:
-        index: position along the execution, from 0.
+        index: position in the order of execution, from 0.
         ipu: IPU within the replica, from 0. Several stages may share one.
-        phase: number of the phase; 0 where there are none.
+        phase: index of the phase; 0 without phases.
         blocks: ids of its blocks, in the order of execution.
         modules: names of the modules whose own forward has operations here.
-        parameters, buffers: names of those that live here: where they are used first.
-        parameter_elements: number of the parameters' elements.
-        parameter_bytes, buffer_bytes: their sizes at the dtypes of the device.
+        parameters, buffers: names of those stored here, where they are first used.
+        parameter_elements: number of elements of the parameters.
+        parameter_bytes, buffer_bytes: sizes in the dtypes of the device.
         forward_operations: scalar operations of the forward of one micro-batch, counted from shapes.
     """
 
@@ -45,7 +44,7 @@ class StagePlacement:
 
 @dataclass(frozen=True)
 class IpuPlacement:
-    """One IPU of a replica: its stages, by index, and the sums over them."""
+    """One IPU of a replica: the indices of its stages, and the sums over them."""
 
     ipu: int
     stages: Tuple[int, ...]
@@ -62,8 +61,8 @@ class Placement:
 
     Attributes:
         strategy: "pipelined", "sharded", "serial phased" or "parallel phased".
-        stages: along the execution.
-        unused: names of the parameters and buffers that the forward does not use: they are on no IPU.
+        stages: in the order of execution.
+        unused: names of the parameters and buffers that the forward does not use, and that are on no IPU.
     """
 
     strategy: str
@@ -72,13 +71,13 @@ class Placement:
 
     @property
     def ipus_per_replica(self) -> int:
-        """IPUs of a replica: as many as are in use, and at least up to the highest number (contract 3)."""
+        """Number of IPUs of a replica: all up to the highest number in use."""
         used = {stage.ipu for stage in self.stages}
         return max(len(used), max(used) + 1)
 
     @property
     def ipus(self) -> Tuple[IpuPlacement, ...]:
-        """Every IPU of a replica in order, also those without work."""
+        """Every IPU of a replica in order, including those without work."""
         return tuple(self._ipu(ipu) for ipu in range(self.ipus_per_replica))
 
     def _ipu(self, ipu: int) -> IpuPlacement:
@@ -94,25 +93,25 @@ class Placement:
         )
 
 
-def place(strategy: str, recorder: StageRecorder, sizes: Sizes) -> Placement:
-    """What a recorder saw, with the sizes of what lies there."""
-    stages = tuple(_stage(index, use, sizes) for index, use in enumerate(recorder.stages()))
-    return Placement(strategy, stages, recorder.unused())
-
-
 class Sizes(NamedTuple):
-    """Parameters and buffers of a replica by name, and the ids of those that the device holds in half precision."""
+    """Parameters and buffers of a replica by name, and the ids of those that the device stores in half precision."""
 
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
     half: Collection[int]
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
-        """Size on the device."""
+        """Return the bytes of a tensor on the device."""
         return tensor.numel() * (2 if id(tensor) in self.half else tensor.element_size())
 
 
-def _stage(index: int, use: StageUse, sizes: Sizes) -> StagePlacement:
+def place(strategy: str, recorder: StageRecorder, sizes: Sizes) -> Placement:
+    """Return the placement of the recorded stages."""
+    stages = tuple(_place_stage(index, use, sizes) for index, use in enumerate(recorder.stages()))
+    return Placement(strategy, stages, recorder.unused())
+
+
+def _place_stage(index: int, use: StageUse, sizes: Sizes) -> StagePlacement:
     parameters = {name: sizes.parameters[name] for name in use.tensors if name in sizes.parameters}
     buffers = {name: sizes.buffers[name] for name in use.tensors if name in sizes.buffers}
     return StagePlacement(
