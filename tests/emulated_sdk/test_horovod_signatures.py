@@ -24,7 +24,8 @@ def text_of(default):
     return getattr(default, "__name__", type(default).__name__)
 
 def signature(function):
-    return [[each.name, each.kind.name, text_of(each.default)] for each in inspect.signature(function).parameters.values()]
+    parameters = inspect.signature(function).parameters.values()
+    return [[each.name, each.kind.name, text_of(each.default)] for each in parameters]
 
 names = [name for name in dir(hvd) if not name.startswith("_") and not inspect.ismodule(getattr(hvd, name))]
 functions = {name: getattr(hvd, name) for name in names if inspect.isroutine(getattr(hvd, name))}

@@ -62,7 +62,7 @@ def new_generation(generation: str) -> None:
     os.environ[_pod.wires.GENERATION] = generation
 
 
-def count_count_boards() -> int:
+def count_boards() -> int:
     return sum(each.uses_board() for each in _sums.values())
 
 

@@ -101,7 +101,7 @@ def test_the_order_of_additions_affects_the_bits() -> None:
     sequential = leaves[0].clone()
     for leaf in leaves[1:]:
         sequential += leaf
-    assert not torch.equal(one_by_one, reference_sum(leaves))
+    assert not torch.equal(sequential, reference_sum(leaves))
 
 
 def test_different_lengths_are_an_error_on_all_ranks(pod: Dict[str, List[Any]]) -> None:

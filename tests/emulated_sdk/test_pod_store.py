@@ -104,7 +104,7 @@ def test_many_clients_wait_for_each_other(server: StoreServer) -> None:
 
 
 def test_gloo_process_groups_use_the_store(server: StoreServer) -> None:
-    clients = [join(server) for _ in range(3)]
+    clients = [connect(server) for _ in range(3)]
 
     def reduce(rank: int) -> Tuple[float, bytes]:
         store = Store(clients[rank])
@@ -153,8 +153,8 @@ def test_close_ends_the_port_the_thread_and_all_waits() -> None:
         server.close()
         with pytest.raises(PeerFailed, match=r"lost the connection to the store at 127.0.0.1:\d+: "):
             waited.result(20)
-    for _ in range(2):
-        with pytest.raises(PeerFailed, match="the connection to the store at .* was closed"):
+    for message in ("lost the connection to the store at", "the connection to the store at .* was closed"):
+        with pytest.raises(PeerFailed, match=message):
             client.add("a", 1)
     assert not client.is_open
     with pytest.raises(ConnectionRefusedError):
