@@ -1,4 +1,4 @@
-"""What `AsynchronousDataAccessor` yields (contract 1.9, 11 "dataloader", traps 6 to 14)."""
+"""The elements that `AsynchronousDataAccessor` yields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from poptorch_models import options
 
 @pytest.fixture(autouse=True, scope="module")
 def _fork_server():
-    """Python keeps it for all who come later: it is not what a test leaves behind."""
+    """Start the fork server here: Python keeps it running, which is not a leak of a test."""
     resource_tracker.ensure_running()
     multiprocessing.forkserver.set_forkserver_preload(["torch"])
     multiprocessing.forkserver.ensure_running()
@@ -25,7 +25,7 @@ def _fork_server():
 
 @pytest.fixture
 def access():
-    """Accessors that end with the test."""
+    """Create accessors that are terminated after the test."""
     made = []
 
     def make(dataset, **kwargs):
@@ -42,20 +42,20 @@ def loader(samples, batch_size=1, iterations=1, **kwargs):
 
 
 @pytest.mark.parametrize("strategy", list(poptorch.SharingStrategy), ids=lambda strategy: strategy.name)
-def test_every_strategy_loads_all_epochs_alike(access, strategy):
+def test_all_sharing_strategies_load_the_same_samples(access, strategy):
     torch.manual_seed(5)
     drawn = RandomNumbers(6)
     accessor = access(poptorch.DataLoader(options(iterations=2), drawn, shuffle=True), sharing_strategy=strategy)
     expected = [batch for _ in range(2) for batch in poptorch.DataLoader(options(iterations=2), drawn, shuffle=True)]
     got = [batch.clone() for _ in range(2) for batch in accessor]
     assert len(accessor) == 3
-    # The first epoch draws what this process would draw; the next ones were prefetched in turn.
+    # The fetcher has this process's random state, and loads the epochs in order.
     assert torch.stack(got).equal(torch.stack(expected))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("buffer_size", [1, 3])
-def test_epochs_come_whole_and_in_order(access, workers, buffer_size):
+def test_epochs_are_complete_and_in_order(access, workers, buffer_size):
     accessor = access(loader(20, 2, 2, num_workers=workers), buffer_size=buffer_size)
     assert len(accessor) == 5
     for _ in range(3):
@@ -64,7 +64,7 @@ def test_epochs_come_whole_and_in_order(access, workers, buffer_size):
 
 @pytest.mark.parametrize("load_indefinitely", [True, False])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_iteration_after_a_break_begins_anew(access, load_indefinitely, workers):
+def test_iteration_after_break_starts_a_new_epoch(access, load_indefinitely, workers):
     accessor = access(loader(12, 3, num_workers=workers), load_indefinitely=load_indefinitely)
     for stop in (1, 3, 2):
         assert epoch(itertools.islice(accessor, stop)) == list(range(3 * stop))
@@ -72,7 +72,7 @@ def test_an_iteration_after_a_break_begins_anew(access, load_indefinitely, worke
     assert list(accessor) != []
 
 
-def test_after_its_end_an_epoch_gives_nothing_more(access):
+def test_next_after_the_end_of_an_epoch_raises_stop_iteration(access):
     accessor = access(loader(2))
     assert len([next(accessor), next(accessor)]) == 2
     for _ in range(2):
@@ -88,7 +88,7 @@ def test_elements_are_views_of_the_slots(access):
     assert addresses[:2] * 4 == addresses
 
 
-def test_an_element_is_valid_until_the_next(access):
+def test_element_is_valid_until_the_next(access):
     accessor = access(loader(8), buffer_size=2, early_preload=True)
     first = next(iter(accessor))
     assert wait_until(lambda: accessor._fetcher.header.published == 2)
@@ -98,7 +98,7 @@ def test_an_element_is_valid_until_the_next(access):
 
 
 @pytest.mark.parametrize(("early_preload", "filled"), [(True, 4), (False, 1)])
-def test_how_much_is_loaded_before_the_first_iteration(access, early_preload, filled):
+def test_early_preload_fills_the_ring_before_the_first_iteration(access, early_preload, filled):
     accessor = access(loader(10), early_preload=early_preload, buffer_size=4)
     header = accessor._fetcher.header
     assert wait_until(lambda: header.published == filled)
@@ -106,10 +106,10 @@ def test_how_much_is_loaded_before_the_first_iteration(access, early_preload, fi
     assert epoch(accessor) == list(range(10))
 
 
-def test_the_next_epoch_is_prefetched(access):
+def test_next_epoch_is_prefetched(access):
     accessor = access(loader(3), buffer_size=5)
     assert epoch(accessor) == [0, 1, 2]
-    # 3 elements and the end of the epoch, then what fills the ring.
+    # 3 elements and the end of the epoch, then a full ring: 5 elements and the end of an epoch.
     assert wait_until(lambda: accessor._fetcher.header.published == 4 + 5 + 1)
 
 
@@ -124,7 +124,7 @@ def test_the_next_epoch_is_prefetched(access):
     ],
     ids=["tensor", "tuple", "list", "dict", "named tuple"],
 )
-def test_flat_elements_keep_their_kind(access, collate):
+def test_elements_keep_their_type(access, collate):
     data = torch.utils.data.DataLoader(Numbers(4), 2, collate_fn=collate)
     for got, expected in zip(access(data), data):
         assert type(got) is type(expected)
@@ -143,27 +143,27 @@ def test_registered_types_are_elements(access, monkeypatch, strategy):
 
 
 @pytest.mark.parametrize("element", [(torch.ones(1), (torch.ones(1),)), {"x": "text"}, 3, [[torch.ones(1)]]])
-def test_other_elements_are_refused(access, element):
+def test_unsupported_elements_raise_error(access, element):
     with pytest.raises(AssertionError, match="(?s)An error occurred in the data fetcher.*supports tensors, flat"):
         access([element])
 
 
 @pytest.mark.parametrize("second", [torch.ones(3), torch.ones(2, 2), torch.ones(2).double(), [torch.ones(2)]])
-def test_elements_unlike_the_first_are_refused(access, second):
+def test_elements_that_do_not_match_the_first_raise_error(access, second):
     accessor = access([torch.ones(2), second])
     next(iter(accessor))
     with pytest.raises(AssertionError, match="first"):
         next(accessor)
 
 
-def test_a_shorter_element_is_yielded_as_it_is(access):
+def test_shorter_element_keeps_its_size(access):
     data = torch.utils.data.DataLoader(Numbers(5), 2)
     assert [len(batch) for batch in access(data)] == [2, 2, 1]
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("size", [2, 5])
-def test_elements_are_joined_when_rebatched(access, drop_last, size):
+def test_rebatched_size_joins_elements(access, drop_last, size):
     data = loader(13, 3, drop_last=drop_last)
     accessor = access(data, rebatched_size=size)
     samples = 12 if drop_last else 13
@@ -174,28 +174,28 @@ def test_elements_are_joined_when_rebatched(access, drop_last, size):
     assert len(accessor) == len(expected)
 
 
-def test_a_rest_of_a_broken_off_epoch_is_not_joined(access):
+def test_samples_of_an_abandoned_epoch_are_not_joined(access):
     accessor = access(torch.utils.data.DataLoader(Numbers(10), 2), rebatched_size=5, buffer_size=1)
     for _ in range(3):
         assert numbers(next(iter(accessor))) == [0, 1, 2, 3, 4]
 
 
-def test_elements_without_samples_cannot_be_joined(access):
+def test_rebatching_tensors_of_different_sizes_raises_error(access):
     with pytest.raises(AssertionError, match="same number of samples"):
         access([(torch.ones(2), torch.ones(3))], rebatched_size=2)
 
 
-def test_anything_that_can_be_iterated_or_indexed_is_loaded(access):
+def test_iterable_and_indexable_data_sets(access):
     assert [int(tensor[0]) for tensor in access(Numbers(3))] == [0, 1, 2]
     assert epoch(access(torch.utils.data.DataLoader(Stream(6), 2, num_workers=2))) == [0, 2, 1, 3, 4, 5]
 
 
-def test_a_data_set_of_very_many_tensors_is_sent(access):
+def test_data_set_with_many_tensors_is_sent(access):
     many = [torch.tensor([number]) for number in range(400)]
     assert epoch(access(many, sharing_strategy=poptorch.SharingStrategy.ForkServer)) == list(range(400))
 
 
-def test_what_can_be_read_once_has_one_epoch(access):
+def test_generator_has_one_epoch(access):
     accessor = access(torch.ones(1) * number for number in range(3))
     assert [int(tensor) for tensor in accessor] == [0, 1, 2]
     assert list(accessor) == list(accessor) == []
@@ -205,7 +205,7 @@ def test_what_can_be_read_once_has_one_epoch(access):
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("broken", [0, 5])
-def test_a_broken_data_set_is_told_with_its_traceback(access, workers, broken):
+def test_error_of_the_data_set_is_raised_with_its_traceback(access, workers, broken):
     data = poptorch.DataLoader(options(), Broken(8, broken), num_workers=workers)
     got = []
     with pytest.raises(AssertionError, match=f"(?s)An error occurred in the data fetcher.*sample {broken} cannot") as e:
@@ -214,29 +214,29 @@ def test_a_broken_data_set_is_told_with_its_traceback(access, workers, broken):
     assert got == list(range(broken))
 
 
-def test_an_empty_data_set_is_an_error(access):
+def test_empty_data_set_raises_error(access):
     with pytest.raises(poptorch.Error, match="data set is empty"):
         access(loader(0))
 
 
 @pytest.mark.parametrize("size", [0, 1, -3, 2.5, "2"])
-def test_rebatched_size_is_more_than_one(access, size):
+def test_rebatched_size_must_be_more_than_one(access, size):
     with pytest.raises(poptorch.Error, match="rebatched_size"):
         access(loader(4), rebatched_size=size)
 
 
 @pytest.mark.parametrize("wrong", [{"buffer_size": 0}, {"buffer_size": 1.5}, {"miss_sleep_time_in_ms": -1}])
-def test_wrong_numbers_are_refused(access, wrong):
+def test_invalid_arguments_raise_error(access, wrong):
     with pytest.raises(AssertionError, match=next(iter(wrong))):
         access(loader(4), **wrong)
 
 
-def test_a_loader_whose_last_batch_is_short_must_be_rebatched(access):
+def test_loader_with_short_last_batch_needs_rebatched_size(access):
     with pytest.raises(poptorch.Error, match="rebatched_size=2"):
         access(loader(5, 2, drop_last=False))
 
 
-def test_an_asynchronous_loader_is_not_wrapped_again(access):
+def test_asynchronous_loader_cannot_be_wrapped(access):
     data = loader(4, mode=poptorch.DataLoaderMode.Async, async_options=FORK)
     with pytest.raises(poptorch.Error, match="already"):
         access(data)

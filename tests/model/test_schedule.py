@@ -1,4 +1,4 @@
-"""The schedule of an update: hand-made small cases and the formulas they follow."""
+"""Schedules of one update: small cases drawn by hand, and the formulas."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from raypod.model.schedule import StageCost, compare_strategies, phased, pipelin
 
 
 def equal(stages, update=0.0):
-    """Stages whose forward and backward take one unit each."""
+    """Return stages whose forward and backward take one unit each."""
     return [StageCost(1.0, 1.0, update)] * stages
 
 
 def picture(schedule):
-    """One line per stage: f and b for forward and backward, x for both, u for the update, . for idle."""
+    """Return one line per stage: f and b for forward and backward, x for both, u for the update, . for idle."""
     letters = {frozenset(["forward"]): "f", frozenset(["backward"]): "b", frozenset(["forward", "backward"]): "x"}
     letters.update({frozenset(["idle"]): ".", frozenset(["update"]): "u"})
     done = {}
@@ -59,7 +59,7 @@ def test_each_micro_batch_goes_forward_then_backward_once_on_every_stage():
 
 
 @pytest.mark.parametrize(("stages", "batches"), [(1, 1), (2, 2), (4, 4), (4, 10), (8, 100)])
-def test_an_inference_pipeline_idles_while_it_fills_and_drains(stages, batches):
+def test_inference_pipeline_is_idle_while_it_fills_and_drains(stages, batches):
     schedule = pipelined(equal(stages), batches, training=False)
     assert schedule.cycles == batches + stages - 1
     assert schedule.sections.count("main") == batches - stages + 1
@@ -68,7 +68,7 @@ def test_an_inference_pipeline_idles_while_it_fills_and_drains(stages, batches):
 
 @pytest.mark.parametrize(("stages", "batches"), [(1, 1), (2, 3), (3, 7), (4, 20)])
 @pytest.mark.parametrize("training", [True, False])
-def test_sharded_stages_wait_for_each_other(stages, batches, training):
+def test_one_sharded_stage_works_at_a_time(stages, batches, training):
     schedule = sharded(equal(stages), batches, training)
     passes = 2 if training else 1
     assert schedule.cycles == batches * stages * passes + training
@@ -76,35 +76,35 @@ def test_sharded_stages_wait_for_each_other(stages, batches, training):
     assert schedule.idle_share == pytest.approx(1 - 1 / stages)
 
 
-def test_sharded_training_goes_back_before_the_next_micro_batch():
+def test_sharded_training_runs_backward_before_the_next_micro_batch():
     assert picture(sharded(equal(2), 2)) == ["f..bf..bu", ".fb..fb.u"]
 
 
-def test_the_slowest_ipu_ends_a_cycle():
+def test_slowest_ipu_determines_the_cycle_time():
     uneven = [StageCost(3.0), StageCost(1.0)]
     schedule = pipelined(uneven, 2, training=False)
     assert schedule.cycle_times == (3.0, 3.0, 1.0)
     assert schedule.idle_share == pytest.approx(1 - 8 / 14)
 
 
-def test_stages_on_one_ipu_work_one_after_the_other():
+def test_stages_on_one_ipu_run_sequentially():
     back = [StageCost(1.0, ipu=0), StageCost(1.0, ipu=1), StageCost(1.0, ipu=0)]
     schedule = pipelined(back, 3, training=False)
     assert schedule.cycle_times == (1.0, 1.0, 2.0, 1.0, 1.0)
     assert schedule.idle_share == pytest.approx(1 - 9 / 12)
 
 
-def test_stages_of_a_phase_work_compare_strategies():
+def test_stages_of_a_phase_run_in_parallel():
     stages = [StageCost(1.0, 1.0, phase=0), StageCost(1.0, 1.0, phase=0), StageCost(1.0, 1.0, phase=1)]
     assert picture(phased(stages, 1)) == ["f..bu", "f..bu", ".fb.u"]
 
 
-def test_recomputation_costs_all_but_the_last_stage_a_forward():
+def test_recomputation_adds_a_forward_to_all_but_the_last_stage():
     costs = {cell.stage: cell.cost for cell in pipelined(equal(2), 3, recompute=True).cells if cell.what == "backward"}
     assert costs == {0: 2.0, 1: 1.0}
 
 
-def test_strategies_stand_compare_strategies():
+def test_compare_strategies():
     both = compare_strategies(equal(2), 8)
     assert set(both) == {"sharded", "pipelined"}
     assert both["pipelined"].idle_share < both["sharded"].idle_share
@@ -117,6 +117,6 @@ def test_strategies_stand_compare_strategies():
 
 
 @pytest.mark.parametrize(("make", "batches"), [(pipelined, 2), (sharded, 0), (phased, 0)])
-def test_too_few_micro_batches_are_told_by_number(make, batches):
+def test_too_few_micro_batches_raise_value_error(make, batches):
     with pytest.raises(ValueError, match=f"got {batches}"):
         make(equal(2), batches)

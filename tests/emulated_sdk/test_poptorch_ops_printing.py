@@ -1,11 +1,11 @@
-"""`ipu_print_tensor`: when it writes, and how."""
+"""`ipu_print_tensor`: when it prints, and the format."""
 
 from __future__ import annotations
 
 import poptorch
 import pytest
 import torch
-from poptorch._ops.print_format import PrintFormat
+from poptorch.ops.printing import PrintFormat
 from poptorch_models import Line, options
 
 DEFAULT = PrintFormat(1000, 3, 80, 4, "auto", ", ", "(", ")")
@@ -20,7 +20,7 @@ class Printing(Line):
         return super().forward(poptorch.ipu_print_tensor(x * self.weight, "x", self.print_gradient))
 
 
-def test_every_execution_writes_value_and_gradient_and_compiling_nothing(capsys):
+def test_every_run_prints_value_and_gradient_but_compilation_prints_nothing(capsys):
     training = poptorch.trainingModel(Printing(), options(), torch.optim.SGD(Line().parameters(), lr=0.0))
     training.compile(torch.ones(2))
     assert capsys.readouterr().err == ""
@@ -28,14 +28,14 @@ def test_every_execution_writes_value_and_gradient_and_compiling_nothing(capsys)
     assert capsys.readouterr().err == "x: (1.0000, 1.0000)\nx_gradient: (0.5000, 0.5000)\n"
 
 
-def test_every_replica_and_every_iteration_writes(capsys):
+def test_every_replica_and_iteration_prints(capsys):
     inference = poptorch.inferenceModel(Printing(), options(replicas=2, iterations=2))
     inference(torch.arange(4.0))
     lines = capsys.readouterr().err.splitlines()
     assert sorted(lines) == [f"x: ({value}.0000)" for value in range(4)]
 
 
-def test_the_gradient_is_written_only_if_wanted(capsys):
+def test_print_gradient_false_prints_the_value_only(capsys):
     poptorch.trainingModel(Printing(print_gradient=False), options())(torch.ones(1))
     assert capsys.readouterr().err == "x: (1.0000)\n"
 
@@ -64,11 +64,11 @@ def test_on_the_host_it_is_the_identity(capsys):
         (torch.arange(2), {"separator": " ", "open_bracket": "[", "close_bracket": "]"}, "[0 1]"),
     ],
 )
-def test_how_a_tensor_is_written(tensor, settings, text):
+def test_print_format(tensor, settings, text):
     assert DEFAULT._replace(**settings).text(tensor) == text
 
 
-def test_the_edges_of_every_dimension_are_written():
+def test_summary_prints_the_edges_of_every_dimension():
     text = DEFAULT._replace(summarise_threshold=10, edge_items=1).text(torch.arange(16).reshape(4, 4))
     assert text == "(( 0, ...,  3),\n ...,\n (12, ..., 15))"
 
@@ -77,6 +77,6 @@ def test_the_edges_of_every_dimension_are_written():
     "settings",
     [{"float_format": "hex"}, {"digits": -1}, {"edge_items": 1.5}, {"separator": 1}, {"max_line_width": "a"}],
 )
-def test_other_formats_are_refused(settings):
+def test_invalid_formats_raise_error(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         poptorch.ipu_print_tensor(torch.ones(1), **settings)

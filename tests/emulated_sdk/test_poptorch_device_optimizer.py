@@ -1,3 +1,5 @@
+"""The device's optimizers run without torch's compiler and wrappers."""
+
 from __future__ import annotations
 
 import subprocess
@@ -27,8 +29,8 @@ assert "torch._dynamo" not in sys.modules
 """
 
 
-def test_training_does_not_import_torchs_compiler() -> None:
-    """It would cost every process more than a second before its first update."""
+def test_training_does_not_import_torch_dynamo() -> None:
+    """The import takes more than a second per process."""
     command = [sys.executable, "-c", PROGRAM]
     path = ":".join(entry for entry in sys.path if entry)
     done = subprocess.run(command, env={"PYTHONPATH": path}, capture_output=True, text=True, timeout=60, check=False)
@@ -37,7 +39,7 @@ def test_training_does_not_import_torchs_compiler() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
-def test_a_step_without_wrappers_is_the_same_step(algorithm: type) -> None:
+def test_plain_step_equals_step(algorithm: type) -> None:
     weights = [torch.nn.Parameter(torch.linspace(-1, 1, 7)) for _ in range(2)]
     optimizers = [algorithm([weight], lr=0.1) for weight in weights]
     for number in range(3):

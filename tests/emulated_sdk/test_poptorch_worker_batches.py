@@ -1,4 +1,4 @@
-"""Batches made in place are those of torch's `default_collate`."""
+"""`stack_into` writes the batches of torch's `default_collate`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ONE, OTHER = torch.arange(3.0), torch.arange(3.0, 6.0)
 
 
 def stacked(first, samples):
-    """(whether it was done, the tensors) for a place that was made for the batch `first`."""
-    tensors, kind = flatten_element(default_collate(first))
+    """Return the result of `stack_into` and the targets, which have the format of the batch `first`."""
+    tensors, spec = flatten_element(default_collate(first))
     targets = [torch.full_like(tensor, -1) for tensor in tensors]
-    return stack_into(targets, kind, samples), targets
+    return stack_into(targets, spec, samples), targets
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def stacked(first, samples):
         [3, 4],
     ],
 )
-def test_common_batches_are_made_in_place(samples):
+def test_common_batches_are_stacked(samples):
     is_done, tensors = stacked(samples, samples)
     expected, _ = flatten_element(default_collate(samples))
     assert is_done
@@ -54,5 +54,5 @@ def test_common_batches_are_made_in_place(samples):
         ([ONE, OTHER], [np.zeros(3, np.float32), np.zeros(3, np.float32)]),
     ],
 )
-def test_other_batches_are_left_to_torch(first, samples):
+def test_other_batches_return_false(first, samples):
     assert not stacked(first, samples)[0]
