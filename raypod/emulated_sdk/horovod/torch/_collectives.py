@@ -278,9 +278,13 @@ def collective_function(
     annotation = "Sequence[torch.Tensor]" if grouped else "torch.Tensor"
     tensor = inspect.Parameter(first, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
     signature = inspect.Signature([tensor, *parameters])
+    names = list(signature.parameters)
+    required = {each.name for each in signature.parameters.values() if each.default is inspect.Parameter.empty}
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
+        arguments = dict(zip(names, args), **kwargs)
+        if len(arguments) < len(args) + len(kwargs) or not required <= arguments.keys() <= signature.parameters.keys():
+            signature.bind(*args, **kwargs)  # raises TypeError; too slow for every call
         given = arguments.pop(first)
         tensors = given if grouped else [given]
         call = call_type(kind, **arguments)
