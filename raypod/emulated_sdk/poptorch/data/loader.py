@@ -39,6 +39,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # not 
     """
 
     _accessor: Optional[AsynchronousDataAccessor] = None
+    _partition: Optional[Partition] = None
 
     def __init__(  # noqa: PLR0913  # the SDK's signature
         self,
@@ -60,34 +61,25 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # not 
         mode = DataLoaderMode(mode)
         _check_batch_size(batch_size)
         options._freeze()
-        self._poptorch_options = options
-        self._has_options = batch_size is not None
+        self._poptorch_options, self._has_options = options, batch_size is not None
         to_combine = _batches_to_combine(options)
         is_partitioned = options.Distributed.numProcesses > 1 and auto_distributed_partitioning
-        if batch_sampler is None:
-            self._combined = None if batch_size is None else batch_size * to_combine
-        else:
+        if batch_sampler is not None:
             _check_batch_sampler(batch_size, shuffle, is_partitioned)
-            self._combined = _combined_by(batch_sampler, to_combine)
+        self._combined = _combined_size(batch_size, batch_sampler, to_combine)
         self.rebatched_drop_last = drop_last
         rebatched_size = _rebatched_size(mode, self._combined, drop_last, batch_size)
         _check_async(mode, async_options, rebatched_size, rebatched_worker_size)
-        if isinstance(dataset, IterableDataset):
-            _check_iterable(is_partitioned, num_workers, kwargs)
-        self._partition: Optional[Partition] = None
+        _check_iterable(dataset, is_partitioned, num_workers, kwargs)
         if is_partitioned and batch_sampler is None:
             self._partition = dataset = _partition(options, dataset, self._combined, drop_last, shuffle)
             shuffle = False
         if batch_sampler is None:
-            _warn_of_short_batch(dataset, self._combined, drop_last)
-            size = self._combined if rebatched_size is None else rebatched_worker_size or rebatched_size
-            # torch does not accept drop_last with batch_size=None.
-            drops = drop_last and size is not None and rebatched_size is None
-            batching: Dict[str, Any] = {"batch_size": size, "drop_last": drops}
-        elif rebatched_size is None:
-            batching = {"batch_sampler": CombinedBatchSampler(batch_sampler, to_combine, drop_last)}
+            _warn_if_short(dataset, self._combined, drop_last)
+            batching = _batching(self._combined, drop_last, rebatched_size, rebatched_worker_size)
         else:
-            batching = {"batch_sampler": batch_sampler}
+            joined = CombinedBatchSampler(batch_sampler, to_combine, drop_last)
+            batching = {"batch_sampler": joined if rebatched_size is None else batch_sampler}
         super().__init__(
             dataset,
             shuffle=shuffle,
@@ -97,8 +89,8 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # not 
             **kwargs,
         )
         if mode != DataLoaderMode.Sync:
-            given = {} if rebatched_size is None else {"rebatched_size": rebatched_size}
-            self._accessor = AsynchronousDataAccessor(self, **{**(async_options or {}), **given})
+            rebatching = {} if rebatched_size is None else {"rebatched_size": rebatched_size}
+            self._accessor = AsynchronousDataAccessor(self, **{**(async_options or {}), **rebatching})
 
     @property
     def combinedBatchSize(self) -> Optional[int]:
@@ -164,6 +156,15 @@ def _rebatched_size(
     return combined if is_rebatched and combined is not None and combined > 1 else None
 
 
+def _batching(
+    combined: Optional[int], drop_last: bool, rebatched: Optional[int], worker_size: Optional[int]
+) -> Dict[str, Any]:
+    """Return the arguments of torch's data loader without a batch sampler."""
+    size = combined if rebatched is None else worker_size or rebatched
+    # torch does not accept drop_last with batch_size=None.
+    return {"batch_size": size, "drop_last": drop_last and size is not None and rebatched is None}
+
+
 def _check_async(
     mode: DataLoaderMode, async_options: Optional[Dict[str, Any]], rebatched: Optional[int], worker_size: Optional[int]
 ) -> None:
@@ -186,12 +187,14 @@ def _check_batch_sampler(batch_size: Optional[int], shuffle: Optional[bool], is_
         )
 
 
-def _combined_by(batch_sampler: Any, batches_to_combine: int) -> Optional[int]:
-    size = getattr(batch_sampler, "batch_size", None)
-    return None if size is None else int(size) * batches_to_combine
+def _combined_size(batch_size: Optional[int], batch_sampler: Any, to_combine: int) -> Optional[int]:
+    size = batch_size if batch_sampler is None else getattr(batch_sampler, "batch_size", None)
+    return None if size is None else int(size) * to_combine
 
 
-def _check_iterable(is_partitioned: bool, num_workers: int, kwargs: Dict[str, Any]) -> None:
+def _check_iterable(dataset: Any, is_partitioned: bool, num_workers: int, kwargs: Dict[str, Any]) -> None:
+    if not isinstance(dataset, IterableDataset):
+        return
     assert not is_partitioned, (
         "An IterableDataset cannot be partitioned over processes: shard it yourself and pass "
         "auto_distributed_partitioning=False"
@@ -204,7 +207,7 @@ def _check_iterable(is_partitioned: bool, num_workers: int, kwargs: Dict[str, An
         )
 
 
-def _warn_of_short_batch(dataset: Any, combined: Optional[int], drop_last: bool) -> None:
+def _warn_if_short(dataset: Any, combined: Optional[int], drop_last: bool) -> None:
     """Warn if the last batch of `dataset`, this process's part, is short."""
     if drop_last or combined is None or isinstance(dataset, IterableDataset):
         return

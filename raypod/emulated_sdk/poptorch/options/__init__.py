@@ -13,7 +13,7 @@ import torch
 from poptorch import enums
 from poptorch.errors import ConfigFileError
 from poptorch.options.base import is_integer, names, path_text
-from poptorch.options.diagnostics import _DiagnosticOptions
+from poptorch.options.diagnostics import DiagnosticOptions
 from poptorch.options.groups import (
     TensorLocationSettings,
     _DistributedOptions,
@@ -51,7 +51,7 @@ __all__ = [
 _Self = TypeVar("_Self", bound="Options")
 
 
-class Options(_DiagnosticOptions):
+class Options(DiagnosticOptions):
     """All options of one model; every setter returns the object.
 
     Attributes give the values: `options.replication_factor`, `options.Training.gradient_accumulation`. The first data

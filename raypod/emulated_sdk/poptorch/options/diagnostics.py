@@ -6,10 +6,10 @@ from typing import List, TypeVar
 
 from poptorch.options.base import OptionsDict, is_integer, names, path_text
 
-_Self = TypeVar("_Self", bound="_DiagnosticOptions")
+_Self = TypeVar("_Self", bound="DiagnosticOptions")
 
 
-class _DiagnosticOptions(OptionsDict):
+class DiagnosticOptions(OptionsDict):
     """Mixin of `Options`, which defines the default values."""
 
     def showCompilationProgressBar(self: _Self, show: bool = True) -> _Self:
