@@ -80,7 +80,7 @@ def test_a_device_that_cannot_be_read_costs_the_updates_since_it_was_read_last(
     def fails(training: Any) -> None:
         """As on IPUs: one dead instance ends the device runs of the others, and what was on the devices is gone."""
         monkeypatch.undo()
-        training._program.let_go()
+        training._program.close_connections()
         training._is_attached = training._device_is_newer = False
         training._optimizer._host_is_newer = True
         raise poptorch.Error("Application runtime error: the device run has ended")

@@ -61,7 +61,7 @@ class StoreServer:
         self._secret = bytes.fromhex(secret)
         self._listener = _listen(host, port)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
-        # Whoever has these variables may join.
+        # A process with these variables may join: keep them secret.
         self.environment: Dict[str, str] = {"EMULATED_POD_RENDEZVOUS": self.address, "EMULATED_POD_SECRET": secret}
         self._values: Dict[bytes, bytes] = {}
         self._waiters: Dict[bytes, Set[_Connection]] = {}  # by missing key

@@ -106,6 +106,8 @@ class BatchSerializationTransformContext(IntEnum):
 
     Fwd = 0
     Bwd = 1
+    Forward = 0
+    Backward = 1
 
 
 class BatchSerializationMethod(IntEnum):
