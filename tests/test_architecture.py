@@ -17,7 +17,7 @@ LEVELS: Dict[str, int] = {
             "__init__ cluster_file errors events interval mixer suggestions torchvision_import "
             "checkpoint/__init__ checkpoint/manifest doctor/__init__ doctor/probe host/__init__ "
             "host/allocator host/numa input/__init__ input/device_input input/prefetch launcher/__init__ "
-            "launcher/keeper launcher/options launcher/records launcher/stdin "
+            "launcher/keeper launcher/options launcher/records launcher/stdin model/__init__ model/schedule "
             "pod/__init__ pod/gcs pod/stop_cluster record/__init__ record/durable record/plain_json record/versions "
             "state/__init__ state/replica_state",
             "cluster config file_lock pulse shell stop_gate user_code checkpoint/folder checkpoint/retention "
