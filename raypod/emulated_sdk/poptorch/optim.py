@@ -62,9 +62,7 @@ class VariableAttributes:
         self._variable.add(attr)
 
     def _check(self, attr: str) -> None:
-        assert attr in self._allowed, (
-            f"Unknown attribute {attr!r}: valid are {', '.join(sorted(self._allowed))}"
-        )
+        assert attr in self._allowed, f"Unknown attribute {attr!r}: valid are {', '.join(sorted(self._allowed))}"
 
 
 class Optimizer:
