@@ -62,9 +62,9 @@ def join(rank: int, hosts: List[str], folder: Path) -> Any:
     import horovod.torch as hvd
 
     hvd.init()
-    import _emulated_rendezvous
+    import _pod.rendezvous
 
-    store, _ = _emulated_rendezvous.client(len(hosts))
+    store, _ = _pod.rendezvous.client(len(hosts))
     dist.init_process_group("gloo", store=dist.PrefixStore("bench", store), rank=rank, world_size=len(hosts))
     return rendezvous, proxy, store
 

@@ -45,7 +45,7 @@ def caused_by_peer(error: BaseException) -> bool:
 
 def abort(reason: str) -> None:
     """End every wait of this process for other instances, from any thread. Has an effect on the emulated SDK only."""
-    module: Any = sys.modules.get("_emulated_pod")
+    module: Any = sys.modules.get("_pod.wires")
     if module is not None:
         module.abandon_all(reason)
 
@@ -55,7 +55,7 @@ def close_connections() -> None:
 
     Otherwise an instance that was idle when another one was lost would use its connection to the lost one again.
     """
-    module: Any = sys.modules.get("_emulated_pod")
+    module: Any = sys.modules.get("_pod.wires")
     if module is not None:
         module.close()
 
@@ -77,7 +77,7 @@ class Rendezvous:
         Raises:
             OSError: the address cannot be resolved or bound.
         """
-        from _emulated_store_server import StoreServer  # importable only once the SDK is selected; needs no torch
+        from _pod.store_server import StoreServer  # importable only once the SDK is selected; needs no torch
 
         self._store = StoreServer(address)
         self.environment: Dict[str, str] = {**self._store.environment, "EMULATED_POD_GENERATION": str(generation)}
@@ -93,7 +93,7 @@ def horovod_proxy(rendezvous: Dict[str, str]) -> HorovodProxy:
     Raises:
         RuntimeError: the rendezvous does not answer, or has another secret.
     """
-    from _emulated_store_client import StoreClient  # importable only once the SDK is selected
+    from _pod.store_client import StoreClient  # importable only once the SDK is selected
 
     host, _, port = rendezvous["EMULATED_POD_RENDEZVOUS"].rpartition(":")
     return HorovodProxy(StoreClient(host, int(port), rendezvous["EMULATED_POD_SECRET"], _CONNECT_TIMEOUT_S))

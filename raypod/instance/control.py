@@ -18,10 +18,6 @@ LOADING = "loading data"
 # Files whose frames on a stack mean that the thread waits for other instances: the emulated SDK's and Horovod's.
 _COMMUNICATION_FILES = (
     "/_pod/",
-    "_emulated_pod.py",
-    "_emulated_rendezvous.py",
-    "_emulated_store",
-    "_emulated_shared_memory.py",
     "/horovod/torch/",
 )
 

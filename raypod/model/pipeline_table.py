@@ -12,6 +12,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 from raypod import datasets
 from raypod.errors import ConfigError
 from raypod.host import sdk
+from raypod.model.schedule import StageCost, compare_strategies
 from raypod.plan.config import TrainingSection
 from raypod.plan.plan import Plan
 
@@ -50,18 +51,16 @@ def inspect_pipeline(plan: Plan) -> Pipeline:
         ConfigError: the model cannot be built or compiled.
     """
     sdk.select("emulated")
-    from poptorch._parallel.schedule import side_by_side
-
     placement = _placement(plan)
     scale = plan.config.training.batch_size / _SAMPLES
     costs = [
         dataclasses.replace(cost, forward=scale * cost.forward, backward=scale * cost.backward)
-        for cost in (stage.cost for stage in placement.stages)
+        for cost in map(_cost, placement.stages)
     ]
     accumulation = plan.geometry.gradient_accumulation
     return Pipeline(
         _stages(placement.stages, plan.config.training),
-        {accumulation * factor: side_by_side(costs, accumulation * factor) for factor in _FACTORS},
+        {accumulation * factor: compare_strategies(costs, accumulation * factor) for factor in _FACTORS},
     )
 
 
@@ -108,6 +107,10 @@ def _placement(plan: Plan) -> Any:
     except poptorch.Error as error:
         raise ConfigError(f"{config.training.model}: {error}") from None
     return model.emulatedPlacement()
+
+
+def _cost(stage: Any) -> StageCost:
+    return StageCost.estimate(stage.forward_operations, stage.parameter_elements, stage.ipu, stage.phase)
 
 
 def _stages(found: Sequence[Any], training: TrainingSection) -> Tuple[Stage, ...]:

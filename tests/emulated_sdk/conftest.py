@@ -1,4 +1,4 @@
-"""What the tests of the emulated SDK clean up: models hold threads until they are collected."""
+"""Fixtures of the emulated SDK's tests: clean up models, which keep threads until they are collected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-# The tests in this process are about the emulated one, whatever is installed here.
+# Test the emulated Horovod even if the real one is installed.
 os.environ["EMULATED_POD_HOROVOD"] = "emulated"
 
 
@@ -19,10 +19,10 @@ def _has_replica_threads() -> bool:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _torch_is_warm():
-    """The first optimizer makes torch import its compiler, which sets an environment variable of its own."""
+def _import_torch_compiler():
+    """Construct an optimizer: for the first one torch imports its compiler, which sets an environment variable."""
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()
-    # What is imported by now stays: no need to look through it at every collection.
+    # Exclude the imported modules from later garbage collections.
     gc.collect()
     gc.freeze()
     yield
@@ -30,11 +30,11 @@ def _torch_is_warm():
 
 
 @pytest.fixture(autouse=True)
-def _models_are_collected():
-    """A model that a test dropped ends its replica threads once it is collected."""
+def _collect_models():
+    """Collect the models of a test, which stops their replica threads."""
     yield
     if _has_replica_threads():
-        # A wrapped module and its executor know each other, so counting references does not free them.
+        # A wrapped module and its executor refer to each other, so reference counting does not free them.
         gc.collect()
     deadline = time.monotonic() + 5
     while _has_replica_threads() and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Data sets that the tests of loading share; other processes import them from here."""
+"""Data sets of the data loading tests, in a module that other processes can import."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Pair = collections.namedtuple("Pair", ["first", "second"])
 
 
 class Numbers(torch.utils.data.Dataset):
-    """0, 1, 2, ... as float32 [2], without holding them."""
+    """Samples 0, 1, 2, ... as float32 [2]."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -29,7 +29,7 @@ class Numbers(torch.utils.data.Dataset):
 
 
 class Broken(Numbers):
-    """Numbers up to one that cannot be read."""
+    """Numbers of which one raises an error."""
 
     def __init__(self, length: int, broken: int) -> None:
         super().__init__(length)
@@ -42,7 +42,7 @@ class Broken(Numbers):
 
 
 class Hung(Numbers):
-    """Numbers of which the third never comes."""
+    """Numbers of which sample 2 never returns."""
 
     def __getitem__(self, index: int) -> Any:
         while index == 2:
@@ -51,21 +51,21 @@ class Hung(Numbers):
 
 
 class Where(Numbers):
-    """The process that loads each sample."""
+    """Samples are the id of the process that loads them."""
 
     def __getitem__(self, index: int) -> Any:
         return os.getpid()
 
 
 class RandomNumbers(Numbers):
-    """Samples that are drawn."""
+    """Samples are random."""
 
     def __getitem__(self, index: int) -> Any:
         return torch.rand(1)
 
 
 class Stream(IterableDataset):
-    """A few numbers, one after the other, shared among workers."""
+    """A stream of numbers, sharded over workers."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -77,14 +77,14 @@ class Stream(IterableDataset):
 
 
 class Boxed:
-    """A type that needs a parser."""
+    """A type that needs a registered parser."""
 
     def __init__(self, inside: torch.Tensor) -> None:
         self.inside = inside
 
 
 class BoxParser(poptorch.ICustomArgParser):
-    """Takes boxes apart."""
+    """The parser of `Boxed`."""
 
     def yieldTensors(self, struct: Boxed) -> Iterator[torch.Tensor]:
         yield struct.inside
@@ -94,10 +94,10 @@ class BoxParser(poptorch.ICustomArgParser):
 
 
 def numbers(element: Any) -> list[int]:
-    """The samples in a batch of `Numbers` or of integers."""
+    """Return the samples in a batch of `Numbers` or of integers."""
     return [int(number) for number in (element[:, 0] if element.dim() > 1 else element)]
 
 
 def epoch(data: Any) -> list[int]:
-    """The samples of an epoch, in order."""
+    """Return the samples of an epoch, in order."""
     return [number for element in data for number in numbers(element)]

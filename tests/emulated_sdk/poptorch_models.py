@@ -1,4 +1,4 @@
-"""Small modules and options that the tests of the emulated `poptorch` share."""
+"""Small modules and options for the tests of the emulated `poptorch`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Classifier(nn.Module):
-    """A convolution, batch normalisation and a linear layer; with labels it returns logits and their loss."""
+    """A convolution, batch normalization and a linear layer. Returns logits, with labels also their loss."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Classifier(nn.Module):
 
 
 class Echo(nn.Module):
-    """Returns its input, sums over each sample, and the mean as loss."""
+    """Returns its input and the sum of the scaled input as loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Echo(nn.Module):
 
 
 class Line(nn.Module):
-    """weight * x, with the mean as loss: the gradient is the mean of x."""
+    """Returns the mean of weight * x as loss: its gradient is the mean of x."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Line(nn.Module):
 
 
 def options(replicas: int = 1, accumulation: int = 1, iterations: int = 1) -> poptorch.Options:
-    """Options without a progress bar, for any number of replicas."""
+    """Return options without a progress bar, for any number of replicas."""
     chosen = poptorch.Options().showCompilationProgressBar(False).autoRoundNumIPUs()
     chosen.replicationFactor(replicas).deviceIterations(iterations)
     chosen.Training.gradientAccumulation(accumulation)
@@ -58,19 +58,19 @@ def options(replicas: int = 1, accumulation: int = 1, iterations: int = 1) -> po
 
 
 def seeded(factory: Any = Classifier, **kwargs: Any) -> Any:
-    """A module with the same weights every time."""
+    """Return a module with the same weights every time."""
     torch.manual_seed(7)
     return factory(**kwargs)
 
 
 def batch(samples: int, seed: int = 0) -> Any:
-    """Images [samples, 3, 6, 6] float32 and labels [samples] int64."""
+    """Return images [samples, 3, 6, 6] float32 and labels [samples] int64."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(samples, 3, 6, 6, generator=generator), torch.arange(samples) % 5
 
 
 def fastest(algorithm: Any) -> Dict[str, bool]:
-    """The kernel that the device takes: fused where torch has it for CPU tensors."""
+    """Return the arguments that select the device's kernel: fused if torch has it for CPU tensors."""
     if "fused" in inspect.signature(algorithm).parameters and "foreach" in inspect.signature(algorithm).parameters:
         try:
             algorithm([nn.Parameter(torch.zeros(1))], lr=0.1, fused=True)

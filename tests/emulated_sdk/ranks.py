@@ -1,7 +1,7 @@
-"""Runs functions of a test module in several processes that form one emulated pod.
+"""Run functions of a test module in several processes that form one emulated pod.
 
-One fresh process imports torch and the module, which takes seconds, and forks the ranks before torch starts a thread.
-With `horovod="real"` the same functions get the installed Horovod instead of the emulated one.
+One new process imports torch and the module, which takes seconds, and forks the ranks before torch starts a thread.
+With `horovod="real"` the functions use the installed Horovod instead of the emulated one.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ SDK = Path(__file__).resolve().parents[2] / "raypod" / "emulated_sdk"
 
 
 def has_real_horovod() -> bool:
-    """Whether a real Horovod is installed here."""
+    """Return whether an installed Horovod exists."""
     folders = [entry for entry in sys.path if Path(entry or ".").resolve() != SDK]
     return PathFinder.find_spec("horovod", folders) is not None
 
 
 def both() -> List[Any]:
-    """Parameters of a fixture that runs everything with the emulated Horovod, and with the real one if it is here."""
+    """Return fixture parameters for the emulated Horovod, and for the installed one, skipped if there is none."""
     import pytest
 
     skip = pytest.mark.skipif(not has_real_horovod(), reason="no Horovod is installed (scripts/install_horovod.sh)")
     return ["emulated", pytest.param("real", marks=skip)]
 
 
-def become(rank: int, hosts: List[Tuple[str, int]]) -> None:
-    """Makes this process one of the ranks on `hosts` (name, number of ranks)."""
+def set_rank(rank: int, hosts: List[Tuple[str, int]]) -> None:
+    """Set the environment of one of the ranks on `hosts` (name, number of ranks)."""
     host, local = [(host, local) for host in hosts for local in range(host[1])][rank]
     across = [other for other in hosts if other[1] > local]
     place = {"RANK": rank, "SIZE": sum(slots for _, slots in hosts), "LOCAL_RANK": local, "LOCAL_SIZE": host[1]}
@@ -48,22 +48,22 @@ def become(rank: int, hosts: List[Tuple[str, int]]) -> None:
 
 
 def run_ranks(
-    module_file: str, functions: List[str], size: int, bound_s: float = 60.0, horovod: str = "emulated"
+    module_file: str, functions: List[str], size: int, timeout_s: float = 60.0, horovod: str = "emulated"
 ) -> Dict[str, List[Any]]:
-    """Calls each function(rank, size), one after the other, in `size` processes.
+    """Call each function(rank, size), one after the other, in `size` processes.
 
-    Returns the values by function and rank; None where a process ended itself before. AssertionError with all output
-    if a process fails, or is not done within the bound.
+    Returns the values by function and rank; None where a process ended before. Raises AssertionError with all output
+    if a process fails or exceeds `timeout_s`.
     """
-    import _emulated_pod
+    import _pod.wires
 
     from raypod.instance.collectives import horovod_door
 
-    store = _emulated_pod.StoreServer()
+    store = _pod.wires.StoreServer()
     environment = {**os.environ, "PYTHONPATH": str(SDK), "OMP_NUM_THREADS": "1"}
-    environment.update({**store.environment, _emulated_pod.TIMEOUT_S: "30"})
+    environment.update({**store.environment, _pod.wires.TIMEOUT_S: "30"})
     environment["EMULATED_POD_HOROVOD"] = horovod
-    # What a real Horovod needs is no burden to the other.
+    # The emulated Horovod ignores the variables of the installed one.
     folders, opened = tempfile.TemporaryDirectory(), closing(horovod_door(store.environment))
     with closing(store), folders as folder, opened as door:
         environment.update(door.environment, HOROVOD_GLOO_IFACE="lo")
@@ -71,7 +71,7 @@ def run_ranks(
         with Path(folder, "log").open("w") as log:
             parent = subprocess.Popen(call, env=environment, stdout=log, stderr=log, start_new_session=True)
         with suppress(subprocess.TimeoutExpired):
-            parent.wait(bound_s)
+            parent.wait(timeout_s)
         with suppress(ProcessLookupError):  # all have ended
             os.killpg(parent.pid, signal.SIGKILL)
         assert parent.wait() == 0, Path(folder, "log").read_text()
@@ -90,7 +90,7 @@ def _main(module_file: str, folder: str, size: str, *functions: str) -> None:
     for _ in ranks:
         _, status = os.wait()
         if status:
-            time.sleep(1.0)  # the others' errors tell more
+            time.sleep(1.0)  # let the other ranks report their errors
             os.killpg(0, signal.SIGKILL)
 
 
@@ -101,7 +101,7 @@ def _run(module: Any, value_file: Path, rank: int, size: int, functions: Any) ->
             values[name] = getattr(module, name)(rank, size)
             value_file.write_bytes(pickle.dumps(values))
         code = 0
-    except BaseException:  # noqa: BLE001  # whatever it was, this forked copy must not go on in the parent's code
+    except BaseException:  # noqa: BLE001  # the forked child must not return into the parent's code
         sys.stderr.write(f"rank {rank}:\n{traceback.format_exc()}\n")
     finally:
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Which Horovod a program gets: the real one where it is installed, else the emulated one."""
+"""`import horovod` selects the installed Horovod if it supports PyTorch, else the emulated one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ranks import SDK
 def fake_horovod(folder: Path, has_extension: bool) -> Path:
     package = folder / "horovod" / "torch"
     package.mkdir(parents=True)
-    (package.parent / "__init__.py").write_text("__version__ = 'real'\n")
-    (package / "__init__.py").write_text("who = 'the real one'\n")
+    (package.parent / "__init__.py").write_text("__version__ = '0.0'\n")
+    (package / "__init__.py").write_text("origin = 'installed'\n")
     if has_extension:
         (package / f"mpi_lib_v2{EXTENSION_SUFFIXES[0]}").write_bytes(b"")
     return folder
@@ -26,7 +26,7 @@ def fake_horovod(folder: Path, has_extension: bool) -> Path:
 def imported(other: Path, choice: Optional[str] = None) -> str:
     program = """
         import horovod, horovod.torch as hvd
-        print(getattr(hvd, "who", "emulated"), getattr(horovod, "__version__", "-"))
+        print(getattr(hvd, "origin", "emulated"), getattr(horovod, "__version__", "-"))
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SDK), str(other)])}
     environment.pop("EMULATED_POD_HOROVOD", None)
@@ -37,13 +37,13 @@ def imported(other: Path, choice: Optional[str] = None) -> str:
     ).stdout.strip()
 
 
-def test_the_real_horovod_wins(tmp_path: Path) -> None:
-    assert imported(fake_horovod(tmp_path, has_extension=True)) == "the real one real"
+def test_an_installed_horovod_takes_precedence(tmp_path: Path) -> None:
+    assert imported(fake_horovod(tmp_path, has_extension=True)) == "installed 0.0"
 
 
-def test_the_emulated_horovod_can_be_forced(tmp_path: Path) -> None:
+def test_the_emulated_horovod_can_be_selected(tmp_path: Path) -> None:
     assert imported(fake_horovod(tmp_path, has_extension=True), "emulated") == "emulated 0.28.1+emulated"
 
 
-def test_a_horovod_without_torch_is_passed_over(tmp_path: Path) -> None:
+def test_a_horovod_without_torch_support_is_ignored(tmp_path: Path) -> None:
     assert imported(fake_horovod(tmp_path, has_extension=False)).startswith("emulated 0.28.1")

@@ -1,4 +1,4 @@
-"""`horovod.torch`: the collectives that PopTorch programs use on the host, emulated and real."""
+"""`horovod.torch`: initialization and the synchronous collectives, emulated and installed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, Dict, List
 import horovod.torch as hvd
 import pytest
 import torch
-from ranks import become, both, run_ranks
+from ranks import both, run_ranks, set_rank
 
-LARGE = 5001  # does not divide by the ranks
+LARGE = 5001  # not a multiple of the number of ranks
 REDUCED = [torch.float32, torch.float64, torch.float16, torch.int64, torch.int32]
-REFUSED = [torch.bool, torch.bfloat16, torch.uint8, torch.complex64]
+UNSUPPORTED = [torch.bool, torch.bfloat16, torch.uint8, torch.complex64]
 MOVED = [*REDUCED, torch.uint8, torch.int8, torch.int16]
 
 
@@ -28,21 +28,21 @@ def numbers(rank: int, length: int = LARGE) -> torch.Tensor:
     return torch.randn(length, generator=torch.Generator().manual_seed(rank))
 
 
-# ---- what the ranks run: 4 ranks, on 2 hosts of 2
+# ---- run by 4 ranks, 2 on each of 2 hosts
 
 
 def start(rank: int, size: int) -> Dict[str, Any]:
     before = [error_of(hvd.rank), error_of(lambda: hvd.allreduce(torch.zeros(1)))]
-    become(rank, [("a", 2), ("b", 2)])
+    set_rank(rank, [("a", 2), ("b", 2)])
     hvd.init()
     hvd.init()
-    place = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
-    everybody = hvd.global_process_set
+    position = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+    process_set = hvd.global_process_set
     return {
         "before": before,
-        "place": place,
+        "position": position,
         "is_initialized": hvd.is_initialized(),
-        "process_set": (everybody.rank(), everybody.size(), everybody.ranks, everybody.included()),
+        "process_set": (process_set.rank(), process_set.size(), process_set.ranks, process_set.included()),
         "built": (hvd.gloo_built(), hvd.gloo_enabled(), hvd.mpi_built(), hvd.mpi_enabled(), hvd.nccl_built()),
         "mpi": error_of(hvd.mpi_threads_supported),
         "timeline": error_of(lambda: hvd.start_timeline("timeline.json")),
@@ -73,7 +73,7 @@ def reduce(rank: int, size: int) -> Dict[str, Any]:
         "compressed": hvd.allreduce(torch.tensor([1.0001]), compression=hvd.Compression.fp16),
         "compressed_group": hvd.grouped_allreduce([torch.tensor([1.0001])], compression=hvd.Compression.fp16)[0],
         "empty": hvd.allreduce(torch.empty(0)),
-        "refused": [error_of(lambda dtype=dtype: hvd.allreduce(torch.zeros(2).to(dtype))) for dtype in REFUSED],
+        "unsupported": [error_of(lambda dtype=dtype: hvd.allreduce(torch.zeros(2).to(dtype))) for dtype in UNSUPPORTED],
         "strided": error_of(lambda: hvd.allreduce(torch.zeros(2, 3).t())),
         "both": error_of(lambda: hvd.allreduce(torch.zeros(1), True, op=hvd.Sum)),
         "bad_op": error_of(lambda: hvd.allreduce(torch.zeros(1), op=9)),
@@ -104,16 +104,16 @@ def state(rank: int) -> Dict[str, torch.Tensor]:
     }
 
 
-def spread(rank: int, size: int) -> Dict[str, Any]:
-    mine = state(rank)
-    hvd.broadcast_parameters(mine, root_rank=1)
+def copy(rank: int, size: int) -> Dict[str, Any]:
+    own = state(rank)
+    hvd.broadcast_parameters(own, root_rank=1)
     model = torch.nn.Linear(3, 2)
     with torch.no_grad():
         model.weight.fill_(float(rank))
     hvd.broadcast_parameters(list(model.named_parameters()), 2)
     in_place = torch.full((3,), float(rank))
     return {
-        "state": mine,
+        "state": own,
         "weight": model.weight.detach(),
         "in_place": in_place if hvd.broadcast_(in_place, 3) is in_place else None,
         "seed": hvd.broadcast(torch.tensor(7 + rank), root_rank=0, name="seed"),
@@ -124,7 +124,7 @@ def spread(rank: int, size: int) -> Dict[str, Any]:
     }
 
 
-def mistakes(rank: int, size: int) -> Dict[str, str]:
+def disagreements(rank: int, size: int) -> Dict[str, str]:
     dtype = torch.float64 if rank == 3 else torch.float32
     found = {
         "shape": error_of(lambda: hvd.allreduce(torch.zeros(2 + rank // 3), name="shape")),
@@ -134,14 +134,14 @@ def mistakes(rank: int, size: int) -> Dict[str, str]:
         "root": error_of(lambda: hvd.broadcast(torch.zeros(2), rank // 3, name="root")),
         "gather": error_of(lambda: hvd.allgather(torch.zeros(1, 1 + rank // 3), name="gather")),
     }
-    hvd.barrier()  # nobody fell out of step
+    hvd.barrier()  # the ranks are still in step
     return found
 
 
 def restart(rank: int, size: int) -> Any:
     hvd.shutdown()
     after = [error_of(hvd.rank), error_of(lambda: hvd.allreduce(torch.zeros(1))), hvd.is_initialized()]
-    become(size - 1 - rank, [("a", 1), ("b", 3)])
+    set_rank(size - 1 - rank, [("a", 1), ("b", 3)])
     hvd.init()
     return after, hvd.rank(), hvd.local_size(), hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item()
 
@@ -152,7 +152,7 @@ def death_of_a_rank(rank: int, size: int) -> str:
     return error_of(lambda: hvd.allreduce(numbers(rank), name="death"))
 
 
-RANK_FUNCTIONS = ["start", "reduce", "gather", "spread", "mistakes", "restart", "death_of_a_rank"]
+RANK_FUNCTIONS = ["start", "reduce", "gather", "copy", "disagreements", "restart", "death_of_a_rank"]
 
 # ---- tests
 
@@ -162,15 +162,15 @@ def pod(request: pytest.FixtureRequest) -> Dict[str, List[Any]]:
     return run_ranks(__file__, RANK_FUNCTIONS, 4, horovod=request.param)
 
 
-def everywhere(found: List[Dict[str, Any]], key: str) -> Any:
-    """The value of a key, which must be the same on all ranks in every bit."""
+def common(found: List[Dict[str, Any]], key: str) -> Any:
+    """Return the value of a key, which must have the same bits on all ranks."""
     for other in found[1:]:
         torch.testing.assert_close(other[key], found[0][key], rtol=0, atol=0, equal_nan=True)
     return found[0][key]
 
 
-def test_everybody_knows_its_place(pod: Dict[str, List[Any]]) -> None:
-    assert [found["place"] for found in pod["start"]] == [
+def test_init_determines_the_position_of_each_rank(pod: Dict[str, List[Any]]) -> None:
+    assert [found["position"] for found in pod["start"]] == [
         (0, 4, 0, 2, 0, 2),
         (1, 4, 1, 2, 0, 2),
         (2, 4, 0, 2, 1, 2),
@@ -180,78 +180,76 @@ def test_everybody_knows_its_place(pod: Dict[str, List[Any]]) -> None:
     assert [found["process_set"] for found in pod["start"]] == [(rank, 4, [0, 1, 2, 3], True) for rank in range(4)]
 
 
-def test_what_is_built_in_is_gloo(pod: Dict[str, List[Any]]) -> None:
+def test_only_gloo_is_built(pod: Dict[str, List[Any]]) -> None:
     assert pod["start"][0]["built"] == (True, True, False, False, 0)
     assert pod["start"][0]["mpi"].startswith("ValueError: Horovod MPI is not enabled")
     assert pod["start"][0]["timeline"] == "ValueError: Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage."
 
 
 def test_grouped_metrics_are_averaged(pod: Dict[str, List[Any]]) -> None:
-    loss, accuracy = everywhere(pod["reduce"], "metrics")
+    loss, accuracy = common(pod["reduce"], "metrics")
     assert (loss.item(), accuracy.item()) == (1.5, 3.0)
     assert loss.shape == ()
 
 
-def test_a_group_may_mix_shapes(pod: Dict[str, List[Any]]) -> None:
-    first, second, third = everywhere(pod["reduce"], "mixed")
+def test_a_group_may_have_different_shapes(pod: Dict[str, List[Any]]) -> None:
+    first, second, third = common(pod["reduce"], "mixed")
     assert torch.equal(first, torch.full((2, 2), 6))
     assert second.item() == 20
     assert torch.equal(third, torch.full((3,), 6))
 
 
-def test_in_place_writes_into_tensors_and_leaves(pod: Dict[str, List[Any]]) -> None:
-    assert torch.equal(everywhere(pod["reduce"], "in_place"), torch.full((2, 3), 6.0))
-    assert torch.equal(everywhere(pod["reduce"], "parameter"), torch.tensor([3.0, 3.0]))
+def test_in_place_overwrites_tensors_and_parameters(pod: Dict[str, List[Any]]) -> None:
+    assert torch.equal(common(pod["reduce"], "in_place"), torch.full((2, 3), 6.0))
+    assert torch.equal(common(pod["reduce"], "parameter"), torch.tensor([3.0, 3.0]))
 
 
 @pytest.mark.parametrize(("key", "length"), [("large", LARGE), ("small", 5)])
 def test_average_is_the_mean_over_the_ranks(pod: Dict[str, List[Any]], key: str, length: int) -> None:
     mean = torch.stack([numbers(rank, length) for rank in range(4)]).double().mean(dim=0).float()
-    torch.testing.assert_close(everywhere(pod["reduce"], key), mean, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(common(pod["reduce"], key), mean, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("index", range(len(REDUCED)), ids=str)
 def test_every_dtype_can_be_summed(pod: Dict[str, List[Any]], index: int) -> None:
-    assert torch.equal(everywhere(pod["reduce"], "dtypes")[index], torch.full((1000,), 16).to(REDUCED[index]))
+    assert torch.equal(common(pod["reduce"], "dtypes")[index], torch.full((1000,), 16).to(REDUCED[index]))
 
 
 def test_the_average_of_integers_is_rounded_towards_zero(pod: Dict[str, List[Any]]) -> None:
-    assert everywhere(pod["reduce"], "integers").tolist() == [1, -1]
+    assert common(pod["reduce"], "integers").tolist() == [1, -1]
 
 
-def test_other_ways_to_combine(pod: Dict[str, List[Any]]) -> None:
-    assert [value.item() for value in everywhere(pod["reduce"], "ops")] == [1.0, 4.0, 24.0]
-    assert [value.item() for value in everywhere(pod["reduce"], "average")] == [1.5, 6.0]
-    assert everywhere(pod["reduce"], "scaled").item() == 6.0
-    assert everywhere(pod["reduce"], "empty").shape == (0,)
+def test_other_reductions_and_factors(pod: Dict[str, List[Any]]) -> None:
+    assert [value.item() for value in common(pod["reduce"], "ops")] == [1.0, 4.0, 24.0]
+    assert [value.item() for value in common(pod["reduce"], "average")] == [1.5, 6.0]
+    assert common(pod["reduce"], "scaled").item() == 6.0
+    assert common(pod["reduce"], "empty").shape == (0,)
 
 
 @pytest.mark.parametrize("key", ["compressed", "compressed_group"])
-def test_compression_rounds_to_half_for_the_way(pod: Dict[str, List[Any]], key: str) -> None:
-    compressed = everywhere(pod["reduce"], key)
+def test_compression_rounds_to_float16(pod: Dict[str, List[Any]], key: str) -> None:
+    compressed = common(pod["reduce"], key)
     assert compressed.dtype == torch.float32
     assert compressed.item() == 1.0
 
 
-def test_what_cannot_be_reduced_is_refused(pod: Dict[str, List[Any]]) -> None:
+def test_unsupported_arguments_are_an_error(pod: Dict[str, List[Any]]) -> None:
     found = pod["reduce"][0]
-    assert all(text.startswith("ValueError: Tensor type torch.") for text in found["refused"]), found["refused"]
+    assert all(text.startswith("ValueError: Tensor type torch.") for text in found["unsupported"]), found["unsupported"]
     assert found["strided"] == "ValueError: Tensor is required to be contiguous."
     assert "supersedes average" in found["both"]
     assert found["bad_op"].startswith("HorovodInternalError: Reduction op type not supported")
 
 
-def test_allgather_joins_unequal_lengths(pod: Dict[str, List[Any]]) -> None:
-    assert torch.equal(
-        everywhere(pod["gather"], "ragged"), torch.tensor([[1, 1], [2, 2], [2, 2], [3, 3], [3, 3], [3, 3]])
-    )
-    assert everywhere(pod["gather"], "one").tolist() == [0.0, 1.0, 2.0, 3.0]
-    for gathered, dtype in zip(everywhere(pod["gather"], "dtypes"), MOVED):
+def test_allgather_concatenates_different_lengths(pod: Dict[str, List[Any]]) -> None:
+    assert torch.equal(common(pod["gather"], "ragged"), torch.tensor([[1, 1], [2, 2], [2, 2], [3, 3], [3, 3], [3, 3]]))
+    assert common(pod["gather"], "one").tolist() == [0.0, 1.0, 2.0, 3.0]
+    for gathered, dtype in zip(common(pod["gather"], "dtypes"), MOVED):
         assert torch.equal(gathered, torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]).to(dtype))
     assert pod["gather"][0]["scalar"].startswith("IndexError")
 
 
-def test_objects_of_all_ranks_come_in_their_order(pod: Dict[str, List[Any]]) -> None:
+def test_allgather_object_returns_the_objects_by_rank(pod: Dict[str, List[Any]]) -> None:
     for found in pod["gather"]:
         assert [each["rank"] for each in found["objects"]] == [0, 1, 2, 3]
         assert len(found["objects"][3]["text"]) == 300
@@ -260,7 +258,7 @@ def test_objects_of_all_ranks_come_in_their_order(pod: Dict[str, List[Any]]) -> 
 @pytest.mark.parametrize("name", list(state(0)))
 def test_broadcast_parameters_copies_every_bit(pod: Dict[str, List[Any]], name: str) -> None:
     expected = state(1)[name]
-    for found in pod["spread"]:
+    for found in pod["copy"]:
         assert found["state"][name].dtype == expected.dtype
         assert torch.equal(bits(found["state"][name]), bits(expected))
 
@@ -270,9 +268,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_broadcast_takes_parameters_tensors_and_objects(pod: Dict[str, List[Any]]) -> None:
-    assert torch.equal(everywhere(pod["spread"], "weight"), torch.full((2, 3), 2.0))
-    assert everywhere(pod["spread"], "seed").item() == 7
-    for found in pod["spread"]:
+    assert torch.equal(common(pod["copy"], "weight"), torch.full((2, 3), 2.0))
+    assert common(pod["copy"], "seed").item() == 7
+    for found in pod["copy"]:
         assert found["in_place"].tolist() == [3.0] * 3
         assert found["object"] == {"epoch": 3, "nothing": None}
         assert found["root_object"] == 0
@@ -280,14 +278,14 @@ def test_broadcast_takes_parameters_tensors_and_objects(pod: Dict[str, List[Any]
         assert found["generator"].startswith("ValueError: invalid params of type: <class 'generator'>")
 
 
-@pytest.mark.parametrize("mistake", ["shape", "dtype", "op", "factor", "root", "gather"])
-def test_ranks_that_disagree_are_all_told_so(pod: Dict[str, List[Any]], mistake: str) -> None:
-    messages = [found[mistake] for found in pod["mistakes"]]
+@pytest.mark.parametrize("argument", ["shape", "dtype", "op", "factor", "root", "gather"])
+def test_a_disagreement_is_the_same_error_on_all_ranks(pod: Dict[str, List[Any]], argument: str) -> None:
+    messages = [found[argument] for found in pod["disagreements"]]
     assert messages[0].startswith("HorovodInternalError: Mismatched ")
     assert len(set(messages)) == 1
 
 
-def test_it_can_be_shut_down_and_started_again(pod: Dict[str, List[Any]]) -> None:
+def test_init_may_follow_shutdown(pod: Dict[str, List[Any]]) -> None:
     not_initialized = "Error: Horovod has not been initialized; use hvd.init()."
     before = ["Value" + not_initialized, "HorovodInternal" + not_initialized]
     assert [found["before"] for found in pod["start"]] == [before] * 4

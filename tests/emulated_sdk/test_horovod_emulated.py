@@ -1,4 +1,4 @@
-"""What the emulated Horovod alone does: clear refusals, and an error where ranks would wait for each other for ever."""
+"""Behavior of the emulated Horovod only: unsupported features, and an error instead of a deadlock of the ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Dict, List
 import horovod.torch as hvd
 import pytest
 import torch
-from horovod.torch import _identity
+from horovod.torch import _basics
 from ranks import run_ranks
 
 
@@ -40,16 +40,16 @@ def out_of_step(rank: int, size: int) -> Dict[str, str]:
     return found
 
 
-def threads_apart(rank: int, size: int) -> List[float]:
-    """Two threads of every rank ask for their own operations, and neither waits in vain for the other."""
+def two_threads(rank: int, size: int) -> List[float]:
+    """Two threads of every rank submit their own operations."""
     sums: Dict[str, float] = {}
 
-    def ask(name: str, pause_s: float) -> None:
+    def reduce(name: str, pause_s: float) -> None:
         for step in range(3):
             time.sleep(pause_s * rank)
             sums[f"{name}{step}"] = hvd.allreduce(torch.ones(1), name=f"{name}{step}", op=hvd.Sum).item()
 
-    threads = [threading.Thread(target=ask, args=arguments) for arguments in (("a", 0.0), ("b", 0.01))]
+    threads = [threading.Thread(target=reduce, args=arguments) for arguments in (("a", 0.0), ("b", 0.01))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -66,8 +66,8 @@ def same_name_twice(rank: int, size: int) -> str:
     return message
 
 
-def end_under_way(rank: int, size: int) -> str:
-    """Rank 0 leaves while its own operation and the others' are under way."""
+def shutdown_of_rank_0(rank: int, size: int) -> str:
+    """Rank 0 shuts down while operations are pending."""
     handle = hvd.allreduce_async(torch.ones(1), name=f"of rank {rank}")
     if rank == 0:
         time.sleep(0.2)
@@ -78,7 +78,7 @@ def end_under_way(rank: int, size: int) -> str:
 
 @pytest.fixture(scope="module")
 def pod() -> Dict[str, List[Any]]:
-    functions = ["start", "out_of_step", "threads_apart", "same_name_twice", "end_under_way"]
+    functions = ["start", "out_of_step", "two_threads", "same_name_twice", "shutdown_of_rank_0"]
     return run_ranks(__file__, functions, 4)
 
 
@@ -86,7 +86,7 @@ def test_rank_and_size_are_those_of_popdist(pod: Dict[str, List[Any]]) -> None:
     assert pod["start"] == [(0, 4, 0, 2, 0, 2), (1, 4, 1, 2, 0, 2), (2, 4, 0, 2, 1, 2), (3, 4, 1, 2, 1, 2)]
 
 
-def test_ranks_that_wait_for_each_other_are_told_so(pod: Dict[str, List[Any]]) -> None:
+def test_ranks_that_wait_for_each_other_fail(pod: Dict[str, List[Any]]) -> None:
     for what, of_rank_3 in (("call", "barrier"), ("name", "allreduce.x3")):
         messages = {found[what] for found in pod["out_of_step"]}
         assert len(messages) == 1
@@ -95,7 +95,7 @@ def test_ranks_that_wait_for_each_other_are_told_so(pod: Dict[str, List[Any]]) -
         assert f"rank 3: {of_rank_3}" in message
 
 
-def test_disagreement_is_told_by_rank_and_shape(pod: Dict[str, List[Any]]) -> None:
+def test_a_disagreement_is_reported_by_rank_and_shape(pod: Dict[str, List[Any]]) -> None:
     assert (
         "rank 0: p0: float32[2]; rank 1: as rank 0; rank 2: as rank 0; rank 3: p1: float32[2]"
         in (pod["out_of_step"][2]["parameters"])
@@ -106,24 +106,24 @@ def test_disagreement_is_told_by_rank_and_shape(pod: Dict[str, List[Any]]) -> No
     )
 
 
-def test_threads_of_a_rank_do_not_disturb_each_other(pod: Dict[str, List[Any]]) -> None:
-    assert pod["threads_apart"] == [[4.0] * 6] * 4
+def test_threads_of_a_rank_are_independent(pod: Dict[str, List[Any]]) -> None:
+    assert pod["two_threads"] == [[4.0] * 6] * 4
 
 
-def test_a_name_is_taken_until_its_operation_has_ended(pod: Dict[str, List[Any]]) -> None:
+def test_a_name_is_in_use_until_its_operation_is_done(pod: Dict[str, List[Any]]) -> None:
     assert pod["same_name_twice"][0].startswith("ValueError: Requested to allreduce")
 
 
-def test_who_leaves_takes_the_operations_under_way_along(pod: Dict[str, List[Any]]) -> None:
-    assert "not been initialized" in pod["end_under_way"][0]
-    assert all(message.startswith("HorovodInternalError: ") for message in pod["end_under_way"][1:])
+def test_shutdown_fails_the_pending_operations_of_all_ranks(pod: Dict[str, List[Any]]) -> None:
+    assert "not been initialized" in pod["shutdown_of_rank_0"][0]
+    assert all(message.startswith("HorovodInternalError: ") for message in pod["shutdown_of_rank_0"][1:])
 
 
 # ---- one rank
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
+def single_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in [name for name in os.environ if name.startswith(("HOROVOD_", "OMPI_", "POPDIST_"))]:
         monkeypatch.delenv(name)
     hvd.init()
@@ -131,8 +131,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
     hvd.shutdown()
 
 
-@pytest.mark.usefixtures("alone")
-def test_one_rank_needs_nobody() -> None:
+@pytest.mark.usefixtures("single_rank")
+def test_a_single_rank_needs_no_rendezvous() -> None:
     tensor = torch.randn(3, 2)
     assert (hvd.rank(), hvd.size(), hvd.local_size(), hvd.cross_size(), hvd.is_homogeneous()) == (0, 1, 1, 1, True)
     assert torch.equal(hvd.allreduce(tensor), tensor)
@@ -147,7 +147,7 @@ def test_one_rank_needs_nobody() -> None:
     hvd.barrier()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("single_rank")
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -159,12 +159,12 @@ def test_one_rank_needs_nobody() -> None:
         (lambda: hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), "x", hvd.Sum), "sparse"),
     ],
 )
-def test_what_is_not_emulated_is_refused(call: Any, message: str) -> None:
+def test_unsupported_features_are_an_error(call: Any, message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
         call()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("single_rank")
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -176,12 +176,12 @@ def test_what_is_not_emulated_is_refused(call: Any, message: str) -> None:
         (lambda: hvd.poll(10**9), "was not created"),
     ],
 )
-def test_what_crashes_the_real_one_or_makes_no_sense_is_refused(call: Any, message: str) -> None:
+def test_invalid_arguments_are_an_error(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_elastic_mode_says_that_it_is_missing() -> None:
+def test_elastic_mode_is_an_error() -> None:
     with pytest.raises(AttributeError, match="no elastic mode"):
         hvd.elastic  # noqa: B018
     with pytest.raises(ImportError, match="no elastic mode"):
@@ -189,21 +189,23 @@ def test_elastic_mode_says_that_it_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "place"),
+    ("variables", "position"),
     [
         ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "4"}, (0, 1, 0, 1, 0, 1)),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "HOROVOD_CROSS_SIZE": "3"}, (0, 1, 0, 1, 0, 3)),
         ({"POPDIST_NUM_TOTAL_REPLICAS": "2", "POPDIST_NUM_LOCAL_REPLICAS": "2"}, (0, 1, 0, 1, 0, 1)),
     ],
 )
-def test_where_rank_and_size_come_from(monkeypatch: pytest.MonkeyPatch, variables: Dict[str, str], place: Any) -> None:
+def test_rank_and_size_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, variables: Dict[str, str], position: Any
+) -> None:
     for name, text in variables.items():
         monkeypatch.setenv(name, text)
-    assert tuple(_identity._find_identity()) == place
+    assert tuple(_basics._determine_position()) == position
     hvd.shutdown()
 
 
-def test_garbage_in_the_environment_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_SIZE", "many")
     with pytest.raises(RuntimeError, match="HOROVOD_SIZE='many'"):
         hvd.init()

@@ -1,4 +1,4 @@
-"""`hvd.DistributedOptimizer` and what goes with it: the same weights as one process with the whole batch."""
+"""`hvd.DistributedOptimizer` and `hvd.broadcast_optimizer_state`: the weights of one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Dict, List
 import horovod.torch as hvd
 import pytest
 import torch
-from ranks import become, both, run_ranks
+from ranks import both, run_ranks, set_rank
 
 STEPS, SAMPLES = 3, 8
 
@@ -26,8 +26,8 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([each.detach().reshape(-1) for each in model.parameters()])
 
 
-def alone() -> torch.Tensor:
-    """One process with the whole batches."""
+def reference() -> torch.Tensor:
+    """Return the weights after training in one process with the whole batches."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for batch in batches():
@@ -37,8 +37,8 @@ def alone() -> torch.Tensor:
     return weights(model)
 
 
-def together(rank: int, size: int, passes: int = 1, clip: bool = False, **options: Any) -> torch.Tensor:
-    """This rank's share of every batch, in `passes` micro-batches."""
+def distributed(rank: int, size: int, passes: int = 1, clip: bool = False, **options: Any) -> torch.Tensor:
+    """Return the weights after training with this rank's part of every batch, in `passes` micro-batches."""
     model = network()
     groups = [[model[0].weight, model[2].weight]] if options.pop("listed", False) else options.pop("groups", None)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -59,7 +59,7 @@ def together(rank: int, size: int, passes: int = 1, clip: bool = False, **option
 
 
 def start(rank: int, size: int) -> None:
-    become(rank, [("a", size)])
+    set_rank(rank, [("a", size)])
     hvd.init()
 
 
@@ -75,11 +75,11 @@ VARIANTS: Dict[str, Dict[str, Any]] = {
 
 
 def train(rank: int, size: int) -> Dict[str, torch.Tensor]:
-    return {name: together(rank, size, **options) for name, options in VARIANTS.items()}
+    return {name: distributed(rank, size, **options) for name, options in VARIANTS.items()}
 
 
 def branches(rank: int, size: int) -> List[Any]:
-    """Each rank uses another layer; the layers that it does not use get the others' gradients."""
+    """Each rank uses another layer; the gradients of the other layers come from the other ranks."""
     layers = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(size)])
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layers.parameters(), lr=1.0), layers.named_parameters())
     layers[rank](torch.ones(1, 1)).sum().backward()
@@ -117,7 +117,7 @@ def misuse(rank: int, size: int) -> List[str]:
     return found
 
 
-def hand_over(rank: int, size: int) -> Dict[str, Any]:
+def broadcast_state(rank: int, size: int) -> Dict[str, Any]:
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
     if rank == 1:
@@ -137,34 +137,34 @@ def hand_over(rank: int, size: int) -> Dict[str, Any]:
 
 @pytest.fixture(scope="module", params=both())
 def pod(request: pytest.FixtureRequest) -> Dict[str, List[Any]]:
-    return run_ranks(__file__, ["start", "train", "branches", "misuse", "hand_over"], 2, horovod=request.param)
+    return run_ranks(__file__, ["start", "train", "branches", "misuse", "broadcast_state"], 2, horovod=request.param)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_ranks_train_as_one_process_with_the_whole_batch(pod: Dict[str, List[Any]], variant: str) -> None:
+def test_ranks_train_like_one_process_with_the_whole_batch(pod: Dict[str, List[Any]], variant: str) -> None:
     first, second = (found[variant] for found in pod["train"])
     assert torch.equal(first, second)
     tolerance = 1e-3 if variant == "compressed" else 1e-6
-    torch.testing.assert_close(first, alone(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(first, reference(), rtol=tolerance, atol=tolerance)
 
 
-def test_a_gradient_that_is_missing_on_a_rank_counts_as_zero(pod: Dict[str, List[Any]]) -> None:
+def test_a_missing_gradient_counts_as_zero(pod: Dict[str, List[Any]]) -> None:
     assert pod["branches"] == [[0.5, 0.5]] * 2
 
 
-def test_misuse_is_told(pod: Dict[str, List[Any]]) -> None:
-    unnamed, twice, no_tuples, passes, predivide, too_early, too_often = pod["misuse"][0]
+def test_misuse_is_an_error(pod: Dict[str, List[Any]]) -> None:
+    unnamed, duplicate, no_tuples, passes, predivide, early_zero_grad, extra_backward = pod["misuse"][0]
     assert "were not named" in unnamed
-    assert "must be unique. Found duplicates: a" in twice
+    assert "must be unique. Found duplicates: a" in duplicate
     assert "sequence of tuples" in no_tuples
     assert "backward_passes_per_step must be > 0" in passes
     assert "gradient_predivide_factor not supported" in predivide
-    assert too_early.startswith("AssertionError: optimizer.zero_grad() was called after loss.backward()")
-    assert too_often.startswith("AssertionError: Gradients were computed more than backward_passes_per_step times")
+    assert early_zero_grad.startswith("AssertionError: optimizer.zero_grad() was called after loss.backward()")
+    assert extra_backward.startswith("AssertionError: Gradients were computed more than backward_passes_per_step times")
 
 
-def test_an_optimizer_is_handed_over_with_its_state(pod: Dict[str, List[Any]]) -> None:
-    first, second = pod["hand_over"]
+def test_broadcast_optimizer_state_copies_state_and_options(pod: Dict[str, List[Any]]) -> None:
+    first, second = pod["broadcast_state"]
     assert first["rate"] == second["rate"] == 0.2
     assert torch.equal(first["moments"], second["moments"])
     assert first["moments"].abs().sum() > 0

@@ -1,4 +1,4 @@
-"""The package as a whole: exported names, errors, queries."""
+"""The package: exported names, errors, hardware queries, log levels, `testing.allclose`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pickle
 import poptorch
 import pytest
 import torch
-from poptorch import _log
+from poptorch import log
 
 
 def test_exported_names_are_sorted_and_exist():
@@ -32,45 +32,45 @@ def test_enumerations_have_the_values_of_the_sdk(member, value):
 
 
 @pytest.mark.parametrize("kind", [poptorch.Error, poptorch.RecoverableError, poptorch.UnrecoverableError])
-def test_errors_cross_processes(kind):
+def test_errors_can_be_pickled(kind):
     error = pickle.loads(pickle.dumps(kind("no IPU", "some_type", "here")))
     assert type(error) is kind
     assert (str(error), error.message, error.type, error.location) == ("no IPU", "no IPU", "some_type", "here")
 
 
-def test_a_recoverable_error_names_the_reset_that_cures_it():
+def test_a_recoverable_error_has_a_recovery_action():
     error = poptorch.RecoverableError("link down", recovery_action="LINK_RESET")
     assert pickle.loads(pickle.dumps(error)).recovery_action == "LINK_RESET"
 
 
-def test_no_hardware_is_claimed(monkeypatch):
+def test_no_hardware_is_available_by_default(monkeypatch):
     monkeypatch.delenv("EMULATED_POD_IPUS", raising=False)
     assert not poptorch.ipuHardwareIsAvailable()
     assert poptorch.ipuHardwareVersion() == 0
     assert not poptorch.isRunningOnIpu()
 
 
-def test_a_pod_is_claimed_for_programs_that_check(monkeypatch):
+def test_an_environment_variable_sets_the_number_of_available_ipus(monkeypatch):
     monkeypatch.setenv("EMULATED_POD_IPUS", "16")
-    claimed = {ipus for ipus in range(20) if poptorch.ipuHardwareIsAvailable(ipus)}
-    assert claimed == {1, 2, 4, 8, 16}
+    available = {ipus for ipus in range(20) if poptorch.ipuHardwareIsAvailable(ipus)}
+    assert available == {1, 2, 4, 8, 16}
     assert poptorch.ipuHardwareVersion() == 2
 
 
 @pytest.mark.parametrize("text", ["", "many", "-1", "1.5"])
-def test_a_claim_is_a_number(monkeypatch, text):
+def test_the_number_of_available_ipus_must_be_a_number(monkeypatch, text):
     monkeypatch.setenv("EMULATED_POD_IPUS", text)
     with pytest.raises(poptorch.Error, match=f"EMULATED_POD_IPUS='{text}' is not a number"):
         poptorch.ipuHardwareIsAvailable()
 
 
-def test_importing_makes_forks_safe_for_the_driver():
+def test_importing_sets_rdmav_fork_safe():
     assert os.environ["RDMAV_FORK_SAFE"]
 
 
 @pytest.fixture
 def log_level():
-    """The logger's level, which is as before afterwards."""
+    """Return a function that reads the logger's level, and restore the level afterwards."""
     logger = logging.getLogger("poptorch")
     before = logger.level
     yield lambda: logger.level
@@ -95,7 +95,7 @@ def test_an_unknown_log_level_is_refused(level):
 @pytest.mark.parametrize(("text", "severity"), [("INFO", 20), ("1", 10), ("off", 60), ("LOUD", 30)])
 def test_the_environment_sets_the_log_level(monkeypatch, log_level, text, severity):
     monkeypatch.setenv("POPTORCH_LOG_LEVEL", text)
-    _log.set_up()
+    log.set_level_from_environment()
     assert log_level() == severity
 
 
@@ -103,16 +103,16 @@ def results(values: object, dtype: torch.dtype = torch.float32) -> object:
     return {"loss": torch.tensor(values, dtype=dtype), "rest": (1, [torch.ones(2)])}
 
 
-def test_results_are_close_whatever_their_nesting_and_dtype():
+def test_allclose_compares_nested_results_of_any_dtype():
     assert poptorch.testing.allclose(results([1.0, 2.0]), results([1.0, 2.0 + 1e-7], torch.float64))
     assert poptorch.testing.allclose((torch.tensor(3),), [torch.tensor(3, dtype=torch.int32)])
 
 
 @pytest.mark.parametrize("other", [[1.0, 2.1], [1.0], [[1.0, 2.0]]])
-def test_results_differ_in_values_and_shapes(other):
+def test_allclose_detects_different_values_and_shapes(other):
     assert not poptorch.testing.allclose(results([1.0, 2.0]), results(other))
 
 
 @pytest.mark.parametrize("other", [torch.ones(1), (torch.ones(1), torch.ones(1)), {"a": torch.ones(1)}, [1]])
-def test_results_differ_in_nesting(other):
+def test_allclose_detects_different_nesting(other):
     assert not poptorch.testing.allclose([torch.ones(1)], other)

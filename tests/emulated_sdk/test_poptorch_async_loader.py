@@ -1,4 +1,4 @@
-"""`poptorch.DataLoader` in its asynchronous modes (contract 1.9)."""
+"""`poptorch.DataLoader` in its asynchronous modes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODES = [poptorch.DataLoaderMode.Async, poptorch.DataLoaderMode.AsyncRebatched]
 
 @pytest.fixture
 def load():
-    """Asynchronous loaders that end with the test."""
+    """Create asynchronous loaders that are terminated after the test."""
     made = []
 
     def make(dataset, batch_size=1, mode=poptorch.DataLoaderMode.Async, opts=None, process=(0, 1), **kwargs):
@@ -34,7 +34,7 @@ def load():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("samples", [23, 24])
-def test_length_and_content_are_those_of_synchronous_loading(load, mode, drop_last, samples):
+def test_length_and_content_equal_synchronous_loading(load, mode, drop_last, samples):
     data = load(Numbers(samples), 2, mode, options(2, 2), drop_last=drop_last, num_workers=1)
     expected = list(poptorch.DataLoader(options(2, 2), Numbers(samples), 2, drop_last=drop_last))
     assert data.combinedBatchSize == 8
@@ -45,21 +45,21 @@ def test_length_and_content_are_those_of_synchronous_loading(load, mode, drop_la
 
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("worker_size", [None, 1, 3, 4, 8])
-def test_batches_of_workers_are_joined(load, worker_size, drop_last):
+def test_worker_batches_are_joined(load, worker_size, drop_last):
     data = load(Numbers(20), 4, MODES[1], options(2), rebatched_worker_size=worker_size, drop_last=drop_last)
     assert data.batch_size == (worker_size or 8)
     assert [len(batch) for batch in data] == ([8, 8] if drop_last else [8, 8, 4])
     assert epoch(data) == list(range(16 if drop_last else 20))
 
 
-def test_what_workers_of_a_stream_leave_over_is_joined(load):
+def test_short_batches_of_a_streams_workers_are_joined(load):
     data = load(Stream(12), 4, MODES[1], num_workers=2, rebatched_worker_size=4, worker_init_fn=print)
     assert [sorted(numbers(batch)) for batch in data] == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 9, 10, 11]]
 
 
 @pytest.mark.parametrize("processes", [2, 3])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_shuffled_windows_follow_the_slow_reference(load, processes, workers):
+def test_shuffled_windows_equal_the_reference(load, processes, workers):
     samples, step = 53, 4
     per_process = step * (samples // (step * processes))
     generator = torch.Generator().manual_seed(11)
@@ -72,7 +72,7 @@ def test_shuffled_windows_follow_the_slow_reference(load, processes, workers):
             assert epoch(data) == order[start : start + per_process]
 
 
-def test_loading_ahead_leaves_the_order_of_a_synchronous_loader_alone(load):
+def test_prefetching_does_not_change_the_order_of_the_wrapped_loader(load):
     opts = options().randomSeed(3)
     opts.Distributed.configureProcessId(0, 2)
     data = poptorch.DataLoader(opts, Numbers(40), 4, shuffle=True)
@@ -84,7 +84,7 @@ def test_loading_ahead_leaves_the_order_of_a_synchronous_loader_alone(load):
     accessor.terminate()
 
 
-def test_workers_belong_to_the_loading_process_and_live_on(load):
+def test_workers_belong_to_the_fetcher_and_persist(load):
     data = load(Where(8), num_workers=2)
     first, second = set(epoch(data)), set(epoch(data))
     assert first == second
@@ -94,19 +94,19 @@ def test_workers_belong_to_the_loading_process_and_live_on(load):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_batches_of_a_sampler_are_joined(load, mode, drop_last):
+def test_batches_of_a_batch_sampler_are_joined(load, mode, drop_last):
     sampler = BatchSampler(SequentialSampler(range(11)), 2, drop_last=True)
     data = load(Numbers(11), mode=mode, opts=options(2), batch_sampler=sampler, drop_last=drop_last)
     assert [numbers(batch) for batch in data] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]][: 2 if drop_last else 3]
 
 
-def test_without_a_batch_size_elements_come_one_by_one(load):
+def test_without_batch_size_yields_single_elements(load):
     assert [element.tolist() for element in load(Numbers(2), None)] == [[0, 0], [1, 1]]
     with pytest.raises(poptorch.Error, match="batch_size"):
         load(Numbers(2), None, MODES[1])
 
 
-def test_options_of_the_accessor_are_passed_on(load):
+def test_async_options_are_passed_to_the_accessor(load):
     data = load(Numbers(9), 3, async_options={**FORK, "buffer_size": 2})
     assert len({batch.data_ptr() for batch in data}) == 2
     with pytest.raises(poptorch.Error, match="rebatched_size"):
@@ -116,16 +116,16 @@ def test_options_of_the_accessor_are_passed_on(load):
 
 
 @pytest.mark.parametrize("size", [0, 9, -1, "2"])
-def test_batches_of_workers_are_no_larger_than_the_combined(load, size):
+def test_rebatched_worker_size_is_at_most_the_combined_batch_size(load, size):
     with pytest.raises(AssertionError, match="rebatched_worker_size"):
         load(Numbers(20), 4, MODES[1], options(2), rebatched_worker_size=size)
 
 
-def test_without_joining_the_size_of_workers_batches_has_no_effect(load):
+def test_rebatched_worker_size_has_no_effect_without_joining(load):
     assert [len(batch) for batch in load(Numbers(20), 4, opts=options(2), rebatched_worker_size=64)] == [8, 8]
 
 
-def test_a_terminated_loader_says_so(load):
+def test_terminated_loader_raises_error(load):
     data = load(Numbers(9), 3)
     for _ in range(2):
         data.terminate()
@@ -133,7 +133,7 @@ def test_a_terminated_loader_says_so(load):
         next(iter(data))
 
 
-def test_a_loader_feeds_a_model(load, caplog):
+def test_model_takes_the_batches(load, caplog):
     data = load(Numbers(16), 2, opts=options(replicas=2, iterations=2), num_workers=1)
     model = poptorch.inferenceModel(torch.nn.Identity(), data.options)
     with caplog.at_level(logging.WARNING):

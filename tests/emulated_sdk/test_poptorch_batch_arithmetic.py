@@ -1,4 +1,4 @@
-"""The whole batch arithmetic against loops that count samples one by one (contract 1.9, 2.2, 2.3, 13, 14)."""
+"""The batch arithmetic of loader and executor, compared with loops over single samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ replica_counts = st.sampled_from([1, 2, 4])
 
 
 class Geometry(NamedTuple):
-    """What multiplies to a combined batch."""
+    """The factors of a combined batch."""
 
     iterations: int
     accumulation: int
@@ -40,7 +40,7 @@ def combined_size(geometry):
 
 
 def window(length, step, process, processes, drop_last, epoch):
-    """The positions that a process reads in an epoch, which counts from 0; None for one without a shuffle."""
+    """Return the positions that a process reads in an epoch (from 0; None without shuffling)."""
     if not drop_last:
         shares = [0] * processes
         for sample in range(length):
@@ -96,7 +96,7 @@ def test_every_process_reads_its_batches(geometry, length, processes, drop_last,
 
 
 def micro_batches(batch, geometry):
-    """[iteration][step][replica] -> samples."""
+    """Return the samples as [iteration][step][replica]."""
     rest, nested = list(batch), []
     for _ in range(geometry.iterations):
         steps = []
@@ -108,7 +108,7 @@ def micro_batches(batch, geometry):
 
 
 def returned(nested, mode, period):
-    """The micro-batches that a mode returns, in order, with Sum's already added up."""
+    """Return the micro-batches that an output mode returns, in order; those of Sum are added up."""
     if mode == OutputMode.Final:
         return list(nested[-1][-1])
     if mode == OutputMode.Sum:
@@ -130,7 +130,7 @@ def returned(nested, mode, period):
 
 @settings(derandomize=True, deadline=None, max_examples=60, database=None)
 @given(geometries, st.sampled_from([mode for mode in OutputMode if mode != OutputMode.Default]), small)
-def test_outputs_of_training_come_in_the_order_of_the_samples(geometry, mode, period):
+def test_outputs_of_training_are_in_the_order_of_the_samples(geometry, mode, period):
     period = min(period, geometry.iterations)
     opts = options(geometry.replicas, geometry.accumulation, geometry.iterations).outputMode(mode, period)
     model = Echo()
@@ -146,7 +146,7 @@ def test_outputs_of_training_come_in_the_order_of_the_samples(geometry, mode, pe
 
 @settings(derandomize=True, deadline=None, max_examples=30, database=None)
 @given(replica_counts, replica_counts, small, st.sampled_from([1, 2]), st.booleans())
-def test_outputs_of_inference_count_every_replica(replicas, group, micro, iterations, is_consecutive):
+def test_outputs_of_inference_contain_every_replica(replicas, group, micro, iterations, is_consecutive):
     group = min(group, replicas)
     iterations = iterations if group == 1 else 1
     kind = poptorch.CommGroupType.Consecutive if is_consecutive else poptorch.CommGroupType.Orthogonal
@@ -189,7 +189,7 @@ odd_values = st.one_of(st.none(), st.integers(-2, 3), st.sampled_from(["2", 2.5,
     st.integers(0, 6),
     st.integers(1, 3),
 )
-def test_wrong_arguments_of_a_loader_are_refused_at_once(arguments, length, processes):
+def test_wrong_arguments_of_a_loader_are_refused_by_its_constructor(arguments, length, processes):
     opts = options()
     opts.Distributed.configureProcessId(processes - 1, processes)
     try:
@@ -227,7 +227,7 @@ def test_other_inputs_than_compiled_are_refused(inputs, replicas):
     except REFUSALS:
         assert not fits or inputs[0].dtype not in (torch.float32, torch.float64)
     except TypeError:
-        assert len(inputs) != 1  # the signature of forward
+        assert len(inputs) != 1  # forward has another signature
     else:
         assert result.shape == right.shape
     assert wrapped(right).equal(right)

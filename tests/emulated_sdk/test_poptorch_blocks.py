@@ -1,4 +1,4 @@
-"""Blocks: where they put operations, and that they do nothing elsewhere."""
+"""Blocks: the IPU of operations during compilation, and no effect elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 
 class Mlp(nn.Module):
-    """Three linear layers with tanh between, and a marked loss when there are targets."""
+    """Three linear layers with tanh in between, and a loss if there are targets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Mlp(nn.Module):
 
 
 def placed(forward, iterations=8, strategy=None):
-    """The placement of a module whose forward is `forward`, compiled for inference."""
+    """Return the placement of a module with this forward, compiled for inference."""
     module = nn.Module()
     module.forward = forward
     opts = options(iterations=iterations)
@@ -45,7 +45,7 @@ def test_operations_without_a_block_are_on_ipu_0():
     assert placement.stages[0].blocks == ()
 
 
-def test_a_new_stage_begins_where_the_ipu_changes_and_an_earlier_one_counts_again():
+def test_stage_starts_where_the_ipu_changes_even_to_an_earlier_one():
     def forward(x):
         for number, ipu in enumerate((0, 0, 1, 0)):
             with poptorch.Block(f"block {number}", ipu_id=ipu):
@@ -57,7 +57,7 @@ def test_a_new_stage_begins_where_the_ipu_changes_and_an_earlier_one_counts_agai
     assert [stage.blocks for stage in placement.stages] == [("block 0", "block 1"), ("block 2",), ("block 3",)]
 
 
-def test_an_enclosing_block_goes_on_after_a_nested_one():
+def test_end_of_a_nested_block_continues_the_enclosing_one():
     def forward(x):
         with poptorch.Block("outer", ipu_id=1):
             x = x + 1
@@ -70,7 +70,7 @@ def test_an_enclosing_block_goes_on_after_a_nested_one():
     assert placement.stages[2].blocks == ("outer",)
 
 
-def test_the_last_block_goes_on_to_the_end():
+def test_last_block_lasts_until_the_end():
     def forward(x):
         with poptorch.Block(ipu_id=0):
             x = x + 1
@@ -81,7 +81,7 @@ def test_the_last_block_goes_on_to_the_end():
     assert ipus(placed(forward)) == [0, 1]
 
 
-def test_a_block_of_constants_only_takes_no_ipu():
+def test_block_without_operations_needs_no_ipu():
     def forward(x):
         with poptorch.Block(ipu_id=3):
             one = torch.ones(2)
@@ -91,7 +91,7 @@ def test_a_block_of_constants_only_takes_no_ipu():
     assert ipus(placed(forward)) == [0]
 
 
-def test_blocks_without_id_are_numbered_from_the_call_of_use_auto_id():
+def test_use_auto_id_numbers_blocks_without_id():
     def forward(x):
         poptorch.Block.useAutoId()
         with poptorch.Block(ipu_id=0):
@@ -104,7 +104,7 @@ def test_blocks_without_id_are_numbered_from_the_call_of_use_auto_id():
     assert [stage.blocks for stage in placed(forward).stages] == [("0",), ("special",), ("1",)]
 
 
-def test_a_decorated_function_and_a_called_function_are_blocks():
+def test_block_function_and_begin_block_of_a_function():
     @poptorch.BlockFunction("body", ipu_id=1)
     def body(x, *, plus):
         return x + plus
@@ -116,7 +116,7 @@ def test_a_decorated_function_and_a_called_function_are_blocks():
     assert body.__name__ == "body"
 
 
-def test_begin_block_marks_the_layer_in_place_and_lasts_until_the_next():
+def test_begin_block_returns_the_layer_and_lasts_until_the_next():
     model = seeded(Mlp)
     assert poptorch.BeginBlock(model.second, "tail", ipu_id=1) is model.second
     inference = poptorch.inferenceModel(model, options(iterations=2))
@@ -126,7 +126,7 @@ def test_begin_block_marks_the_layer_in_place_and_lasts_until_the_next():
     assert set(stages[1].parameters) == {"second.bias", "second.weight", "third.bias", "third.weight"}
 
 
-def test_a_layer_begins_one_block():
+def test_begin_block_twice_raises_error_until_blocks_are_removed():
     layer = poptorch.BeginBlock(nn.Linear(2, 2), ipu_id=1)
     with pytest.raises(poptorch.Error, match="already been called on this Linear"):
         poptorch.BeginBlock(layer, ipu_id=0)
@@ -134,7 +134,7 @@ def test_a_layer_begins_one_block():
     poptorch.BeginBlock(layer, ipu_id=0)
 
 
-def test_a_marked_module_is_copied_and_saved_as_before():
+def test_begin_block_survives_copy_and_pickle_and_keeps_class_and_state_dict():
     model = seeded(Mlp)
     keys, kind, text = list(model.state_dict()), type(model.second), repr(model)
     poptorch.BeginBlock(model.second, "tail", ipu_id=1)
@@ -149,11 +149,11 @@ def test_a_marked_module_is_copied_and_saved_as_before():
         assert ipus(inference.emulatedPlacement()) == [0, 1]
 
 
-def test_saved_layers_do_not_need_poptorch():
+def test_pickled_layer_does_not_need_poptorch():
     assert b"poptorch." not in pickle.dumps(poptorch.BeginBlock(nn.Linear(2, 2), "name", 1))
 
 
-def test_blocks_do_nothing_on_a_cpu():
+def test_blocks_have_no_effect_outside_a_wrapped_model():
     model, plain = seeded(Mlp), seeded(Mlp)
     poptorch.BeginBlock(model.first, ipu_id=5)
     poptorch.Block.useAutoId()
@@ -164,7 +164,7 @@ def test_blocks_do_nothing_on_a_cpu():
 
 
 @pytest.mark.parametrize("bad", [{"user_id": 3}, {"ipu_id": -1}, {"ipu_id": "1"}, {"ipu_id": True}, {"ipu_id": 0.5}])
-def test_ids_of_another_type_are_refused_at_once(bad):
+def test_ids_of_other_types_raise_error(bad):
     for make in (poptorch.Block, poptorch.Block.start, poptorch.BlockFunction):
         with pytest.raises(AssertionError, match="got"):
             make(**bad)
@@ -172,14 +172,14 @@ def test_ids_of_another_type_are_refused_at_once(bad):
         poptorch.BeginBlock(nn.Linear(1, 1), **bad)
 
 
-def test_what_is_neither_module_nor_function_is_refused():
+def test_layer_must_be_a_module_or_function():
     with pytest.raises(poptorch.Error, match="not int"):
         poptorch.BeginBlock(3)
     with pytest.raises(AssertionError, match="not int"):
         poptorch.removeBlocks(3)
 
 
-def test_an_attribute_changes_nothing_and_takes_dictionaries_of_strings():
+def test_attribute_takes_dictionaries_of_strings():
     with poptorch.Attribute(__outline={"layer": "embedding"}) as context:
         assert context is None
     with pytest.raises(AssertionError, match="__outline"):

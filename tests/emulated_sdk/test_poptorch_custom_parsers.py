@@ -1,4 +1,4 @@
-"""Types that a program teaches the emulated `poptorch` to take apart, and constants among arguments (contract 2.2)."""
+"""`registerCustomArgParser`: types of a program as arguments and outputs; constant arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 import poptorch
 import pytest
 import torch
-from poptorch._executor import custom_parsers
+from poptorch import pytree
 from poptorch_models import options
 from torch import nn
 
@@ -31,8 +31,8 @@ class PairParser(poptorch.ICustomArgParser):
 
 
 @pytest.fixture
-def _pairs_are_known(monkeypatch):
-    monkeypatch.setattr(custom_parsers, "_parsers", {})
+def _register_pairs(monkeypatch):
+    monkeypatch.setattr(pytree, "_parsers", {})
     poptorch.registerCustomArgParser(Pair, PairParser())
 
 
@@ -41,16 +41,16 @@ class Swap(nn.Module):
         return type(pair)(pair.second * scale, pair.first * scale, pair.name)
 
 
-@pytest.mark.usefixtures("_pairs_are_known")
+@pytest.mark.usefixtures("_register_pairs")
 @pytest.mark.parametrize("kind", [Pair, NamedPair])
-def test_a_registered_type_is_argument_and_output(kind):
+def test_a_registered_type_can_be_argument_and_output(kind):
     swapped = poptorch.inferenceModel(Swap(), options(2))(kind(torch.arange(4.0), torch.ones(2), "mine"), scale=2)
     assert type(swapped) is kind
     assert (swapped.first.tolist(), swapped.second.tolist(), swapped.name) == ([2, 2], [0, 2, 4, 6], "mine")
 
 
-@pytest.mark.usefixtures("_pairs_are_known")
-def test_registered_types_nest():
+@pytest.mark.usefixtures("_register_pairs")
+def test_registered_types_can_be_nested():
     class Nest(nn.Module):
         def forward(self, nested):
             return {"sum": nested["pairs"][0].first + nested["pairs"][1].second}, nested["pairs"][0]
@@ -61,8 +61,8 @@ def test_registered_types_nest():
     assert pair.second.item() == 0
 
 
-@pytest.mark.usefixtures("_pairs_are_known")
-def test_later_calls_bring_their_own_tensors():
+@pytest.mark.usefixtures("_register_pairs")
+def test_later_calls_use_their_own_tensors():
     model = poptorch.inferenceModel(Swap(), options())
     model(Pair(torch.ones(1), torch.ones(1)))
     assert model(Pair(torch.ones(1), 5 * torch.ones(1))).first.item() == 5
@@ -71,12 +71,12 @@ def test_later_calls_bring_their_own_tensors():
 
 
 @pytest.mark.parametrize("wrong", [(3, PairParser()), (Pair, PairParser), (Pair, None)])
-def test_only_a_type_and_a_parser_are_registered(wrong):
+def test_registering_needs_a_type_and_a_parser(wrong):
     with pytest.raises(poptorch.Error, match="registerCustomArgParser|ICustomArgParser"):
         poptorch.registerCustomArgParser(*wrong)
 
 
-def test_an_object_with_tensors_and_no_parser_is_refused():
+def test_an_object_with_tensor_attributes_and_no_parser_is_refused():
     with pytest.raises(poptorch.Error, match=r"registerCustomArgParser\(Pair"):
         poptorch.inferenceModel(Swap(), options())(Pair(torch.ones(1), torch.ones(1)))
 
@@ -86,23 +86,23 @@ class Weighted(nn.Module):
         return x * float(weights[0]) if bias is None else x + bias
 
 
-@pytest.mark.parametrize("known_to_numpy", [True, False])
-def test_array_constants_are_compared_as_wholes(known_to_numpy):
+@pytest.mark.parametrize("is_numpy", [True, False])
+def test_array_constants_are_compared_item_by_item(is_numpy):
     def array(*items):
-        return torch.tensor(items).numpy() if known_to_numpy else _Opaque(items)
+        return torch.tensor(items).numpy() if is_numpy else _Incomparable(items)
 
     model = poptorch.inferenceModel(Weighted(), options())
     assert model(torch.ones(1), array(2.0, 3.0)).item() == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(torch.ones(1), array(2.0, 3.0))
-    if known_to_numpy:
+    if is_numpy:
         with pytest.warns(UserWarning, match="has no effect"):
             assert model(torch.ones(1), array(4.0, 3.0)).item() == 2
 
 
-class _Opaque:
-    """Cannot be compared at all."""
+class _Incomparable:
+    """Raises when it is compared."""
 
     def __init__(self, items):
         self.items = items
@@ -111,14 +111,14 @@ class _Opaque:
         return self.items[index]
 
     def __eq__(self, other):
-        raise TypeError("no order among these")
+        raise TypeError("not comparable")
 
     __hash__ = None
 
 
-def test_none_is_another_structure_than_a_tensor():
+def test_none_and_a_tensor_are_different_structures():
     model = poptorch.inferenceModel(Weighted(), options())
     assert model(torch.ones(1), (3,), bias=None).item() == 3
     assert model(x=torch.ones(1), weights=(3,)).item() == 3
-    with pytest.raises(poptorch.Error, match="nest as"):
+    with pytest.raises(poptorch.Error, match="have the structure"):
         model(torch.ones(1), (3,), torch.ones(1))

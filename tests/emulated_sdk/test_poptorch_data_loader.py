@@ -1,4 +1,4 @@
-"""Combined batches and the partition of data over processes (contract 1.9, 14)."""
+"""`poptorch.DataLoader`: combined batches, and the partition of data over processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, T
 
 
 class Numbers(torch.utils.data.Dataset):
-    """0, 1, 2, ... without holding them."""
+    """Samples 0, 1, 2, ..."""
 
     def __init__(self, length):
         self.length = length
@@ -44,9 +44,7 @@ def epoch(data):
         (2, 32, 14, 18, 504, 79, 39816, 7055),
     ],
 )
-def test_the_worked_numbers_of_imagenet(
-    replicas, processes, accumulation, micro, combined, steps, per_process, leftovers
-):
+def test_imagenet_example(replicas, processes, accumulation, micro, combined, steps, per_process, leftovers):
     data = loader(1281167, micro, 1, processes, options(replicas, accumulation))
     assert (data.combinedBatchSize, len(data), len(data.dataset)) == (combined, steps, per_process)
     assert data.dataset._leftovers == leftovers
@@ -62,14 +60,14 @@ def test_length_and_content_of_one_process(samples, drop_last):
     assert epoch(data) == list(range(min(samples, expected * 8)))
 
 
-def test_input_groups_share_samples():
+def test_replicas_of_an_input_group_share_samples():
     opts = options(replicas=4).inputReplicaGrouping(2, poptorch.CommGroupType.Consecutive)
     assert loader(100, 3, opts=opts).combinedBatchSize == 6
 
 
 @pytest.mark.parametrize("processes", [2, 3, 4])
 @pytest.mark.parametrize("samples", [40, 53])
-def test_processes_own_contiguous_parts(processes, samples):
+def test_processes_read_contiguous_parts(processes, samples):
     parts = [epoch(loader(samples, 3, process, processes)) for process in range(processes)]
     per_process = 3 * (samples // (3 * processes))
     assert sum(parts, []) == list(range(processes * per_process))
@@ -78,7 +76,7 @@ def test_processes_own_contiguous_parts(processes, samples):
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("processes", [2, 3])
-def test_shuffled_windows_follow_the_slow_reference(processes, workers):
+def test_shuffled_windows_equal_the_reference(processes, workers):
     samples, step, epochs = 53, 4, 3
     per_process = step * (samples // (step * processes))
     generator = torch.Generator().manual_seed(11)
@@ -90,17 +88,17 @@ def test_shuffled_windows_follow_the_slow_reference(processes, workers):
             assert epoch(data) == orders[number][start : start + per_process]
 
 
-def test_without_drop_last_the_first_processes_own_one_more():
+def test_without_drop_last_the_first_processes_have_one_sample_more():
     parts = [epoch(loader(11, 2, process, 3, drop_last=False)) for process in range(3)]
     assert parts == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
 
 
-def test_too_few_samples_divide_by_zero_as_in_the_sdk():
+def test_too_few_samples_raise_zero_division_error_as_in_the_sdk():
     with pytest.raises(ZeroDivisionError):
         loader(7, 2, 0, 4)
 
 
-def test_shuffling_over_processes_needs_a_seed():
+def test_shuffling_in_several_processes_needs_a_seed():
     with pytest.raises(AssertionError, match="randomSeed"):
         loader(8, 1, 0, 2, shuffle=True)
 
@@ -114,13 +112,13 @@ def test_shuffling_in_one_process_follows_the_seed():
 
 
 class Stream(IterableDataset):
-    """A few numbers, one after the other."""
+    """A stream of 8 numbers."""
 
     def __iter__(self):
         return iter(range(8))
 
 
-def test_a_stream_is_not_partitioned_but_may_shard_itself():
+def test_stream_is_not_partitioned():
     opts = options()
     opts.Distributed.configureProcessId(0, 2)
     with pytest.raises(AssertionError, match="IterableDataset"):
@@ -129,13 +127,13 @@ def test_a_stream_is_not_partitioned_but_may_shard_itself():
     assert [batch.tolist() for batch in data] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_a_stream_with_workers_that_do_not_shard_warns(caplog):
+def test_stream_with_workers_without_worker_init_fn_warns(caplog):
     with caplog.at_level(logging.WARNING, logger="poptorch"):
         poptorch.DataLoader(options(), Stream(), 4, num_workers=2)
     assert "yields its data 2 times" in caplog.text
 
 
-def test_batches_of_a_sampler_are_joined():
+def test_batches_of_a_batch_sampler_are_joined():
     sampler = BatchSampler(SequentialSampler(range(11)), 2, drop_last=True)
     for drop_last, expected in [(True, [4, 4]), (False, [4, 4, 2])]:
         data = loader(11, opts=options(replicas=2), batch_sampler=sampler, drop_last=drop_last)
@@ -145,13 +143,13 @@ def test_batches_of_a_sampler_are_joined():
 
 
 @pytest.mark.parametrize("conflict", [{"batch_size": 2}, {"shuffle": True}, {"processes": 2}])
-def test_a_batch_sampler_excludes_what_it_decides_itself(conflict):
+def test_batch_sampler_excludes_batch_size_shuffle_and_partitioning(conflict):
     sampler = BatchSampler(SequentialSampler(range(8)), 2, drop_last=True)
     with pytest.raises(poptorch.Error, match="batch_sampler excludes"):
         loader(8, batch_sampler=sampler, **conflict)
 
 
-def test_without_a_batch_size_nothing_is_combined():
+def test_without_batch_size_nothing_is_combined():
     data = poptorch.DataLoader(options(replicas=2), TensorDataset(torch.ones(2, 4)), batch_size=None)
     assert data.combinedBatchSize is None
     assert [batch[0].shape for batch in data] == [(4,), (4,)]
@@ -164,21 +162,21 @@ def test_without_a_batch_size_nothing_is_combined():
 @pytest.mark.parametrize(
     ("samples", "processes", "is_short"), [(7, 1, True), (8, 1, False), (8, 2, False), (10, 2, True), (12, 2, False)]
 )
-def test_a_short_last_batch_is_announced(caplog, samples, processes, is_short):
+def test_short_last_batch_warns(caplog, samples, processes, is_short):
     with caplog.at_level(logging.WARNING, logger="poptorch"):
         data = loader(samples, 2, 0, processes, drop_last=False)
     assert ("last batch is short" in caplog.text) == is_short
     assert (len(list(data)[-1]) < 2) == is_short
 
 
-def test_a_partition_can_be_sent_to_workers_that_are_spawned():
+def test_partition_can_be_pickled():
     data = loader(40, 5, 1, 2, options().randomSeed(2), shuffle=True)
     iter(data)
     sent = pickle.loads(pickle.dumps(data.dataset))
     assert [sent[index] for index in range(20)] == [data.dataset[index] for index in range(20)]
 
 
-def test_workers_live_on_by_default():
+def test_workers_are_persistent_by_default():
     assert loader(4, num_workers=1).persistent_workers
     assert not loader(4, num_workers=1, persistent_workers=False).persistent_workers
 
@@ -193,12 +191,12 @@ def test_nested_samples_are_collated_to_combined_batches():
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, "2", True])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_batch_size_is_a_positive_integer(size, processes):
+def test_batch_size_must_be_a_positive_integer(size, processes):
     with pytest.raises(ValueError, match="batch_size must be"):
         loader(8, size, 0, processes)
 
 
-def test_a_loader_feeds_a_model():
+def test_model_takes_the_batches():
     data = loader(16, 2, opts=options(replicas=2, iterations=2))
     model = poptorch.inferenceModel(torch.nn.Identity(), data.options)
     assert [model(batch).tolist() for batch in data] == [list(range(8)), list(range(8, 16))]

@@ -1,4 +1,4 @@
-"""Life cycle of a wrapped model: wrapping, weights, attaching, buffers (contract 2.1, 2.6)."""
+"""`PoplarExecutor`: wrapping, weights, attaching, buffers."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def train_line(lr=0.5, **kwargs):
 
 
 class Downloads:
-    """Counts how often an executor's weights were fetched."""
+    """Counts how often an executor's weights are fetched."""
 
     def __init__(self, training, monkeypatch):
         self.count = 0
         download = training.copyWeightsToHost
 
-        def counted():
+        def counted_download():
             self.count += 1
             download()
 
-        monkeypatch.setattr(training, "copyWeightsToHost", counted)
+        monkeypatch.setattr(training, "copyWeightsToHost", counted_download)
 
 
-def test_wrapping_changes_the_classes_and_not_the_objects():
+def test_wrapping_replaces_classes_and_keeps_objects():
     model = Line()
     weight = model.weight
     poptorch.trainingModel(model, options())
@@ -46,7 +46,7 @@ def test_wrapping_changes_the_classes_and_not_the_objects():
     assert isinstance(weight, nn.Parameter)
 
 
-def test_a_model_is_wrapped_once():
+def test_a_model_cannot_be_wrapped_twice():
     model, training = train_line()
     with pytest.raises(RuntimeError, match="already been wrapped"):
         poptorch.trainingModel(model, options())
@@ -59,7 +59,7 @@ def test_a_model_is_wrapped_once():
     poptorch.trainingModel(model, options())
 
 
-def test_the_wrapped_module_can_destroy_and_fetch_too():
+def test_the_wrapped_module_has_destroy_and_copy_weights_to_host():
     model, training = train_line()
     training(torch.ones(1))
     assert model.copyWeightsToHostIfNeeded()
@@ -93,7 +93,7 @@ def test_reading_a_parameter_fetches_trained_weights(read):
     assert read(model).item() == 0.5
 
 
-def test_weights_are_fetched_once_per_change_and_only_when_read(monkeypatch):
+def test_weights_are_fetched_when_read_and_once_per_change(monkeypatch):
     model, training = train_line()
     downloads = Downloads(training, monkeypatch)
     for _ in range(3):
@@ -108,7 +108,7 @@ def test_weights_are_fetched_once_per_change_and_only_when_read(monkeypatch):
     assert not training.copyWeightsToHostIfNeeded()
 
 
-def test_a_saved_or_copied_model_is_an_ordinary_one():
+def test_a_pickled_or_copied_model_has_its_own_class():
     model, training = train_line()
     training(torch.ones(1))
     file = io.BytesIO()
@@ -121,7 +121,7 @@ def test_a_saved_or_copied_model_is_an_ordinary_one():
         assert ordinary.weight.item() == 0.5
 
 
-def test_a_saved_state_dict_holds_plain_tensors():
+def test_a_saved_state_dict_has_plain_tensors():
     model, training = train_line()
     training(torch.ones(1))
     file = io.BytesIO()
@@ -132,7 +132,7 @@ def test_a_saved_state_dict_holds_plain_tensors():
     assert weight.item() == 0.5
 
 
-def test_uploading_takes_what_the_host_has_now():
+def test_copy_weights_to_device_uploads_the_present_weights():
     model, training = train_line()
     training(torch.ones(1))
     with torch.no_grad():
@@ -151,7 +151,7 @@ def test_a_host_write_without_upload_does_not_reach_the_device():
     assert model.weight.item() == 0
 
 
-def test_compiling_uploads_the_weights_of_that_moment():
+def test_compiling_uploads_the_present_weights():
     model, training = train_line()
     with torch.no_grad():
         model.weight.fill_(3.0)
@@ -181,7 +181,7 @@ def test_attaching_and_detaching_keep_weights_and_momentum():
     assert steady.weight.item() == interrupted.weight.item()
 
 
-def test_a_call_attaches_by_itself():
+def test_a_call_attaches():
     _, training = train_line()
     training(torch.ones(1))
     training.detachFromDevice()
@@ -189,7 +189,7 @@ def test_a_call_attaches_by_itself():
     assert training.isAttachedToDevice()
 
 
-def test_attaching_twice_and_detaching_twice_are_refused():
+def test_attaching_or_detaching_twice_is_refused():
     _, training = train_line()
     with pytest.raises(poptorch.Error, match="not compiled"):
         training.attachToDevice()
@@ -210,7 +210,7 @@ def test_copying_weights_needs_a_compiled_model():
         training.copyWeightsToDevice()
 
 
-def test_compiling_leaves_weights_and_buffers_alone():
+def test_compiling_does_not_change_weights_and_buffers():
     model = seeded()
     before = copy.deepcopy(model.state_dict())
     training = poptorch.trainingModel(model, options())
@@ -227,7 +227,7 @@ def test_compiling_twice_only_warns(caplog):
     assert "compiled already" in caplog.text
 
 
-def test_inference_follows_training_of_the_same_module():
+def test_inference_uses_weights_trained_on_the_same_module():
     class Scale(Line):
         def forward(self, x):
             return super().forward(x) if self.training else self.weight * x
@@ -248,7 +248,7 @@ def test_an_executor_can_be_wrapped_for_inference():
     assert poptorch.inferenceModel(training, options()).model is model
 
 
-def test_modes_are_frozen_by_wrapping_and_compiling():
+def test_training_mode_is_fixed_by_wrapping_and_compiling():
     class Mode(nn.Module):
         def __init__(self):
             super().__init__()
@@ -270,7 +270,7 @@ def test_inference_refuses_gradient_accumulation():
         poptorch.inferenceModel(Line(), options(accumulation=2))
 
 
-def test_unknown_names_are_the_models():
+def test_unknown_attributes_are_those_of_the_model():
     model, training = train_line()
     assert training.weight is model.weight
     assert training.options.device_iterations == 1
@@ -287,7 +287,7 @@ def test_wrapping_freezes_the_options_and_uses_a_clone():
     assert training.options.output_mode == poptorch.OutputMode.Final
 
 
-def test_hooks_surround_a_compilation():
+def test_hooks_run_before_and_after_a_compilation():
     seen = []
     before = poptorch.registerPreCompileHook(lambda executor: seen.append(executor.isCompiled()))
     after = poptorch.registerPostCompileHook(lambda executor: seen.append(executor.isCompiled()))
@@ -308,7 +308,7 @@ def test_a_compile_hook_may_take_no_argument():
     assert calls == [None]
 
 
-def test_a_progress_bar_is_shown_when_wanted(capsys):
+def test_the_progress_bar_is_optional(capsys):
     poptorch.inferenceModel(nn.ReLU(), poptorch.Options())(torch.ones(1))
     assert "Graph compilation" in capsys.readouterr().err
     poptorch.inferenceModel(nn.ReLU(), options())(torch.ones(1))
@@ -327,7 +327,7 @@ class Counting(Line):
         return self.count, super().forward(x)
 
 
-def test_float_buffers_count_every_micro_batch():
+def test_float_buffers_change_in_every_micro_batch():
     model = Counting(torch.float)
     training = poptorch.trainingModel(model, options(accumulation=3, iterations=2).outputMode(poptorch.OutputMode.All))
     assert training(torch.ones(6))[0].tolist() == [1, 2, 3, 4, 5, 6]
@@ -342,24 +342,24 @@ def test_integer_buffers_are_constants():
     assert model.count.item() == 0
 
 
-def test_changed_buffers_are_refused_with_replicas_unless_asked_for():
+def test_changed_buffers_with_replicas_need_broadcast_buffers_false():
     with pytest.raises(poptorch.Error, match="broadcastBuffers"):
         poptorch.trainingModel(Counting(torch.float), options(replicas=2))(torch.ones(2))
     opts = options(replicas=2).broadcastBuffers(False)
     poptorch.trainingModel(Counting(torch.float), opts)(torch.ones(2))
 
 
-def test_rebinding_a_buffer_is_refused():
-    class Rebinding(Counting):
+def test_reassigning_a_buffer_is_refused():
+    class Reassigning(Counting):
         def forward(self, x):
             self.count = self.count + 1
             return Line.forward(self, x)
 
     with pytest.raises(poptorch.Error, match="buffer .count. was reassigned"):
-        poptorch.trainingModel(Rebinding(torch.float), options())(torch.ones(1))
+        poptorch.trainingModel(Reassigning(torch.float), options())(torch.ones(1))
 
 
-def test_statistics_are_per_replica_and_those_of_replica_0_are_read():
+def test_statistics_are_per_replica_and_the_host_gets_those_of_replica_0():
     model, alone = seeded(), seeded()
     training = poptorch.trainingModel(model, options(replicas=2))
     images, labels = batch(8)
@@ -369,7 +369,7 @@ def test_statistics_are_per_replica_and_those_of_replica_0_are_read():
     assert model.norm.num_batches_tracked.item() == 0
 
 
-def test_attributes_that_python_cannot_copy_are_shared():
+def test_attributes_that_cannot_be_copied_are_shared():
     class WithHandle(Classifier):
         def __init__(self):
             super().__init__()
@@ -383,7 +383,7 @@ def test_attributes_that_python_cannot_copy_are_shared():
     poptorch.trainingModel(WithHandle(), options(2))(*batch(4))
 
 
-def test_parameters_are_shared_by_all_replicas():
+def test_replica_grouping_accepts_all_replicas_only():
     model, training = train_line(replicas=2)
     one_per_group = poptorch.VariableRetrievalMode.OnePerGroup
     training.weight.replicaGrouping(poptorch.CommGroupType.All, 0, one_per_group)
@@ -398,7 +398,7 @@ def test_parameters_are_shared_by_all_replicas():
 
 
 @pytest.mark.parametrize("connection", [poptorch.ConnectionType.OnDemand, poptorch.ConnectionType.Never])
-def test_compiling_attaches_only_where_the_connection_is_always(connection):
+def test_compiling_attaches_only_with_connection_type_always(connection):
     training = poptorch.trainingModel(Line(), options().connectionType(connection))
     training.compile(torch.ones(1))
     assert training.isCompiled()
@@ -441,7 +441,7 @@ class Softmax(nn.Module):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_model_without_parameters_has_a_loss_and_nothing_to_train(replicas):
+def test_a_model_without_parameters_returns_its_loss(replicas):
     images, labels = torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
     loss = poptorch.trainingModel(Softmax(), options(replicas))(images, labels)
     torch.testing.assert_close(loss.mean(), torch.tensor(3.0).log())
@@ -456,7 +456,7 @@ def test_a_scripted_module_is_refused():
 
 
 @pytest.mark.parametrize("state", [3, "ab", [1], [1.5, 2], None])
-def test_a_random_state_is_two_integers(state):
+def test_rng_state_must_be_two_integers(state):
     inference = poptorch.inferenceModel(nn.ReLU(), options())
     with pytest.raises(poptorch.Error, match="a seed and a number"):
         inference.rng_state = state
@@ -476,5 +476,5 @@ def test_a_destroyed_model_can_be_called_again():
 
 @pytest.mark.parametrize("wrap", [poptorch.trainingModel, poptorch.inferenceModel])
 def test_options_of_another_type_are_refused(wrap):
-    with pytest.raises(poptorch.Error, match="options is a poptorch.Options, not dict"):
+    with pytest.raises(poptorch.Error, match="options must be a poptorch.Options, not dict"):
         wrap(Line(), {"device_iterations": 1})

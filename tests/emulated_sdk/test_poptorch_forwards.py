@@ -1,4 +1,4 @@
-"""What a forward may and may not do on the device, and what of the host reaches it (contract 2.1, 2.2, 2.6)."""
+"""What a forward may do on the device, and which state of the host it uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def line_with(forward, **kwargs):
-    """A trained `Line` whose forward first calls forward(self, x); returns model, executor and the call's result."""
+    """Return a `Line` whose forward first calls `forward(self, x)`, and its training executor."""
 
     class Changed(Line):
         def forward(self, x):
@@ -57,7 +57,7 @@ def test_changing_a_parameter_in_place_is_refused(is_training, target):
         wrap(Clamped(), options())(torch.ones(1))
 
 
-def test_python_state_is_what_it_was_when_traced():
+def test_python_attributes_keep_their_traced_values():
     def count(line, x):
         line.calls = getattr(line, "calls", 0) + 1
         return x * line.calls
@@ -67,7 +67,7 @@ def test_python_state_is_what_it_was_when_traced():
     assert not hasattr(model, "calls")
 
 
-def test_tensors_that_forward_leaves_in_attributes_are_let_go():
+def test_tensors_that_forward_assigns_to_attributes_are_released():
     seen = []
 
     def keep(line, x):
@@ -79,7 +79,7 @@ def test_tensors_that_forward_leaves_in_attributes_are_let_go():
     assert not any("kept" in vars(replica.memory.module) for replica in training._program._replicas)
 
 
-def test_inputs_changed_in_place_are_changed_in_the_callers_tensor():
+def test_inputs_changed_in_place_change_in_the_callers_tensor():
     x = torch.tensor([1.0, 2.0])
     line_with(lambda line, x: x.add_(1), accumulation=2)[1](x)
     assert x.tolist() == [2, 3]
@@ -88,19 +88,19 @@ def test_inputs_changed_in_place_are_changed_in_the_callers_tensor():
 
 
 class Norm(nn.Module):
-    def __init__(self, normalise):
+    def __init__(self, normalize):
         super().__init__()
         self.register_buffer("mean", torch.zeros(3))
         self.register_buffer("var", torch.ones(3))
         self.scale = nn.Parameter(torch.ones(3))
-        self.normalise = normalise
+        self.normalize = normalize
 
     def forward(self, x):
-        return poptorch.identity_loss(self.normalise(self, x), "sum")
+        return poptorch.identity_loss(self.normalize(self, x), "sum")
 
 
 @pytest.mark.parametrize(
-    "normalise",
+    "normalize",
     [
         lambda m, x: torch.batch_norm(x, m.scale, None, m.mean, m.var, True, 0.1, 1e-5, False),
         lambda m, x: F.batch_norm(x, m.mean, m.var, m.scale, training=True),
@@ -108,8 +108,8 @@ class Norm(nn.Module):
         lambda m, x: torch.native_batch_norm(x, m.scale, None, m.mean, m.var, True, 0.1, 1e-5)[0],
     ],
 )
-def test_running_statistics_change_with_any_number_of_replicas(normalise):
-    model = Norm(normalise)
+def test_running_statistics_may_change_with_several_replicas(normalize):
+    model = Norm(normalize)
     poptorch.trainingModel(model, options(2))(torch.arange(12.0).view(4, 3))
     assert model.mean.tolist() == pytest.approx([0.15, 0.25, 0.35])
 
@@ -133,7 +133,7 @@ def in_a_list(model):
 
 
 @pytest.mark.parametrize("made", [closure, bound_method, partial, in_a_list])
-def test_attributes_that_refer_to_the_module_follow_it_to_the_device(made):
+def test_attributes_that_refer_to_the_module_refer_to_its_copy(made):
     model = Line()
     model.forward = made(model)
     training = poptorch.trainingModel(model, options(2), poptorch.optim.SGD([model.weight], lr=0.5))
@@ -142,7 +142,7 @@ def test_attributes_that_refer_to_the_module_follow_it_to_the_device(made):
     assert model.forward(torch.ones(())).item() == 0.5
 
 
-def test_a_closure_counts_in_the_programs_own_variables():
+def test_a_closure_changes_variables_of_the_program():
     calls = []
     model = Line()
     model.register_forward_hook(lambda module, args, output: calls.append(module))
@@ -177,7 +177,7 @@ def test_a_checkpoint_recomputes_with_the_same_random_numbers(use_reentrant):
 
 
 class Branching(nn.Module):
-    """Uses one of two weights, as its input says."""
+    """Uses one of two weights, depending on its input."""
 
     def __init__(self):
         super().__init__()
@@ -189,7 +189,7 @@ class Branching(nn.Module):
         return poptorch.identity_loss((self.high if x.sum() > 0 else self.low) * x, "mean")
 
 
-def test_every_parameter_takes_part_in_the_reduction_whatever_was_traced():
+def test_parameters_of_a_branch_that_was_not_traced_are_reduced():
     model = Branching()
     optimizer = poptorch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
     training = poptorch.trainingModel(model, options(2), optimizer)
@@ -203,15 +203,15 @@ _setting = contextvars.ContextVar("setting", default=1)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_what_the_caller_set_for_its_thread_holds_in_every_replica(replicas):
+def test_replica_threads_have_the_callers_thread_local_state(replicas):
     seen = []
 
-    class Look(nn.Module):
+    class RecordState(nn.Module):
         def forward(self, x):
             seen.append((_setting.get(), torch.get_num_threads(), torch.empty(1).device.type, torch.is_grad_enabled()))
             return x
 
-    model = poptorch.inferenceModel(Look(), options(replicas))
+    model = poptorch.inferenceModel(RecordState(), options(replicas))
     token, threads = _setting.set(5), torch.get_num_threads()
     try:
         torch.set_num_threads(1)

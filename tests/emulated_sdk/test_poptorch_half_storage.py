@@ -1,4 +1,4 @@
-"""What is stored in half: accumulators, momentum, weights (contract 4, 5)."""
+"""Values that are stored in half: accumulators, momentum, weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def line(value=1.0):
 
 
 def accumulated(optimizer_arguments, gradients, reduction=poptorch.ReductionType.Sum, strategy=None, replicas=1):
-    """How far one update at a learning rate of 1 moves a weight of 0."""
+    """Return the change of a weight of 0 in one update with a learning rate of 1."""
     model = line(0.0)
     opts = options(replicas, len(gradients) // replicas)
     opts.Training.accumulationAndReplicationReductionType(reduction)
@@ -27,7 +27,7 @@ def accumulated(optimizer_arguments, gradients, reduction=poptorch.ReductionType
 
 
 HALF = {"accum_type": torch.half}
-# Next to 1, half has steps of 2**-10: what is smaller than half a step is lost at every addition.
+# Near 1, half has steps of 2**-10: every addition loses what is smaller than half a step.
 SMALL = [1.0, *[0.0004] * 7]
 
 
@@ -36,11 +36,11 @@ def test_gradients_accumulate_in_float_by_default():
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_gradients_accumulate_in_half_when_asked(replicas):
+def test_gradients_accumulate_in_half_with_accum_type_half(replicas):
     assert accumulated(HALF, sorted(SMALL * replicas)[::-1], replicas=replicas) == replicas
 
 
-def test_a_single_micro_batch_is_not_accumulated():
+def test_a_single_micro_batch_is_not_rounded():
     assert accumulated(HALF, [1.0004]) == pytest.approx(1.0004)
 
 
@@ -49,22 +49,22 @@ def test_the_sum_of_half_overflows_and_the_running_mean_does_not():
     large = [40000.0] * 3
     assert accumulated(HALF, large, mean, poptorch.MeanReductionStrategy.Post) == float("inf")
     assert accumulated(HALF, large, mean, poptorch.MeanReductionStrategy.Running) == 40000
-    assert accumulated(HALF, large, mean) == 40000  # chosen by itself
+    assert accumulated(HALF, large, mean) == 40000  # the default
     assert accumulated({**HALF, "use_combined_accum": True}, large, mean) == float("inf")
 
 
-def test_a_running_mean_is_the_mean():
+def test_a_running_mean_equals_the_mean():
     found = accumulated(HALF, [1.0, 2.0, 4.0, 8.0, 16.0, 32.0], poptorch.ReductionType.Mean, replicas=2)
     assert found == pytest.approx(63 / 6, rel=2e-3)
 
 
-def test_loss_scaling_saves_what_half_would_lose():
+def test_loss_scaling_avoids_underflow_in_half():
     tiny = [1e-8] * 2
     assert accumulated(HALF, tiny) == 0
     assert accumulated({**HALF, "loss_scaling": 2.0**10}, tiny) == pytest.approx(2e-8, rel=2e-3)
 
 
-def test_the_way_to_take_a_mean_is_fixed_by_compiling():
+def test_the_mean_reduction_strategy_is_fixed_by_compiling():
     model = line()
     training = poptorch.trainingModel(model, options(1, 2), poptorch.optim.SGD(model.parameters(), lr=0.1))
     training(torch.ones(2))
@@ -82,7 +82,7 @@ def test_the_way_to_take_a_mean_is_fixed_by_compiling():
         ("RMSprop", "second_order_momentum_accum_type", "Accl1___weight"),
     ],
 )
-def test_state_of_type_half_is_half_and_continues_exactly(algorithm, option, quantity):
+def test_optimizer_state_in_half_is_saved_and_restored_exactly(algorithm, option, quantity):
     def make():
         model = line()
         arguments = {"momentum": 0.9} if algorithm in ("SGD", "RMSprop") else {}
@@ -104,7 +104,7 @@ def test_state_of_type_half_is_half_and_continues_exactly(algorithm, option, qua
     assert torch.equal(twin.weight, model.weight)
 
 
-def test_the_velocity_is_stored_scaled():
+def test_the_velocity_is_stored_with_its_scaling():
     for arguments, scaling in (
         ({"loss_scaling": 4.0}, 4),
         ({"velocity_scaling": 16.0, "use_combined_accum": True}, 16),
@@ -135,7 +135,7 @@ def test_automatic_loss_scaling_makes_the_loss_scaling_variable():
 
 
 class Wide(torch.nn.Module):
-    """Many equal weights, whose gradient is 1."""
+    """Many equal weights with a gradient of 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def trained_stochastically(seed, is_stochastic=True, updates=20):
     return model.weight.detach().clone()
 
 
-def test_stochastic_rounding_lets_small_updates_count_on_average():
+def test_stochastic_rounding_keeps_small_updates_on_average():
     assert trained_stochastically(1, is_stochastic=False).float().mean() == 1
     weights = trained_stochastically(1)
     assert weights.dtype == torch.half

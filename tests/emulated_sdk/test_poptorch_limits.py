@@ -1,4 +1,4 @@
-"""What a launcher and overlapped host IO ask of a placement."""
+"""The limits of a placement: the launched IPUs per replica, and overlapped host I/O."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import popdist.poptorch
 import poptorch
 import pytest
 import torch
-from poptorch._parallel.limits import check_overlap
+from poptorch.parallel.limits import check_overlap
 from poptorch_models import options
 from torch import nn
 
 
 def launched(monkeypatch, ipus_per_replica, local_replicas=2):
-    """Options of one of two instances."""
+    """Return the options of one of two instances."""
     values = {"NUM_TOTAL_REPLICAS": 2 * local_replicas, "NUM_LOCAL_REPLICAS": local_replicas}
     values.update(REPLICA_INDEX_OFFSET=0, NUM_IPUS_PER_REPLICA=ipus_per_replica)
     for name, value in values.items():
@@ -27,17 +27,17 @@ def infer_on(ipu, opts):
 
 
 @pytest.mark.parametrize(("ipu", "ipus_per_replica"), [(0, 1), (1, 2), (2, 4)])
-def test_a_model_for_the_launchers_ipus_compiles(monkeypatch, ipu, ipus_per_replica):
+def test_model_with_the_launched_ipus_compiles(monkeypatch, ipu, ipus_per_replica):
     opts = launched(monkeypatch, ipus_per_replica)
     infer_on(ipu, opts.setExecutionStrategy(poptorch.ShardedExecution()))
 
 
-def test_a_model_for_other_ipus_than_launched_is_refused(monkeypatch):
+def test_model_with_other_ipus_than_launched_raises_error(monkeypatch):
     with pytest.raises(poptorch.Error, match="uses 2 IPUs per replica, but the run was launched with 4"):
         infer_on(1, launched(monkeypatch, 4))
 
 
-def test_outside_a_launch_every_number_of_ipus_is_right(monkeypatch):
+def test_without_a_launch_any_number_of_ipus_compiles(monkeypatch):
     monkeypatch.delenv("POPDIST_NUM_TOTAL_REPLICAS", raising=False)
     infer_on(1, popdist.poptorch.Options().showCompilationProgressBar(False))
 
@@ -48,25 +48,25 @@ def overlapping(tiles=32, mode=poptorch.OutputMode.All):
     return opts
 
 
-def test_overlapped_io_excludes_pipelines():
+def test_overlap_excludes_pipelined_execution():
     check_overlap(overlapping(), ["outputs"])
     with pytest.raises(poptorch.Error, match="not possible with poptorch.PipelinedExecution"):
         check_overlap(overlapping().setExecutionStrategy(poptorch.PipelinedExecution()), ["outputs"])
 
 
-def test_overlapped_io_needs_io_tiles():
-    with pytest.raises(poptorch.Error, match="at least 32 IO tiles, and there are 0"):
+def test_overlap_needs_io_tiles():
+    with pytest.raises(poptorch.Error, match="at least 32 IO tiles, got 0"):
         check_overlap(overlapping(tiles=0), ["inputs"])
 
 
-def test_overlapped_outputs_need_all_or_their_sum():
+def test_overlapped_outputs_need_output_mode_all_or_sum():
     check_overlap(overlapping(mode=poptorch.OutputMode.Sum), ["outputs"])
     check_overlap(overlapping(mode=poptorch.OutputMode.Final), ["inputs"])
     with pytest.raises(poptorch.Error, match="not Final"):
         check_overlap(overlapping(mode=poptorch.OutputMode.Final), ["outputs"])
 
 
-def test_compiling_refuses_an_overlap_that_the_options_do_not_allow():
+def test_compilation_checks_overlap_options():
     class Overlapping(nn.Module):
         def forward(self, x):
             return poptorch.set_overlap_for_input(x, poptorch.OverlapMode.OverlapDeviceIterationLoop) + 1

@@ -1,4 +1,4 @@
-"""The loss rule of training (contract 2.4)."""
+"""Losses of training: marking, and exactly one final loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 class WithLoss(nn.Module):
-    """One weight and a function of prediction and target."""
+    """Applies a function to the scaled input and a target."""
 
     def __init__(self, loss):
         super().__init__()
@@ -29,7 +29,7 @@ def trained_weight(loss, lr=0.5):
     return model.weight.item()
 
 
-def test_gradients_start_at_the_mark_and_not_at_what_is_returned():
+def test_gradients_start_at_the_marked_loss_and_not_at_the_output():
     plain = trained_weight(F.mse_loss)
     assert plain == 2 - 0.5 * 4
     assert trained_weight(lambda p, y: F.mse_loss(p, y) * 10) == plain
@@ -39,14 +39,14 @@ def test_scaling_a_marked_loss_in_place_does_not_scale_gradients():
     assert trained_weight(lambda p, y: F.mse_loss(p, y).mul_(10)) == trained_weight(F.mse_loss)
 
 
-def test_identity_loss_marks_what_was_made_of_losses():
+def test_identity_loss_marks_a_combination_of_losses():
     def scaled(p, y):
         return poptorch.identity_loss(F.mse_loss(p, y) * 0.5, "none")
 
     assert trained_weight(scaled) == 2 - 0.5 * 2
 
 
-def test_the_loss_need_not_be_returned():
+def test_the_loss_does_not_have_to_be_returned():
     def hidden(p, y):
         F.mse_loss(p, y)
         return p
@@ -54,7 +54,7 @@ def test_the_loss_need_not_be_returned():
     assert trained_weight(hidden) == trained_weight(F.mse_loss)
 
 
-def test_a_loss_module_marks_like_its_function():
+def test_a_loss_module_marks_as_its_function_does():
     assert trained_weight(nn.MSELoss()) == trained_weight(F.mse_loss)
 
 
@@ -68,7 +68,7 @@ def test_two_independent_losses_are_refused():
         trained_weight(lambda p, y: (F.mse_loss(p, y), F.l1_loss(p, y)))
 
 
-def test_two_losses_that_feed_a_third_are_reductions():
+def test_losses_that_a_third_depends_on_are_allowed():
     def combined(p, y):
         return poptorch.identity_loss(F.mse_loss(p, y) + F.l1_loss(p, y), "sum")
 
@@ -80,7 +80,7 @@ def test_a_final_loss_of_several_numbers_is_refused():
         trained_weight(lambda p, y: F.mse_loss(p, y, reduction="none"))
 
 
-def test_inference_has_no_loss_rule():
+def test_inference_needs_no_loss():
     model = poptorch.inferenceModel(WithLoss(lambda p, y: poptorch.identity_loss(p, "mean")), options())
     assert model(torch.ones(2), torch.ones(2)).item() == 2
 
@@ -100,5 +100,5 @@ def test_an_unknown_reduction_is_refused():
 
 
 @pytest.mark.parametrize("name", ["smooth_l1_loss", "huber_loss", "l1_loss", "binary_cross_entropy_with_logits"])
-def test_other_losses_of_torch_mark_too(name):
+def test_other_loss_functions_of_torch_mark(name):
     assert trained_weight(getattr(F, name)) != 2

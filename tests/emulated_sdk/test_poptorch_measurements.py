@@ -1,4 +1,4 @@
-"""What an executor tells of its calls: times, cycles, anchored tensors; and options of a call (contract 1.2, 2.6)."""
+"""Measurements of a call: times, cycles, anchored tensors; synthetic data, named buffers, random state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def trained_classifier(opts):
     return model, poptorch.trainingModel(model, opts, poptorch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_latencies_are_of_the_last_call_and_zero_before():
+def test_latencies_are_those_of_the_last_call_and_zero_before():
     _, training = trained_classifier(options(2, 2))
     queries = [training.getHostIpuLatency, training.getComputeLatency, training.getIpuHostLatency, training.getLatency]
     training.compile(*batch(8))
@@ -35,7 +35,7 @@ def test_counters_have_a_list_for_every_tensor_and_a_time_for_every_micro_batch(
         assert list(times) == sorted(times)
 
 
-def test_compilation_takes_time_and_cycles_are_counted_when_asked_for():
+def test_compilation_time_and_cycle_count():
     _, training = trained_classifier(options().logCycleCount(True))
     training.compile(*batch(4))
     assert 0 < training.compilationTime() < 60
@@ -43,20 +43,20 @@ def test_compilation_takes_time_and_cycles_are_counted_when_asked_for():
         training.cycleCount()
     training(*batch(4))
     assert training.cycleCount() > 1000
-    quiet = trained_classifier(options())[1]
-    quiet(*batch(4))
+    not_logging = trained_classifier(options())[1]
+    not_logging(*batch(4))
     with pytest.raises(poptorch.Error, match="logCycleCount"):
-        quiet.cycleCount()
+        not_logging.cycleCount()
 
 
 @pytest.mark.parametrize("query", ["compilationTime", "getPerfCounters", "getLatency", "getTensorNames", "rng_state"])
-def test_nothing_is_told_before_compilation(query):
+def test_measurements_need_a_compiled_model(query):
     training = trained_classifier(options())[1]
     with pytest.raises(poptorch.Error, match="not compiled"):
         getattr(training, query)()
 
 
-def test_tensors_have_names_that_programs_can_find():
+def test_names_of_tensors():
     _, training = trained_classifier(options())
     training.compile(*batch(4))
     names = training.getTensorNames()
@@ -67,7 +67,7 @@ def test_tensors_have_names_that_programs_can_find():
     assert len(set(names)) == len(names)
 
 
-def test_anchored_gradients_are_those_of_torch():
+def test_anchored_gradients_equal_those_of_torch():
     opts = options(2, 2).anchorTensor("bias", "Gradient___linear.bias", poptorch.OutputMode.All)
     opts.anchorTensor("conv", "Gradient___conv/Conv2d:0", poptorch.OutputMode.All)
     opts.anchorTensor("out", "conv/Conv2d:0", poptorch.OutputMode.All).anchorTensor("in", "Gradient___images")
@@ -99,14 +99,14 @@ def test_anchored_gradients_are_those_of_torch():
         (None, 1, [4.0]),
     ],
 )
-def test_anchors_have_output_modes_of_their_own(mode, period, expected):
+def test_each_anchor_has_an_output_mode(mode, period, expected):
     opts = options(iterations=4).anchorTensor("x", "model.x", mode, period)
     training = poptorch.trainingModel(Line(), opts)
     training(torch.tensor([1.0, 2.0, 3.0, 4.0]))
     assert training.getAnchoredTensor("x").tolist() == expected
 
 
-def test_anchors_of_inference_and_wrong_names():
+def test_anchors_of_inference_and_unknown_names():
     inference = poptorch.inferenceModel(nn.Sequential(nn.ReLU()), options().anchorTensor("act", "0/ReLU:0"))
     with pytest.raises(poptorch.Error, match="not compiled"):
         inference.getAnchoredTensor("act")
@@ -132,7 +132,7 @@ class Shift(nn.Module):
         return x + self.shift + self.fixed + self.index
 
 
-def test_named_buffers_are_refreshed_alone():
+def test_only_the_named_buffers_are_uploaded():
     model = Shift()
     inference = poptorch.inferenceModel(model, options(2).updatableNamedBuffers(["shift", "index"]))
     inference(torch.zeros(2))
@@ -143,7 +143,7 @@ def test_named_buffers_are_refreshed_alone():
     assert [inference(torch.zeros(2)).tolist() for _ in range(2)] == [[6, 6], [6, 6]]
 
 
-def test_only_named_buffers_can_be_refreshed():
+def test_uploading_buffers_needs_known_names():
     inference = poptorch.inferenceModel(Shift(), options())
     inference(torch.zeros(1))
     with pytest.raises(poptorch.Error, match="updatableNamedBuffers"):
@@ -155,7 +155,7 @@ def test_only_named_buffers_can_be_refreshed():
 
 
 @pytest.mark.parametrize("is_set_before_compiling", [True, False])
-def test_the_random_state_continues_dropout_exactly(is_set_before_compiling):
+def test_dropout_continues_exactly_from_an_rng_state(is_set_before_compiling):
     def dropout():
         return poptorch.inferenceModel(nn.Dropout(0.5), options(2, iterations=2).randomSeed(5))
 
@@ -173,7 +173,7 @@ def test_the_random_state_continues_dropout_exactly(is_set_before_compiling):
         second.rng_state = [1]
 
 
-def test_synthetic_data_never_comes_from_the_host():
+def test_synthetic_data_replaces_inputs_and_outputs():
     _, training = trained_classifier(options(2, 2).enableSyntheticData(True))
     images, labels = batch(8)
     logits, loss = training(images.fill_(float("nan")), labels.fill_(77))
@@ -181,7 +181,7 @@ def test_synthetic_data_never_comes_from_the_host():
     assert all(parameter.isfinite().all() for parameter in training.model.parameters())
 
 
-def test_an_overflow_in_the_update_is_an_exception_when_asked_for():
+def test_an_overflow_in_the_update_raises_with_floating_point_exceptions():
     opts = options()
     opts.Precision.enableFloatingPointExceptions(True)
     model = Line()

@@ -1,6 +1,8 @@
-"""Ops that leave values as they are: layout hints, serialised products, names, custom ops."""
+"""Hints to the compiler: memory, recomputation, serialization, overlapped I/O and names do not change values."""
 
 from __future__ import annotations
+
+from typing import Any, Callable
 
 import poptorch
 import pytest
@@ -11,7 +13,7 @@ from torch import nn
 Mode = poptorch.MatMulSerializationMode
 
 
-def test_hints_are_identities_with_gradients():
+def test_hints_are_differentiable_identities():
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     y = poptorch.nop(poptorch.set_available_memory(poptorch.recomputationCheckpoint(x), 0.2))
     assert torch.equal(x, y)
@@ -19,13 +21,13 @@ def test_hints_are_identities_with_gradients():
     assert x.grad.tolist() == [1.0, 1.0]
 
 
-def test_a_nop_is_a_tensor_of_its_own():
+def test_nop_returns_a_copy():
     x = torch.zeros(2)
     poptorch.nop(x).add_(1)
     assert not x.any()
 
 
-def test_checkpoints_nest_as_they_are_given():
+def test_recomputation_checkpoint_keeps_the_container_type():
     a, b = torch.zeros(1), torch.ones(1)
     assert [each.item() for each in poptorch.recomputationCheckpoint(a, b)] == [0.0, 1.0]
     assert isinstance(poptorch.recomputationCheckpoint(a, b), tuple)
@@ -41,7 +43,7 @@ class Hinted(Line):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_hints_change_nothing_of_a_training(replicas):
+def test_hints_do_not_change_training(replicas):
     weights = []
     for kind in (Line, Hinted):
         model = kind()
@@ -54,7 +56,7 @@ def test_hints_change_nothing_of_a_training(replicas):
 @pytest.mark.parametrize(
     ("mode", "factor"), [(Mode.InputChannels, 2), (Mode.ReducingDim, 3), (Mode.OutputChannels, 5), (Mode.Disabled, 0)]
 )
-def test_a_serialised_product_is_the_product(mode, factor):
+def test_serialized_matmul_equals_matmul(mode, factor):
     class Product(nn.Module):
         def forward(self, lhs, rhs):
             return poptorch.serializedMatMul(lhs, rhs, mode, factor, keep_precision=True)
@@ -63,7 +65,7 @@ def test_a_serialised_product_is_the_product(mode, factor):
     assert torch.equal(poptorch.inferenceModel(Product(), options())(lhs, rhs), lhs @ rhs)
 
 
-def test_gradients_flow_through_a_serialised_product():
+def test_serialized_matmul_is_differentiable():
     lhs = torch.ones(2, 3, requires_grad=True)
     poptorch.serializedMatMul(lhs, torch.ones(3, 4), Mode.ReducingDim, 3).sum().backward()
     assert torch.equal(lhs.grad, torch.full((2, 3), 4.0))
@@ -73,36 +75,91 @@ def test_gradients_flow_through_a_serialised_product():
     ("mode", "factor", "size"),
     [(Mode.InputChannels, 3, 4), (Mode.ReducingDim, 4, 6), (Mode.OutputChannels, 2, 5), (Mode.ReducingDim, 0, 6)],
 )
-def test_a_factor_must_divide(mode, factor, size):
-    with pytest.raises(poptorch.Error, match=f"factor {factor} .* divide the dimension of {size}"):
+def test_serialization_factor_must_divide_the_dimension(mode, factor, size):
+    with pytest.raises(poptorch.Error, match=f"factor {factor} .* divide the dimension of size {size}"):
         poptorch.serializedMatMul(torch.ones(4, 6), torch.ones(6, 5), mode, factor)
 
 
 @pytest.mark.parametrize(
     "arguments", [("reducing_dim", 2, False), (Mode.ReducingDim, 2.0, False), (Mode.ReducingDim, 2, 1)]
 )
-def test_arguments_of_a_serialised_product_have_their_types(arguments):
+def test_serialized_matmul_checks_argument_types(arguments):
     with pytest.raises(AssertionError, match="serializedMatMul"):
         poptorch.serializedMatMul(torch.ones(2, 2), torch.ones(2, 2), *arguments)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, "half", None, True])
-def test_a_share_of_memory_lies_between_zero_and_one(share):
+def test_memory_proportion_must_be_in_0_to_1(share):
     with pytest.raises(ValueError, match=r"in \[0, 1\]"):
         poptorch.set_available_memory(torch.ones(1), share)
 
 
 @pytest.mark.parametrize("op", [poptorch.nop, poptorch.recomputationCheckpoint])
-def test_what_is_no_tensor_is_refused(op):
-    with pytest.raises(poptorch.Error, match="is a tensor, not str"):
+def test_non_tensors_raise_error(op):
+    with pytest.raises(poptorch.Error, match="must be a tensor, not str"):
         op("x")
 
 
-def test_the_name_of_a_scope_is_a_string():
+def test_name_scope_must_be_a_string():
     with pytest.raises(AssertionError, match="must be a string, not int"):
         poptorch.NameScope(3)
 
 
-def test_a_custom_op_is_refused_with_the_way_out():
-    with pytest.raises(poptorch.Error, match=r"com.acme.Cube:1 is C\+\+ for the IPU .* call a torch implementation"):
-        poptorch.custom_op([torch.ones(1)], "Cube", "com.acme", 1, [torch.ones(1)])
+NONE, LOOP = poptorch.OverlapMode.NoOverlap, poptorch.OverlapMode.OverlapDeviceIterationLoop
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
+def overlapping() -> poptorch.Options:
+    """Return options that allow overlapped transfers."""
+    chosen = options(iterations=2)
+    chosen.TensorLocations.numIOTiles(32)
+    return chosen.outputMode(poptorch.OutputMode.All).setExecutionStrategy(poptorch.ShardedExecution())
+
+
+def test_overlap_does_not_change_values():
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return poptorch.set_overlap_for_output(poptorch.set_overlap_for_input(x, LOOP) + 1, LOOP)
+
+    model = Calls(forward)
+    x = torch.arange(2.0)
+    assert torch.equal(model(x), x + 1)
+    assert torch.equal(poptorch.inferenceModel(model, overlapping())(x), x + 1)
+
+
+def test_overlap_of_nested_tensors():
+    nested = {"a": torch.ones(1), "b": (torch.ones(1), [torch.ones(1)])}
+    assert poptorch.set_overlap_for_input(nested, LOOP) is nested
+    model = Calls(lambda x: poptorch.set_overlap_for_input(x, LOOP)["b"][0] + 1)
+    doubled = {"a": torch.ones(2), "b": (torch.ones(2), [torch.ones(2)])}
+    assert poptorch.inferenceModel(model, overlapping())(doubled).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (lambda x: poptorch.set_overlap_for_input(x + 1, LOOP), "input"),
+        (lambda x: poptorch.set_overlap_for_output(x, LOOP) + 1, "output"),
+    ],
+)
+def test_overlap_of_other_tensors_raises_error(function, what):
+    with pytest.raises(poptorch.Error, match=f"set_overlap_for_{what} was applied to .* not an {what} of the model"):
+        poptorch.inferenceModel(Calls(function), overlapping())(torch.ones(2))
+
+
+def test_no_overlap_is_allowed_for_all_tensors():
+    model = Calls(lambda x: poptorch.set_overlap_for_input(x + 1, NONE))
+    assert poptorch.inferenceModel(model, options())(torch.ones(1)).item() == 2.0
+
+
+@pytest.mark.parametrize("op", [poptorch.set_overlap_for_input, poptorch.set_overlap_for_output])
+def test_overlap_mode_must_be_an_overlap_mode(op):
+    with pytest.raises(AssertionError, match="`mode` must be a poptorch.OverlapMode, not 'no_overlap'"):
+        op(torch.ones(1), "no_overlap")

@@ -1,4 +1,4 @@
-"""`CPU`: layers that run on the host."""
+"""`CPU`, layers that run on the host, and `custom_op`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class Hosted(nn.Module):
-    """Calls a method of its own on the host, between two operations on the device."""
+    """Calls one of its methods on the host, between two operations on the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Hosted(nn.Module):
         return self.host(x + 1, scale=3.0) * 2
 
 
-def test_a_layer_runs_on_the_host_object_at_every_call():
+def test_layer_runs_on_the_host_in_every_call():
     model = Hosted()
     inference = poptorch.inferenceModel(model, options())
     assert inference(torch.tensor([1.0])).tolist() == [12.0]
@@ -40,13 +40,13 @@ def test_a_layer_runs_on_the_host_object_at_every_call():
     assert model.calls == before + 1
 
 
-def test_every_replica_calls_it():
+def test_every_replica_calls_the_layer():
     inference = poptorch.inferenceModel(Hosted(), options(replicas=4))
     for _ in range(3):
         assert inference(torch.arange(4.0)).tolist() == [6.0, 12.0, 18.0, 24.0]
 
 
-def test_a_layer_sees_the_dtypes_of_the_api():
+def test_layer_gets_the_dtypes_of_the_api():
     model = Hosted()
     poptorch.inferenceModel(model, options())(torch.tensor([1, 2]))
     assert model.seen[0] == torch.int32
@@ -54,7 +54,7 @@ def test_a_layer_sees_the_dtypes_of_the_api():
     assert (model.seen[0], output.dtype, output.item()) == (torch.half, torch.half, 12.0)
 
 
-def test_models_of_both_precisions_share_a_layer():
+def test_half_and_float_models_share_a_layer():
     model = Hosted()
     half, full = (poptorch.inferenceModel(model, options()) for _ in range(2))
     for _ in range(2):
@@ -64,7 +64,7 @@ def test_models_of_both_precisions_share_a_layer():
         assert model.seen[0] == torch.float32
 
 
-def test_arguments_and_results_nest():
+def test_nested_arguments_and_results():
     host = poptorch.CPU(lambda pair, scale: {"sum": (pair[0] + pair[1]) * scale}, "nested")
 
     class Model(nn.Module):
@@ -74,7 +74,7 @@ def test_arguments_and_results_nest():
     assert poptorch.inferenceModel(Model(), options())(torch.ones(1)).tolist() == [6.0]
 
 
-def test_a_module_runs_with_the_weights_of_the_host():
+def test_layer_uses_the_weights_of_the_host():
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -93,7 +93,7 @@ def test_a_module_runs_with_the_weights_of_the_host():
 
 
 @pytest.mark.parametrize("kind", [tuple, list])
-def test_a_layer_may_return_several_tensors(kind):
+def test_layer_with_several_outputs(kind):
     host = poptorch.CPU(lambda x: kind((x, x.argmax())), "several")
 
     class Model(nn.Module):
@@ -105,13 +105,13 @@ def test_a_layer_may_return_several_tensors(kind):
     assert poptorch.inferenceModel(Model(), options())(torch.tensor([1.0, 5.0])).tolist() == [2.0, 6.0]
 
 
-def test_outside_a_model_it_is_an_ordinary_call():
+def test_call_outside_a_model_is_differentiable():
     x = torch.ones(2, requires_grad=True)
     poptorch.CPU(lambda y: (y * 3).sum(), "sum")(x).backward()
     assert x.grad.tolist() == [3.0, 3.0]
 
 
-def test_no_gradient_flows_through_the_host():
+def test_input_with_gradient_raises_error_on_the_device():
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -132,7 +132,7 @@ def test_no_gradient_flows_through_the_host():
     assert model.weight.item() == 0.5
 
 
-def test_execute_runs_on_the_kept_tensors():
+def test_execute_reads_inputs_and_writes_outputs():
     host = poptorch.CPU(lambda x: x + 1, "increment")
     poptorch.inferenceModel(_calling(host), options())(torch.zeros(1))
     host.registerPersistentData()
@@ -150,13 +150,13 @@ def _calling(host: poptorch.CPU) -> nn.Module:
     return Model()
 
 
-def test_a_layer_must_return_tensors():
+def test_layer_without_tensor_outputs_raises_error():
     with pytest.raises(poptorch.Error, match="'none': the layer returned None, but no tensor"):
         poptorch.inferenceModel(_calling(poptorch.CPU(lambda x: None, "none")), options())(torch.zeros(1))
 
 
-def test_what_cannot_be_called_is_refused():
-    with pytest.raises(ValueError, match="`layer_to_call` is a function, not int"):
+def test_layer_must_be_callable():
+    with pytest.raises(ValueError, match="`layer_to_call` must be a function, not int"):
         poptorch.CPU(3, "three")
 
 
@@ -165,7 +165,7 @@ def test_copies_of_a_model_share_the_layer():
     assert copy.deepcopy(model).host is model.host
 
 
-def test_an_error_of_the_layer_leaves_the_thread_on_the_host():
+def test_error_in_the_layer_restores_the_host_mode():
     def fail(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no such host")
 
@@ -173,3 +173,8 @@ def test_an_error_of_the_layer_leaves_the_thread_on_the_host():
         poptorch.inferenceModel(_calling(poptorch.CPU(fail, "fail")), options())(torch.zeros(1))
     assert not poptorch.isRunningOnIpu()
     assert torch.ones(1, dtype=torch.float64).dtype == torch.float64
+
+
+def test_custom_op_raises_error_with_alternatives():
+    with pytest.raises(poptorch.Error, match=r"com.acme.Cube:1 is C\+\+ for the IPU .* call a torch implementation"):
+        poptorch.custom_op([torch.ones(1)], "Cube", "com.acme", 1, [torch.ones(1)])

@@ -1,4 +1,4 @@
-"""`MultiConv`: what its setters take, and what compiling checks."""
+"""`MultiConv`: its setters, and the checks of compilation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def image(samples: int = 1) -> torch.Tensor:
     return torch.ones(samples, 1, 4, 4)
 
 
-def test_values_are_those_without_it():
+def test_does_not_change_values():
     multi = poptorch.MultiConv().availableMemoryProportions((0.1, 0.2)).partialsTypes(torch.half)
     multi = multi.enableConvDithering([True, False]).planType(poptorch.MultiConvPlanType.Parallel)
     model = TwoConvolutions(multi.perConvReservedTiles(100).cycleBackOff(0.3)).eval()
@@ -38,31 +38,31 @@ def test_values_are_those_without_it():
     assert torch.equal(model(image()), expected)
 
 
-def test_it_trains_on_several_replicas():
+def test_training_on_several_replicas():
     model = TwoConvolutions(poptorch.MultiConv())
     before = model.first.weight.detach().clone()
     assert poptorch.trainingModel(model, options(replicas=2))(image(2)).shape == (2,)
     assert not torch.equal(before, model.first.weight)
 
 
-def test_there_are_as_many_values_as_convolutions():
+def test_wrong_number_of_values_raises_error():
     model = TwoConvolutions(poptorch.MultiConv().availableMemoryProportions([0.1, 0.2, 0.3]))
     with pytest.raises(poptorch.Error, match="has 3 values, but there are 2 convolutions"):
         poptorch.trainingModel(model, options())(image())
 
 
-def test_without_a_convolution_it_is_refused():
+def test_context_without_convolutions_raises_error():
     class Empty(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             with poptorch.MultiConv():
                 return x + 1
 
-    with pytest.raises(poptorch.Error, match="holds no convolution"):
+    with pytest.raises(poptorch.Error, match="has no convolution"):
         poptorch.inferenceModel(Empty(), options())(torch.ones(1))
 
 
-def test_it_cannot_be_nested_and_is_usable_after_an_error():
-    with pytest.raises(poptorch.Error, match="cannot be nested"), poptorch.MultiConv(), poptorch.MultiConv():
+def test_nesting_raises_error_and_leaves_no_context():
+    with pytest.raises(poptorch.Error, match="Nested poptorch.MultiConv"), poptorch.MultiConv(), poptorch.MultiConv():
         pass
     with poptorch.MultiConv():
         pass
@@ -81,18 +81,18 @@ def test_it_cannot_be_nested_and_is_usable_after_an_error():
         ("cycleBackOff", "much"),
     ],
 )
-def test_values_of_other_types_are_refused(setter, value):
+def test_values_of_other_types_raise_error(setter, value):
     with pytest.raises(AssertionError, match="Invalid"):
         getattr(poptorch.MultiConv(), setter)(value)
 
 
-def test_partials_are_float_or_half():
+def test_partials_must_be_float_or_half():
     for value in ([torch.half, torch.int32], torch.int32, "half", ["half"]):
         with pytest.raises(ValueError, match="Invalid partials types. Expected torch.float32 or torch.float16, got"):
             poptorch.MultiConv().partialsTypes(value)
 
 
-def test_none_is_the_default_of_a_setting():
+def test_none_restores_the_default():
     multi = poptorch.MultiConv().availableMemoryProportions([0.1, 0.2, 0.3]).partialsTypes(torch.half)
     multi = multi.availableMemoryProportions(None).partialsTypes(None).enableConvDithering(None)
     assert poptorch.trainingModel(TwoConvolutions(multi), options())(image()).dim() == 0

@@ -1,4 +1,4 @@
-"""The ops together in one model that trains on several replicas: it is the model without them, bit for bit."""
+"""A model with several ops trains to the same bits as the equivalent model in plain torch."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import nn
 
 
 class Plain(nn.Module):
-    """Two convolutions, three turns of a linear layer, one of two scales, a product, and a loss."""
+    """Two convolutions, a linear layer applied three times, one of two scales, a product, and a loss."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.left = nn.Conv1d(1, 2, 3, padding=1)
         self.right = nn.Conv1d(1, 2, 3, padding=1)
-        self.turn = nn.Linear(8, 8)
+        self.linear = nn.Linear(8, 8)
         self.scales = nn.Parameter(torch.tensor([1.5, 0.5]))
         self.head = nn.Parameter(torch.randn(8, 4))
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         y = self.left(x) + self.right(x)
         for _ in range(3):
-            y = torch.tanh(self.turn(y))
+            y = torch.tanh(self.linear(y))
         return y
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -40,8 +40,8 @@ class WithOps(Plain):
     def features(self, x: torch.Tensor) -> torch.Tensor:
         with poptorch.MultiConv().planType(poptorch.MultiConvPlanType.Serial):
             y = poptorch.nop(self.left(x)) + self.right(x)
-        with poptorch.NameScope("turns"):
-            return poptorch.for_loop(3, lambda z: torch.tanh(self.turn(z)), [y])[0]
+        with poptorch.NameScope("linear"):
+            return poptorch.for_loop(3, lambda z: torch.tanh(self.linear(z)), [y])[0]
 
     def forward(self, x: torch.Tensor) -> Any:
         y = poptorch.recomputationCheckpoint(self.features(x))
@@ -55,7 +55,7 @@ class WithOps(Plain):
 
 
 @pytest.mark.parametrize(("replicas", "accumulation", "iterations"), [(1, 1, 1), (2, 2, 2), (4, 1, 1)])
-def test_training_is_that_of_plain_torch(replicas, accumulation, iterations):
+def test_training_equals_plain_torch(replicas, accumulation, iterations):
     samples = 2 * replicas * accumulation * iterations
     x = torch.randn(samples, 1, 8, generator=torch.Generator().manual_seed(1))
     trained = []

@@ -1,4 +1,4 @@
-"""Optimizers: constants, values, state (contract 4)."""
+"""`poptorch.optim`: compile-time constants, values and state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def sgd(model, **kwargs):
     return poptorch.optim.SGD(model.parameters(), **{"lr": 0.1, **kwargs})
 
 
-def test_changing_the_optimizer_has_no_effect_before_set_optimizer():
+def test_changes_take_effect_with_set_optimizer():
     model = Line()
     optimizer = sgd(model)
     training = poptorch.trainingModel(model, options(), optimizer)
@@ -28,7 +28,7 @@ def test_changing_the_optimizer_has_no_effect_before_set_optimizer():
     assert model.weight.item() == pytest.approx(-9.2)
 
 
-def test_an_explicit_attribute_is_variable_and_a_default_is_constant():
+def test_explicit_attributes_are_variable_and_defaults_constant():
     optimizer = sgd(Line(), momentum=0.9)
     assert not optimizer.variable_attrs.isConstant("momentum")
     assert not optimizer.variable_attrs.isConstant("lr")
@@ -38,7 +38,7 @@ def test_an_explicit_attribute_is_variable_and_a_default_is_constant():
 
 
 @pytest.mark.parametrize("make_variable", [False, True])
-def test_changing_a_constant_after_compiling_is_refused(make_variable):
+def test_changing_a_constant_after_compilation_raises_error(make_variable):
     model = Line()
     optimizer = sgd(model)
     if make_variable:
@@ -53,7 +53,7 @@ def test_changing_a_constant_after_compiling_is_refused(make_variable):
         training.setOptimizer(optimizer)
 
 
-def test_a_torch_optimizers_defaults_are_constants():
+def test_defaults_of_a_torch_optimizer_are_constants():
     model = Line()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     training = poptorch.trainingModel(model, options(), optimizer)
@@ -65,7 +65,7 @@ def test_a_torch_optimizers_defaults_are_constants():
         training.setOptimizer(optimizer)
 
 
-def test_another_algorithm_or_number_of_groups_is_refused():
+def test_another_algorithm_or_number_of_groups_raises_error():
     model = Line()
     training = poptorch.trainingModel(model, options(), sgd(model))
     training(torch.ones(1))
@@ -77,7 +77,7 @@ def test_another_algorithm_or_number_of_groups_is_refused():
         )
 
 
-def test_groups_have_values_of_their_own():
+def test_parameter_groups_have_their_own_values():
     model = seeded()
     before = copy.deepcopy(model.state_dict())
     groups = [{"params": model.conv.parameters(), "lr": 0.0}, {"params": model.linear.parameters()}]
@@ -86,7 +86,7 @@ def test_groups_have_values_of_their_own():
     assert not torch.equal(model.linear.weight, before["linear.weight"])
 
 
-def test_the_state_is_none_before_compiling():
+def test_state_is_none_before_compilation():
     state = sgd(Line()).state_dict()
     assert state["ipu_state"] is None
     assert state["ipu_param"] is None
@@ -95,7 +95,7 @@ def test_the_state_is_none_before_compiling():
 
 @pytest.mark.parametrize("algorithm", ["SGD", "Adam", "AdamW", "RMSprop"])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_loaded_state_continues_exactly(algorithm, replicas):
+def test_loaded_state_resumes_exactly(algorithm, replicas):
     arguments = {"lr": 0.01, **({"momentum": 0.9} if algorithm in ("SGD", "RMSprop") else {})}
 
     def make():
@@ -115,7 +115,7 @@ def test_a_loaded_state_continues_exactly(algorithm, replicas):
     assert torch.equal(resumed.conv.weight, model.conv.weight)
 
 
-def test_a_learning_rate_set_after_loading_counts_in_the_first_call():
+def test_learning_rate_set_after_load_state_dict_is_used():
     saving_model = Line()
     saving = sgd(saving_model)
     poptorch.trainingModel(saving_model, options(), saving)(torch.ones(1))
@@ -129,7 +129,7 @@ def test_a_learning_rate_set_after_loading_counts_in_the_first_call():
     assert model.weight.item() == pytest.approx(0.5)
 
 
-def test_a_state_can_be_loaded_while_training():
+def test_state_can_be_loaded_during_training():
     model = Line()
     optimizer = sgd(model, momentum=0.9)
     training = poptorch.trainingModel(model, options(), optimizer)
@@ -142,7 +142,7 @@ def test_a_state_can_be_loaded_while_training():
     assert model.weight.item() == pytest.approx(0.9 - 0.19)
 
 
-def test_a_new_optimizer_object_keeps_the_momentum_of_the_device():
+def test_new_optimizer_object_keeps_the_momentum_on_the_device():
     model = Line()
     training = poptorch.trainingModel(model, options(), sgd(model, momentum=0.9))
     training(torch.ones(1))
@@ -151,13 +151,13 @@ def test_a_new_optimizer_object_keeps_the_momentum_of_the_device():
     assert model.weight.item() == pytest.approx(1 - 0.1 - 0.19)
 
 
-def test_a_torch_state_is_refused():
+def test_state_of_a_torch_optimizer_raises_error():
     model = Line()
     with pytest.raises(RuntimeError, match="Only IPU optimizer states"):
         sgd(model).load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
 
 
-def test_a_copied_optimizer_takes_the_state_along():
+def test_copied_optimizer_has_the_state():
     model = Line()
     optimizer = sgd(model, momentum=0.9)
     poptorch.trainingModel(model, options(), optimizer)(torch.ones(1))
@@ -166,7 +166,7 @@ def test_a_copied_optimizer_takes_the_state_along():
     assert not copied.variable_attrs.isConstant("momentum")
 
 
-def test_schedulers_step_without_a_warning():
+def test_schedulers_do_not_warn():
     model = Line()
     optimizer = sgd(model)
     training = poptorch.trainingModel(model, options(), optimizer)
@@ -180,20 +180,20 @@ def test_schedulers_step_without_a_warning():
     assert model.weight.item() == pytest.approx(1 - 0.1 - 0.05)
 
 
-def test_amsgrad_is_refused_and_kernel_choices_are_ignored():
+def test_amsgrad_raises_error_and_kernel_arguments_warn():
     with pytest.raises(ValueError, match="amsgrad"):
         poptorch.optim.Adam(Line().parameters(), amsgrad=True)
     with pytest.warns(UserWarning, match="ignores foreach"):
         sgd(Line(), foreach=True)
 
 
-def test_an_unknown_algorithm_is_refused():
+def test_unknown_algorithm_raises_error():
     model = Line()
     with pytest.raises(poptorch.Error, match="Unknown optimizer Adagrad"):
         poptorch.trainingModel(model, options(), torch.optim.Adagrad(model.parameters()))(torch.ones(1))
 
 
-def test_rmsprop_by_the_rule_of_tensorflow():
+def test_rmsprop_tensorflow_variant():
     model = Line()
     optimizer = poptorch.optim.RMSprop(
         model.parameters(), lr=0.1, alpha=0.9, eps=1e-3, momentum=0.5, use_tf_variant=True
@@ -211,11 +211,11 @@ def test_rmsprop_by_the_rule_of_tensorflow():
 @pytest.mark.parametrize(
     ("ipu_state", "message"),
     [
-        ({"Accl___other": torch.ones(())}, "unknown parameters or quantities: Accl___other"),
-        ({"Accl___weight": torch.ones(2)}, r"Accl___weight of the optimizer state is \[2\]"),
+        ({"Accl___other": torch.ones(())}, "unknown tensors: Accl___other"),
+        ({"Accl___weight": torch.ones(2)}, r"Accl___weight of the optimizer state has shape \[2\]"),
     ],
 )
-def test_a_state_of_another_model_is_refused(ipu_state, message):
+def test_state_of_another_model_raises_error(ipu_state, message):
     model = Line()
     optimizer = sgd(model, momentum=0.9)
     training = poptorch.trainingModel(model, options(), optimizer)
@@ -227,7 +227,7 @@ def test_a_state_of_another_model_is_refused(ipu_state, message):
         training(torch.ones(1))
 
 
-def test_a_state_of_another_algorithm_is_refused():
+def test_state_of_another_algorithm_raises_error():
     model = Line()
     adam = poptorch.optim.Adam(model.parameters())
     poptorch.trainingModel(model, options(), adam)(torch.ones(1))
@@ -239,7 +239,7 @@ def test_a_state_of_another_algorithm_is_refused():
 
 
 @pytest.mark.parametrize("is_relaxed", [False, True])
-def test_an_added_attribute_is_told_once(caplog, is_relaxed):
+def test_added_attribute_warns_once(caplog, is_relaxed):
     model = Line()
     optimizer = sgd(model)
     training = poptorch.trainingModel(model, options().relaxOptimizerAttributesChecks(is_relaxed), optimizer)
@@ -256,7 +256,7 @@ def test_an_added_attribute_is_told_once(caplog, is_relaxed):
     assert messages == ([] if is_relaxed else expected)
 
 
-def test_the_same_parameters_in_other_groups_are_refused():
+def test_same_parameters_in_other_groups_raise_error():
     model = seeded()
     first, second = list(model.parameters())[:3], list(model.parameters())[3:]
     make = lambda *groups: poptorch.optim.SGD([{"params": group} for group in groups], lr=0.1)  # noqa: E731
@@ -267,7 +267,7 @@ def test_the_same_parameters_in_other_groups_are_refused():
         training.setOptimizer(make(second, first))
 
 
-def test_the_state_is_one_tensor_for_each_quantity_of_each_parameter():
+def test_ipu_state_and_ipu_param_names():
     model = seeded()
     optimizer = poptorch.optim.AdamW(model.parameters())
     poptorch.trainingModel(model, options(2), optimizer)(*batch(4))
@@ -281,6 +281,6 @@ def test_the_state_is_one_tensor_for_each_quantity_of_each_parameter():
 
 
 @pytest.mark.parametrize("arguments", [{"loss_scaling": 0.0}, {"max_grad_norm": -1.0}, {"accum_type": torch.int32}])
-def test_bad_values_are_refused_by_the_constructor(arguments):
+def test_invalid_values_raise_error_in_the_constructor(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         sgd(Line(), **arguments)

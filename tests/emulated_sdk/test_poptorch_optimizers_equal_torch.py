@@ -1,4 +1,4 @@
-"""The device's optimizers against those of the host, on the same gradients (contract 4, 11)."""
+"""The device's optimizers equal torch's on the same gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OWN = ("use_combined_accum", "bias_correction")
 
 
 class Net(nn.Module):
-    """Two layers, whose parameters go into two groups."""
+    """Two layers with one parameter group each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,13 +54,13 @@ def assert_same_weights(left, right):
 
 @pytest.mark.parametrize(("algorithm", "arguments"), CASES)
 @pytest.mark.parametrize("loss_scaling", [1.0, 1000.0])
-def test_groups_follow_torchs_rule(algorithm, arguments, loss_scaling):
+def test_updates_equal_torch(algorithm, arguments, loss_scaling):
     device, host = Net(), Net()
     own = {"lr": 0.05, "loss_scaling": loss_scaling, **arguments}
     optimizer = getattr(poptorch.optim, algorithm)(groups_of(device, {"weight_decay": 0.01}), **own)
     training = poptorch.trainingModel(device, options(), optimizer)
-    torchs = {name: value for name, value in arguments.items() if name not in OWN}
-    reference = getattr(torch.optim, algorithm)(groups_of(host, {"weight_decay": 0.01}), lr=0.05, **torchs)
+    host_arguments = {name: value for name, value in arguments.items() if name not in OWN}
+    reference = getattr(torch.optim, algorithm)(groups_of(host, {"weight_decay": 0.01}), lr=0.05, **host_arguments)
     for x in inputs(4):
         training(x)
         reference.zero_grad()
@@ -70,7 +70,7 @@ def test_groups_follow_torchs_rule(algorithm, arguments, loss_scaling):
 
 
 @pytest.mark.parametrize("arguments", [{}, {"bias_correction": False}, {"max_weight_norm": 0.1, "weight_decay": 0.0}])
-def test_lamb_is_the_same_on_the_device_and_on_the_host(arguments):
+def test_lamb_on_the_device_equals_the_host(arguments):
     device, host = Net(), Net()
     make = lambda model: poptorch.optim.LAMB(groups_of(model), lr=0.1, **arguments)  # noqa: E731
     training = poptorch.trainingModel(device, options(), make(device))
@@ -83,16 +83,16 @@ def test_lamb_is_the_same_on_the_device_and_on_the_host(arguments):
     assert_same_weights(device, host)
 
 
-def test_a_step_of_lamb_is_as_long_as_the_weights_norm_allows():
+def test_lamb_scales_the_step_to_the_norm_of_the_weights():
     weight = nn.Parameter(torch.tensor([3.0, 4.0]))
     optimizer = poptorch.optim.LAMB([weight], lr=0.1, weight_decay=0.0)
     weight.grad = torch.tensor([1.0, -2.0])
     assert optimizer.step(lambda: "the loss") == "the loss"
-    # Adam's first step is the sign of the gradient, of norm sqrt(2); the trust ratio makes it 0.1 * 5 long.
+    # Adam's first step is the sign of the gradient, of norm sqrt(2); the trust ratio scales it to norm 0.1 * 5.
     torch.testing.assert_close(weight.detach(), torch.tensor([3.0, 4.0]) - 0.5 / 2**0.5 * torch.tensor([1.0, -1.0]))
 
 
-def test_without_bias_correction_lambs_first_step_is_the_same_but_for_its_length():
+def test_bias_correction_scales_lambs_first_step():
     weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     for weight, corrects in zip(weights, (True, False)):
         weight.grad = torch.ones(1)
@@ -102,17 +102,17 @@ def test_without_bias_correction_lambs_first_step_is_the_same_but_for_its_length
 
 
 class OwnSgd(torch.optim.SGD):
-    """Derived without a rule of its own."""
+    """Inherits step()."""
 
 
 class Lookahead(torch.optim.SGD):
-    """Derived with a rule of its own."""
+    """Overrides step()."""
 
     def step(self, closure=None):
         raise AssertionError("the device does not call this")
 
 
-def test_a_derived_class_follows_the_rule_of_its_base(caplog):
+def test_derived_class_uses_the_rule_of_its_base(caplog):
     for kind, warned in ((OwnSgd, False), (Lookahead, True)):
         caplog.clear()
         model = Line()
@@ -124,7 +124,7 @@ def test_a_derived_class_follows_the_rule_of_its_base(caplog):
 @pytest.mark.skipif(
     "decoupled_weight_decay" not in torch.optim.Adam.__init__.__code__.co_varnames, reason="this torch has no such Adam"
 )
-def test_an_adam_with_decoupled_weight_decay_is_an_adamw():
+def test_adam_with_decoupled_weight_decay_is_adamw():
     device, host = Net(), Net()
     optimizer = torch.optim.Adam(device.parameters(), lr=0.1, weight_decay=0.5, decoupled_weight_decay=True)
     training = poptorch.trainingModel(device, options(), optimizer)
@@ -138,14 +138,14 @@ def test_an_adam_with_decoupled_weight_decay_is_an_adamw():
 
 
 @pytest.mark.parametrize("name", ["Adadelta", "Adagrad", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD"])
-def test_other_algorithms_are_refused_when_wrapping(name):
+def test_unsupported_algorithms_raise_error_when_wrapping(name):
     model = Line()
-    with pytest.raises(poptorch.Error, match=f"Unknown optimizer {name}: the device knows SGD, Adam"):
+    with pytest.raises(poptorch.Error, match=f"Unknown optimizer {name}: the device supports SGD, Adam"):
         poptorch.trainingModel(model, options(), getattr(torch.optim, name)(model.parameters()))
     poptorch.trainingModel(model, options())(torch.ones(1))
 
 
-def test_maximising_is_not_heeded():
+def test_maximize_is_ignored_with_a_warning():
     model = Line()
     with pytest.warns(UserWarning, match="maximize"):
         optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
@@ -156,7 +156,7 @@ def test_maximising_is_not_heeded():
         poptorch.trainingModel(model, options(), torch.optim.SGD(model.parameters(), lr=0.1, maximize=True))
 
 
-def test_rmsprop_takes_up_a_momentum_that_began_as_zero():
+def test_rmsprop_momentum_may_change_from_zero():
     model = Line()
     optimizer = poptorch.optim.RMSprop(model.parameters(), lr=0.1, momentum=0.0)
     training = poptorch.trainingModel(model, options(), optimizer)
@@ -167,7 +167,7 @@ def test_rmsprop_takes_up_a_momentum_that_began_as_zero():
     assert model.weight.item() == pytest.approx(1 - 0.1 / 0.01**0.5 - 0.1 / 0.0199**0.5, rel=1e-5)
 
 
-def test_clipping_follows_torch():
+def test_clipping_equals_torch():
     device, host = Net(), Net()
     training = poptorch.trainingModel(
         device, options(), poptorch.optim.AdamW(device.parameters(), lr=0.1, max_grad_norm=0.01, loss_scaling=64)
@@ -183,7 +183,7 @@ def test_clipping_follows_torch():
 
 
 @pytest.mark.parametrize("algorithm", ["SGD", "Adam", "AdamW", "RMSprop", "LAMB"])
-def test_an_optimizer_survives_a_deep_copy_with_its_model(algorithm):
+def test_deep_copy_of_model_and_optimizer(algorithm):
     model = Net()
     optimizer = getattr(poptorch.optim, algorithm)(groups_of(model), lr=0.1, loss_scaling=8.0)
     training = poptorch.trainingModel(model, options(), optimizer)
@@ -205,7 +205,7 @@ def test_an_optimizer_survives_a_deep_copy_with_its_model(algorithm):
         lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
     ],
 )
-def test_torchs_schedules_drive_the_device(schedule):
+def test_torch_schedulers_set_the_devices_learning_rate(schedule):
     device, host = Net(), Net()
     optimizer = poptorch.optim.SGD(groups_of(device), lr=0.05, momentum=0.9)
     reference = torch.optim.SGD(groups_of(host), lr=0.05, momentum=0.9)

@@ -1,6 +1,6 @@
-"""Every public setter of the options, in one table: what it takes, what it refuses, whether it shows in results.
+"""Every public setter of the options in one table: valid arguments, invalid arguments, and whether it has an effect.
 
-The table must be complete. `EFFECT`: something here depends on the value; `KEPT`: accepted, checked, kept and readable.
+`EFFECT`: the emulation uses the value; `STORED`: the value is validated and stored only.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ import poptorch
 import pytest
 import torch
 
-EFFECT, KEPT = "has an effect", "kept"
-NO_BOOL = (("yes",), (1,))
+EFFECT, STORED = "has an effect", "stored"
+NOT_BOOL = (("yes",), (1,))
 LOCATION = poptorch.TensorLocationSettings().useOnChipStorage(False)
-NO_LOCATION = (({"onChip": True},), (None,))
+NOT_LOCATION = (({"onChip": True},), (None,))
 
-# setter: (arguments, arguments that are refused, whether it has an effect)
+# setter: (valid arguments, invalid arguments, whether it has an effect)
 TABLE: Dict[str, Tuple[Tuple[Any, ...], Tuple[Tuple[Any, ...], ...], str]] = {
     "anchorTensor": (("short", "long"), ((1, "long"), ("short", "long", poptorch.OutputMode.EveryN, 0)), EFFECT),
-    "appendToLocationExcludes": (("torch",), ((1,),), KEPT),
-    "autoRoundNumIPUs": ((True,), NO_BOOL, EFFECT),
-    "broadcastBuffers": ((False,), NO_BOOL, EFFECT),
+    "appendToLocationExcludes": (("torch",), ((1,),), STORED),
+    "autoRoundNumIPUs": ((True,), NOT_BOOL, EFFECT),
+    "broadcastBuffers": ((False,), NOT_BOOL, EFFECT),
     "connectionType": ((poptorch.ConnectionType.OnDemand,), (("Never",), (3,)), EFFECT),
     "deviceIterations": ((4,), ((0,), ("4",), (4.0,), (True,)), EFFECT),
-    "disableModuleNamescope": ((), (), KEPT),
-    "enableExecutableCaching": (("/cache",), ((1,),), KEPT),
-    "enableProfiling": (("/profile",), ((1,),), KEPT),
-    "enableStableNorm": ((True,), NO_BOOL, KEPT),
-    "enableSyntheticData": ((True,), NO_BOOL, EFFECT),
+    "disableModuleNamescope": ((), (), STORED),
+    "enableExecutableCaching": (("/cache",), ((1,),), STORED),
+    "enableProfiling": (("/profile",), ((1,),), STORED),
+    "enableStableNorm": ((True,), NOT_BOOL, STORED),
+    "enableSyntheticData": ((True,), NOT_BOOL, EFFECT),
     "from_json": (('{"deviceIterations": 3}',), (), EFFECT),
     "inputReplicaGrouping": (
         (2, poptorch.CommGroupType.Orthogonal),
         ((0, poptorch.CommGroupType.Consecutive),),
         EFFECT,
     ),
-    "logCycleCount": ((True,), NO_BOOL, EFFECT),
-    "logDir": (("/logs",), ((1,),), KEPT),
-    "maxRepeatLogs": ((8,), ((-1,), ("8",)), KEPT),
-    "modelName": (("resnet",), ((1,),), KEPT),
+    "logCycleCount": ((True,), NOT_BOOL, EFFECT),
+    "logDir": (("/logs",), ((1,),), STORED),
+    "maxRepeatLogs": ((8,), ((-1,), ("8",)), STORED),
+    "modelName": (("resnet",), ((1,),), STORED),
     "outputMode": ((poptorch.OutputMode.Sum,), (("Sum",), (9,), (poptorch.ReductionType.Sum,)), EFFECT),
     "randomSeed": ((7,), ((7.5,), ("7",)), EFFECT),
-    "relaxOptimizerAttributesChecks": ((True,), NO_BOOL, EFFECT),
+    "relaxOptimizerAttributesChecks": ((True,), NOT_BOOL, EFFECT),
     "replicationFactor": ((2,), ((0,), (None,)), EFFECT),
-    "setAvailableMemoryProportion": (({"IPU0": 0.2},), (([0.2],), ({"IPU0": "0.2"},), ({0: 0.2},)), KEPT),
+    "setAvailableMemoryProportion": (({"IPU0": 0.2},), (([0.2],), ({"IPU0": "0.2"},), ({0: 0.2},)), STORED),
     "setExecutionStrategy": ((poptorch.ShardedExecution(),), (("sharded",),), EFFECT),
-    "showCompilationProgressBar": ((False,), NO_BOOL, EFFECT),
-    "sourceLocationExcludes": ((["torch"],), (("torch",),), KEPT),
-    "syncPattern": ((poptorch.SyncPattern.SinglePipeline,), (("Full",),), KEPT),
+    "showCompilationProgressBar": ((False,), NOT_BOOL, EFFECT),
+    "sourceLocationExcludes": ((["torch"],), (("torch",),), STORED),
+    "syncPattern": ((poptorch.SyncPattern.SinglePipeline,), (("Full",),), STORED),
     "updatableNamedBuffers": ((["mean"],), (("mean",), (5,)), EFFECT),
-    "useIpuId": ((1,), ((-1,), ("1",)), KEPT),
-    "useIpuModel": ((True,), NO_BOOL, KEPT),
+    "useIpuId": ((1,), ((-1,), ("1",)), STORED),
+    "useIpuModel": ((True,), NOT_BOOL, STORED),
     "useOfflineIpuTarget": ((2,), (("mk2",),), EFFECT),
     "Training.gradientAccumulation": ((4,), ((0,), ("4",)), EFFECT),
     "Training.accumulationAndReplicationReductionType": ((poptorch.ReductionType.Sum,), (("Sum",),), EFFECT),
@@ -63,27 +63,27 @@ TABLE: Dict[str, Tuple[Tuple[Any, ...], Tuple[Tuple[Any, ...], ...], str]] = {
         (("Running",),),
         EFFECT,
     ),
-    "Training.setAutomaticLossScaling": ((True,), NO_BOOL, EFFECT),
-    "Training.setConvolutionDithering": ((True,), NO_BOOL, KEPT),
-    "Precision.enableFloatingPointExceptions": ((True,), NO_BOOL, EFFECT),
-    "Precision.enableStochasticRounding": ((True,), NO_BOOL, EFFECT),
-    "Precision.setPartialsType": ((torch.half,), (), KEPT),
-    "Precision.halfFloatCasting": ((poptorch.HalfFloatCastingBehavior.HalfUpcastToFloat,), (), KEPT),
-    "Precision.runningStatisticsAlwaysFloat": ((False,), (), KEPT),
+    "Training.setAutomaticLossScaling": ((True,), NOT_BOOL, EFFECT),
+    "Training.setConvolutionDithering": ((True,), NOT_BOOL, STORED),
+    "Precision.enableFloatingPointExceptions": ((True,), NOT_BOOL, EFFECT),
+    "Precision.enableStochasticRounding": ((True,), NOT_BOOL, EFFECT),
+    "Precision.setPartialsType": ((torch.half,), (), STORED),
+    "Precision.halfFloatCasting": ((poptorch.HalfFloatCastingBehavior.HalfUpcastToFloat,), (), STORED),
+    "Precision.runningStatisticsAlwaysFloat": ((False,), (), STORED),
     "Distributed.configureProcessId": ((1, 2), (("1", 2), (0, 1.0)), EFFECT),
     "Distributed.setEnvVarNames": (("SOME_SIZE", "SOME_RANK"), (), EFFECT),
     "Distributed.disable": ((), (), EFFECT),
-    "Jit.traceModel": ((True,), NO_BOOL, KEPT),
+    "Jit.traceModel": ((True,), NOT_BOOL, STORED),
     "TensorLocations.numIOTiles": ((64,), ((31,), (33,), (256,), ("64",)), EFFECT),
-    "TensorLocations.setActivationLocation": ((LOCATION,), NO_LOCATION, KEPT),
-    "TensorLocations.setWeightLocation": ((LOCATION,), NO_LOCATION, KEPT),
-    "TensorLocations.setOptimizerLocation": ((LOCATION,), NO_LOCATION, KEPT),
-    "TensorLocations.setAccumulatorLocation": ((LOCATION,), NO_LOCATION, KEPT),
-    "_Popart.set": (("key", "value"), (("key",), (1, "value")), KEPT),
-    "_Popart.setEngineOptions": (({"key": "value"},), (("key",),), KEPT),
-    "_Popart.setPatterns": (({"PadSum": True},), (("PadSum",),), KEPT),
+    "TensorLocations.setActivationLocation": ((LOCATION,), NOT_LOCATION, STORED),
+    "TensorLocations.setWeightLocation": ((LOCATION,), NOT_LOCATION, STORED),
+    "TensorLocations.setOptimizerLocation": ((LOCATION,), NOT_LOCATION, STORED),
+    "TensorLocations.setAccumulatorLocation": ((LOCATION,), NOT_LOCATION, STORED),
+    "_Popart.set": (("key", "value"), (("key",), (1, "value")), STORED),
+    "_Popart.setEngineOptions": (({"key": "value"},), (("key",),), STORED),
+    "_Popart.setPatterns": (({"PadSum": True},), (("PadSum",),), STORED),
 }
-NO_SETTERS = {
+NOT_SETTERS = {
     "checkIsFrozen",
     "clone",
     "createOrSet",
@@ -101,7 +101,7 @@ WARNS = ("Precision.halfFloatCasting", "Precision.runningStatisticsAlwaysFloat",
 
 def public_methods(of: Any) -> Iterator[str]:
     for name, _ in inspect.getmembers(type(of), inspect.isfunction):
-        if not name.startswith("_") and name not in NO_SETTERS:
+        if not name.startswith("_") and name not in NOT_SETTERS:
             yield name
 
 
@@ -121,7 +121,7 @@ def changed_by(name: str, opts: poptorch.Options) -> Any:
     return returned, before != (opts.toDict(), opts._Popart.options, opts.Distributed.numProcesses)
 
 
-def test_the_table_is_complete():
+def test_table_is_complete():
     opts = poptorch.Options()
     found = set(public_methods(opts))
     found |= {f"{group}.{name}" for group in GROUPS for name in public_methods(getattr(opts, group))}
@@ -129,7 +129,7 @@ def test_the_table_is_complete():
 
 
 @pytest.mark.parametrize("name", sorted(TABLE))
-def test_a_setter_chains_changes_values_and_refuses_others(name, monkeypatch):
+def test_setter_chains_and_validates(name, monkeypatch):
     monkeypatch.setenv("SOME_SIZE", "3")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")  # so that disable() changes something
     opts = poptorch.Options()
@@ -143,7 +143,7 @@ def test_a_setter_chains_changes_values_and_refuses_others(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", sorted(set(TABLE) - set(WARNS)))
-def test_no_setter_changes_frozen_options(name, monkeypatch):
+def test_setters_raise_error_when_frozen(name, monkeypatch):
     monkeypatch.setenv("SOME_SIZE", "3")
     opts = poptorch.Options()
     poptorch.inferenceModel(torch.nn.ReLU(), opts)
@@ -154,12 +154,12 @@ def test_no_setter_changes_frozen_options(name, monkeypatch):
     assert changed_by(name, opts.clone())[0] is not None
 
 
-def test_whole_numbers_of_numpy_are_numbers():
+def test_numpy_integers_are_accepted():
     opts = poptorch.Options().deviceIterations(np.int64(4)).randomSeed(np.int32(3))
     assert (type(opts.device_iterations), opts.random_seed) == (int, 3)
 
 
-def test_options_survive_pickling_and_a_frozen_clone_is_free():
+def test_options_can_be_pickled():
     opts = poptorch.Options().deviceIterations(4).randomSeed(1)
     opts.Training.gradientAccumulation(2)
     twin = pickle.loads(pickle.dumps(opts))
@@ -167,7 +167,7 @@ def test_options_survive_pickling_and_a_frozen_clone_is_free():
     assert twin.deviceIterations(5).device_iterations == 5
 
 
-def test_a_distributed_run_knows_its_place_among_all_replicas():
+def test_to_dict_has_the_replica_offset_of_the_process():
     opts = poptorch.Options().replicationFactor(2)
     assert "globalReplicationFactor" not in opts.toDict()
     opts.Distributed.configureProcessId(3, 4)
@@ -176,21 +176,21 @@ def test_a_distributed_run_knows_its_place_among_all_replicas():
     assert (values["globalReplicationFactor"], values["globalReplicaOffset"]) == (8, 6)
 
 
-def test_a_variable_that_is_no_number_is_named(monkeypatch):
+def test_environment_variable_that_is_not_an_integer_raises_error(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "first")
-    with pytest.raises(ValueError, match="OMPI_COMM_WORLD_RANK is 'first'"):
+    with pytest.raises(ValueError, match="OMPI_COMM_WORLD_RANK='first' is not an integer"):
         poptorch.Options()
 
 
-def test_names_of_older_sdks_say_what_took_their_place():
+def test_error_for_a_name_of_an_older_sdk_has_its_replacement():
     with pytest.raises(AttributeError, match="outputMode"):
         poptorch.Options().anchorMode(poptorch.OutputMode.All)
-    with pytest.raises(AttributeError, match=r"poptorch\.OutputMode since SDK 3\.0"):
+    with pytest.raises(AttributeError, match=r"SDK 3\.0 renamed it to poptorch\.OutputMode"):
         _ = poptorch.AnchorMode
     assert not hasattr(poptorch, "no_such_name")
 
 
-def test_json_names_setters_members_and_dtypes():
+def test_json_with_setters_enumeration_members_and_dtypes():
     opts = poptorch.Options().from_json(
         '{"Precision.setPartialsType": "torch.half", "outputMode": "poptorch.OutputMode.All",'
         ' "setAvailableMemoryProportion": {"IPU0": 0.1}, "sourceLocationExcludes": [["a", "b"]]}'
@@ -206,16 +206,16 @@ def test_json_names_setters_members_and_dtypes():
         ("[1]", ValueError, "an object"),
         ("{", ValueError, "line 1"),
         ('{"noSuch": 1}', AttributeError, "noSuch"),
-        ('{"device_iterations": 2}', AttributeError, "name its setter"),
+        ('{"device_iterations": 2}', AttributeError, "not a setter"),
         ('{"deviceIterations": "2"}', AssertionError, "device_iterations"),
     ],
 )
-def test_bad_json_is_refused(text, error, message):
+def test_invalid_json_raises_error(text, error, message):
     with pytest.raises(error, match=message):
         poptorch.Options().from_json(text)
 
 
-def test_a_file_may_name_everything_of_the_package(tmp_path):
+def test_file_may_use_all_names_of_the_package(tmp_path):
     path = tmp_path / "options.txt"
     path.write_text(
         "setExecutionStrategy(poptorch.ShardedExecution())\n"

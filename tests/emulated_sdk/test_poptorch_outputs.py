@@ -1,4 +1,4 @@
-"""The layout of a combined batch, the output modes, dtypes and structures (contract 2.2, 2.3, 14)."""
+"""Inputs and outputs of a call: layout of the combined batch, output modes, dtypes and structures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ All, Final, Sum, EveryN = (
 
 
 class Apply(nn.Module):
-    """A module out of a function."""
+    """A module that calls a function."""
 
     def __init__(self, function):
         super().__init__()
@@ -44,7 +44,7 @@ def on_device(function, *args, opts=None, **kwargs):
         (EveryN, 2, [4, 5, 6, 7]),
     ],
 )
-def test_the_worked_example_of_the_layout(mode, period, expected):
+def test_the_order_of_outputs_in_each_mode(mode, period, expected):
     opts = options(replicas=2, accumulation=2, iterations=2).outputMode(mode, period)
     values, _ = poptorch.trainingModel(Echo(), opts)(torch.arange(8.0))
     assert values.tolist() == expected
@@ -54,7 +54,7 @@ def test_the_worked_example_of_the_layout(mode, period, expected):
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("iterations", [1, 4])
 @pytest.mark.parametrize("mode", [All, Final, Sum, EveryN])
-def test_dimension_zero_of_each_mode(mode, iterations, accumulation, replicas):
+def test_the_size_of_dimension_0_in_each_mode(mode, iterations, accumulation, replicas):
     count = replicas * accumulation * iterations
     period = 2 if mode == EveryN and iterations > 1 else 1
     multiplier = {All: count, Final: replicas, Sum: replicas, EveryN: count // period}[mode]
@@ -71,7 +71,7 @@ def test_training_returns_the_final_micro_batch_and_inference_all_by_default():
     assert inference(torch.arange(3.0))[0].tolist() == [0, 1, 2]
 
 
-def test_every_fifth_of_ten_iterations():
+def test_every_n_returns_every_fifth_of_ten_iterations():
     opts = options(iterations=10).outputMode(EveryN, 5)
     assert on_device(lambda x: x, torch.arange(10.0), opts=opts).tolist() == [4, 9]
 
@@ -93,13 +93,13 @@ def test_a_period_longer_than_the_call_is_refused():
         (torch.bool, torch.bool),
     ],
 )
-def test_dtypes_at_the_border(given, returned):
+def test_dtypes_at_the_api(given, returned):
     result = on_device(lambda x: x, torch.ones(4).to(given))
     assert result.dtype == returned
     assert result.tolist() == [1, 1, 1, 1]
 
 
-def test_int32_labels_and_int64_labels_give_the_same_loss():
+def test_int32_and_int64_labels_give_the_same_loss():
     def loss(logits, labels):
         return torch.nn.functional.cross_entropy(logits, labels)
 
@@ -107,7 +107,7 @@ def test_int32_labels_and_int64_labels_give_the_same_loss():
     assert torch.equal(on_device(loss, logits, labels), on_device(loss, logits, labels.int()))
 
 
-def test_structures_come_back_as_they_were_nested():
+def test_nested_structures_are_returned_as_they_were():
     def nest(x, pair, mapping):
         return {"a": (x, [pair.second]), "b": Pair(mapping["k"], None)}, 3
 
@@ -122,7 +122,7 @@ def test_structures_come_back_as_they_were_nested():
     assert mapping["b"].second is None
 
 
-def test_a_dictionary_of_the_programs_own_is_filled_item_by_item():
+def test_a_subclass_of_dict_is_returned():
     class Record(dict):
         def update(self, *args, **kwargs):
             raise TypeError("not this way")
@@ -143,11 +143,11 @@ def test_keyword_and_default_arguments():
 
     model = poptorch.inferenceModel(Apply(forward), options())
     assert model(torch.ones(2), y=torch.full((2,), 3.0), factor=5).tolist() == [15, 15]
-    with pytest.raises(poptorch.Error, match="nest"):
+    with pytest.raises(poptorch.Error, match="have the structure"):
         model(torch.ones(2))
 
 
-def test_constants_are_fixed_by_compiling():
+def test_constant_arguments_are_fixed_by_compiling():
     model = poptorch.inferenceModel(Apply(lambda x, factor: x * factor), options())
     assert model(torch.ones(1), 2).tolist() == [2]
     with pytest.warns(UserWarning, match="compiled as 2"):
@@ -179,13 +179,13 @@ def test_input_groups_share_their_input(kind, expected):
     assert on_device(lambda x: x, torch.arange(2.0), opts=opts).tolist() == expected
 
 
-def test_input_groups_with_loops_are_refused():
+def test_input_groups_with_several_iterations_are_refused():
     opts = options(replicas=2, iterations=2).inputReplicaGrouping(2, poptorch.CommGroupType.Consecutive)
     with pytest.raises(poptorch.Error, match="1 device iteration"):
         on_device(lambda x: x, torch.zeros(4), opts=opts)
 
 
-def test_outputs_cannot_be_back_propagated_but_saved():
+def test_outputs_refuse_backward_and_can_be_saved():
     result = on_device(lambda x: x, torch.ones(2))
     with pytest.raises(poptorch.Error, match="backward"):
         result.backward()
@@ -201,20 +201,20 @@ def test_inputs_that_require_a_gradient_are_detached_with_a_warning():
         assert not model(torch.ones(2, requires_grad=True)).requires_grad
 
 
-def test_an_output_is_no_view_of_an_input_or_another_output():
+def test_an_output_shares_no_memory_with_inputs_and_other_outputs():
     x = torch.ones(2)
     first, second = on_device(lambda x: (x, x), x)
     first.zero_()
     assert x.tolist() == second.tolist() == [1, 1]
 
 
-def test_forward_knows_that_it_runs_on_the_device():
+def test_is_running_on_ipu_inside_forward():
     assert on_device(lambda x: (x, poptorch.isRunningOnIpu()), torch.ones(1))[1] is True
     assert not poptorch.isRunningOnIpu()
 
 
 @pytest.mark.parametrize("leave", [lambda x: x.cpu(), lambda x: x.to("cpu"), lambda x: x.to(device="cpu")])
-def test_a_tensor_cannot_leave_the_device_inside_forward(leave):
+def test_a_tensor_cannot_be_moved_to_the_cpu_inside_forward(leave):
     with pytest.raises(poptorch.Error, match="CPU inside forward"):
         on_device(leave, torch.ones(1))
 

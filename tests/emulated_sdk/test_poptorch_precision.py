@@ -1,4 +1,4 @@
-"""Half and mixed precision: dtypes at the API, rounding, and that training converges (contract 5)."""
+"""Half and mixed precision: dtypes at the API, rounding, convergence of training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HALF = torch.half
 
 
 class Function(nn.Module):
-    """A function of the input and a parameter of one element, as a module."""
+    """A module that calls a function with its input and a parameter of one element."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -56,24 +56,24 @@ def on_device(function, x=None, is_half_model=True):
         (lambda x, w: x.double(), torch.float32),
     ],
 )
-def test_half_stays_half_until_it_meets_float(function, dtype):
+def test_half_with_half_is_half_and_half_with_float_is_float(function, dtype):
     assert on_device(function).dtype == dtype
 
 
-def test_half_inputs_meet_float_weights_in_float():
+def test_half_inputs_with_float_weights_compute_in_float():
     assert on_device(lambda x, w: x * w, is_half_model=False).dtype == torch.float32
     assert on_device(lambda x, w: x + x, is_half_model=False).dtype == HALF
 
 
 @pytest.mark.parametrize("cast", [lambda x: x.half(), lambda x: x.to(HALF), lambda x: x.to(dtype=HALF)])
-def test_a_cast_rounds(cast):
+def test_a_cast_to_half_rounds(cast):
     x = torch.tensor([[1.0003, 1e-9, 70000.0, 0.5]])
     found = on_device(lambda x, w: cast(x).float(), x, is_half_model=False)
     assert torch.equal(found, x.half().float())
     assert on_device(lambda x, w: cast(x), x, is_half_model=False).dtype == HALF
 
 
-def test_every_forward_is_told_the_same_dtype():
+def test_every_forward_reads_the_same_dtype():
     def smallest(x, w):
         assert x.element_size() == 2
         return x + torch.finfo(x.dtype).min if x.dtype == HALF else x
@@ -83,7 +83,7 @@ def test_every_forward_is_told_the_same_dtype():
         assert torch.equal(model(torch.zeros(2, 4, dtype=HALF)), torch.full((2, 4), -65504, dtype=HALF))
 
 
-def test_a_half_models_state_is_half_and_its_optimizers_is_float():
+def test_a_half_model_has_half_weights_and_float_optimizer_state():
     model = seeded().half()
     optimizer = poptorch.optim.Adam(model.parameters(), lr=0.01)
     training = poptorch.trainingModel(model, options(2), optimizer)
@@ -106,7 +106,7 @@ def test_half_and_float_models_agree_up_to_rounding():
     torch.testing.assert_close(results[0], results[1], atol=2e-3, rtol=2e-3)
 
 
-def test_loss_scaling_is_neutral_for_half_models():
+def test_loss_scaling_does_not_change_half_models():
     weights = []
     for scaling in (1.0, 128.0):
         model = Line().half()
@@ -116,7 +116,7 @@ def test_loss_scaling_is_neutral_for_half_models():
     assert weights[0] == weights[1]
 
 
-def test_partials_are_kept_and_change_nothing():
+def test_the_partials_type_has_no_effect():
     found = []
     for partials in (torch.float, HALF):
         opts = options()
@@ -126,7 +126,7 @@ def test_partials_are_kept_and_change_nothing():
 
 
 class Digits(nn.Module):
-    """A small convolutional net for images of 8 x 8."""
+    """A small convolutional network for images of 8 x 8 pixels."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`profiling.Channel`: spans of time, where the environment asks for them."""
+"""`profiling.Channel`: spans, recorded if PVTI_OPTIONS enables them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Program:
         return number + 1
 
 
-def test_a_tracepoint_spans_its_block(folder):
+def test_a_tracepoint_records_a_span(folder):
     with poptorch.profiling.Channel("app").tracepoint("load"):
         time.sleep(0.01)
     (span,) = spans(folder)
@@ -41,20 +41,20 @@ def test_a_tracepoint_spans_its_block(folder):
     assert span["dur"] >= 1e4  # microseconds
 
 
-def test_instrumented_methods_are_spans_and_return_as_before(folder):
+def test_instrumented_methods_record_spans_and_return_their_results(folder):
     program = Program()
     poptorch.profiling.Channel("app").instrument(program, "step")
     assert [program.step(number) for number in range(3)] == [1, 2, 3]
     assert [span["name"] for span in spans(folder)] == ["step"] * 3
 
 
-def test_a_block_that_fails_is_a_span_too(folder):
+def test_a_block_that_raises_records_a_span(folder):
     with pytest.raises(KeyError), poptorch.profiling.Channel("app").tracepoint("fails"):
         raise KeyError
     assert spans(folder)[0]["name"] == "fails"
 
 
-def test_threads_write_side_by_side(folder):
+def test_threads_write_concurrently(folder):
     def work(name: str) -> None:
         channel = poptorch.profiling.Channel(name)
         for _ in range(20):
@@ -70,7 +70,7 @@ def test_threads_write_side_by_side(folder):
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"enable": "false"}'])
-def test_nothing_is_recorded_unasked(monkeypatch, tmp_path, text):
+def test_nothing_is_recorded_by_default(monkeypatch, tmp_path, text):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PVTI_OPTIONS", text)
     program = Program()
@@ -83,12 +83,12 @@ def test_nothing_is_recorded_unasked(monkeypatch, tmp_path, text):
 
 
 @pytest.mark.parametrize("text", ["enable", "[]"])
-def test_options_that_are_no_object_are_refused(monkeypatch, text):
+def test_pvti_options_must_be_a_json_object(monkeypatch, text):
     monkeypatch.setenv("PVTI_OPTIONS", text)
     with pytest.raises(poptorch.Error, match="PVTI_OPTIONS"):
         poptorch.profiling.Channel("app")
 
 
-def test_only_methods_that_are_there_can_be_instrumented():
+def test_instrumenting_a_missing_method_is_refused():
     with pytest.raises(AttributeError, match="walk"):
         poptorch.profiling.Channel("app").instrument(Program(), "walk")

@@ -1,4 +1,4 @@
-"""Saved executables and models of the emulated `poptorch` (contract 2.6)."""
+"""Saved executables and models: `save`, `compileAndExport`, `loadExecutable`, `poptorch.load`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import poptorch
 import pytest
 import torch
-from poptorch._executor import container
+from poptorch.executor import model_file
 from poptorch_models import Classifier, Line, batch, options, seeded
 from torch import nn
 
@@ -22,7 +22,7 @@ def losses(training, calls):
     return [training(*batch(4, seed=index))[1].item() for index in range(calls)]
 
 
-def test_a_loaded_model_goes_on_exactly_where_it_was_saved(tmp_path):
+def test_a_loaded_model_continues_exactly(tmp_path):
     _, training = train_classifier(options().randomSeed(3))
     losses(training, 2)
     training.save(tmp_path / "new" / "folder" / "model.poptorch")
@@ -32,17 +32,16 @@ def test_a_loaded_model_goes_on_exactly_where_it_was_saved(tmp_path):
     assert torch.equal(loaded.model.linear.weight, training.model.linear.weight)
 
 
-def test_without_the_random_state_other_numbers_are_drawn(tmp_path):
+def test_save_without_rng_state(tmp_path):
     _, training = train_classifier(options().randomSeed(3))
     losses(training, 2)
     training.save(tmp_path / "model", save_rng_state=False)
     assert poptorch.load(tmp_path / "model").rng_state == [3, 0]
 
 
-def test_a_loaded_executable_is_not_traced_again_and_keeps_the_hosts_weights(tmp_path, monkeypatch):
+def test_a_loaded_executable_keeps_the_hosts_weights(tmp_path):
     model, training = train_classifier()
     training.compileAndExport(tmp_path / "model", *batch(4), export_model=False)
-    monkeypatch.setattr("poptorch._device.program.trace", None)
     fresh, other = train_classifier()
     with torch.no_grad():
         fresh.linear.bias.fill_(0.25)
@@ -57,21 +56,21 @@ def test_a_loaded_executable_is_not_traced_again_and_keeps_the_hosts_weights(tmp
         other(*batch(8))
 
 
-def test_an_executable_alone_is_no_model(tmp_path):
+def test_load_refuses_a_file_without_a_model(tmp_path):
     _, training = train_classifier()
     training.compileAndExport(tmp_path / "model", *batch(4), export_model=False)
     with pytest.raises(poptorch.Error, match="export_model=False"):
         poptorch.load(tmp_path / "model")
 
 
-def test_inference_models_are_saved_too(tmp_path):
+def test_inference_models_can_be_saved(tmp_path):
     inference = poptorch.inferenceModel(seeded().eval(), options())
     expected = inference(batch(4)[0])
     inference.save(tmp_path / "model")
     assert torch.equal(poptorch.load(str(tmp_path / "model"))(batch(4)[0]), expected)
 
 
-def test_options_are_edited_while_loading(tmp_path):
+def test_load_can_edit_options_that_the_executable_does_not_depend_on(tmp_path):
     _, training = train_classifier(options().connectionType(poptorch.ConnectionType.Never))
     training.compileAndExport(tmp_path / "model", *batch(4))
     loaded = poptorch.load(tmp_path / "model", lambda o: o.connectionType(poptorch.ConnectionType.OnDemand))
@@ -97,19 +96,19 @@ class Wider(Classifier):
         (lambda: poptorch.trainingModel(Line(), options()), "compiled for another model"),
     ],
 )
-def test_an_executable_of_something_else_is_refused(tmp_path, other, what):
+def test_an_executable_of_another_model_or_options_is_refused(tmp_path, other, what):
     train_classifier(dropout=0.0)[1].compileAndExport(tmp_path / "model", *batch(4))
     with pytest.raises(poptorch.Error, match=what):
         other().loadExecutable(tmp_path / "model")
 
 
-def test_only_a_compiled_model_is_saved(tmp_path):
+def test_save_needs_a_compiled_model(tmp_path):
     with pytest.raises(poptorch.Error, match="not compiled"):
         train_classifier()[1].save(tmp_path / "model")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_gets_a_file_of_the_default_name(tmp_path, caplog):
+def test_a_directory_gets_a_file_with_the_default_name(tmp_path, caplog):
     _, training = train_classifier()
     training.compileAndExport(tmp_path, *batch(4))
     assert [path.name for path in tmp_path.iterdir()] == ["model.poptorch"]
@@ -147,13 +146,37 @@ def test_a_missing_file_is_refused(tmp_path):
 def test_files_of_another_version_are_refused(tmp_path, monkeypatch):
     _, training = train_classifier()
     with monkeypatch.context() as earlier:
-        earlier.setattr(container, "VERSION", "3.3.0")
+        earlier.setattr(model_file, "VERSION", "3.3.0")
         training.compileAndExport(tmp_path / "model", *batch(4))
     with pytest.raises(poptorch.Error, match=r"saved by poptorch 3\.3\.0"):
         poptorch.load(tmp_path / "model")
 
 
-def test_what_cannot_be_pickled_is_named_and_leaves_no_file(tmp_path):
+def test_files_of_another_format_are_refused(tmp_path):
+    _, training = train_classifier()
+    training.compileAndExport(tmp_path / "model", *batch(4))
+    content = (tmp_path / "model").read_bytes()
+    (tmp_path / "model").write_bytes(content.replace(b"popef\x02", b"popef\x01", 1))
+    with pytest.raises(poptorch.Error, match="saved by another version of the emulated SDK: compile and save"):
+        train_classifier()[1].loadExecutable(tmp_path / "model")
+
+
+class LargestIndex(Line):
+    """Needs the index 2 in every micro-batch."""
+
+    def forward(self, x):
+        return super().forward(nn.functional.one_hot(x)[:, 2].float())
+
+
+def test_loading_an_executable_traces_inputs_of_the_compiling_call(tmp_path):
+    indices = torch.tensor([0, 2, 1, 2])
+    poptorch.trainingModel(LargestIndex(), options(2)).compileAndExport(tmp_path / "model", indices)
+    training = poptorch.trainingModel(LargestIndex(), options(2))
+    training.loadExecutable(tmp_path / "model")
+    assert training(indices).tolist() == [0.5, 0.5]
+
+
+def test_a_model_that_cannot_be_pickled_is_refused_and_leaves_no_file(tmp_path):
     class Local(Line):
         pass
 
@@ -165,7 +188,7 @@ def test_what_cannot_be_pickled_is_named_and_leaves_no_file(tmp_path):
     poptorch.trainingModel(Local(), options()).loadExecutable(tmp_path / "model")
 
 
-def test_a_file_tells_its_version_in_plain_text(tmp_path):
+def test_the_header_has_the_version_in_plain_text(tmp_path):
     _, training = train_classifier()
     training.compileAndExport(tmp_path / "model", *batch(4))
     header = (tmp_path / "model").read_bytes()[52:].split(b"]}", 1)[0] + b"]}"

@@ -1,4 +1,4 @@
-"""Every public name of PopTorch exists, with its parameters and their defaults (`poptorch_api.txt`)."""
+"""Every public name of PopTorch exists with its parameters and their defaults (`poptorch_api.txt`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Iterator, List, NamedTuple, Tuple
 import poptorch
 import pytest
 
-# Sections whose names are not those of a module that programs import.
+# Sections whose names are not importable modules.
 PRIVATE_SECTIONS = {"poptorch (args)", "poptorch (options base)"}
 
 
 class Entry(NamedTuple):
-    """A line of the list: where the name is, its parameters or value, and the kind of line."""
+    """A line of the list: the path of the name, its parameters or value, and the kind of line."""
 
     path: str
     kind: str
@@ -60,7 +60,7 @@ def found(path: str) -> Any:
 
 
 def parameters(function: Any) -> List[Tuple[str, Any]]:
-    """Names, with their stars, and defaults; without `self`."""
+    """Return names, with their stars, and defaults; without `self`."""
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     listed = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
     return [(stars.get(each.kind, "") + each.name, each.default) for each in listed]
@@ -73,7 +73,7 @@ def expected_parameters(detail: str) -> List[Tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("entry", [each for each in ENTRIES if each.kind in ("def", "class")], ids=lambda e: e.path)
-def test_names_are_where_programs_look(entry: Entry):
+def test_names_exist(entry: Entry):
     name = entry.path.rpartition(".")[2]
     value = found(entry.path)
     assert getattr(poptorch, name, value) is value
@@ -83,7 +83,7 @@ def test_names_are_where_programs_look(entry: Entry):
 @pytest.mark.parametrize(
     "entry", [each for each in ENTRIES if each.kind in ("def", "method", "static")], ids=lambda e: e.path
 )
-def test_parameters_and_defaults_are_those_of_the_sdk(entry: Entry):
+def test_parameters_and_defaults_equal_those_of_the_sdk(entry: Entry):
     function = found(entry.path)
     function = getattr(function, "__func__", function)
     assert parameters(function) == expected_parameters(entry.detail)
@@ -99,6 +99,6 @@ def test_properties_are_properties(entry: Entry):
 
 
 @pytest.mark.parametrize("entry", [each for each in ENTRIES if each.kind == "value"], ids=lambda e: e.path)
-def test_members_of_enumerations_have_their_values(entry: Entry):
+def test_members_of_enumerations_have_the_values_of_the_sdk(entry: Entry):
     owner, _, name = entry.path.rpartition(".")
     assert repr(found(owner)[name].value) == entry.detail

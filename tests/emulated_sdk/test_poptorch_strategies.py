@@ -1,4 +1,4 @@
-"""Execution strategies: stages, IPUs, and what the device refuses."""
+"""Execution strategies: stages, IPUs, and their limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAIN = poptorch.PipelinedExecution()
 
 
 class Pipeline(nn.Module):
-    """A classifier of `stages` linear layers, each a block "B<n>" on the IPU that `ipus` says; None leaves it open."""
+    """A classifier of linear layers, each a block "B<n>" on its IPU in `ipus`; None for the strategy's choice."""
 
     def __init__(self, ipus):
         super().__init__()
@@ -32,7 +32,7 @@ class Pipeline(nn.Module):
 
 
 def compiled(ipus, strategy=None, iterations=16, **kwargs):
-    """Inference of a `Pipeline`, compiled."""
+    """Return a compiled inference model of a `Pipeline`."""
     opts = options(iterations=iterations, **kwargs)
     if strategy is not None:
         opts.setExecutionStrategy(strategy)
@@ -47,7 +47,7 @@ def ipus_of(model):
 
 @functools.lru_cache(maxsize=None)
 def train(ipus, strategy, accumulation=5, replicas=1):
-    """Weights, buffers and outputs after two updates."""
+    """Return weights, buffers and outputs after two updates."""
     model = seeded(Pipeline, ipus=ipus)
     opts = options(replicas, accumulation).randomSeed(5).outputMode(poptorch.OutputMode.All)
     training = poptorch.trainingModel(model, opts.setExecutionStrategy(strategy), torch.optim.Adam(model.parameters()))
@@ -72,13 +72,13 @@ def train(ipus, strategy, accumulation=5, replicas=1):
     ],
     ids=lambda strategy: strategy.name,
 )
-def test_training_gives_the_same_bits_whatever_the_strategy(strategy, replicas):
+def test_training_has_the_same_bits_with_every_strategy(strategy, replicas):
     plain = train((None, None, None), PLAIN, replicas=replicas)
     ipus = (0, 1, 2) if strategy.name == "pipelined" else (None, None, None)
     assert all(map(torch.equal, train(ipus, strategy, replicas=replicas), plain))
 
 
-def test_inference_gives_the_same_bits_with_and_without_blocks():
+def test_inference_has_the_same_bits_with_and_without_blocks():
     x = torch.randn(2 * 2 * 4, 4, generator=torch.Generator().manual_seed(2))
     for replicas in (1, 2):
         results = [
@@ -89,7 +89,7 @@ def test_inference_gives_the_same_bits_with_and_without_blocks():
 
 
 @pytest.mark.parametrize(("forward_stages", "accumulation"), [(2, 2), (4, 6)])
-def test_pipelined_training_needs_accumulation_for_the_whole_pipeline(forward_stages, accumulation):
+def test_pipelined_training_needs_accumulation_of_the_pipeline_depth(forward_stages, accumulation):
     ipus, depth = tuple(range(forward_stages)), 2 * forward_stages - 1
     numbers = f"gradientAccumulation must be .* pipeline stages \\({depth}\\).* is {accumulation}"
     with pytest.raises(poptorch.Error, match=numbers):
@@ -108,7 +108,7 @@ def test_pipelined_inference_needs_device_iterations_for_every_stage():
     compiled((0, 1, 2, 3), poptorch.ShardedExecution(), iterations=1)
 
 
-def test_auto_stages_take_the_ipu_of_the_block_or_count_on():
+def test_auto_stage():
     same, increment = poptorch.AutoStage.SameAsIpu, poptorch.AutoStage.AutoIncrement
     assert ipus_of(compiled((0, 1, 0), poptorch.PipelinedExecution(same))) == [0, 1, 0]
     assert ipus_of(compiled((1, None, 0), poptorch.PipelinedExecution(same))) == [1, 0]
@@ -116,7 +116,7 @@ def test_auto_stages_take_the_ipu_of_the_block_or_count_on():
     assert ipus_of(compiled((0, 1, 0), poptorch.PipelinedExecution(increment))) == [0, 1, 0]
 
 
-def test_declared_stages_group_blocks_and_choose_their_ipus():
+def test_declared_stages_group_blocks_and_set_ipus():
     strategy = poptorch.PipelinedExecution(poptorch.Stage("B0", "B1"), "B2")
     stages = compiled((None, None, None), strategy).emulatedPlacement().stages
     assert [(stage.ipu, stage.blocks) for stage in stages] == [(0, ("B0", "B1")), (1, ("B2",))]
@@ -124,13 +124,13 @@ def test_declared_stages_group_blocks_and_choose_their_ipus():
     assert ipus_of(compiled((0, 0, 1), strategy)) == [0, 3]
 
 
-def test_a_strategy_without_declared_stages_can_be_told_the_ipu_of_a_block():
+def test_stage_sets_the_ipu_of_a_block_without_declared_stages():
     strategy = poptorch.ShardedExecution()
     strategy.stage("B1").ipu(2)
     assert ipus_of(compiled((None, None), strategy)) == [0, 2]
 
 
-def test_a_block_that_no_declared_stage_has_is_named():
+def test_undeclared_block_raises_error():
     with pytest.raises(AssertionError, match="Unknown block 'B2'.*'B0', 'B1'"):
         compiled((0, 0, 0), poptorch.PipelinedExecution("B0", "B1"))
     with pytest.raises(AssertionError, match="Unknown block 'B9'"):
@@ -154,12 +154,12 @@ def test_a_block_that_no_declared_stage_has_is_named():
         lambda: poptorch.Options().setExecutionStrategy("pipelined"),
     ],
 )
-def test_wrong_declarations_are_refused(make):
+def test_invalid_declarations_raise_error(make):
     with pytest.raises(AssertionError):
         make()
 
 
-def test_phases_are_stages_side_by_side():
+def test_phase_has_stages():
     phase = poptorch.Phase(poptorch.Stage("A"), poptorch.Stage("B")).ipus(2, 3)
     assert [phase.stage(index).blocks for index in (0, 1)] == [("A",), ("B",)]
     assert poptorch.Phase(["A", "B"]).stage(0).blocks == ("A", "B")
@@ -168,7 +168,7 @@ def test_phases_are_stages_side_by_side():
     assert strategy.useSeparateBackwardPhase().sendTensorsOffChipAfterFwd() is strategy
 
 
-def test_phases_take_turns_on_the_ipus():
+def test_ipus_of_phases():
     phases = (["B0"], ["B1"], ["B2"])
     serial = compiled((None, None, None), poptorch.SerialPhasedExecution(*phases)).emulatedPlacement()
     parallel = compiled((None, None, None), poptorch.ParallelPhasedExecution(*phases)).emulatedPlacement()
@@ -178,11 +178,11 @@ def test_phases_take_turns_on_the_ipus():
         compiled((0, 2, 0), poptorch.ParallelPhasedExecution(*phases))
 
 
-def test_options_keep_and_tell_the_strategy():
+def test_options_store_the_strategy():
     strategy = poptorch.SerialPhasedExecution(["A"]).setTensorsLiveness(poptorch.Liveness.OffChipAfterFwd)
     opts = poptorch.Options().setExecutionStrategy(strategy)
-    told = opts.toDict()
-    assert (told["execution_mode"], told["serial_phases_execution"], told["tensors_liveness"]) == (2, True, 1)
+    values = opts.toDict()
+    assert (values["execution_mode"], values["serial_phases_execution"], values["tensors_liveness"]) == (2, True, 1)
     assert poptorch.Options().toDict()["execution_mode"] == 0
     clone = copy.deepcopy(opts)
     clone._execution_strategy.stage("A").ipu(7)
@@ -192,20 +192,20 @@ def test_options_keep_and_tell_the_strategy():
         opts.setExecutionStrategy(poptorch.ShardedExecution())
 
 
-def test_an_options_file_names_strategies(tmp_path):
+def test_strategy_in_an_options_file(tmp_path):
     file = tmp_path / "options.txt"
     file.write_text("setExecutionStrategy(poptorch.ShardedExecution(poptorch.AutoStage.AutoIncrement))\n")
-    told = poptorch.Options().loadFromFile(str(file)).toDict()
-    assert (told["execution_strategy"], told["auto_stage"]) == ("ShardedExecution", 1)
+    values = poptorch.Options().loadFromFile(str(file)).toDict()
+    assert (values["execution_strategy"], values["auto_stage"]) == ("ShardedExecution", 1)
 
 
-def test_a_replicas_ipus_reach_up_to_the_highest():
+def test_replica_has_all_ipus_up_to_the_highest():
     placement = compiled((0, 3), poptorch.ShardedExecution()).emulatedPlacement()
     assert placement.ipus_per_replica == 4
     assert [ipu.stages for ipu in placement.ipus] == [(0,), (), (), (1,)]
 
 
-def test_ipus_are_a_power_of_two_unless_rounded():
+def test_ipus_must_be_a_power_of_two_unless_rounded():
     opts = poptorch.Options().showCompilationProgressBar(False).deviceIterations(3)
     model = seeded(Pipeline, ipus=(0, 1, 2)).eval()
     with pytest.raises(poptorch.Error, match="3 IPUs per replica x 1 replicas = 3 IPUs.*reserve 4"):
@@ -215,14 +215,14 @@ def test_ipus_are_a_power_of_two_unless_rounded():
 
 
 @pytest.mark.parametrize(("ipu", "replicas"), [(64, 1), (0, 128), (32, 2)])
-def test_a_process_drives_64_ipus(ipu, replicas):
+def test_process_uses_at_most_64_ipus(ipu, replicas):
     text = f"Too many IPUs requested ({(ipu + 1) * replicas}). Experiments that need more than 64 IPUs require "
     with pytest.raises(poptorch.Error) as raised:
         compiled((ipu,), poptorch.ShardedExecution(), iterations=1, replicas=replicas)
     assert str(raised.value) == text + "distributed execution."
 
 
-def test_sizes_are_counted_where_a_tensor_is_used_first():
+def test_tensor_is_counted_where_it_is_first_used():
     model = seeded(Pipeline, ipus=(0, 1))
     model.layers[1].weight = model.layers[0].weight
     model.spare = nn.Parameter(torch.ones(3))
@@ -244,18 +244,13 @@ def test_matrix_products_and_convolutions_are_counted():
     assert model.emulatedPlacement().stages[0].forward_operations == 2 * 2 * 4 * 16 * 27 + 2 * 2 * 64 * 5
 
 
-def test_schedules_stand_side_by_side_after_compiling():
-    model = seeded(Pipeline, ipus=(0, 1))
-    training = poptorch.trainingModel(model, options(accumulation=4))
+def test_placement_before_compilation_raises_error():
+    training = poptorch.trainingModel(seeded(Pipeline, ipus=(0, 1)), options(accumulation=4))
     with pytest.raises(poptorch.Error, match="not compiled"):
-        training.emulatedSchedules()
-    training.compile(torch.ones(12, 4), torch.zeros(12, dtype=torch.long))
-    schedules = training.emulatedSchedules()
-    assert (schedules["pipelined"].cycles, schedules["sharded"].cycles) == (4 + 2 + 1, 4 * 4 + 1)
-    assert 0 < schedules["pipelined"].idle_share < schedules["sharded"].idle_share < 1
+        training.emulatedPlacement()
 
 
-def test_a_saved_executable_keeps_its_placement_and_is_for_its_strategy(tmp_path):
+def test_saved_executable_keeps_placement_and_needs_its_strategy(tmp_path):
     sharded = compiled((0, 1), poptorch.ShardedExecution())
     sharded.save(str(tmp_path / "model"), export_model=False)
 
@@ -270,5 +265,5 @@ def test_a_saved_executable_keeps_its_placement_and_is_for_its_strategy(tmp_path
         loaded(poptorch.PipelinedExecution())
 
 
-def test_following_the_stages_changes_no_module():
+def test_recording_stages_does_not_change_modules():
     assert compiled((0, 1))._compiled().traced.changed_modules == ()

@@ -1,4 +1,4 @@
-"""Training against hand-written torch loops (contract 2.5, 4, 5)."""
+"""Training, compared with plain torch loops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """Kernels split over threads round differently, so both sides use one."""
+    """Use one thread, as kernels that are split over threads round differently."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -22,7 +22,7 @@ def _one_thread():
 
 
 def gradients_of(model, images, labels):
-    """The gradients of one replica, accumulated over its micro-batches."""
+    """Return the gradients of one replica, accumulated over its micro-batches."""
     model = copy.deepcopy(model)
     for micro_images, micro_labels in zip(images, labels):
         model(micro_images.clone(), micro_labels.clone())[1].backward()
@@ -35,8 +35,8 @@ def tree(values):
     return values[0]
 
 
-def hand_written(model, optimizer, images, labels, replicas, accumulation, scale):
-    """One weight update per iteration, replica by replica, gradients combined in a tree over the replicas."""
+def plain_torch_loop(model, optimizer, images, labels, replicas, accumulation, scale):
+    """Run one weight update per iteration, with gradients reduced in a tree over the replicas."""
     micro = 2
     images = images.view(-1, accumulation, replicas, micro, *images.shape[1:])
     labels = labels.view(-1, accumulation, replicas, micro)
@@ -53,7 +53,7 @@ def hand_written(model, optimizer, images, labels, replicas, accumulation, scale
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("reduction", ["Mean", "Sum"])
-def test_weights_equal_a_hand_written_loop_bit_for_bit(replicas, accumulation, reduction):
+def test_weights_equal_a_plain_torch_loop_bit_for_bit(replicas, accumulation, reduction):
     by_hand, on_device = seeded(), seeded()
     opts = options(replicas, accumulation, iterations=2)
     opts.Training.accumulationAndReplicationReductionType(poptorch.ReductionType[reduction])
@@ -64,12 +64,12 @@ def test_weights_equal_a_hand_written_loop_bit_for_bit(replicas, accumulation, r
     for seed in range(3):
         images, labels = batch(2 * replicas * accumulation * 2, seed)
         training(images, labels)
-        hand_written(by_hand, optimizer, images, labels, replicas, accumulation, scale)
+        plain_torch_loop(by_hand, optimizer, images, labels, replicas, accumulation, scale)
     for ours, theirs in zip(on_device.parameters(), by_hand.parameters()):
         assert torch.equal(ours, theirs)
 
 
-def test_one_replica_equals_the_ordinary_loop_with_its_outputs_and_buffers():
+def test_outputs_and_buffers_of_one_replica_equal_a_plain_torch_loop():
     by_hand, on_device = seeded(), seeded()
     training = poptorch.trainingModel(on_device, options(), poptorch.optim.SGD(on_device.parameters(), lr=0.1))
     optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1, **fastest(torch.optim.SGD))
@@ -86,7 +86,7 @@ def test_one_replica_equals_the_ordinary_loop_with_its_outputs_and_buffers():
     assert torch.equal(on_device.conv.weight, by_hand.conv.weight)
 
 
-def test_the_mean_is_taken_over_accumulation_and_replicas():
+def test_the_mean_is_over_accumulation_steps_and_replicas():
     for accumulation, replicas in [(1, 1), (4, 1), (1, 4), (2, 2)]:
         model = Line()
         training = poptorch.trainingModel(
@@ -96,7 +96,7 @@ def test_the_mean_is_taken_over_accumulation_and_replicas():
         assert model.weight.item() == 0
 
 
-def test_a_sum_adds_the_means_of_the_micro_batches():
+def test_a_sum_reduction_adds_the_means_of_the_micro_batches():
     model = Line()
     opts = options(replicas=2, accumulation=2)
     opts.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Sum)
@@ -112,7 +112,7 @@ def test_every_device_iteration_is_a_weight_update():
 
 
 @pytest.mark.parametrize("algorithm", ["SGD", "Adam", "AdamW", "RMSprop"])
-def test_torch_and_poptorch_optimizers_give_the_same(algorithm):
+def test_torch_and_poptorch_optimizers_are_equal(algorithm):
     weights = []
     for family in (torch.optim, poptorch.optim):
         model = seeded()
@@ -125,7 +125,7 @@ def test_torch_and_poptorch_optimizers_give_the_same(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["Adam", "AdamW", "RMSprop"])
-def test_other_optimizers_follow_torch(algorithm):
+def test_other_optimizers_of_torch_are_equal(algorithm):
     by_hand, on_device = seeded(), seeded()
     ours = getattr(poptorch.optim, algorithm)(on_device.parameters(), lr=0.01)
     training = poptorch.trainingModel(on_device, options(), ours)
@@ -146,7 +146,7 @@ def dropout_outputs(replicas, seed=3, calls=2):
     return torch.stack([training(*batch(8, call))[0] for call in range(calls)]), model.linear.weight.detach().clone()
 
 
-def test_dropout_is_the_same_in_every_run_and_differs_by_seed():
+def test_dropout_is_reproducible_and_depends_on_the_seed():
     assert torch.equal(dropout_outputs(2)[0], dropout_outputs(2)[0])
     assert not torch.equal(dropout_outputs(2)[0], dropout_outputs(2, seed=4)[0])
 
@@ -167,7 +167,7 @@ def test_random_numbers_do_not_depend_on_other_replicas():
     assert torch.equal(drawn(0, 1, 4), torch.cat([drawn(0, 2, 2), drawn(1, 2, 2)]))
 
 
-def test_the_host_generator_is_left_alone():
+def test_the_host_generator_does_not_change():
     model = seeded(dropout=0.5)
     training = poptorch.trainingModel(model, options(replicas=2))
     state = torch.get_rng_state()
@@ -175,7 +175,7 @@ def test_the_host_generator_is_left_alone():
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_the_state_of_random_numbers_can_be_put_back():
+def test_rng_state_can_be_restored():
     model = poptorch.inferenceModel(nn.Dropout(0.5), options().randomSeed(9))
     x = torch.ones(50)
     model(x)
@@ -186,7 +186,7 @@ def test_the_state_of_random_numbers_can_be_put_back():
     assert not torch.equal(first, other)
 
 
-def test_parameters_that_the_loss_does_not_reach_stay_as_they_are():
+def test_parameters_that_the_loss_does_not_depend_on_do_not_change():
     class Partial(Classifier):
         def __init__(self):
             super().__init__()
@@ -200,7 +200,7 @@ def test_parameters_that_the_loss_does_not_reach_stay_as_they_are():
         assert model.unused.tolist() == model.frozen.tolist() == [1, 1, 1]
 
 
-def test_parameters_outside_of_the_optimizer_stay_as_they_are():
+def test_parameters_that_are_not_in_the_optimizer_do_not_change():
     model = seeded()
     before = model.conv.weight.detach().clone()
     optimizer = poptorch.optim.SGD(model.linear.parameters(), lr=0.1)
@@ -228,7 +228,7 @@ def test_tied_parameters_stay_tied():
     assert model.second.weight is model.first.weight
 
 
-def test_loss_scaling_is_neutral():
+def test_loss_scaling_does_not_change_weights():
     weights = []
     for scaling in (1.0, 1024.0):
         model = seeded()
@@ -238,7 +238,7 @@ def test_loss_scaling_is_neutral():
     assert torch.equal(*weights)
 
 
-def test_the_global_norm_of_the_gradients_is_bounded():
+def test_max_grad_norm_clips_the_global_norm():
     by_hand, model = seeded(), seeded()
     optimizer = poptorch.optim.SGD(model.parameters(), lr=1.0, max_grad_norm=0.01)
     poptorch.trainingModel(model, options(), optimizer)(*batch(4))
@@ -248,7 +248,7 @@ def test_the_global_norm_of_the_gradients_is_bounded():
 
 
 class HalfClassifier(Classifier):
-    """As a 16.16 program with 8-bit input has it."""
+    """Half weights and activations with 8-bit input."""
 
     def forward(self, images, labels=None):
         return super().forward(images.half(), labels)
@@ -271,16 +271,16 @@ def test_half_weights_are_rounded_after_every_update():
     training = poptorch.trainingModel(model, options(), poptorch.optim.SGD(model.parameters(), lr=1e-4))
     for _ in range(5):
         training(torch.ones(2, dtype=torch.half))
-    # 1 - 1e-4 is nearer to 1 than to the next smaller half, so no update moves the weight; in float32 five would.
+    # 1 - 1e-4 rounds to 1 in half, so no update changes the weight; in float32 five updates would.
     assert model.weight.item() == 1
 
 
-def test_half_inputs_with_float_weights_give_float():
+def test_half_inputs_with_float_weights_return_float():
     model = poptorch.inferenceModel(Classifier(), options())
     assert model(torch.ones(2, 3, 6, 6, dtype=torch.half)).dtype == torch.float32
 
 
-def test_casting_to_the_weights_dtype_keeps_half():
+def test_casting_to_the_dtype_of_the_weights_keeps_half():
     class Casting(Classifier):
         def forward(self, images, labels=None):
             return super().forward(images.to(self.conv.weight.dtype), labels)
@@ -305,7 +305,7 @@ def test_a_recurrent_model_trains():
     torch.testing.assert_close(model.lstm.weight_hh_l0.detach(), expected)
 
 
-def test_the_callers_modes_do_not_reach_the_device():
+def test_the_callers_modes_are_disabled_on_the_device():
     results = []
     for mode in (torch.no_grad, torch.inference_mode, functools.partial(torch.autocast, "cpu")):
         model = seeded()
@@ -319,7 +319,7 @@ def test_the_callers_modes_do_not_reach_the_device():
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
-def test_an_error_of_one_replica_reaches_the_caller_and_leaves_no_gradients(replicas):
+def test_an_error_of_one_replica_is_raised_and_leaves_no_gradients(replicas):
     class Failing(Line):
         def forward(self, x):
             if x.sum() > 5:
@@ -337,8 +337,8 @@ def test_an_error_of_one_replica_reaches_the_caller_and_leaves_no_gradients(repl
     assert model.weight.item() == 0.5
 
 
-def test_weights_of_another_memory_format_train_the_same():
-    """The gradients that are combined must lie in memory as the weights do: fused kernels walk through both."""
+def test_weights_in_another_memory_format_train_the_same():
+    """Reduced gradients must have the strides of the weights, as fused kernels iterate over both."""
 
     def trained(memory_format):
         model = seeded()

@@ -1,12 +1,12 @@
-"""A call of training that fails leaves no trace, and every process holds the state of all replicas."""
+"""A failed call of training changes no state, and every process has the state of all replicas."""
 
 from __future__ import annotations
 
 import os
 from typing import Any, Dict, Iterator, List
 
-import _emulated_pod
-import _emulated_shared_memory
+import _pod.board
+import _pod.wires
 import poptorch
 import pytest
 import torch
@@ -19,15 +19,15 @@ BAD = 1e6
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """As the ranks have: kernels that are split over threads round differently."""
+    """Use one thread as the ranks do, as kernels that are split over threads round differently."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-class Fragile(Classifier):
-    """Refuses a sample after its statistics have taken it in."""
+class FailsOnBadSample(Classifier):
+    """Raises for a bad sample after the running statistics have changed."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.25)
@@ -41,14 +41,14 @@ class Fragile(Classifier):
 
 
 def wrapped(rank: int = 0, size: int = 1, iterations: int = ITERATIONS) -> Any:
-    model = seeded(Fragile)
+    model = seeded(FailsOnBadSample)
     opts = options(REPLICAS // size, iterations=iterations).randomSeed(3)
     opts.Distributed.configureProcessId(rank, size)
     return poptorch.trainingModel(model, opts, poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
 def share(call: int, rank: int = 0, size: int = 1) -> List[torch.Tensor]:
-    """What a process feeds: [iteration, replica, 2]."""
+    """Return the inputs of a process: [iteration, replica, 2]."""
     images, labels = batch(ITERATIONS * REPLICAS * 2, seed=call)
     local = REPLICAS // size
     mine = slice(rank * local, (rank + 1) * local)
@@ -58,15 +58,15 @@ def share(call: int, rank: int = 0, size: int = 1) -> List[torch.Tensor]:
     return [tensor.contiguous() for tensor in each]
 
 
-def spoiled(samples: List[torch.Tensor]) -> List[torch.Tensor]:
-    """The last sample of the last iteration is bad."""
+def with_bad_sample(samples: List[torch.Tensor]) -> List[torch.Tensor]:
+    """Make the last sample of the last iteration a bad one."""
     images = samples[0].clone()
     images[-1] = BAD
     return [images, samples[1]]
 
 
 def state_of(training: Any) -> Dict[str, torch.Tensor]:
-    """All that a run depends on, by name."""
+    """Return the complete state of a run, by name."""
     replicas = training.emulatedReplicaState()
     optimizer = training._optimizer.state_dict()["ipu_state"]
     found = {
@@ -84,77 +84,71 @@ def assert_same(ours: Dict[str, torch.Tensor], theirs: Dict[str, torch.Tensor]) 
     assert not different
 
 
-# ---- what the ranks run
-
-
-def _with_a_failure(rank: int, size: int, generation: str) -> Dict[str, Any]:
-    os.environ[_emulated_pod.GENERATION] = generation
+def _train_with_failure(rank: int, size: int, generation: str) -> Dict[str, Any]:
+    os.environ[_pod.wires.GENERATION] = generation
     training = wrapped(rank, size)
     for call in range(CALLS):
         samples = share(call, rank, size)
         if call == FAILING_CALL:
             before = state_of(training)
             try:
-                training(*(spoiled(samples) if rank == size - 1 else samples))
+                training(*(with_bad_sample(samples) if rank == size - 1 else samples))
                 error = ""
             except (RuntimeError, ValueError) as caught:
                 error = str(caught)
             after = state_of(training)
             replicas = training.emulatedReplicaState()
             training.detachFromDevice()
-            os.environ[_emulated_pod.GENERATION] = generation + "-again"
+            os.environ[_pod.wires.GENERATION] = generation + "-again"
             training.loadEmulatedReplicaState(replicas)
         training(*samples)
     used_board = training._program._update._sum.uses_board()
     return {"before": before, "after": after, "error": error, "end": state_of(training), "board": used_board}
 
 
-def on_the_board(rank: int, size: int) -> Dict[str, Any]:
-    return _with_a_failure(rank, size, "board")
+def with_shared_memory(rank: int, size: int) -> Dict[str, Any]:
+    return _train_with_failure(rank, size, "board")
 
 
-def on_the_wires(rank: int, size: int) -> Dict[str, Any]:
-    wanted = _emulated_shared_memory.is_wanted
-    _emulated_shared_memory.is_wanted = lambda offers: False
+def with_network(rank: int, size: int) -> Dict[str, Any]:
+    before = _pod.board.is_possible
+    _pod.board.is_possible = lambda capabilities: False
     try:
-        return _with_a_failure(rank, size, "wires")
+        return _train_with_failure(rank, size, "wires")
     finally:
-        _emulated_shared_memory.is_wanted = wanted
+        _pod.board.is_possible = before
 
 
 @pytest.fixture(scope="module")
 def found() -> Dict[str, List[Any]]:
-    return run_ranks(__file__, ["on_the_board", "on_the_wires"], 2)
+    return run_ranks(__file__, ["with_shared_memory", "with_network"], 2)
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> Dict[str, torch.Tensor]:
-    """The same training in one process."""
+def single_process() -> Dict[str, torch.Tensor]:
+    """Return the state of the same training in one process."""
     training = wrapped()
     for call in range(CALLS):
         training(*share(call))
     return state_of(training)
 
 
-# ---- tests
-
-
-@pytest.mark.parametrize("way", ["on_the_board", "on_the_wires"])
-def test_a_lost_peer_leaves_the_survivor_as_it_was(found: Dict[str, List[Any]], way: str) -> None:
-    survivor, failed = found[way]
-    assert survivor["board"] == failed["board"] == (way == "on_the_board")
+@pytest.mark.parametrize("transport", ["with_shared_memory", "with_network"])
+def test_a_lost_peer_does_not_change_the_other_process(found: Dict[str, List[Any]], transport: str) -> None:
+    survivor, failed = found[transport]
+    assert survivor["board"] == failed["board"] == (transport == "with_shared_memory")
     assert "this sample is bad" in failed["error"]
     assert "lost the connection" in survivor["error"]
     for each in (survivor, failed):
         assert_same(each["before"], each["after"])
 
 
-@pytest.mark.parametrize("way", ["on_the_board", "on_the_wires"])
-def test_attached_again_the_processes_meet_anew_and_go_on(
-    found: Dict[str, List[Any]], undisturbed: Dict[str, torch.Tensor], way: str
+@pytest.mark.parametrize("transport", ["with_shared_memory", "with_network"])
+def test_training_continues_after_detach_and_attach(
+    found: Dict[str, List[Any]], single_process: Dict[str, torch.Tensor], transport: str
 ) -> None:
-    for each in found[way]:  # so each process holds the statistics of all four replicas
-        assert_same(each["end"], undisturbed)
+    for each in found[transport]:  # each process has the statistics of all four replicas
+        assert_same(each["end"], single_process)
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
@@ -164,31 +158,31 @@ def test_a_failed_call_changes_nothing(iterations: int) -> None:
     training(*half)
     before = state_of(training)
     with pytest.raises(ValueError, match="this sample is bad"):
-        training(*spoiled(half))
+        training(*with_bad_sample(half))
     assert_same(state_of(training), before)
 
 
-def test_the_state_of_the_replicas_makes_another_program_go_on_alike(undisturbed: Dict[str, torch.Tensor]) -> None:
+def test_another_program_continues_from_the_replica_state(single_process: Dict[str, torch.Tensor]) -> None:
     first, second = wrapped(), wrapped()
     for call in range(2):
         first(*share(call))
     first.copyWeightsToHost()
     second.model.load_state_dict(first.model.state_dict())
     second._optimizer.load_state_dict(first._optimizer.state_dict())
-    second.loadEmulatedReplicaState(first.emulatedReplicaState())  # before it is compiled
+    second.loadEmulatedReplicaState(first.emulatedReplicaState())  # before compilation
     for call in range(2, CALLS):
         second(*share(call))
-    assert_same(state_of(second), undisturbed)
-    assert len(torch.unique(undisturbed["buffer norm.running_mean"], dim=0)) == REPLICAS
+    assert_same(state_of(second), single_process)
+    assert len(torch.unique(single_process["buffer norm.running_mean"], dim=0)) == REPLICAS
 
 
-def test_a_state_that_does_not_fit_is_refused() -> None:
+def test_a_replica_state_of_another_shape_is_refused() -> None:
     training = wrapped()
     training(*share(0))
     state = training.emulatedReplicaState()
     fewer = {"buffers": {name: value[:2] for name, value in state["buffers"].items()}, "rng_state": [0, 0]}
-    with pytest.raises(poptorch.Error, match=r"'table' is \(2, 3\), and here \(4, 3\)"):
+    with pytest.raises(poptorch.Error, match=r"'table' is \(2, 3\), but \(4, 3\) is expected"):
         training.loadEmulatedReplicaState(fewer)
     del state["buffers"]["table"]
-    with pytest.raises(poptorch.Error, match=r"'table' is no such buffer, and here \(4, 3\)"):
+    with pytest.raises(poptorch.Error, match=r"'table' is missing, but \(4, 3\) is expected"):
         training.loadEmulatedReplicaState(state)

@@ -80,7 +80,7 @@ def test_an_unreadable_device_loses_the_updates_since_the_last_read_back(
     def fails(training: Any) -> None:
         """Fail as on IPUs: when one instance dies, the device runs of the others end and their state is lost."""
         monkeypatch.undo()
-        training._program.let_go()
+        training._program.close_connections()
         training._is_attached = training._device_is_newer = False
         training._optimizer._host_is_newer = True
         raise poptorch.Error("Application runtime error: the device run has ended")

@@ -1,7 +1,7 @@
-"""`horovod`, emulated: the host-side collectives of `horovod.torch` over the emulated pod's wires (contract section 8).
+"""`horovod`, emulated: the host-side collectives of `horovod.torch`, over Gloo.
 
-A real Horovod wins: if one that was built for PyTorch lies elsewhere on `sys.path`, this package becomes it, although
-our folder stands before it. EMULATED_POD_HOROVOD=emulated keeps the emulated one.
+An installed Horovod with a PyTorch extension takes precedence: this package replaces itself with it, although the
+emulated SDK comes first on `sys.path`. EMULATED_POD_HOROVOD=emulated selects the emulated one.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Optional
 
 
-def _real_horovod() -> Optional[ModuleSpec]:
-    """The spec of a Horovod elsewhere on `sys.path` that has a PyTorch extension, if there is one and it is wanted."""
+def _find_installed() -> Optional[ModuleSpec]:
+    """Return the spec of the first Horovod elsewhere on `sys.path` that has a PyTorch extension, if selected."""
     if os.environ.get("EMULATED_POD_HOROVOD") == "emulated":
         return None
-    here = Path(__file__).resolve().parent.parent
+    own_folder = Path(__file__).resolve().parent.parent
     for entry in sys.path:
         folder = Path(entry or ".").resolve()
-        spec = None if folder == here else PathFinder.find_spec(__name__, [str(folder)])
+        spec = None if folder == own_folder else PathFinder.find_spec(__name__, [str(folder)])
         if spec is not None and spec.loader is not None and _has_torch_extension(spec):
             return spec
     return None
@@ -32,16 +32,16 @@ def _has_torch_extension(spec: ModuleSpec) -> bool:
     return any(list(folder.glob(f"mpi_lib*{suffix}")) for folder in folders for suffix in EXTENSION_SUFFIXES)
 
 
-def _become(spec: ModuleSpec) -> None:
-    """Puts the real package into this one's place; the import under way returns what it finds there."""
-    real = importlib.util.module_from_spec(spec)
-    sys.modules[__name__] = real
-    assert spec.loader is not None, "_real_horovod returns specs with a loader only"
-    spec.loader.exec_module(real)
+def _replace_with(spec: ModuleSpec) -> None:
+    """Put the installed package into `sys.modules`; the current import returns what it finds there."""
+    installed = importlib.util.module_from_spec(spec)
+    sys.modules[__name__] = installed
+    assert spec.loader is not None, "_find_installed returns specs with a loader only"
+    spec.loader.exec_module(installed)
 
 
-__version__ = "0.28.1+emulated"  # the one whose interface this is
+__version__ = "0.28.1+emulated"  # the release whose interface this is
 
-_spec = _real_horovod()
+_spec = _find_installed()
 if _spec is not None:
-    _become(_spec)
+    _replace_with(_spec)

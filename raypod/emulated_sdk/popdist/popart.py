@@ -1,4 +1,4 @@
-"""`popdist.popart`: refused. The emulation has PopTorch's part of PopDist only (contract section 6.1)."""
+"""`popdist.popart`: raises ImportError. The emulated SDK implements PopDist for PopTorch only."""
 
 from __future__ import annotations
 

@@ -1,29 +1,32 @@
-"""`popdist.poptorch.Options`: PopTorch options that know their place in the distributed run (contract section 6.2)."""
+"""`popdist.poptorch.Options`: PopTorch options set from the POPDIST_* environment variables."""
 
 from __future__ import annotations
 
 from typing import Any, Dict, NoReturn
 
 import poptorch
-from poptorch._options.sections import _DistributedOptions
+from poptorch.options.groups import _DistributedOptions
 
-from . import _environment
+import popdist
 
 __all__ = ["Options"]
 
 
 class Options(poptorch.Options):
-    """`poptorch.Options` with replication factor, process id and number of processes out of the environment.
+    """`poptorch.Options` with replication factor, process id and number of processes from the environment.
 
-    ipus_per_replica: IPUs of the model. 1, the default, leaves it to the launcher; any other number must be the
-        launcher's (RuntimeError). [I] PopDist's own check is not public; programs that were launched with two IPUs
-        per replica are known to pass nothing, so that the default cannot be a claim.
+    The methods that would change what the launcher decides raise RuntimeError.
 
-    What the launcher decides cannot be set: RuntimeError. So are garbage and non-uniform replicas in the environment.
+    ipus_per_replica: IPUs of the model. The default, 1, means the launched number; any other value must equal it
+        (inferred: PopDist's own check is not public; programs launched with two IPUs per replica pass nothing).
+
+    Raises:
+        RuntimeError: `ipus_per_replica` differs from the launched number, or the variables are invalid or describe
+            replicas that are not uniform.
     """
 
     def __init__(self, ipus_per_replica: int = 1) -> None:
-        launched = _environment.getNumIpusPerReplica()
+        launched = popdist.getNumIpusPerReplica()
         if ipus_per_replica not in (1, launched):
             raise RuntimeError(
                 f"popdist.poptorch.Options(ipus_per_replica={ipus_per_replica}), but the run was launched with"
@@ -31,45 +34,46 @@ class Options(poptorch.Options):
             )
         super().__init__()
         self._distributed = _PopdistDistributedOptions()
-        super().replicationFactor(_environment.getNumLocalReplicas())
-        # Compiling holds the model's IPUs against it.
-        self._launched_ipus_per_replica = launched if _environment.isPopdistEnvSet() else None
+        super().replicationFactor(popdist.getNumLocalReplicas())
+        # Compilation checks that the model uses this number of IPUs.
+        self._launched_ipus_per_replica = launched if popdist.isPopdistEnvSet() else None
 
     def toDict(self) -> Dict[str, Any]:
-        """All values, with the launcher's device as `ipu_id`. RuntimeError where it gives none (`popdist.getDeviceId`).
+        """Return all values, with the launcher's device as `ipu_id`, which PopDist selects here and not before.
 
-        Only here the device is chosen, as in PopDist.
+        Raises:
+            RuntimeError: the launcher's device cannot be determined (see `popdist.getDeviceId`).
         """
-        return {**super().toDict(), "ipu_id": _environment.getDeviceId()}
+        return {**super().toDict(), "ipu_id": popdist.getDeviceId()}
 
     def useIpuId(self, ipu_id: int) -> NoReturn:
-        """Refused: the launcher chooses the devices."""
-        _refuse("useIpuId")
+        """Raise RuntimeError: the launcher selects the devices."""
+        _reject("useIpuId")
 
     def replicationFactor(self, replication_factor: int) -> NoReturn:
-        """Refused: the launcher shares out the replicas."""
-        _refuse("replicationFactor")
+        """Raise RuntimeError: the launcher distributes the replicas."""
+        _reject("replicationFactor")
 
 
 class _PopdistDistributedOptions(_DistributedOptions):
-    """The group `Distributed`, filled from POPDIST_* and closed."""
+    """The options group `Distributed`, set from POPDIST_*."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._configure(_environment.getInstanceIndex(), _environment.getNumInstances())
+        self._configure(popdist.getInstanceIndex(), popdist.getNumInstances())
 
     def disable(self) -> NoReturn:
-        """Refused: the run is distributed."""
-        _refuse("Distributed.disable")
+        """Raise RuntimeError: the run is distributed."""
+        _reject("Distributed.disable")
 
     def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> NoReturn:
-        """Refused: the variables are POPDIST_*."""
-        _refuse("Distributed.setEnvVarNames")
+        """Raise RuntimeError: the variables are POPDIST_*."""
+        _reject("Distributed.setEnvVarNames")
 
     def configureProcessId(self, process_id: int, num_processes: int) -> NoReturn:
-        """Refused: the launcher numbers the instances."""
-        _refuse("Distributed.configureProcessId")
+        """Raise RuntimeError: the launcher numbers the instances."""
+        _reject("Distributed.configureProcessId")
 
 
-def _refuse(call: str) -> NoReturn:
+def _reject(call: str) -> NoReturn:
     raise RuntimeError(f"Cannot call `{call}` with popdist.poptorch.Options")

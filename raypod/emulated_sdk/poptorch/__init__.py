@@ -1,6 +1,6 @@
 """The emulated `poptorch`: the public Python API of PopTorch 3.4, computed on the CPU.
 
-Importing it sets `RDMAV_FORK_SAFE=1` if unset, as the SDK does (contract 1.9).
+Importing it sets `RDMAV_FORK_SAFE=1` if the variable is unset, as the SDK does.
 """
 
 from __future__ import annotations
@@ -8,154 +8,58 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from . import _log, enums, ops, optim, options, profiling, testing
-from ._data.accessor import AsynchronousDataAccessor
-from ._data.loader import DataLoader
-from ._device.queries import ipuHardwareIsAvailable, ipuHardwareVersion, isRunningOnIpu
-from ._errors import ConfigFileError, Error, RecoverableError, UnrecoverableError
-from ._executor.compile_hooks import registerPostCompileHook, registerPreCompileHook
-from ._executor.custom_parsers import ICustomArgParser, registerCustomArgParser
-from ._executor.executor import PoplarExecutor
-from ._executor.wrapping import inferenceModel, load, trainingModel
-from ._log import setLogLevel
-from ._version import VERSION as __version__
-from .enums import (
-    AutoStage,
-    CommGroupType,
-    ConnectionType,
-    DataLoaderMode,
-    HalfFloatCastingBehavior,
-    Liveness,
-    MatMulSerializationMode,
-    MeanReductionStrategy,
-    MultiConvPlanType,
-    OutputMode,
-    OverlapMode,
-    ReductionType,
-    SharingStrategy,
-    SyncPattern,
-    VariableRetrievalMode,
-)
-from .ops import (
-    CPU,
-    BeginBlock,
-    Block,
-    BlockFunction,
-    LegacyBeginBlockFn,
-    MultiConv,
-    NameScope,
-    cond,
-    ctc_beam_search_decoder,
-    custom_op,
-    dynamic_slice,
-    dynamic_update,
-    for_loop,
-    fps,
-    identity_loss,
-    ipu_print_tensor,
-    nearest,
-    nop,
-    recomputationCheckpoint,
-    removeBlocks,
-    serializedMatMul,
-    set_available_memory,
-    set_overlap_for_input,
-    set_overlap_for_output,
-)
-from .options import (
-    Attribute,
-    Options,
-    ParallelPhasedExecution,
-    Phase,
-    PipelinedExecution,
-    SerialPhasedExecution,
-    ShardedExecution,
-    Stage,
-    TensorLocationSettings,
-)
+from poptorch import enums, log, ops, optim, options, profiling, testing
+from poptorch.data.accessor import AsynchronousDataAccessor
+from poptorch.data.loader import DataLoader
+from poptorch.device.hardware import ipuHardwareIsAvailable, ipuHardwareVersion, isRunningOnIpu
+from poptorch.enums import *  # noqa: F403
+from poptorch.errors import Error, RecoverableError, UnrecoverableError
+from poptorch.executor.compile_hooks import registerPostCompileHook, registerPreCompileHook
+from poptorch.executor.executor import PoplarExecutor
+from poptorch.executor.wrapping import inferenceModel, load, trainingModel
+from poptorch.log import setLogLevel
+from poptorch.ops import *  # noqa: F403
+from poptorch.options import *  # noqa: F403
+from poptorch.pytree import ICustomArgParser, registerCustomArgParser
+from poptorch.version import VERSION as __version__
 
 __all__ = [
     "AsynchronousDataAccessor",
-    "Attribute",
-    "AutoStage",
-    "BeginBlock",
-    "Block",
-    "BlockFunction",
-    "CPU",
-    "CommGroupType",
-    "ConfigFileError",
-    "ConnectionType",
     "DataLoader",
-    "DataLoaderMode",
     "Error",
-    "HalfFloatCastingBehavior",
     "ICustomArgParser",
-    "LegacyBeginBlockFn",
-    "Liveness",
-    "MatMulSerializationMode",
-    "MeanReductionStrategy",
-    "MultiConv",
-    "MultiConvPlanType",
-    "NameScope",
-    "Options",
-    "OutputMode",
-    "OverlapMode",
-    "ParallelPhasedExecution",
-    "Phase",
-    "PipelinedExecution",
     "PoplarExecutor",
     "RecoverableError",
-    "ReductionType",
-    "SerialPhasedExecution",
-    "ShardedExecution",
-    "SharingStrategy",
-    "Stage",
-    "SyncPattern",
-    "TensorLocationSettings",
     "UnrecoverableError",
-    "VariableRetrievalMode",
     "__version__",
-    "cond",
-    "ctc_beam_search_decoder",
-    "custom_op",
-    "dynamic_slice",
-    "dynamic_update",
     "enums",
-    "for_loop",
-    "fps",
-    "identity_loss",
     "inferenceModel",
     "ipuHardwareIsAvailable",
     "ipuHardwareVersion",
-    "ipu_print_tensor",
     "isRunningOnIpu",
     "load",
-    "nearest",
-    "nop",
     "ops",
     "optim",
     "options",
     "profiling",
-    "recomputationCheckpoint",
     "registerCustomArgParser",
     "registerPostCompileHook",
     "registerPreCompileHook",
-    "removeBlocks",
-    "serializedMatMul",
     "setLogLevel",
-    "set_available_memory",
-    "set_overlap_for_input",
-    "set_overlap_for_output",
     "testing",
     "trainingModel",
 ]
+__all__ += enums.__all__
+__all__ += ops.__all__
+__all__ += options.__all__
+__all__.sort()
 
 os.environ.setdefault("RDMAV_FORK_SAFE", "1")
-_log.set_up()
+log.set_level_from_environment()
 
 
 def __getattr__(name: str) -> Any:
-    """Say what took the place of a name that SDK 3 has no longer (AttributeError)."""
-    now = {"AnchorMode": "OutputMode"}.get(name)
-    hint = f": it is called poptorch.{now} since SDK 3.0" if now else ""
+    """Raise AttributeError; its message names the replacement of a name that SDK 3 has removed."""
+    replacement = {"AnchorMode": "OutputMode"}.get(name)
+    hint = f": SDK 3.0 renamed it to poptorch.{replacement}" if replacement else ""
     raise AttributeError(f"module 'poptorch' has no attribute {name!r}{hint}")

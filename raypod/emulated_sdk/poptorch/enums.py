@@ -1,12 +1,30 @@
-"""The enumerations of `poptorch` (contract 1.8): names and values as in the SDK."""
+"""`poptorch.enums`: the enumerations of PopTorch, with the names and values of SDK 3.4."""
 
 from __future__ import annotations
 
 import enum
 
+__all__ = [
+    "AutoStage",
+    "CommGroupType",
+    "ConnectionType",
+    "DataLoaderMode",
+    "HalfFloatCastingBehavior",
+    "Liveness",
+    "MatMulSerializationMode",
+    "MeanReductionStrategy",
+    "MultiConvPlanType",
+    "OutputMode",
+    "OverlapMode",
+    "ReductionType",
+    "SharingStrategy",
+    "SyncPattern",
+    "VariableRetrievalMode",
+]
+
 
 class MeanReductionStrategy(enum.IntEnum):
-    """When a mean over accumulation and replicas divides; affects rounding only."""
+    """When the mean over accumulation steps and replicas divides; affects rounding only."""
 
     Running = 0
     Post = 1
@@ -14,7 +32,7 @@ class MeanReductionStrategy(enum.IntEnum):
 
 
 class DataLoaderMode(enum.IntEnum):
-    """Where a `DataLoader` assembles its batches."""
+    """Which processes of a `DataLoader` make its batches."""
 
     Sync = 0
     Async = 1
@@ -22,7 +40,7 @@ class DataLoaderMode(enum.IntEnum):
 
 
 class SharingStrategy(enum.IntEnum):
-    """How a data set reaches the process that loads asynchronously."""
+    """How a data set is sent to the data fetcher process."""
 
     SharedMemory = 0
     FileSystem = 1
@@ -31,7 +49,7 @@ class SharingStrategy(enum.IntEnum):
 
 
 class OutputMode(enum.IntEnum):
-    """Which of the micro-batches' outputs a call returns (contract 2.3)."""
+    """Which micro-batches' outputs a call returns. Default: Final for training models, All for inference models."""
 
     Final = 0
     EveryN = 1
@@ -49,7 +67,7 @@ class ConnectionType(enum.IntEnum):
 
 
 class HalfFloatCastingBehavior(enum.IntEnum):
-    """Deprecated: how mixed half and float operands were cast."""
+    """Deprecated: how mixed half and float operands are cast."""
 
     FloatDowncastToHalf = 0
     HalfUpcastToFloat = 1
@@ -57,7 +75,7 @@ class HalfFloatCastingBehavior(enum.IntEnum):
 
 
 class ReductionType(enum.IntEnum):
-    """How gradients combine over accumulation steps and replicas."""
+    """How gradients are reduced over accumulation steps and replicas."""
 
     Sum = 0
     Mean = 1
@@ -65,7 +83,7 @@ class ReductionType(enum.IntEnum):
 
 
 class SyncPattern(enum.IntEnum):
-    """How IPUs synchronise with one another."""
+    """How the IPUs of a replica synchronize."""
 
     Full = 0
     SinglePipeline = 1
@@ -73,7 +91,7 @@ class SyncPattern(enum.IntEnum):
 
 
 class MatMulSerializationMode(enum.Enum):
-    """Along which dimension a matrix product is serialised."""
+    """Along which dimension a matrix product is serialized."""
 
     InputChannels = "input_channels"
     ReducingDim = "reducing_dim"
@@ -82,7 +100,7 @@ class MatMulSerializationMode(enum.Enum):
 
 
 class Liveness(enum.IntEnum):
-    """Where the tensors of a phase live between the forward and the backward pass."""
+    """Where the tensors of a phase are stored between the forward and the backward pass."""
 
     AlwaysLive = 0
     OffChipAfterFwd = 1
@@ -91,7 +109,7 @@ class Liveness(enum.IntEnum):
 
 
 class OverlapMode(enum.Enum):
-    """What host input and output overlap with."""
+    """Which loop on the device host I/O overlaps with."""
 
     NoOverlap = "no_overlap"
     OverlapAccumulationLoop = "overlap_accumulation_loop"
@@ -99,7 +117,7 @@ class OverlapMode(enum.Enum):
 
 
 class AutoStage(enum.IntEnum):
-    """How blocks without an explicit stage are staged."""
+    """How blocks without an explicit stage are assigned to stages."""
 
     SameAsIpu = 0
     AutoIncrement = 1

@@ -1,57 +1,72 @@
-"""`poptorch.optim`: optimizers that know which attributes are compile-time constants (contract 4).
+"""`poptorch.optim`: torch's optimizers with loss scaling, half-precision state and compile-time constants.
 
-The classes derive from torch's, so that learning rate schedulers work on them. Their `step()` is not used: the device
-updates its own weights, with the values that `setOptimizer` brought over last. An argument left at None takes its
-default and is a constant; `_optimizers/rules.py` has the defaults.
+The classes derive from torch's, so learning rate schedulers work on them. Their `step()` is not used: the device
+updates its weights with the values of the last `setOptimizer`. An argument of None takes its default, which is in
+`poptorch.optimizers.rules`, and is a compile-time constant.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any, Callable, Dict, Iterable, Optional, Tuple
 
 import torch
 
-from ._optimizers.eager import keep_compiler_out
-from ._optimizers.per_parameter import lamb, update_all
-from ._optimizers.rules import OWN_GROUP_ATTRIBUTES, RULES, Rule
+from poptorch.optimizers.rules import OWN_GROUP_ATTRIBUTES, RULES, Rule, lamb, update_all
 
 __all__ = ["LAMB", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes"]
 
-keep_compiler_out()  # before the first optimizer is made
-
-# Arguments of torch's own optimizers that choose a kernel on the host: without meaning on the device.
+# Arguments of torch's optimizers that select a kernel on the host; no effect on the device.
 _IGNORED = ("foreach", "maximize", "capturable", "differentiable", "fused")
 _ACCUMULATOR_TYPES = (torch.float32, torch.float16)
+_NOT_COMPILED = "__dynamo_disable"  # attribute in which torch._compile caches the function to call instead
+
+
+def _bypass_compiler() -> None:
+    """Run the methods of torch.optim.Optimizer without torch's compiler, unless this process uses it already.
+
+    Newer torch imports `torch._dynamo` at the first call of most methods of an optimizer, only to exclude them from
+    compilation. The import takes more than a second per process.
+    """
+    if "torch._dynamo" in sys.modules:
+        return
+    for method in vars(torch.optim.Optimizer).values():
+        original = getattr(method, "__wrapped__", None)
+        if original is not None and not hasattr(original, _NOT_COMPILED):
+            setattr(original, _NOT_COMPILED, original)
+
+
+_bypass_compiler()  # before the first optimizer is constructed
 
 
 class VariableAttributes:
-    """Which attributes of an optimizer may change after compilation: those that were passed explicitly."""
+    """Which attributes of an optimizer may change after compilation: the arguments passed explicitly."""
 
     def __init__(self, variable_attributes: Iterable[str], allowed_attributes: Iterable[str]) -> None:
         self._allowed = frozenset(allowed_attributes)
         self._variable = set(variable_attributes) & self._allowed
 
     def isConstant(self, attr: str) -> bool:
-        """Whether the attribute is a compile-time constant."""
+        """Return whether the attribute is a compile-time constant."""
         return attr not in self._variable
 
     def markAsConstant(self, attr: str) -> None:
-        """Make the attribute a compile-time constant. AssertionError for an unknown attribute."""
+        """Make the attribute a compile-time constant; AssertionError for an unknown attribute."""
         self._check(attr)
         self._variable.discard(attr)
 
     def markAsVariable(self, attr: str) -> None:
-        """Let the attribute change after compilation. AssertionError for an unknown attribute."""
+        """Let the attribute change after compilation; AssertionError for an unknown attribute."""
         self._check(attr)
         self._variable.add(attr)
 
     def _check(self, attr: str) -> None:
-        assert attr in self._allowed, f"Unknown attribute {attr!r}: known are {', '.join(sorted(self._allowed))}"
+        assert attr in self._allowed, f"Unknown attribute {attr!r}: valid are {', '.join(sorted(self._allowed))}"
 
 
 class Optimizer:
-    """What the device's optimizers add to torch's: scaling, constants, and the state that lives on the device."""
+    """Base class of the device's optimizers: loss scaling, compile-time constants, and the state on the device."""
 
     variable_attrs: VariableAttributes
     loss_scaling: float
@@ -65,7 +80,7 @@ class Optimizer:
         self._own: Tuple[str, ...] = ()
 
     def __getstate__(self) -> Dict[str, Any]:
-        # A copy takes the device's state along, but not the device.
+        # A copy includes the state on the device, but not the device.
         own = {name: getattr(self, name) for name in ("_own", "variable_attrs", *self._own)}
         device = self.get_state_dict()
         copied = {"_ipu_state": device["ipu_state"], "_ipu_param": device["ipu_param"], "_fetch": None}
@@ -73,17 +88,18 @@ class Optimizer:
         return {**torch_state, **own, **copied, "_host_is_newer": self.has_state()}
 
     def state_dict(self) -> Dict[str, Any]:
-        """`ipu_state` and `ipu_param` of the device (None before compilation), `state` and `param_groups` of torch.
+        """Return `ipu_state` and `ipu_param` of the device (None before compilation), and torch's state_dict.
 
-        Reads the state back from the device when it is newer there.
+        Copies the state from the device if the device has a newer one.
         """
         torch_state: Dict[str, Any] = super().state_dict()  # type: ignore[misc]
         return {**self.get_state_dict(), **torch_state}
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
-        """Take over a state of `state_dict()`; it reaches the device with the next call.
+        """Load a `state_dict()`; the next call copies it to the device.
 
-        RuntimeError for the state of a torch optimizer.
+        Raises:
+            RuntimeError: the state_dict of a torch optimizer.
         """
         _check_is_ipu_state(state)
         super().load_state_dict(  # type: ignore[misc]
@@ -92,30 +108,31 @@ class Optimizer:
         self.set_state_dict(state)
 
     def get_state_dict(self) -> Dict[str, Any]:
-        """The device's part of `state_dict()`."""
+        """Return the device's part of `state_dict()`."""
         if self._fetch is not None and not self._host_is_newer:
             self._fetch()
         return {"ipu_state": self._ipu_state, "ipu_param": self._ipu_param}
 
     def set_state_dict(self, state: Dict[str, Any]) -> None:
-        """Take over the device's part of a `state_dict()`. RuntimeError for the state of a torch optimizer."""
+        """Load the device's part of a `state_dict()`; RuntimeError for the state_dict of a torch optimizer."""
         _check_is_ipu_state(state)
         self._ipu_state = state["ipu_state"]
         self._ipu_param = state["ipu_param"]
         self._host_is_newer = self.has_state()
 
     def has_state(self) -> bool:
-        """Whether the host holds a state for the device."""
+        """Return whether the host has a state of the device."""
         return self._ipu_state is not None
 
     def _take(self, ipu_state: Dict[str, Any], ipu_param: Dict[str, Any]) -> None:
-        """Called by the executor with the state that it read back."""
+        """Set the state that the executor copied from the device."""
         self._ipu_state, self._ipu_param = ipu_state, ipu_param
 
     def _construct(self, rule: Rule, arguments: Dict[str, Any]) -> None:
-        """Construct as torch's class of the rule, and add what the device knows beyond it.
+        """Construct torch's class of the rule, and add the device's attributes.
 
-        arguments: all of the constructor's by name, as `locals()` has them.
+        Args:
+            arguments: all arguments of the constructor by name: its `locals()`.
         """
         given = {name: value for name, value in arguments.items() if value is not None and name != "self"}
         params = given.pop("params")
@@ -130,7 +147,7 @@ class Optimizer:
         self._add_own_attributes(rule, given)
 
     def _add_own_attributes(self, rule: Rule, given: Dict[str, Any]) -> None:
-        # The velocity is as large as the scaled gradients that it sums up.
+        # The velocity is a sum of scaled gradients.
         own_defaults = {**rule.group, "velocity_scaling": given.get("loss_scaling", 1.0)}
         host: Any = self
         for name in (name for name in rule.group if name in OWN_GROUP_ATTRIBUTES):
@@ -146,26 +163,26 @@ class Optimizer:
 
 
 def _check_arguments(given: Dict[str, Any]) -> None:
-    """ValueError for what the device cannot do, a warning for what it does not heed."""
+    """Raise ValueError for unsupported values, and warn about arguments that the device ignores."""
     if given.get("amsgrad"):
-        raise ValueError("amsgrad is not available on the device: leave it False")
+        raise ValueError("The device does not support amsgrad: set it to False")
     for name, value in given.items():
         if name.endswith("accum_type") and value not in _ACCUMULATOR_TYPES:
-            raise ValueError(f"Accumulators are torch.float32 or torch.float16: {name} is {value}")
+            raise ValueError(f"{name} must be torch.float32 or torch.float16, not {value}")
         if name in ("loss_scaling", "velocity_scaling", "max_grad_norm", "max_weight_norm") and not value > 0:
-            raise ValueError(f"{name} is a positive number, not {value}")
+            raise ValueError(f"{name} must be positive, not {value}")
         if name in ("lr", "eps", "weight_decay") and value < 0:
-            raise ValueError(f"{name} is not negative: {value}")
+            raise ValueError(f"{name} must not be negative, got {value}")
     ignored = [name for name in _IGNORED if given.get(name)]
     if ignored:
-        warnings.warn(f"poptorch.optim ignores {', '.join(ignored)}: the device has one kernel", stacklevel=4)
+        warnings.warn(f"poptorch.optim ignores {', '.join(ignored)}: they select a kernel on the host", stacklevel=4)
 
 
 def _check_is_ipu_state(state: Dict[str, Any]) -> None:
     if "ipu_state" not in state or "ipu_param" not in state:
         raise RuntimeError(
-            "Only IPU optimizer states can be loaded onto the IPU: this one has no 'ipu_state' and 'ipu_param', as if "
-            "a torch optimizer had saved it"
+            "Only IPU optimizer states can be loaded onto the IPU: this one has no 'ipu_state' and 'ipu_param'. Was it "
+            "saved by a torch optimizer?"
         )
 
 
@@ -221,7 +238,7 @@ class Adam(Optimizer, torch.optim.Adam):
 class AdamW(Optimizer, torch.optim.AdamW):
     """Adam with decoupled weight decay; see `torch.optim.AdamW`. `amsgrad` must stay False (ValueError).
 
-    `bias_correction` is kept without effect, as SDK 3.4 appears to correct either way (contract 4).
+    `bias_correction` has no effect: SDK 3.4 appears to correct the bias either way.
     """
 
     def __init__(  # noqa: PLR0913  # the SDK's signature
@@ -250,8 +267,8 @@ class AdamW(Optimizer, torch.optim.AdamW):
 class RMSprop(Optimizer, torch.optim.RMSprop):
     """RMSprop; see `torch.optim.RMSprop`.
 
-    With `use_tf_variant` the squared-gradient buffer starts at 1, eps is added inside the square root and the learning
-    rate is folded into the momentum buffer.
+    With `use_tf_variant` the squared gradients start at 1, eps is inside the square root, and the momentum buffer
+    accumulates steps, which include the learning rate.
     """
 
     def __init__(  # noqa: PLR0913  # the SDK's signature
@@ -276,8 +293,8 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
 
 
 class LAMB(Optimizer, torch.optim.Optimizer):
-    """Layer-wise adaptive moments: Adam with decoupled weight decay and, for each parameter, a step as long as `lr`
-    times the parameter's norm (at most `max_weight_norm`). `step()` works on the host.
+    """LAMB: Adam with decoupled weight decay; the step of each parameter is scaled to `lr` times the parameter's norm,
+    at most `max_weight_norm`. `step()` works on the host.
     """
 
     bias_correction: bool
@@ -299,7 +316,7 @@ class LAMB(Optimizer, torch.optim.Optimizer):
         self._construct(RULES["LAMB"], locals())
 
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
-        """Update on the host, by the rule of the device; returns what `closure` returns."""
+        """Update the parameters on the host by the rule of the device, and return the value of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,12 +1,12 @@
-"""`poptorch.profiling`: spans of time in a program, on a named channel (contract 1.10: PVTI_OPTIONS).
+"""`poptorch.profiling`: records time spans of a program on named channels.
 
 The SDK writes them for its PopVision System Analyser, in a format that is not public. The emulation writes Trace Event
-JSON, which chrome://tracing and Perfetto show. As in the SDK nothing is recorded unless the environment asks for it:
+JSON, which chrome://tracing and Perfetto show. As in the SDK, recording is off unless the environment enables it:
 
     PVTI_OPTIONS='{"enable": "true", "directory": "reports"}'
 
-One file per process, `<directory>/poptorch-<pid>.trace.json`, grows as spans end; the closing bracket that is missing
-in the end is allowed by the format.
+Each process appends its spans to `<directory>/poptorch-<pid>.trace.json`. The file has no closing bracket, which the
+format allows.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import time
 from pathlib import Path
 from typing import Any, ContextManager, Iterator, Optional
 
-from ._errors import Error
+from poptorch.errors import Error
 
 __all__ = ["Channel"]
 
 _EXAMPLE = '{"enable": "true", "directory": "reports"}'
 
-_lock = threading.Lock()  # around one write
+_lock = threading.Lock()  # held during one write
 
 
 def _renew_lock() -> None:
@@ -34,30 +34,34 @@ def _renew_lock() -> None:
     _lock = threading.Lock()
 
 
-# A fork while another thread writes leaves the child a lock that nobody will release.
+# A fork while another thread holds the lock would leave it locked in the child.
 os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Channel:
-    """A named channel of spans.
+    """A named channel of time spans.
 
-    name: the category of its spans. Error when PVTI_OPTIONS is no JSON object.
+    Args:
+        name: the category of its spans.
+
+    Raises:
+        poptorch.Error: PVTI_OPTIONS is not a JSON object.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._folder = _folder()
+        self._directory = _directory()
 
     def instrument(self, obj: Any, *methods: str) -> None:
-        """Record a span around every later call of these methods of an object; AttributeError if it has them not."""
+        """Record a span around every later call of these methods of `obj`; AttributeError for an unknown method."""
         for method in methods:
             traced = self._traced(getattr(obj, method), method)
-            if self._folder is not None:
+            if self._directory is not None:
                 setattr(obj, method, traced)
 
     def tracepoint(self, name: str) -> ContextManager[None]:
-        """A context that records a span of this name."""
-        return contextlib.nullcontext() if self._folder is None else self._span(self._folder, name)
+        """Return a context manager that records a span with this name."""
+        return contextlib.nullcontext() if self._directory is None else self._span(self._directory, name)
 
     def _traced(self, method: Any, name: str) -> Any:
         @functools.wraps(method)
@@ -68,26 +72,26 @@ class Channel:
         return traced
 
     @contextlib.contextmanager
-    def _span(self, folder: Path, name: str) -> Iterator[None]:
-        began_ns = time.perf_counter_ns()
+    def _span(self, directory: Path, name: str) -> Iterator[None]:
+        start_ns = time.perf_counter_ns()
         try:
             yield
         finally:
-            self._write(folder, name, began_ns, time.perf_counter_ns())
+            self._write(directory, name, start_ns, time.perf_counter_ns())
 
-    def _write(self, folder: Path, name: str, began_ns: int, ended_ns: int) -> None:
-        times = {"ts": began_ns / 1e3, "dur": (ended_ns - began_ns) / 1e3}  # in microseconds
+    def _write(self, directory: Path, name: str, start_ns: int, end_ns: int) -> None:
+        times = {"ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3}  # microseconds
         where = {"pid": os.getpid(), "tid": threading.get_native_id()}
         event = json.dumps({"name": name, "cat": self._name, "ph": "X", **times, **where})
-        file = folder / f"poptorch-{os.getpid()}.trace.json"
+        file = directory / f"poptorch-{os.getpid()}.trace.json"
         with _lock:
-            begins = not file.exists()
+            is_new = not file.exists()
             with file.open("a") as stream:
-                stream.write(f"{'[' if begins else ','}\n{event}")
+                stream.write(f"{'[' if is_new else ','}\n{event}")
 
 
-def _folder() -> Optional[Path]:
-    """Where PVTI_OPTIONS wants the spans; None if it does not. The folder is made."""
+def _directory() -> Optional[Path]:
+    """Return the directory in PVTI_OPTIONS, created if necessary; None if recording is off."""
     text = os.environ.get("PVTI_OPTIONS", "")
     if not text:
         return None
@@ -99,6 +103,6 @@ def _folder() -> Optional[Path]:
         raise Error(f"PVTI_OPTIONS={text!r} is not a JSON object; use {_EXAMPLE}")
     if str(options.get("enable", "false")).lower() != "true":
         return None
-    folder = Path(options.get("directory", "."))
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    directory = Path(options.get("directory", "."))
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory

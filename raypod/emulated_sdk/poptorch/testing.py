@@ -1,4 +1,4 @@
-"""Helpers for the tests of programs (`poptorch.testing`)."""
+"""`poptorch.testing`: helpers for the tests of programs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ __all__ = ["allclose"]
 
 
 def allclose(ref: Any, other: Any) -> bool:
-    """Whether two results are close by `torch.allclose`: tensors, or the same nesting of tuples, lists and dicts.
+    """Return whether two results are close by `torch.allclose`.
 
-    Dtypes may differ, as the device narrows them (contract 2.2); shapes may not. What is no tensor must be equal.
+    Compares tensors, and equally nested tuples, lists and dicts of them. Shapes must be equal; dtypes may differ, as
+    the device narrows them (e.g. int64 to int32). Values that are not tensors must be equal.
     """
     if isinstance(ref, torch.Tensor):
         return isinstance(other, torch.Tensor) and ref.shape == other.shape and _is_close(ref, other)

@@ -1,7 +1,7 @@
-"""What a failed collective raises, under the name that programs catch (contract section 8)."""
+"""The exceptions of `horovod.common`."""
 
 from __future__ import annotations
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective failed: the ranks do not agree, one is lost or silent, or Horovod is not initialized."""
+    """A collective failed: the ranks disagree, a rank is lost or does not respond, or Horovod is not initialized."""

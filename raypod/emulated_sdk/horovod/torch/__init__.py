@@ -1,7 +1,8 @@
-"""`horovod.torch`, emulated: what PyTorch programs use of Horovod 0.28 on the host (contract section 8).
+"""`horovod.torch`, emulated: what PyTorch programs use of Horovod 0.28 on the host.
 
-On IPUs gradients never pass here, and ranks are instances, not replicas. Operations belong together by name, in
-whatever order the ranks ask for them; ranks that disagree, and a rank that ends or stays silent, are an error on all.
+Ranks are instances, not replicas: the device reduces the gradients of IPU programs, without Horovod. Operations are
+matched by name, in whatever order the ranks submit them. If the ranks disagree, or a rank is lost or does not respond,
+all ranks raise an error.
 """
 
 from __future__ import annotations

@@ -1,31 +1,32 @@
-"""The engine behind the collectives: a thread that runs them in the background, as Horovod's does (section 8).
+"""The engine: a thread that runs the operations of this rank in the background.
 
-Operations are known by their keys. In each round the engines of all ranks tell each other what their programs have
-asked for, and run what all of them have: ranks may ask in any order, and an operation waits until every rank has asked
-for it. A round takes place when every rank has something to do, so that an engine without work is silent.
+An operation is identified by its key. In each round the engines of all ranks exchange the keys that their programs
+have submitted, and run those that all ranks have submitted: ranks may submit in any order. A round takes place when
+every rank has a pending operation, so that an idle engine sends nothing.
 
-Ranks that disagree about an operation all get the same error for it and go on. So do ranks that wait for each other: if
-nothing can run and every rank's program is waiting, it never will.
+If the ranks disagree about an operation, it fails on all ranks with the same error, and the others run. If no operation
+can run and the programs of all ranks are waiting, all pending operations fail: no rank could make progress.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
 import time
 from itertools import groupby
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
-from _emulated_pod import Group, timeout_s
+from _pod.wires import Group, timeout_s
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch._operations import Allreduce, Description, Join, Operation, run_together
 
-_INLINE_BYTES = 2048  # of a rank's news that travel at once; longer ones take a second message
-_PAUSE_S = 0.001  # between rounds in which nothing could run
-_ENDS_WITHIN_S = 5.0
+_INLINE_BYTES = 2048  # of a rank's status in the first message; longer ones need a second message
+_PAUSE_S = 0.001  # between rounds in which no operation could run
+_GRACE_S = 5.0
 _SHUT_DOWN = "Horovod has been shut down, here or by a rank that has ended or failed"
 _DUPLICATE = (
     "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is currently"
@@ -33,37 +34,39 @@ _DUPLICATE = (
 )
 
 
-class _News(NamedTuple):
-    """What one rank tells in a round."""
+class _Status(NamedTuple):
+    """What one rank sends in a round."""
 
-    joined: bool
-    is_waiting: bool
-    asked: Dict[str, Description]
+    has_joined: bool
+    is_waiting: bool  # all threads that use the engine wait for an operation
+    pending: Dict[str, Description]
 
 
 class Engine:
-    """Runs this rank's operations. Safe to be used from several threads."""
+    """Runs this rank's operations. Thread-safe."""
 
-    def __init__(self, wires: Group) -> None:
-        self._wires = wires
+    def __init__(self, group: Group) -> None:
+        self._group = group
         self._changed = threading.Condition()
-        self._alone = threading.Lock()  # one round at a time where there is no thread for them
+        self._inline_round = threading.Lock()  # a single rank runs its rounds in the calling threads
         self._pending: Dict[str, Operation] = {}
         self._unnamed = 0
         self._users: Set[threading.Thread] = set()
         self._waiting: Dict[threading.Thread, Operation] = {}
-        self._rank_set: Set[int] = set()  # that have joined
+        self._joined: Set[int] = set()
         self._last_joined = -1
         self._ended = ""
         self._thread: Optional[threading.Thread] = None
-        if wires.size > 1:
+        if group.size > 1:
             self._thread = threading.Thread(target=self._serve, name="horovod", daemon=True)
             self._thread.start()
 
     def submit(self, make: Callable[[str], Operation], kind: str, name: Optional[str]) -> Operation:
-        """Takes on the operation that `make` makes of its key.
+        """Start the operation that `make` constructs from its key.
 
-        ValueError if one of that name is under way, HorovodInternalError after the end.
+        Raises:
+            HorovodInternalError: the engine has ended.
+            ValueError: an operation of that name is pending.
         """
         with self._changed:
             if self._ended:
@@ -77,42 +80,40 @@ class Engine:
             self._users = {each for each in self._users if each.is_alive()} | {threading.current_thread()}
             self._changed.notify_all()
         if self._thread is None:
-            with self._alone:
-                self._round()
+            with self._inline_round:
+                self._run_round()
         return operation
 
     def wait(self, operation: Operation) -> Any:
-        """The operation's result; HorovodInternalError if it fails, or is not done within EMULATED_POD_TIMEOUT_S."""
-        me = threading.current_thread()
-        bound_s = timeout_s() + _ENDS_WITHIN_S  # the wires' own bound comes first, and knows more
+        """Return the operation's result; HorovodInternalError if it fails or exceeds EMULATED_POD_TIMEOUT_S."""
+        thread = threading.current_thread()
+        wait_s = timeout_s() + _GRACE_S  # the group's own timeout comes first, with a more precise error
         with self._changed:
-            self._waiting[me] = operation
-            self._changed.wait_for(lambda: operation.is_done, bound_s)
-            del self._waiting[me]
+            self._waiting[thread] = operation
+            self._changed.wait_for(lambda: operation.is_done, wait_s)
+            del self._waiting[thread]
             if not operation.is_done:
-                raise HorovodInternalError(f"waited {bound_s:g} s for {operation.description.key}")
+                raise HorovodInternalError(f"waited {wait_s:g} s for {operation.description.key}")
         if operation.error is not None:
             raise HorovodInternalError(str(operation.error)) from operation.error
         return operation.result
 
     def close(self) -> None:
-        """Ends the thread; what is under way fails, here and on the other ranks."""
+        """End the thread; pending operations fail, here and on the other ranks."""
         with self._changed:
-            busy = bool(self._pending)
+            is_busy = bool(self._pending)
             self._ended = self._ended or _SHUT_DOWN
             self._changed.notify_all()
         if self._thread is not None:
-            if busy:
-                self._wires.abandon(_SHUT_DOWN)
-            self._thread.join(_ENDS_WITHIN_S)
-
-    # ---- the thread ------------------------------------------------------------------------------------------------
+            if is_busy:
+                self._group.abandon(_SHUT_DOWN)
+            self._thread.join(_GRACE_S)
 
     def _serve(self) -> None:
         reason = _SHUT_DOWN
         try:
             while self._wait_for_work():
-                if not self._round():
+                if not self._run_round():
                     time.sleep(_PAUSE_S)
         except RuntimeError as error:
             reason = str(error)
@@ -124,86 +125,84 @@ class Engine:
             self._changed.wait_for(lambda: self._pending or self._ended)
             return not self._ended
 
-    def _round(self) -> bool:
-        """One round with all ranks; whether anything was done in it."""
-        news = self._tell(self._own_news())
-        self._note_joined(news)
-        active = [rank for rank, told in enumerate(news) if not told.joined]
+    def _run_round(self) -> bool:
+        """Run one round with all ranks; return whether any operation was completed."""
+        statuses = self._exchange(self._own_status())
+        self._update_joined(statuses)
+        active = [rank for rank, status in enumerate(statuses) if not status.has_joined]
         if not active:
-            return self._end_of_data()
-        ready = [key for key in news[active[0]].asked if all(key in news[rank].asked for rank in active)]
-        self._run([self._settled(key, news, active) for key in ready])
-        if not ready and all(told.is_waiting for told in news):
-            calls = "; ".join(f"rank {rank}: {_calls(told)}" for rank, told in enumerate(news))
+            return self._complete_joins()
+        ready = [key for key in statuses[active[0]].pending if all(key in statuses[rank].pending for rank in active)]
+        self._run([self._checked(key, statuses, active) for key in ready])
+        if not ready and all(status.is_waiting for status in statuses):
+            calls = "; ".join(f"rank {rank}: {_calls(status)}" for rank, status in enumerate(statuses))
             error = RuntimeError(f"the ranks are out of step, they do not call the same: {calls}")
-            own = [self._pending[key] for key in news[self._wires.rank].asked]
+            own = [self._pending[key] for key in statuses[self._group.rank].pending]
             self._finish([operation for operation in own if not isinstance(operation, Join)], error)
             return True
         return bool(ready)
 
-    def _own_news(self) -> _News:
+    def _own_status(self) -> _Status:
         with self._changed:
-            asked = {key: operation.description for key, operation in self._pending.items()}
-            joined = any(isinstance(operation, Join) for operation in self._pending.values())
-            stuck = {thread for thread, operation in self._waiting.items() if not operation.is_done}
-            is_waiting = all(thread in stuck or not thread.is_alive() for thread in self._users)
-        return _News(joined, is_waiting, asked)
+            pending = {key: operation.description for key, operation in self._pending.items()}
+            has_joined = any(isinstance(operation, Join) for operation in self._pending.values())
+            blocked = {thread for thread, operation in self._waiting.items() if not operation.is_done}
+            is_waiting = all(thread in blocked or not thread.is_alive() for thread in self._users)
+        return _Status(has_joined, is_waiting, pending)
 
-    def _tell(self, own: _News) -> List[_News]:
-        """Everyone's news, by rank."""
-        if self._wires.size == 1:
+    def _exchange(self, own: _Status) -> List[_Status]:
+        """Return the status of all ranks, by rank."""
+        if self._group.size == 1:
             return [own]
-        told = json.dumps([own.joined, own.is_waiting, list(own.asked.values())]).encode()
-        news = []
-        for text in _gather_bytes(self._wires, told):
-            joined, is_waiting, asked = json.loads(text)
-            news.append(_News(joined, is_waiting, {each[0]: Description(*each) for each in asked}))
-        return news
+        content = json.dumps([own.has_joined, own.is_waiting, list(own.pending.values())]).encode()
+        statuses = []
+        for text in _gather_bytes(self._group, content):
+            has_joined, is_waiting, pending = json.loads(text)
+            statuses.append(_Status(has_joined, is_waiting, {each[0]: Description(*each) for each in pending}))
+        return statuses
 
-    def _note_joined(self, news: Sequence[_News]) -> None:
-        joined = {rank for rank, told in enumerate(news) if told.joined}
-        if joined - self._rank_set:
-            self._last_joined = max(joined - self._rank_set)
-        self._rank_set = joined
+    def _update_joined(self, statuses: Sequence[_Status]) -> None:
+        joined = {rank for rank, status in enumerate(statuses) if status.has_joined}
+        if joined - self._joined:
+            self._last_joined = max(joined - self._joined)
+        self._joined = joined
 
-    def _end_of_data(self) -> bool:
-        """All ranks have joined."""
+    def _complete_joins(self) -> bool:
         joins = [operation for operation in self._unfinished() if isinstance(operation, Join)]
         for operation in joins:
             operation.result = self._last_joined
-        self._rank_set, self._last_joined = set(), -1
+        self._joined, self._last_joined = set(), -1
         with self._changed:
-            self._unnamed = 0  # some ranks have asked for more than others
+            self._unnamed = 0  # the ranks have submitted different numbers of operations
         self._finish(joins)
         return True
 
-    def _settled(self, key: str, news: Sequence[_News], active: Sequence[int]) -> Operation:
-        """The operation that all active ranks have asked for; with its error if they do not agree about it."""
-        told = {rank: each.asked[key] for rank, each in enumerate(news) if key in each.asked}
-        first = told[active[0]]
-        operation = self._pending[key] if self._wires.rank in told else _of_a_joined_rank(first)
-        operation.owns = [told[rank].own if rank in told else [] for rank in range(len(news))]
-        if len(told) < len(news) and first.kind != Allreduce.kind:
+    def _checked(self, key: str, statuses: Sequence[_Status], active: Sequence[int]) -> Operation:
+        """Return an operation that all active ranks have submitted; with its error if they disagree about it."""
+        descriptions = {rank: each.pending[key] for rank, each in enumerate(statuses) if key in each.pending}
+        first = descriptions[active[0]]
+        operation = self._pending[key] if self._group.rank in descriptions else _of_joined_rank(first)
+        operation.owns = [descriptions[rank].own if rank in descriptions else [] for rank in range(len(statuses))]
+        if len(descriptions) < len(statuses) and first.kind != Allreduce.kind:
             operation.error = RuntimeError(
                 f"{first.kind.capitalize()} is not supported with Join: rank"
-                f" {', '.join(str(rank) for rank in range(len(news)) if rank not in told)} has joined"
+                f" {', '.join(str(rank) for rank in range(len(statuses)) if rank not in descriptions)} has joined"
             )
-        elif any(first.differences(other) != ("", "") for other in told.values()):
-            operation.error = RuntimeError(f"Mismatched {first.kind} of {key!r}: {_disagreement(told)}")
+        elif any(first.differences(other) != ("", "") for other in descriptions.values()):
+            operation.error = RuntimeError(f"Mismatched {first.kind} of {key!r}: {_disagreement(descriptions)}")
         return operation
 
     def _run(self, operations: Sequence[Operation]) -> None:
-        failed = [operation for operation in operations if operation.error is not None]
-        for operation in failed:
+        for operation in [each for each in operations if each.error is not None]:
             self._finish([operation], operation.error)
-        sound = [operation for operation in operations if operation.error is None]
-        for _, members in groupby(sound, key=lambda each: (each.kind, each.description.how)):
+        valid = [operation for operation in operations if operation.error is None]
+        for _, members in groupby(valid, key=lambda each: (each.kind, each.description.how)):
             together = list(members)
             fusable = [each for each in together if isinstance(each, Allreduce)]
             if fusable:
-                run_together(self._wires, fusable)
+                run_together(self._group, fusable)
             for operation in together[len(fusable) :]:
-                operation.run(self._wires, operation.owns)
+                operation.run(self._group)
             self._finish(together)
 
     def _unfinished(self) -> List[Operation]:
@@ -223,56 +222,58 @@ class Engine:
         self._finish(self._unfinished(), RuntimeError(self._ended))
 
 
-def _of_a_joined_rank(told: Description) -> Operation:
-    """What it does while the others carry out what it has not asked for."""
-    return Allreduce.of_zeros(told) if told.kind == Allreduce.kind else Operation(told.key, told.how, told.tensors)
+def _of_joined_rank(description: Description) -> Operation:
+    """Return the operation by which a rank that has joined takes part in one of the others."""
+    if description.kind == Allreduce.kind:
+        return Allreduce.of_zeros(description)
+    return Operation(description.key, description.how, description.tensors)
 
 
-def _gather_bytes(wires: Group, text: bytes) -> List[bytes]:
-    """Everyone's bytes, by rank, however many."""
+def _gather_bytes(group: Group, content: bytes) -> List[bytes]:
+    """Return the bytes of all ranks, by rank; the lengths may differ."""
     row = torch.zeros(8 + _INLINE_BYTES, dtype=torch.uint8)
-    head = len(text).to_bytes(8, "little") + text[:_INLINE_BYTES]
+    head = len(content).to_bytes(8, "little") + content[:_INLINE_BYTES]
     row[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    table = wires.gather(row)
+    table = group.gather(row)
     lengths = [int.from_bytes(bytes(other[:8].tolist()), "little") for other in table]
-    found = [other[8:] for other in table]
+    rows = [other[8:] for other in table]
     if max(lengths) > _INLINE_BYTES:
         whole = torch.zeros(max(lengths), dtype=torch.uint8)
-        whole[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        found = list(wires.gather(whole))
-    return [other[:length].numpy().tobytes() for other, length in zip(found, lengths)]
+        whole[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        rows = list(group.gather(whole))
+    return [other[:length].numpy().tobytes() for other, length in zip(rows, lengths)]
 
 
-def _disagreement(told: Dict[int, Description]) -> str:
-    """Who says what, where they differ from the first rank."""
-    ranks = list(told)
-    first = told[ranks[0]]
-    different = next(told[rank] for rank in ranks if first.differences(told[rank]) != ("", ""))
-    texts = {ranks[0]: first.differences(different)[0]}
-    for rank in ranks[1:]:
-        own, other = first.differences(told[rank])
-        texts[rank] = other if own else "as rank " + str(ranks[0])
-    return "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+def _disagreement(descriptions: Dict[int, Description]) -> str:
+    """Return what each rank submitted, where it differs from the first rank."""
+    first_rank, *others = descriptions
+    first = descriptions[first_rank]
+    different = next(descriptions[rank] for rank in others if first.differences(descriptions[rank]) != ("", ""))
+    texts = [f"rank {first_rank}: {first.differences(different)[0]}"]
+    for rank in others:
+        own, other = first.differences(descriptions[rank])
+        texts.append(f"rank {rank}: {other if own else f'as rank {first_rank}'}")
+    return "; ".join(texts)
 
 
-def _calls(told: _News) -> str:
-    return "join" if told.joined else ", ".join(told.asked)
+def _calls(status: _Status) -> str:
+    return "join" if status.has_joined else ", ".join(status.pending)
 
-
-# ---- the engine of this process ------------------------------------------------------------------------------------
 
 _engine: Optional[Engine] = None
+_handles: Dict[int, Tuple[Operation, Callable[[Any], Any]]] = {}
+_next_handle = itertools.count()
 
 
-def start(wires: Group) -> None:
-    """Starts this process's engine; without effect if it runs."""
+def start(group: Group) -> None:
+    """Start this process's engine; no effect if it runs."""
     global _engine
     if _engine is None:
-        _engine = Engine(wires)
+        _engine = Engine(group)
 
 
 def stop() -> None:
-    """Ends it. Idempotent; to be called before the process ends."""
+    """End this process's engine. Idempotent; must be called before the process ends."""
     global _engine
     if _engine is not None:
         _engine.close()
@@ -280,16 +281,50 @@ def stop() -> None:
 
 
 def engine() -> Engine:
-    """This process's engine; HorovodInternalError if none runs."""
+    """Return this process's engine; HorovodInternalError if none runs."""
     if _engine is None:
         raise HorovodInternalError("Horovod has not been initialized; use hvd.init().")
     return _engine
 
 
-def _forget_in_a_forked_child() -> None:
-    """Its thread is not there, and its wires belong to the parent."""
+def submit(
+    kind: str,
+    name: Optional[str],
+    make: Callable[[str], Operation],
+    convert: Callable[[Any], Any] = lambda result: result,
+) -> int:
+    """Start the operation that `make` constructs from its key; return its handle. `convert` is applied to the result.
+
+    Raises:
+        HorovodInternalError: Horovod is not initialized or has been shut down.
+        ValueError: an operation of that name is pending.
+    """
+    handle = next(_next_handle)
+    _handles[handle] = engine().submit(make, kind, name), convert
+    return handle
+
+
+def poll(handle: int) -> bool:
+    """Return whether `synchronize` would return at once; ValueError for a handle that is not pending."""
+    if handle not in _handles:
+        raise ValueError(f"Handle {handle} was not created or has been cleared.")
+    return _handles[handle][0].is_done
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for the operation and return its tensor, or its tuple of tensors; None if the handle was used before.
+
+    Raises:
+        HorovodInternalError: the operation failed; on all ranks, if they disagree about it.
+    """
+    operation, convert = _handles.pop(handle, (None, None))
+    return None if operation is None or convert is None else convert(engine().wait(operation))
+
+
+def _reset_in_forked_child() -> None:
+    """A child has no engine thread, and the connections belong to its parent."""
     global _engine
     _engine = None
 
 
-os.register_at_fork(after_in_child=_forget_in_a_forked_child)
+os.register_at_fork(after_in_child=_reset_in_forked_child)

@@ -1,64 +1,77 @@
-"""The collectives as pieces of work for the engine (contract section 8): what they need agreed, and what they do."""
+"""The collective operations as the engine runs them: what the ranks must agree on, and the transfers.
+
+An allreduce computes every element on one rank, in the order of the ranks, so that all ranks get the same bits.
+float16 and bfloat16 are reduced in float32 and rounded once, integers in int64.
+"""
 
 from __future__ import annotations
 
+import enum
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-from _emulated_pod import Group, Transfer, as_bytes
+from _pod.wires import Group, as_bytes, even_slices, wait_all
 
-from horovod.torch._reduction import ReduceOp, reduce_, scaled
+Tensors = Sequence[torch.Tensor]
+Scales = Tuple[float, float]  # prescale and postscale factor
 
-Owns = List[List[int]]  # by rank: what each brought for itself
+
+class ReduceOp(enum.IntEnum):
+    """The reduction of `allreduce`; the values are Horovod's."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
 
 
 class Description(NamedTuple):
-    """What an operation tells the other ranks. Key and all but `own` must be equal on all of them."""
+    """What a rank sends to the others about an operation. All but `own` must be equal on all ranks."""
 
     key: str
     kind: str
     how: str  # reduction and factors, or the root
-    tensors: List[List[Any]]  # dtype, shape (None: free), and where there is one the name
-    own: List[int]  # lengths of free dimensions, or splits
+    tensors: List[List[Any]]  # dtype, shape (None: not fixed), and the name if there is one
+    own: List[int]  # this rank's lengths of dimensions that are not fixed, or its splits
 
     def differences(self, other: Description) -> Tuple[str, str]:
-        """What this and the other rank say differently; two empty texts if nothing."""
+        """Return the first difference as one text for each side; two empty texts if there is none."""
         if (self.kind, self.how) != (other.kind, other.how):
             return f"{self.kind} {self.how}", f"{other.kind} {other.how}"
         if len(self.tensors) != len(other.tensors):
             return f"{len(self.tensors)} tensors", f"{len(other.tensors)} tensors"
-        for index, (mine, theirs) in enumerate(zip(self.tensors, other.tensors)):
-            if mine != theirs:
-                which = f"tensor {index} of {len(self.tensors)}: " if len(self.tensors) > 1 else ""
-                return which + _text(mine), which + _text(theirs)
+        for index, (own, others) in enumerate(zip(self.tensors, other.tensors)):
+            if own != others:
+                prefix = f"tensor {index} of {len(self.tensors)}: " if len(self.tensors) > 1 else ""
+                return prefix + _text(own), prefix + _text(others)
         return "", ""
 
 
 class Operation:
-    """One collective of this rank, from the call to its end."""
+    """One collective operation of this rank, from submission to completion."""
 
     kind = ""
 
     def __init__(self, key: str, how: str, tensors: List[List[Any]], own: Sequence[int] = ()) -> None:
         self.description = Description(key, self.kind, how, tensors, list(own))
         self.result: Any = None
-        self.owns: Owns = []  # by rank, once all have told it
+        self.owns: List[List[int]] = []  # `Description.own` of each rank, once exchanged
         self.error: Optional[Exception] = None
         self.is_done = False
 
-    def run(self, wires: Group, owns: Owns) -> None:
-        """Does the work with all other ranks and keeps the result. In the engine's thread."""
+    def run(self, group: Group) -> None:
+        """Run the transfers, in the engine's thread, and set `result`."""
         raise NotImplementedError
 
 
 class Allreduce(Operation):
-    """Combines tensors of one place in everyone's list; several dtypes may be mixed."""
+    """Reduces the tensors at each position of the ranks' lists; dtypes may be mixed."""
 
     kind = "ALLREDUCE"
 
-    def __init__(
-        self, key: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], op: ReduceOp, scales: Any
-    ) -> None:
+    def __init__(self, key: str, inputs: Tensors, outputs: Tensors, op: ReduceOp, scales: Scales) -> None:
         self.op, self.prescale, self.postscale = op, float(scales[0]), float(scales[1])
         how = f"{op.name} * {self.prescale!r} * {self.postscale!r}"
         super().__init__(key, how, [[dtype_name(tensor), list(tensor.shape)] for tensor in inputs])
@@ -66,143 +79,176 @@ class Allreduce(Operation):
         self.result = outputs
 
     @classmethod
-    def of_zeros(cls, told: Description) -> Allreduce:
-        """What a rank that has joined contributes to the others' operation."""
-        name, prescale, postscale = told.how.split(" * ")
-        zeros = [torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in told.tensors]
-        return cls(told.key, zeros, zeros, ReduceOp[name], (prescale, postscale))
+    def of_zeros(cls, description: Description) -> Allreduce:
+        """Return what a rank that has joined contributes to an operation of the others."""
+        name, prescale, postscale = description.how.split(" * ")
+        zeros = [torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in description.tensors]
+        return cls(description.key, zeros, zeros, ReduceOp[name], (float(prescale), float(postscale)))
 
-    def run(self, wires: Group, owns: Owns) -> None:
+    def run(self, group: Group) -> None:
         """See `run_together`."""
-        run_together(wires, [self])
+        run_together(group, [self])
 
 
-def run_together(wires: Group, operations: Sequence[Allreduce]) -> None:
-    """Runs allreduces of the same `how`: one transfer for all tensors of one dtype."""
+def run_together(group: Group, operations: Sequence[Allreduce]) -> None:
+    """Run allreduces of the same `how` with one transfer per dtype."""
     first = operations[0]
     by_dtype: Dict[torch.dtype, List[Tuple[torch.Tensor, torch.Tensor]]] = {}
     for operation in operations:
         for pair in zip(operation.inputs, operation.outputs):
             by_dtype.setdefault(pair[0].dtype, []).append(pair)
     for pairs in by_dtype.values():
-        flat = torch.cat([data(tensor).reshape(-1) for tensor, _ in pairs])
-        flat = scaled(flat, first.prescale)
-        reduce_(wires, flat, first.op)
+        flat = scaled(torch.cat([tensor.data.reshape(-1) for tensor, _ in pairs]), first.prescale)
+        reduce_(group, flat, first.op)
         pieces = scaled(flat, first.postscale).split_with_sizes([tensor.numel() for tensor, _ in pairs])
         for (_, output), piece in zip(pairs, pieces):
-            data(output).copy_(piece.view(output.shape))
+            output.data.copy_(piece.view(output.shape))
+
+
+def reduce_(group: Group, flat: torch.Tensor, op: ReduceOp) -> None:
+    """Reduce the flat contiguous tensors of all ranks in place: each rank reduces one slice and sends it to all."""
+    slices = even_slices(0, flat.numel(), group.size)
+    own = slices[group.rank]
+    parts = [flat.new_empty(own.stop - own.start) for _ in range(group.size)]
+    parts[group.rank] = flat[own]
+    _exchange(group, [flat[each] for each in slices], parts)
+    flat[own] = reduced(parts, op)
+    _exchange(group, [flat[own]] * group.size, [flat[each] for each in slices])
+
+
+def reduced(parts: Tensors, op: ReduceOp) -> torch.Tensor:
+    """Return the reduction of the parts, first to last, computed in a wider dtype where needed; a new tensor."""
+    dtype = parts[0].dtype
+    if not dtype.is_floating_point and not dtype.is_complex:
+        dtype = torch.int64
+    elif dtype in (torch.float16, torch.bfloat16):
+        dtype = torch.float32
+    total = parts[0].to(dtype, copy=True)
+    for part in parts[1:]:
+        if op in (ReduceOp.Sum, ReduceOp.Average):
+            total += part.to(dtype)
+        elif op is ReduceOp.Product:
+            total *= part.to(dtype)
+        elif op is ReduceOp.Min:
+            torch.minimum(total, part.to(dtype), out=total)
+        else:
+            torch.maximum(total, part.to(dtype), out=total)
+    if op is ReduceOp.Average:
+        total.div_(len(parts), rounding_mode="trunc" if dtype is torch.int64 else None)
+    return total.to(parts[0].dtype)
+
+
+def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return the tensor times the factor in its dtype; integers are rounded towards zero."""
+    return tensor if factor == 1.0 else (tensor.to(torch.float64) * factor).to(tensor.dtype)
 
 
 class Allgather(Operation):
-    """Joins everyone's tensors along their first dimension, whose length may differ."""
+    """Concatenates the tensors of all ranks along their first dimension, whose length may differ."""
 
     kind = "ALLGATHER"
 
-    def __init__(self, key: str, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, key: str, inputs: Tensors) -> None:
         lengths = [tensor.shape[0] for tensor in inputs]
-        super().__init__(key, "", [_free_first(tensor) for tensor in inputs], lengths)
+        super().__init__(key, "", [_without_length(tensor) for tensor in inputs], lengths)
         self.inputs = inputs
 
-    def run(self, wires: Group, owns: Owns) -> None:
+    def run(self, group: Group) -> None:
         """See the class."""
-        self.result = [
-            self._gathered(wires, own, [row[index] for row in owns]) for index, own in enumerate(self.inputs)
-        ]
+        lengths = zip(*self.owns)  # by tensor
+        self.result = [_gathered(group, tensor.data, list(each)) for tensor, each in zip(self.inputs, lengths)]
 
-    @staticmethod
-    def _gathered(wires: Group, own: torch.Tensor, lengths: List[int]) -> torch.Tensor:
-        own = data(own)
-        result = own.new_empty(sum(lengths), *own.shape[1:])
-        parts = result.split_with_sizes(lengths)
-        parts[wires.rank].copy_(own)
-        _exchange(wires, [own] * wires.size, parts)
-        return result
+
+def _gathered(group: Group, own: torch.Tensor, lengths: List[int]) -> torch.Tensor:
+    result = own.new_empty(sum(lengths), *own.shape[1:])
+    parts = result.split_with_sizes(lengths)
+    parts[group.rank].copy_(own)
+    _exchange(group, [own] * group.size, parts)
+    return result
 
 
 class Broadcast(Operation):
-    """Overwrites the outputs by root's inputs, bit by bit; several travel as one flat tensor."""
+    """Copies root's inputs bit by bit into the outputs; several tensors are transferred as one."""
 
     kind = "BROADCAST"
 
-    def __init__(
-        self, key: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], root: int, names: Sequence[str]
-    ) -> None:
-        told: List[List[Any]] = [[dtype_name(tensor), list(tensor.shape)] for tensor in inputs]
-        for description, name in zip(told, names):
+    def __init__(self, key: str, inputs: Tensors, outputs: Tensors, root: int, names: Sequence[str] = ()) -> None:
+        tensors: List[List[Any]] = [[dtype_name(tensor), list(tensor.shape)] for tensor in inputs]
+        for description, name in zip(tensors, names):
             description.append(name)
-        super().__init__(key, f"from rank {root}", told)
+        super().__init__(key, f"from rank {root}", tensors)
         self.inputs, self.outputs, self._root = inputs, outputs, root
         self.result = outputs
 
-    def run(self, wires: Group, owns: Owns) -> None:
+    def run(self, group: Group) -> None:
         """See the class."""
         sizes = [tensor.numel() * tensor.element_size() for tensor in self.inputs]
-        if wires.rank == self._root:
-            flat = torch.cat([as_bytes(data(tensor)) for tensor in self.inputs])
+        if group.rank == self._root:
+            flat = torch.cat([as_bytes(tensor.data) for tensor in self.inputs])
         else:
             flat = torch.empty(sum(sizes), dtype=torch.uint8)
-        wires.broadcast_(flat, self._root)
+        group.broadcast_(flat, self._root)
         for output, piece in zip(self.outputs, flat.split_with_sizes(sizes)):
-            as_bytes(data(output)).copy_(piece)
+            as_bytes(output.data).copy_(piece)
 
 
 class Alltoall(Operation):
-    """Deals out the rows of everyone's tensor: `splits[r]` of them to rank r."""
+    """Distributes the rows of each rank's tensor: `splits[r]` rows to rank r."""
 
     kind = "ALLTOALL"
 
     def __init__(self, key: str, tensor: torch.Tensor, splits: List[int]) -> None:
-        super().__init__(key, "", [_free_first(tensor)], splits)
+        super().__init__(key, "", [_without_length(tensor)], splits)
         self._tensor = tensor
 
-    def run(self, wires: Group, owns: Owns) -> None:
+    def run(self, group: Group) -> None:
         """See the class."""
-        lengths = [row[wires.rank] for row in owns]
-        tensor = data(self._tensor)
-        result = tensor.new_empty(sum(lengths), *tensor.shape[1:])
-        given = tensor[: sum(owns[wires.rank])].split_with_sizes(owns[wires.rank])
-        parts = result.split_with_sizes(lengths)
-        parts[wires.rank].copy_(given[wires.rank])
-        _exchange(wires, given, parts)
-        self.result = result, torch.tensor(lengths, dtype=torch.int32)
+        splits, received = self.owns[group.rank], [row[group.rank] for row in self.owns]
+        tensor = self._tensor.data
+        result = tensor.new_empty(sum(received), *tensor.shape[1:])
+        given = tensor[: sum(splits)].split_with_sizes(splits)
+        parts = result.split_with_sizes(received)
+        parts[group.rank].copy_(given[group.rank])
+        _exchange(group, given, parts)
+        self.result = result, torch.tensor(received, dtype=torch.int32)
 
 
 class Reducescatter(Operation):
-    """Combines the tensors and gives each rank its rows: dealt evenly, the first ranks get what is left over."""
+    """Reduces the tensors and gives each rank its rows, evenly; the first ranks get one more if needed."""
 
     kind = "REDUCESCATTER"
 
-    def __init__(self, key: str, inputs: Sequence[torch.Tensor], op: ReduceOp, scales: Any) -> None:
+    def __init__(self, key: str, inputs: Tensors, op: ReduceOp, scales: Scales) -> None:
         outputs = [torch.empty_like(tensor) for tensor in inputs]
         self._reduction = Allreduce(key, inputs, outputs, op, scales)
         super().__init__(key, self._reduction.description.how, self._reduction.description.tensors)
 
-    def run(self, wires: Group, owns: Owns) -> None:
+    def run(self, group: Group) -> None:
         """See the class."""
-        self._reduction.run(wires, owns)
-        self.result = [self._rows(wires, tensor) for tensor in self._reduction.outputs]
+        self._reduction.run(group)
+        self.result = [_own_rows(group, tensor) for tensor in self._reduction.outputs]
 
-    @staticmethod
-    def _rows(wires: Group, tensor: torch.Tensor) -> torch.Tensor:
-        each, rest = divmod(tensor.shape[0], wires.size)
-        start = wires.rank * each + min(wires.rank, rest)
-        return tensor[start : start + each + (wires.rank < rest)].clone()
+
+def _own_rows(group: Group, tensor: torch.Tensor) -> torch.Tensor:
+    rows, rest = divmod(tensor.shape[0], group.size)
+    start = group.rank * rows + min(group.rank, rest)
+    return tensor[start : start + rows + (group.rank < rest)].clone()
 
 
 class Barrier(Operation):
-    """Only agrees."""
+    """Completes when all ranks have submitted it."""
 
     kind = "BARRIER"
 
     def __init__(self) -> None:
         super().__init__("barrier", "", [])
 
-    def run(self, wires: Group, owns: Owns) -> None:
-        """Nothing is left to do: all have come."""
+    def run(self, group: Group) -> None:
+        """Do nothing: all ranks have submitted it."""
 
 
 class Join(Operation):
-    """This rank has no more data; the engine ends it when all ranks have none. The result is the last of them."""
+    """This rank has no more data. The engine completes it when all ranks have joined; the result is the last rank."""
 
     kind = "JOIN"
 
@@ -210,17 +256,12 @@ class Join(Operation):
         super().__init__("join", "", [])
 
 
-def data(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its history: it may be a leaf that requires a gradient, or be needed in a backward pass."""
-    return tensor.data
-
-
 def dtype_name(tensor: torch.Tensor) -> str:
-    """`float32` for torch.float32."""
+    """Return the dtype without `torch.`."""
     return str(tensor.dtype).rpartition(".")[2]
 
 
-def _free_first(tensor: torch.Tensor) -> List[Any]:
+def _without_length(tensor: torch.Tensor) -> List[Any]:
     return [dtype_name(tensor), [None, *tensor.shape[1:]]]
 
 
@@ -230,10 +271,8 @@ def _text(tensor: List[Any]) -> str:
     return "".join(f"{each}: " for each in name) + f"{dtype}[{lengths}]"
 
 
-def _exchange(wires: Group, given: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
-    """Sends given[peer] to each peer and receives parts[peer] from it."""
-    tag = wires.next_tag()
-    transfers: List[Transfer] = [wires.receive(parts[peer], peer, tag) for peer in wires.peers]
-    transfers += [wires.send(given[peer], peer, tag) for peer in wires.peers]
-    for transfer in transfers:
-        transfer.wait()
+def _exchange(group: Group, given: Tensors, parts: Tensors) -> None:
+    """Send given[peer] to each peer, and receive parts[peer] from it."""
+    tag = group.next_tag()
+    transfers = [group.receive(parts[peer], peer, tag) for peer in group.peers]
+    wait_all(transfers + [group.send(given[peer], peer, tag) for peer in group.peers])

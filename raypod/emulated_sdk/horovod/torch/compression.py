@@ -1,4 +1,4 @@
-"""Compression of tensors for the way (contract section 8): none, or float16."""
+"""Compression of tensors for the transfer: none, or float16."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ import torch
 
 
 class NoneCompressor:
-    """Sends tensors as they are."""
+    """Transfers tensors unchanged."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> Tuple[torch.Tensor, Optional[torch.dtype]]:
-        """The tensor to send, and what `decompress` needs to know."""
+        """Return the tensor to transfer, and the context for `decompress`."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Optional[torch.dtype]) -> torch.Tensor:
-        """The tensor as the caller expects it."""
+        """Return the decompressed tensor."""
         return tensor
 
 
 class FP16Compressor:
-    """Sends floating point tensors as float16."""
+    """Transfers floating point tensors as float16."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> Tuple[torch.Tensor, Optional[torch.dtype]]:
-        """The tensor to send, and its own dtype."""
+        """Return the tensor to transfer, and its original dtype."""
         return (tensor.to(torch.float16), tensor.dtype) if tensor.is_floating_point() else (tensor, None)
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Optional[torch.dtype]) -> torch.Tensor:
-        """The tensor in its own dtype again."""
+        """Return the tensor in its original dtype."""
         return tensor if ctx is None else tensor.to(ctx)
 
 
 class Compression:
-    """The choices for the argument `compression`."""
+    """The values of the argument `compression`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -1,3 +1,3 @@
-"""`horovod.torch.elastic`: not emulated (contract section 8); the import says so."""
+"""`horovod.torch.elastic`: raises ImportError. The emulated Horovod has no elastic mode."""
 
-raise ImportError("the emulated Horovod has no elastic mode: horovod.torch.elastic needs the real one")
+raise ImportError("the emulated Horovod has no elastic mode: horovod.torch.elastic needs an installed Horovod")

@@ -1,101 +1,35 @@
-"""`horovod.torch.mpi_ops`: all but optimizers and objects, with Horovod 0.28's signatures (contract section 8)."""
+"""`horovod.torch.mpi_ops`: the collective functions of Horovod 0.28, and everything of `_basics`."""
 
 from __future__ import annotations
 
-import atexit
-from typing import Any
+from typing import Any, Callable, List, Tuple
+
+import torch
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.torch import _engine, _identity
-from horovod.torch._asynchronous import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather_async,
-    allreduce_async,
-    allreduce_async_,
-    alltoall_async,
-    barrier,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather_async,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter_async,
-    join,
-    reducescatter_async,
-    sparse_allreduce_async,
+from horovod.torch import _basics
+from horovod.torch._basics import *  # noqa: F403  # every name of its __all__
+from horovod.torch._basics import check_process_set, global_process_set
+from horovod.torch._collectives import (
+    Allgather,
+    Allreduce,
+    Alltoall,
+    Broadcast,
+    Reducescatter,
+    collective_function,
 )
-from horovod.torch._identity import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size
-from horovod.torch._process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from horovod.torch._queries import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-    start_timeline,
-    stop_timeline,
-)
-from horovod.torch._submission import poll, synchronize
-from horovod.torch._synchronous import (
-    allgather,
-    allreduce,
-    allreduce_,
-    alltoall,
-    broadcast,
-    broadcast_,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_reducescatter,
-    reducescatter,
-)
-
-
-def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Joins all other ranks; without effect if done before. All ranks must call it.
-
-    NotImplementedError for a part of the ranks (`comm`, `process_sets`), RuntimeError for garbage in the environment or
-    if a rank does not come in time, which the error names.
-    """
-    if comm or (process_sets and process_sets != "dynamic"):
-        raise NotImplementedError("the emulated Horovod works on all ranks only: leave out comm and process_sets")
-    _identity.find()
-    _engine.start(_identity.group())
-
-
-def shutdown() -> None:
-    """Leaves the others, whose further collectives fail. `init` may be called again."""
-    _engine.stop()
-    _identity.forget()
-
-
-def is_initialized() -> bool:
-    """Whether `init` has been called, and `shutdown` not since."""
-    return _identity.is_known()
-
-
-atexit.register(shutdown)  # later than the wires' own closing, so it runs before that
+from horovod.torch._engine import poll, submit, synchronize
+from horovod.torch._operations import Barrier, Join, ReduceOp
 
 __all__ = [
+    *_basics.__all__,
     "Adasum",
     "Average",
     "HorovodInternalError",
     "Max",
     "Min",
-    "ProcessSet",
     "Product",
     "Sum",
-    "add_process_set",
     "allgather",
     "allgather_async",
     "allreduce",
@@ -109,14 +43,6 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -125,26 +51,68 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "poll",
-    "rank",
     "reducescatter",
     "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
     "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
     "synchronize",
 ]
+
+Average = ReduceOp.Average
+Sum = ReduceOp.Sum
+Adasum = ReduceOp.Adasum
+Min = ReduceOp.Min
+Max = ReduceOp.Max
+Product = ReduceOp.Product
+
+_Function = Callable[..., torch.Tensor]
+_Grouped = Callable[..., List[torch.Tensor]]
+_InPlaceGroup = Callable[..., Tuple[torch.Tensor, ...]]
+_Async = Callable[..., int]
+
+allreduce: _Function = collective_function(Allreduce)
+allreduce_: _Function = collective_function(Allreduce, in_place=True)
+allreduce_async: _Async = collective_function(Allreduce, asynchronous=True)
+allreduce_async_: _Async = collective_function(Allreduce, in_place=True, asynchronous=True)
+grouped_allreduce: _Grouped = collective_function(Allreduce, grouped=True)
+grouped_allreduce_: _InPlaceGroup = collective_function(Allreduce, grouped=True, in_place=True)
+grouped_allreduce_async: _Async = collective_function(Allreduce, grouped=True, asynchronous=True)
+grouped_allreduce_async_: _Async = collective_function(Allreduce, grouped=True, in_place=True, asynchronous=True)
+allgather: _Function = collective_function(Allgather)
+allgather_async: _Async = collective_function(Allgather, asynchronous=True)
+grouped_allgather: _InPlaceGroup = collective_function(Allgather, grouped=True)
+grouped_allgather_async: _Async = collective_function(Allgather, grouped=True, asynchronous=True)
+broadcast: _Function = collective_function(Broadcast)
+broadcast_: _Function = collective_function(Broadcast, in_place=True)
+broadcast_async: _Async = collective_function(Broadcast, asynchronous=True)
+broadcast_async_: _Async = collective_function(Broadcast, in_place=True, asynchronous=True)
+alltoall: Callable[..., Any] = collective_function(Alltoall)
+alltoall_async: _Async = collective_function(Alltoall, asynchronous=True)
+reducescatter: _Function = collective_function(Reducescatter)
+reducescatter_async: _Async = collective_function(Reducescatter, asynchronous=True)
+grouped_reducescatter: _Grouped = collective_function(Reducescatter, grouped=True)
+grouped_reducescatter_async: _Async = collective_function(Reducescatter, grouped=True, asynchronous=True)
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str, op: int, process_set: Any = global_process_set
+) -> Callable[[], torch.Tensor]:
+    """Raise NotImplementedError."""
+    raise NotImplementedError(
+        "the emulated Horovod does not reduce sparse tensors; use DistributedOptimizer(sparse_as_dense=True)"
+    )
+
+
+def join(device: int = -1) -> int:
+    """Report that this rank has no more data, wait until all ranks have, and return the last rank to join.
+
+    Until then this rank contributes zeros to the others' allreduces; their other collectives fail. `device` is unused.
+    """
+    return int(synchronize(submit("join", None, lambda key: Join())))
+
+
+def barrier(process_set: Any = global_process_set) -> None:
+    """Wait until all ranks have called it."""
+    check_process_set(process_set)
+    synchronize(submit("barrier", None, lambda key: Barrier()))

@@ -1,6 +1,6 @@
-"""`DistributedOptimizer`: an optimizer whose gradients are combined over all ranks (contract section 8).
+"""`DistributedOptimizer`: an optimizer whose gradients are reduced over all ranks, for training on the host.
 
-For programs that train on the host. On IPUs the device combines the gradients.
+The device reduces the gradients of IPU programs.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Op
 
 import torch
 
-from horovod.torch import _identity
-from horovod.torch._asynchronous import Average, grouped_allreduce_async_
-from horovod.torch._process_sets import check, global_process_set
-from horovod.torch._submission import refuse_adasum, synchronize
+from horovod.torch._basics import check_process_set, global_process_set, size
+from horovod.torch._checks import reject_adasum
 from horovod.torch.compression import Compression
 from horovod.torch.functions import broadcast_object
+from horovod.torch.mpi_ops import Average, grouped_allreduce_async_, synchronize
 
 _Parameters = Tuple[torch.Tensor, ...]
 
 
-class _Sent(NamedTuple):
+class _Pending(NamedTuple):
+    """An allreduce in progress, and the context of each tensor for decompression."""
+
     handle: int
     contexts: Sequence[Any]
 
@@ -36,9 +37,9 @@ class _Settings(NamedTuple):
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
-    """Mixed into the class of the user's optimizer. Gradients set out as soon as `backward` has them."""
+    """Mixin of the user's optimizer class. The reduction of a gradient starts when `backward` has computed it."""
 
-    _local_class: Any  # of the user's optimizer
+    _local_class: Any  # the class of the user's optimizer
 
     def _distribute(
         self, named: List[Tuple[str, torch.Tensor]], backward_passes_per_step: int, settings: _Settings
@@ -47,55 +48,55 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._settings = settings
         self.backward_passes_per_step = backward_passes_per_step
         self._passes_left: Dict[torch.Tensor, int] = {}
-        self._sent: Dict[int, _Sent] = {}  # by group
+        self._pending: Dict[int, _Pending] = {}  # by group
         self._is_synchronized, self._must_synchronize = False, True
         self._groups: List[_Parameters] = []
         self._group_of: Dict[torch.Tensor, int] = {}
-        self._accumulators: List[Any] = []  # they keep their hooks as long as somebody holds them
-        if _identity.size() > 1:
+        self._accumulators: List[Any] = []  # a hook exists as long as its gradient accumulator
+        if size() > 1:
             trained = [each for group in self.param_groups for each in group["params"] if each.requires_grad]
             self._groups = _grouped(trained, self._names, settings.groups)
             for number, members in enumerate(self._groups):
                 self._group_of.update(dict.fromkeys(members, number))
             for parameter in trained:
-                self._watch(parameter)
+                self._register_hook(parameter)
         self.set_backward_passes_per_step(backward_passes_per_step)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """How often gradients are accumulated before they are combined."""
+        """Set the number of backward passes whose gradients are accumulated before the reduction."""
         self.backward_passes_per_step = passes
         self._passes_left = dict.fromkeys(self._names, passes)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """As the user's optimizer does; what was accumulated does not count."""
-        self._sent = {}
+        """Load the user's optimizer, and discard the gradients accumulated so far."""
+        self._pending = {}
         self._is_synchronized, self._must_synchronize = False, True
         self.set_backward_passes_per_step(self.backward_passes_per_step)
         self._local_class.load_state_dict(self, *args, **kwargs)
 
     def synchronize(self) -> None:
-        """Waits until all gradients are the combined ones; a rank without a gradient contributes zeros.
+        """Wait until all gradients are reduced. A rank without a gradient contributes zeros.
 
-        Between this and a `step` under `skip_synchronize` they can be looked at and clipped.
+        Use it with `skip_synchronize` to read or clip the reduced gradients before `step`.
         """
         for number in range(len(self._groups)):
-            if number not in self._sent:
-                self._send(number)
-        for number, sent in self._sent.items():
-            for parameter, result, context in zip(self._groups[number], synchronize(sent.handle), sent.contexts):
+            if number not in self._pending:
+                self._start(number)
+        for number, pending in self._pending.items():
+            for parameter, result, context in zip(self._groups[number], synchronize(pending.handle), pending.contexts):
                 self._passes_left[parameter] = self.backward_passes_per_step
-                combined = self._settings.compression.decompress(result, context)
-                assert parameter.grad is not None, "it was sent"
+                reduced = self._settings.compression.decompress(result, context)
+                assert parameter.grad is not None, "`_start` sets it"
                 if parameter.grad.is_sparse:
-                    parameter.grad = combined.to_sparse()
+                    parameter.grad = reduced.to_sparse()
                 else:
-                    parameter.grad.data = combined
-        self._sent.clear()
+                    parameter.grad.data = reduced
+        self._pending.clear()
         self._is_synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it `step` takes the gradients as they are: `synchronize` was called."""
+        """Make `step` use the gradients as they are, after `synchronize`."""
         self._must_synchronize = False
         try:
             yield
@@ -103,7 +104,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._must_synchronize = True
 
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
-        """Combines the gradients and takes the user's optimizer's step."""
+        """Reduce the gradients and take the step of the user's optimizer."""
         if self._must_synchronize:
             if self._is_synchronized:
                 warnings.warn(
@@ -117,22 +118,22 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return self._local_class.step(self, closure)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """AssertionError while gradients are on their way."""
-        if self._sent:
+        """Zero the gradients; AssertionError while reductions are in progress."""
+        if self._pending:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or"
                 " optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
         self._local_class.zero_grad(self, *args, **kwargs)
 
-    def _watch(self, parameter: torch.Tensor) -> None:
-        """Calls `_arrived` whenever backward has accumulated into the gradient (torch 2.0 has no simpler hook)."""
+    def _register_hook(self, parameter: torch.Tensor) -> None:
+        """Call `_on_gradient` after each accumulation into the gradient (torch 2.0 has no simpler hook)."""
         view: Any = parameter.expand_as(parameter)
         accumulator = view.grad_fn.next_functions[0][0]
-        accumulator.register_hook(lambda *_: self._arrived(parameter))
+        accumulator.register_hook(lambda *_: self._on_gradient(parameter))
         self._accumulators.append(accumulator)
 
-    def _arrived(self, parameter: torch.Tensor) -> None:
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
         if self._passes_left[parameter] <= 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase"
@@ -141,9 +142,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._passes_left[parameter] -= 1
         number = self._group_of[parameter]
         if all(self._passes_left[member] == 0 for member in self._groups[number]):
-            self._send(number)
+            self._start(number)
 
-    def _send(self, number: int) -> None:
+    def _start(self, number: int) -> None:
+        """Start the reduction of a group of gradients."""
         members = self._groups[number]
         packed = [self._settings.compression.compress(self._gradient(member)) for member in members]
         factor = self._settings.gradient_predivide_factor
@@ -154,7 +156,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             prescale_factor=1.0 / factor,
             postscale_factor=factor,
         )
-        self._sent[number] = _Sent(handle, [context for _, context in packed])
+        self._pending[number] = _Pending(handle, [context for _, context in packed])
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         if parameter.grad is None:
@@ -181,18 +183,21 @@ def DistributedOptimizer(  # noqa: PLR0913  # Horovod's
     sparse_as_dense: bool = False,
     process_set: Any = global_process_set,
 ) -> Any:
-    """The optimizer, with gradients combined by `op` over all ranks before each step. Its class has the same name.
+    """Return the optimizer with gradients reduced by `op` over all ranks before each step. The class keeps its name.
 
-    named_parameters: names that all ranks share, usually `model.named_parameters()`; all parameters must be named, and
-    no name may come twice (ValueError).
-    backward_passes_per_step: how often gradients are accumulated before they are combined.
-    gradient_predivide_factor: with Average, divides before the sum and multiplies after it.
-    groups: how many groups of gradients travel together, or which do.
-    sparse_as_dense: sparse gradients travel as dense ones; without it they are refused (NotImplementedError), as are
-    Adasum and other process sets.
+    named_parameters: (name, parameter) pairs for all parameters, usually `model.named_parameters()`; the names must be
+        unique, and the same on all ranks.
+    backward_passes_per_step: number of backward passes whose gradients are accumulated before the reduction.
+    gradient_predivide_factor: with Average, divide by it before the sum, and multiply by it afterwards.
+    groups: the number of groups of gradients that are reduced together, or the groups themselves.
+    sparse_as_dense: reduce sparse gradients as dense ones.
+
+    Raises:
+        NotImplementedError: Adasum, or another process set; in `backward`, a sparse gradient without `sparse_as_dense`.
+        ValueError: another argument is invalid.
     """
-    check(process_set)
-    refuse_adasum(op)
+    check_process_set(process_set)
+    reject_adasum(op)
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if num_groups != 0:
@@ -205,17 +210,14 @@ def DistributedOptimizer(  # noqa: PLR0913  # Horovod's
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
     _check_groups(groups)
-    own_class = type(optimizer)
-    distributed: Any = type(own_class.__name__, (_DistributedOptimizer, own_class), {"_local_class": own_class})
+    local_class = type(optimizer)
+    distributed: Any = type(local_class.__name__, (_DistributedOptimizer, local_class), {"_local_class": local_class})
     wrapped = distributed.__new__(distributed)
-    # A scheduler that was made before has put its own `step` into the instance, which would be called instead of ours.
+    # A scheduler created before has replaced `step` in the instance, which would hide the class's own.
     wrapped.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     named = _checked_names(optimizer, named_parameters)
-    wrapped._distribute(
-        named,
-        backward_passes_per_step,
-        _Settings(compression, op, gradient_predivide_factor, groups, sparse_as_dense),
-    )
+    settings = _Settings(compression, op, gradient_predivide_factor, groups, sparse_as_dense)
+    wrapped._distribute(named, backward_passes_per_step, settings)
     return wrapped
 
 
@@ -223,9 +225,9 @@ def _checked_names(
     optimizer: torch.optim.Optimizer, named_parameters: Optional[Iterable[Tuple[str, torch.Tensor]]]
 ) -> List[Tuple[str, torch.Tensor]]:
     in_groups = [
-        (f"allreduce.noname.{number}.{place}", parameter)
+        (f"allreduce.noname.{number}.{index}", parameter)
         for number, group in enumerate(optimizer.param_groups)
-        for place, parameter in enumerate(group["params"])
+        for index, parameter in enumerate(group["params"])
     ]
     named = in_groups if named_parameters is None else list(named_parameters)
     if any(not isinstance(entry, tuple) for entry in named):
@@ -233,16 +235,16 @@ def _checked_names(
             "named_parameters should be a sequence of tuples (name, parameter), usually produced by"
             " model.named_parameters()."
         )
-    twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
-    if twice:
+    duplicates = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
+    if duplicates:
         raise ValueError(
-            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(map(str, twice))}"
+            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(map(str, duplicates))}"
         )
-    known = {id(parameter) for _, parameter in named}
-    unnamed = [f"{name} {list(each.shape)}" for name, each in in_groups if id(each) not in known]
+    ids = {id(parameter) for _, parameter in named}
+    unnamed = [f"{name} {list(each.shape)}" for name, each in in_groups if id(each) not in ids]
     if unnamed:
         raise ValueError(
-            "named_parameters was specified, but one or more model parameters were not named: by group and place"
+            "named_parameters was specified, but one or more model parameters were not named: by group and index"
             f" {', '.join(unnamed)}"
         )
     return named
@@ -258,7 +260,7 @@ def _check_groups(groups: Any) -> None:
 
 
 def _grouped(trained: List[torch.Tensor], names: Dict[torch.Tensor, str], groups: Any) -> List[_Parameters]:
-    """Which gradients travel together; by default each for itself. Root's order of parameters counts."""
+    """Return the groups of parameters that are reduced together, in root's order; by default one per parameter."""
     if groups is None:
         return [(parameter,) for parameter in trained]
     order = broadcast_object([names[parameter] for parameter in trained], 0, "order of parameters")
@@ -267,8 +269,8 @@ def _grouped(trained: List[torch.Tensor], names: Dict[torch.Tensor, str], groups
         edges = [len(trained) * number // groups for number in range(groups + 1)]
         members = [tuple(trained[low:high]) for low, high in zip(edges, edges[1:])]
     else:
-        known = {id(parameter) for parameter in trained}
-        members = [tuple(each for each in group if id(each) in known) for group in groups]
+        ids = {id(parameter) for parameter in trained}
+        members = [tuple(each for each in group if id(each) in ids) for group in groups]
         grouped = {id(each) for group in members for each in group}
         members += [(parameter,) for parameter in trained if id(parameter) not in grouped]
     return [group for group in members if group]

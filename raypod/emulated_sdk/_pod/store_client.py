@@ -1,0 +1,202 @@
+"""A process's connection to the rendezvous store. Standard library only: a launcher uses it without torch."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import select
+import socket
+import threading
+import time
+from typing import List, Optional, Sequence
+
+from _pod.store_protocol import (
+    ADD,
+    AWAIT,
+    CANCEL,
+    CLIENT,
+    COUNT,
+    DELETE,
+    GET,
+    HANDSHAKE_S,
+    HEADER,
+    MAX_MESSAGE_BYTES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    SERVER,
+    SET,
+    SWAP,
+    Channel,
+    PeerFailed,
+    detect_dead_peer,
+    proof,
+)
+
+RESPONSE_S = 60.0  # timeout of every response except that of `wait`
+_TRANSFER_S = 3.0  # timeout of sending a request, and of receiving a response that has begun to arrive
+_POLL_S = 0.05  # between two attempts to connect, and between two checks of `cancelled`
+
+
+class StoreClient:
+    """Keys and values shared by all processes. Thread-safe, one request at a time.
+
+    Every method raises PeerFailed if the connection is lost, if no response arrives within RESPONSE_S, or if
+    `cancelled` is set meanwhile; the connection is closed then.
+    """
+
+    def __init__(self, host: str, port: int, secret: str, connect_s: float) -> None:
+        """Connect within `connect_s` seconds.
+
+        Raises:
+            PeerFailed: the server does not answer.
+            RuntimeError: the server cannot prove that it holds the secret.
+        """
+        self.cancelled = threading.Event()  # set by another thread to end the current wait
+        self._address = f"{host}:{port}"
+        self._lock = threading.Lock()
+        self._connection: Optional[socket.socket] = self._connect(host, port, bytes.fromhex(secret), connect_s)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the connection is open."""
+        return self._connection is not None
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set the value of a key."""
+        self._request(SET, key.encode(), value)
+
+    def get(self, key: str) -> Optional[bytes]:
+        """Return the value of a key; None if it does not exist."""
+        values = self._request(GET, key.encode())
+        return values[0] if values else None
+
+    def has(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys exist."""
+        return len(self._request(GET, *(key.encode() for key in keys))) == len(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which starts at 0, and return the sum."""
+        return int(self._request(ADD, key.encode(), str(amount).encode())[0])
+
+    def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Set `desired` if the current value is `expected` (b"" for a missing key); return the value afterwards."""
+        return self._request(SWAP, key.encode(), expected, desired)[0]
+
+    def delete(self, key: str) -> bool:
+        """Delete a key and return whether it existed."""
+        return bool(self._request(DELETE, key.encode()))
+
+    def count(self) -> int:
+        """Return the number of keys."""
+        return int(self._request(COUNT)[0])
+
+    def wait(self, keys: Sequence[str], timeout_s: float, unless: Sequence[str] = ()) -> List[str]:
+        """Wait until all `keys` exist, or any key of `unless` does; return those of `keys` that are missing.
+
+        Returns early after `timeout_s` seconds, or when `cancelled` is set.
+        """
+        fields = [str(len(unless)).encode(), *(key.encode() for key in (*unless, *keys))]
+        with self._lock:
+            self._send(AWAIT, *fields)
+            if not self._poll(timeout_s):
+                self._send(CANCEL)
+            return [key.decode() for key in self._receive()]
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _connect(self, host: str, port: int, secret: bytes, timeout_s: float) -> socket.socket:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.01, deadline - time.monotonic())
+            try:
+                connection = socket.create_connection((host, port), left_s)
+                try:
+                    connection.settimeout(min(left_s, HANDSHAKE_S))
+                    self._authenticate(connection, secret)
+                except BaseException:
+                    connection.close()
+                    raise
+            except (OSError, EOFError) as error:
+                if time.monotonic() + _POLL_S > deadline:
+                    raise PeerFailed(
+                        f"no store answers at {self._address} (tried for {timeout_s:g} s): {_text(error)}"
+                    ) from error
+                time.sleep(_POLL_S)
+            else:
+                detect_dead_peer(connection)
+                connection.settimeout(_TRANSFER_S)
+                return connection
+
+    def _authenticate(self, connection: socket.socket, secret: bytes) -> None:
+        """Verify the server's proof first, then send this process's own."""
+        nonce = os.urandom(NONCE_BYTES)
+        connection.sendall(nonce)
+        server_nonce, server_proof = _read(connection, NONCE_BYTES), _read(connection, PROOF_BYTES)
+        if not hmac.compare_digest(server_proof, proof(secret, SERVER, nonce, server_nonce)):
+            raise RuntimeError(
+                f"the server at {self._address} does not have the secret of this process: it is the store of another"
+                " pod, or another service"
+            )
+        connection.sendall(proof(secret, CLIENT, nonce, server_nonce))
+        self._outgoing, self._incoming = (Channel(secret, sender, nonce, server_nonce) for sender in (CLIENT, SERVER))
+
+    def _request(self, verb: bytes, *fields: bytes) -> List[bytes]:
+        with self._lock:
+            self._send(verb, *fields)
+            if not self._poll(RESPONSE_S):
+                raise self._fail(TimeoutError(f"no response within {RESPONSE_S:g} s, or cancelled"))
+            return self._receive()
+
+    def _send(self, verb: bytes, *fields: bytes) -> None:
+        message = self._outgoing.pack([verb, *fields])
+        try:
+            self._open_connection().sendall(message)
+        except OSError as error:
+            raise self._fail(error) from error
+
+    def _poll(self, timeout_s: float) -> bool:
+        """Return whether a response begins to arrive within the timeout and before `cancelled` is set."""
+        poll, deadline = select.poll(), time.monotonic() + timeout_s
+        poll.register(self._open_connection(), select.POLLIN)
+        while not poll.poll(1000 * min(_POLL_S, max(0.0, deadline - time.monotonic()))):
+            if self.cancelled.is_set() or time.monotonic() >= deadline:
+                return False
+        return True
+
+    def _receive(self) -> List[bytes]:
+        connection = self._open_connection()
+        try:
+            (length,) = HEADER.unpack(_read(connection, HEADER.size))
+            if not PROOF_BYTES <= length <= MAX_MESSAGE_BYTES:
+                raise ConnectionError(f"a message of {length} bytes")
+            return self._incoming.unpack(_read(connection, length))
+        except (OSError, EOFError) as error:
+            raise self._fail(error) from error
+
+    def _open_connection(self) -> socket.socket:
+        if self._connection is None:
+            raise PeerFailed(f"the connection to the store at {self._address} was closed")
+        return self._connection
+
+    def _fail(self, error: Exception) -> PeerFailed:
+        self.close()  # the rest of this response would be read as the next one
+        return PeerFailed(f"lost the connection to the store at {self._address}: {_text(error)}")
+
+
+def _read(connection: socket.socket, length: int) -> bytes:
+    """Return exactly `length` bytes; EOFError if the connection ends before."""
+    content = bytearray()
+    while len(content) < length:
+        data = connection.recv(length - len(content))
+        if not data:
+            raise EOFError("the server closed the connection")
+        content += data
+    return bytes(content)
+
+
+def _text(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

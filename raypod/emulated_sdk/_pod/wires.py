@@ -1,0 +1,346 @@
+"""Named process groups over Gloo, bounded in time, for the processes of one emulated pod.
+
+They replace the IPU-Links and the MPI connections of a real pod. A launcher opens one store (`StoreServer`), keeps it
+open, and passes these environment variables to all processes:
+
+    EMULATED_POD_RENDEZVOUS   "host:port" of the store
+    EMULATED_POD_SECRET       the secret by which the store authenticates the processes of this pod
+    EMULATED_POD_GENERATION   prefix of all keys (default "0"); restarted processes need a new one
+    EMULATED_POD_TIMEOUT_S    timeout of every wait in seconds (default 300); joining a group waits at most 60 s of it,
+                              unless the caller allows more
+
+`GLOO_SOCKET_IFNAME` selects the interface as for torch.distributed. Without it the connections use the address from
+which this process reaches the rendezvous, so that they do not depend on how the host name resolves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Dict, List, Optional, Sequence
+
+import torch
+import torch.distributed
+
+from _pod import rendezvous
+from _pod.rendezvous import FAILED, GENERATION, MAX_JOIN_S, RENDEZVOUS, SECRET, TIMEOUT_S, Store, timeout_s
+from _pod.store_protocol import PeerFailed
+from _pod.store_server import StoreServer
+
+__all__ = [
+    "GENERATION",
+    "RENDEZVOUS",
+    "SECRET",
+    "TIMEOUT_S",
+    "Group",
+    "PeerFailed",
+    "StoreServer",
+    "Transfer",
+    "abandon",
+    "abandon_all",
+    "as_bytes",
+    "close",
+    "connect",
+    "disconnect",
+    "disconnect_broken",
+    "even_slices",
+    "timeout_s",
+    "wait_all",
+]
+
+_c10d: Any = torch.distributed  # its stubs lack half of the documented names
+_MAX_TAGS = 1 << 20  # Gloo uses the top bits of a slot for its own collectives
+
+_lock = threading.RLock()
+_groups: Dict[str, Group] = {}
+_joins: Dict[str, int] = {}  # number of joins per group: each join uses new keys
+_joining: Dict[str, threading.Event] = {}  # set an event to cancel the join
+_inherited: List[Any] = []  # the parent's connections, which a forked child must neither use nor destroy
+
+
+def connect(name: str, rank: int, size: int, join_s: Optional[float] = None) -> Group:
+    """Join the group `name` as `rank` of `size` and return it once all ranks have joined.
+
+    Later calls return the same group. A group of one rank needs no rendezvous.
+
+    join_s: timeout in seconds, by default min(60, EMULATED_POD_TIMEOUT_S). The call may be repeated after a timeout.
+
+    Raises:
+        PeerFailed: some ranks (named) have not joined in time, or a rank called `abandon` before it joined.
+        RuntimeError: the rendezvous is not set or rejects this process, or the rank is taken.
+    """
+    if not 0 <= rank < size:
+        raise RuntimeError(f"rank {rank} of group {name!r} is not within 0..{size - 1}")
+    with _lock:
+        group = _groups.get(name)
+        if group is None:
+            group = _groups[name] = _join(name, rank, size, join_s)
+        if (group.rank, group.size) != (rank, size):
+            raise RuntimeError(
+                f"this process is rank {group.rank} of {group.size} in group {name!r}; it cannot be rank {rank} of"
+                f" {size} too"
+            )
+        return group
+
+
+def abandon(name: str, rank: int, size: int, reason: str) -> None:
+    """Report to the other ranks that this one has failed, whether it has joined the group `name` or not.
+
+    Their current and later waits in this group raise PeerFailed at once instead of after the timeout. The group is
+    broken afterwards.
+    """
+    with _lock:
+        group = _groups.get(name)
+        if group is not None:
+            group.abandon(reason)
+        elif size > 1 and os.environ.get(RENDEZVOUS):
+            with suppress(RuntimeError):  # without the store the others wait until their timeout
+                store, address = rendezvous.client(size)
+                prefix = _prefix(name)
+                store.add(f"{prefix}/{_joins.get(address + prefix, 0) + 1}/joined/{FAILED}", rank + 1)
+
+
+def abandon_all(reason: str) -> None:
+    """Abort every wait of this process, from any thread: it raises PeerFailed, here and in the peers.
+
+    Takes no lock: a thread that joins a group holds it.
+    """
+    for cancelled in list(_joining.values()):
+        cancelled.set()
+    for group in list(_groups.values()):
+        group.abandon(reason)
+
+
+def disconnect(name: str) -> None:
+    """Close the group `name`, if this process has joined it."""
+    with _lock:
+        group = _groups.pop(name, None)
+        if group is not None:
+            group.close()
+
+
+def disconnect_broken(name: str) -> None:
+    """Close the group `name` if it is broken, so that `connect` joins a new one."""
+    with _lock:
+        group = _groups.get(name)
+        if group is not None and group.is_broken:
+            disconnect(name)
+
+
+def close() -> None:
+    """Close every group and the connection to the store. Idempotent; runs at exit too."""
+    with _lock:
+        for name in list(_groups):
+            disconnect(name)
+        store = rendezvous.detach()
+        if store is not None:
+            store.client.close()
+
+
+atexit.register(close)
+
+
+class Group:
+    """The connections between the ranks of one group: point-to-point transfers, broadcast and barrier.
+
+    Independent of torch's default process group. After the first failure the group is broken: the peers detect it at
+    once, and every later use raises PeerFailed.
+    """
+
+    def __init__(
+        self, name: str, rank: int, size: int, backend: Any, wait_s: float, store: Optional[Store] = None
+    ) -> None:
+        self.name, self.rank, self.size = name, rank, size
+        # Each rank starts with its next neighbour, so that not all send to rank 0 first.
+        self.peers = [(rank + distance) % size for distance in range(1, size)]
+        self._backend = backend  # a ProcessGroupGloo; None in a group of one rank, and after the end
+        self._store = store  # the backend uses it without keeping it alive
+        self._wait_s = wait_s
+        self._broken_by = ""
+        self._sequence = 0
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the group has failed, was abandoned or closed."""
+        return bool(self._broken_by)
+
+    def next_tag(self) -> int:
+        """Return a tag for one collective operation: equal on all ranks if they call in the same order."""
+        self._sequence = (self._sequence + 1) % _MAX_TAGS
+        return self._sequence
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        """Start to send a contiguous tensor of any dtype; it must not change until `Transfer.wait` returns."""
+        return Transfer(self, self._start("send", tensor, peer, tag), tensor, f"sending to rank {peer}")
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        """Start to receive into a contiguous tensor; the sender's must have the same size in bytes."""
+        return Transfer(self, self._start("recv", tensor, peer, tag), tensor, f"receiving from rank {peer}")
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, [size, *shape]; same shape and dtype on all. For small tensors."""
+        table = row.new_empty(self.size, *row.shape)
+        table[self.rank] = row
+        tag = _MAX_TAGS + self.next_tag()  # a separate range: ranks out of step wait instead of mixing up sizes
+        transfers = [self.receive(table[peer], peer, tag) for peer in self.peers]
+        wait_all(transfers + [self.send(table[self.rank], peer, tag) for peer in self.peers])
+        return table
+
+    def gather_numbers(self, numbers: Sequence[int]) -> List[List[int]]:
+        """Return the integers of all ranks, by rank; all ranks pass the same number of integers."""
+        return [[int(number) for number in row] for row in self.gather(torch.tensor(numbers, dtype=torch.int64))]
+
+    def broadcast_(self, tensor: torch.Tensor, root: int) -> None:
+        """Copy root's contiguous tensor of any dtype bit by bit into that of every rank."""
+        if self.size > 1 and tensor.numel():
+            options = _c10d.BroadcastOptions()
+            options.rootRank, options.rootTensor = root, 0
+            self._run(lambda backend: backend.broadcast([as_bytes(tensor)], options), f"broadcast from rank {root}")
+
+    def barrier(self) -> None:
+        """Wait until every rank has called it."""
+        if self.size > 1:
+            self._run(lambda backend: backend.barrier(), "barrier")
+
+    def abandon(self, reason: str) -> None:
+        """Mark the group as broken and close the connections, which the peers detect."""
+        self._broken_by = self._broken_by or reason
+        self._close_connections()
+
+    def close(self) -> None:
+        """Release the backend."""
+        self._backend = None
+        self._broken_by = self._broken_by or "it was closed"
+
+    def wait_for(self, work: Any, doing: str) -> None:
+        """Wait for a work handle of Gloo, if there is one, within the group's timeout."""
+        if work is None:
+            return
+        start = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=self._wait_s))
+        except RuntimeError as error:
+            raise self._fail(doing, error, time.monotonic() - start) from error
+
+    def _fail(self, doing: str, cause: Exception, waited_s: float) -> PeerFailed:
+        """Mark the group as broken, close the connections and return the error to raise."""
+        if waited_s >= self._wait_s * 0.99:
+            reason = f"waited {waited_s:.3g} s ({TIMEOUT_S}={self._wait_s:g})"
+        else:
+            reason = "lost the connection: a peer has ended, failed or timed out"
+        self._broken_by = f"{doing} failed earlier"
+        self._close_connections()
+        return PeerFailed(f"rank {self.rank} of {self.size} in group {self.name!r}, {doing}: {reason} [{cause}]")
+
+    def _close_connections(self) -> None:
+        """Close the connections to all peers, so that they do not wait for this rank until their timeout.
+
+        Gloo closes a connection when a wait times out, and all versions of torch offer no other way. Releasing the
+        backend is not enough: the buffers of abandoned transfers keep it alive.
+        """
+        backend, self._backend = self._backend, None
+        for peer in self.peers if backend is not None else ():
+            with suppress(RuntimeError):  # the intended timeout, or a connection that is closed already
+                backend.recv([torch.empty(1, dtype=torch.uint8)], peer, 2 * _MAX_TAGS).wait(timedelta(milliseconds=1))
+
+    def _start(self, verb: str, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        if not tensor.numel():
+            return None
+        try:
+            return getattr(self._open_backend(), verb)([as_bytes(tensor)], peer, tag)
+        except RuntimeError as error:
+            if self._broken_by:
+                raise
+            raise self._fail(f"{verb} with rank {peer}", error, 0.0) from error
+
+    def _run(self, start: Any, doing: str) -> None:
+        backend, began = self._open_backend(), time.monotonic()
+        try:
+            start(backend).wait()
+        except RuntimeError as error:
+            raise self._fail(doing, error, time.monotonic() - began) from error
+
+    def _open_backend(self) -> Any:
+        if self._broken_by or self._backend is None:
+            kind = PeerFailed if self._broken_by else RuntimeError
+            raise kind(f"group {self.name!r} is not usable: {self._broken_by or 'it has one rank only'}")
+        return self._backend
+
+
+class Transfer:
+    """A transfer in progress. It keeps its tensor alive."""
+
+    __slots__ = ("_doing", "_group", "_tensor", "_work")
+
+    def __init__(self, group: Group, work: Any, tensor: torch.Tensor, doing: str) -> None:
+        self._group, self._work, self._tensor, self._doing = group, work, tensor, doing
+
+    def wait(self) -> None:
+        """Wait until the tensor has arrived, or may be reused; PeerFailed at the timeout or if the peer is lost."""
+        self._group.wait_for(self._work, self._doing)
+
+
+def wait_all(transfers: Sequence[Transfer]) -> None:
+    """Wait for every transfer."""
+    for transfer in transfers:
+        transfer.wait()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a flat uint8 view of a contiguous tensor: Gloo transfers it unchanged, whatever the dtype."""
+    assert tensor.is_contiguous(), "the bytes would be those of a copy"
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def even_slices(start: int, stop: int, count: int) -> List[slice]:
+    """Cut start..stop-1 into `count` slices whose lengths differ by one at most; some may be empty."""
+    edges = [start + (stop - start) * index // count for index in range(count + 1)]
+    return [slice(low, high) for low, high in zip(edges, edges[1:])]
+
+
+def _prefix(name: str) -> str:
+    return f"{os.environ.get(GENERATION, '0')}/{name}"
+
+
+def _join(name: str, rank: int, size: int, join_s: Optional[float]) -> Group:
+    wait_s = timeout_s()
+    if size == 1:
+        return Group(name, rank, size, None, wait_s)
+    store, address = rendezvous.client(size)
+    prefix = _prefix(name)
+    count = _joins.get(address + prefix, 0) + 1
+    join_s = min(wait_s, MAX_JOIN_S) if join_s is None else join_s
+    where = f"of group {name!r} at {address}"
+    _joining[name] = store.client.cancelled = threading.Event()
+    try:
+        rendezvous.wait_for_ranks(store, f"{prefix}/{count}/joined", where, rank, size, join_s)
+        _joins[address + prefix] = count
+        prefix += f"/{count}"
+        prefixed = _c10d.PrefixStore(f"{prefix}/wires", store)
+        backend = _c10d.ProcessGroupGloo(prefixed, rank, size, rendezvous.gloo_options(address, wait_s))
+        # A rank that leaves early would close connections that others are still establishing.
+        rendezvous.wait_for_ranks(store, f"{prefix}/wired", where, rank, size, join_s)
+    finally:
+        del _joining[name]
+        store.client.cancelled = threading.Event()
+    return Group(name, rank, size, backend, wait_s, store)
+
+
+def _reset_in_forked_child() -> None:
+    """A forked child (a DataLoader worker) has copies of its parent's sockets, but not the threads that serve them.
+
+    Using the groups would steal the parent's data, and destroying them would wait for threads that do not exist.
+    """
+    global _lock
+    _lock = threading.RLock()
+    _inherited.append((dict(_groups), rendezvous.detach()))
+    _groups.clear()
+    _joins.clear()
+    _joining.clear()
+
+
+os.register_at_fork(after_in_child=_reset_in_forked_child)

@@ -1,0 +1,84 @@
+"""Checks of the arguments of collectives."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, FrozenSet, List, Optional
+
+import torch
+
+from horovod.common.exceptions import HorovodInternalError
+from horovod.torch._basics import size
+from horovod.torch._engine import engine
+from horovod.torch._operations import ReduceOp, Tensors
+
+REDUCED = frozenset([torch.int32, torch.int64, torch.float16, torch.float32, torch.float64])
+MOVED = REDUCED | {torch.uint8, torch.int8, torch.int16}
+
+
+def check_tensors(tensors: Tensors, dtypes: FrozenSet[torch.dtype], rows_for: str = "") -> None:
+    """Raise ValueError for tensors that Horovod does not take; `rows_for` needs at least one, and no 0-d tensor."""
+    engine()
+    if not tensors and rows_for:
+        raise ValueError(f"{rows_for} needs at least one tensor")
+    for tensor in tensors:
+        if not torch.is_tensor(tensor):
+            raise ValueError(f"Horovod takes tensors, not a {type(tensor).__name__}")
+        if tensor.is_sparse or tensor.dtype not in dtypes:
+            raise ValueError(f"Tensor type {tensor.type()} is not supported.")
+        if not tensor.is_contiguous():
+            raise ValueError("Tensor is required to be contiguous.")
+        if rows_for and not tensor.dim():
+            raise ValueError(f"{rows_for} uses the first dimension; a 0-d tensor has none: use reshape(1)")
+
+
+def reject_adasum(op: int) -> None:
+    """Raise NotImplementedError for Adasum."""
+    if op == ReduceOp.Adasum:
+        raise NotImplementedError("the emulated Horovod has no Adasum; use hvd.Average or hvd.Sum")
+
+
+def chosen_op(op: Optional[int], average: Optional[bool]) -> int:
+    """Return the reduction that `op` or the deprecated `average` selects; ValueError if both are given."""
+    if op is not None and average is not None:
+        raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+    if average is None:
+        return ReduceOp.Average if op is None else op
+    warnings.warn(
+        "Parameter `average` has been replaced with `op` and will be removed in v1.0", DeprecationWarning, stacklevel=4
+    )
+    return ReduceOp.Average if average else ReduceOp.Sum
+
+
+def checked_op(op: int) -> ReduceOp:
+    """Return the reduction; HorovodInternalError if there is no such one."""
+    reject_adasum(op)
+    if op not in list(ReduceOp):
+        raise HorovodInternalError(f"Reduction op type not supported: {op!r}")
+    return ReduceOp(op)
+
+
+def checked_root(root_rank: int) -> int:
+    """Return the rank; ValueError if there is no such rank."""
+    if not 0 <= root_rank < size():
+        raise ValueError(f"broadcast received invalid root rank {root_rank}: there are {size()} ranks")
+    return root_rank
+
+
+def checked_splits(tensor: torch.Tensor, splits: Any) -> List[int]:
+    """Return the number of rows for each rank; ValueError if they do not fit the tensor."""
+    ranks, rows = size(), tensor.shape[0]
+    if splits is None:
+        if rows % ranks:
+            raise ValueError(
+                f"alltoall without splits: the first dimension, {rows}, is not a multiple of {ranks} ranks"
+            )
+        return [rows // ranks] * ranks
+    if torch.is_tensor(splits) and splits.dtype != torch.int32:
+        raise ValueError(f"alltoall expects splits to contain 32-bit integer elements; got {splits.dtype}")
+    counts = [int(count) for count in splits]
+    if len(counts) != ranks:
+        raise ValueError(f"alltoall expects one entry of splits for each of the {ranks} ranks; got {len(counts)}")
+    if min(counts) < 0 or sum(counts) > rows:
+        raise ValueError(f"alltoall: splits {counts} do not fit into the first dimension, {rows}")
+    return counts

@@ -1,0 +1,314 @@
+"""The five collectives: arguments and gradients of each, and the function that makes all their variants.
+
+Each collective is one class; `collective_function` derives the synchronous, asynchronous, in-place and grouped
+functions from it, with Horovod's signatures.
+
+Operations are matched by name, in whatever order the ranks submit them; unnamed ones are numbered. All functions raise
+ValueError for unsupported tensors and for a name in use, NotImplementedError for what is not emulated, and
+HorovodInternalError before `init`, if the ranks disagree, and if a rank is lost or does not respond.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Callable, FrozenSet, Optional, Sequence, Tuple, Type
+
+import torch
+
+from horovod.common.exceptions import HorovodInternalError
+from horovod.torch import _operations as operations
+from horovod.torch._basics import check_process_set, global_process_set, rank, size
+from horovod.torch._checks import (
+    MOVED,
+    REDUCED,
+    check_tensors,
+    checked_op,
+    checked_root,
+    checked_splits,
+    chosen_op,
+)
+from horovod.torch._engine import submit, synchronize
+from horovod.torch._operations import ReduceOp, Tensors
+from horovod.torch.compression import Compression
+
+
+class Collective:
+    """One call of a collective: its arguments, its submission and its gradient.
+
+    The parameters of `__init__` after `kind` are those of the public functions after the tensors; the docstring of the
+    class is theirs.
+
+    kind: "allreduce" or "grouped_allreduce": part of the operation's key, and used in errors.
+    """
+
+    operation = ""
+    dtypes: FrozenSet[torch.dtype] = MOVED
+    needs_rows = False
+
+    def __init__(self, kind: str, name: Optional[str], process_set: Any, compression: Any = None) -> None:
+        self.kind, self.name, self.process_set, self.compression = kind, name, process_set, compression
+        self.returns_tuple = kind != self.operation  # of one result per tensor
+
+    def submit(self, inputs: Tensors, outputs: Optional[Tensors] = None) -> int:
+        """Check the arguments, submit the operation and return its handle; `outputs` None: new tensors."""
+        check_process_set(self.process_set)
+        check_tensors(inputs, self.dtypes, self.kind if self.needs_rows else "")
+        return submit(self.kind, self.name, self.make(inputs, outputs), tuple if self.returns_tuple else _first)
+
+    def make(self, inputs: Tensors, outputs: Optional[Tensors]) -> Callable[[str], operations.Operation]:
+        """Check the arguments further, and return the constructor of the operation from its key."""
+        raise NotImplementedError
+
+    def backward(self, gradients: Tensors) -> Tensors:
+        """Return the gradients of the inputs, from those of the results."""
+        raise NotImplementedError
+
+    def run(self, tensors: Tensors) -> Any:
+        """Run the collective on new tensors and return the results, through which gradients flow."""
+        if not tensors:
+            raise ValueError(f"{self.kind} needs at least one tensor")
+        if self.compression is None:
+            return _apply(self, tensors)
+        packed = [self.compression.compress(tensor) for tensor in tensors]
+        results = _apply(self, [tensor for tensor, _ in packed])
+        return [self.compression.decompress(result, context) for result, (_, context) in zip(results, packed)]
+
+    def unpack(self, results: Any) -> Any:
+        """Return what the synchronous function returns."""
+        return results if self.returns_tuple else results[0]
+
+
+class Allreduce(Collective):
+    """Reduce tensors of the same shape and dtype over all ranks by `op` (default Average).
+
+    The result has the same bits on all ranks. The tensors are contiguous, of any shape, and int32, int64, float16,
+    float32 or float64; the Average of integers is rounded towards zero. The factors multiply before and after the
+    reduction. Gradients are reduced like the values.
+    """
+
+    operation = "allreduce"
+    dtypes = REDUCED
+
+    def __init__(
+        self,
+        kind: str,
+        average: Optional[bool] = None,
+        name: Optional[str] = None,
+        compression: Any = Compression.none,
+        op: Optional[int] = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: Any = global_process_set,
+    ) -> None:
+        super().__init__(kind, name, process_set, compression)
+        self.op, self.scales = chosen_op(op, average), (prescale_factor, postscale_factor)
+
+    def make(self, inputs: Tensors, outputs: Optional[Tensors]) -> Callable[[str], operations.Operation]:
+        op = checked_op(self.op)
+        outputs = [torch.empty_like(tensor) for tensor in inputs] if outputs is None else outputs
+        return lambda key: operations.Allreduce(key, inputs, outputs, op, self.scales)
+
+    def backward(self, gradients: Tensors) -> Tensors:
+        call = Allreduce(self.kind, None, None, None, self.op, *self.scales, self.process_set)
+        return list(call.run(gradients))
+
+
+class Allgather(Collective):
+    """Concatenate the tensors of all ranks, [n_rank, ...], to [sum of n_rank, ...], by rank.
+
+    The first dimension may differ between ranks; dtype and other dimensions must not. A 0-d tensor is an IndexError.
+    Each rank's gradient is the mean of all ranks' gradients of its rows.
+    """
+
+    operation = "allgather"
+    needs_rows = True
+
+    def __init__(self, kind: str, name: Optional[str] = None, process_set: Any = global_process_set) -> None:
+        super().__init__(kind, name, process_set)
+
+    def make(self, inputs: Tensors, outputs: Optional[Tensors]) -> Callable[[str], operations.Operation]:
+        self.lengths = [tensor.shape[0] for tensor in inputs]
+        return lambda key: operations.Allgather(key, inputs)
+
+    def run(self, tensors: Tensors) -> Any:
+        if not all(tensor.dim() for tensor in tensors):
+            raise IndexError(f"{self.kind} concatenates the first dimensions; a 0-d tensor has none: use reshape(1)")
+        return super().run(tensors)
+
+    def backward(self, gradients: Tensors) -> Tensors:
+        means = Allreduce("grouped_allreduce").run(gradients)
+        (lengths,) = Allgather("allgather").run([torch.tensor([self.lengths])])
+        starts = lengths[: rank()].sum(dim=0).tolist()
+        return [mean.narrow(0, *rows) for mean, *rows in zip(means, starts, self.lengths)]
+
+
+class Broadcast(Collective):
+    """Copy root's tensor bit by bit; shape and dtype must be the same on all ranks, and not bool or bfloat16.
+
+    Root's gradient is the mean of all ranks' gradients, the others' are zero.
+    """
+
+    operation = "broadcast"
+
+    def __init__(
+        self, kind: str, root_rank: int, name: Optional[str] = None, process_set: Any = global_process_set
+    ) -> None:
+        super().__init__(kind, name, process_set)
+        self.root_rank = root_rank
+
+    def make(self, inputs: Tensors, outputs: Optional[Tensors]) -> Callable[[str], operations.Operation]:
+        root = checked_root(self.root_rank)
+        outputs = [torch.empty_like(tensor) for tensor in inputs] if outputs is None else outputs
+        return lambda key: operations.Broadcast(key, inputs, outputs, root)
+
+    def backward(self, gradients: Tensors) -> Tensors:
+        means = Allreduce("allreduce").run(gradients)
+        return means if rank() == self.root_rank else [torch.zeros_like(mean) for mean in means]
+
+
+class Alltoall(Collective):
+    """Send splits[r] rows of the tensor to each rank r, in order, and concatenate the rows from all ranks, by rank.
+
+    Without `splits` (a list or an int32 tensor) every rank gets the same number of rows. With `splits` the function
+    returns a pair: the rows, and the number of rows from each rank, int32 [size]. Gradients flow back to the rows'
+    ranks; rows that were not sent have gradient zero.
+    """
+
+    operation = "alltoall"
+    needs_rows = True
+
+    def __init__(
+        self, kind: str, splits: Any = None, name: Optional[str] = None, process_set: Any = global_process_set
+    ) -> None:
+        super().__init__(kind, name, process_set)
+        self.returns_tuple = True  # of rows and their number
+        self.splits = splits
+
+    def make(self, inputs: Tensors, outputs: Optional[Tensors]) -> Callable[[str], operations.Operation]:
+        (tensor,) = inputs
+        self.rows, splits = tensor.shape[0], checked_splits(tensor, self.splits)
+        return lambda key: operations.Alltoall(key, tensor, splits)
+
+    def run(self, tensors: Tensors) -> Any:
+        results = super().run(tensors)
+        self.received = results[1]
+        return results
+
+    def backward(self, gradients: Tensors) -> Tensors:
+        returned = Alltoall(self.kind, self.received).run(gradients[:1])[0]
+        unsent = returned.new_zeros(self.rows - returned.shape[0], *returned.shape[1:])
+        return [torch.cat([returned, unsent])]
+
+    def unpack(self, results: Any) -> Any:
+        return results[0] if self.splits is None else results
+
+
+class Reducescatter(Collective):
+    """Reduce the tensors over all ranks by Average or Sum, and return this rank's rows of the result.
+
+    The rows are distributed evenly; the first ranks get one more if needed. The factors multiply before and after the
+    reduction, and so do they the gradients, which every rank gets from all ranks.
+    """
+
+    operation = "reducescatter"
+    dtypes = REDUCED
+    needs_rows = True
+
+    def __init__(
+        self,
+        kind: str,
+        name: Optional[str] = None,
+        compression: Any = Compression.none,
+        op: int = ReduceOp.Average,
+        process_set: Any = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> None:
+        super().__init__(kind, name, process_set, compression)
+        self.op, self.scales = op, (prescale_factor, postscale_factor)
+
+    def make(self, inputs: Tensors, outputs: Optional[Tensors]) -> Callable[[str], operations.Operation]:
+        op = checked_op(self.op)
+        if op not in (ReduceOp.Average, ReduceOp.Sum):
+            raise HorovodInternalError(f"Reducescatter currently only supports AVERAGE and SUM; got {op.name}")
+        return lambda key: operations.Reducescatter(key, inputs, op, self.scales)
+
+    def backward(self, gradients: Tensors) -> Tensors:
+        factor = self.scales[0] * self.scales[1] * (size() if self.op == ReduceOp.Sum else 1)
+        return list(Allgather("grouped_allgather").run([gradient * factor for gradient in gradients]))
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Collective, *tensors: torch.Tensor) -> Any:
+        ctx.call = call
+        results = synchronize(call.submit(tensors))
+        return results if isinstance(results, tuple) else (results,)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        # Gradients are often expanded scalars, and Horovod takes contiguous tensors.
+        return (None, *ctx.call.backward([gradient.contiguous() for gradient in gradients]))
+
+
+def _apply(call: Collective, tensors: Tensors) -> Any:
+    apply: Any = _Differentiable.apply  # untyped in torch 2.13
+    return apply(call, *tensors)
+
+
+_NOTES = {
+    "grouped": "Takes several tensors, of any shapes and dtypes, with one transfer per dtype.",
+    "in_place": "Overwrites the input, which is also the result; no gradient flows.",
+    "asynchronous": (
+        "Returns a handle at once; `synchronize` waits and returns the result (a tuple if there are several tensors).\n"
+        "The tensors must not change until then. No gradient flows."
+    ),
+}
+
+
+def collective_function(
+    call_type: Type[Collective], *, grouped: bool = False, in_place: bool = False, asynchronous: bool = False
+) -> Callable[..., Any]:
+    """Return the public function for one variant of a collective, with name, signature and docstring."""
+    kind = f"grouped_{call_type.operation}" if grouped else call_type.operation
+    first = "tensors" if grouped else "tensor"
+    _, *parameters = inspect.signature(call_type).parameters.values()
+    if in_place or asynchronous:
+        parameters = [parameter for parameter in parameters if parameter.name != "compression"]
+    annotation = "Sequence[torch.Tensor]" if grouped else "torch.Tensor"
+    tensor = inspect.Parameter(first, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
+    signature = inspect.Signature([tensor, *parameters])
+    names = list(signature.parameters)
+    required = {each.name for each in signature.parameters.values() if each.default is inspect.Parameter.empty}
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        arguments = dict(zip(names, args), **kwargs)
+        if len(arguments) < len(args) + len(kwargs) or not required <= arguments.keys() <= signature.parameters.keys():
+            signature.bind(*args, **kwargs)  # raises TypeError; too slow for every call
+        given = arguments.pop(first)
+        tensors = given if grouped else [given]
+        call = call_type(kind, **arguments)
+        if not in_place and not asynchronous:
+            return call.unpack(call.run(tensors))
+        handle = call.submit(tensors, tensors if in_place else None)
+        return handle if asynchronous else synchronize(handle)
+
+    public: Any = function
+    public.__name__ = public.__qualname__ = kind + "_async" * asynchronous + "_" * in_place
+    public.__module__ = "horovod.torch.mpi_ops"
+    public.__signature__ = signature
+    flags = {"grouped": grouped, "in_place": in_place, "asynchronous": asynchronous}
+    notes = "\n\n".join(_NOTES[flag] for flag, is_set in flags.items() if is_set)
+    public.__doc__ = f"{inspect.cleandoc(call_type.__doc__ or '')}\n\n{notes}".rstrip()
+    return function
+
+
+def broadcast_all(tensors: Tensors, names: Sequence[str], root_rank: int) -> int:
+    """Submit a broadcast of several tensors, in place, as one operation; the names must agree too."""
+    check_tensors(tensors, MOVED)
+    root = checked_root(root_rank)
+    return submit("broadcast_parameters", None, lambda key: operations.Broadcast(key, tensors, tensors, root, names))
+
+
+def _first(results: Tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return results[0]

@@ -1,1 +1,0 @@
-"""Data loading on the host (contract section 1.9)."""

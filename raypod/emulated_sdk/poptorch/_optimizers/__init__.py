@@ -1,1 +1,0 @@
-"""How a host optimizer becomes the device's (contract section 4)."""

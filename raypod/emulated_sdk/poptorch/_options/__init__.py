@@ -1,1 +1,0 @@
-"""What `poptorch.options` is made of (contract sections 1.1 to 1.7)."""

@@ -1,1 +1,0 @@
-"""Model parallelism: blocks, stages, execution strategies, and what they say of the device (contract 3)."""

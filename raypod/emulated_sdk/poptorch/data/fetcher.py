@@ -1,0 +1,261 @@
+"""The data fetcher process: iterates over a data set and copies every element into the ring buffer."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Callable, Deque, Dict, Iterator, List, Optional
+
+import torch
+
+from poptorch.data.elements import ElementSpec, flatten_element
+from poptorch.data.ring import END, Entry, RingHeader, SlotLayout, SlotWriter, map_slots, memory_size
+from poptorch.data.shared_memory import Event, SharedMemory
+from poptorch.data.worker_batches import WorkerBatches
+from poptorch.errors import Error
+from poptorch.pytree import registerCustomArgParser
+
+_POLL_INTERVAL_S = 0.5  # a waiting fetcher checks this often whether its parent is alive
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to load.
+
+    Attributes:
+        slots: slots of the ring buffer.
+        load_indefinitely: load the next epoch before it is requested.
+        early_preload: load the first epoch before it is requested, not only its first element.
+        rebatched_size: samples of an element of the ring buffer; None for the data set's own elements.
+        drop_last: with `rebatched_size`, drop a shorter last element.
+    """
+
+    slots: int
+    load_indefinitely: bool
+    early_preload: bool
+    rebatched_size: Optional[int]
+    drop_last: bool
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The connections between the fetcher and the process that reads.
+
+    Attributes:
+        reports: one `Ready`, and a `Failure` if the fetcher fails.
+    """
+
+    memory: SharedMemory
+    data_ready: Event
+    slot_free: Event
+    reports: Connection
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The ring buffer has the first element, which determines the layout and the spec."""
+
+    layout: SlotLayout
+    spec: ElementSpec
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the fetcher failed; `message` has the traceback of an error of the data set."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """The parent's start method, registered parsers and random number generators, to restore in the fetcher.
+
+    A forked process inherits them; restored in all others, every sharing strategy loads the same samples.
+    """
+
+    start_method: str
+    parsers: Dict[type, Any]
+    torch_rng: torch.Tensor
+    python_rng: Any
+    numpy_rng: Any
+
+    @classmethod
+    def of_this_process(cls, parsers: Dict[type, Any]) -> ProcessState:
+        """Return the present state."""
+        numpy = sys.modules.get("numpy")
+        numpy_rng = None if numpy is None else numpy.random.get_state()
+        start_method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+        return cls(start_method, dict(parsers), torch.get_rng_state(), random.getstate(), numpy_rng)
+
+    def restore(self) -> None:
+        """Set the state of this process."""
+        multiprocessing.set_start_method(self.start_method, force=True)
+        for kind, parser in self.parsers.items():
+            registerCustomArgParser(kind, parser)
+        torch.set_rng_state(self.torch_rng)
+        random.setstate(self.python_rng)
+        if self.numpy_rng is not None:
+            import numpy  # only if the parent has imported it
+
+            numpy.random.set_state(self.numpy_rng)
+
+
+class _Stopped(Exception):
+    """The reader stopped the fetcher, or has exited."""
+
+
+class _Abandoned(Exception):
+    """The reader requested a later epoch."""
+
+
+class _Fetcher:
+    """Loads one epoch after the other, as far ahead as the settings and the ring buffer allow."""
+
+    def __init__(self, channels: Channels, settings: Settings, header: RingHeader) -> None:
+        self._channels, self._settings, self._header = channels, settings, header
+        self._parent = os.getppid()
+        self._epoch = 1
+        self._elements = 0  # loaded of this epoch
+        self._entries: Deque[int] = collections.deque()  # indices of the entries whose slots may be in use
+        self._filled = 0  # slots filled so far
+        self._writer: Optional[SlotWriter] = None
+
+    def serve(self, dataset: Any) -> None:
+        """Load until the reader stops the fetcher."""
+        with contextlib.suppress(_Stopped):
+            while True:
+                with contextlib.suppress(_Abandoned):
+                    self._load_epoch(dataset)
+                self._epoch = max(self._epoch + 1, self._header.requested_epoch)
+                # A data set that can be iterated once has empty epochs from the second on: do not prefetch those.
+                prefetches = self._settings.load_indefinitely and self._elements > 0
+                self._elements = 0
+                if not prefetches:
+                    self._wait_until(self._is_requested)
+
+    def _load_epoch(self, dataset: Any) -> None:
+        if self._writer is not None:
+            self._writer.discard_partial()
+        for element in _iterate(dataset):
+            tensors, spec = flatten_element(element)
+            if self._writer is None:
+                self._writer = self._open_ring(tensors, spec)
+            self._writer.write(tensors, spec)
+            self._elements += 1
+            del element, tensors
+            self._wait_until(self._may_load)
+        if self._writer is None:
+            raise Error("The data set is empty: there is no element to load asynchronously")
+        self._writer.end_epoch()
+        self._publish(END, 0)
+
+    def _open_ring(self, tensors: List[torch.Tensor], spec: ElementSpec) -> SlotWriter:
+        writer = SlotWriter(tensors, spec, self._settings.rebatched_size, self._settings.drop_last)
+        self._channels.memory.resize(memory_size(writer.layout, self._settings.slots))
+        slots = map_slots(self._channels.memory, writer.layout, self._settings.slots)
+        writer.open(slots, self._next_slot, self._publish)
+        _send(self._channels.reports, Ready(writer.layout, spec))
+        return writer
+
+    def _is_requested(self) -> bool:
+        return self._header.requested_epoch >= self._epoch
+
+    def _may_load(self) -> bool:
+        ahead = self._settings.early_preload if self._epoch == 1 else self._settings.load_indefinitely
+        return ahead or self._is_requested()
+
+    def _next_slot(self) -> int:
+        """Wait for a free slot and return its index."""
+        self._wait_until(self._has_free_slot)
+        return self._filled % self._settings.slots
+
+    def _has_free_slot(self) -> bool:
+        consumed = self._header.consumed
+        while self._entries and self._entries[0] < consumed:
+            self._entries.popleft()
+        return len(self._entries) < self._settings.slots
+
+    def _publish(self, rows: int, slot: int) -> None:
+        self._wait_until(self._header.has_room)
+        if rows != END:
+            self._entries.append(self._header.published)
+            self._filled += 1
+        self._header.publish(Entry(self._epoch, rows, slot))
+        self._channels.data_ready.set()
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition; raise `_Stopped` or `_Abandoned` when the reader exits or requests a later epoch."""
+        while True:
+            if self._header.must_stop or os.getppid() != self._parent:
+                raise _Stopped
+            if self._header.requested_epoch > self._epoch:
+                raise _Abandoned
+            if condition():
+                return
+            self._channels.slot_free.wait(_POLL_INTERVAL_S)
+
+
+def run(
+    channels: Channels, settings: Settings, state: ProcessState, pickled: Optional[SharedMemory], dataset: Any
+) -> None:
+    """Run the fetcher; `pickled`, if given, has the data set."""
+    header = RingHeader(channels.memory, settings.slots)
+    _set_up_process(header)
+    try:
+        state.restore()
+        if pickled is not None:
+            dataset = pickle.loads(pickled.map())
+        _unshare_partition(dataset)
+        has_workers = isinstance(dataset, torch.utils.data.DataLoader) and dataset.num_workers > 0
+        _Fetcher(channels, settings, header).serve(WorkerBatches(dataset) if has_workers else dataset)
+    except KeyboardInterrupt:
+        # Stopped while the data set was busy. Its workers may be busy too, so do not wait for them.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+    except Exception as error:  # noqa: BLE001  # the reader raises any error of the data set
+        reason = str(error) if isinstance(error, Error) else traceback.format_exc()
+        with contextlib.suppress(BrokenPipeError):  # the reader has exited
+            _send(channels.reports, Failure(reason))
+            channels.data_ready.set()
+    finally:
+        if isinstance(dataset, torch.utils.data.DataLoader):
+            vars(dataset)["_iterator"] = None  # ends its workers
+
+
+def _unshare_partition(dataset: Any) -> None:
+    """Make the shuffling of a loader's partition independent of the reader's loader."""
+    partition = getattr(dataset, "_partition", None)
+    if partition is not None:
+        partition.unshare()
+
+
+def _set_up_process(header: RingHeader) -> None:
+    def on_interrupt(signal_number: int, frame: Any) -> None:
+        # Ctrl-C signals all processes of a terminal. The program may continue, so only `stop` ends the fetcher.
+        if header.must_stop:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Threads here would compete with the replica threads, and a fork of a process with such threads would hang.
+    torch.set_num_threads(1)
+
+
+def _iterate(dataset: Any) -> Iterator[Any]:
+    is_indexed = not hasattr(dataset, "__iter__") and hasattr(dataset, "__len__")
+    return (dataset[index] for index in range(len(dataset))) if is_indexed else iter(dataset)
+
+
+def _send(reports: Connection, report: Any) -> None:
+    # By plain pickle, which sends the tensors of an element as bytes; Connection.send would send descriptors.
+    reports.send_bytes(pickle.dumps(report))

@@ -1,0 +1,256 @@
+"""The ring buffer between the data fetcher process and the process that reads.
+
+The shared memory starts with counters and a queue of entries, followed by the slots, each as large as one element. An
+entry is a filled slot, or the end of an epoch. Each counter has one writer, so an interruption of either process leaves
+the ring buffer consistent.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+
+from poptorch.data.elements import ElementSpec
+from poptorch.data.shared_memory import SharedMemory
+from poptorch.errors import Error
+
+_ALIGNMENT = 64  # of tensors, in bytes: a cache line
+_NUMBERS_PER_ENTRY = 3
+
+END = -1  # `rows` of the entry that ends an epoch
+WHOLE = -2  # `rows` of an element that fills its slot
+
+
+class Entry(NamedTuple):
+    """A filled slot, or the end of an epoch.
+
+    Attributes:
+        rows: size of dimension 0 of every tensor; WHOLE; or END.
+    """
+
+    epoch: int
+    rows: int
+    slot: int
+
+
+class RingHeader:
+    """Counters and entries at the start of the memory: int64 numbers, each with one writer."""
+
+    # written by the fetcher
+    _PUBLISHED = 0
+    # written by the reader
+    _CONSUMED, _REQUESTED_EPOCH, _STOP = 1, 2, 3
+    _NUMBERS = 4
+
+    def __init__(self, memory: SharedMemory, slots: int) -> None:
+        # Each slot may be the only element of an epoch, so there may be one end per slot.
+        self._capacity = 2 * slots + 1
+        self._numbers = memoryview(memory.map()).cast("q")
+
+    @staticmethod
+    def size(slots: int) -> int:
+        """Return the bytes of the header, in whole pages."""
+        numbers = RingHeader._NUMBERS + _NUMBERS_PER_ENTRY * (2 * slots + 1)
+        return _round_up(8 * numbers, mmap.PAGESIZE)
+
+    @property
+    def published(self) -> int:
+        """Number of entries written so far."""
+        return self._numbers[self._PUBLISHED]
+
+    @property
+    def consumed(self) -> int:
+        """Number of entries that the reader has released, with their slots."""
+        return self._numbers[self._CONSUMED]
+
+    @consumed.setter
+    def consumed(self, count: int) -> None:
+        self._numbers[self._CONSUMED] = count
+
+    @property
+    def requested_epoch(self) -> int:
+        """The epoch that the reader reads, from 1; 0 before the first."""
+        return self._numbers[self._REQUESTED_EPOCH]
+
+    @requested_epoch.setter
+    def requested_epoch(self, epoch: int) -> None:
+        self._numbers[self._REQUESTED_EPOCH] = epoch
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether the reader has called `stop`."""
+        return bool(self._numbers[self._STOP])
+
+    def stop(self) -> None:
+        """Request the fetcher to exit."""
+        self._numbers[self._STOP] = 1
+
+    def has_room(self) -> bool:
+        """Return whether another entry can be published."""
+        return self.published - self.consumed < self._capacity
+
+    def publish(self, entry: Entry) -> None:
+        """Write the next entry; its slot must be complete."""
+        published = self.published
+        start = self._start(published)
+        self._numbers[start], self._numbers[start + 1], self._numbers[start + 2] = entry
+        self._numbers[self._PUBLISHED] = published + 1
+
+    def entry(self, index: int) -> Entry:
+        """Return an entry that was published and not yet consumed."""
+        start = self._start(index)
+        return Entry(*self._numbers[start : start + _NUMBERS_PER_ENTRY])
+
+    def _start(self, index: int) -> int:
+        return self._NUMBERS + _NUMBERS_PER_ENTRY * (index % self._capacity)
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """Dtype and shape of each tensor of an element; a slot stores them one after the other."""
+
+    tensors: Tuple[Tuple[torch.dtype, torch.Size], ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> SlotLayout:
+        """Return the layout of an element with these tensors."""
+        return cls(tuple((tensor.dtype, tensor.shape) for tensor in tensors))
+
+    def size(self) -> int:
+        """Return the bytes of a slot."""
+        return sum(_bytes(dtype, shape) for dtype, shape in self.tensors)
+
+    def views(self, memory: torch.Tensor) -> List[torch.Tensor]:
+        """Return the tensors of the slot in `memory` [bytes] uint8, as views."""
+        views, start = [], 0
+        for dtype, shape in self.tensors:
+            length = shape.numel() * _item_size(dtype)
+            views.append(memory[start : start + length].view(dtype).view(shape))
+            start += _bytes(dtype, shape)
+        return views
+
+
+def map_slots(memory: SharedMemory, layout: SlotLayout, slots: int) -> List[List[torch.Tensor]]:
+    """Return the tensors of every slot, as views of the memory behind the header; it must be large enough."""
+    size, start = layout.size(), RingHeader.size(slots)
+    everything = torch.frombuffer(memory.map(), dtype=torch.uint8)  # type: ignore[no-untyped-call, unused-ignore]
+    return [layout.views(everything[start + slot * size : start + (slot + 1) * size]) for slot in range(slots)]
+
+
+def memory_size(layout: SlotLayout, slots: int) -> int:
+    """Return the bytes of the header and the slots."""
+    return RingHeader.size(slots) + slots * layout.size()
+
+
+class SlotWriter:
+    """Copies elements into slots: each into one slot, or with `rebatched_size` joined into slots of that many samples.
+
+    All elements must have the spec, dtypes and shapes of the first, except that dimension 0 may be shorter, or with
+    `rebatched_size` of any size.
+
+    Raises:
+        Error: with `rebatched_size`, the tensors of the first element differ in dimension 0.
+    """
+
+    def __init__(
+        self, first: List[torch.Tensor], spec: ElementSpec, rebatched_size: Optional[int], drop_last: bool
+    ) -> None:
+        self._spec = spec
+        self._rebatched_size = rebatched_size
+        self._drop_last = drop_last
+        self._slots: List[List[torch.Tensor]] = []
+        self._slot: Optional[int] = None  # the partially filled slot
+        self._samples = 0  # samples in it
+        self.layout = SlotLayout.of(first)
+        if rebatched_size is not None:
+            _samples(first)
+            shapes = [torch.Size((rebatched_size, *tensor.shape[1:])) for tensor in first]
+            self.layout = SlotLayout(tuple((tensor.dtype, shape) for tensor, shape in zip(first, shapes)))
+
+    def open(
+        self, slots: List[List[torch.Tensor]], next_slot: Callable[[], int], publish: Callable[[int, int], None]
+    ) -> None:
+        """Set the slots to write; `next_slot()` waits for a free one, `publish(rows, slot)` hands it to the reader."""
+        self._slots, self._next_slot, self._publish = slots, next_slot, publish
+
+    def write(self, tensors: List[torch.Tensor], spec: ElementSpec) -> None:
+        """Copy one element; Error if it does not match the first."""
+        self._check(tensors, spec)
+        if self._rebatched_size is None:
+            self._write_whole(tensors)
+        else:
+            self._join(tensors, self._rebatched_size)
+
+    def end_epoch(self) -> None:
+        """Publish the partially filled slot, or discard it with `drop_last`."""
+        if self._slot is not None and self._samples and not self._drop_last:
+            self._publish(self._samples, self._slot)
+        self.discard_partial()
+
+    def discard_partial(self) -> None:
+        """Discard the partially filled slot."""
+        self._slot, self._samples = None, 0
+
+    def _write_whole(self, tensors: List[torch.Tensor]) -> None:
+        is_short = any(tensor.shape != shape for tensor, (_, shape) in zip(tensors, self.layout.tensors))
+        rows = _samples(tensors) if is_short else WHOLE
+        slot = self._next_slot()
+        for target, tensor in zip(self._slots[slot], tensors):
+            (target[:rows] if is_short else target).copy_(tensor)
+        self._publish(rows, slot)
+
+    def _join(self, tensors: List[torch.Tensor], size: int) -> None:
+        samples, done = _samples(tensors), 0
+        while done < samples:
+            if self._slot is None:
+                self._slot = self._next_slot()
+            count = min(samples - done, size - self._samples)
+            for target, tensor in zip(self._slots[self._slot], tensors):
+                target[self._samples : self._samples + count].copy_(tensor[done : done + count])
+            done += count
+            self._samples += count
+            if self._samples == size:
+                self._publish(WHOLE, self._slot)
+                self.discard_partial()
+
+    def _check(self, tensors: List[torch.Tensor], spec: ElementSpec) -> None:
+        if spec != self._spec or len(tensors) != len(self.layout.tensors):
+            raise Error(f"An element is {spec}, but the first element is {self._spec}")
+        for index, (tensor, (dtype, shape)) in enumerate(zip(tensors, self.layout.tensors)):
+            fits = tensor.shape == shape or (
+                tensor.dim() > 0
+                and tensor.shape[1:] == shape[1:]
+                and (self._rebatched_size is not None or tensor.shape[0] < shape[0])
+            )
+            if tensor.dtype != dtype or not fits:
+                raise Error(
+                    f"Tensor {index} of an element is {tensor.dtype} {list(tensor.shape)}, but the slots of the ring "
+                    f"buffer are {dtype} {list(shape)}: all elements must match the first"
+                )
+
+
+def _samples(tensors: List[torch.Tensor]) -> int:
+    """Return the size of dimension 0, which all tensors must share; Error if they do not."""
+    sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}
+    size = sizes.pop() if len(sizes) == 1 else None
+    if size is None:
+        raise Error(
+            f"The tensors of a batch have the shapes {[list(tensor.shape) for tensor in tensors]}: rebatching, and a "
+            "batch shorter than the first, need the same number of samples in dimension 0 of all tensors"
+        )
+    return size
+
+
+def _bytes(dtype: torch.dtype, shape: torch.Size) -> int:
+    return _round_up(shape.numel() * _item_size(dtype), _ALIGNMENT)
+
+
+def _item_size(dtype: torch.dtype) -> int:
+    return torch.empty(0, dtype=dtype).element_size()
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,1 @@
+"""The emulated device: compilation, replicas and their memory, weight updates."""

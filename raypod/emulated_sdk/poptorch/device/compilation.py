@@ -1,0 +1,251 @@
+"""Compilation: trace one forward of a model, and refuse what the device cannot run."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+import torch
+
+from poptorch.device.anchors import AnchorRecorder
+from poptorch.device.arguments import Arguments
+from poptorch.device.combined_batch import api_dtypes
+from poptorch.device.half import HalfTracker
+from poptorch.device.memory import PythonState, ReplicaMemory
+from poptorch.device.random import DrawKernelDetector, detect_random
+from poptorch.device_mode import DeviceMode, to_device
+from poptorch.enums import OverlapMode
+from poptorch.errors import Error
+from poptorch.ops.hints import check_transfers
+from poptorch.options.strategies import _IExecutionStrategy
+from poptorch.parallel.blocks import block_of
+from poptorch.parallel.placement import Placement, Sizes, place
+from poptorch.parallel.tracing import StageRecorder
+from poptorch.pytree import TreeSpec, flatten
+
+
+class TraceSettings(NamedTuple):
+    """How a model is traced: for training or not, with which checks, and by which execution strategy."""
+
+    is_training: bool
+    refuse_changed_buffers: bool
+    strategy: _IExecutionStrategy
+
+
+class Trace(NamedTuple):
+    """What the compilation found out about a forward.
+
+    Attributes:
+        structure: how the outputs nest.
+        dtypes: the dtypes of the outputs at the API.
+        draws: whether the forward draws random numbers.
+        backward_draws: whether the backward pass draws random numbers, as it recomputes part of the forward.
+        is_plain: whether the forward computes the same without a `DeviceMode`.
+        reads_half_dtype: whether the forward reads the dtype of a tensor that would be half.
+        loss_output: the index of the output that is the final loss itself; None if there is none.
+        trained: the parameters that the loss depends on; empty for inference.
+        changed_modules: the names of the modules whose Python attributes the forward changes.
+        changed_inputs: the indices of the input tensors that the forward changes in place.
+        placement: the stages and tensors on each IPU.
+        overlapped: "inputs", "outputs" or both, if their transfers shall overlap with compute.
+        half_on_host: for each layer on the host, by its ID, which tensors it takes in half.
+        tensor_names: the names of the tensors that can be anchored.
+    """
+
+    structure: TreeSpec
+    dtypes: List[torch.dtype]
+    draws: bool
+    backward_draws: bool
+    is_plain: bool
+    reads_half_dtype: bool
+    loss_output: Optional[int]
+    trained: FrozenSet[str]
+    changed_modules: Tuple[str, ...]
+    changed_inputs: Tuple[int, ...]
+    placement: Placement
+    overlapped: FrozenSet[str]
+    half_on_host: Dict[str, List[bool]]
+    tensor_names: Tuple[str, ...]
+
+
+def trace(
+    scratch: ReplicaMemory, arguments: Arguments, inputs: Sequence[torch.Tensor], settings: TraceSettings
+) -> Trace:
+    """Run the forward once on one micro-batch, on a scratch replica. The random generators are restored.
+
+    Raises:
+        Error: a training model does not have exactly one final loss, or the forward uses parameters or buffers in a
+            way that the device does not support.
+    """
+    tensors = [to_device(tensor) for tensor in inputs]
+    mode, tracker = DeviceMode(is_compiling=True), HalfTracker(half_tensors(tensors, inputs, scratch))
+    recorder = StageRecorder(scratch.module, settings.strategy, block_of)
+    anchor_recorder = AnchorRecorder(scratch.module)
+    args, kwargs = arguments.unflatten(tensors)
+    python_state, checks = PythonState(scratch.module), _TensorChecks(scratch)
+    versions = [tensor._version for tensor in tensors]
+    backward_draws = False
+    trained: FrozenSet[str] = frozenset()
+    with torch.set_grad_enabled(settings.is_training), detect_random() as generator:
+        anchor_recorder.begin(arguments.spec.names, tensors)
+        with recorder, mode, tracker:
+            outputs, structure = flatten(scratch.module(*args, **kwargs))
+        check_transfers(mode.overlaps, tensors, outputs)
+        checks.check(scratch.module, mode, settings.refuse_changed_buffers)
+        if settings.is_training:
+            loss = _final_loss(mode.marks)
+            trained = _trained(scratch, loss)
+            backward_draws = generator.has_drawn_so_far() and _backward_draws(loss)
+    loss_output = _loss_output(outputs, mode)
+    return Trace(
+        structure=structure,
+        dtypes=api_dtypes(outputs, [tracker.is_half(output) for output in outputs]),
+        draws=generator.has_drawn,
+        backward_draws=backward_draws,
+        is_plain=not mode.has_replaced and (loss_output is not None or not settings.is_training),
+        reads_half_dtype=tracker.has_read_dtype,
+        loss_output=loss_output,
+        trained=trained,
+        placement=place(settings.strategy.name, recorder, _sizes(scratch)),
+        overlapped=_overlapped(mode),
+        tensor_names=anchor_recorder.names,
+        changed_modules=python_state.changed(),
+        changed_inputs=tuple(index for index, tensor in enumerate(tensors) if tensor._version != versions[index]),
+        half_on_host=mode.half_on_host,
+    )
+
+
+def half_tensors(on_device: Sequence[torch.Tensor], given: Sequence[torch.Tensor], memory: ReplicaMemory) -> List[Any]:
+    """Return the inputs, parameters and buffers of a replica that would be half.
+
+    `given` are the inputs of the host that `on_device` are copied from.
+    """
+    inputs = [tensor for tensor, from_host in zip(on_device, given) if from_host.dtype == torch.half]
+    return [*inputs, *memory.half_tensors]
+
+
+def _overlapped(mode: DeviceMode) -> FrozenSet[str]:
+    requested = [overlap for overlap in mode.overlaps if overlap.mode != OverlapMode.NoOverlap]
+    return frozenset("inputs" if overlap.is_input else "outputs" for overlap in requested)
+
+
+def _sizes(memory: ReplicaMemory) -> Sizes:
+    return Sizes(memory.parameters, memory.buffers, frozenset(map(id, memory.half_tensors)))
+
+
+class _Fingerprint(NamedTuple):
+    """Identifies the value of a tensor.
+
+    Only the sum shows changes through `.data`; it is a string so that NaN equals NaN.
+    """
+
+    version: int
+    address: int
+    total: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Fingerprint:
+        with torch.no_grad():
+            return cls(tensor._version, tensor.data_ptr(), str(tensor.sum().item()))
+
+
+class _TensorChecks:
+    """Compares a module's parameters and buffers before and after the forward."""
+
+    def __init__(self, memory: ReplicaMemory) -> None:
+        self._parameters: Dict[str, torch.Tensor] = dict(memory.parameters)
+        self._buffers = {**memory.buffers, **memory.constants}
+        tensors = [*self._parameters.values(), *self._buffers.values()]
+        self._before = {id(tensor): _Fingerprint.of(tensor) for tensor in tensors}
+
+    def check(self, module: torch.nn.Module, mode: DeviceMode, refuse_changed_buffers: bool) -> None:
+        """Raise Error for a change that the device does not support."""
+        after: Dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        for kind, tensors in (("parameter", self._parameters), ("buffer", self._buffers)):
+            for name, tensor in tensors.items():
+                if after.get(name) is not tensor or tensor.data_ptr() != self._before[id(tensor)].address:
+                    raise Error(
+                        f"The {kind} {name!r} was reassigned within the model's forward(), which the device does not "
+                        f"support. Consider changing it in place: self.{name}.copy_(value)"
+                    )
+        for name in self._changed(self._parameters, set()):
+            raise Error(
+                f"forward changes the parameter {name!r} in place, but on the device only the optimizer may do that: "
+                "make it a buffer, or change it on the host and call copyWeightsToDevice()"
+            )
+        statistics = {id(tensor) for tensor in mode.statistics}
+        for name in self._changed(self._buffers, statistics) if refuse_changed_buffers else ():
+            raise Error(
+                "PopTorch does not support broadcasting buffers. If your model is able to tolerate buffers becoming "
+                "out of sync between replicas, you can disable buffer broadcasting using "
+                f"poptorch.Options.broadcastBuffers(False). Here forward changes the buffer {name!r}"
+            )
+
+    def _changed(self, tensors: Dict[str, torch.Tensor], allowed: Set[int]) -> List[str]:
+        return [
+            name
+            for name, tensor in tensors.items()
+            if tensor.is_floating_point()
+            and id(tensor) not in allowed
+            and _Fingerprint.of(tensor) != self._before[id(tensor)]
+        ]
+
+
+def _final_loss(marks: List[torch.Tensor]) -> torch.Tensor:
+    """Return the final one of the marked losses, given in the order of marking.
+
+    Raises:
+        Error: there is no loss, two losses do not depend on one another, or the final one is not a single number.
+    """
+    if not marks:
+        raise Error(
+            "Couldn't find a loss in graph! Compute it by a torch loss, or mark it by "
+            "poptorch.identity_loss(x, reduction)"
+        )
+    final = marks[-1]
+    ancestors = _ancestors(final)
+    independent = [mark for mark in marks[:-1] if mark.grad_fn not in ancestors]
+    if independent:
+        raise Error(
+            f"Multiple independent losses found in graph: the last loss does not depend on {len(independent)} of "
+            f"{len(marks)} losses. Combine them and mark the result by poptorch.identity_loss(x, reduction)"
+        )
+    if final.numel() != 1:
+        # The SDK's documentation does not define this case.
+        raise Error(f"The final loss has shape {list(final.shape)}: reduce it to one number by 'sum' or 'mean'")
+    return final
+
+
+def _ancestors(loss: torch.Tensor) -> Set[Optional[Any]]:
+    """Return all nodes of the autograd graph of a loss; {None} if it does not require a gradient."""
+    seen: Set[Optional[Any]] = {None} if loss.grad_fn is None else set()
+    pending = [loss.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending += [parent for parent, _ in node.next_functions]
+    return seen
+
+
+def _loss_output(outputs: List[torch.Tensor], mode: DeviceMode) -> Optional[int]:
+    """Return the index of the output that is the final loss as it was marked, not changed in place since."""
+    for index, output in enumerate(outputs):
+        if mode.loss_copies and output is mode.loss_copies[-1] and output._version == 0:
+            return index
+    return None
+
+
+def _trained(memory: ReplicaMemory, loss: torch.Tensor) -> FrozenSet[str]:
+    """Return the names of the parameters that the backward pass from the loss reaches."""
+    reached = {id(getattr(node, "variable", None)) for node in _ancestors(loss)}
+    return frozenset(name for name, parameter in memory.parameters.items() if id(parameter) in reached)
+
+
+def _backward_draws(loss: torch.Tensor) -> bool:
+    """Return whether the backward pass draws random numbers; its gradients go to the scratch replica."""
+    if not loss.requires_grad:
+        return False
+    detector = DrawKernelDetector()  # type: ignore[no-untyped-call]
+    with detector:
+        torch.autograd.backward(loss)
+    return bool(detector.has_drawn)

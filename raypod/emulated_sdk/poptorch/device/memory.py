@@ -1,0 +1,242 @@
+"""The device's copies of the user's module: shared weights, buffers of each replica, and their exchange with the host.
+
+All local replicas share one copy of the weights, as they are equal.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import types
+from typing import Any, Collection, Dict, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
+
+import torch
+
+from poptorch.device_mode import DEVICE_DTYPE
+from poptorch.errors import Error
+
+_Class = TypeVar("_Class", bound=type)
+
+# What copying an arbitrary Python object may raise: such attributes are shared instead.
+_UNCOPYABLE = (TypeError, RuntimeError, AttributeError, ValueError, pickle.PickleError, copy.Error)
+_TENSORS = ("_parameters", "_buffers")
+
+
+class ReplicaMemory(NamedTuple):
+    """One replica: its module and, by name, its parameters, floating point buffers and constant buffers.
+
+    `half_tensors` are the parameters and buffers that are half on the host.
+    """
+
+    module: torch.nn.Module
+    parameters: Dict[str, torch.nn.Parameter]
+    buffers: Dict[str, torch.Tensor]
+    constants: Dict[str, torch.Tensor]
+    half_tensors: List[torch.Tensor]
+
+
+class DeviceMemory:
+    """Parameters and buffers of all local replicas.
+
+    Args:
+        model: the host's module. Every exchange looks up its tensors by name, as a program may replace them.
+        replicas: the number of local replicas.
+        user_model: the module that the program holds, if `model` is a shallow copy of it.
+    """
+
+    def __init__(self, model: torch.nn.Module, replicas: int, user_model: Optional[torch.nn.Module] = None) -> None:
+        self._model = model
+        self._user_model = model if user_model is None else user_model
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self._weights = {name: _device_copy(tensor) for name, tensor in model.named_parameters()}
+            self.replicas = [self._replica(self._weights) for _ in range(replicas)]
+        self.half_parameters = [name for name, tensor in model.named_parameters() if tensor.dtype == torch.half]
+
+    @property
+    def parameters(self) -> Dict[str, torch.nn.Parameter]:
+        """The shared weights, as the parameters of replica 0."""
+        return self.replicas[0].parameters
+
+    def scratch(self) -> ReplicaMemory:
+        """Return another replica with the same weights, on which a forward can be traced without side effects."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            return self._replica(self._weights)
+
+    def upload(self) -> None:
+        """Copy the host's weights and floating point buffers to every replica; other buffers are constants."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for name, tensor in self._model.named_parameters():
+                self.parameters[name].copy_(tensor)
+            for name, buffer in self._model.named_buffers():
+                for replica in self.replicas:
+                    if name in replica.buffers:
+                        replica.buffers[name].copy_(buffer)
+
+    def upload_buffers(self, names: Sequence[str]) -> None:
+        """Copy these buffers of the host to every replica, constants too. Raises Error for an unknown name."""
+        host = dict(self._model.named_buffers())
+        unknown = [name for name in names if name not in host]
+        if unknown:
+            raise Error(f"The model has no buffer {unknown[0]!r}: there are {', '.join(sorted(host)) or 'none'}")
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for replica in self.replicas:
+                for name in names:
+                    buffer = replica.buffers[name] if name in replica.buffers else replica.constants[name]
+                    buffer.copy_(host[name])
+
+    def download(self) -> None:
+        """Copy the weights and the buffers of replica 0 to the host.
+
+        Replica 0 is inferred: the SDK's documentation does not state whose buffers are read.
+        """
+        values: Dict[str, torch.Tensor] = {**self.parameters, **self.replicas[0].buffers}
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for tensors in (self._model.named_parameters(), self._model.named_buffers()):
+                for name, tensor in tensors:
+                    if name in values:
+                        tensor.copy_(values[name])
+
+    def _replica(self, weights: Dict[str, torch.Tensor]) -> ReplicaMemory:
+        host = dict(self._model.named_parameters())
+        parameters = {
+            name: torch.nn.Parameter(weight, requires_grad=host[name].requires_grad) for name, weight in weights.items()
+        }
+        host_buffers = dict(self._model.named_buffers())
+        buffers = {name: _device_copy(buffer) for name, buffer in host_buffers.items()}
+        pairs: List[Tuple[torch.Tensor, torch.Tensor]] = [(host[name], parameters[name]) for name in parameters]
+        pairs += [(host_buffers[name], buffers[name]) for name in buffers]
+        floating = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
+        return ReplicaMemory(
+            module=_copy_module(self._model, {id(tensor): copy for tensor, copy in pairs}, self._user_model),
+            parameters=parameters,
+            buffers=floating,
+            constants={name: buffer for name, buffer in buffers.items() if name not in floating},
+            half_tensors=[copy for tensor, copy in pairs if tensor.dtype == torch.half],
+        )
+
+
+def _device_copy(tensor: torch.Tensor) -> torch.Tensor:
+    # Integer buffers are constants that no kernel writes, so they keep their dtype.
+    dtype = DEVICE_DTYPE.get(tensor.dtype, tensor.dtype) if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to(dtype, copy=True)
+
+
+class PythonState:
+    """The Python attributes of a module and its submodules, or of those in `names`, at construction time.
+
+    A program is traced once, so on the device an attribute that forward assigns keeps its value of that time: the
+    assignments of one forward must not affect the next.
+    """
+
+    def __init__(self, module: torch.nn.Module, names: Optional[Collection[str]] = None) -> None:
+        self._saved: List[Tuple[str, Dict[str, Any], Dict[str, Any]]] = [
+            (name, vars(submodule), dict(vars(submodule)))
+            for name, submodule in module.named_modules()
+            if names is None or name in names
+        ]
+
+    def changed(self) -> Tuple[str, ...]:
+        """Return the names of the modules in which an attribute was added, removed or assigned."""
+        return tuple(name for name, attributes, before in self._saved if not _are_identical(attributes, before))
+
+    def restore(self) -> None:
+        """Restore the values of all attributes."""
+        for _, attributes, before in self._saved:
+            if not _are_identical(attributes, before):
+                attributes.clear()
+                attributes.update(before)
+
+
+def _are_identical(attributes: Dict[str, Any], before: Dict[str, Any]) -> bool:
+    return attributes.keys() == before.keys() and all(attributes[name] is value for name, value in before.items())
+
+
+def original_class(kind: _Class) -> _Class:
+    """Return the class that wrapping a model replaced by a subclass; `kind` itself if it was not wrapped."""
+    return getattr(kind, "_poptorch_original", kind)
+
+
+def _copy_module(
+    root: torch.nn.Module, tensors: Dict[int, torch.Tensor], user_model: torch.nn.Module
+) -> torch.nn.Module:
+    """Return a copy of `root` in which the tensor with id i is replaced by `tensors[i]`.
+
+    Submodules are copied, and other attributes where Python can copy them; the rest is shared. Methods, closures and
+    hooks that refer to a copied object, or to `user_model`, refer to the copy.
+    """
+    memo: Dict[int, Any] = dict(tensors)
+    modules = list(root.modules())
+    for module in modules:
+        memo[id(module)] = object.__new__(original_class(type(module)))
+    memo[id(user_model)] = memo[id(root)]
+    memo.update({id(copied): copied for copied in memo.values()})  # a copy is not copied again
+    for module in modules:
+        attributes = {name: _copied(name, value, memo) for name, value in vars(module).items()}
+        vars(memo[id(module)]).update(attributes)
+    copied: torch.nn.Module = memo[id(root)]
+    return copied
+
+
+def _copied(name: str, value: Any, memo: Dict[int, Any]) -> Any:
+    if name in _TENSORS or name == "_modules":
+        return type(value)((key, memo.get(id(item), item)) for key, item in value.items())
+    if name.endswith("_hooks"):
+        return type(value)((key, _rebound(hook, memo)) for key, hook in value.items())
+    value = _rebound(value, memo)
+    try:
+        return copy.deepcopy(value, memo)
+    except _UNCOPYABLE:
+        return value
+
+
+def _rebound(value: Any, memo: Dict[int, Any]) -> Any:
+    """Rebind a method, a function or a container of these to the copies of the objects that it refers to.
+
+    Any other value is returned as it is. `copy.deepcopy` does not copy functions.
+    """
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, types.MethodType):
+        function, owner = _rebound(value.__func__, memo), _rebound(value.__self__, memo)
+        is_same = function is value.__func__ and owner is value.__self__
+        return value if is_same else types.MethodType(function, owner)
+    if isinstance(value, types.FunctionType) and value.__closure__:
+        return _rebound_function(value, memo)
+    if isinstance(value, functools.partial):
+        return _rebound_partial(value, memo)
+    if type(value) in (list, tuple):
+        items = [_rebound(item, memo) for item in value]
+        return value if all(new is old for new, old in zip(items, value)) else type(value)(items)
+    if type(value) is dict:
+        rebound = {key: _rebound(item, memo) for key, item in value.items()}
+        return value if all(rebound[key] is item for key, item in value.items()) else rebound
+    return value
+
+
+def _rebound_function(function: types.FunctionType, memo: Dict[int, Any]) -> Any:
+    memo[id(function)] = function  # ends the recursion of a function that refers to itself
+    cells = [_rebound_cell(cell, memo) for cell in function.__closure__ or ()]
+    if all(new is old for new, old in zip(cells, function.__closure__ or ())):
+        return function
+    rebound = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+    )
+    rebound.__kwdefaults__ = function.__kwdefaults__
+    vars(rebound).update(vars(function))
+    memo[id(function)] = rebound
+    return rebound
+
+
+def _rebound_cell(cell: Any, memo: Dict[int, Any]) -> Any:
+    try:
+        content = cell.cell_contents
+    except ValueError:  # not assigned yet
+        return cell
+    rebound = _rebound(content, memo)
+    return cell if rebound is content else types.CellType(rebound)
+
+
+def _rebound_partial(value: Any, memo: Dict[int, Any]) -> Any:
+    function, args = _rebound(value.func, memo), _rebound(value.args, memo)
+    return functools.partial(function, *args, **_rebound(value.keywords, memo))

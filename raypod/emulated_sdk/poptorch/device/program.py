@@ -1,0 +1,256 @@
+"""The compiled program: runs the micro-batches and weight updates of a call."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence
+
+import torch
+
+from poptorch.device.anchors import AnchorOutputs, anchors_of
+from poptorch.device.arguments import Arguments, synthetic_inputs
+from poptorch.device.combined_batch import BatchLayout, OutputCollector, check_output_period
+from poptorch.device.compilation import Trace, TraceSettings, trace
+from poptorch.device.memory import DeviceMemory
+from poptorch.device.replica import Forward, Replica, ReplicaThreads
+from poptorch.device.transaction import CallTransaction, NoTransaction, ReplicaBuffers
+from poptorch.device.weight_update import NoUpdate, WeightUpdate, device_groups, placement_of, reduction_strategy
+from poptorch.errors import Error
+from poptorch.optimizers.device_optimizer import DeviceOptimizer
+from poptorch.optimizers.hyperparameters import Hyperparameters, extract
+from poptorch.options import Options
+from poptorch.parallel.limits import check_number, check_overlap, check_placement
+
+
+class MicroBatchTimes(NamedTuple):
+    """The times of one micro-batch on replica 0, in seconds of `time.perf_counter`.
+
+    Attributes:
+        input: the device requests the inputs.
+        input_complete: the inputs are on the device.
+        output: the outputs are computed, and in training the gradients accumulated.
+        output_complete: the outputs are on the host.
+    """
+
+    input: float
+    input_complete: float
+    output: float
+    output_complete: float
+
+
+class _Call(NamedTuple):
+    """The inputs of one call, and the collectors of its outputs."""
+
+    inputs: Sequence[torch.Tensor]
+    outputs: OutputCollector
+    anchors: AnchorOutputs
+
+
+class Program:
+    """Runs the device iterations of a call on all local replicas. This class runs inference: forwards only.
+
+    Attributes:
+        anchored: the anchored tensors of the last call, by short name.
+        micro_batch_times: the times of the last call's micro-batches, in order.
+        call_s: the duration of the last call, in seconds.
+    """
+
+    is_training = False
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        options: Options,
+        arguments: Arguments,
+        user_model: Optional[torch.nn.Module] = None,
+    ) -> None:
+        check_output_period(options.output_mode, options.output_return_period, options.device_iterations)
+        self.arguments = arguments
+        self.layout = BatchLayout.of(options)
+        check_number(self.layout.replicas)  # before the replicas are created
+        self.memory = DeviceMemory(model, self.layout.replicas, user_model)
+        self._options = options
+        self._update = NoUpdate()
+        self._transaction = NoTransaction()
+        self._checks_numbers = options.Precision.enable_fp_exceptions
+        self._threads = ReplicaThreads(self.layout.replicas)
+        self._synthetic = synthetic_inputs(arguments.spec, self.layout) if options.enable_synthetic_data else None
+        refuse_changed_buffers = self.layout.input_groups > 1 and options.broadcast_buffers
+        settings = TraceSettings(self.is_training, refuse_changed_buffers, options._execution_strategy)
+        example_inputs = self._synthetic or arguments.example_inputs
+        self.traced: Trace = trace(self.memory.scratch(), arguments, example_inputs, settings)
+        check_placement(self.traced.placement, options, self.is_training)
+        check_overlap(options, self.traced.overlapped)
+        first = placement_of(options).first_replica
+        self._anchors = anchors_of(options, self.traced.tensor_names)
+        anchored = [anchor.name for anchor in self._anchors]
+        self._replicas = [
+            Replica(memory, arguments, self.traced, first + index, anchored)
+            for index, memory in enumerate(self.memory.replicas)
+        ]
+        self.anchored: Dict[str, torch.Tensor] = {}
+        self.micro_batch_times: List[MicroBatchTimes] = []
+        self.call_s = 0.0
+        self.rng_state = [options.random_seed if options.exists("random_seed") else torch.initial_seed(), 0]
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> Any:
+        """Run one call on the tensors of the arguments and return what `forward` returns, by the output mode.
+
+        A call of training that fails leaves weights, optimizer state, buffers and counters as they were.
+        """
+        options = self._options
+        mode, period = options.output_mode, options.output_return_period
+        call = _Call(
+            inputs,
+            OutputCollector(mode, period, self.layout, self.traced.dtypes),
+            AnchorOutputs(self._anchors, self.layout),
+        )
+        began = time.perf_counter()
+        self.micro_batch_times = []
+        last = self.layout.device_iterations - 1
+        self._transaction.begin()
+        try:
+            for iteration in range(self.layout.device_iterations):
+                self._threads.each(functools.partial(self._run_micro_batches, iteration, call))
+                self._update.apply(self._threads, iteration == last)
+                call.anchors.add_updated(iteration, self.memory.parameters)
+                if self._checks_numbers and self.is_training:
+                    self._check_weights()
+        except BaseException:
+            self._update.abort()
+            self._transaction.roll_back()
+            raise
+        finally:
+            self._update.discard_gradients()
+        self._transaction.commit()
+        results = call.outputs.assemble()
+        self.anchored = call.anchors.assemble()
+        self.call_s = time.perf_counter() - began
+        if self._synthetic is not None:
+            results = [result.zero_() for result in results]
+        return self.traced.structure.unflatten(results)
+
+    @property
+    def rng_state(self) -> List[int]:
+        """The seed, and the micro-batches run by each replica, which determine the device's random numbers."""
+        return [self._replicas[0].seed, self._replicas[0].micro_batches]
+
+    @rng_state.setter
+    def rng_state(self, state: Sequence[int]) -> None:
+        for replica in self._replicas:
+            replica.seed, replica.micro_batches = state
+
+    def upload(self) -> None:
+        """Copy the host's weights and buffers to the device."""
+        self.memory.upload()
+        self._transaction.buffers_uploaded()
+
+    def upload_buffers(self, names: Sequence[str]) -> None:
+        """Copy these buffers of the host to the device. Raises Error for an unknown name."""
+        self.memory.upload_buffers(names)
+        self._transaction.buffers_uploaded()
+        for replica in self._replicas:
+            replica.save_constants()
+
+    def close_connections(self) -> None:
+        """Close broken connections to other processes: the next call opens new ones."""
+        self._update.close_connections()
+
+    def close(self) -> None:
+        """Stop the replicas' threads."""
+        self._threads.close()
+
+    def _run_micro_batches(self, iteration: int, call: _Call, index: int) -> None:
+        """Run one replica's micro-batches of one device iteration."""
+        replica = self._replicas[index]
+        with torch.set_grad_enabled(self.is_training):
+            for step in range(self.layout.accumulation_steps):
+                started = time.perf_counter()
+                forward = replica.forward(self._inputs(call.inputs, iteration, step, index))
+                if self._checks_numbers:
+                    _check_numbers(forward)
+                with replica.backward_random():
+                    self._update.backward(index, forward.loss)
+                computed = time.perf_counter()
+                call.outputs.add(iteration, step, index, forward.outputs)
+                if replica.anchor_recorder is not None:
+                    call.anchors.add(iteration, step, index, replica.anchor_recorder, self._update.loss_terms)
+                if index == 0:
+                    times = MicroBatchTimes(started, replica.inputs_complete_s, computed, time.perf_counter())
+                    self.micro_batch_times.append(times)
+
+    def _inputs(self, inputs: Sequence[torch.Tensor], iteration: int, step: int, index: int) -> List[torch.Tensor]:
+        if self._synthetic is not None:
+            return self._synthetic
+        return self.layout.select(inputs, self.layout.index(iteration, step, index))
+
+    def _check_weights(self) -> None:
+        for name, parameter in self.memory.parameters.items():
+            if not torch.isfinite(parameter).all():
+                raise Error(f"Floating point exception: the parameter {name!r} has NaN or infinity after the update")
+
+
+class TrainingProgram(Program):
+    """Runs a weight update in every device iteration."""
+
+    is_training = True
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        options: Options,
+        arguments: Arguments,
+        optimizer: torch.optim.Optimizer,
+        user_model: Optional[torch.nn.Module] = None,
+    ) -> None:
+        super().__init__(model, options, arguments, user_model)
+        self._host = model
+        groups = device_groups(optimizer, model, self.memory)
+        values = extract(optimizer)
+        if options.Training.auto_loss_scaling:
+            values = values._replace(variable=values.variable | {"loss_scaling"})
+        self.optimizer = DeviceOptimizer(values, groups, parts=self.layout.replicas)
+        buffers = self._buffers = ReplicaBuffers(self.memory, placement_of(options))
+        self._update = WeightUpdate(
+            self.memory, self.optimizer, options, self.traced.trained, self._count_micro_batches, buffers
+        )
+        has_several_updates = self.layout.device_iterations > 1
+        self._transaction = CallTransaction(self.memory, self.optimizer, self._replicas, buffers, has_several_updates)
+
+    def replica_state(self) -> Dict[str, Any]:
+        """Return a copy of the state of each replica of all processes after the last complete call."""
+        return {"buffers": self._buffers.state(), "rng_state": self.rng_state}
+
+    def load_replica_state(self, state: Dict[str, Any]) -> None:
+        """Load a `replica_state()`. Raises Error if its buffers or its number of replicas differ."""
+        self._buffers.load(state["buffers"])
+        self.rng_state = state["rng_state"]
+
+    def check_optimizer(self, values: Hyperparameters) -> None:
+        """Check that these values can replace the compiled ones.
+
+        Raises:
+            ValueError: their accumulator types need another `MeanReductionStrategy`.
+            Error: a compile-time constant differs.
+        """
+        compiled, needed = (reduction_strategy(self._options, of) for of in (self.optimizer.hyperparameters, values))
+        if compiled != needed:
+            raise ValueError(
+                f"The model was compiled with MeanReductionStrategy.{compiled.name}, but the types of this optimizer's "
+                f"accumulators need {needed.name}: set the strategy by options.Training, or wrap the model again"
+            )
+        self.optimizer.hyperparameters.check_change(values)
+
+    def group_names(self, optimizer: torch.optim.Optimizer) -> List[FrozenSet[str]]:
+        """Return for every parameter group of a host optimizer the names of the parameters that are the model's."""
+        return [frozenset(group) for group in device_groups(optimizer, self._host, self.memory)]
+
+    def _count_micro_batches(self) -> int:
+        return self._replicas[0].micro_batches
+
+
+def _check_numbers(forward: Forward) -> None:
+    for tensor in (*forward.outputs, forward.loss):
+        if tensor is not None and tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise Error("Floating point exception: an output or the loss has NaN or infinity")

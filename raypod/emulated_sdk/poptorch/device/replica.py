@@ -1,0 +1,205 @@
+"""A replica that runs the forwards of its micro-batches, and the threads in which the replicas of a process run."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import time
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, Callable, ContextManager, Dict, List, NamedTuple, Optional, Sequence
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+
+from poptorch.device.anchors import AnchorRecorder
+from poptorch.device.arguments import Arguments
+from poptorch.device.compilation import Trace, half_tensors
+from poptorch.device.half import HalfTracker
+from poptorch.device.memory import PythonState, ReplicaMemory
+from poptorch.device.random import device_random
+from poptorch.device_mode import DeviceMode, OnDevice, to_device
+from poptorch.errors import Error
+from poptorch.pytree import flatten
+
+_ON_DEVICE = OnDevice()
+_NO_CONTEXT: ContextManager[Any] = contextlib.nullcontext()
+
+
+class Forward(NamedTuple):
+    """The detached outputs of one forward, and its final loss (training only)."""
+
+    outputs: List[torch.Tensor]
+    loss: Optional[torch.Tensor]
+
+
+class Replica:
+    """Runs micro-batches on one replica's module, in one thread at a time.
+
+    Args:
+        memory: the replica's module and tensors.
+        arguments: the compiled arguments.
+        traced: the trace of the forward.
+        index: the global index of the replica.
+        anchored: the names of the anchored tensors.
+
+    Attributes:
+        anchor_recorder: records the anchored tensors; None if there are none.
+        inputs_complete_s: when the inputs of the last micro-batch were on the device, by `time.perf_counter`.
+        micro_batches: the micro-batches run so far. With `seed` it determines the random numbers.
+    """
+
+    def __init__(
+        self, memory: ReplicaMemory, arguments: Arguments, traced: Trace, index: int, anchored: Sequence[str] = ()
+    ) -> None:
+        self.memory = memory
+        self.anchor_recorder = AnchorRecorder(memory.module, anchored) if anchored else None
+        self.inputs_complete_s = 0.0
+        self.micro_batches = 0
+        self.seed = 0
+        self._arguments = arguments
+        self._index = index
+        self._traced = traced
+        self._mode = None if traced.is_plain else DeviceMode(half_on_host=traced.half_on_host)
+        self._python_state = PythonState(memory.module, traced.changed_modules)
+        self.save_constants()
+        groups: List[Dict[str, Any]] = [memory.parameters, memory.buffers, memory.constants]
+        self._memory_addresses = frozenset(
+            tensor.untyped_storage().data_ptr() for group in groups for tensor in group.values()
+        )
+
+    def forward(self, inputs: List[torch.Tensor]) -> Forward:
+        """Run the module on one micro-batch, given as views into the combined batch."""
+        on_device = [to_device(tensor) for tensor in inputs]
+        self.inputs_complete_s = time.perf_counter()
+        if self.anchor_recorder is not None:
+            self.anchor_recorder.begin(self._arguments.spec.names, on_device)
+        args, kwargs = self._arguments.unflatten(on_device)
+        self._restore_constants()
+        track_half: ContextManager[Any] = _NO_CONTEXT
+        if self._traced.reads_half_dtype:
+            track_half = HalfTracker(half_tensors(on_device, inputs, self.memory))
+        try:
+            with self._random(self._traced.draws), self._mode or _ON_DEVICE, track_half:
+                tensors, structure = flatten(self.memory.module(*args, **kwargs))
+        finally:
+            self._python_state.restore()
+        self.micro_batches += 1
+        self._copy_changed_inputs(on_device, inputs)
+        if structure != self._traced.structure:
+            raise Error(f"forward returned {structure}, but {self._traced.structure} when it was compiled")
+        return Forward([self._detached(tensor) for tensor in tensors], self._loss(tensors))
+
+    def _loss(self, outputs: List[torch.Tensor]) -> Optional[torch.Tensor]:
+        if self._mode is not None:
+            return self._mode.marks[-1] if self._mode.marks else None
+        return None if self._traced.loss_output is None else outputs[self._traced.loss_output]
+
+    def backward_random(self) -> ContextManager[Any]:
+        """Return the context for the backward pass of the last micro-batch."""
+        return self._random(self._traced.backward_draws)
+
+    def _random(self, draws: bool) -> ContextManager[Any]:
+        if draws:
+            return device_random(self.seed, self._index, self.micro_batches)
+        return _NO_CONTEXT
+
+    def _copy_changed_inputs(self, on_device: List[torch.Tensor], inputs: List[torch.Tensor]) -> None:
+        """Copy inputs that forward changes in place back to the caller's tensors.
+
+        inferred: the SDK's documentation does not state this.
+        """
+        for index in self._traced.changed_inputs:
+            with torch.no_grad(), torch.inference_mode(inputs[index].is_inference()):
+                inputs[index].copy_(on_device[index])
+
+    def _detached(self, output: torch.Tensor) -> torch.Tensor:
+        # An output that is a weight or a buffer may change before the call ends.
+        detached = output.detach()
+        return detached.clone() if detached.untyped_storage().data_ptr() in self._memory_addresses else detached
+
+    def save_constants(self) -> None:
+        """Save the present values of the constant buffers: later forwards begin with them."""
+        self._constants = [(tensor, tensor._version, tensor.clone()) for tensor in self.memory.constants.values()]
+
+    def _restore_constants(self) -> None:
+        """Undo the last forward's changes to integer and bool buffers, which are compile-time constants."""
+        for index, (tensor, version, value) in enumerate(self._constants):
+            if tensor._version != version:
+                tensor.copy_(value)
+                self._constants[index] = (tensor, tensor._version, value)
+
+
+class ReplicaThreads:
+    """Runs each replica in a thread, as many at a time as there are cores; a single one runs in the caller's thread."""
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas
+        self._pool: Optional[ThreadPoolExecutor] = None
+        if replicas > 1:
+            # A new thread takes torch's number of intra-op threads only at its first parallel region, when oneDNN may
+            # have read OpenMP's number already.
+            self._pool = ThreadPoolExecutor(
+                max_workers=min(replicas, _cores()),  # more threads would evict each other's caches
+                thread_name_prefix="replica",
+                initializer=torch.set_num_threads,
+                initargs=(torch.get_num_threads(),),
+            )
+            weakref.finalize(self, self._pool.shutdown, wait=False)
+
+    def each(self, work: Callable[[int], None]) -> None:
+        """Run `work(replica)` for every replica and wait for all; raises the error of the first that failed."""
+        if self._pool is None:
+            work(0)
+            return
+        caller = _ThreadState()
+        futures: List[Future[None]] = [
+            self._pool.submit(contextvars.copy_context().run, caller.run, work, replica)
+            for replica in range(self._replicas)
+        ]
+        try:
+            wait(futures)
+        except BaseException:  # Ctrl-C: wait until no replica runs any more
+            for future in futures:
+                future.cancel()
+            wait(futures)
+            raise
+        for future in futures:
+            future.result()
+
+    def close(self) -> None:
+        """Stop the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+class _ThreadState:
+    """The caller's thread-local state of torch that a forward can observe, to be set in the replicas' threads.
+
+    Autocast and inference mode are disabled on the device, and the program sets the grad mode.
+    """
+
+    def __init__(self) -> None:
+        # For example the default device. The mode objects are shared: entering them again would change them.
+        self._modes: List[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        self._threads = torch.get_num_threads()
+
+    def run(self, work: Callable[[int], None], replica: int) -> None:
+        """Run `work(replica)` in the present thread with this state."""
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
+        for mode in self._modes:
+            torch._C._push_on_torch_function_stack(mode)
+        try:
+            work(replica)
+        finally:
+            for _ in self._modes:
+                torch._C._pop_torch_function_stack()
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,197 @@
+"""Calls as transactions: a call of training that fails leaves the device's state as it was before the call.
+
+So after a peer is lost in the middle of a call, every process has the state after its last complete call. (On real
+IPUs the state after a failed call is undefined, and programs do not read it.)
+
+Weights and optimizer state are the same in every process. Buffers (running statistics) belong to one replica and would
+be lost with its process, so every process stores the buffers of ALL replicas as of the last complete call. The replicas
+flag changed buffers beside their gradients, and the processes exchange those buffers before the weights change.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Optional
+
+import torch
+from _pod.gradient_sum import Placement
+from _pod.wires import as_bytes
+
+from poptorch.device.memory import DeviceMemory
+from poptorch.device.replica import Replica
+from poptorch.errors import Error
+from poptorch.optimizers.device_optimizer import DeviceOptimizer
+
+Gather = Callable[[torch.Tensor], torch.Tensor]
+
+
+class NoTransaction:
+    """The transaction of an inference program, which has no state to restore: does nothing."""
+
+    def begin(self) -> None:
+        """Start a call."""
+
+    def roll_back(self) -> None:
+        """Restore the state before the call."""
+
+    def commit(self) -> None:
+        """Complete the call."""
+
+    def buffers_uploaded(self) -> None:
+        """Take over buffers that were copied from the host."""
+
+
+class CallTransaction(NoTransaction):
+    """Saves and restores weights, optimizer state, buffers and micro-batch counters of a training program.
+
+    A single update changes the weights in its last step, which cannot fail; only calls of several updates
+    (`saves_weights`) need a copy of the weights.
+    """
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        optimizer: DeviceOptimizer,
+        replicas: List[Replica],
+        buffers: ReplicaBuffers,
+        saves_weights: bool,
+    ) -> None:
+        self._memory, self._optimizer, self._replicas, self._buffers = memory, optimizer, replicas, buffers
+        self._saves_weights = saves_weights
+        self._micro_batches: List[int] = []
+        self._weights: List[torch.Tensor] = []
+        self._optimizer_state: List[Any] = []
+
+    def begin(self) -> None:
+        """Save what the call changes."""
+        self._micro_batches = [replica.micro_batches for replica in self._replicas]
+        if self._saves_weights:
+            with torch.no_grad():
+                self._weights = [parameter.clone() for parameter in self._memory.parameters.values()]
+            self._optimizer_state = self._optimizer.snapshot()
+
+    def roll_back(self) -> None:
+        """Restore the state before the call."""
+        self._buffers.roll_back()
+        for replica, micro_batches in zip(self._replicas, self._micro_batches):
+            replica.micro_batches = micro_batches
+        if self._saves_weights:
+            with torch.no_grad():
+                for parameter, value in zip(self._memory.parameters.values(), self._weights):
+                    parameter.copy_(value)
+            self._optimizer.restore(self._optimizer_state)
+
+    def commit(self) -> None:
+        """Store the exchanged buffers."""
+        self._buffers.commit()
+
+    def buffers_uploaded(self) -> None:
+        """Take over buffers that were copied from the host."""
+        self._buffers.take_local()
+
+
+class ReplicaBuffers:
+    """The floating point buffers of all replicas of all processes, as of the last complete call.
+
+    A buffer that no replica has changed so far is the same everywhere, and stored once.
+    """
+
+    def __init__(self, memory: DeviceMemory, placement: Placement) -> None:
+        self._replicas = [replica.buffers for replica in memory.replicas]
+        self._placement = placement
+        self._names = list(self._replicas[0])
+        self._was_changed = [False] * len(self._names)  # by any replica, in any call
+        self._committed: Dict[str, torch.Tensor] = {}
+        self._received: Optional[Dict[str, torch.Tensor]] = None
+        self.take_local()
+
+    def take_local(self) -> None:
+        """Commit the buffers of the local replicas.
+
+        Other processes' buffers are assumed to equal those of the local replica 0 until their next call.
+        """
+        total = self._placement.total_replicas
+        for name, was_changed in zip(self._names, self._was_changed):
+            row = self._replicas[0][name].detach().clone().unsqueeze(0)
+            self._committed[name] = row.expand(total, *row.shape[1:])
+            if was_changed:
+                self._commit_local(name)
+
+    def changed(self, replica: int, is_last: bool) -> torch.Tensor:
+        """Return which buffers this replica changed in this call or any replica changed before: 1 for changed.
+
+        Buffers are compared in the last update of a call only; in other updates the flags are 0.
+
+        Returns:
+            A float32 tensor of shape [buffers].
+        """
+        first = self._placement.first_replica
+        if is_last:
+            flags = [
+                float(changed or not torch.equal(self._replicas[replica][name], self._committed[name][first + replica]))
+                for name, changed in zip(self._names, self._was_changed)
+            ]
+            return torch.tensor(flags, dtype=torch.float32)
+        return torch.zeros(len(self._names))
+
+    def exchange(self, changed: List[float], gather: Gather) -> None:
+        """Gather from all processes the buffers that any replica changed.
+
+        Args:
+            changed: the sum of `changed()` over all replicas.
+            gather: gathers one row of bytes per process, as a tensor of shape [processes, bytes].
+
+        Raises:
+            RuntimeError: a peer is lost or does not answer.
+        """
+        self._was_changed = [before or bool(count) for before, count in zip(self._was_changed, changed)]
+        names = [name for name, was_changed in zip(self._names, self._was_changed) if was_changed]
+        self._received = {}
+        if not names:
+            return
+        local = {name: torch.stack([replica[name].detach() for replica in self._replicas]) for name in names}
+        row = torch.cat([as_bytes(local[name]) for name in names])
+        table = gather(row)
+        start = 0
+        for name in names:
+            values, stop = local[name], start + local[name].numel() * local[name].element_size()
+            columns = table[:, start:stop].contiguous()
+            shape = (self._placement.total_replicas, *values.shape[1:])
+            self._received[name] = columns.flatten().view(values.dtype).view(shape)
+            start = stop
+
+    def commit(self) -> None:
+        """Store the buffers received in the last exchange."""
+        self._committed.update(self._received or {})
+        self._received = None
+
+    def roll_back(self) -> None:
+        """Restore the local replicas' buffers."""
+        self._received = None
+        self._write_local()
+
+    def state(self) -> Dict[str, torch.Tensor]:
+        """Return a copy of every buffer, of shape [total replicas, *shape]."""
+        return {name: values.clone() for name, values in self._committed.items()}
+
+    def load(self, state: Dict[str, torch.Tensor]) -> None:
+        """Load a `state()`. Raises Error if its buffers or its number of replicas differ."""
+        for name in {**self._committed, **state}:
+            expected = tuple(self._committed[name].shape) if name in self._committed else "no such buffer"
+            given = tuple(state[name].shape) if name in state else "missing"
+            if expected != given:
+                raise Error(f"The state of the replicas does not fit: {name!r} is {given}, but {expected} is expected")
+        for name in self._names:
+            self._committed[name] = state[name].to(self._committed[name].dtype, copy=True)
+        self._write_local()
+
+    def _write_local(self) -> None:
+        first = self._placement.first_replica
+        with torch.no_grad():
+            for index, buffers in enumerate(self._replicas):
+                for name, buffer in buffers.items():
+                    buffer.copy_(self._committed[name][first + index])
+
+    def _commit_local(self, name: str) -> None:
+        self._committed[name] = self._committed[name].clone()
+        for index, buffers in enumerate(self._replicas):
+            self._committed[name][self._placement.first_replica + index] = buffers[name].detach()

@@ -1,0 +1,225 @@
+"""The weight update: from the losses of an update's micro-batches to new weights.
+
+Each replica accumulates gradients over its micro-batches. The sums are reduced over the replicas of all processes in
+one fixed tree and scaled, and torch's optimizer updates the weights. So the result does not depend on how replicas are
+distributed over threads and processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Dict, FrozenSet, List, Optional, Tuple
+
+import torch
+from _pod.gradient_sum import GradientSum, Placement
+
+from poptorch.device.half import HalfAccumulator, HalfWeights
+from poptorch.device.memory import DeviceMemory
+from poptorch.device.replica import ReplicaThreads
+from poptorch.device.transaction import ReplicaBuffers
+from poptorch.enums import MeanReductionStrategy, ReductionType
+from poptorch.errors import Error
+from poptorch.optimizers.device_optimizer import DeviceOptimizer
+from poptorch.optimizers.hyperparameters import Hyperparameters
+from poptorch.options import Options
+
+
+class NoUpdate:
+    """The update of an inference program, whose weights do not change: does nothing.
+
+    `loss_terms` is the divisor of a loss before its gradients are computed.
+    """
+
+    loss_terms = 1
+
+    def backward(self, replica: int, loss: Optional[torch.Tensor]) -> None:
+        """Run the backward pass of one micro-batch."""
+
+    def apply(self, threads: ReplicaThreads, is_last: bool) -> None:
+        """Update the weights."""
+
+    def discard_gradients(self) -> None:
+        """Discard the accumulated gradients."""
+
+    def abort(self) -> None:
+        """End a failed call."""
+
+    def close_connections(self) -> None:
+        """Close broken connections to other processes."""
+
+
+class WeightUpdate(NoUpdate):
+    """Training: call `backward` after each micro-batch, then `apply`.
+
+    Every parameter that requires a gradient takes part in the reduction, in every process alike. If no replica computed
+    a gradient of a parameter in this update, it is zero if the parameter is in `in_graph` (the compilation found it in
+    the graph, so a branch was not taken), else None, as in torch.
+    """
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        optimizer: DeviceOptimizer,
+        options: Options,
+        in_graph: FrozenSet[str],
+        count_micro_batches: Callable[[], int],
+        buffers: ReplicaBuffers,
+    ) -> None:
+        self.optimizer = optimizer
+        self._memory = memory
+        self._buffers = buffers
+        placement = placement_of(options)
+        self._half_weights = HalfWeights(memory, options, count_micro_batches)
+        self._accumulators = _half_accumulators(memory, optimizer.hyperparameters, options)
+        self.loss_terms, self._gradient_terms = _terms(options, placement, self._accumulators)
+        names = [name for name, parameter in optimizer.parameters.items() if parameter.requires_grad]
+        self._trained = [[replica.parameters[name] for name in names] for replica in memory.replicas]
+        self._is_in_graph = torch.tensor([float(name in in_graph) for name in names])
+        # Besides the gradients the reduction counts the replicas that have a gradient of each parameter, and those that
+        # changed each buffer. A single replica needs no reduction.
+        like = [*self._trained[0], self._is_in_graph, buffers.changed(0, is_last=False)]
+        self._sum = GradientSum(like, placement) if placement.total_replicas > 1 else None
+
+    def backward(self, replica: int, loss: Optional[torch.Tensor]) -> None:
+        """Accumulate the gradients of one micro-batch's final loss."""
+        if loss is None:
+            raise Error("Couldn't find a loss in graph! forward marked one when it was compiled, but not in this call")
+        if not loss.requires_grad:
+            return
+        scaling = self.optimizer.hyperparameters.loss_scaling / self.loss_terms
+        with self._accumulators[replica] if self._accumulators else contextlib.nullcontext():
+            torch.autograd.backward(loss, None if scaling == 1.0 else torch.full_like(loss, scaling))
+
+    def apply(self, threads: ReplicaThreads, is_last: bool) -> None:
+        """Reduce the gradients over all replicas and update the weights; in a call's last update exchange buffers, too.
+
+        All waits for other processes come before the first weight changes.
+        """
+        if self._sum is None:
+            self._complete()
+            if is_last:
+                self._buffers.exchange(self._buffers.changed(0, is_last).tolist(), _gather_single_process)
+        else:
+            self._reduce(self._sum, is_last)
+        if self.optimizer.hyperparameters.max_grad_norm == float("inf"):
+            threads.each(self._scale_and_step)
+        else:
+            threads.each(self._scale)
+            self.optimizer.clip()
+            threads.each(self.optimizer.step)
+        self._half_weights.round()
+        self.discard_gradients()
+
+    def abort(self) -> None:
+        """Make the other processes' reductions fail, as this one's call failed."""
+        if self._sum is not None:
+            self._sum.abandon()
+
+    def close_connections(self) -> None:
+        """Close broken connections to other processes: the next call opens new ones."""
+        if self._sum is not None:
+            self._sum.disconnect_broken()
+
+    def discard_gradients(self) -> None:
+        """Discard the accumulated gradients, after an update or an error."""
+        for accumulator in self._accumulators:
+            accumulator.reset()
+        for memory in self._memory.replicas:
+            for parameter in memory.parameters.values():
+                parameter.grad = None
+
+    def _complete(self) -> None:
+        for parameter, is_in_graph in zip(self._trained[0], self._is_in_graph.tolist()):
+            if parameter.grad is None and is_in_graph:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _reduce(self, gradient_sum: GradientSum, is_last: bool) -> None:
+        """Set the sums as gradients of replica 0, whose parameters the optimizer updates."""
+        with torch.no_grad():
+            *sums, replicas, changed = gradient_sum(
+                [
+                    [*_gradients(replica), self._buffers.changed(index, is_last)]
+                    for index, replica in enumerate(self._trained)
+                ]
+            )
+            if is_last:
+                self._buffers.exchange(changed.tolist(), gradient_sum.gather)
+            if self._is_scaled:  # scaling works in place, and the sums may be in shared memory
+                sums = [total.clone() for total in sums]
+        for parameter, total, having in zip(self._trained[0], sums, (replicas + self._is_in_graph).tolist()):
+            parameter.grad = total if having else None
+
+    @property
+    def _is_scaled(self) -> bool:
+        values = self.optimizer.hyperparameters
+        return self._gradient_terms * values.loss_scaling != 1.0 or values.max_grad_norm != float("inf")
+
+    def _scale(self, part: int) -> None:
+        self.optimizer.scale(part, 1.0 / (self._gradient_terms * self.optimizer.hyperparameters.loss_scaling))
+
+    def _scale_and_step(self, part: int) -> None:
+        self._scale(part)
+        self.optimizer.step(part)
+
+
+def _gather_single_process(row: torch.Tensor) -> torch.Tensor:
+    return row.unsqueeze(0)
+
+
+def _gradients(parameters: List[torch.nn.Parameter]) -> List[Optional[torch.Tensor]]:
+    """Return a replica's gradients, followed by a tensor of flags that are 1 for the gradients that exist."""
+    gradients = [parameter.grad for parameter in parameters]
+    return [*gradients, torch.tensor([float(gradient is not None) for gradient in gradients])]
+
+
+def placement_of(options: Options) -> Placement:
+    """Return the position of the local replicas among all replicas."""
+    distributed = options.Distributed
+    return Placement(options.replication_factor, distributed.processId, distributed.numProcesses)
+
+
+def reduction_strategy(options: Options, values: Hyperparameters) -> MeanReductionStrategy:
+    """Return when a mean divides: the options' choice; by default after the sum, unless that may overflow half."""
+    training: Any = options.Training
+    if training.has_chosen_strategy or not values.accumulates_in_half or values.is_combined:
+        return MeanReductionStrategy(training.mean_accumulation_and_replication_reduction_strategy)
+    return MeanReductionStrategy.Running
+
+
+def _half_accumulators(memory: DeviceMemory, values: Hyperparameters, options: Options) -> List[HalfAccumulator]:
+    """Return one accumulator for each replica if gradients are accumulated in half, else none."""
+    training: Any = options.Training
+    if not values.accumulates_in_half or training.gradient_accumulation == 1:
+        return []
+    is_mean = training.accumulation_and_replication_reduction_type == ReductionType.Mean
+    is_running = is_mean and reduction_strategy(options, values) == MeanReductionStrategy.Running
+    return [HalfAccumulator(list(replica.parameters.values()), is_running) for replica in memory.replicas]
+
+
+def _terms(options: Options, placement: Placement, accumulators: List[HalfAccumulator]) -> Tuple[int, int]:
+    """Return the divisors of the loss and of the gradients for an update's mean; 1 and 1 for a sum."""
+    training: Any = options.Training
+    if training.accumulation_and_replication_reduction_type == ReductionType.Sum:
+        return 1, 1
+    if accumulators:
+        # Values that are rounded to half must have the same magnitude as on the device.
+        steps = 1 if accumulators[0].is_running else int(training.gradient_accumulation)
+        return 1, steps * placement.total_replicas
+    terms = int(training.gradient_accumulation) * placement.total_replicas
+    # Division by a power of two is exact anywhere; dividing the loss saves a pass over the gradients.
+    is_exact = terms & (terms - 1) == 0
+    return (terms, 1) if is_exact else (1, terms)
+
+
+def device_groups(
+    optimizer: torch.optim.Optimizer, host: torch.nn.Module, memory: DeviceMemory
+) -> List[Dict[str, torch.nn.Parameter]]:
+    """Return the device's parameters by name for every parameter group of a host optimizer.
+
+    Parameters of the optimizer that are not the model's are left out.
+    """
+    names = {id(parameter): name for name, parameter in host.named_parameters()}
+    return [
+        {names[id(p)]: memory.parameters[names[id(p)]] for p in group["params"] if id(p) in names}
+        for group in optimizer.param_groups
+    ]

@@ -1,0 +1,255 @@
+"""The differences between torch on the host and a forward on the device: marked losses and dtypes.
+
+`DeviceMode` intercepts every torch function that a forward calls. It marks losses, replaces dtypes that the device does
+not have by those that it computes in, and refuses to move a tensor off the device. As this costs time, later forwards
+use `OnDevice` instead if compilation replaced nothing and found the loss among the outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any, Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
+
+from poptorch.enums import OverlapMode
+from poptorch.errors import Error
+
+# The dtype of a tensor at the API, for inputs and outputs.
+API_DTYPE: Dict[torch.dtype, torch.dtype] = {
+    torch.int64: torch.int32,
+    torch.float64: torch.float32,
+    torch.bfloat16: torch.float32,
+}
+
+# The dtype of the same tensor on the emulated device. CPU kernels for half are missing or slow, so the device computes
+# in float32; 32-bit integers are stored in 64 bits, as torch's losses and indexing take nothing else.
+DEVICE_DTYPE: Dict[torch.dtype, torch.dtype] = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float64: torch.float32,
+    torch.int32: torch.int64,
+}
+
+_Handler = Callable[["DeviceMode", Callable[..., Any], Tuple[Any, ...], Dict[str, Any]], Any]
+
+_active = threading.local()
+
+_LOSS_NAMES = (
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "cosine_embedding_loss",
+    "cross_entropy",
+    "ctc_loss",
+    "gaussian_nll_loss",
+    "hinge_embedding_loss",
+    "huber_loss",
+    "kl_div",
+    "l1_loss",
+    "margin_ranking_loss",
+    "mse_loss",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "multilabel_soft_margin_loss",
+    "nll_loss",
+    "poisson_nll_loss",
+    "smooth_l1_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+    "triplet_margin_with_distance_loss",
+)
+
+
+def to_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in the device's dtype that shares no memory with the given tensor."""
+    # A copy even where a view would do: vectorized kernels may round differently with another alignment.
+    return tensor.detach().to(DEVICE_DTYPE.get(tensor.dtype, tensor.dtype), copy=True)
+
+
+def is_on_device() -> bool:
+    """Return whether this thread runs a forward on the device."""
+    return getattr(_active, "is_on_device", False)
+
+
+def active_mode() -> Optional[DeviceMode]:
+    """Return the `DeviceMode` of this thread's forward; None if there is none."""
+    return getattr(_active, "mode", None)
+
+
+def compiling_mode() -> Optional[DeviceMode]:
+    """Return the `DeviceMode` of this thread's forward if it is the forward of a compilation, else None."""
+    mode = active_mode()
+    return mode if mode is not None and mode.is_compiling else None
+
+
+@contextlib.contextmanager
+def off_device() -> Iterator[None]:
+    """Context in which this thread runs on the host: `DeviceMode` and the modes above it are inactive."""
+    mode, was_on_device = active_mode(), is_on_device()
+    _active.mode, _active.is_on_device = None, False
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    above = len(stack) - next((index for index, each in enumerate(stack) if each is mode), len(stack))
+    try:
+        with contextlib.ExitStack() as popped:
+            for _ in range(above):
+                popped.enter_context(_pop_mode_temporarily())
+            yield
+    finally:
+        _active.mode, _active.is_on_device = mode, was_on_device
+
+
+class Overlap(NamedTuple):
+    """A request to overlap the transfer of an input or output tensor with compute."""
+
+    tensor: torch.Tensor
+    mode: OverlapMode
+    is_input: bool
+
+
+class OnDevice:
+    """Context that only sets `is_on_device()`."""
+
+    def __enter__(self) -> None:
+        _active.is_on_device = True
+
+    def __exit__(self, *exc_info: Any) -> None:
+        _active.is_on_device = False
+
+
+class DeviceMode(TorchFunctionMode):
+    """Intercepts the torch functions of one forward.
+
+    Attributes:
+        marks: the losses, in the order in which they were marked.
+        loss_copies: for each loss the copy that the forward continues with.
+        statistics: the running statistics passed to normalizations.
+        overlaps: the requested overlaps.
+        has_replaced: whether a dtype was replaced in any forward so far.
+        is_compiling: whether this is the forward of a compilation.
+        half_on_host: for each layer on the host, by its ID, which tensors it takes in half; set by the compilation.
+    """
+
+    def __init__(self, is_compiling: bool = False, half_on_host: Optional[Dict[str, List[bool]]] = None) -> None:
+        super().__init__()
+        self.is_compiling = is_compiling
+        self.half_on_host = {} if half_on_host is None else half_on_host
+        self.has_replaced = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.marks: List[torch.Tensor] = []
+        self.loss_copies: List[torch.Tensor] = []
+        self.statistics: List[torch.Tensor] = []
+        self.overlaps: List[Overlap] = []
+
+    def __enter__(self) -> DeviceMode:
+        self._begin()
+        _active.is_on_device = True
+        _active.mode = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        _active.is_on_device = False
+        _active.mode = None
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+
+    def mark(self, loss: torch.Tensor) -> torch.Tensor:
+        """Mark a loss and return the copy that the forward continues with.
+
+        With a copy, gradients start at the mark even if the program then scales the loss in place.
+        """
+        self.marks.append(loss)
+        self.loss_copies.append(loss.clone())
+        return self.loss_copies[-1]
+
+    def replaced(self, value: Any) -> Any:
+        """Return the value, or the device's dtype if it is a dtype that the device does not have."""
+        if isinstance(value, torch.dtype) and value in DEVICE_DTYPE:
+            self.has_replaced = True
+            return DEVICE_DTYPE[value]
+        return value
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(self, func, args, kwargs or {})
+        if kwargs:
+            if "dtype" in kwargs:
+                kwargs = {**kwargs, "dtype": self.replaced(kwargs["dtype"])}
+            return func(*args, **kwargs)
+        return func(*args)
+
+
+def _loss(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+    return mode.mark(func(*args, **kwargs))
+
+
+def _convert(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+    if any(isinstance(value, str) and value == "cpu" for value in (*args[1:], kwargs.get("device"))):
+        return _refuse_cpu(mode, func, args, kwargs)
+    result = func(*map(mode.replaced, args), **{name: mode.replaced(value) for name, value in kwargs.items()})
+    casts_to_half = any(value is torch.half for value in (*args, *kwargs.values()))
+    return _rounded(result) if casts_to_half else result
+
+
+def _rounded(tensor: torch.Tensor) -> torch.Tensor:
+    """Round to values that half can represent, as the program casts to half."""
+    return tensor.half().to(tensor.dtype)
+
+
+def _to_half(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+    mode.has_replaced = True
+    return _rounded(args[0].float())
+
+
+def _refuse_cpu(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+    raise Error("A tensor cannot be moved to the CPU inside forward: return it instead, or use it on the device")
+
+
+def _norm(first_statistic: int) -> _Handler:
+    """Return a handler that records running statistics: normalizations may update these buffers.
+
+    The running mean is positional argument number `first_statistic`, the variance the next one.
+    """
+
+    def norm(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+        given = [*args[first_statistic : first_statistic + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
+        mode.statistics += [value for value in given if isinstance(value, torch.Tensor)]
+        return func(*args, **kwargs)
+
+    return norm
+
+
+def _replaced_by(replacement: Callable[..., Any]) -> _Handler:
+    def convert(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+        mode.has_replaced = True
+        return replacement(*args, **kwargs)
+
+    return convert
+
+
+def _handlers() -> Dict[Callable[..., Any], _Handler]:
+    handlers: Dict[Callable[..., Any], _Handler] = dict.fromkeys(_loss_functions(), _loss)
+    # functional.batch_norm(input, running_mean, ...), but torch.batch_norm(input, weight, bias, running_mean, ...)
+    handlers.update(dict.fromkeys((F.batch_norm, F.instance_norm), _norm(1)))
+    handlers.update(dict.fromkeys((torch.batch_norm, torch.instance_norm, torch.native_batch_norm), _norm(3)))
+    handlers.update(dict.fromkeys((torch.Tensor.to, torch.Tensor.type), _convert))
+    handlers.update(dict.fromkeys((torch.Tensor.double, torch.Tensor.bfloat16), _replaced_by(torch.Tensor.float)))
+    handlers[torch.Tensor.half] = _to_half
+    handlers[torch.Tensor.int] = _replaced_by(torch.Tensor.long)
+    handlers[torch.Tensor.cpu] = _refuse_cpu
+    return handlers
+
+
+def _loss_functions() -> FrozenSet[Callable[..., Any]]:
+    found = [getattr(module, name, None) for module in (F, torch, torch._C._nn) for name in _LOSS_NAMES]
+    return frozenset(function for function in found if function is not None)
+
+
+_HANDLERS = _handlers()

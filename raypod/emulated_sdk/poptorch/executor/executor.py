@@ -1,0 +1,350 @@
+"""`PoplarExecutor`: a wrapped model and its life cycle on the device."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+
+from poptorch.device.arguments import Arguments
+from poptorch.device.combined_batch import BatchLayout
+from poptorch.device.program import Program, TrainingProgram
+from poptorch.enums import ConnectionType
+from poptorch.errors import Error
+from poptorch.executor import model_file, optimizer_exchange, saving
+from poptorch.executor.compile_hooks import around_compilation
+from poptorch.executor.host_module import executor_of, host_tensors, unwrap, wrap
+from poptorch.executor.measurements import Measurements
+from poptorch.log import logger
+from poptorch.optimizers.hyperparameters import AttributeChecks, extract, warn_ignored
+from poptorch.options import Options
+from poptorch.options.base import is_integer
+
+_versions = itertools.count(1)  # of the host's weights, over all executors
+
+
+class PoplarExecutor(Measurements):
+    """A user's module compiled for the device. `trainingModel` and `inferenceModel` construct it.
+
+    The first call compiles the model: structure, shapes and dtypes of the arguments are fixed from then on. Attributes
+    that the executor does not have are those of the user's module.
+    """
+
+    def __init__(  # the SDK's signature
+        self,
+        model: torch.nn.Module,
+        options: Options,
+        training: bool,
+        poptorch_version: str,
+        optimizer: Optional[torch.optim.Optimizer] = None,
+        user_model: Optional[torch.nn.Module] = None,
+    ) -> None:
+        super().__init__(options)
+        self._model = model
+        self._user_model = model if user_model is None else user_model
+        self._training = training
+        self._poptorch_version = poptorch_version
+        self._optimizer = optimizer
+        self._compiled_for: saving.Description = {}
+        self._initial_rng_state: Optional[List[int]] = None
+        self._loaded_replica_state: Optional[Dict[str, Any]] = None  # and not uploaded yet
+        self._is_attached = False
+        self._device_is_newer = False
+        self._weights_version = 0
+        self._uploaded: Tuple[int, ...] = ()
+        self._attribute_checks = AttributeChecks(options.relax_optimizer_checks)
+        if training and optimizer is not None:
+            extract(optimizer)  # raises Error for what the device does not support
+            warn_ignored(optimizer)
+            self._attribute_checks.check(optimizer)
+        if training:
+            wrap(self._user_model, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one call: device iterations x gradient accumulation x replicas micro-batches.
+
+        Dimension 0 of every tensor is [device iterations, accumulation, replicas, micro-batch].
+
+        Raises:
+            AssertionError: `ConnectionType.Never` is set, or the batch dimension does not divide.
+            Error: the arguments differ from the compiled ones.
+        """
+        never = self._options.connection_type == ConnectionType.Never
+        assert not never, (
+            "Trying to run a model on an offline device (ConnectionType.Never): use model.compile(inputs) instead of "
+            "model(inputs)"
+        )
+        if self._program is None:
+            self.compile(*args, **kwargs)
+        program = self._compiled()
+        if not self._is_attached:
+            self.attachToDevice()
+        tensors = program.arguments.tensors(args, kwargs)
+        if self._training:
+            optimizer_exchange.upload_if_newer(self._optimizer, program)
+            self._device_is_newer = True
+        else:
+            self._upload_trained()
+        with _caller_modes_disabled():
+            result = program.run(tensors)
+        optimizer_exchange.mark_step(self._optimizer)
+        return result
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile for these arguments without running. A second compilation only warns."""
+        if self._program is not None:
+            logger.warning("compile: the model is compiled already; the call has no effect")
+            return
+        with around_compilation(self, self._options.show_compilation_progress_bar):
+            began = time.perf_counter()
+            with _caller_modes_disabled():
+                arguments = Arguments.of_call(self._model.forward, args, kwargs, BatchLayout.of(self._options))
+            self._build(arguments)
+            self._compilation_s = time.perf_counter() - began
+
+    def destroy(self) -> None:
+        """Fetch weights and optimizer state, release the device and unwrap the user's module.
+
+        Without effect before compilation, as in the SDK.
+        """
+        if self._program is None:
+            return
+        if self._training:
+            self.copyWeightsToHostIfNeeded()
+            optimizer_exchange.unbind(self._optimizer, self._program)
+            unwrap(self._user_model)
+        self._program.close()
+        self._program = None
+        self._is_attached = False
+
+    def attachToDevice(self) -> None:
+        """Acquire the device and upload the host's weights. Raises Error unless compiled and detached."""
+        program = self._compiled()
+        if self._is_attached:
+            raise Error("Cannot attach to the device: the model is already attached")
+        self._is_attached = True
+        self._uploaded = self._fetch_trained()
+        program.upload()
+        self._upload_replica_state()
+
+    def detachFromDevice(self) -> None:
+        """Fetch weights and optimizer state, and release the device. Raises Error unless compiled and attached.
+
+        Closes connections to processes that were lost: after the next attach the program opens new ones.
+        """
+        program = self._compiled()
+        if not self._is_attached:
+            raise Error("Cannot detach from the device: the model is not attached")
+        self.copyWeightsToHostIfNeeded()
+        optimizer_exchange.fetch(self._optimizer, program)
+        program.close_connections()
+        self._is_attached = False
+
+    def isAttachedToDevice(self) -> bool:
+        """Return whether the model is attached to the device."""
+        return self._is_attached
+
+    def copyWeightsToHostIfNeeded(self) -> bool:
+        """Fetch the weights if the device has newer ones, and return whether it had."""
+        if not self._device_is_newer:
+            return False
+        self.copyWeightsToHost()
+        return True
+
+    def copyWeightsToHost(self) -> None:
+        """Fetch weights, and the buffers of replica 0, into the user's module. Raises Error unless compiled."""
+        program = self._compiled()
+        self._device_is_newer = False
+        if self._is_attached:
+            program.memory.download()
+            self._weights_version = next(_versions)
+
+    def copyWeightsToDevice(self) -> None:
+        """Upload the present weights of the user's module, replacing what the device has trained since.
+
+        Raises Error unless compiled.
+        """
+        program = self._compiled()
+        self._device_is_newer = False
+        self._weights_version = next(_versions)
+        if self._is_attached:
+            program.upload()
+
+    def copyNamedBuffersToDevice(self) -> None:
+        """Upload only the buffers named by `options.updatableNamedBuffers`.
+
+        Raises Error if the model is not compiled, the options name no buffers, or a name is unknown.
+        """
+        program, names = self._compiled(), self._options.updatable_named_buffers
+        if not names:
+            raise Error("No buffer may be updated: name them by options.updatableNamedBuffers before wrapping")
+        if self._is_attached:
+            program.upload_buffers(names)
+
+    def load_state_dict(self, state_dict: Dict[str, Any], strict: bool = True) -> Any:
+        """Load into the user's module, and upload if the model is attached."""
+        result = self._user_model.load_state_dict(state_dict, strict=strict)
+        self._weights_version = next(_versions)
+        if self._is_attached:
+            self.copyWeightsToDevice()
+        return result
+
+    def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Upload the optimizer's present values; changing the optimizer alone has no effect on the device.
+
+        Raises:
+            Error: a compile-time constant, the algorithm or the number of groups changed, or the model is an inference
+                model.
+        """
+        if not self._training:
+            raise Error("An inference model has no optimizer")
+        values = extract(optimizer)
+        self._attribute_checks.check(optimizer)
+        if isinstance(self._program, TrainingProgram):
+            optimizer_exchange.replace(self._optimizer, optimizer, values, self._program)
+        self._optimizer = optimizer
+
+    @property
+    def rng_state(self) -> List[int]:
+        """The seed of the device's random numbers, and the micro-batches run by each replica.
+
+        Reading it before compilation raises Error; setting it then sets the initial state.
+        """
+        return self._compiled().rng_state
+
+    @rng_state.setter
+    def rng_state(self, state: Sequence[int]) -> None:
+        if not isinstance(state, (list, tuple)) or len(state) != 2 or not all(map(is_integer, state)):
+            raise Error(f"The state of the random numbers is a seed and a number of micro-batches, not {state!r}")
+        self._initial_rng_state = list(state)
+        if self._program is not None:
+            self._program.rng_state = self._initial_rng_state
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The user's module."""
+        return self._user_model
+
+    def save(self, filename: model_file.Filename, export_model: bool = True, save_rng_state: bool = True) -> None:
+        """Write the executable to a file, and with `export_model` the model, its weights, optimizer and options.
+
+        The executable contains one micro-batch of the compiling call. An existing directory gets a file
+        `model.poptorch`; missing parents are created.
+
+        Raises:
+            Error: the model is not compiled, or a part of it cannot be pickled.
+        """
+        program = self._compiled()
+        self.copyWeightsToHostIfNeeded()
+        model = saving.SavedModel(self._model, self._optimizer, self._options, self._training) if export_model else None
+        rng_state = program.rng_state if save_rng_state else None
+        saving.write(filename, program.arguments, self._compiled_for, model, rng_state)
+
+    def compileAndExport(
+        self, filename: model_file.Filename, *args: Any, export_model: bool = True, **kwargs: Any
+    ) -> None:
+        """Compile for these arguments without running, and `save`."""
+        self.compile(*args, **kwargs)
+        self.save(filename, export_model=export_model)
+
+    def loadExecutable(self, filename: model_file.Filename) -> None:
+        """Compile for the arguments of a saved executable; weights and optimizer stay those of the host.
+
+        Raises:
+            Error: `save` did not write the file, it has another version or is truncated or damaged, the executable was
+                compiled for another model or other options, or the model is compiled already.
+        """
+        self._load(model_file.read(filename))
+
+    def _load(self, sections: Dict[str, bytes]) -> None:
+        if self._program is not None:
+            raise Error("An executable can be loaded only before the model is compiled")
+        saved = saving.read_executable(sections)
+        self._build(saved.arguments(self._model.forward, self._describe()))
+        if saved.rng_state is not None:
+            self._compiled().rng_state = saved.rng_state
+
+    def emulatedReplicaState(self) -> Dict[str, Any]:
+        """Return the state of each replica of ALL processes after the last complete call; only the emulation has this.
+
+        With weights and optimizer state, which are the same in all processes, any process can continue the training.
+
+        Returns:
+            A copy: `buffers` has each floating point buffer of the module, of shape [total replicas, *shape], and
+            `rng_state` the state of the random numbers.
+
+        Raises Error unless the model is a compiled training model.
+        """
+        if self._loaded_replica_state is not None:
+            return self._loaded_replica_state
+        return self._training_program().replica_state()
+
+    def loadEmulatedReplicaState(self, state: Dict[str, Any]) -> None:
+        """Load a state of `emulatedReplicaState`: at once if attached, else with the next upload of the weights.
+
+        Raises Error at that time if its buffers or its number of replicas differ.
+        """
+        self._loaded_replica_state = state
+        if self._is_attached:
+            self._upload_replica_state()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_user_model" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._user_model, name)
+
+    def _describe(self) -> saving.Description:
+        return saving.describe(self._model, self._options, self._optimizer, self._training)
+
+    def _build(self, arguments: Arguments) -> None:
+        if self._training and executor_of(type(self._user_model)) is not self:
+            wrap(self._user_model, self)  # again, after destroy()
+        self._upload_trained()
+        with _caller_modes_disabled():
+            self._compiled_for = self._describe()
+            if self._training and self._optimizer is not None:
+                program = TrainingProgram(self._model, self._options, arguments, self._optimizer, self._user_model)
+                optimizer_exchange.bind(self._optimizer, program)
+                self._program = program
+            else:
+                self._program = Program(self._model, self._options, arguments, self._user_model)
+        if self._initial_rng_state is not None:
+            self._program.rng_state = self._initial_rng_state
+        self._is_attached = self._options.connection_type == ConnectionType.Always
+        if self._is_attached:
+            self._upload_replica_state()
+
+    def _training_program(self) -> TrainingProgram:
+        program = self._compiled()
+        if not isinstance(program, TrainingProgram):
+            raise Error("Only a training model with an optimizer has a state of its replicas")
+        return program
+
+    def _upload_replica_state(self) -> None:
+        state, self._loaded_replica_state = self._loaded_replica_state, None
+        if state is not None:
+            self._training_program().load_replica_state(state)
+
+    def _fetch_trained(self) -> Tuple[int, ...]:
+        """Make other executors that train these tensors fetch them, and return the versions that the host then has."""
+        executors = {executor_of(type(tensor)) for tensor in host_tensors(self._model)} - {None, self}
+        for executor in executors:
+            executor.copyWeightsToHostIfNeeded()
+        return tuple(sorted(executor._weights_version for executor in executors))
+
+    def _upload_trained(self) -> None:
+        """Upload the weights if another executor has trained them since the last upload."""
+        versions = self._fetch_trained()
+        if versions != self._uploaded and self._program is not None:
+            self._program.upload()
+        self._uploaded = versions
+
+
+@contextlib.contextmanager
+def _caller_modes_disabled() -> Iterator[None]:
+    """Disable modes of the caller's thread on the device, as replicas in other threads would not have them."""
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+        yield

@@ -1,0 +1,189 @@
+"""The user's module while it is wrapped for training.
+
+Its parameters and buffers are the host's copy of the weights. Wrapping replaces their classes, so that reading one
+fetches newer weights from the device; the objects stay the same, as optimizers and users refer to them.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Callable, Dict, Iterator, Protocol, Tuple, Type
+
+import torch
+
+from poptorch.device.memory import original_class
+from poptorch.enums import CommGroupType, VariableRetrievalMode
+from poptorch.errors import Error
+from poptorch.options import Options
+
+# Attributes whose value does not depend on the weights.
+_METADATA = frozenset(("requires_grad", "is_leaf", "shape", "dtype", "device", "layout", "ndim", "grad_fn", "is_cuda"))
+
+
+class Executor(Protocol):
+    """The part of `PoplarExecutor` that a wrapped module uses."""
+
+    @property
+    def options(self) -> Options:
+        """The frozen options."""
+
+    def isCompiled(self) -> bool:
+        """Return whether the model is compiled."""
+
+    def copyWeightsToHostIfNeeded(self) -> bool:
+        """Fetch the weights if the device has newer ones."""
+
+    def destroy(self) -> None:
+        """Fetch the weights and unwrap the module."""
+
+
+class _HostParameter:
+    """Mixin for the class of a host parameter."""
+
+    _poptorch_executor: Executor
+
+    def replicaGrouping(
+        self,
+        comm_group_type: CommGroupType,
+        shards: int,
+        variable_retrieval_mode: VariableRetrievalMode = VariableRetrievalMode.OnePerGroup,
+    ) -> None:
+        """Set which replicas share this parameter, before compilation; the emulation supports all of them only.
+
+        Args:
+            shards: the number of replicas in a group; ignored for `All` and `NoGrouping`.
+
+        Raises:
+            Error: a group is not all replicas, as the emulated replicas share one copy of the weights, or the model is
+                compiled already.
+            AssertionError: an argument has another type.
+        """
+        assert isinstance(comm_group_type, CommGroupType), f"{comm_group_type!r} is no CommGroupType"
+        assert isinstance(variable_retrieval_mode, VariableRetrievalMode), (
+            f"{variable_retrieval_mode!r} is no VariableRetrievalMode"
+        )
+        _check_grouping(self._poptorch_executor, comm_group_type, shards)
+
+
+def _check_grouping(executor: Executor, comm_group_type: CommGroupType, shards: int) -> None:
+    if executor.isCompiled():
+        raise Error("replicaGrouping must be called before the model is compiled")
+    replicas = executor.options.replication_factor * executor.options.Distributed.numProcesses
+    size = {CommGroupType.All: replicas, CommGroupType.NoGrouping: 1}.get(comm_group_type, shards)
+    if size != replicas:
+        raise Error(
+            f"replicaGrouping: groups of {size} of the {replicas} replicas need weights of their own, but the "
+            "emulated replicas share one copy of the weights: use CommGroupType.All"
+        )
+
+
+class _HostTensor:
+    """Mixin for the class of a host tensor: using the tensor first fetches newer weights from the device."""
+
+    _poptorch_executor: Executor
+    _poptorch_original: type
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Tuple[type, ...], args: Tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not _reads_metadata(func):
+            for kind in types:
+                if issubclass(kind, _HostTensor):
+                    kind._poptorch_executor.copyWeightsToHostIfNeeded()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: Dict[int, Any]) -> Any:
+        plain = copy.deepcopy(_plain(self), memo)
+        memo[id(self)] = plain
+        return plain
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Pickled as a plain tensor, so that saved weights load without poptorch.
+        return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _reads_metadata(func: Callable[..., Any]) -> bool:
+    descriptor = getattr(func, "__self__", None)
+    return getattr(func, "__name__", "") == "__get__" and getattr(descriptor, "__name__", "") in _METADATA
+
+
+def _plain(tensor: Any) -> torch.Tensor:
+    """Return a plain Parameter or Tensor with the same memory."""
+    tensor._poptorch_executor.copyWeightsToHostIfNeeded()
+    with torch._C.DisableTorchFunctionSubclass():
+        values: torch.Tensor = tensor.detach()
+        if isinstance(tensor, torch.nn.Parameter):
+            return torch.nn.Parameter(values, requires_grad=tensor.requires_grad)
+        return values
+
+
+def host_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield all parameters and buffers, each once."""
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def executor_of(kind: type) -> Any:
+    """Return the executor of a wrapped class; None for other classes."""
+    return getattr(kind, "_poptorch_executor", None)
+
+
+def wrap(model: torch.nn.Module, executor: Executor) -> None:
+    """Replace the classes of the model and its tensors. Raises RuntimeError if any of them is wrapped already."""
+    if any(executor_of(type(wrapped)) is not None for wrapped in (model, *host_tensors(model))):
+        raise RuntimeError(
+            "model has already been wrapped in 'poptorch.trainingModel'. Call model.destroy() on the model to unwrap "
+            f"before wrapping again (a {original_class(type(model)).__name__}, or a part of it)"
+        )
+    classes: Dict[type, type] = {}
+    for tensor in list(host_tensors(model)):
+        kind = type(tensor)
+        if kind not in classes:
+            is_parameter = issubclass(kind, torch.nn.Parameter)
+            name = "PoptorchParameter" if is_parameter else "PoptorchBuffer"
+            bases = (_HostParameter, _HostTensor, kind) if is_parameter else (_HostTensor, kind)
+            classes[kind] = _derived(name, bases, executor, kind)
+        tensor.__class__ = classes[kind]
+    own = type(model)
+    model.__class__ = _derived(f"Poptorch{own.__name__}", (_HostModule, own), executor, own)
+
+
+def unwrap(model: torch.nn.Module) -> None:
+    """Restore the classes of the model and its tensors."""
+    for tensor in list(host_tensors(model)):
+        tensor.__class__ = original_class(type(tensor))
+    model.__class__ = original_class(type(model))
+
+
+class _HostModule:
+    """Mixin for the class of a wrapped model, which is pickled and copied as an ordinary module."""
+
+    _poptorch_executor: Executor
+    _poptorch_original: Type[torch.nn.Module]
+
+    def copyWeightsToHostIfNeeded(self) -> bool:
+        """Fetch the weights if the device has newer ones; see `PoplarExecutor`."""
+        return self._poptorch_executor.copyWeightsToHostIfNeeded()
+
+    def destroy(self) -> None:
+        """Fetch the weights and unwrap the module; see `PoplarExecutor`."""
+        self._poptorch_executor.destroy()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._poptorch_executor.copyWeightsToHostIfNeeded()
+        # Protocol 1 has the class as an argument; from 2 on pickle requires the class of the pickled object.
+        return shallow_copy(self).__reduce_ex__(1)
+
+
+def shallow_copy(model: Any) -> torch.nn.Module:
+    """Return a module of the original class with the same attributes, submodules and tensors."""
+    plain: torch.nn.Module = object.__new__(original_class(type(model)))
+    vars(plain).update(vars(model))
+    return plain
+
+
+def _derived(name: str, bases: Tuple[type, ...], executor: Executor, original: type) -> type:
+    attributes = {"_poptorch_executor": executor, "_poptorch_original": original, "__module__": original.__module__}
+    return type(name, bases, attributes)

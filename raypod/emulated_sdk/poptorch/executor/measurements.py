@@ -1,0 +1,117 @@
+"""What a compiled program measured in its last call: cycles, times, latencies, anchored tensors."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Optional, Tuple
+
+import torch
+
+from poptorch.device.program import Program
+from poptorch.errors import Error
+from poptorch.options import Options
+from poptorch.parallel.placement import Placement
+
+# The clock of a Mk2 IPU. The emulated device measures seconds.
+_CLOCK_HZ = 1.33e9
+
+Latency = Tuple[float, float, float]
+
+
+class Measurements:
+    """Base class of `PoplarExecutor`: holds options and compiled program, and reads the program's measurements.
+
+    Reading a measurement before compilation raises Error. Times are those of the emulated device, so of this CPU.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._program: Optional[Program] = None
+        self._compilation_s = 0.0
+
+    @property
+    def options(self) -> Options:
+        """The frozen options."""
+        return self._options
+
+    def isCompiled(self) -> bool:
+        """Return whether the model is compiled."""
+        return self._program is not None
+
+    def _compiled(self) -> Program:
+        if self._program is None:
+            raise Error("The model is not compiled yet: call it, or compile(), first")
+        return self._program
+
+    def cycleCount(self) -> int:
+        """Return the duration of the last call in cycles of a Mk2 IPU's clock.
+
+        Raises:
+            Error: no call has run yet, or `options.logCycleCount(True)` is not set.
+        """
+        if not self._options.log_cycle_count:
+            raise Error("Cycle count logging is disabled. Please set option logCycleCount to True to enable.")
+        if self._program is None or not self._program.micro_batch_times:
+            raise Error("Please run the model at least once before obtaining cycle count.")
+        return round(self._program.call_s * _CLOCK_HZ)
+
+    def compilationTime(self) -> float:
+        """Return the duration of the compilation in seconds."""
+        self._compiled()
+        return self._compilation_s
+
+    def getPerfCounters(self) -> Dict[str, List[List[float]]]:
+        """Return the times in seconds of the last call's events on replica 0; only their differences are meaningful.
+
+        The keys are "input" and "input_complete", with one list per tensor of the arguments, and "output" and
+        "output_complete", with one list per output tensor. Each list has one time per micro-batch; the tensors of a
+        micro-batch are transferred together. Before the first call the lists are empty.
+        """
+        program = self._compiled()
+        inputs, outputs = len(program.arguments.spec.tensors), len(program.traced.dtypes)
+        tensors = {"input": inputs, "input_complete": inputs, "output": outputs, "output_complete": outputs}
+        return {
+            event: [[getattr(times, event) for times in program.micro_batch_times] for _ in range(number)]
+            for event, number in tensors.items()
+        }
+
+    def getHostIpuLatency(self) -> Latency:
+        """Return (min, max, average) seconds of the transfer of a micro-batch's inputs in the last call."""
+        return self._latency("input", "input_complete")
+
+    def getComputeLatency(self) -> Latency:
+        """Return (min, max, average) seconds between a micro-batch's inputs and its outputs on the device."""
+        return self._latency("input_complete", "output")
+
+    def getIpuHostLatency(self) -> Latency:
+        """Return (min, max, average) seconds of the transfer of a micro-batch's outputs."""
+        return self._latency("output", "output_complete")
+
+    def getLatency(self) -> Latency:
+        """Return (min, max, average) seconds of the round trip of a micro-batch."""
+        return self._latency("input", "output_complete")
+
+    def _latency(self, start: str, end: str) -> Latency:
+        spans = [getattr(times, end) - getattr(times, start) for times in self._compiled().micro_batch_times]
+        return (min(spans), max(spans), sum(spans) / len(spans)) if spans else (0.0, 0.0, 0.0)
+
+    def getTensorNames(self) -> List[str]:
+        """Return the names of all tensors that `options.anchorTensor` accepts; see `poptorch.device.anchors`."""
+        return list(self._compiled().traced.tensor_names)
+
+    def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
+        """Return an anchored tensor of the last call, by the output mode of its anchor.
+
+        Raises:
+            Error: the options do not anchor this name, or no call has run yet.
+        """
+        program = self._compiled()
+        if short_name not in self._options.anchored_tensors:
+            known = ", ".join(sorted(self._options.anchored_tensors)) or "none"
+            raise Error(f"No tensor is anchored as {short_name!r}; there are: {known}. See options.anchorTensor")
+        if short_name not in program.anchored:
+            raise Error(f"The anchored tensor {short_name!r} is available after a call, and there has been none yet")
+        return program.anchored[short_name]
+
+    def emulatedPlacement(self) -> Placement:
+        """Return the stages and tensors on each IPU. Only the emulation has this method."""
+        return self._compiled().traced.placement

@@ -1,0 +1,102 @@
+"""`trainingModel`, `inferenceModel` and `load`, which construct executors."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Optional, Union
+
+import torch
+
+from poptorch.enums import OutputMode
+from poptorch.errors import Error
+from poptorch.executor import model_file
+from poptorch.executor.executor import PoplarExecutor
+from poptorch.executor.host_module import shallow_copy
+from poptorch.executor.saving import read_model
+from poptorch.optim import SGD
+from poptorch.options import Options
+from poptorch.version import VERSION
+
+
+def trainingModel(
+    model: Union[torch.nn.Module, PoplarExecutor],
+    options: Optional[Options] = None,
+    optimizer: Optional[torch.optim.Optimizer] = None,
+) -> PoplarExecutor:
+    """Wrap a module, whose forward marks a loss, for training.
+
+    The module itself is wrapped: reading its parameters fetches trained weights.
+
+    Args:
+        optimizer: default: `poptorch.optim.SGD(lr=0.01)`.
+
+    Raises:
+        RuntimeError: the module is wrapped already.
+    """
+    module = _module_of(model)
+    chosen = _frozen(options, OutputMode.Final)
+    if optimizer is None:
+        # A model may have nothing to train, but torch's optimizers need a parameter.
+        optimizer = SGD(list(module.parameters()) or [torch.nn.Parameter(torch.zeros(()))], lr=0.01)
+    return PoplarExecutor(shallow_copy(module), chosen, True, VERSION, optimizer, module)
+
+
+def inferenceModel(model: Union[torch.nn.Module, PoplarExecutor], options: Optional[Options] = None) -> PoplarExecutor:
+    """Wrap a module for inference. Raises Error unless gradient accumulation is 1."""
+    module = _module_of(model)
+    chosen = _frozen(options, OutputMode.All)
+    if chosen.Training.gradient_accumulation != 1:
+        raise Error(
+            "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its default value (1) "
+            "when running a poptorch.inferenceModel(). "
+            f"It is {chosen.Training.gradient_accumulation}: use separate options for validation"
+        )
+    return PoplarExecutor(shallow_copy(module), chosen, False, VERSION, None, module)
+
+
+def _module_of(model: Union[torch.nn.Module, PoplarExecutor]) -> torch.nn.Module:
+    if isinstance(model, PoplarExecutor):
+        return model.model
+    if not isinstance(model, torch.nn.Module):
+        raise Error(f"Only a torch.nn.Module can be wrapped, not {type(model).__name__}")
+    scripts = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripts:
+        raise Error(f"The module {scripts[0]!r} is a torch.jit.ScriptModule: wrap the Python module it was made of")
+    return model
+
+
+def _frozen(options: Optional[Options], default_mode: OutputMode) -> Options:
+    """Return a frozen clone of the options with an output mode; the given object is frozen too."""
+    given = Options() if options is None else options
+    if not isinstance(given, Options):
+        raise Error(f"options must be a poptorch.Options, not {type(given).__name__}")
+    chosen = given.clone()
+    given._freeze()
+    if chosen.defaultOutputMode():
+        chosen.outputMode(default_mode)
+    chosen._freeze()
+    return chosen
+
+
+def load(filename: model_file.Filename, edit_opts_fn: Optional[Callable[[Options], Any]] = None) -> PoplarExecutor:
+    """Return the executor that `save` wrote: model with weights, optimizer, options, executable and random state.
+
+    Args:
+        filename: the file, or a directory that contains `model.poptorch`.
+        edit_opts_fn: changes the options in place before they are used. Options that the executable was compiled for
+            must stay.
+
+    Raises:
+        Error: the file has no model, is of another kind or version, or is damaged.
+    """
+    sections = model_file.read(filename)
+    saved = read_model(filename, sections)
+    options = saved.options.clone()
+    if edit_opts_fn is not None:
+        edit_opts_fn(options)
+    executor = (
+        trainingModel(saved.model, options, saved.optimizer)
+        if saved.is_training
+        else inferenceModel(saved.model, options)
+    )
+    executor._load(sections)
+    return executor

@@ -1,0 +1,51 @@
+"""`poptorch.ops`: the ops of PopTorch, for use inside `forward`. All of its names are also names of `poptorch`.
+
+They work in wrapped models and, as ordinary functions of tensors, everywhere else.
+"""
+
+from __future__ import annotations
+
+from poptorch.ops.control import cond, dynamic_slice, dynamic_update, for_loop
+from poptorch.ops.ctc import ctc_beam_search_decoder
+from poptorch.ops.hints import (
+    NameScope,
+    nop,
+    recomputationCheckpoint,
+    serializedMatMul,
+    set_available_memory,
+    set_overlap_for_input,
+    set_overlap_for_output,
+)
+from poptorch.ops.host_layer import CPU, custom_op
+from poptorch.ops.loss import identity_loss
+from poptorch.ops.multi_conv import MultiConv
+from poptorch.ops.points import fps, nearest
+from poptorch.ops.printing import ipu_print_tensor
+from poptorch.parallel.blocks import BeginBlock, Block, BlockFunction, LegacyBeginBlockFn, removeBlocks
+
+__all__ = [
+    "CPU",
+    "BeginBlock",
+    "Block",
+    "BlockFunction",
+    "LegacyBeginBlockFn",
+    "MultiConv",
+    "NameScope",
+    "cond",
+    "ctc_beam_search_decoder",
+    "custom_op",
+    "dynamic_slice",
+    "dynamic_update",
+    "for_loop",
+    "fps",
+    "identity_loss",
+    "ipu_print_tensor",
+    "nearest",
+    "nop",
+    "recomputationCheckpoint",
+    "removeBlocks",
+    "serializedMatMul",
+    "set_available_memory",
+    "set_overlap_for_input",
+    "set_overlap_for_output",
+]

@@ -1,0 +1,154 @@
+"""`ipu_print_tensor`: print a tensor and its gradient in every run of a model."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Callable, List, NamedTuple
+
+import torch
+
+from poptorch.device_mode import compiling_mode, is_on_device, off_device
+from poptorch.ops.arguments import checked_tensor
+
+_FLOAT_FORMATS = ("auto", "fixed", "scientific", "none")
+
+
+def ipu_print_tensor(  # noqa: PLR0913  # the SDK's signature
+    tensor: torch.Tensor,
+    title: str = "",
+    print_gradient: bool = True,
+    summarise_threshold: int = 1000,
+    edge_items: int = 3,
+    max_line_width: int = 80,
+    digits: int = 4,
+    float_format: str = "auto",
+    separator: str = ", ",
+    open_bracket: str = "(",
+    close_bracket: str = ")",
+) -> torch.Tensor:
+    """Return a copy of a tensor that each replica prints to stderr in every run on the device.
+
+    Use the returned tensor. On the host and during compilation nothing is printed.
+
+    Args:
+        title: printed before the values; the title of the gradient is "<title>_gradient" (inferred: the SDK's
+            documentation does not state this).
+        print_gradient: print the gradient in the backward pass.
+        summarise_threshold: with more elements, print only the first and last of each dimension.
+        edge_items: number of elements at each end of a dimension in a summary.
+        max_line_width: characters per line.
+        digits: digits after the decimal point.
+        float_format: "auto", "fixed", "scientific" or "none" (all digits).
+        separator: printed between values.
+        open_bracket, close_bracket: printed around each dimension.
+
+    Raises:
+        ValueError: any other format.
+    """
+    checked_tensor("ipu_print_tensor", "tensor", tensor)
+    style = PrintFormat(
+        summarise_threshold, edge_items, max_line_width, digits, float_format, separator, open_bracket, close_bracket
+    )
+    style.check()
+    printed = tensor.clone()
+    if is_on_device() and compiling_mode() is None:
+        _print(title or "print_tensor", tensor, style)
+        if print_gradient and printed.requires_grad:
+            printed.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: _print(f"{title or 'print_tensor'}_gradient", gradient, style)
+            )
+    return printed
+
+
+class PrintFormat(NamedTuple):
+    """The format of a printed tensor: the arguments of `ipu_print_tensor` of the same names."""
+
+    summarise_threshold: int
+    edge_items: int
+    max_line_width: int
+    digits: int
+    float_format: str
+    separator: str
+    open_bracket: str
+    close_bracket: str
+
+    def check(self) -> None:
+        """Raise ValueError for invalid settings."""
+        if self.float_format not in _FLOAT_FORMATS:
+            raise ValueError(f"float_format must be one of {', '.join(_FLOAT_FORMATS)}, not {self.float_format!r}")
+        for name in ("summarise_threshold", "edge_items", "max_line_width", "digits"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} must be an int of at least 0, not {value!r}")
+        for name in ("separator", "open_bracket", "close_bracket"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} must be a string, not {getattr(self, name)!r}")
+
+    def text(self, tensor: torch.Tensor) -> str:
+        """Return the tensor as text: nested brackets, aligned numbers, several lines for long or nested values."""
+        write = self._writer(tensor)
+        if tensor.dim() == 0:
+            return write(tensor.item())
+        is_summary = tensor.numel() > self.summarise_threshold
+        shown = [self._shown(size, is_summary) for size in tensor.shape]
+        width = max((len(write(value)) for value in _values(tensor, shown)), default=0)
+        return self._nested(tensor, shown, lambda value: write(value).rjust(width), indent=1)
+
+    def _shown(self, size: int, is_summary: bool) -> List[int]:
+        """Return the printed indices of a dimension; -1 for the omitted ones."""
+        if not is_summary or size <= 2 * self.edge_items:
+            return list(range(size))
+        return [*range(self.edge_items), -1, *range(size - self.edge_items, size)]
+
+    def _nested(self, tensor: torch.Tensor, shown: List[List[int]], write: Callable[[float], str], indent: int) -> str:
+        if len(shown) == 1:
+            return self._row(["..." if index < 0 else write(tensor[index].item()) for index in shown[0]], indent)
+        items = ["..." if i < 0 else self._nested(tensor[i], shown[1:], write, indent + 1) for i in shown[0]]
+        return self._bracketed(items, indent)
+
+    def _row(self, words: List[str], indent: int) -> str:
+        lines: List[str] = []
+        for word in words:
+            fits = bool(lines) and len(lines[-1]) + len(self.separator) + len(word) < self.max_line_width - indent
+            if fits:
+                lines[-1] += self.separator + word
+            else:
+                lines.append(word)
+        return self._bracketed(lines, indent)
+
+    def _bracketed(self, lines: List[str], indent: int) -> str:
+        line_break = f"{self.separator.rstrip()}\n{' ' * indent}"
+        return f"{self.open_bracket}{line_break.join(lines)}{self.close_bracket}"
+
+    def _writer(self, tensor: torch.Tensor) -> Callable[[float], str]:
+        if not tensor.is_floating_point():
+            return lambda value: str(int(value))
+        if self.float_format == "none":
+            return str
+        is_scientific = self.float_format == "scientific" or (self.float_format == "auto" and _has_wide_range(tensor))
+        return (f"{{:.{self.digits}{'e' if is_scientific else 'f'}}}").format
+
+
+def _print(title: str, tensor: torch.Tensor, style: PrintFormat) -> None:
+    with off_device(), torch.no_grad():
+        # In one write, as the replicas print concurrently.
+        sys.stderr.write(f"{title}: {style.text(tensor.detach())}\n")
+        sys.stderr.flush()
+
+
+def _has_wide_range(tensor: torch.Tensor) -> bool:
+    """Return whether fixed-point format would lose small values or print too many digits."""
+    sizes = tensor.abs()
+    sizes = sizes[torch.isfinite(sizes) & (sizes > 0)]
+    if not sizes.numel():
+        return False
+    smallest, largest = float(sizes.min()), float(sizes.max())
+    return largest >= 1e8 or smallest < 1e-4 or math.log10(largest / smallest) > 3
+
+
+def _values(tensor: torch.Tensor, shown: List[List[int]]) -> List[float]:
+    for dim, indices in enumerate(shown):
+        tensor = tensor.index_select(dim, torch.tensor([index for index in indices if index >= 0], dtype=torch.long))
+    values: List[float] = tensor.flatten().tolist()
+    return values

@@ -1,0 +1,252 @@
+"""The weight update on the device: torch's optimizers on the device's weights.
+
+The parameters are split into one part per replica thread, and the threads update the parts in parallel. An update is
+independent for each parameter, so the split does not affect results.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
+
+import torch
+
+from poptorch.errors import Error
+from poptorch.optimizers.hyperparameters import Hyperparameters
+from poptorch.optimizers.rules import OWN_GROUP_ATTRIBUTES, PerParameter, lamb, tf_rmsprop
+
+_Group = Dict[str, torch.nn.Parameter]
+
+
+class DeviceOptimizer:
+    """Updates the device's parameters.
+
+    Args:
+        groups: for each parameter group of the host optimizer, the device's parameters by name.
+        parts: number of parts.
+    """
+
+    def __init__(self, hyperparameters: Hyperparameters, groups: Sequence[_Group], parts: int) -> None:
+        self._hyperparameters = hyperparameters
+        self.group_names = [frozenset(group) for group in groups]
+        self.parameters = {name: parameter for group in groups for name, parameter in group.items()}
+        self._group_of = {name: index for index, group in enumerate(groups) for name in group}
+        self._parts = [
+            _construct(hyperparameters, [{name: group[name] for name in part if name in group} for group in groups])
+            for part in _split(self.parameters, parts)
+        ]
+        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._half_state = _half_state(hyperparameters)
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """The present values."""
+        return self._hyperparameters
+
+    @hyperparameters.setter
+    def hyperparameters(self, values: Hyperparameters) -> None:
+        self._hyperparameters = values
+        for part in self._parts:
+            for group, new in zip(part.param_groups, values.groups):
+                group.update(new)
+            _complete_state(part)
+
+    def scale(self, part: int, factor: float) -> None:
+        """Multiply the gradients of one part by `factor`."""
+        if factor != 1.0:
+            for gradient in self._gradients(part):
+                gradient.mul_(factor)
+
+    def clip(self) -> None:
+        """Clip the global norm of all gradients to `max_grad_norm`, by `torch.nn.utils.clip_grad_norm_`."""
+        bound = self._hyperparameters.max_grad_norm
+        if bound != float("inf"):
+            torch.nn.utils.clip_grad_norm_(self.parameters.values(), bound)
+
+    def step(self, part: int) -> None:
+        """Update the parameters of one part, and round its state that is stored in half."""
+        plain_step(self._parts[part])
+        if self._half_state:
+            self._round_state(part)
+
+    def state(self) -> Dict[str, torch.Tensor]:
+        """Return a copy of the state: one tensor for each parameter and state tensor, with the prefixes of `RULES`.
+
+        State tensors stored in half are half, and a velocity in half is scaled as on the device.
+        """
+        held = {self._names[id(parameter)]: part.state[parameter] for part in self._parts for parameter in part.state}
+        return {
+            stored.name: stored.encoded(held[name][stored.key])
+            for name in self.parameters
+            for stored in (self._stored(name) if name in held else ())
+            if held[name].get(stored.key) is not None
+        }
+
+    def snapshot(self) -> List[Dict[Any, Dict[str, Any]]]:
+        """Return a copy of the state in the emulation's representation, for `restore`."""
+        return [
+            {parameter: {key: _copied(value) for key, value in held.items()} for parameter, held in part.state.items()}
+            for part in self._parts
+        ]
+
+    def restore(self, snapshot: List[Dict[Any, Dict[str, Any]]]) -> None:
+        """Restore a `snapshot()`; the optimizer takes ownership of it."""
+        for part, states in zip(self._parts, snapshot):
+            part.state.clear()
+            part.state.update(states)
+
+    def load_state(self, state: Dict[str, torch.Tensor], saved_with: Hyperparameters) -> None:
+        """Replace the state by a `state()`; Error if its tensors do not match the parameters.
+
+        Args:
+            saved_with: the values at the time of `state()`, which determine the scaling of the velocity.
+        """
+        places = {stored.name: (name, stored) for name in self.parameters for stored in self._stored(name, saved_with)}
+        self._check_names(state, places)
+        part_of = {id(p): part for part in self._parts for group in part.param_groups for p in group["params"]}
+        for part in self._parts:
+            part.state.clear()
+        for key, tensor in state.items():
+            name, stored = places[key]
+            parameter, value = self.parameters[name], stored.decoded(tensor)
+            if value.dim():
+                # With the strides of the parameter, as fused kernels require.
+                value = torch.empty_like(parameter, requires_grad=False).copy_(value)
+            part_of[id(parameter)].state[parameter][stored.key] = value
+        for part in self._parts:
+            _complete_state(part)
+
+    def _check_names(self, state: Dict[str, torch.Tensor], places: Dict[str, Tuple[str, _Stored]]) -> None:
+        unknown = sorted(set(state) - set(places))
+        if unknown:
+            raise Error(f"The optimizer state has unknown tensors: {', '.join(unknown[:4])}")
+        for key, tensor in state.items():
+            name, stored = places[key]
+            expected = torch.Size() if stored.key == "step" else self.parameters[name].shape
+            if tensor.shape != expected:
+                raise Error(f"{key} of the optimizer state has shape {list(tensor.shape)}, expected {list(expected)}")
+            missing = [prefix + name for prefix in self._needed if prefix + name not in state]
+            if missing:
+                raise Error(f"The optimizer state has {key}, but not {missing[0]}")
+
+    @property
+    def _needed(self) -> List[str]:
+        """The prefixes of the state tensors that each parameter with a state must have."""
+        return [tensor.prefix for tensor in self._hyperparameters.rule.state.values() if tensor.is_always_there]
+
+    def _stored(self, name: str, values: Any = None) -> List[_Stored]:
+        """Return how the state tensors of one parameter are stored."""
+        values = values or self._hyperparameters
+        group = values.groups[self._group_of[name]]
+        return [
+            _Stored(f"{tensor.prefix}{name}", key, key in self._half_state, _velocity_scaling(values, group))
+            for key, tensor in values.rule.state.items()
+        ]
+
+    def _round_state(self, part: int) -> None:
+        optimizer = self._parts[part]
+        with torch.no_grad():
+            for parameter, held in optimizer.state.items():
+                for stored in self._stored(self._names[id(parameter)]):
+                    if stored.is_half and held.get(stored.key) is not None:
+                        held[stored.key].copy_(stored.decoded(stored.encoded(held[stored.key])))
+
+    def _gradients(self, part: int) -> List[torch.Tensor]:
+        parameters = [parameter for group in self._parts[part].param_groups for parameter in group["params"]]
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+class _Stored(NamedTuple):
+    """A state tensor of one parameter: how the device stores it. The emulation has it in float32, unscaled."""
+
+    name: str
+    key: str
+    is_half: bool
+    scaling: float
+
+    def encoded(self, value: Any) -> torch.Tensor:
+        """Return a copy as the device stores it."""
+        if not isinstance(value, torch.Tensor):
+            return torch.tensor(float(value))  # the step count of older torch
+        return (value * self.scaling).half() if self.is_half else value.clone()
+
+    def decoded(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return a copy as the emulation computes with it."""
+        value = stored.detach().to(torch.float32, copy=True)
+        return value.div_(self.scaling) if self.is_half else value
+
+
+def plain_step(optimizer: torch.optim.Optimizer) -> None:
+    """Run `optimizer.step()` without torch's wrappers for the profiler and the compiler."""
+    plain: Any = inspect.unwrap(type(optimizer).step)
+    with torch.no_grad():
+        plain(optimizer)
+
+
+def _copied(value: Any) -> Any:
+    # `clone` keeps the strides.
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _complete_state(optimizer: torch.optim.Optimizer) -> None:
+    """Add the state that torch's RMSprop requires: the step count, and the momentum if it was 0 at the first step."""
+    if isinstance(optimizer, torch.optim.RMSprop):
+        for group in optimizer.param_groups:
+            for held in (optimizer.state.get(parameter) for parameter in group["params"]):
+                if held:
+                    held.setdefault("step", torch.zeros(()))
+                    if group["momentum"]:
+                        held.setdefault("momentum_buffer", torch.zeros_like(held["square_avg"]))
+
+
+def _half_state(values: Hyperparameters) -> Tuple[str, ...]:
+    """Return the state tensors stored in half. A combined accumulator has the dtype of the accumulators."""
+    options = {key: tensor.dtype_option for key, tensor in values.rule.state.items() if tensor.dtype_option}
+    half = [key for key, option in options.items() if values.whole[option] == torch.half]
+    if values.is_combined and values.accumulates_in_half:
+        half = list(options)
+    return tuple(half)
+
+
+def _velocity_scaling(values: Hyperparameters, group: Dict[str, Any]) -> float:
+    """Return the scaling of SGD's velocity: `loss_scaling`, or with `use_combined_accum` `velocity_scaling`."""
+    if values.algorithm != "SGD":
+        return 1.0
+    return float(group["velocity_scaling"]) if values.is_combined else values.loss_scaling
+
+
+def _construct(hyperparameters: Hyperparameters, groups: List[_Group]) -> torch.optim.Optimizer:
+    with_values: List[Dict[str, Any]] = [
+        {"params": list(group.values()), **values} for group, values in zip(groups, hyperparameters.groups)
+    ]
+    defaults = dict(hyperparameters.groups[0])
+    if hyperparameters.algorithm == "LAMB":
+        return PerParameter(with_values, defaults, lamb(hyperparameters.whole["bias_correction"]))
+    if hyperparameters.whole.get("use_tf_variant"):
+        return PerParameter(with_values, defaults, tf_rmsprop)
+    algorithm: Any = hyperparameters.rule.host
+    host_values = {name: value for name, value in defaults.items() if name not in OWN_GROUP_ATTRIBUTES}
+    optimizer: torch.optim.Optimizer = algorithm(with_values, **host_values, **_fastest_kernel(algorithm))
+    return optimizer
+
+
+def _fastest_kernel(algorithm: Any) -> Dict[str, bool]:
+    """Return the arguments that select the fused kernel if this torch has one for CPU tensors."""
+    if "fused" in inspect.signature(algorithm).parameters:
+        try:
+            algorithm([torch.nn.Parameter(torch.zeros(1))], lr=0.1, fused=True)
+        except RuntimeError:
+            return {"foreach": False}
+        return {"fused": True}
+    return {"foreach": False}
+
+
+def _split(parameters: _Group, parts: int) -> List[List[str]]:
+    """Return the names of the parameters in parts of about equal size, largest first."""
+    split: List[List[str]] = [[] for _ in range(parts)]
+    sizes = [0] * parts
+    for name in sorted(parameters, key=lambda name: -parameters[name].numel()):
+        smallest = sizes.index(min(sizes))
+        split[smallest].append(name)
+        sizes[smallest] += parameters[name].numel()
+    return split

@@ -1,0 +1,175 @@
+"""`OptionsDict`, the base class of every group of options: typed values, readable as attributes, freezable."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import numbers
+import os
+from typing import Any, ClassVar, Dict, List, Mapping, TypeVar
+
+_Self = TypeVar("_Self", bound="OptionsDict")
+_INTERNAL = ("_values", "_is_frozen")
+
+
+class OptionsDict:
+    """Named values with the types of their defaults.
+
+    `options.name` or `options("name")` reads a value; `options.name = value` or `set(name=value)` assigns it.
+
+    Raises:
+        AssertionError: an unknown name, or a value of another type.
+        AttributeError: any change after the options were frozen.
+    """
+
+    # Options of older SDKs and their present names.
+    _renamed: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, **default_values: Any) -> None:
+        object.__setattr__(self, "_values", default_values)
+        object.__setattr__(self, "_is_frozen", False)
+
+    def set(self, **kwargs: Any) -> None:
+        """Assign existing options; AssertionError for unknown names and wrong types, AttributeError when frozen."""
+        for name, value in kwargs.items():
+            self.checkIsFrozen(name)
+            valid = ", ".join(sorted(self._values))
+            assert self.exists(name), f"Invalid option {name!r}: valid options are {valid}"
+            self._values[name] = _checked(name, value, self._values[name])
+
+    def createOrSet(self, **kwargs: Any) -> None:
+        """Assign options, creating those that do not exist yet."""
+        for name, value in kwargs.items():
+            if self.exists(name):
+                self.set(**{name: value})
+            else:
+                self.checkIsFrozen(name)
+                self._values[name] = value
+
+    def _set_number(self, minimum: int, **kwargs: Any) -> None:
+        """Call `createOrSet` with integers of at least `minimum`; AssertionError for other values."""
+        for name, value in kwargs.items():
+            assert is_integer(value), f"Unexpected type {type(value)} for option {name!r}: expected an integer"
+            assert value >= minimum, f"Option {name!r} must be at least {minimum}, got {value}"
+            self.createOrSet(**{name: int(value)})
+
+    def _set_typed(self, kind: type, **kwargs: Any) -> None:
+        """Call `createOrSet` with values of one type; AssertionError for other values."""
+        for name, value in kwargs.items():
+            assert isinstance(value, kind), f"Unexpected type {type(value)} for option {name!r}: expected {kind}"
+            self.createOrSet(**{name: value})
+
+    def exists(self, option: str) -> bool:
+        """Return whether the option has a value."""
+        return option in self._values
+
+    def deleteIfExists(self, option: str) -> None:
+        """Remove the option's value, if it has one."""
+        self.checkIsFrozen(option)
+        self._values.pop(option, None)
+
+    def checkIsFrozen(self, option: str | None = None) -> None:
+        """Raise AttributeError if the options are frozen."""
+        if self._is_frozen:
+            hint = "" if option is None else f": {option!r} is in use by a model or a data loader; change a clone()"
+            raise AttributeError(f"Can't modify frozen Options{hint}")
+
+    def update(self, other: Dict[str, Any]) -> Dict[str, Any]:
+        """Return `other` merged with these values; AssertionError for a name that is in both."""
+        values = self.toDict()
+        both = sorted(set(values) & set(other))
+        assert not both, f"Duplicate options: {', '.join(both)}"
+        return {**other, **values}
+
+    def toDict(self) -> Dict[str, Any]:
+        """Return the values as plain Python objects: enumeration members as their values, tuples as lists."""
+        return {name: _plain(value) for name, value in self._values.items()}
+
+    def __call__(self, option: str) -> Any:
+        assert self.exists(option), f"Invalid option {option!r}: it has no value"
+        return self._values[option]
+
+    def __getattr__(self, option: str) -> Any:
+        # Called only for names that are not ordinary attributes; copy and pickle call it before `_values` exists.
+        values = self.__dict__.get("_values", {})
+        if option in values:
+            return values[option]
+        hint = f": its present name is {self._renamed[option]!r}" if option in self._renamed else ""
+        raise AttributeError(f"{type(self).__name__} has no option {option!r}{hint}")
+
+    def __setattr__(self, option: str, value: Any) -> None:
+        if option in self.__dict__.get("_values", {}):
+            self.set(**{option: value})
+            return
+        if option not in _INTERNAL:
+            self.checkIsFrozen(option)
+        object.__setattr__(self, option, value)
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={value!r}" for name, value in sorted(self._values.items()))
+        return f"{type(self).__name__}({values})"
+
+    def _groups(self) -> Dict[str, OptionsDict]:
+        """Return the nested groups of options by attribute name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, OptionsDict)}
+
+    def _freeze(self) -> None:
+        for group in self._groups().values():
+            group._freeze()
+        self._is_frozen = True
+
+    def _unfrozen_copy(self: _Self) -> _Self:
+        clone = copy.deepcopy(self)
+        clone._unfreeze()
+        return clone
+
+    def _unfreeze(self) -> None:
+        self._is_frozen = False
+        for group in self._groups().values():
+            group._unfreeze()
+
+
+def is_integer(value: Any) -> bool:
+    """Return whether the value is an integer, including NumPy's; bool does not count."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def names(option: str, value: Any) -> List[str]:
+    """Return the value as a list of strings; AssertionError for anything else, including a single string."""
+    is_list = isinstance(value, (list, tuple, set)) and all(isinstance(item, str) for item in value)
+    assert is_list, f"Option {option!r} must be a list of strings, got {value!r}"
+    return list(value)
+
+
+def path_text(option: str, value: Any) -> str:
+    """Return a path as a string; AssertionError for anything else."""
+    assert isinstance(value, (str, os.PathLike)), f"Option {option!r} must be a path, got {value!r}"
+    return os.fspath(value)
+
+
+def _checked(name: str, value: Any, present: Any) -> Any:
+    """Return `value` as the type of the present value; AssertionError if its type does not match."""
+    expected = type(present)
+    unexpected = f"Unexpected type {type(value)} for option {name!r}: expected {expected}"
+    if isinstance(present, enum.IntEnum):
+        is_other = isinstance(value, enum.Enum) and not isinstance(value, expected)
+        assert is_integer(value), unexpected
+        assert not is_other, unexpected
+        members = {int(member): member for member in expected.__members__.values()}
+        assert value in members, f"{value} is not a valid {expected.__name__}: valid values are {members}"
+        return members[int(value)]
+    if expected is int:
+        assert is_integer(value), unexpected
+        return int(value)
+    assert isinstance(value, expected), unexpected
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,279 @@
+"""The groups of `Options`: `Training`, `Precision`, `Distributed`, `TensorLocations`, `Jit` and `_Popart`.
+
+Options that only affect performance on the device are validated and stored, without effect.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from typing import Any, Dict
+
+import torch
+
+from poptorch import enums
+from poptorch.options.base import OptionsDict, is_integer
+
+
+class _TrainingOptions(OptionsDict):
+    """How the gradients of micro-batches and replicas form a weight update."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            gradient_accumulation=1,
+            accumulation_and_replication_reduction_type=enums.ReductionType.Mean,
+            mean_accumulation_and_replication_reduction_strategy=enums.MeanReductionStrategy.Post,
+            auto_loss_scaling=False,
+            convolution_dithering=False,
+        )
+        self.has_chosen_strategy = False
+
+    def gradientAccumulation(self, gradient_accumulation: int) -> _TrainingOptions:
+        """Set the number of micro-batches per replica and weight update, at least 1."""
+        self._set_number(1, gradient_accumulation=gradient_accumulation)
+        return self
+
+    def accumulationAndReplicationReductionType(self, reduction_type: enums.ReductionType) -> _TrainingOptions:
+        """Set the reduction of gradients over accumulation steps and the replicas of ALL processes: Sum or Mean.
+
+        Raises:
+            ValueError: NoReduction.
+        """
+        if reduction_type == enums.ReductionType.NoReduction:
+            raise ValueError("Gradients are reduced by ReductionType.Sum or ReductionType.Mean, not NoReduction")
+        self.set(accumulation_and_replication_reduction_type=reduction_type)
+        return self
+
+    def setMeanAccumulationAndReplicationReductionStrategy(
+        self, mean_reduction_strategy: enums.MeanReductionStrategy
+    ) -> _TrainingOptions:
+        """Set when a mean divides. Affects results only where gradients accumulate in half (`accum_type=torch.half`).
+
+        By default the mean is a running mean there, and divides after the sum elsewhere.
+        """
+        self.set(mean_accumulation_and_replication_reduction_strategy=mean_reduction_strategy)
+        self.has_chosen_strategy = True
+        return self
+
+    def setAutomaticLossScaling(self, enabled: bool) -> _TrainingOptions:
+        """Let `loss_scaling` change after compilation. It is not adapted: the emulation's gradients are float32."""
+        self.set(auto_loss_scaling=enabled)
+        return self
+
+    def setConvolutionDithering(self, enabled: bool) -> _TrainingOptions:
+        """Dither convolutions over the tiles. No effect here."""
+        self.set(convolution_dithering=enabled)
+        return self
+
+
+class _PrecisionOptions(OptionsDict):
+    """Numerical modes of the device."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            enable_fp_exceptions=False,
+            enable_stochastic_rounding=False,
+            partials_type=torch.float,
+        )
+
+    def enableFloatingPointExceptions(self, enabled: bool) -> _PrecisionOptions:
+        """Raise `poptorch.Error` if an output or a weight update has NaN or infinity."""
+        self.set(enable_fp_exceptions=enabled)
+        return self
+
+    def enableStochasticRounding(self, enabled: bool) -> _PrecisionOptions:
+        """Round half weights stochastically after each update (seeded by `randomSeed`) instead of to nearest."""
+        self.set(enable_stochastic_rounding=enabled)
+        return self
+
+    def setPartialsType(self, dtype: torch.dtype) -> _PrecisionOptions:
+        """Set the dtype of partial sums: torch.float or torch.half (else ValueError). The emulation uses float32."""
+        if dtype not in (torch.float, torch.half):
+            raise ValueError(f"The partials type must be torch.float or torch.half, not {dtype}")
+        self.set(partials_type=dtype)
+        return self
+
+    def halfFloatCasting(self, half_float_casting: enums.HalfFloatCastingBehavior) -> _PrecisionOptions:
+        """Deprecated; no effect."""
+        _warn_deprecated("Precision.halfFloatCasting")
+        self.createOrSet(half_float_casting=half_float_casting)
+        return self
+
+    def runningStatisticsAlwaysFloat(self, value: bool) -> _PrecisionOptions:
+        """Deprecated; no effect."""
+        _warn_deprecated("Precision.runningStatisticsAlwaysFloat")
+        self.createOrSet(running_statistics_always_float=value)
+        return self
+
+
+class _DistributedOptions(OptionsDict):
+    """Id and number of processes; the default is read from OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE."""
+
+    def __init__(self) -> None:
+        super().__init__(num_distributed_processes=1, distributed_process_id=0, ipuof_configs={})
+        self._read("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+
+    def disable(self) -> _DistributedOptions:
+        """Use one process."""
+        self._configure(0, 1)
+        return self
+
+    def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> _DistributedOptions:
+        """Read the number of processes and the process id from these environment variables (default 1 and 0)."""
+        self._read(var_num_processes, var_process_id)
+        return self
+
+    def configureProcessId(self, process_id: int, num_processes: int) -> _DistributedOptions:
+        """Set the process id and the number of processes; ValueError unless 0 <= process_id < num_processes."""
+        self._configure(process_id, num_processes)
+        return self
+
+    @property
+    def processId(self) -> int:
+        """Id of this process, from 0."""
+        return int(self.distributed_process_id)
+
+    @property
+    def numProcesses(self) -> int:
+        """Number of processes that train together."""
+        return int(self.num_distributed_processes)
+
+    def _read(self, var_num_processes: str, var_process_id: str) -> None:
+        self._configure(_from_environment(var_process_id, "0"), _from_environment(var_num_processes, "1"))
+
+    def _configure(self, process_id: int, num_processes: int) -> None:
+        # Separate from the public setters, as a subclass may disable those.
+        given = {"process_id": process_id, "num_processes": num_processes}
+        wrong = [name for name, value in given.items() if not is_integer(value)]
+        assert not wrong, f"{wrong[0]} must be an integer, got {given[wrong[0]]!r}"
+        if not 0 <= process_id < num_processes:
+            raise ValueError(f"Process id {process_id} is out of range for {num_processes} processes")
+        self.set(num_distributed_processes=num_processes, distributed_process_id=process_id)
+
+
+class TensorLocationSettings(OptionsDict):
+    """Where one kind of tensor is stored, and when it is sharded; setters return the object."""
+
+    def __init__(self, **default_values: int) -> None:
+        super().__init__(**default_values)
+
+    def minElementsForOffChip(self, min_elements: int) -> TensorLocationSettings:
+        """Set the minimum number of elements of a tensor stored off chip; AssertionError if negative."""
+        self._set_number(0, minElementsForOffChip=min_elements)
+        return self
+
+    def minElementsForReplicatedTensorSharding(self, min_elements: int) -> TensorLocationSettings:
+        """Set the minimum number of elements of a tensor sharded over replicas; AssertionError if negative."""
+        self._set_number(0, minElementsForReplicatedTensorSharding=min_elements)
+        return self
+
+    def useOnChipStorage(self, use: bool = True) -> TensorLocationSettings:
+        """Store on chip."""
+        self._set_typed(bool, onChip=use)
+        return self
+
+    def useReplicatedTensorSharding(self, use: bool = True) -> TensorLocationSettings:
+        """Store only a shard on each replica."""
+        self._set_typed(bool, useReplicatedTensorSharding=use)
+        return self
+
+    def useIOTilesToLoad(self, use: bool = True) -> TensorLocationSettings:
+        """Load through the I/O tiles."""
+        self._set_typed(bool, useIOTilesToLoad=use)
+        return self
+
+    def useIOTilesToStore(self, use: bool = True) -> TensorLocationSettings:
+        """Store through the I/O tiles."""
+        self._set_typed(bool, useIOTilesToStore=use)
+        return self
+
+
+class _TensorLocationOptions(OptionsDict):
+    """Storage of activations, weights, optimizer state and gradient accumulators; no effect on results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def numIOTiles(self, num_tiles: int) -> _TensorLocationOptions:
+        """Set the number of I/O tiles: 0, or an even number from 32 to 192 (else AssertionError)."""
+        valid = is_integer(num_tiles) and (num_tiles == 0 or 32 <= num_tiles <= 192 and num_tiles % 2 == 0)
+        assert valid, f"The number of IO tiles must be 0 or an even number from 32 to 192, got {num_tiles!r}"
+        self.createOrSet(numIOTiles=num_tiles)
+        return self
+
+    def setActivationLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
+        """Set the storage of activations."""
+        return self._set_location("location_activation", location)
+
+    def setWeightLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
+        """Set the storage of weights."""
+        return self._set_location("location_weight", location)
+
+    def setOptimizerLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
+        """Set the storage of the optimizer state."""
+        return self._set_location("location_optimizer", location)
+
+    def setAccumulatorLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
+        """Set the storage of gradient accumulators."""
+        return self._set_location("location_accumulator", location)
+
+    def _set_location(self, name: str, location: TensorLocationSettings) -> _TensorLocationOptions:
+        assert isinstance(location, TensorLocationSettings), f"Expected TensorLocationSettings, got {type(location)}"
+        self.createOrSet(**{name: copy.deepcopy(location.toDict())})
+        return self
+
+
+class _JitOptions(OptionsDict):
+    """Options that are deprecated in the SDK."""
+
+    def __init__(self) -> None:
+        super().__init__(trace_model=False)
+
+    def traceModel(self, trace_model: bool) -> _JitOptions:
+        """Deprecated; no effect."""
+        self.set(trace_model=trace_model)
+        _warn_deprecated("Jit.traceModel")
+        return self
+
+
+class _PopartOptions(OptionsDict):
+    """Options of the graph compiler. Any key is accepted, as only the compiler could validate it."""
+
+    def __init__(self) -> None:
+        super().__init__(options={}, patterns={}, patterns_level=2)
+
+    def set(self, *args: Any, **kwargs: Any) -> Any:
+        """Set one compiler option: `set(key, value)`."""
+        if kwargs:
+            super().set(**kwargs)
+            return self
+        self.checkIsFrozen()
+        is_pair = len(args) == 2 and isinstance(args[0], str)
+        assert is_pair, f"Set a compiler option by set(name, value), got set{args!r}"
+        self.options[args[0]] = args[1]
+        return self
+
+    def setEngineOptions(self, engine_options: Dict[str, str]) -> _PopartOptions:
+        """Set options of the engine by name."""
+        assert isinstance(engine_options, dict), f"Engine options must be a dictionary, got {engine_options!r}"
+        return self.set("engineOptions", dict(engine_options))  # type: ignore[no-any-return]
+
+    def setPatterns(self, patterns: Dict[str, bool], level: int = 2) -> _PopartOptions:
+        """Enable or disable graph transformations by name."""
+        assert isinstance(patterns, dict), f"Patterns must be a dictionary of names and bools, got {patterns!r}"
+        self.patterns = dict(patterns)
+        self._set_number(0, patterns_level=level)
+        return self
+
+
+def _from_environment(variable: str, default: str) -> int:
+    value = os.environ.get(variable, default)
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"The environment variable {variable}={value!r} is not an integer") from None
+
+
+def _warn_deprecated(setter: str) -> None:
+    warnings.warn(f"{setter} is deprecated and has no effect", DeprecationWarning, stacklevel=3)

@@ -1,0 +1,308 @@
+"""Execution strategies: which blocks form a stage or phase, and on which IPU each stage runs.
+
+Phased execution is experimental in the SDK, and its documentation is incomplete; what is inferred is marked.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+from poptorch.enums import AutoStage, Liveness
+from poptorch.errors import Error
+
+
+class Attribute:
+    """Context manager that marks its operations for the compiler: `with Attribute(__outline={"layer": "embedding"}):`.
+
+    The attributes tell the compiler which operations it may outline together. They change no result; the emulation
+    validates and stores them only.
+
+    Args:
+        kwargs: dictionaries of strings, by name of the attribute (AssertionError for other values).
+    """
+
+    def __init__(self, **kwargs: Dict[str, str]) -> None:
+        for name, values in kwargs.items():
+            is_valid = isinstance(values, dict) and all(
+                isinstance(text, str) for pair in values.items() for text in pair
+            )
+            assert is_valid, f"Attribute {name} must be a dictionary of strings, got {values!r}"
+        self._attributes = kwargs
+
+    def __enter__(self) -> None:
+        """Do nothing: attributes have no effect here."""
+
+    def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
+        """Do nothing: attributes have no effect here."""
+
+
+class Stage:
+    """One or more blocks that run on one IPU.
+
+    Args:
+        block_ids: ids of the blocks; AssertionError if there is none, or one is not a string.
+    """
+
+    def __init__(self, *block_ids: str) -> None:
+        assert block_ids, "A stage needs at least one block: poptorch.Stage('block id', ...)"
+        for block_id in block_ids:
+            assert isinstance(block_id, str), f"A block id must be a string, got {block_id!r}"
+        self._blocks = block_ids
+        self._ipu_id: Optional[int] = None
+
+    @property
+    def blocks(self) -> Tuple[str, ...]:
+        """The ids of the blocks."""
+        return self._blocks
+
+    def ipu(self, ipu: int) -> Stage:
+        """Run on this IPU of the replica, from 0; overrides the blocks' own `ipu_id`. AssertionError if invalid."""
+        self._ipu_id = ipu_number(ipu)
+        return self
+
+    def __repr__(self) -> str:
+        return f"Stage{self._blocks}" + ("" if self._ipu_id is None else f".ipu({self._ipu_id})")
+
+
+class Phase:
+    """Stages that run at the same time.
+
+    Args:
+        arg: stages, or block ids that form one stage: `Phase(Stage("A"), Stage("B"))` has two stages and
+            `Phase("A", "B")` one. Also a single list of either. AssertionError for anything else.
+    """
+
+    def __init__(self, *arg: Any) -> None:
+        items: Sequence[Any] = arg[0] if len(arg) == 1 and isinstance(arg[0], (list, tuple)) else arg
+        assert items, "A phase needs at least one stage or block"
+        if all(isinstance(item, Stage) for item in items):
+            self.stages: Tuple[Stage, ...] = tuple(items)
+        else:
+            assert all(isinstance(item, str) for item in items), f"A phase takes stages or block ids, got {items!r}"
+            self.stages = (Stage(*items),)
+
+    def stage(self, idx: int) -> Stage:
+        """Return the stage with this index; IndexError if there is none."""
+        return self.stages[idx]
+
+    def ipus(self, *ipus: int) -> Phase:
+        """Assign one IPU to each stage, in order; AssertionError for another number of IPUs."""
+        fits = len(ipus) == len(self.stages)
+        assert fits, f"A phase of {len(self.stages)} stages needs as many IPUs, got {len(ipus)}"
+        for stage, ipu in zip(self.stages, ipus):
+            stage.ipu(ipu)
+        return self
+
+    def __repr__(self) -> str:
+        return f"Phase{self.stages}"
+
+
+class Slot(NamedTuple):
+    """A declared stage, its phase, and its IPU if neither the stage nor its block names one."""
+
+    stage: Stage
+    phase: int
+    ipu: int
+
+
+class _IExecutionStrategy:
+    """Base class of the strategies.
+
+    `_slots` has the blocks that the program declared. If it is empty, `_auto_stage` assigns blocks as they appear.
+    """
+
+    name = ""
+    _mode = 0
+
+    def __init__(self) -> None:
+        self._auto_stage = AutoStage.SameAsIpu
+        self._slots: Dict[str, Slot] = {}
+        self._hints: Dict[str, Stage] = {}
+
+    def stage(self, block_id: str) -> Stage:
+        """Return the stage of a block, e.g. to set its IPU: `strategy.stage("B1").ipu(0)`.
+
+        Without declared stages the block gets a new one.
+
+        Raises:
+            AssertionError: stages were declared, and none has the block.
+        """
+        if self.is_explicit:
+            return self._slot(block_id).stage
+        return self._hints.setdefault(block_id, Stage(block_id))
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether the program declared the stages."""
+        return bool(self._slots)
+
+    def _locate(self, block_id: str, ipu_id: Optional[int], number: int, present_ipu: int) -> Tuple[int, int]:
+        """Return phase and IPU of a block.
+
+        Args:
+            ipu_id: the block's own IPU, if it has one.
+            number: the block is the `number`-th of the forward, from 0.
+            present_ipu: the IPU of the operations before the block.
+        """
+        if self.is_explicit:
+            slot = self._slot(block_id)
+            return slot.phase, _first_given(slot.stage._ipu_id, ipu_id, slot.ipu)
+        hint = self._hints[block_id]._ipu_id if block_id in self._hints else None
+        default = number if self._auto_stage == AutoStage.AutoIncrement else present_ipu
+        return 0, _first_given(hint, ipu_id, default)
+
+    def _to_dict(self) -> Dict[str, Any]:
+        """Return mode and stages as plain Python objects, for `Options.toDict`."""
+        slots = {slot.stage: slot for slot in self._slots.values()}
+        declared = [[list(stage.blocks), slot.phase, stage._ipu_id] for stage, slot in slots.items()]
+        hints = [[list(stage.blocks), 0, stage._ipu_id] for stage in self._hints.values()]
+        return {
+            "execution_mode": self._mode,
+            "execution_strategy": type(self).__name__,
+            "auto_stage": self._auto_stage.value,
+            "execution_stages": declared + hints,
+        }
+
+    def _slot(self, block_id: str) -> Slot:
+        known = ", ".join(map(repr, self._slots))
+        assert block_id in self._slots, f"Unknown block {block_id!r}: the blocks of {type(self).__name__} are {known}"
+        return self._slots[block_id]
+
+    def _declare(self, stage: Stage, phase: int, ipu: int) -> None:
+        for block_id in stage.blocks:
+            is_new = block_id not in self._slots
+            assert is_new, f"Block {block_id!r} is in more than one stage of {type(self).__name__}"
+            self._slots[block_id] = Slot(stage, phase, ipu)
+
+
+class PipelinedExecution(_IExecutionStrategy):
+    """Stages process successive micro-batches at the same time; the default strategy.
+
+    Args:
+        args: stages, or block ids that each form a stage, in order. Without any, or with one `AutoStage`, blocks are
+            assigned to stages as they appear. AssertionError for anything else.
+    """
+
+    name = "pipelined"
+    _mode = 0
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+        if len(args) == 1 and isinstance(args[0], AutoStage):
+            self._auto_stage = args[0]
+            return
+        for index, arg in enumerate(args):
+            is_stage = isinstance(arg, (Stage, str))
+            assert is_stage, f"{type(self).__name__} takes stages, block ids, or one AutoStage; got {arg!r}"
+            self._declare(Stage(arg) if isinstance(arg, str) else arg, 0, index)
+
+
+class ShardedExecution(PipelinedExecution):
+    """Stages run one after the other on one micro-batch; takes the arguments of `PipelinedExecution`."""
+
+    name = "sharded"
+    _mode = 1
+
+
+class _IPhasedExecution(_IExecutionStrategy):
+    """Phases run one after the other; weights and activations of the other phases may be off chip.
+
+    Args:
+        phases: `Phase` objects, or lists of stages or of block ids, each list a phase; AssertionError for anything
+            else. Without any, every block is a phase, in the order of execution (inferred: the SDK's documentation
+            does not state this).
+    """
+
+    _mode = 2
+    _serial = True
+
+    def __init__(self, *phases: Any) -> None:
+        super().__init__()
+        self._auto_stage = AutoStage.AutoIncrement
+        self._separate_backward_phase = False
+        self._tensors_liveness = Liveness.AlwaysLive
+        if len(phases) == 1 and isinstance(phases[0], (list, tuple)) and not _is_phase(phases[0]):
+            phases = tuple(phases[0])
+        self._phases: List[Phase] = [item if isinstance(item, Phase) else Phase(item) for item in phases]
+        for number, phase in enumerate(self._phases):
+            for index, stage in enumerate(phase.stages):
+                self._declare(stage, number, self._default_ipu(number, index))
+
+    def phase(self, phase: Any) -> Phase:
+        """Return the phase with this number; IndexError if there is none. Returns a `Phase` unchanged."""
+        return phase if isinstance(phase, Phase) else self._phases[phase]
+
+    def useSeparateBackwardPhase(self, use: bool = True) -> _IPhasedExecution:
+        """Run the end of the forward and the start of the backward pass as separate phases."""
+        self._separate_backward_phase = bool(use)
+        return self
+
+    def _default_ipu(self, phase: int, index: int) -> int:
+        return index
+
+    def _locate(self, block_id: str, ipu_id: Optional[int], number: int, present_ipu: int) -> Tuple[int, int]:
+        if self.is_explicit:
+            return super()._locate(block_id, ipu_id, number, present_ipu)
+        hint = self._hints[block_id]._ipu_id if block_id in self._hints else None
+        return number, _first_given(hint, ipu_id, self._default_ipu(number, 0))
+
+    def _to_dict(self) -> Dict[str, Any]:
+        return {
+            **super()._to_dict(),
+            "separate_backward_phase": self._separate_backward_phase,
+            "serial_phases_execution": self._serial,
+            "tensors_liveness": self._tensors_liveness.value,
+        }
+
+
+class SerialPhasedExecution(_IPhasedExecution):
+    """All phases run on the same IPUs, one after the other."""
+
+    name = "serial phased"
+
+    def setTensorsLiveness(self, liveness: Liveness) -> SerialPhasedExecution:
+        """Set where tensors are stored between the passes; no effect on results. AssertionError if not a `Liveness`."""
+        assert isinstance(liveness, Liveness), f"Expected a poptorch.Liveness, got {liveness!r}"
+        self._tensors_liveness = liveness
+        return self
+
+
+class ParallelPhasedExecution(_IPhasedExecution):
+    """Phases alternate between two groups of IPUs: even phases run on even IPUs, odd phases on odd IPUs."""
+
+    name = "parallel phased"
+    _serial = False
+
+    def sendTensorsOffChipAfterFwd(self, off_chip: bool = True) -> ParallelPhasedExecution:
+        """Store tensors off chip after the forward pass; no effect on results."""
+        self._tensors_liveness = Liveness.OffChipAfterFwd if off_chip else Liveness.AlwaysLive
+        return self
+
+    def _default_ipu(self, phase: int, index: int) -> int:
+        return phase % 2 + 2 * index
+
+    def _locate(self, block_id: str, ipu_id: Optional[int], number: int, present_ipu: int) -> Tuple[int, int]:
+        phase, ipu = super()._locate(block_id, ipu_id, number, present_ipu)
+        if phase % 2 != ipu % 2:
+            raise Error(
+                f"ParallelPhasedExecution runs even phases on even IPUs and odd phases on odd IPUs; block {block_id!r} "
+                f"is in phase {phase} and on IPU {ipu}"
+            )
+        return phase, ipu
+
+
+def ipu_number(ipu: Any) -> int:
+    """Return `ipu` as an int; AssertionError unless it is an integer of at least 0."""
+    is_number = hasattr(ipu, "__index__") and not isinstance(ipu, bool) and operator.index(ipu) >= 0
+    assert is_number, f"An IPU number must be an integer of at least 0, got {ipu!r}"
+    return operator.index(ipu)
+
+
+def _is_phase(items: Any) -> bool:
+    """Return whether a list is one phase: all stages or block ids."""
+    return all(isinstance(item, (str, Stage)) for item in items)
+
+
+def _first_given(*ipus: Optional[int]) -> int:
+    return next(ipu_number(ipu) for ipu in ipus if ipu is not None)

@@ -1,0 +1,133 @@
+"""Blocks: parts of a forward that a program assigns to IPUs.
+
+They only take effect during the compilation of a wrapped model; everywhere else they do nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, Optional, Tuple, TypeVar
+
+import torch
+
+from poptorch.errors import Error
+from poptorch.options.strategies import ipu_number
+from poptorch.parallel.tracing import active_recorder
+
+_ATTRIBUTE = "_poptorch_block"
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Block(torch.nn.Module):
+    """Context manager that puts its operations on an IPU: `with poptorch.Block("encoder", ipu_id=1):`.
+
+    The end of a nested block continues the enclosing one. The end of an outermost block has no effect until the next
+    block starts, so a loss behind the last block adds no stage (inferred: the SDK's documentation does not state this).
+
+    Args:
+        user_id: id of the block in stages; None for a number. AssertionError unless a string.
+        ipu_id: IPU within the replica, from 0; None leaves it to the strategy. AssertionError for other values.
+    """
+
+    @staticmethod
+    def useAutoId() -> None:
+        """Number the blocks without an id "0", "1", ... from here; call it at the start of `forward`."""
+        recorder = active_recorder()
+        if recorder is not None:
+            recorder.restart_auto_ids()
+
+    @staticmethod
+    def start(user_id: Optional[str] = None, ipu_id: Optional[int] = None) -> None:
+        """Start a block that lasts until the next one starts."""
+        _begin(_checked(user_id, ipu_id))
+
+    def __init__(self, user_id: Optional[str] = None, ipu_id: Optional[int] = None) -> None:
+        super().__init__()
+        self._user_id, self._ipu_id = _checked(user_id, ipu_id)
+
+    def __enter__(self) -> None:
+        recorder = active_recorder()
+        if recorder is not None:
+            recorder.open(self._user_id, self._ipu_id, self)
+
+    def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
+        recorder = active_recorder()
+        if recorder is not None:
+            recorder.close()
+
+
+class LegacyBeginBlockFn(torch.nn.Module):
+    """A function whose call starts a block; `BeginBlock` returns it for a function."""
+
+    def __init__(
+        self, layer_to_call: Callable[..., Any], user_id: Optional[str] = None, ipu_id: Optional[int] = None
+    ) -> None:
+        super().__init__()
+        if not callable(layer_to_call):
+            raise Error(f"BeginBlock takes a module or a function, not {type(layer_to_call).__name__}")
+        self._user_id, self._ipu_id = _checked(user_id, ipu_id)
+        self._layer_to_call = layer_to_call
+
+    def __call__(self, *input: Any, **kwargs: Any) -> Any:
+        _begin((self._user_id, self._ipu_id))
+        return self._layer_to_call(*input, **kwargs)
+
+
+def BeginBlock(layer_to_call: Any, user_id: Optional[str] = None, ipu_id: Optional[int] = None) -> Any:
+    """Start a block, which lasts until the next one starts, in every call of a layer.
+
+    Returns:
+        The layer itself; for a function a `LegacyBeginBlockFn`. The layer keeps its class, and copying, saving and
+        loading it keeps the block.
+
+    Raises:
+        poptorch.Error: the layer already starts a block, or is neither a module nor a function.
+    """
+    if not isinstance(layer_to_call, torch.nn.Module):
+        return LegacyBeginBlockFn(layer_to_call, user_id, ipu_id)
+    if block_of(layer_to_call) is not None:
+        raise Error(
+            f"BeginBlock has already been called on this {type(layer_to_call).__name__}: a layer starts one block. "
+            "Call poptorch.removeBlocks(layer) first"
+        )
+    # Plain data, so that a pickle of the layer can be loaded without poptorch.
+    vars(layer_to_call)[_ATTRIBUTE] = _checked(user_id, ipu_id)
+    return layer_to_call
+
+
+def BlockFunction(user_id: Optional[str] = None, ipu_id: Optional[int] = None) -> Callable[[_Function], _Function]:
+    """Return a decorator that runs a function in a block."""
+    block = _checked(user_id, ipu_id)
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def in_block(*args: Any, **kwargs: Any) -> Any:
+            with Block(*block):
+                return function(*args, **kwargs)
+
+        return in_block  # type: ignore[return-value]
+
+    return decorate
+
+
+def removeBlocks(module: torch.nn.Module) -> None:
+    """Remove the blocks that `BeginBlock` added to a module and its submodules; AssertionError unless a module."""
+    assert isinstance(module, torch.nn.Module), f"removeBlocks takes a torch.nn.Module, not {type(module).__name__}"
+    for submodule in module.modules():
+        vars(submodule).pop(_ATTRIBUTE, None)
+
+
+def block_of(module: torch.nn.Module) -> Optional[Tuple[Optional[str], Optional[int]]]:
+    """Return id and IPU of the block that `BeginBlock` added to a module; None if there is none."""
+    return vars(module).get(_ATTRIBUTE)
+
+
+def _begin(block: Tuple[Optional[str], Optional[int]]) -> None:
+    recorder = active_recorder()
+    if recorder is not None:
+        recorder.begin(*block)
+
+
+def _checked(user_id: Any, ipu_id: Any) -> Tuple[Optional[str], Optional[int]]:
+    assert user_id is None or isinstance(user_id, str), f"A block id must be a string, got {user_id!r}"
+    return user_id, None if ipu_id is None else ipu_number(ipu_id)

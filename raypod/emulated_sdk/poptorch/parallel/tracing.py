@@ -1,0 +1,209 @@
+"""Record the stages of a forward during compilation: the operations, modules and weights of each.
+
+`StageRecorder` is active during the one forward of a compilation. It sees operations below autograd, so a stage starts
+with its first operation, and a block without operations needs no IPU. Later forwards run without it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from poptorch.options.strategies import _IExecutionStrategy
+from poptorch.parallel.operation_count import count_operations
+
+_active = threading.local()
+_BOOKKEEPING = frozenset(("aten::detach", "aten::alias"))  # by autograd and this emulation; they compute nothing
+
+
+def active_recorder() -> Optional[StageRecorder]:
+    """Return the recorder of this thread's compilation; None outside a compilation."""
+    return getattr(_active, "recorder", None)
+
+
+class StageUse(NamedTuple):
+    """One forward stage: consecutive operations on the same IPU, in the same phase.
+
+    Attributes:
+        ipu: IPU within the replica.
+        phase: index of the phase; 0 without phases.
+        blocks: ids of its blocks, in the order of execution; none for operations before the first block.
+        modules: names of the modules whose own forward has operations here.
+        tensors: names of the parameters and buffers first used here.
+        operations: scalar operations of the forward of one micro-batch.
+    """
+
+    ipu: int
+    phase: int
+    blocks: Tuple[str, ...]
+    modules: Tuple[str, ...]
+    tensors: Tuple[str, ...]
+    operations: int
+
+
+class _Place(NamedTuple):
+    """Block, phase and IPU of the next operation."""
+
+    block: Optional[str]
+    phase: int
+    ipu: int
+
+
+class _OpenStage:
+    """A stage that may get more operations. The dictionaries are ordered sets."""
+
+    def __init__(self, place: _Place) -> None:
+        self.place = place
+        self.blocks: Dict[str, None] = {}
+        self.modules: Dict[str, None] = {}
+        self.tensors: Dict[str, None] = {}
+        self.operations = 0
+
+    def use(self) -> StageUse:
+        """Return the present content."""
+        names = (tuple(self.blocks), tuple(self.modules), tuple(self.tensors))
+        return StageUse(self.place.ipu, self.place.phase, *names, self.operations)
+
+
+class StageRecorder(TorchDispatchMode):
+    """Records the stages of one forward of `module`, according to its blocks and the strategy.
+
+    Args:
+        block_of: returns id and IPU of the block that a layer starts.
+
+    Raises:
+        AssertionError: in the forward, a block that the strategy does not know.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        strategy: _IExecutionStrategy,
+        block_of: Callable[[torch.nn.Module], Optional[Tuple[Optional[str], Optional[int]]]],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._strategy = strategy
+        self._block_of = block_of
+        self._modules = {submodule: name for name, submodule in module.named_modules()}
+        # By id of the tensor, not by memory: the first operation on a parameter takes the tensor itself. Buffers of
+        # other dtypes are constants on the device.
+        named = [*module.named_parameters(), *module.named_buffers()]
+        self._unused = {id(tensor): name for name, tensor in named if tensor.is_floating_point()}
+        self._place = _Place(None, 0, 0)
+        self._enclosing: List[_Place] = []
+        self._module_stack: List[str] = []
+        self._stages: List[_OpenStage] = []
+        self._next_auto_id = 0
+        self._auto_ids: Dict[int, Tuple[object, str]] = {}  # holds the owners, as a deleted object's id may be reused
+        self._numbers: Dict[str, int] = {}
+        self._hooks: List[Any] = []
+
+    def stages(self) -> Tuple[StageUse, ...]:
+        """Return the forward stages in the order of execution; a single empty one if nothing was computed."""
+        return tuple(stage.use() for stage in self._stages or [_OpenStage(self._place)])
+
+    def unused(self) -> Tuple[str, ...]:
+        """Return the names of the parameters and buffers that no operation has used."""
+        return tuple(self._unused.values())
+
+    # -- called by blocks --------------------------------------------------------------------------------------------
+
+    def begin(self, user_id: Optional[str], ipu_id: Optional[int], owner: object = None) -> None:
+        """Start a block. An `owner` without an id keeps the number of its first call."""
+        block = self._auto_id(owner) if user_id is None else user_id
+        number = self._numbers.setdefault(block, len(self._numbers))
+        phase, ipu = self._strategy._locate(block, ipu_id, number, self._place.ipu)
+        self._place = _Place(block, phase, ipu)
+
+    def open(self, user_id: Optional[str], ipu_id: Optional[int], owner: object) -> None:
+        """Start a block that ends with `close`."""
+        self._enclosing.append(self._place)
+        self.begin(user_id, ipu_id, owner)
+
+    def close(self) -> None:
+        """Continue the enclosing block; the end of an outermost block has no effect."""
+        before = self._enclosing.pop()
+        if self._enclosing:
+            self._place = before
+
+    def restart_auto_ids(self) -> None:
+        """Number blocks without an id from 0 again."""
+        self._next_auto_id = 0
+
+    def _auto_id(self, owner: object) -> str:
+        if id(owner) in self._auto_ids:
+            return self._auto_ids[id(owner)][1]
+        number = str(self._next_auto_id)
+        self._next_auto_id += 1
+        if owner is not None:
+            self._auto_ids[id(owner)] = owner, number
+        return number
+
+    # -- called by the forward ---------------------------------------------------------------------------------------
+
+    def __enter__(self) -> StageRecorder:
+        for module in self._modules:
+            self._hooks.append(module.register_forward_pre_hook(self._enter_module, prepend=True))
+            self._hooks.append(module.register_forward_hook(self._leave_module))
+        _active.recorder = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        _active.recorder = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Newer torch calls this. With True it would import its compiler to skip it, which takes seconds.
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = _tensors(args, kwargs or {})
+        if tensors and func._schema.name not in _BOOKKEEPING:  # without tensors the result is a constant
+            self._record(count_operations(func, args, result), tensors)
+        return result
+
+    def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
+        block = self._block_of(module)
+        if block is not None:
+            self.begin(*block, owner=module)
+        self._module_stack.append(self._modules[module])
+
+    def _leave_module(self, module: torch.nn.Module, args: Any, result: Any) -> None:
+        self._module_stack.pop()
+
+    def _record(self, operations: int, tensors: List[torch.Tensor]) -> None:
+        stage = self._stage()
+        stage.operations += operations
+        if self._place.block is not None:
+            stage.blocks[self._place.block] = None
+        if self._module_stack and self._module_stack[-1]:
+            stage.modules[self._module_stack[-1]] = None
+        for tensor in tensors:
+            if id(tensor) in self._unused:
+                stage.tensors[self._unused.pop(id(tensor))] = None
+
+    def _stage(self) -> _OpenStage:
+        """Return the stage of the next operation, a new one if the IPU or the phase has changed."""
+        where = self._place[1:]
+        if not self._stages or self._stages[-1].place[1:] != where:
+            self._stages.append(_OpenStage(self._place))
+        return self._stages[-1]
+
+
+def _tensors(args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> List[torch.Tensor]:
+    """Return the tensors in the arguments of an operator, including those in lists."""
+    values: List[Any] = []
+    for value in (*args, *kwargs.values()):
+        values.extend(value) if isinstance(value, (list, tuple)) else values.append(value)
+    return [value for value in values if isinstance(value, torch.Tensor)]

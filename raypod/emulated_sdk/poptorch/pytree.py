@@ -1,0 +1,180 @@
+"""Flatten nested arguments and outputs into a list of tensors and a `TreeSpec`, and unflatten them again.
+
+Tuples, lists, dictionaries, named tuples and types with a registered `ICustomArgParser` are nodes, tensors are leaves,
+and every other value is a constant of the `TreeSpec`.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+
+from poptorch.errors import Error
+
+
+class ICustomArgParser(abc.ABC):
+    """Interface that flattens and unflattens the values of one type."""
+
+    @abc.abstractmethod
+    def yieldTensors(self, struct: Any) -> Iterator[torch.Tensor]:
+        """Yield every tensor of `struct`, always in the same order."""
+
+    @abc.abstractmethod
+    def reconstruct(self, original_structure: Any, tensor_iterator: Iterator[torch.Tensor]) -> Any:
+        """Return a value like `original_structure` with the next tensors of the iterator.
+
+        It takes as many tensors as `yieldTensors` yields, in the same order, and must not modify `original_structure`.
+        """
+
+
+_parsers: Dict[type, ICustomArgParser] = {}
+
+
+def registerCustomArgParser(arg_data_type: type, arg_parser: ICustomArgParser) -> None:
+    """Register a parser for the arguments and outputs of this type and of its subclasses.
+
+    A later registration of the same type replaces the earlier one.
+
+    Raises:
+        Error: `arg_data_type` is not a type, or `arg_parser` is not an `ICustomArgParser` object.
+    """
+    if not isinstance(arg_data_type, type):
+        raise Error(f"registerCustomArgParser: the first argument must be a type, not {arg_data_type!r}")
+    if not isinstance(arg_parser, ICustomArgParser):
+        raise Error(f"The parser of {arg_data_type.__name__} must be an ICustomArgParser object, not {arg_parser!r}")
+    _parsers[arg_data_type] = arg_parser
+
+
+def registered_parsers() -> Dict[type, ICustomArgParser]:
+    """Return all registrations, for example to repeat them in another process."""
+    return dict(_parsers)
+
+
+def parser_of(value: Any) -> Optional[ICustomArgParser]:
+    """Return the parser registered for the type of the value or its nearest base class; None if there is none."""
+    return parser_for(type(value))
+
+
+def parser_for(kind: type) -> Optional[ICustomArgParser]:
+    """Return the parser registered for this type or its nearest base class; None if there is none."""
+    if not _parsers:
+        return None
+    return next((_parsers[base] for base in kind.__mro__ if base in _parsers), None)
+
+
+class TreeSpec:
+    """The structure of a nested value. Two specs are equal if they nest alike; their constants may differ.
+
+    Attributes:
+        kind: the type of the node.
+        keys: the keys of a dictionary.
+        children: the specs of the items.
+        constant: the value of a constant, or the original value of a type with a custom parser.
+    """
+
+    __slots__ = ("children", "constant", "keys", "kind")
+
+    def __init__(self, kind: type, keys: Tuple[Any, ...], children: Tuple[TreeSpec, ...], constant: Any) -> None:
+        self.kind = kind
+        self.keys = keys
+        self.children = children
+        self.constant = constant
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TreeSpec):
+            return NotImplemented
+        return self.kind is other.kind and self.keys == other.keys and self.children == other.children
+
+    __hash__ = None  # type: ignore[assignment]  # equality ignores the constants
+
+    def __repr__(self) -> str:
+        if self.kind is torch.Tensor:
+            return "tensor"
+        if self.kind is _Constant:
+            return repr(self.constant)
+        inner = ", ".join(map(repr, self.children))
+        return f"{self.kind.__name__}({inner})"
+
+    def constants(self) -> List[Any]:
+        """Return all constants, in order."""
+        if self.kind is _Constant:
+            return [self.constant]
+        return [value for child in self.children for value in child.constants()]
+
+    def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the nested value with these tensors as leaves and the constants of this spec."""
+        return self._unflatten(iter(tensors))
+
+    def _unflatten(self, tensors: Iterator[torch.Tensor]) -> Any:
+        kind: Any = self.kind
+        if self.kind is torch.Tensor:
+            return next(tensors)
+        if self.kind is _Constant:
+            return self.constant
+        values = [child._unflatten(tensors) for child in self.children]
+        parser = parser_for(self.kind)
+        if parser is not None:
+            return parser.reconstruct(self.constant, iter(values))
+        if issubclass(self.kind, dict):
+            # Filled item by item: the constructors of dict subclasses differ.
+            filled: Any = kind()
+            for key, value in zip(self.keys, values):
+                filled[key] = value
+            return filled
+        if hasattr(self.kind, "_fields"):
+            return kind(*values)
+        return kind(values)
+
+
+class _Constant:
+    """The `kind` of a constant."""
+
+
+def flatten(value: Any) -> Tuple[List[torch.Tensor], TreeSpec]:
+    """Return the tensors of a nested value in order, and its `TreeSpec`."""
+    tensors: List[torch.Tensor] = []
+    return tensors, _flatten(value, tensors)
+
+
+def _flatten(value: Any, tensors: List[torch.Tensor]) -> TreeSpec:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _LEAF
+    parser = parser_of(value)
+    if parser is not None:
+        return _flatten_with_parser(value, parser, tensors)
+    if isinstance(value, dict):
+        children = tuple(_flatten(item, tensors) for item in value.values())
+        return TreeSpec(type(value), tuple(value), children, None)
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        return TreeSpec(type(value), (), tuple(_flatten(item, tensors) for item in value), None)
+    _refuse_tensor_attributes(value)
+    return TreeSpec(_Constant, (), (), value)
+
+
+def _flatten_with_parser(value: Any, parser: ICustomArgParser, tensors: List[torch.Tensor]) -> TreeSpec:
+    found = list(parser.yieldTensors(value))
+    others = [item for item in found if not isinstance(item, torch.Tensor)]
+    if others:
+        raise Error(
+            f"{type(parser).__name__}.yieldTensors yielded a {type(others[0]).__name__} for a "
+            f"{type(value).__name__}: it must yield tensors only"
+        )
+    tensors += found
+    return TreeSpec(type(value), (), (_LEAF,) * len(found), value)
+
+
+def _refuse_tensor_attributes(value: Any) -> None:
+    """Raise Error for an object with tensors in its attributes: as a constant they would not reach the device."""
+    if any(isinstance(item, torch.Tensor) for item in getattr(value, "__dict__", {}).values()):
+        if isinstance(value, (torch.nn.Module, type)):
+            return
+        raise Error(
+            f"A {type(value).__name__} has tensor attributes, but no parser is registered for its type: call "
+            f"poptorch.registerCustomArgParser({type(value).__name__}, parser), or pass the tensors themselves"
+        )
+
+
+_LEAF = TreeSpec(torch.Tensor, (), (), None)

@@ -1,0 +1,224 @@
+"""`for_loop`, `cond`, `dynamic_slice` and `dynamic_update`: values, gradients and errors."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import poptorch
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from poptorch_models import options
+from torch import nn
+
+
+class Calls(nn.Module):
+    """A model with one weight whose forward is a function of the model and the inputs."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
+def inferred(function: Callable[..., Any], *inputs: torch.Tensor, replicas: int = 1) -> Any:
+    return poptorch.inferenceModel(Calls(function), options(replicas))(*inputs)
+
+
+def doubled(count: int) -> Callable[..., Any]:
+    return lambda model, x: poptorch.for_loop(count, lambda y: y * model.weight, [x])[0]
+
+
+@pytest.mark.parametrize("count", [0, 1, 10])
+def test_for_loop_runs_body_count_times(count):
+    x = torch.tensor([1.0, 3.0])
+    assert torch.equal(doubled(count)(Calls(None), x), x * 2**count)
+    assert torch.equal(inferred(doubled(count), x), x * 2**count)
+
+
+def test_for_loop_with_several_tensors():
+    def fibonacci(model, a, b):
+        return poptorch.for_loop(5, lambda x, y: (y, x + y), [a, b])
+
+    one, other = inferred(fibonacci, torch.tensor([0]), torch.tensor([1]))
+    assert (one.tolist(), other.tolist()) == ([5], [8])
+
+
+def test_for_loop_body_gets_copies():
+    def forward(model, x):
+        return (*poptorch.for_loop(2, lambda y, z: (y.add_(1), y), [x, x]), x)
+
+    first, second, x = inferred(forward, torch.zeros(1))
+    assert (first.item(), second.item(), x.item()) == (2.0, 2.0, 0.0)
+
+
+def test_for_loop_is_differentiable():
+    def forward(model, x):
+        return poptorch.identity_loss(doubled(3)(model, x), "sum")
+
+    model = Calls(forward)
+    training = poptorch.trainingModel(model, options(), poptorch.optim.SGD(model.parameters(), lr=1.0))
+    assert training(torch.ones(1)) == 8.0
+    assert model.weight.item() == 2.0 - 3 * 2.0**2
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: poptorch.for_loop(2, lambda y: y, (x,)), "Object is not list"),
+        (lambda x: poptorch.for_loop(2, lambda y: y, x), "Object is not list"),
+        (lambda x: poptorch.for_loop(2, lambda y, z: (y, z), [x, 1]), "index 1 is not torch.tensor"),
+        (lambda x: poptorch.for_loop(-1, lambda y: y, [x]), "at least 0, not -1"),
+        (lambda x: poptorch.for_loop(2.0, lambda y: y, [x]), "constant int"),
+        (lambda x: poptorch.for_loop(2, None, [x]), "must be a function"),
+        (lambda x: poptorch.for_loop(2, lambda y: (y, y), [x]), r"takes float32 \[2\] and in iteration 0"),
+        (lambda x: poptorch.for_loop(2, lambda y: y[:1], [x]), r"returned float32 \[1\]"),
+        (lambda x: poptorch.for_loop(2, lambda y: y.long(), [x]), r"returned int32 \[2\]"),
+        (lambda x: poptorch.for_loop(2, lambda y: None, [x]), "must return tensors, not NoneType"),
+        (lambda x: poptorch.cond(True, abs, [x], abs, [x]), "`condition` must be a tensor, not bool"),
+        (lambda x: poptorch.cond(x > 0, abs, [x], abs, [x]), r"tensor of shape \[\] or \[1\], not \[2\]"),
+        (
+            lambda x: poptorch.cond(x.sum() > 0, abs, x, abs, [x]),
+            r"input tensors \(then_inps\) to be a list of tensors. \(Object is not list\)",
+        ),
+        (lambda x: poptorch.cond(x.sum() > 0, abs, [x], abs, [x, 3]), "index 1 is not torch.tensor"),
+        (lambda x: poptorch.cond(x.sum() > 0, abs, [x], "abs", [x]), "`else_body` must be a function"),
+    ],
+)
+@pytest.mark.parametrize("kind", [ValueError, poptorch.Error])
+def test_control_flow_rejects_invalid_arguments(call, message, kind):
+    with pytest.raises(kind, match=message):
+        call(torch.ones(2))
+    with pytest.raises(kind, match=message):
+        inferred(lambda model, x: call(x), torch.ones(2))
+
+
+def chosen(model: Any, condition: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return poptorch.cond(condition, lambda y: y * model.weight, [x], lambda y: y - 1, [x])[0]
+
+
+@pytest.mark.parametrize(("condition", "expected"), [(True, 6.0), (False, 2.0)])
+def test_cond_runs_one_branch(condition, expected):
+    condition, x = torch.tensor([condition]), torch.tensor([3.0])
+    assert chosen(Calls(None), condition, x).item() == expected
+    assert inferred(chosen, condition, x).item() == expected
+
+
+def test_condition_is_evaluated_in_every_call_on_every_replica():
+    model = poptorch.inferenceModel(Calls(chosen), options(replicas=2))
+    x = torch.tensor([3.0, 5.0])
+    assert model(torch.tensor([True, False]), x).tolist() == [6.0, 4.0]
+    assert model(torch.tensor([False, True]), x).tolist() == [2.0, 10.0]
+
+
+def test_branches_may_have_different_or_no_inputs():
+    def forward(model, x):
+        return poptorch.cond(x.sum() > 0, lambda a, b: [a + b, a], [x, x], lambda: (x * 0, x), [])
+
+    assert [each.item() for each in inferred(forward, torch.tensor([2.0]))] == [4.0, 2.0]
+
+
+@pytest.mark.parametrize("other", [lambda y: (y, y), lambda y: y[:0], lambda y: y.long()])
+def test_branches_with_different_outputs_raise_error(other):
+    with pytest.raises(poptorch.Error, match="both branches must return the same number, shapes and dtypes"):
+        inferred(lambda model, x: poptorch.cond(x.sum() > 0, abs, [x], other, [x])[0], torch.ones(1))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_weights_of_branch_not_taken_get_zero_gradient(replicas):
+    def forward(model, condition, x):
+        return poptorch.identity_loss(chosen(model, condition, x), "mean")
+
+    model = Calls(forward)
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    training = poptorch.trainingModel(model, options(replicas), optimizer)
+    x = torch.ones(replicas)
+    training(torch.full((replicas,), True), x)
+    assert model.weight.item() == 1.0
+    training(torch.full((replicas,), False), x)
+    assert model.weight.item() == 0.5  # momentum alone
+
+
+@pytest.mark.parametrize("taken", [True, False])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_weight_of_either_branch_decays(replicas, taken):
+    def forward(model, condition, x):
+        with_weight, without = (lambda: x * model.weight), (lambda: x * 3)
+        branches = (without, with_weight) if taken else (with_weight, without)
+        return poptorch.identity_loss(poptorch.cond(condition, branches[0], [], branches[1], [])[0], "mean")
+
+    model = Calls(forward)
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.25)
+    poptorch.trainingModel(model, options(replicas), optimizer)(torch.full((replicas,), taken), torch.ones(replicas))
+    assert model.weight.item() == 1.5
+
+
+class Slice(nn.Module):
+    def forward(self, x: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        return poptorch.dynamic_slice(x, 1, start, 3, 2)
+
+
+class Update(nn.Module):
+    def forward(self, x: torch.Tensor, src: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        return poptorch.dynamic_update(x, src, 1, start, 2)
+
+
+def test_slice_start_is_evaluated_in_every_call_on_every_replica():
+    model = poptorch.inferenceModel(Slice(), options(replicas=2))
+    x = torch.arange(12.0).reshape(2, 6)
+    assert model(x, torch.tensor([0, 3])).tolist() == [[0.0, 2.0], [9.0, 11.0]]
+    assert model(x, torch.tensor([2, 1])).tolist() == [[2.0, 4.0], [7.0, 9.0]]
+
+
+def test_dynamic_update_does_not_modify_its_input():
+    x, src = torch.zeros(1, 4), torch.ones(1, 2)
+    model = poptorch.inferenceModel(Update(), options())
+    assert model(x, src, torch.tensor([1])).tolist() == [[0.0, 1.0, 1.0, 0.0]]
+    assert model(x, src, torch.tensor([2])).tolist() == [[0.0, 0.0, 1.0, 1.0]]
+    assert not x.any()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data(), st.integers(1, 6), st.integers(1, 3))
+def test_dynamic_slice_equals_python_slice(data, length, step):
+    start = data.draw(st.integers(0, length - 1))
+    size = data.draw(st.integers(1, length - start))
+    x = torch.arange(float(length))
+    assert torch.equal(poptorch.dynamic_slice(x, 0, start, size, step), x[start : start + size : step])
+
+
+def test_dynamic_ops_are_differentiable():
+    x, src = torch.ones(4, requires_grad=True), torch.ones(2, requires_grad=True)
+    updated = poptorch.dynamic_update(x, src, -1, torch.tensor(1), 2)
+    poptorch.dynamic_slice(updated, 0, 2, 2, 1).sum().backward()
+    assert x.grad.tolist() == [0.0, 0.0, 0.0, 1.0]
+    assert src.grad.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: poptorch.dynamic_slice([1], 0, 0, 1, 1), "`tensor` must be a tensor"),
+        (lambda x: poptorch.dynamic_slice(x, 1, 0, 1, 1), "the tensor has 1 dimensions"),
+        (lambda x: poptorch.dynamic_slice(x, 0, 3, 2, 1), r"slice \[3 : 5\] exceeds dimension 0, which has 4"),
+        (lambda x: poptorch.dynamic_slice(x, 0, torch.tensor(-1), 2, 1), r"slice \[-1 : 1\]"),
+        (lambda x: poptorch.dynamic_slice(x, 0, torch.tensor(1.0), 2, 1), "`start` must be one integer, not float32"),
+        (
+            lambda x: poptorch.dynamic_slice(x, 0, torch.tensor([1, 2]), 2, 1),
+            r"`start` must be one integer, not int32 \[2\]",
+        ),
+        (lambda x: poptorch.dynamic_slice(x, 0, 0, torch.tensor(2), 1), "`size` must be a constant int"),
+        (lambda x: poptorch.dynamic_slice(x, 0, 0, 2, 0), "`step` must be a constant int of at least 1"),
+        (lambda x: poptorch.dynamic_update(x, x, 0, 0, 2), r"`src` is float32 \[4\], but the slice .* float32 \[2\]"),
+        (lambda x: poptorch.dynamic_update(x, x[:2].to(torch.int64), 0, 0, 2), r"`src` is int32 \[2\]"),
+        (lambda x: poptorch.dynamic_update(x, x, 0, 1, 4), r"slice \[1 : 5\]"),
+    ],
+)
+def test_dynamic_ops_reject_invalid_arguments(call, message):
+    with pytest.raises(poptorch.Error, match=message) as error:
+        call(torch.ones(4))
+    assert isinstance(error.value, ValueError)
