@@ -4,7 +4,7 @@
   the same loop in torch, alternating step by step in one process, on 1 and on 2 threads; and each in its own process
   for the peak memory;
 * replicas: a call of 8 replicas on one core, against 8 calls of one replica on it;
-* loader: poptorch.DataLoader in Async mode with 2 workers, against torch's DataLoader with 2 workers, on the same data set.
+* loader: poptorch.DataLoader in Async mode with 2 workers, against torch's DataLoader with 2 workers on the same data.
 
 Ratios are medians over the rounds. The target is a lower or upper bound of the ratio.
 """

@@ -1,6 +1,6 @@
 """The baselines of bench_train.py, one process each: DistributedDataParallel under torchrun, and the compute limit.
 
-Both train the same network (raypod.model.networks) with the same optimizer on the same sizes, and print one line of JSON:
+Both train the same network (raypod.model.networks) with the same optimizer and sizes, and print one line of JSON:
 {"images_per_s": ...}. Started by bench_train.py.
 """
 

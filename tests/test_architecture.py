@@ -30,6 +30,16 @@ DIRECTIONS = {
     "launcher": "fleet instance",
     "pod": "fleet",
 }
+# The folders of the emulated poptorch, likewise.
+SDK_DIRECTIONS = {
+    "executor": "device",
+    "device": "optimizers parallel ops data",
+    "optimizers": "options",
+    "parallel": "options",
+    "ops": "options",
+    "data": "options",
+    "options": "",
+}
 SDK = {"poptorch", "popdist", "horovod", "popart", "_pod"}
 SDK_USERS = ["model/program", "model/pipeline_table", "instance/instance", "instance/collectives", "host/sdk"]
 RAY_USERS = ["fleet/ray*", "fleet/gcs", "launcher/ray_hosts"]
@@ -45,16 +55,24 @@ def imported(file: Path) -> Set[str]:
     return names | {f"{node.module}.{alias.name}" for node in from_names for alias in node.names}
 
 
-def reachable(room: str) -> Set[str]:
-    targets = set(DIRECTIONS[room].split())
-    return targets.union(*map(reachable, targets))
+def reachable(room: str, directions: Dict[str, str]) -> Set[str]:
+    targets = set(directions[room].split())
+    return targets.union(*(reachable(target, directions) for target in targets))
 
 
 @pytest.mark.parametrize("file", MODULES, ids=IDS)
 def test_imports_follow_the_direction_of_the_rooms(file: Path) -> None:
     room = file.relative_to(PACKAGE).with_suffix("").parts[0]
     used = {name.split(".")[1] for name in imported(file) if name.startswith("raypod.")}
-    assert room not in DIRECTIONS or used <= reachable(room) | {room}
+    assert room not in DIRECTIONS or used <= reachable(room, DIRECTIONS) | {room}
+
+
+@pytest.mark.parametrize("folder", SDK_DIRECTIONS)
+def test_imports_follow_the_direction_of_the_emulated_sdk(folder: str) -> None:
+    files = (PACKAGE / "emulated_sdk" / "poptorch" / folder).rglob("*.py")
+    names = {name for file in files for name in imported(file) if name.startswith("poptorch.")}
+    used = {name.split(".")[1] for name in names} & set(SDK_DIRECTIONS)
+    assert used <= reachable(folder, SDK_DIRECTIONS) | {folder}
 
 
 def test_no_module_imports_itself_through_others() -> None:

@@ -37,7 +37,6 @@ def test_the_first_call_counts_only_until_there_is_another(monkeypatch: pytest.M
     ("file", "waits"),
     [
         ("/x/emulated_sdk/_pod/store_client.py", True),
-        ("/x/emulated_sdk/_emulated_pod.py", True),
         ("/x/horovod/torch/mpi_ops.py", True),
         ("/x/program.py", False),
     ],
