@@ -1,7 +1,7 @@
 """Training speed against baselines in the same run: `python scripts/bench_train.py [--rounds 5]`.
 
-All run the same work: ResNet-18 on 3x32x32 synthetic images, micro-batch 16, accumulation 2, 2 processes with one thread
-each, fp32.
+All run the same work: ResNet-18 on 3x32x32 synthetic images, micro-batch 16, accumulation 2, 2 processes with one
+thread each, fp32.
 
 * limit: two processes with a fixed batch, without data loading or communication: the limit of the cores;
 * torchrun: DistributedDataParallel over gloo, no_sync during accumulation;

@@ -36,7 +36,7 @@ SDK_DIRECTIONS = {
     "device": "optimizers parallel ops data",
     "optimizers": "options",
     "parallel": "options",
-    "ops": "options",
+    "ops": "parallel options",  # poptorch.ops also exports the blocks
     "data": "options",
     "options": "",
 }
