@@ -8,6 +8,7 @@ import os
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence
 
 SECOND_HOST, THIRD_HOST = "127.0.0.2", "127.0.0.3"
+SIZES = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False}
 
 
 class RayCluster(NamedTuple):
@@ -30,7 +31,7 @@ def ray_cluster(
     os.environ.update(variables or {})
     ray = importlib.import_module("ray")
     cluster = importlib.import_module("ray.cluster_utils").Cluster()
-    sizes = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False, **sizes}
+    sizes = {**SIZES, **sizes}
     try:
         nodes = [cluster.add_node(**sizes, **({"node_ip_address": each} if each else {})) for each in addresses]
         quiet = {"log_to_driver": False, "logging_level": "ERROR"}

@@ -17,6 +17,7 @@ from typing import Any, Callable, Iterator, List, NamedTuple, Tuple
 import psutil
 import pytest
 from bounded import wait_until
+from ray_cluster import SECOND_HOST, SIZES, THIRD_HOST, ray_cluster
 
 from raypod.launch import main
 
@@ -28,8 +29,6 @@ pytestmark = [
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 MARK = "RAYPOD_TEST_LAUNCH"
-SECOND_HOST, THIRD_HOST = "127.0.0.2", "127.0.0.3"
-SIZES = {"num_cpus": 2, "object_store_memory": 80_000_000, "include_dashboard": False}
 EIGHT_IN_FOUR = ("--num-replicas", "8", "--num-instances", "4", "--ipus-per-replica", "2")
 FOUR = ("--num-replicas", "4", "--num-instances", "4")
 TWO = ("--num-replicas", "2", "--num-instances", "2")
@@ -38,18 +37,9 @@ TWO = ("--num-replicas", "2", "--num-instances", "2")
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A Ray cluster of two hosts on this machine, to which this process is connected."""
-    environment = dict(os.environ)
-    os.environ[MARK] = str(os.getpid())  # inherited by all processes of the cluster
-    ray = importlib.import_module("ray")
-    made = importlib.import_module("ray.cluster_utils").Cluster()
-    made.add_node(**SIZES)
-    made.add_node(node_ip_address=SECOND_HOST, **SIZES)
-    ray.init(address=made.address, log_to_driver=False, logging_level="ERROR", namespace="tests")
-    yield made
-    ray.shutdown()
-    made.shutdown()
-    os.environ.clear()
-    os.environ.update(environment)
+    # All processes of the cluster inherit the variable.
+    with ray_cluster(variables={MARK: str(os.getpid())}, num_cpus=2) as made:
+        yield made.cluster
 
 
 class Launched(NamedTuple):
