@@ -57,16 +57,16 @@ def run_ranks(
     """
     import _pod.wires
 
-    from raypod.instance.collectives import horovod_door
+    from raypod.instance.collectives import horovod_proxy
 
     store = _pod.wires.StoreServer()
     environment = {**os.environ, "PYTHONPATH": str(SDK), "OMP_NUM_THREADS": "1"}
     environment.update({**store.environment, _pod.wires.TIMEOUT_S: "30"})
     environment["EMULATED_POD_HOROVOD"] = horovod
     # The emulated Horovod ignores the variables of the installed one.
-    folders, opened = tempfile.TemporaryDirectory(), closing(horovod_door(store.environment))
-    with closing(store), folders as folder, opened as door:
-        environment.update(door.environment, HOROVOD_GLOO_IFACE="lo")
+    folders, opened = tempfile.TemporaryDirectory(), closing(horovod_proxy(store.environment))
+    with closing(store), folders as folder, opened as proxy:
+        environment.update(proxy.environment, HOROVOD_GLOO_IFACE="lo")
         call = [sys.executable, __file__, module_file, folder, str(size), *functions]
         with Path(folder, "log").open("w") as log:
             parent = subprocess.Popen(call, env=environment, stdout=log, stderr=log, start_new_session=True)

@@ -9,7 +9,7 @@ import pickle
 import poptorch
 import pytest
 import torch
-from poptorch import log
+from poptorch import environment
 
 
 def test_exported_names_are_sorted_and_exist():
@@ -87,7 +87,7 @@ def test_log_levels_are_names_and_numbers(log_level, level, severity):
 
 
 @pytest.mark.parametrize("level", ["LOUD", 7, -1, True, None, []])
-def test_an_unknown_log_level_is_refused(level):
+def test_an_unknown_log_level_is_rejected(level):
     with pytest.raises(ValueError, match=r"Unknown log level .*: use TRACE, DEBUG"):
         poptorch.setLogLevel(level)
 
@@ -95,7 +95,7 @@ def test_an_unknown_log_level_is_refused(level):
 @pytest.mark.parametrize(("text", "severity"), [("INFO", 20), ("1", 10), ("off", 60), ("LOUD", 30)])
 def test_the_environment_sets_the_log_level(monkeypatch, log_level, text, severity):
     monkeypatch.setenv("POPTORCH_LOG_LEVEL", text)
-    log.set_level_from_environment()
+    environment.set_level_from_environment()
     assert log_level() == severity
 
 

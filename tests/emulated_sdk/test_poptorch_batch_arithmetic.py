@@ -13,7 +13,7 @@ from poptorch_data import Numbers, numbers
 from poptorch_models import Echo, options
 
 OutputMode = poptorch.OutputMode
-REFUSALS = (poptorch.Error, AssertionError)
+REJECTIONS = (poptorch.Error, AssertionError)
 small = st.integers(1, 3)
 replica_counts = st.sampled_from([1, 2, 4])
 
@@ -189,12 +189,12 @@ odd_values = st.one_of(st.none(), st.integers(-2, 3), st.sampled_from(["2", 2.5,
     st.integers(0, 6),
     st.integers(1, 3),
 )
-def test_wrong_arguments_of_a_loader_are_refused_by_its_constructor(arguments, length, processes):
+def test_wrong_arguments_of_a_loader_are_rejected_by_its_constructor(arguments, length, processes):
     opts = options()
     opts.Distributed.configureProcessId(processes - 1, processes)
     try:
         loader = poptorch.DataLoader(opts, Numbers(length), **arguments)
-    except (*REFUSALS, ValueError):
+    except (*REJECTIONS, ValueError):
         return
     except ZeroDivisionError:
         assert processes > 1
@@ -217,14 +217,14 @@ odd_inputs = st.recursive(
 
 @settings(derandomize=True, deadline=None, max_examples=100, database=None)
 @given(st.lists(odd_inputs, max_size=2), st.sampled_from([1, 2]))
-def test_other_inputs_than_compiled_are_refused(inputs, replicas):
+def test_other_inputs_than_compiled_are_rejected(inputs, replicas):
     wrapped = poptorch.inferenceModel(torch.nn.Identity(), options(replicas))
     right = torch.ones(2 * replicas, 3)
     wrapped.compile(right)
     fits = len(inputs) == 1 and isinstance(inputs[0], torch.Tensor) and inputs[0].shape == right.shape
     try:
         result = wrapped(*inputs)
-    except REFUSALS:
+    except REJECTIONS:
         assert not fits or inputs[0].dtype not in (torch.float32, torch.float64)
     except TypeError:
         assert len(inputs) != 1  # forward has another signature
@@ -236,7 +236,7 @@ def test_other_inputs_than_compiled_are_refused(inputs, replicas):
 
 @settings(derandomize=True, deadline=None, max_examples=60, database=None)
 @given(odd_tensors, small, replica_counts)
-def test_the_first_call_is_refused_unless_samples_divide(tensor, iterations, replicas):
+def test_the_first_call_is_rejected_unless_samples_divide(tensor, iterations, replicas):
     wrapped = poptorch.inferenceModel(torch.nn.Identity(), options(replicas, 1, iterations))
     samples = tensor.shape[0] if tensor.dim() else 1
     if samples and samples % (iterations * replicas) == 0:

@@ -76,7 +76,7 @@ def test_registering_needs_a_type_and_a_parser(wrong):
         poptorch.registerCustomArgParser(*wrong)
 
 
-def test_an_object_with_tensor_attributes_and_no_parser_is_refused():
+def test_an_object_with_tensor_attributes_and_no_parser_is_rejected():
     with pytest.raises(poptorch.Error, match=r"registerCustomArgParser\(Pair"):
         poptorch.inferenceModel(Swap(), options())(Pair(torch.ones(1), torch.ones(1)))
 

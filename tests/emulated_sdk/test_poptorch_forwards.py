@@ -38,14 +38,14 @@ def reassign_data(line, x):
 
 
 @pytest.mark.parametrize("change", [reassign, reassign_data])
-def test_reassigning_a_parameter_is_refused(change):
+def test_reassigning_a_parameter_is_rejected(change):
     with pytest.raises(poptorch.Error, match="parameter 'weight' was reassigned"):
         line_with(change)[1](torch.ones(1))
 
 
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.parametrize("target", [lambda line: line.weight, lambda line: line.weight.data])
-def test_changing_a_parameter_in_place_is_refused(is_training, target):
+def test_changing_a_parameter_in_place_is_rejected(is_training, target):
     class Clamped(Line):
         def forward(self, x):
             with torch.no_grad():

@@ -58,12 +58,12 @@ def test_a_loss_module_marks_as_its_function_does():
     assert trained_weight(nn.MSELoss()) == trained_weight(F.mse_loss)
 
 
-def test_a_forward_without_a_marked_loss_is_refused():
+def test_a_forward_without_a_marked_loss_is_rejected():
     with pytest.raises(poptorch.Error, match=r"Couldn't find a loss in graph!"):
         trained_weight(lambda p, y: ((p - y) ** 2).mean())
 
 
-def test_two_independent_losses_are_refused():
+def test_two_independent_losses_are_rejected():
     with pytest.raises(poptorch.Error, match=r"Multiple independent losses"):
         trained_weight(lambda p, y: (F.mse_loss(p, y), F.l1_loss(p, y)))
 
@@ -75,7 +75,7 @@ def test_losses_that_a_third_depends_on_are_allowed():
     assert trained_weight(combined, lr=0.1) == pytest.approx(2 - 0.1 * (4 + 1))
 
 
-def test_a_final_loss_of_several_numbers_is_refused():
+def test_a_final_loss_of_several_numbers_is_rejected():
     with pytest.raises(poptorch.Error, match="reduce it to one number"):
         trained_weight(lambda p, y: F.mse_loss(p, y, reduction="none"))
 
@@ -94,7 +94,7 @@ def test_identity_loss_on_the_host_is_the_plain_reduction(reduction, expected):
     assert x.grad is not None
 
 
-def test_an_unknown_reduction_is_refused():
+def test_an_unknown_reduction_is_rejected():
     with pytest.raises(AssertionError, match="median"):
         poptorch.identity_loss(torch.ones(1), "median")
 

@@ -137,9 +137,9 @@ def test_setter_chains_and_validates(name, monkeypatch):
     returned, has_changed = changed_by(name, opts)
     assert returned is group
     assert has_changed
-    for refused in TABLE[name][1]:
+    for invalid in TABLE[name][1]:
         with pytest.raises(AssertionError):
-            setter(opts, name)(*refused)
+            setter(opts, name)(*invalid)
 
 
 @pytest.mark.parametrize("name", sorted(set(TABLE) - set(WARNS)))

@@ -76,7 +76,7 @@ def test_every_n_returns_every_fifth_of_ten_iterations():
     assert on_device(lambda x: x, torch.arange(10.0), opts=opts).tolist() == [4, 9]
 
 
-def test_a_period_longer_than_the_call_is_refused():
+def test_a_period_longer_than_the_call_is_rejected():
     with pytest.raises(poptorch.Error, match="every 3 device iterations"):
         on_device(lambda x: x, torch.zeros(2), opts=options(iterations=2).outputMode(EveryN, 3))
 
@@ -162,7 +162,7 @@ def test_shapes_and_dtypes_are_fixed_by_compiling(other):
         model(other)
 
 
-def test_a_batch_dimension_that_does_not_divide_is_refused():
+def test_a_batch_dimension_that_does_not_divide_is_rejected():
     with pytest.raises(AssertionError, match="Invalid batch dimension"):
         on_device(lambda x: x, torch.ones(3), opts=options(replicas=2))
 
@@ -179,13 +179,13 @@ def test_input_groups_share_their_input(kind, expected):
     assert on_device(lambda x: x, torch.arange(2.0), opts=opts).tolist() == expected
 
 
-def test_input_groups_with_several_iterations_are_refused():
+def test_input_groups_with_several_iterations_are_rejected():
     opts = options(replicas=2, iterations=2).inputReplicaGrouping(2, poptorch.CommGroupType.Consecutive)
     with pytest.raises(poptorch.Error, match="1 device iteration"):
         on_device(lambda x: x, torch.zeros(4), opts=opts)
 
 
-def test_outputs_refuse_backward_and_can_be_saved():
+def test_outputs_reject_backward_and_can_be_saved():
     result = on_device(lambda x: x, torch.ones(2))
     with pytest.raises(poptorch.Error, match="backward"):
         result.backward()

@@ -89,6 +89,6 @@ def test_pvti_options_must_be_a_json_object(monkeypatch, text):
         poptorch.profiling.Channel("app")
 
 
-def test_instrumenting_a_missing_method_is_refused():
+def test_instrumenting_a_missing_method_is_rejected():
     with pytest.raises(AttributeError, match="walk"):
         poptorch.profiling.Channel("app").instrument(Program(), "walk")

@@ -7,7 +7,7 @@ import json
 import poptorch
 import pytest
 import torch
-from poptorch.executor import model_file
+from poptorch.executor import saving
 from poptorch_models import Classifier, Line, batch, options, seeded
 from torch import nn
 
@@ -56,7 +56,7 @@ def test_a_loaded_executable_keeps_the_hosts_weights(tmp_path):
         other(*batch(8))
 
 
-def test_load_refuses_a_file_without_a_model(tmp_path):
+def test_load_rejects_a_file_without_a_model(tmp_path):
     _, training = train_classifier()
     training.compileAndExport(tmp_path / "model", *batch(4), export_model=False)
     with pytest.raises(poptorch.Error, match="export_model=False"):
@@ -96,7 +96,7 @@ class Wider(Classifier):
         (lambda: poptorch.trainingModel(Line(), options()), "compiled for another model"),
     ],
 )
-def test_an_executable_of_another_model_or_options_is_refused(tmp_path, other, what):
+def test_an_executable_of_another_model_or_options_is_rejected(tmp_path, other, what):
     train_classifier(dropout=0.0)[1].compileAndExport(tmp_path / "model", *batch(4))
     with pytest.raises(poptorch.Error, match=what):
         other().loadExecutable(tmp_path / "model")
@@ -129,7 +129,7 @@ def test_a_directory_gets_a_file_with_the_default_name(tmp_path, caplog):
         (lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], "checksum of its section"),
     ],
 )
-def test_foreign_and_damaged_files_are_refused(tmp_path, damage, message):
+def test_foreign_and_damaged_files_are_rejected(tmp_path, damage, message):
     _, training = train_classifier()
     training.compileAndExport(tmp_path / "model", *batch(4))
     (tmp_path / "damaged").write_bytes(damage((tmp_path / "model").read_bytes()))
@@ -138,21 +138,21 @@ def test_foreign_and_damaged_files_are_refused(tmp_path, damage, message):
             load(tmp_path / "damaged")
 
 
-def test_a_missing_file_is_refused(tmp_path):
+def test_a_missing_file_is_rejected(tmp_path):
     with pytest.raises(poptorch.Error, match="cannot be read"):
         poptorch.load(tmp_path / "none")
 
 
-def test_files_of_another_version_are_refused(tmp_path, monkeypatch):
+def test_files_of_another_version_are_rejected(tmp_path, monkeypatch):
     _, training = train_classifier()
     with monkeypatch.context() as earlier:
-        earlier.setattr(model_file, "VERSION", "3.3.0")
+        earlier.setattr(saving, "VERSION", "3.3.0")
         training.compileAndExport(tmp_path / "model", *batch(4))
     with pytest.raises(poptorch.Error, match=r"saved by poptorch 3\.3\.0"):
         poptorch.load(tmp_path / "model")
 
 
-def test_files_of_another_format_are_refused(tmp_path):
+def test_files_of_another_format_are_rejected(tmp_path):
     _, training = train_classifier()
     training.compileAndExport(tmp_path / "model", *batch(4))
     content = (tmp_path / "model").read_bytes()
@@ -176,7 +176,7 @@ def test_loading_an_executable_traces_inputs_of_the_compiling_call(tmp_path):
     assert training(indices).tolist() == [0.5, 0.5]
 
 
-def test_a_model_that_cannot_be_pickled_is_refused_and_leaves_no_file(tmp_path):
+def test_a_model_that_cannot_be_pickled_is_rejected_and_leaves_no_file(tmp_path):
     class Local(Line):
         pass
 

@@ -176,7 +176,7 @@ def test_another_program_continues_from_the_replica_state(single_process: Dict[s
     assert len(torch.unique(single_process["buffer norm.running_mean"], dim=0)) == REPLICAS
 
 
-def test_a_replica_state_of_another_shape_is_refused() -> None:
+def test_a_replica_state_of_another_shape_is_rejected() -> None:
     training = wrapped()
     training(*share(0))
     state = training.emulatedReplicaState()

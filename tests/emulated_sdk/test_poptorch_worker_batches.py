@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from poptorch.data.elements import flatten_element
 from poptorch.data.worker_batches import stack_into
+from poptorch.pytree import flatten_element
 from poptorch_data import Pair
 from torch.utils.data import default_collate
 

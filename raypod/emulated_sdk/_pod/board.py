@@ -7,7 +7,7 @@ All processes read the result in place. Two barriers per call and one board are 
 after the next call's first barrier, when all processes have used it, and the rows are last read before the second
 barrier. The additions are in tree order, so that the result has the same bits as over the network.
 
-The file is unlinked as soon as all processes have mapped it: nothing remains in /dev/shm, however the processes end.
+The file is unlinked as soon as all processes have mapped it, so no file remains in /dev/shm if a process is killed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Piece(NamedTuple):
 class Board:
     """Shared memory mapped by all processes of a group; made by `open_board`. It must not reference its group.
 
-    starts, lengths: where each tensor begins in a row, and its number of elements.
+    Args:
+        starts, lengths: where each tensor begins in a row, and its number of elements.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class Board:
     def sum_(self, group: Group, own: Sequence[torch.Tensor]) -> None:
         """Write the sum over all processes, added in tree order, to `result`, where it is valid until the next call.
 
-        own: this process's tensors, flat; scratch afterwards.
+        Args:
+            own: this process's tensors, flat; scratch afterwards.
 
         Raises:
             PeerFailed: a peer is lost or does not respond in time.

@@ -41,7 +41,9 @@ class Placement(NamedTuple):
 class GradientSum:
     """Sums lists of tensors over all replicas of all processes.
 
-    like: one replica's tensors, of one floating point dtype; every list has their shapes, and preferably their strides.
+    Args:
+        like: one replica's tensors, of one floating point dtype; every list has their shapes, and preferably their
+            strides.
     """
 
     def __init__(self, like: Sequence[torch.Tensor], placement: Placement) -> None:
@@ -59,7 +61,8 @@ class GradientSum:
 
         All processes must call in the same order.
 
-        gradients: one list per local replica, in replica order; scratch afterwards. None stands for zeros.
+        Args:
+            gradients: one list per local replica, in replica order; scratch afterwards. None stands for zeros.
 
         Raises:
             PeerFailed: a peer is lost or does not respond in time.

@@ -2,7 +2,7 @@
 
 The replicas of all processes are added in ONE binary tree over the global replica index: leaves (0,1), (2,3), ...,
 then pairs of pairs; a node without a right neighbour moves up unchanged. The process that holds a replica affects only
-who adds, never the order of additions: the sum has the same bits for every placement. (inferred: the SDK's
+which process adds, never the order of additions: the sum has the same bits for every placement. (inferred: the SDK's
 documentation does not state GCL's order.)
 
 Every process first adds the subtrees that it holds completely. Then
@@ -44,9 +44,11 @@ def tree_sum_(
 
     All processes must call in the same order.
 
-    contributions: one contiguous 1-D floating point tensor per local replica, of one length and dtype, in replica
-        order. On return the first holds the sum over all `total_replicas`, in every process; the others are scratch.
-    replica_offset: global index of the first local replica.
+    Args:
+        contributions: one contiguous 1-D floating point tensor per local replica, of one length and dtype, in replica
+            order. On return the first holds the sum over all `total_replicas`, in every process; the others are
+            scratch.
+        replica_offset: global index of the first local replica.
 
     Raises:
         PeerFailed: a peer is lost or does not respond in time (see `_pod.wires`).

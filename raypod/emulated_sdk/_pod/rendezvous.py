@@ -143,7 +143,8 @@ def detach() -> Optional[Store]:
 def wait_for_ranks(store: Store, key: str, where: str, rank: int, size: int, join_s: float) -> None:
     """Announce this rank under `key` and wait until all ranks have. Gloo's own wait does not name the missing ranks.
 
-    where: describes the group in errors.
+    Args:
+        where: describes the group in errors.
 
     Raises:
         PeerFailed: a rank is missing after `join_s` seconds or has failed, or another thread cancelled the wait.

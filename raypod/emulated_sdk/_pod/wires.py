@@ -67,7 +67,8 @@ def connect(name: str, rank: int, size: int, join_s: Optional[float] = None) -> 
 
     Later calls return the same group. A group of one rank needs no rendezvous.
 
-    join_s: timeout in seconds, by default min(60, EMULATED_POD_TIMEOUT_S). The call may be repeated after a timeout.
+    Args:
+        join_s: timeout in seconds, by default min(60, EMULATED_POD_TIMEOUT_S). A call may be repeated after a timeout.
 
     Raises:
         PeerFailed: some ranks (named) have not joined in time, or a rank called `abandon` before it joined.

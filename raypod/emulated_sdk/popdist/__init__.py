@@ -1,7 +1,7 @@
 """`popdist`, emulated: the position of this process in a distributed run, and the connection between instances.
 
 The position comes from the POPDIST_* environment variables, which are read at every call. Without them every function
-answers for a run of one instance with one replica of one IPU.
+describes a run of one instance with one replica of one IPU.
 """
 
 from __future__ import annotations

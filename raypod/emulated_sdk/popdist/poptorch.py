@@ -17,8 +17,9 @@ class Options(poptorch.Options):
 
     The methods that would change what the launcher decides raise RuntimeError.
 
-    ipus_per_replica: IPUs of the model. The default, 1, means the launched number; any other value must equal it
-        (inferred: PopDist's own check is not public; programs launched with two IPUs per replica pass nothing).
+    Args:
+        ipus_per_replica: IPUs of the model. The default, 1, means the launched number; any other value must equal it
+            (inferred: PopDist's own check is not public; programs launched with two IPUs per replica pass nothing).
 
     Raises:
         RuntimeError: `ipus_per_replica` differs from the launched number, or the variables are invalid or describe

@@ -8,20 +8,20 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from poptorch import enums, log, ops, optim, options, profiling, testing
+from poptorch import enums, environment, ops, optim, options, profiling, testing
 from poptorch.data.accessor import AsynchronousDataAccessor
 from poptorch.data.loader import DataLoader
-from poptorch.device.hardware import ipuHardwareIsAvailable, ipuHardwareVersion, isRunningOnIpu
+from poptorch.device_mode import isRunningOnIpu
 from poptorch.enums import *  # noqa: F403
+from poptorch.environment import VERSION as __version__
+from poptorch.environment import ipuHardwareIsAvailable, ipuHardwareVersion, setLogLevel
 from poptorch.errors import Error, RecoverableError, UnrecoverableError
 from poptorch.executor.compile_hooks import registerPostCompileHook, registerPreCompileHook
 from poptorch.executor.executor import PoplarExecutor
 from poptorch.executor.wrapping import inferenceModel, load, trainingModel
-from poptorch.log import setLogLevel
 from poptorch.ops import *  # noqa: F403
 from poptorch.options import *  # noqa: F403
 from poptorch.pytree import ICustomArgParser, registerCustomArgParser
-from poptorch.version import VERSION as __version__
 
 __all__ = [
     "AsynchronousDataAccessor",
@@ -55,7 +55,7 @@ __all__ += options.__all__
 __all__.sort()
 
 os.environ.setdefault("RDMAV_FORK_SAFE", "1")
-log.set_level_from_environment()
+environment.set_level_from_environment()
 
 
 def __getattr__(name: str) -> Any:

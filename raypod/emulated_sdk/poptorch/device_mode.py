@@ -1,8 +1,8 @@
 """The differences between torch on the host and a forward on the device: marked losses and dtypes.
 
 `DeviceMode` intercepts every torch function that a forward calls. It marks losses, replaces dtypes that the device does
-not have by those that it computes in, and refuses to move a tensor off the device. As this costs time, later forwards
-use `OnDevice` instead if compilation replaced nothing and found the loss among the outputs.
+not have by those that it computes in, and raises Error if a tensor is moved off the device. As this costs time, later
+forwards use `OnDevice` instead if compilation replaced nothing and found the loss among the outputs.
 """
 
 from __future__ import annotations
@@ -72,6 +72,11 @@ def to_device(tensor: torch.Tensor) -> torch.Tensor:
 def is_on_device() -> bool:
     """Return whether this thread runs a forward on the device."""
     return getattr(_active, "is_on_device", False)
+
+
+def isRunningOnIpu() -> bool:
+    """Return whether the caller runs inside the forward of a wrapped model."""
+    return is_on_device()
 
 
 def active_mode() -> Optional[DeviceMode]:
@@ -192,7 +197,7 @@ def _loss(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwa
 
 def _convert(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
     if any(isinstance(value, str) and value == "cpu" for value in (*args[1:], kwargs.get("device"))):
-        return _refuse_cpu(mode, func, args, kwargs)
+        return _reject_cpu(mode, func, args, kwargs)
     result = func(*map(mode.replaced, args), **{name: mode.replaced(value) for name, value in kwargs.items()})
     casts_to_half = any(value is torch.half for value in (*args, *kwargs.values()))
     return _rounded(result) if casts_to_half else result
@@ -208,7 +213,7 @@ def _to_half(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], 
     return _rounded(args[0].float())
 
 
-def _refuse_cpu(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+def _reject_cpu(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
     raise Error("A tensor cannot be moved to the CPU inside forward: return it instead, or use it on the device")
 
 
@@ -243,7 +248,7 @@ def _handlers() -> Dict[Callable[..., Any], _Handler]:
     handlers.update(dict.fromkeys((torch.Tensor.double, torch.Tensor.bfloat16), _replaced_by(torch.Tensor.float)))
     handlers[torch.Tensor.half] = _to_half
     handlers[torch.Tensor.int] = _replaced_by(torch.Tensor.long)
-    handlers[torch.Tensor.cpu] = _refuse_cpu
+    handlers[torch.Tensor.cpu] = _reject_cpu
     return handlers
 
 

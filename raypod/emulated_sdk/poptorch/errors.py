@@ -1,7 +1,7 @@
 """The exceptions of `poptorch`.
 
 Exception
-|-- Error                       refused or failed on the device, in the compiler or in a model wrapper
+|-- Error                       rejected or failed on the device, in the compiler or in a model wrapper
 |   |-- RecoverableError        the reset in `recovery_action` makes the device usable again
 |   |-- UnrecoverableError      the hardware needs service
 |   |-- DataFetcherError        the data fetcher process failed; also an AssertionError

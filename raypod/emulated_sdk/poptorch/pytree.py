@@ -2,11 +2,15 @@
 
 Tuples, lists, dictionaries, named tuples and types with a registered `ICustomArgParser` are nodes, tensors are leaves,
 and every other value is a constant of the `TreeSpec`.
+
+An element of an asynchronous data set is flat: a tensor, a tuple, list or dictionary of tensors, or a value of a type
+with a registered parser. `flatten_element` returns its tensors and an `ElementSpec`.
 """
 
 from __future__ import annotations
 
 import abc
+from dataclasses import dataclass, field
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -150,7 +154,7 @@ def _flatten(value: Any, tensors: List[torch.Tensor]) -> TreeSpec:
         return TreeSpec(type(value), tuple(value), children, None)
     if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
         return TreeSpec(type(value), (), tuple(_flatten(item, tensors) for item in value), None)
-    _refuse_tensor_attributes(value)
+    _reject_tensor_attributes(value)
     return TreeSpec(_Constant, (), (), value)
 
 
@@ -166,7 +170,7 @@ def _flatten_with_parser(value: Any, parser: ICustomArgParser, tensors: List[tor
     return TreeSpec(type(value), (), (_LEAF,) * len(found), value)
 
 
-def _refuse_tensor_attributes(value: Any) -> None:
+def _reject_tensor_attributes(value: Any) -> None:
     """Raise Error for an object with tensors in its attributes: as a constant they would not reach the device."""
     if any(isinstance(item, torch.Tensor) for item in getattr(value, "__dict__", {}).values()):
         if isinstance(value, (torch.nn.Module, type)):
@@ -178,3 +182,65 @@ def _refuse_tensor_attributes(value: Any) -> None:
 
 
 _LEAF = TreeSpec(torch.Tensor, (), (), None)
+
+
+@dataclass(frozen=True)
+class ElementSpec:
+    """The container of an element's tensors. Specs are equal if their elements have the same structure.
+
+    Attributes:
+        type: class of the element.
+        keys: keys of a dictionary; the length of a tuple or list.
+        original: an element of a type with a registered parser, which needs it to build others.
+    """
+
+    type: type
+    keys: Tuple[Any, ...] = ()
+    original: Any = field(default=None, compare=False)
+
+    def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return an element with these tensors."""
+        kind: Any = self.type
+        if kind is torch.Tensor:
+            return tensors[0]
+        parser = parser_for(kind)
+        if parser is not None:
+            return parser.reconstruct(self.original, iter(tensors))
+        if issubclass(kind, dict):
+            filled = kind()
+            filled.update(zip(self.keys, tensors))
+            return filled
+        return kind(*tensors) if hasattr(kind, "_fields") else kind(tensors)
+
+    def __str__(self) -> str:
+        return f"{self.type.__name__}({', '.join(map(repr, self.keys))})"
+
+
+_TENSOR = ElementSpec(torch.Tensor)
+
+
+def flatten_element(element: Any) -> Tuple[List[torch.Tensor], ElementSpec]:
+    """Return the tensors of an element, in order, and its spec; Error for any other value."""
+    if isinstance(element, torch.Tensor):
+        return [element], _TENSOR
+    parser = parser_of(element)
+    if parser is not None:
+        return list(parser.yieldTensors(element)), ElementSpec(type(element), original=element)
+    if isinstance(element, dict):
+        tensors, spec = list(element.values()), ElementSpec(type(element), tuple(element))
+    elif isinstance(element, (tuple, list)):
+        tensors, spec = list(element), ElementSpec(type(element), (len(element),))
+    else:
+        raise Error(_not_an_element(f"an element is a {type(element).__name__}"))
+    for position, value in zip(spec.keys if isinstance(element, dict) else range(len(tensors)), tensors):
+        if not isinstance(value, torch.Tensor):
+            raise Error(_not_an_element(f"item {position!r} of a {type(element).__name__} is a {type(value).__name__}"))
+    return tensors, spec
+
+
+def _not_an_element(what: str) -> str:
+    return (
+        "Asynchronous loading supports tensors, flat tuples, lists and dictionaries of tensors, and types with a "
+        f"registered parser (poptorch.registerCustomArgParser), but {what}: collate to one of those, or use "
+        "DataLoaderMode.Sync"
+    )

@@ -1,7 +1,7 @@
 """Initialization, the position of this rank, build queries and process sets.
 
 Rank and size come from HOROVOD_RANK and HOROVOD_SIZE, else from OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE, else
-from popdist (instances), else they are 0 and 1. The queries answer for a Horovod built with Gloo only.
+from popdist (instances), else they are 0 and 1. The build queries describe a Horovod with Gloo only.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def chosen_op(op: Optional[int], average: Optional[bool]) -> int:
 
 
 def checked_op(op: int) -> ReduceOp:
-    """Return the reduction; HorovodInternalError if there is no such one."""
+    """Return the reduction; HorovodInternalError if it does not exist."""
     reject_adasum(op)
     if op not in list(ReduceOp):
         raise HorovodInternalError(f"Reduction op type not supported: {op!r}")

@@ -38,7 +38,8 @@ class Collective:
     The parameters of `__init__` after `kind` are those of the public functions after the tensors; the docstring of the
     class is theirs.
 
-    kind: "allreduce" or "grouped_allreduce": part of the operation's key, and used in errors.
+    Args:
+        kind: "allreduce" or "grouped_allreduce": part of the operation's key, and used in errors.
     """
 
     operation = ""

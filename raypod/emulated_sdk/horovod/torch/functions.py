@@ -17,8 +17,9 @@ Named = Union[Dict[str, torch.Tensor], List[Union[torch.Tensor, Tuple[str, torch
 def broadcast_parameters(params: Named, root_rank: int) -> None:
     """Overwrite the tensors of all ranks with root's, bit by bit, in one transfer.
 
-    params: a `state_dict()`, or a list of tensors or (name, tensor) pairs; names, shapes and dtypes must be the same on
-        all ranks.
+    Args:
+        params: a `state_dict()`, or a list of tensors or (name, tensor) pairs; names, shapes and dtypes must be the
+            same on all ranks.
 
     Raises:
         ValueError: `params` has another type (convert a generator to a list), or `broadcast_` does not take a tensor.
@@ -74,7 +75,8 @@ def broadcast_object(
 ) -> Any:
     """Return root's object on all ranks, transferred by pickle; root gets the object itself.
 
-    name: name of the operations, by default that of the type of `obj`, which must be the same on all ranks then.
+    Args:
+        name: name of the operations, by default that of the type of `obj`, which must be the same on all ranks then.
     """
     name = type(obj).__name__ if name is None else name
     is_root = rank() == root_rank

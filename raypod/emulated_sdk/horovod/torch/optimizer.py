@@ -185,12 +185,13 @@ def DistributedOptimizer(  # noqa: PLR0913  # Horovod's
 ) -> Any:
     """Return the optimizer with gradients reduced by `op` over all ranks before each step. The class keeps its name.
 
-    named_parameters: (name, parameter) pairs for all parameters, usually `model.named_parameters()`; the names must be
-        unique, and the same on all ranks.
-    backward_passes_per_step: number of backward passes whose gradients are accumulated before the reduction.
-    gradient_predivide_factor: with Average, divide by it before the sum, and multiply by it afterwards.
-    groups: the number of groups of gradients that are reduced together, or the groups themselves.
-    sparse_as_dense: reduce sparse gradients as dense ones.
+    Args:
+        named_parameters: (name, parameter) pairs for all parameters, usually `model.named_parameters()`; the names must
+            be unique, and the same on all ranks.
+        backward_passes_per_step: number of backward passes whose gradients are accumulated before the reduction.
+        gradient_predivide_factor: with Average, divide by it before the sum, and multiply by it afterwards.
+        groups: the number of groups of gradients that are reduced together, or the groups themselves.
+        sparse_as_dense: reduce sparse gradients as dense ones.
 
     Raises:
         NotImplementedError: Adasum, or another process set; in `backward`, a sparse gradient without `sparse_as_dense`.

@@ -17,12 +17,11 @@ from typing import Any, Callable, Deque, Dict, Iterator, List, Optional
 
 import torch
 
-from poptorch.data.elements import ElementSpec, flatten_element
 from poptorch.data.ring import END, Entry, RingHeader, SlotLayout, SlotWriter, map_slots, memory_size
 from poptorch.data.shared_memory import Event, SharedMemory
 from poptorch.data.worker_batches import WorkerBatches
 from poptorch.errors import Error
-from poptorch.pytree import registerCustomArgParser
+from poptorch.pytree import ElementSpec, flatten_element, registerCustomArgParser
 
 _POLL_INTERVAL_S = 0.5  # a waiting fetcher checks this often whether its parent is alive
 

@@ -56,10 +56,10 @@ class FetcherProcess:
         _running.add(self)
 
     def wait_until_ready(self) -> fetcher.Ready:
-        """Wait for the first element; DataFetcherError if the fetcher fails or dies first."""
+        """Wait for the first element; DataFetcherError if the fetcher fails or exits first."""
         while not self._reports.poll(_POLL_INTERVAL_S):
             if not self._process.is_alive() and not self._reports.poll():
-                raise self._died()
+                raise self._exited()
         report = self._receive()
         if isinstance(report, fetcher.Ready):
             return report
@@ -81,7 +81,7 @@ class FetcherProcess:
             if self._reports.poll():
                 self._failure = self._failed(self._receive())
             elif not is_alive:
-                self._failure = self._died()
+                self._failure = self._exited()
         return self._failure
 
     def stop(self) -> None:
@@ -114,10 +114,10 @@ class FetcherProcess:
 
     def _failed(self, report: Optional[fetcher.Failure]) -> DataFetcherError:
         if report is None:
-            return self._died()
+            return self._exited()
         return DataFetcherError(f"An error occurred in the data fetcher:\n{report.message}")
 
-    def _died(self) -> DataFetcherError:
+    def _exited(self) -> DataFetcherError:
         self._process.join(_GRACE_S)
         return DataFetcherError(
             f"An error occurred in the data fetcher: process {self._process.pid} ended with exit code "

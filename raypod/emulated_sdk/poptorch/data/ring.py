@@ -13,9 +13,9 @@ from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from poptorch.data.elements import ElementSpec
 from poptorch.data.shared_memory import SharedMemory
 from poptorch.errors import Error
+from poptorch.pytree import ElementSpec
 
 _ALIGNMENT = 64  # of tensors, in bytes: a cache line
 _NUMBERS_PER_ENTRY = 3

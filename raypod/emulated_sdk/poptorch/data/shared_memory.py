@@ -1,7 +1,7 @@
 """Anonymous shared memory, and an event, for two processes of one host.
 
-Both are open file descriptors: they have no name in /dev/shm or a temporary directory, so nothing is left behind
-however the processes end. They can be pickled for a process that is being started.
+Both are open file descriptors: they have no name in /dev/shm or a temporary directory, so no file remains when a
+process is killed. They can be pickled for a process that is being started.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Transfer batches from a loader's worker processes to the data fetcher in memory that both map once.
 
 torch sends each tensor of a batch in its own shared memory segment and fetches its descriptor through a socket. This
-costs more than the batch itself if it is small, and leaves a directory behind when a worker is killed. A batch that
+costs more than the batch itself if it is small, and leaves a directory on disk if a worker is killed. A batch that
 does not fit the memory, e.g. a short last batch, is pickled. Neither side waits for the other here.
 """
 
@@ -15,10 +15,10 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
-from poptorch.data.elements import ElementSpec, flatten_element
 from poptorch.data.ring import SlotLayout, map_slots, memory_size
 from poptorch.data.shared_memory import SharedMemory
 from poptorch.errors import Error
+from poptorch.pytree import ElementSpec, flatten_element
 
 _Format = Tuple[SlotLayout, ElementSpec]  # of all batches in the memory
 

@@ -1,17 +1,94 @@
-"""The arguments of a wrapped model: fixed by the compilation, and checked in every later call."""
+"""The inputs of a wrapped model: its arguments, fixed by the compilation, and their split into micro-batches."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from typing import Any, Callable, Dict, List, NamedTuple, Set, Tuple
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Set, Tuple
 
 import torch
 
-from poptorch.device.combined_batch import BatchLayout
 from poptorch.device_mode import API_DTYPE
+from poptorch.enums import CommGroupType
 from poptorch.errors import Error
+from poptorch.options import Options
 from poptorch.pytree import TreeSpec, flatten
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Dimension 0 of every input is [device iterations, accumulation steps, input groups, micro-batch].
+
+    Without input groups there are as many micro-batches per step as replicas; the replica is the innermost index.
+    """
+
+    device_iterations: int
+    accumulation_steps: int
+    replicas: int
+    group_size: int
+    group_type: CommGroupType
+
+    @classmethod
+    def of(cls, options: Options) -> BatchLayout:
+        """Return the layout for these options. Raises Error if the input groups do not fit."""
+        layout = cls(
+            device_iterations=options.device_iterations,
+            accumulation_steps=options.Training.gradient_accumulation,
+            replicas=options.replication_factor,
+            group_size=options.input_group_size,
+            group_type=options.input_group_type,
+        )
+        layout._check_groups()
+        return layout
+
+    @property
+    def input_groups(self) -> int:
+        """The number of groups of replicas that share an input."""
+        return self.replicas // self.group_size
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches in every input of a call."""
+        return self.device_iterations * self.accumulation_steps * self.input_groups
+
+    def index(self, iteration: int, step: int, replica: int) -> int:
+        """Return the index of the micro-batch that a replica reads at an accumulation step of an iteration."""
+        consecutive = self.group_type != CommGroupType.Orthogonal
+        group = replica // self.group_size if consecutive else replica % self.input_groups
+        return (iteration * self.accumulation_steps + step) * self.input_groups + group
+
+    def select(self, tensors: Sequence[torch.Tensor], index: int) -> List[torch.Tensor]:
+        """Return micro-batch number `index` of every tensor, as views; a 0-d tensor is returned as it is."""
+        return [_select(tensor, index, self.micro_batches) for tensor in tensors]
+
+    def check(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise AssertionError unless dimension 0 of every tensor is a multiple of the number of micro-batches."""
+        for index, tensor in enumerate(tensors):
+            size = tensor.shape[0] if tensor.dim() else 1
+            fits = size > 0 and size % self.micro_batches == 0
+            assert fits, (
+                f"Invalid batch dimension: tensor {index} of the arguments has {size} samples, no positive multiple of "
+                f"{self.micro_batches} = {self.device_iterations} device iterations x {self.accumulation_steps} "
+                f"gradient accumulation x {self.input_groups} replicas or input groups"
+            )
+
+    def _check_groups(self) -> None:
+        if self.replicas % self.group_size:
+            raise Error(f"The input group size {self.group_size} does not divide the {self.replicas} replicas")
+        if self.group_size > 1 and self.device_iterations * self.accumulation_steps > 1:
+            # The SDK tests input groups without these loops only, and would interleave the micro-batches wrongly.
+            raise Error(
+                f"Input groups of {self.group_size} replicas need 1 device iteration and gradient accumulation 1, not "
+                f"{self.device_iterations} and {self.accumulation_steps}"
+            )
+
+
+def _select(tensor: torch.Tensor, index: int, micro_batches: int) -> torch.Tensor:
+    if tensor.dim() == 0:
+        return tensor
+    size = tensor.shape[0] // micro_batches
+    return tensor.narrow(0, index * size, size)
 
 
 class ArgumentSpec(NamedTuple):

@@ -1,4 +1,4 @@
-"""Compilation: trace one forward of a model, and refuse what the device cannot run."""
+"""Compilation: trace one forward of a model, and reject what the device cannot run."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, S
 
 import torch
 
-from poptorch.device.anchors import AnchorRecorder
 from poptorch.device.arguments import Arguments
-from poptorch.device.combined_batch import api_dtypes
-from poptorch.device.half import HalfTracker
 from poptorch.device.memory import PythonState, ReplicaMemory
-from poptorch.device.random import DrawKernelDetector, detect_random
+from poptorch.device.numerics import DrawKernelDetector, HalfTracker, detect_random
+from poptorch.device.outputs import AnchorRecorder, api_dtypes
 from poptorch.device_mode import DeviceMode, to_device
 from poptorch.enums import OverlapMode
 from poptorch.errors import Error
-from poptorch.ops.hints import check_transfers
+from poptorch.ops.annotations import check_transfers
 from poptorch.options.strategies import _IExecutionStrategy
 from poptorch.parallel.blocks import block_of
 from poptorch.parallel.placement import Placement, Sizes, place
@@ -27,12 +25,12 @@ class TraceSettings(NamedTuple):
     """How a model is traced: for training or not, with which checks, and by which execution strategy."""
 
     is_training: bool
-    refuse_changed_buffers: bool
+    reject_changed_buffers: bool
     strategy: _IExecutionStrategy
 
 
 class Trace(NamedTuple):
-    """What the compilation found out about a forward.
+    """The properties of a forward that the compilation determines.
 
     Attributes:
         structure: how the outputs nest.
@@ -46,7 +44,7 @@ class Trace(NamedTuple):
         changed_modules: the names of the modules whose Python attributes the forward changes.
         changed_inputs: the indices of the input tensors that the forward changes in place.
         placement: the stages and tensors on each IPU.
-        overlapped: "inputs", "outputs" or both, if their transfers shall overlap with compute.
+        overlapped: "inputs", "outputs" or both, if overlap of their transfers with compute is requested.
         half_on_host: for each layer on the host, by its ID, which tensors it takes in half.
         tensor_names: the names of the tensors that can be anchored.
     """
@@ -90,7 +88,7 @@ def trace(
         with recorder, mode, tracker:
             outputs, structure = flatten(scratch.module(*args, **kwargs))
         check_transfers(mode.overlaps, tensors, outputs)
-        checks.check(scratch.module, mode, settings.refuse_changed_buffers)
+        checks.check(scratch.module, mode, settings.reject_changed_buffers)
         if settings.is_training:
             loss = _final_loss(mode.marks)
             trained = _trained(scratch, loss)
@@ -157,7 +155,7 @@ class _TensorChecks:
         tensors = [*self._parameters.values(), *self._buffers.values()]
         self._before = {id(tensor): _Fingerprint.of(tensor) for tensor in tensors}
 
-    def check(self, module: torch.nn.Module, mode: DeviceMode, refuse_changed_buffers: bool) -> None:
+    def check(self, module: torch.nn.Module, mode: DeviceMode, reject_changed_buffers: bool) -> None:
         """Raise Error for a change that the device does not support."""
         after: Dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for kind, tensors in (("parameter", self._parameters), ("buffer", self._buffers)):
@@ -173,7 +171,7 @@ class _TensorChecks:
                 "make it a buffer, or change it on the host and call copyWeightsToDevice()"
             )
         statistics = {id(tensor) for tensor in mode.statistics}
-        for name in self._changed(self._buffers, statistics) if refuse_changed_buffers else ():
+        for name in self._changed(self._buffers, statistics) if reject_changed_buffers else ():
             raise Error(
                 "PopTorch does not support broadcasting buffers. If your model is able to tolerate buffers becoming "
                 "out of sync between replicas, you can disable buffer broadcasting using "

@@ -8,11 +8,10 @@ from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence
 
 import torch
 
-from poptorch.device.anchors import AnchorOutputs, anchors_of
-from poptorch.device.arguments import Arguments, synthetic_inputs
-from poptorch.device.combined_batch import BatchLayout, OutputCollector, check_output_period
+from poptorch.device.arguments import Arguments, BatchLayout, synthetic_inputs
 from poptorch.device.compilation import Trace, TraceSettings, trace
 from poptorch.device.memory import DeviceMemory
+from poptorch.device.outputs import AnchorOutputs, OutputCollector, anchors_of, check_output_period
 from poptorch.device.replica import Forward, Replica, ReplicaThreads
 from poptorch.device.transaction import CallTransaction, NoTransaction, ReplicaBuffers
 from poptorch.device.weight_update import NoUpdate, WeightUpdate, device_groups, placement_of, reduction_strategy
@@ -20,7 +19,7 @@ from poptorch.errors import Error
 from poptorch.optimizers.device_optimizer import DeviceOptimizer
 from poptorch.optimizers.hyperparameters import Hyperparameters, extract
 from poptorch.options import Options
-from poptorch.parallel.limits import check_number, check_overlap, check_placement
+from poptorch.parallel.placement import check_number, check_overlap, check_placement
 
 
 class MicroBatchTimes(NamedTuple):
@@ -76,8 +75,8 @@ class Program:
         self._checks_numbers = options.Precision.enable_fp_exceptions
         self._threads = ReplicaThreads(self.layout.replicas)
         self._synthetic = synthetic_inputs(arguments.spec, self.layout) if options.enable_synthetic_data else None
-        refuse_changed_buffers = self.layout.input_groups > 1 and options.broadcast_buffers
-        settings = TraceSettings(self.is_training, refuse_changed_buffers, options._execution_strategy)
+        reject_changed_buffers = self.layout.input_groups > 1 and options.broadcast_buffers
+        settings = TraceSettings(self.is_training, reject_changed_buffers, options._execution_strategy)
         example_inputs = self._synthetic or arguments.example_inputs
         self.traced: Trace = trace(self.memory.scratch(), arguments, example_inputs, settings)
         check_placement(self.traced.placement, options, self.is_training)

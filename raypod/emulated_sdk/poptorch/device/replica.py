@@ -13,12 +13,11 @@ from typing import Any, Callable, ContextManager, Dict, List, NamedTuple, Option
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
-from poptorch.device.anchors import AnchorRecorder
 from poptorch.device.arguments import Arguments
 from poptorch.device.compilation import Trace, half_tensors
-from poptorch.device.half import HalfTracker
 from poptorch.device.memory import PythonState, ReplicaMemory
-from poptorch.device.random import device_random
+from poptorch.device.numerics import HalfTracker, device_random
+from poptorch.device.outputs import AnchorRecorder
 from poptorch.device_mode import DeviceMode, OnDevice, to_device
 from poptorch.errors import Error
 from poptorch.pytree import flatten

@@ -13,8 +13,8 @@ from typing import Any, Callable, Dict, FrozenSet, List, Optional, Tuple
 import torch
 from _pod.gradient_sum import GradientSum, Placement
 
-from poptorch.device.half import HalfAccumulator, HalfWeights
 from poptorch.device.memory import DeviceMemory
+from poptorch.device.numerics import HalfAccumulator, HalfWeights
 from poptorch.device.replica import ReplicaThreads
 from poptorch.device.transaction import ReplicaBuffers
 from poptorch.enums import MeanReductionStrategy, ReductionType

@@ -9,16 +9,15 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
-from poptorch.device.arguments import Arguments
-from poptorch.device.combined_batch import BatchLayout
+from poptorch.device.arguments import Arguments, BatchLayout
 from poptorch.device.program import Program, TrainingProgram
 from poptorch.enums import ConnectionType
+from poptorch.environment import logger
 from poptorch.errors import Error
-from poptorch.executor import model_file, optimizer_exchange, saving
+from poptorch.executor import host_state, saving
 from poptorch.executor.compile_hooks import around_compilation
-from poptorch.executor.host_module import executor_of, host_tensors, unwrap, wrap
+from poptorch.executor.host_state import executor_of, host_tensors, unwrap, wrap
 from poptorch.executor.measurements import Measurements
-from poptorch.log import logger
 from poptorch.optimizers.hyperparameters import AttributeChecks, extract, warn_ignored
 from poptorch.options import Options
 from poptorch.options.base import is_integer
@@ -84,13 +83,13 @@ class PoplarExecutor(Measurements):
             self.attachToDevice()
         tensors = program.arguments.tensors(args, kwargs)
         if self._training:
-            optimizer_exchange.upload_if_newer(self._optimizer, program)
+            host_state.upload_optimizer_if_newer(self._optimizer, program)
             self._device_is_newer = True
         else:
             self._upload_trained()
         with _caller_modes_disabled():
             result = program.run(tensors)
-        optimizer_exchange.mark_step(self._optimizer)
+        host_state.mark_step(self._optimizer)
         return result
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -114,7 +113,7 @@ class PoplarExecutor(Measurements):
             return
         if self._training:
             self.copyWeightsToHostIfNeeded()
-            optimizer_exchange.unbind(self._optimizer, self._program)
+            host_state.unbind_optimizer(self._optimizer, self._program)
             unwrap(self._user_model)
         self._program.close()
         self._program = None
@@ -139,7 +138,7 @@ class PoplarExecutor(Measurements):
         if not self._is_attached:
             raise Error("Cannot detach from the device: the model is not attached")
         self.copyWeightsToHostIfNeeded()
-        optimizer_exchange.fetch(self._optimizer, program)
+        host_state.fetch_optimizer(self._optimizer, program)
         program.close_connections()
         self._is_attached = False
 
@@ -204,7 +203,7 @@ class PoplarExecutor(Measurements):
         values = extract(optimizer)
         self._attribute_checks.check(optimizer)
         if isinstance(self._program, TrainingProgram):
-            optimizer_exchange.replace(self._optimizer, optimizer, values, self._program)
+            host_state.replace_optimizer(self._optimizer, optimizer, values, self._program)
         self._optimizer = optimizer
 
     @property
@@ -228,7 +227,7 @@ class PoplarExecutor(Measurements):
         """The user's module."""
         return self._user_model
 
-    def save(self, filename: model_file.Filename, export_model: bool = True, save_rng_state: bool = True) -> None:
+    def save(self, filename: saving.Filename, export_model: bool = True, save_rng_state: bool = True) -> None:
         """Write the executable to a file, and with `export_model` the model, its weights, optimizer and options.
 
         The executable contains one micro-batch of the compiling call. An existing directory gets a file
@@ -243,21 +242,19 @@ class PoplarExecutor(Measurements):
         rng_state = program.rng_state if save_rng_state else None
         saving.write(filename, program.arguments, self._compiled_for, model, rng_state)
 
-    def compileAndExport(
-        self, filename: model_file.Filename, *args: Any, export_model: bool = True, **kwargs: Any
-    ) -> None:
+    def compileAndExport(self, filename: saving.Filename, *args: Any, export_model: bool = True, **kwargs: Any) -> None:
         """Compile for these arguments without running, and `save`."""
         self.compile(*args, **kwargs)
         self.save(filename, export_model=export_model)
 
-    def loadExecutable(self, filename: model_file.Filename) -> None:
+    def loadExecutable(self, filename: saving.Filename) -> None:
         """Compile for the arguments of a saved executable; weights and optimizer stay those of the host.
 
         Raises:
             Error: `save` did not write the file, it has another version or is truncated or damaged, the executable was
                 compiled for another model or other options, or the model is compiled already.
         """
-        self._load(model_file.read(filename))
+        self._load(saving.read_sections(filename))
 
     def _load(self, sections: Dict[str, bytes]) -> None:
         if self._program is not None:
@@ -307,7 +304,7 @@ class PoplarExecutor(Measurements):
             self._compiled_for = self._describe()
             if self._training and self._optimizer is not None:
                 program = TrainingProgram(self._model, self._options, arguments, self._optimizer, self._user_model)
-                optimizer_exchange.bind(self._optimizer, program)
+                host_state.bind_optimizer(self._optimizer, program)
                 self._program = program
             else:
                 self._program = Program(self._model, self._options, arguments, self._user_model)

@@ -95,7 +95,7 @@ class Measurements:
         return (min(spans), max(spans), sum(spans) / len(spans)) if spans else (0.0, 0.0, 0.0)
 
     def getTensorNames(self) -> List[str]:
-        """Return the names of all tensors that `options.anchorTensor` accepts; see `poptorch.device.anchors`."""
+        """Return the names of all tensors that `options.anchorTensor` accepts; see `poptorch.device.outputs`."""
         return list(self._compiled().traced.tensor_names)
 
     def getAnchoredTensor(self, short_name: str) -> torch.Tensor:

@@ -7,14 +7,13 @@ from typing import Any, Callable, Optional, Union
 import torch
 
 from poptorch.enums import OutputMode
+from poptorch.environment import VERSION
 from poptorch.errors import Error
-from poptorch.executor import model_file
 from poptorch.executor.executor import PoplarExecutor
-from poptorch.executor.host_module import shallow_copy
-from poptorch.executor.saving import read_model
+from poptorch.executor.host_state import shallow_copy
+from poptorch.executor.saving import Filename, read_model, read_sections
 from poptorch.optim import SGD
 from poptorch.options import Options
-from poptorch.version import VERSION
 
 
 def trainingModel(
@@ -77,7 +76,7 @@ def _frozen(options: Optional[Options], default_mode: OutputMode) -> Options:
     return chosen
 
 
-def load(filename: model_file.Filename, edit_opts_fn: Optional[Callable[[Options], Any]] = None) -> PoplarExecutor:
+def load(filename: Filename, edit_opts_fn: Optional[Callable[[Options], Any]] = None) -> PoplarExecutor:
     """Return the executor that `save` wrote: model with weights, optimizer, options, executable and random state.
 
     Args:
@@ -88,7 +87,7 @@ def load(filename: model_file.Filename, edit_opts_fn: Optional[Callable[[Options
     Raises:
         Error: the file has no model, is of another kind or version, or is damaged.
     """
-    sections = model_file.read(filename)
+    sections = read_sections(filename)
     saved = read_model(filename, sections)
     options = saved.options.clone()
     if edit_opts_fn is not None:

@@ -5,10 +5,10 @@ They work in wrapped models and, as ordinary functions of tensors, everywhere el
 
 from __future__ import annotations
 
-from poptorch.ops.control import cond, dynamic_slice, dynamic_update, for_loop
-from poptorch.ops.ctc import ctc_beam_search_decoder
-from poptorch.ops.hints import (
+from poptorch.ops.annotations import (
+    MultiConv,
     NameScope,
+    identity_loss,
     nop,
     recomputationCheckpoint,
     serializedMatMul,
@@ -16,11 +16,10 @@ from poptorch.ops.hints import (
     set_overlap_for_input,
     set_overlap_for_output,
 )
-from poptorch.ops.host_layer import CPU, custom_op
-from poptorch.ops.loss import identity_loss
-from poptorch.ops.multi_conv import MultiConv
+from poptorch.ops.control import cond, dynamic_slice, dynamic_update, for_loop
+from poptorch.ops.ctc import ctc_beam_search_decoder
+from poptorch.ops.host import CPU, custom_op, ipu_print_tensor
 from poptorch.ops.points import fps, nearest
-from poptorch.ops.printing import ipu_print_tensor
 from poptorch.parallel.blocks import BeginBlock, Block, BlockFunction, LegacyBeginBlockFn, removeBlocks
 
 __all__ = [

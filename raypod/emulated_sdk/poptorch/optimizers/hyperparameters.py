@@ -9,8 +9,8 @@ from typing import Any, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, S
 
 import torch
 
+from poptorch.environment import logger
 from poptorch.errors import Error
-from poptorch.log import logger
 from poptorch.optim import LAMB, Optimizer
 from poptorch.optimizers.rules import RULES, Rule
 

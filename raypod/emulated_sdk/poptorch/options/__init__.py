@@ -12,9 +12,9 @@ import torch
 
 from poptorch import enums
 from poptorch.errors import ConfigFileError
-from poptorch.options.base import is_integer, names, path_text
-from poptorch.options.diagnostics import DiagnosticOptions
+from poptorch.options.base import apply_file, apply_json, is_integer, names, path_text
 from poptorch.options.groups import (
+    DiagnosticOptions,
     TensorLocationSettings,
     _DistributedOptions,
     _JitOptions,
@@ -33,7 +33,6 @@ from poptorch.options.strategies import (
     Stage,
     _IExecutionStrategy,
 )
-from poptorch.options.text import apply_file, apply_json
 
 __all__ = [
     "Attribute",

@@ -1,4 +1,4 @@
-"""The groups of `Options`: `Training`, `Precision`, `Distributed`, `TensorLocations`, `Jit` and `_Popart`.
+"""The parts of `Options`: its diagnostic setters, and the groups `Training`, `Precision`, `Distributed` and others.
 
 Options that only affect performance on the device are validated and stored, without effect.
 """
@@ -8,12 +8,14 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from typing import Any, Dict
+from typing import Any, Dict, List, TypeVar
 
 import torch
 
 from poptorch import enums
-from poptorch.options.base import OptionsDict, is_integer
+from poptorch.options.base import OptionsDict, is_integer, names, path_text
+
+_Self = TypeVar("_Self", bound="DiagnosticOptions")
 
 
 class _TrainingOptions(OptionsDict):
@@ -264,6 +266,64 @@ class _PopartOptions(OptionsDict):
         assert isinstance(patterns, dict), f"Patterns must be a dictionary of names and bools, got {patterns!r}"
         self.patterns = dict(patterns)
         self._set_number(0, patterns_level=level)
+        return self
+
+
+class DiagnosticOptions(OptionsDict):
+    """The setters for logging, profiling and debug information: a mixin of `Options`, which defines the defaults."""
+
+    def showCompilationProgressBar(self: _Self, show: bool = True) -> _Self:
+        """Show a progress bar on stderr during compilation."""
+        self.set(show_compilation_progress_bar=show)
+        return self
+
+    def relaxOptimizerAttributesChecks(self: _Self, relax: bool = True) -> _Self:
+        """Do not warn about optimizer attributes that the device ignores."""
+        self.set(relax_optimizer_checks=relax)
+        return self
+
+    def logDir(self: _Self, log_dir: str) -> _Self:
+        """Set the directory of logs."""
+        self.set(log_dir=path_text("log_dir", log_dir))
+        return self
+
+    def modelName(self: _Self, name: str) -> _Self:
+        """Set the name of the model in profiles."""
+        self.set(model_name=name)
+        return self
+
+    def maxRepeatLogs(self: _Self, max_lines: int | None) -> _Self:
+        """Set how often a log line may repeat; None for no limit."""
+        is_limit = max_lines is None or (is_integer(max_lines) and max_lines >= 0)
+        assert is_limit, f"Option 'max_repeat_logs' must be a number of lines or None, got {max_lines!r}"
+        self.checkIsFrozen("max_repeat_logs")
+        self._values["max_repeat_logs"] = max_lines
+        return self
+
+    def logCycleCount(self: _Self, log_cycle_count: bool) -> _Self:
+        """Enable `PoplarExecutor.cycleCount()`."""
+        self.set(log_cycle_count=log_cycle_count)
+        return self
+
+    def enableProfiling(self: _Self, profile_dir: str | None = None) -> _Self:
+        """Set the profile directory. No effect: the emulated device writes no profile."""
+        self.createOrSet(profile_dir=path_text("profile_dir", profile_dir or "."))
+        return self
+
+    def disableModuleNamescope(self: _Self) -> _Self:
+        """Leave module names out of debug names."""
+        self.set(module_namescope_enabled=False)
+        return self
+
+    def sourceLocationExcludes(self: _Self, excludes: List[str]) -> _Self:
+        """Set the paths that are left out of source locations."""
+        self.set(source_location_excludes=names("source_location_excludes", excludes))
+        return self
+
+    def appendToLocationExcludes(self: _Self, *excludes: str) -> _Self:
+        """Add paths that are left out of source locations."""
+        further = names("source_location_excludes", excludes)
+        self.set(source_location_excludes=[*self.source_location_excludes, *further])
         return self
 
 

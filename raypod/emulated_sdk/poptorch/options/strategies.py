@@ -15,7 +15,7 @@ from poptorch.errors import Error
 class Attribute:
     """Context manager that marks its operations for the compiler: `with Attribute(__outline={"layer": "embedding"}):`.
 
-    The attributes tell the compiler which operations it may outline together. They change no result; the emulation
+    The attributes select the operations that the compiler may outline together. They change no result; the emulation
     validates and stores them only.
 
     Args:

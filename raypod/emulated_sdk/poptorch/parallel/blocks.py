@@ -22,7 +22,7 @@ class Block(torch.nn.Module):
     """Context manager that puts its operations on an IPU: `with poptorch.Block("encoder", ipu_id=1):`.
 
     The end of a nested block continues the enclosing one. The end of an outermost block has no effect until the next
-    block starts, so a loss behind the last block adds no stage (inferred: the SDK's documentation does not state this).
+    block starts, so a loss after the last block adds no stage (inferred: the SDK's documentation does not state this).
 
     Args:
         user_id: id of the block in stages; None for a number. AssertionError unless a string.

@@ -1,4 +1,4 @@
-"""Hints to the compiler: memory, recomputation, serialization, overlapped I/O and names do not change values."""
+"""Hints to the compiler (memory, recomputation, serialization, overlap, names, `MultiConv`) do not change values."""
 
 from __future__ import annotations
 
@@ -163,3 +163,90 @@ def test_no_overlap_is_allowed_for_all_tensors():
 def test_overlap_mode_must_be_an_overlap_mode(op):
     with pytest.raises(AssertionError, match="`mode` must be a poptorch.OverlapMode, not 'no_overlap'"):
         op(torch.ones(1), "no_overlap")
+
+
+class TwoConvolutions(nn.Module):
+    def __init__(self, multi: Any) -> None:
+        super().__init__()
+        self.multi = multi
+        self.first = nn.Conv2d(1, 2, 3)
+        self.second = nn.Conv2d(1, 2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.multi:
+            one, other = self.first(x), self.second(x)
+        loss = poptorch.identity_loss(one * other, "mean")
+        return one + other if not self.training else loss
+
+
+def image(samples: int = 1) -> torch.Tensor:
+    return torch.ones(samples, 1, 4, 4)
+
+
+def test_multi_conv_does_not_change_values():
+    multi = poptorch.MultiConv().availableMemoryProportions((0.1, 0.2)).partialsTypes(torch.half)
+    multi = multi.enableConvDithering([True, False]).planType(poptorch.MultiConvPlanType.Parallel)
+    model = TwoConvolutions(multi.perConvReservedTiles(100).cycleBackOff(0.3)).eval()
+    expected = model.first(image()) + model.second(image())
+    assert torch.equal(poptorch.inferenceModel(model, options())(image()), expected)
+    assert torch.equal(model(image()), expected)
+
+
+def test_multi_conv_in_training_on_several_replicas():
+    model = TwoConvolutions(poptorch.MultiConv())
+    before = model.first.weight.detach().clone()
+    assert poptorch.trainingModel(model, options(replicas=2))(image(2)).shape == (2,)
+    assert not torch.equal(before, model.first.weight)
+
+
+def test_multi_conv_with_a_wrong_number_of_values_raises_error():
+    model = TwoConvolutions(poptorch.MultiConv().availableMemoryProportions([0.1, 0.2, 0.3]))
+    with pytest.raises(poptorch.Error, match="has 3 values, but there are 2 convolutions"):
+        poptorch.trainingModel(model, options())(image())
+
+
+def test_multi_conv_without_convolutions_raises_error():
+    class Empty(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with poptorch.MultiConv():
+                return x + 1
+
+    with pytest.raises(poptorch.Error, match="has no convolution"):
+        poptorch.inferenceModel(Empty(), options())(torch.ones(1))
+
+
+def test_nested_multi_conv_raises_error_and_leaves_no_context():
+    with pytest.raises(poptorch.Error, match="Nested poptorch.MultiConv"), poptorch.MultiConv(), poptorch.MultiConv():
+        pass
+    with poptorch.MultiConv():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("setter", "value"),
+    [
+        ("availableMemoryProportions", 2.0),
+        ("availableMemoryProportions", ["a"]),
+        ("availableMemoryProportions", ()),
+        ("partialsTypes", []),
+        ("enableConvDithering", 1),
+        ("planType", "parallel"),
+        ("perConvReservedTiles", 0.5),
+        ("cycleBackOff", "much"),
+    ],
+)
+def test_multi_conv_values_of_other_types_raise_error(setter, value):
+    with pytest.raises(AssertionError, match="Invalid"):
+        getattr(poptorch.MultiConv(), setter)(value)
+
+
+def test_multi_conv_partials_must_be_float_or_half():
+    for value in ([torch.half, torch.int32], torch.int32, "half", ["half"]):
+        with pytest.raises(ValueError, match="Invalid partials types. Expected torch.float32 or torch.float16, got"):
+            poptorch.MultiConv().partialsTypes(value)
+
+
+def test_multi_conv_none_restores_the_default():
+    multi = poptorch.MultiConv().availableMemoryProportions([0.1, 0.2, 0.3]).partialsTypes(torch.half)
+    multi = multi.availableMemoryProportions(None).partialsTypes(None).enableConvDithering(None)
+    assert poptorch.trainingModel(TwoConvolutions(multi), options())(image()).dim() == 0

@@ -6,7 +6,7 @@ import popdist.poptorch
 import poptorch
 import pytest
 import torch
-from poptorch.parallel.limits import check_overlap
+from poptorch.parallel.placement import check_overlap
 from poptorch_models import options
 from torch import nn
 

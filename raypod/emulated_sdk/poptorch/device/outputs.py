@@ -1,6 +1,6 @@
-"""Anchored tensors: tensors inside a model that a program reads by name (`anchorTensor`, `getTensorNames`).
+"""What a call returns by output mode: the outputs, and anchored tensors, which are read by name (`anchorTensor`).
 
-PopTorch's names depend on its compiler; the emulation's are similar:
+PopTorch's names of tensors depend on its compiler; the emulation's are similar:
 
     x, batch/0               an argument of forward; if it holds several tensors, each with its position
     conv1/Conv2d:0           the output of a submodule: path, class, position; of the model itself: Net:0
@@ -15,19 +15,116 @@ several times in a forward, its last run counts.
 
 from __future__ import annotations
 
+import collections
 import functools
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from poptorch.device.combined_batch import BatchLayout, OutputCollector, check_output_period
+from poptorch.device.arguments import BatchLayout
+from poptorch.device_mode import API_DTYPE
 from poptorch.enums import OutputMode
 from poptorch.errors import Error
 from poptorch.options import Options
 
 _GRADIENT = "Gradient___"
 _UPDATED = "UpdatedVar___"
+
+
+class OutputCollector:
+    """Collects the outputs that the output mode of a call returns.
+
+    Each replica's thread accesses its own list only.
+
+    Args:
+        mode: the output mode.
+        period: the device iterations between two outputs, for `OutputMode.EveryN`.
+        layout: the layout of the batch.
+        dtypes: the dtypes of the outputs at the API; None derives them from the dtypes on the device.
+    """
+
+    def __init__(
+        self, mode: OutputMode, period: int, layout: BatchLayout, dtypes: Optional[Sequence[torch.dtype]]
+    ) -> None:
+        self._mode = mode
+        self._period = period
+        self._layout = layout
+        self._dtypes = dtypes
+        self._collected: List[List[List[torch.Tensor]]] = [[] for _ in range(layout.replicas)]
+
+    def add(self, iteration: int, step: int, replica: int, outputs: List[torch.Tensor]) -> None:
+        """Add one micro-batch's detached outputs; the micro-batches of a replica come in order."""
+        collected = self._collected[replica]
+        if self._mode == OutputMode.Sum and collected:
+            collected[0] = [total + output for total, output in zip(collected[0], outputs)]
+        elif self._is_returned(iteration, step):
+            collected.append(outputs)
+
+    def assemble(self) -> List[torch.Tensor]:
+        """Return one tensor per output: the collected micro-batches in the order [iteration, step, replica]."""
+        dtypes = self._dtypes
+        if dtypes is None:
+            dtypes = [API_DTYPE.get(output.dtype, output.dtype) for output in self._collected[0][0]]
+        return [self._join(index, dtype) for index, dtype in enumerate(dtypes)]
+
+    def _is_returned(self, iteration: int, step: int) -> bool:
+        if self._mode == OutputMode.Final:
+            is_last_step = step == self._layout.accumulation_steps - 1
+            return is_last_step and iteration == self._layout.device_iterations - 1
+        if self._mode == OutputMode.EveryN:
+            return bool((iteration + 1) % self._period == 0)
+        return True
+
+    def _join(self, index: int, dtype: torch.dtype) -> torch.Tensor:
+        pieces = [outputs[index] for micro_batches in zip(*self._collected) for outputs in micro_batches]
+        result = _joined(pieces).to(dtype)
+        result.backward = _NO_BACKWARD  # type: ignore[method-assign]
+        return result
+
+
+def _joined(pieces: List[torch.Tensor]) -> torch.Tensor:
+    """Return one new tensor; a single scalar stays 0-d."""
+    if pieces[0].dim():
+        return torch.cat(pieces)
+    return torch.stack(pieces) if len(pieces) > 1 else pieces[0].clone()
+
+
+def api_dtypes(outputs: Sequence[torch.Tensor], is_half: Sequence[bool]) -> List[torch.dtype]:
+    """Return the dtypes of the outputs at the API."""
+    return [
+        torch.half if half and output.dtype == torch.float32 else API_DTYPE.get(output.dtype, output.dtype)
+        for output, half in zip(outputs, is_half)
+    ]
+
+
+def check_output_period(mode: OutputMode, period: int, device_iterations: int) -> None:
+    """Raise Error if this mode would return nothing of a call."""
+    if mode == OutputMode.EveryN and period > device_iterations:
+        raise Error(
+            f"OutputMode.EveryN returns every {period} device iterations, but a call runs only {device_iterations}"
+        )
+
+
+class _NoBackward:
+    """The `backward` of every output: raises Error."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise Error(
+            "backward() cannot be called explicitly on outputs of a PopTorch model. If you're using a "
+            "trainingModel, the backwards pass is performed automatically when invoking the model. If you're using an "
+            "inferenceModel, you should use a trainingModel instead."
+        )
+
+    def __deepcopy__(self, memo: Dict[int, Any]) -> _NoBackward:
+        return self
+
+    def __reduce__(self) -> Any:
+        # A saved output must load without poptorch and with `torch.load(weights_only=True)`, which allows this global.
+        return collections.OrderedDict, ()
+
+
+_NO_BACKWARD = _NoBackward()
 
 
 class Anchor(NamedTuple):

@@ -1,4 +1,8 @@
-"""The logger of the package. The environment variable POPTORCH_LOG_LEVEL sets its level."""
+"""The SDK version, the logger, and the hardware that the emulated SDK reports.
+
+POPTORCH_LOG_LEVEL sets the log level. The emulation has no IPUs; EMULATED_POD_IPUS=n makes it report n of them, for
+programs that check before they start.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,14 @@ import logging
 import os
 from typing import Dict, Optional, Union
 
+from poptorch.errors import Error
+
+VERSION = "3.4.0"  # of the SDK whose API this is
+
 logger = logging.getLogger("poptorch")
+
+_IPUS = "EMULATED_POD_IPUS"
+_MK2 = 2
 
 # In the order of the SDK's numbers, 0 to 6.
 _LEVELS: Dict[str, int] = {
@@ -53,3 +64,24 @@ def _severity(level: Union[str, int]) -> Optional[int]:
     if isinstance(level, int) and not isinstance(level, bool) and 0 <= level < len(_LEVELS):
         return list(_LEVELS.values())[level]
     return None
+
+
+def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
+    """Return whether a device of `num_ipus` IPUs, a power of two, is available; False without EMULATED_POD_IPUS.
+
+    Raises:
+        Error: EMULATED_POD_IPUS is not a number.
+    """
+    return 0 < num_ipus <= _reported_ipus() and num_ipus & (num_ipus - 1) == 0
+
+
+def ipuHardwareVersion() -> int:
+    """Return the architecture of the IPUs: 2 (Mk2) if EMULATED_POD_IPUS reports some, else 0."""
+    return _MK2 if _reported_ipus() else 0
+
+
+def _reported_ipus() -> int:
+    text = os.environ.get(_IPUS, "0")
+    if not (text.isascii() and text.isdigit()):
+        raise Error(f"{_IPUS}={text!r} is not a number of IPUs; unset it, or set it to an integer of at least 0")
+    return int(text)

@@ -1,19 +1,23 @@
-"""The user's module while it is wrapped for training.
+"""The user's module and optimizer while a program trains them: the host's copies of weights and optimizer state.
 
-Its parameters and buffers are the host's copy of the weights. Wrapping replaces their classes, so that reading one
-fetches newer weights from the device; the objects stay the same, as optimizers and users refer to them.
+Wrapping a module replaces the classes of its parameters and buffers, so that reading one fetches newer weights from the
+device; the objects stay the same, as optimizers and users refer to them. An optimizer reads its state from the program
+that it is bound to.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any, Callable, Dict, Iterator, Protocol, Tuple, Type
+from typing import Any, Callable, Dict, Iterator, Optional, Protocol, Tuple, Type
 
 import torch
 
 from poptorch.device.memory import original_class
+from poptorch.device.program import Program, TrainingProgram
 from poptorch.enums import CommGroupType, VariableRetrievalMode
 from poptorch.errors import Error
+from poptorch.optim import Optimizer
+from poptorch.optimizers.hyperparameters import Hyperparameters
 from poptorch.options import Options
 
 # Attributes whose value does not depend on the weights.
@@ -58,9 +62,9 @@ class _HostParameter:
                 compiled already.
             AssertionError: an argument has another type.
         """
-        assert isinstance(comm_group_type, CommGroupType), f"{comm_group_type!r} is no CommGroupType"
+        assert isinstance(comm_group_type, CommGroupType), f"{comm_group_type!r} is not a CommGroupType"
         assert isinstance(variable_retrieval_mode, VariableRetrievalMode), (
-            f"{variable_retrieval_mode!r} is no VariableRetrievalMode"
+            f"{variable_retrieval_mode!r} is not a VariableRetrievalMode"
         )
         _check_grouping(self._poptorch_executor, comm_group_type, shards)
 
@@ -187,3 +191,80 @@ def shallow_copy(model: Any) -> torch.nn.Module:
 def _derived(name: str, bases: Tuple[type, ...], executor: Executor, original: type) -> type:
     attributes = {"_poptorch_executor": executor, "_poptorch_original": original, "__module__": original.__module__}
     return type(name, bases, attributes)
+
+
+def bind_optimizer(optimizer: torch.optim.Optimizer, program: TrainingProgram) -> None:
+    """Make the host's object read its state from this program.
+
+    A state that the object has is uploaded; the attributes are compiled with their present values, not the saved ones.
+    """
+    if isinstance(optimizer, Optimizer):
+        if optimizer._host_is_newer:
+            _load_state(optimizer, program)
+        optimizer._fetch = lambda: fetch_optimizer(optimizer, program)
+
+
+def unbind_optimizer(optimizer: Any, program: Program) -> None:
+    """Fetch the state for the last time; another program that gets the optimizer continues with it."""
+    fetch_optimizer(optimizer, program)
+    if isinstance(optimizer, Optimizer):
+        optimizer._fetch = None
+        optimizer._host_is_newer = optimizer.has_state()
+
+
+def fetch_optimizer(optimizer: Any, program: Program) -> None:
+    """Copy the device's state to the host's object, unless it is an optimizer of torch itself."""
+    if isinstance(optimizer, Optimizer) and isinstance(program, TrainingProgram) and not optimizer._host_is_newer:
+        device = program.optimizer
+        optimizer._take(device.state(), device.hyperparameters.as_ipu_param())
+
+
+def upload_optimizer_if_newer(optimizer: Any, program: Program) -> None:
+    """Upload a state that was loaded into the host's object, with the values that it was saved with."""
+    if isinstance(optimizer, Optimizer) and isinstance(program, TrainingProgram) and optimizer._host_is_newer:
+        program.optimizer.hyperparameters = _load_state(optimizer, program)
+
+
+def replace_optimizer(old: Any, new: torch.optim.Optimizer, values: Hyperparameters, program: TrainingProgram) -> None:
+    """Upload the values of `new`. If it is another object than `old`, bind it; `old` keeps the state so far.
+
+    An object without state does not change the device's state (inferred: the SDK's documentation does not state this).
+    """
+    device = program.optimizer
+    program.check_optimizer(values)
+    if new is not old:
+        _check_groups(new, program)
+        fetch_optimizer(old, program)
+        if isinstance(old, Optimizer):
+            old._fetch = None
+        bind_optimizer(new, program)
+    upload_optimizer_if_newer(new, program)
+    device.hyperparameters = values._replace(variable=device.hyperparameters.variable)
+
+
+def mark_step(optimizer: Optional[torch.optim.Optimizer]) -> None:
+    """Mark the optimizer as stepped for torch's schedulers, as no program calls its `step()`."""
+    if optimizer is not None:
+        marked: Any = optimizer
+        marked._opt_called = True
+        marked._step_count = max(1, getattr(marked, "_step_count", 0))
+
+
+def _load_state(optimizer: Optimizer, program: TrainingProgram) -> Hyperparameters:
+    state, values = optimizer._ipu_state, optimizer._ipu_param
+    assert state is not None, "the host is newer only after a state was loaded"
+    assert values is not None, "ipu_state and ipu_param are loaded together"
+    saved = program.optimizer.hyperparameters.with_ipu_param(values)
+    program.optimizer.load_state(state, saved)
+    optimizer._host_is_newer = False
+    return saved
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, program: TrainingProgram) -> None:
+    """Raise Error if the model's parameters are in other groups than in the compiled program."""
+    given = program.group_names(optimizer)
+    # The groups of another copy of the model's parameters are assumed to be the same.
+    if any(given) and given != program.optimizer.group_names:
+        raise Error(
+            "The optimizer has the model's parameters in other groups than the one that the model was compiled with"
+        )
