@@ -1,4 +1,4 @@
-"""Immutable records: reports that an instance sends to the coordinator, and events that the coordinator emits.
+"""Immutable records: reports of instances, failures (`InstanceLost.kind`) and events of the run.
 
 Their fields are plain Python numbers, strings and tuples, so that records can be pickled and written as JSON.
 """
@@ -10,7 +10,7 @@ from typing import Optional, Tuple, Union
 
 from typing_extensions import Literal
 
-# ---- reports of an instance ----------------------------------------------------------------------------------------
+FailureKind = Literal["died", "raised", "silent", "stuck"]  # see coordinator/recovery.py for the reaction to each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +68,11 @@ class EvaluationReport:
 
 @dataclasses.dataclass(frozen=True)
 class HeartbeatReport:
-    """The current activity of an instance, reported by its heartbeat thread."""
+    """The current activity of an instance, returned by `Heartbeat.beat`."""
 
     instance: int
-    doing: str
-    for_s: float  # duration of the activity so far
+    activity: str
+    duration_s: float  # of the activity so far
     calls: int  # finished by this process
     slowest_call_s: Optional[float]  # of this process; excludes the first call (compilation) once there are others
     waits_for_others: bool  # inside a collective operation
@@ -80,18 +80,15 @@ class HeartbeatReport:
 
 @dataclasses.dataclass(frozen=True)
 class InstanceLost:
-    """An instance failed and is replaced; also emitted as an event of the run."""
+    """An instance failed; also emitted as an event of the run."""
 
     instance: int
     host: str
-    kind: Literal["died", "raised", "silent", "stuck"]
+    kind: FailureKind
     cause: str
-    doing: str  # last reported activity; "" if unknown
-    stack: str  # stack trace of its main thread; "" if unavailable
+    activity: str  # last reported one; "" if unknown
+    stack: str  # stack trace of its working thread; "" if unavailable
     log_file: str
-
-
-# ---- events of a run -------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

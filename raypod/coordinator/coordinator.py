@@ -39,11 +39,11 @@ def run(
     fleet: Fleet,
     metrics: MetricsAggregator,
     resumed: Optional[Checkpoint] = None,
-    known: Sequence[EvaluationDone] = (),
+    earlier_evaluations: Sequence[EvaluationDone] = (),
 ) -> Events:
     """Run a plan on a fleet; yield the events of the run as they happen.
 
-    `known` holds the evaluations that a resumed run had made before.
+    `earlier_evaluations` holds the evaluations that a resumed run had made before.
     """
     first_update = resumed.update if resumed else 0
     with _stop_on_signal() as stop, contextlib.closing(fleet):
@@ -53,7 +53,7 @@ def run(
         metrics.begin_at(first_update)
         schedule = CheckpointSchedule(plan, started[0], resumed)
         recovery = Recovery(plan, fleet, metrics, schedule, started[0].device, resumed)
-        evaluations = Evaluations(plan, fleet, schedule, known)
+        evaluations = Evaluations(plan, fleet, schedule, earlier_evaluations)
         yield _run_started(started, fleet, first_update, schedule.generation)
         # Run the evaluation that the previous process missed.
         yield from recovery.until_done(first_update, partial(evaluations.evaluate, first_update))
@@ -103,7 +103,7 @@ class _Training:
         if not is_last and not self._stop.requested:
             yield from self._evaluate(update)
         accuracy = self._evaluations.accuracy_after(update)
-        draining = [] if is_last else self._stop.hosts_to_leave(self._fleet, self._recovery)
+        draining = [] if is_last else self._stop.hosts_to_leave_or_stop(self._fleet, self._recovery)
         if self._schedule.is_due(update) or accuracy is not None or self._stop.requested or draining:
             yield from self._recovery.until_done(update, partial(self._schedule.begin, self._fleet, update, accuracy))
         if draining:
@@ -139,27 +139,29 @@ class _Training:
 class Evaluations:
     """The evaluations of a run. Each update is evaluated at most once: a rollback reproduces the same weights."""
 
-    def __init__(self, plan: Plan, fleet: Fleet, schedule: CheckpointSchedule, known: Sequence[EvaluationDone]) -> None:
-        """`known` holds the evaluations that the run had made before it was resumed."""
+    def __init__(
+        self, plan: Plan, fleet: Fleet, schedule: CheckpointSchedule, earlier_evaluations: Sequence[EvaluationDone]
+    ) -> None:
+        """`earlier_evaluations` holds the evaluations that the run had made before it was resumed."""
         self._plan, self._fleet, self._schedule = plan, fleet, schedule
-        self._found = {each.update: each for each in known}
+        self._evaluations = {each.update: each for each in earlier_evaluations}
 
     def evaluate(self, update: int) -> Iterator[Event]:
         """Evaluate the test split after `update` updates, if that is due and has not been done."""
-        if not self._plan.is_evaluated_after(update) or update in self._found:
+        if not self._plan.is_evaluated_after(update) or update in self._evaluations:
             return
         reports: List[EvaluationReport] = self._fleet.call("evaluate")
         samples = sum(report.samples for report in reports)
         loss = math.fsum(report.loss_sum for report in reports) / samples
         accuracy = 100.0 * sum(report.correct for report in reports) / samples
         epoch = (update - 1) // self._plan.updates_per_epoch + 1
-        self._found[update] = EvaluationDone(samples, loss, accuracy, update, epoch)
+        self._evaluations[update] = EvaluationDone(samples, loss, accuracy, update, epoch)
         self._schedule.add_accuracy(update, accuracy)
-        yield self._found[update]
+        yield self._evaluations[update]
 
     def accuracy_after(self, update: int) -> Optional[float]:
         """Return the test accuracy after `update` updates in percent; None if it is unknown."""
-        found = self._found.get(update)
+        found = self._evaluations.get(update)
         return found.accuracy if found else None
 
 
@@ -210,7 +212,7 @@ class _Stop:
             raise KeyboardInterrupt
         self.requested = self._signalled = True
 
-    def hosts_to_leave(self, fleet: Fleet, recovery: Recovery) -> List[str]:
+    def hosts_to_leave_or_stop(self, fleet: Fleet, recovery: Recovery) -> List[str]:
         """Return the draining hosts if their instances can be moved; otherwise request a stop and return none."""
         draining = fleet.draining() if not self.requested else []
         if draining and not recovery.can_move_away_from(draining):

@@ -5,16 +5,21 @@ weights are those of a run without a failure.
 
 | what happened | emulated SDK | IPUs |
 |---|---|---|
-| an instance died, is silent or stuck | replace it; the others keep the state of their devices | same; see note 1 |
-| its program raised | replace it; the same exception at the same update a second time ends the run | same |
+| an instance `died`, is `silent` or `stuck` | replace it; the others keep their state | same; see note 1 |
+| its program `raised` | replace it; the same exception at the same update a second time ends the run | same |
 | the instances lost their connections, all alive | form the process group again | same |
 | no instance has a state | continue from the newest valid checkpoint, or from the beginning | same |
 | Ray drains a host | move its instances (not counted); if that is impossible, save a checkpoint and end | same |
 | place of a replacement | same host; a spare host; any host | same host; a spare host with free IPUs |
-| more than `run.max_restarts` failures | end the run with the first cause | same |
+| a failure after `run.max_restarts` restarts | end the run with an exception; see note 2 | same |
 
 Note 1: the loss of one instance ends the device runs of the others. All detach, continue from the newest weights that
 one of them has read back from its devices, and attach again.
+
+Note 2: InstanceFailed for the first lost instance of that failure; RunError if only the connections failed. The message
+also quotes the first failure since the restarts were last refilled (REFILL_S).
+
+The words in backticks in the first column are values of `events.FailureKind`.
 """
 
 from __future__ import annotations
@@ -40,11 +45,11 @@ _MAY_SHARE_HOSTS = {"emulated": True, "ipu": False}  # whether a replacement may
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """Replace these instances; or end the run with the error `give_up`."""
+    """Replace these instances; or end the run with `error`."""
 
     replace: Tuple[int, ...]
     may_share_hosts: bool
-    give_up: Optional[RunError] = None
+    error: Optional[RunError] = None
 
 
 class FailurePolicy:
@@ -65,9 +70,9 @@ class FailurePolicy:
         self._last_s = now_s
         repeated = self._repeated(broken, update)
         if repeated is not None:
-            return self._give_up(repeated, f"the same happened at update {update} before")
+            return self._end_run(repeated, f"the same happened at update {update} before")
         if not self._remaining:
-            return self._give_up(broken, self._no_restarts_left(broken))
+            return self._end_run(broken, self._no_restarts_left(broken))
         self._remaining -= 1
         self.restarts += 1
         self._first_failure = self._first_failure or str(broken)
@@ -84,10 +89,11 @@ class FailurePolicy:
     def _no_restarts_left(self, broken: FleetBroken) -> str:
         if not self._max_restarts:
             return ""
-        first = " the same" if str(broken) == self._first_failure else f": {self._first_failure}"
-        return f"not repaired, as --max-restarts {self._max_restarts} is used up; the first failure was{first}"
+        is_same = str(broken) == self._first_failure
+        first = "had the same cause" if is_same else f"was: {self._first_failure}"
+        return f"not repaired: the limit --max-restarts {self._max_restarts} is reached; the first failure {first}"
 
-    def _give_up(self, broken: FleetBroken, reason: str) -> Decision:
+    def _end_run(self, broken: FleetBroken, reason: str) -> Decision:
         suffix = f" ({reason})" if reason else ""
         if not broken.losses:
             return Decision((), False, RunError(f"{broken}{suffix}"))
@@ -162,8 +168,8 @@ class Recovery:
         while True:
             yield from broken.losses
             decision = self._policy.decide(broken, self._metrics.position, time.monotonic())
-            if decision.give_up is not None:
-                raise decision.give_up from broken
+            if decision.error is not None:
+                raise decision.error from broken
             replaced = replaced | set(decision.replace)
             try:
                 yield from self._replace(decision.replace, replaced, decision.may_share_hosts, began_s)

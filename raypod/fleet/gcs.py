@@ -46,7 +46,8 @@ def alive_addresses(address: str, token: Optional[str] = None, timeout_s: float 
     """Return the addresses of the hosts that are alive according to the GCS. OSError if it does not respond."""
     answer = _call(address, _ALL_NODES, token, timeout_s)
     if answer.state != ANSWERED:
-        raise OSError(f"the GCS at {address} {answer.state}: {answer.detail}")
+        failure = "refused the request" if answer.state == REFUSED else "did not answer"
+        raise OSError(f"the GCS at {address} {failure}: {answer.detail}")
     found = []
     for number, node in _fields(answer.body):
         if number == 2 and isinstance(node, bytes):  # GetAllNodeInfoReply.node_info_list

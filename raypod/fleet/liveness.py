@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Dict, List, Optional
 
-from typing_extensions import Literal
-
-from raypod.events import HeartbeatReport
+from raypod.events import FailureKind, HeartbeatReport
 from raypod.instance.control import LOADING
 from raypod.plan.config import RunSection
 
@@ -34,7 +32,7 @@ class Suspect:
     """An instance that is considered failed, and why."""
 
     instance: int
-    kind: Literal["silent", "stuck"]
+    kind: FailureKind  # "silent" or "stuck"
     cause: str
 
 
@@ -54,7 +52,7 @@ def find_suspects(heartbeats: Dict[int, LastHeartbeat], now_s: float, bounds: Ru
     latest = (each.report for _, each in sorted(heartbeats.items()))
     training = [report for report in latest if report is not None and _is_training(report)]
     bound_s = _stuck_bound_s(training, bounds)
-    late = [report for report in training if report.for_s > bound_s]
+    late = [report for report in training if report.duration_s > bound_s]
     if not late:
         return []
     if all(report.waits_for_others for report in training):
@@ -68,7 +66,7 @@ def find_suspects(heartbeats: Dict[int, LastHeartbeat], now_s: float, bounds: Ru
 
 def _is_training(report: HeartbeatReport) -> bool:
     """Return whether the instance runs a call. Everything else (saving, evaluating) has its own timeout."""
-    return report.doing == LOADING or report.doing.startswith("in call")
+    return report.activity == LOADING or report.activity.startswith("in call")
 
 
 def _stuck_bound_s(reports: List[HeartbeatReport], bounds: RunSection) -> float:
@@ -78,10 +76,10 @@ def _stuck_bound_s(reports: List[HeartbeatReport], bounds: RunSection) -> float:
     return max(bounds.stuck_after_s, SLOWEST_CALL_FACTOR * max(each for each in slowest if each is not None))
 
 
-def _silent_cause(last: HeartbeatReport, for_s: float, bounds: RunSection) -> str:
+def _silent_cause(last: HeartbeatReport, silence_s: float, bounds: RunSection) -> str:
     return (
-        f"silent for {for_s:.1f} s (run.silent_after_s = {bounds.silent_after_s:g}): its process is frozen, or its "
-        f"host is unreachable; at its last heartbeat it was {last.doing}"
+        f"silent for {silence_s:.1f} s (run.silent_after_s = {bounds.silent_after_s:g}): its process is frozen, or its "
+        f"host is unreachable; at its last heartbeat it was {last.activity}"
     )
 
 
@@ -92,4 +90,4 @@ def _stuck_cause(report: HeartbeatReport, bound_s: float, reports: List[Heartbea
         bound = f"run.report_timeout_s = {bound_s:g} limits a first call"
     else:
         bound = f"{SLOWEST_CALL_FACTOR:g} times the slowest call so far, {bound_s:.1f} s"
-    return f"stuck: {report.doing} for {report.for_s:.1f} s ({bound})"
+    return f"stuck: {report.activity} for {report.duration_s:.1f} s ({bound})"

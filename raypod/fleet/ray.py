@@ -12,8 +12,9 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from raypod.events import CallReport, HeartbeatReport, InstanceStarted
 from raypod.fleet.base import FleetBroken, failure_of
-from raypod.fleet.ray_nodes import Reservation, draining_hosts, host_name, reserve, wait_for_nodes
+from raypod.fleet.ray_nodes import draining_hosts, host_name, wait_for_nodes
 from raypod.fleet.ray_replace import ProcessKiller, Replacements
+from raypod.fleet.ray_reservation import Reservation, reserve
 from raypod.fleet.ray_session import RaySession
 from raypod.fleet.ray_watch import Watch
 from raypod.instance.control import IDLE
@@ -49,10 +50,10 @@ class RayFleet:
         began = time.monotonic()
         self._ray = self._session.open()
         self._killer = ProcessKiller(self._ray)
-        began = self._clock("start or join Ray", began)
+        began = self._record_seconds("start or join Ray", began)
         placement = self._plan.placement
         nodes = wait_for_nodes(self._ray, placement, self._plan.config.pod.wait_hosts, self._log)
-        began = self._clock("wait for hosts", began)
+        began = self._record_seconds("wait for hosts", began)
         self._reservation = reserve(self._ray, placement, nodes, self._start_bound)
         for spec in placement.instances:
             share = len(placement.instances_on(spec.host_index))
@@ -62,11 +63,11 @@ class RayFleet:
         self._watch = Watch(self._ray, self._plan, self._actors, self.hosts(), self._killer)
         try:
             started: List[InstanceStarted] = self._all("the instances to start", self._start_bound, "build")
-            began = self._clock("start the instances", began)
+            began = self._record_seconds("start the instances", began)
             self._rendezvous(0)
         except FleetBroken as broken:  # a failed start is not repaired
             raise failure_of(broken.losses[0]) if broken.losses else broken from None
-        self._clock("meet", began)
+        self._record_seconds("meet", began)
         return started
 
     def call(self, method: str, *arguments: Any) -> List[Any]:
@@ -106,7 +107,7 @@ class RayFleet:
             self._actors[index], self._nodes[index] = replacement.actor, replacement.node
         self._watch = Watch(self._ray, self._plan, self._actors, self.hosts(), self._killer)
         self._watch.record_heartbeats(
-            {index: _idle(report) for index, report in heartbeats.items() if index not in lost}
+            {index: _as_idle(report) for index, report in heartbeats.items() if index not in lost}
         )
         building = {self._actors[index].build.remote(): index for index in lost}
         survivors = [index for index in range(len(self._actors)) if index not in lost]
@@ -145,8 +146,6 @@ class RayFleet:
         assert self._reservation is not None, "start comes first"
         assert self._killer is not None, "start comes first"
         return Replacements(self._ray, self._plan, self._reservation, self._killer)
-
-    # ---- starting ---------------------------------------------------------------------------------------------------
 
     def _start_actor(self, index: int, node: Dict[str, Any], options: Dict[str, Any]) -> Any:
         """Start the actor of an instance; `options` place it on the Ray node `node`."""
@@ -189,12 +188,10 @@ class RayFleet:
         self._is_idle = False
         return results
 
-    def _clock(self, what: str, began: float) -> float:
+    def _record_seconds(self, what: str, began: float) -> float:
         now = time.monotonic()
         self.start_seconds.append((what, now - began))
         return now
-
-    # ---- ending -----------------------------------------------------------------------------------------------------
 
     def _end_actors(self) -> None:
         assert self._killer is not None, "start comes first"
@@ -220,6 +217,8 @@ class RayFleet:
         return [requests[ref] for ref in late]
 
 
-def _idle(report: Optional[HeartbeatReport]) -> Optional[HeartbeatReport]:
+def _as_idle(report: Optional[HeartbeatReport]) -> Optional[HeartbeatReport]:
     """Return the heartbeat of a survivor during a repair: it waits for nothing any more."""
-    return dataclasses.replace(report, doing=IDLE, for_s=0.0, waits_for_others=False) if report is not None else None
+    if report is None:
+        return None
+    return dataclasses.replace(report, activity=IDLE, duration_s=0.0, waits_for_others=False)

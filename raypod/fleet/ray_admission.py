@@ -19,8 +19,11 @@ from raypod.host.interfaces import interface_addresses
 
 SINCE = (2, 52)
 NO_TOKEN = (
-    "Ray {} has no token authentication (2.52 and later have): every process that can connect to its ports can run "
-    "commands; let a firewall admit only the hosts, and see RAY_USE_TLS in README, What is exposed"
+    "Ray {} does not support token authentication (added in 2.52). Any process that can connect to its ports can run "
+    "commands"
+)
+NO_TOKEN_REMEDY = (
+    "restrict the ports to the cluster's hosts with a firewall, or enable TLS: see 'What is exposed' in the README"
 )
 
 
@@ -49,7 +52,7 @@ def ensure_token(path: Path) -> Optional[str]:
             mode = stat.S_IMODE(path.stat().st_mode)
             if mode & 0o077:
                 path.chmod(0o600)
-                return f"{path} was readable for others (mode {mode:04o}); now it is 0600"
+                return f"{path} was readable by other users (mode {mode:04o}); now it is 0600"
             return None
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -57,7 +60,7 @@ def ensure_token(path: Path) -> Optional[str]:
             file.write(secrets.token_hex(32))
     except OSError as error:
         raise ClusterError(f"cannot create the cluster's token {path}: {error.strerror}") from None
-    return f"made the cluster's token: {path} (mode 0600)"
+    return f"created the cluster's token: {path} (mode 0600)"
 
 
 def join_environment(address: str) -> Dict[str, str]:

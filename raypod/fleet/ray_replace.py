@@ -8,12 +8,13 @@ import signal
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 from raypod.errors import HostLost
-from raypod.fleet.ray_nodes import Reservation, draining_nodes, host_name, is_in_cluster, node_affinity
+from raypod.fleet.ray_nodes import draining_nodes, host_name, is_in_cluster
+from raypod.fleet.ray_reservation import Reservation, node_affinity
 from raypod.host.process import process_start_ticks
 from raypod.plan.cluster import LOCAL
 from raypod.plan.plan import Plan
 
-_PROBE_S = 10.0  # for the process of an actor to start on a responsive host; its imports come later
+_ACTOR_START_S = 10.0  # for the process of an actor to start on a responsive host; its imports come later
 _KILL_S = 10.0  # for the hosts to kill processes; an unreachable one never does
 
 
@@ -107,7 +108,7 @@ class Replacements:
                     actor = start_actor(index, node, self._options(index, node, nodes[index], may_share_hosts))
                     probes[actor.beat.remote()] = (index, Replacement(actor, node))
             # Without further candidates an early timeout has no advantage.
-            timeout_s = min(_PROBE_S, self._start_timeout_s) if any(untried.values()) else self._start_timeout_s
+            timeout_s = min(_ACTOR_START_S, self._start_timeout_s) if any(untried.values()) else self._start_timeout_s
             ready, _ = self._ray.wait(list(probes), num_returns=len(probes), timeout=timeout_s)
             for ref, (index, replacement) in probes.items():
                 if ref in ready and self._succeeded(ref):
@@ -142,7 +143,10 @@ class Replacements:
     def _next(self, index: int, own: Dict[str, Any], untried: List[Dict[str, Any]]) -> Dict[str, Any]:
         if not untried:
             lost_host = host_name(self._plan.placement, own)
-            cause = "neither it nor a spare host of the cluster responds; restart one, then continue with --resume"
+            cause = (
+                "neither this host nor any other host that may run the instance responds; restart a host, then "
+                "continue with --resume"
+            )
             raise HostLost(lost_host, (index,), cause, self._plan.log_file(index))
         return untried.pop(0)
 

@@ -1,26 +1,21 @@
 """Wait for the results of instances under Ray, monitor their heartbeats, and find the cause if one fails.
 
-This module repairs nothing. A wait ends with results, or with a FleetBroken that names the failed instances, the first
-cause first.
+A wait returns results, or raises FleetBroken (the lost instances in `losses`) or the error of an instance.
+`RayFleet.repair` replaces lost instances.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
-from typing_extensions import Literal
-
 from raypod.errors import CollectiveBroken, PeerLost, RaypodError, WaitTimedOut
-from raypod.events import HeartbeatReport, InstanceLost
+from raypod.events import FailureKind, HeartbeatReport, InstanceLost
 from raypod.fleet.base import FleetBroken
 from raypod.fleet.liveness import LastHeartbeat, Suspect, find_suspects
 from raypod.fleet.ray_replace import ProcessKiller
 from raypod.fleet.ray_session import death_reason
 from raypod.plan.plan import Plan
-
-Kind = Literal["died", "raised", "silent", "stuck"]
 
 _POLL_INTERVAL_S = 0.2  # also the longest delay of a stop request
 _HEARTBEAT_INTERVAL_S = 1.0
@@ -68,9 +63,7 @@ class Watch:
                 values[index] = value
                 waiting.discard(index)
             if waiting and time.monotonic() > deadline:
-                cause = str(WaitTimedOut(what, timeout_s, setting))
-                suspects = [Suspect(late, "stuck", cause) for late in sorted(waiting)]
-                deque(self._break({}, suspects, {}), maxlen=0)
+                self._raise_timeout(sorted(waiting), WaitTimedOut(what, timeout_s, setting))
         return values
 
     def follow(self, tasks: Dict[Any, int]) -> Iterator[Tuple[Optional[int], Any]]:
@@ -84,12 +77,12 @@ class Watch:
         while pending:
             for index, value, error in self._arrivals(pending, _POLL_INTERVAL_S):
                 if error is not None:
-                    yield from self._break({index: error}, [], pending)
+                    yield from self._raise_cause({index: error}, [], pending)
                 elif value is not _NO_VALUE:
                     yield index, value
             suspects = self._find_suspects()
             if suspects:
-                yield from self._break({}, suspects, pending)
+                yield from self._raise_cause({}, suspects, pending)
             yield None, None
 
     def _arrivals(self, pending: Dict[Any, int], within_s: float) -> Iterator[Tuple[int, Any, Optional[Exception]]]:
@@ -97,12 +90,10 @@ class Watch:
         ready, _ = self._ray.wait(list(pending), timeout=within_s)
         for ref in ready:
             index = pending[ref]
-            value, is_finished, error = self._take(ref)
+            value, is_finished, error = self._get_result(ref)
             if is_finished:
                 del pending[ref]
             yield index, value, error
-
-    # ---- monitoring heartbeats --------------------------------------------------------------------------------------
 
     def _find_suspects(self) -> List[Suspect]:
         """Request a heartbeat from every instance once per second, and evaluate the replies."""
@@ -115,7 +106,7 @@ class Watch:
             ready, _ = self._ray.wait(list(self._requests), num_returns=len(self._requests), timeout=0)
             for ref in ready:
                 index = self._requests.pop(ref)
-                report, _, error = self._take(ref)
+                report, _, error = self._get_result(ref)
                 if error is None:
                     self._heartbeats[index] = LastHeartbeat(report, now_s)
         if now_s - self._requested_s >= _HEARTBEAT_INTERVAL_S:
@@ -124,13 +115,11 @@ class Watch:
             self._requests.update({self._actors[index].beat.remote(): index for index in sorted(without_request)})
         return find_suspects(self._heartbeats, now_s, self._bounds)
 
-    # ---- finding the cause ------------------------------------------------------------------------------------------
-
-    def _break(
+    def _raise_cause(
         self, errors: Dict[int, Exception], suspects: List[Suspect], pending: Dict[Any, int]
     ) -> Iterator[Tuple[Optional[int], Any]]:
         """Yield what still arrives, abort the collectives of the survivors, and raise the cause."""
-        losses = [] if self._all_wait_for_each_other(suspects) else [self._give_up(suspect) for suspect in suspects]
+        losses = [] if self._all_wait_for_each_other(suspects) else [self._kill_suspect(each) for each in suspects]
         lost = {loss.instance for loss in losses}
         pending = {ref: index for ref, index in pending.items() if index not in lost}
         # The death of an instance can be reported later than the errors that it causes in others.
@@ -152,20 +141,25 @@ class Watch:
                     errors[index] = error
                 elif value is not _NO_VALUE:
                     yield index, value
-        if aborts:  # so that none of them hits what follows
+        if aborts:  # so that a late abort does not end a later collective
             self._ray.wait(aborts, num_returns=len(aborts), timeout=_ABORT_INTERVAL_S)
         raise self._cause(losses, errors, sorted(set(pending.values())))
+
+    def _raise_timeout(self, late: List[int], timeout: WaitTimedOut) -> None:
+        """Raise FleetBroken for the instances that are not done within a timeout."""
+        for _ in self._raise_cause({}, [Suspect(index, "stuck", str(timeout)) for index in late], {}):
+            pass  # without pending tasks it yields nothing before it raises
 
     def _all_wait_for_each_other(self, suspects: List[Suspect]) -> bool:
         return len(suspects) == len(self._actors) > 1 and all(suspect.kind == "stuck" for suspect in suspects)
 
-    def _give_up(self, suspect: Suspect) -> InstanceLost:
+    def _kill_suspect(self, suspect: Suspect) -> InstanceLost:
         """Kill the process of a suspect; get its stack trace before if it is stuck."""
         actor, stack = self._actors[suspect.instance], ""
         if suspect.kind == "stuck":
             ref = actor.stack.remote()
             ready, _ = self._ray.wait([ref], timeout=_STACK_S)
-            value, _, error = self._take(ref) if ready else ("", True, None)
+            value, _, error = self._get_result(ref) if ready else ("", True, None)
             stack = value if error is None else ""
         self._killer.kill_frozen(actor)
         return self._loss(suspect.instance, suspect.kind, suspect.cause, stack)
@@ -190,16 +184,16 @@ class Watch:
                 losses.append(self._loss(index, "raised", text))
         bound_s = self._bounds.stop_timeout_s
         text = f"did not abort its collectives with the lost instances within {bound_s:g} s (run.stop_timeout_s)"
-        losses += [self._give_up(Suspect(index, "stuck", text)) for index in late]
+        losses += [self._kill_suspect(Suspect(index, "stuck", text)) for index in late]
         return FleetBroken(tuple(losses), "; ".join(str(cause) for cause in causes.values() if cause is not None))
 
-    def _loss(self, index: int, kind: Kind, cause: str, stack: str = "") -> InstanceLost:
+    def _loss(self, index: int, kind: FailureKind, cause: str, stack: str = "") -> InstanceLost:
         report = self._heartbeats[index].report
-        doing = report.doing if report is not None else ""
+        activity = report.activity if report is not None else ""
         cause = " ".join(cause.split())
-        return InstanceLost(index, self._hosts[index], kind, cause, doing, stack, self._plan.log_file(index))
+        return InstanceLost(index, self._hosts[index], kind, cause, activity, stack, self._plan.log_file(index))
 
-    def _take(self, ref: Any) -> Tuple[Any, bool, Optional[Exception]]:
+    def _get_result(self, ref: Any) -> Tuple[Any, bool, Optional[Exception]]:
         """Return (value, whether the task is finished, error) of a ready result, or of a stream with a ready item."""
         is_stream = hasattr(ref, "__next__")
         try:

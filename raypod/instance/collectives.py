@@ -12,7 +12,7 @@ from typing import Any, Dict
 
 from raypod.errors import SdkError
 from raypod.host.interfaces import interface_of, local_address_to
-from raypod.instance.horovod_rendezvous import HorovodProxy
+from raypod.instance.horovod_proxy import HorovodProxy
 
 _CONNECT_TIMEOUT_S = 60.0  # to the rendezvous server
 # Exceptions of the emulated SDK's communication, of Horovod (real or emulated), and of the real PopTorch, which fails
@@ -100,7 +100,7 @@ def horovod_proxy(rendezvous: Dict[str, str]) -> HorovodProxy:
 
 
 def horovod_interface(rendezvous: str) -> Dict[str, str]:
-    """Return HOROVOD_GLOO_IFACE, the interface that leads to the address `rendezvous`; {} if none is found.
+    """Return HOROVOD_GLOO_IFACE, the interface through which this host reaches the address `rendezvous`.
 
     Without the variable Horovod listens on the address that this host's name resolves to. IPv4 only.
     """

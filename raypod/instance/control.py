@@ -23,7 +23,7 @@ _COMMUNICATION_FILES = (
 
 
 class Heartbeat:
-    """What one instance is doing, and since when. Its working thread writes it; other threads may read it."""
+    """The current activity of one instance, and since when. Its working thread sets it; other threads may read it."""
 
     def __init__(self, instance: int) -> None:
         self._instance = instance
@@ -33,7 +33,7 @@ class Heartbeat:
         self._thread: Optional[int] = None
 
     @contextlib.contextmanager
-    def doing(self, activity: str) -> Iterator[None]:
+    def set_activity(self, activity: str) -> Iterator[None]:
         """Set the activity within the block; restore the previous one afterwards."""
         before = self._activity[0]
         self._thread = threading.get_ident()
@@ -47,7 +47,7 @@ class Heartbeat:
     def in_call(self, number: int) -> Iterator[None]:
         """Set the activity to call `number` (0-based) within the block, and measure the call."""
         began = time.monotonic()
-        with self.doing(f"in call {number + 1}"):
+        with self.set_activity(f"in call {number + 1}"):
             yield
         seconds = time.monotonic() - began
         self._calls_done += 1

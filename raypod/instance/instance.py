@@ -47,7 +47,7 @@ class Instance:
         self.heartbeat = Heartbeat(index)
         self._update = self._host_update = -1  # of the weights on the device and on the host; -1: not trained yet
         self._feed: Optional[Feed] = None
-        self._attachable: List[Any] = []  # the PopTorch models, each of which attaches to the device
+        self._poptorch_models: List[Any] = []  # each attaches to the device
         self._optimizer_is_set = True  # the device has, or will be compiled with, the optimizer's current values
         self._group = ProcessGroup(plan.placement.cluster.data_network)
         self._seeding_peer: Optional[SeedingPeer] = None
@@ -70,7 +70,7 @@ class Instance:
             model.training_step, options=program.training_options(plan), optimizer=model.optimizer
         )
         self._inference = poptorch.inferenceModel(model.evaluation_step, options=program.inference_options(plan))
-        self._attachable = [self._training, self._inference]
+        self._poptorch_models = [self._training, self._inference]
         self._record_seconds("build model", began)
         return InstanceStarted(
             instance=self._spec.index,
@@ -89,9 +89,9 @@ class Instance:
         return self._group.data_address()
 
     def open_rendezvous(self, address: str, generation: int) -> Dict[str, str]:
-        """Open the rendezvous at this host's `address`; return the variables that lead to it.
+        """Open the rendezvous at `address`; return the environment variables with which instances connect to it.
 
-        `address` is in the network between the hosts. Every repair uses the next `generation`.
+        `address` is this host's in the network between the hosts. Every repair uses the next `generation`.
         """
         return self._group.open_rendezvous(address, generation)
 
@@ -157,7 +157,7 @@ class Instance:
         device_iterations = self._plan.geometry.device_iterations
         first_call = leg.first_update // device_iterations
         self._update = leg.first_update
-        batches = timed(self._feed.calls(leg), lambda: self.heartbeat.doing(LOADING))
+        batches = timed(self._feed.calls(leg), lambda: self.heartbeat.set_activity(LOADING))
         for number, ((images, labels), wait_s) in enumerate(batches):
             if not self._gate.enter(first_call + number):
                 return
@@ -220,7 +220,7 @@ class Instance:
             self._saves.close()
         if self._feed is not None:
             self._feed.close()
-        for model in self._attachable:
+        for model in self._poptorch_models:
             if model.isCompiled():
                 model.destroy()
         hvd.shutdown()
@@ -261,7 +261,7 @@ class Instance:
         )
 
     def _detach(self) -> None:
-        for model in self._attachable:
+        for model in self._poptorch_models:
             if model.isCompiled() and model.isAttachedToDevice():
                 model.detachFromDevice()
 

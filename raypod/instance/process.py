@@ -31,7 +31,7 @@ _REPORT_EVERY_S = 0.02  # reports of faster calls are sent together: one Ray mes
 
 
 class InstanceProcess:
-    """Owns the process of one instance.
+    """Sets up this process and runs one instance in it; the class of the Ray actor.
 
     The instance runs in a single thread that Python starts: torch keeps state per thread, and torch 2.0 can deadlock on
     the interpreter lock in the threads that Ray starts for an actor.
@@ -111,9 +111,9 @@ class InstanceProcess:
         selected = sdk.select(self._plan.config.run.device)
         collectives.check_available(self._plan.config.run.collectives)
         partition = self._plan.placement.cluster.vipu if selected.has_ipus else None
-        misfit = partition_conflict(partition, self._plan.placement) if partition else None
-        if misfit:
-            raise ClusterError(misfit)
+        conflict = partition_conflict(partition, self._plan.placement) if partition else None
+        if conflict:
+            raise ClusterError(conflict)
         from raypod.instance.instance import Instance  # imports torch and the selected SDK
 
         imported_s = time.monotonic() - began
@@ -126,7 +126,7 @@ class InstanceProcess:
 
     def _call(self, method: str, *arguments: Any) -> Any:
         assert self._instance is not None, "call build first"
-        with self._instance.heartbeat.doing(method), self._convert_peer_errors():
+        with self._instance.heartbeat.set_activity(method), self._convert_peer_errors():
             return getattr(self._instance, method)(*arguments)
 
     def _run_into(self, reports: queue.SimpleQueue[Optional[CallReport]], leg: Leg) -> None:

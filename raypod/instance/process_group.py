@@ -11,7 +11,7 @@ from typing import Dict, Optional
 from raypod.host.interfaces import address_in, interface_of, local_address_to
 from raypod.instance import collectives
 from raypod.instance.collectives import Rendezvous, horovod_interface, horovod_proxy, uses_installed_horovod
-from raypod.instance.horovod_rendezvous import HorovodProxy
+from raypod.instance.horovod_proxy import HorovodProxy
 
 
 class ProcessGroup:
@@ -37,7 +37,7 @@ class ProcessGroup:
         return address
 
     def open_rendezvous(self, address: str, generation: int) -> Dict[str, str]:
-        """Open the rendezvous of all instances on this host; return the variables that lead to it."""
+        """Open the rendezvous on this host; return the environment variables with which instances connect to it."""
         self.close()
         self._rendezvous = Rendezvous(address, generation)
         return self._rendezvous.environment

@@ -29,7 +29,7 @@ _CHUNK_BYTES, _SMALL_BYTES = 1 << 18, 1 << 16  # every link of the chain adds th
 _NONCE_BYTES, _DIGEST = 32, "sha256"
 _DIGEST_BYTES = 32
 _HANDSHAKE_S = 5.0  # bounds how long an unauthenticated connection can delay the broadcast
-_UNREACHABLE_S = 10  # TCP gives up a host that does not answer after it
+_UNREACHABLE_S = 10  # after this many seconds without an acknowledgement, TCP closes the connection
 _HEADER = struct.Struct(">cI")  # of a message: its kind and its length in bytes
 _SIZE, _CHUNK, _END, _FAILED, _KEEPALIVE = b"S", b"P", b"E", b"F", b"W"
 

@@ -19,7 +19,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from raypod.host import interfaces, sdk
 from raypod.host.process import cpus_of_node
 from raypod.instance.collectives import Rendezvous, horovod_interface, horovod_proxy
-from raypod.instance.horovod_rendezvous import HorovodProxy
+from raypod.instance.horovod_proxy import HorovodProxy
 from raypod.launcher import reaper
 from raypod.launcher.output_pump import OutputPump
 from raypod.launcher.records import STDERR, STDOUT, HostFacts, HostReport, Program

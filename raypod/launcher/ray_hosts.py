@@ -10,7 +10,8 @@ import time
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from raypod.errors import HostLost, RaypodError, RunError, WaitTimedOut
-from raypod.fleet.ray_nodes import Reservation, match_hosts, reserve
+from raypod.fleet.ray_nodes import match_hosts
+from raypod.fleet.ray_reservation import Reservation, reserve
 from raypod.fleet.ray_session import RaySession, death_reason
 from raypod.launcher.host_process import HostProcess
 from raypod.launcher.records import HostFacts, HostReport, Program

@@ -204,8 +204,7 @@ def _token(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     if expected.cluster is LOCAL:
         return
     if ray and not ray_admission.has_tokens(ray):
-        text, _, way_out = ray_admission.NO_TOKEN.format(ray).partition("; ")
-        yield Finding(WARN, host, "token", text, way_out)
+        yield Finding(WARN, host, "token", ray_admission.NO_TOKEN.format(ray), ray_admission.NO_TOKEN_REMEDY)
         return
     token = facts["token"]
     if expected.cluster.auth_mode != "token":

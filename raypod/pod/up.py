@@ -104,7 +104,7 @@ def _prepare_token(path: Path) -> None:
         raise ClusterError("Ray is not installed here, but its launcher is required: pip install 'ray[default]'")
     change = ray_admission.ensure_token(path)  # also for Ray without tokens: file_mounts copies the file
     if not ray_admission.has_tokens(ray):
-        _say(ray_admission.NO_TOKEN.format(ray))
+        _say(f"{ray_admission.NO_TOKEN.format(ray)}; {ray_admission.NO_TOKEN_REMEDY}")
     elif change:
         _say(change)
 

@@ -122,10 +122,9 @@ def _failure_line(event: Union[CheckpointFailed, InstanceLost, Repaired]) -> str
         previous = Path(event.previous).name
         return f"warning: cannot write the checkpoint {event.path}: {event.cause}; the previous one is {previous}"
     if isinstance(event, InstanceLost):
-        doing = f"; it was {event.doing}" if event.doing and event.doing not in event.cause else ""
-        return (
-            f"Instance {event.instance} on host {event.host} is lost: {event.cause}{doing}; its log: {event.log_file}"
-        )
+        activity = f"; it was {event.activity}" if event.activity and event.activity not in event.cause else ""
+        cause = f"{event.cause}{activity}; its log: {event.log_file}"
+        return f"Instance {event.instance} on host {event.host} is lost: {cause}"
     new = ", ".join(f"instance {index} on {host}" for index, host in zip(event.lost, event.hosts))
     damaged = "".join(f"warning: {each}\n" for each in event.passed_over)
     return damaged + (

@@ -29,7 +29,7 @@ def broken(*losses: InstanceLost) -> FleetBroken:
 
 def test_lost_instances_are_replaced_in_order() -> None:
     decision = FailurePolicy("emulated", 3).decide(broken(lost(2), lost(0)), 10, 0.0)
-    assert (decision.replace, decision.may_share_hosts, decision.give_up) == ((0, 2), True, None)
+    assert (decision.replace, decision.may_share_hosts, decision.error) == ((0, 2), True, None)
     assert not FailurePolicy("ipu", 3).decide(broken(lost(1)), 10, 0.0).may_share_hosts
 
 
@@ -40,44 +40,44 @@ def test_instances_that_lost_their_connections_are_not_replaced() -> None:
 def test_the_error_after_the_last_restart_names_the_first_cause() -> None:
     policy = FailurePolicy("emulated", 2)
     for instance in (0, 1):
-        assert policy.decide(broken(lost(instance)), instance, 0.0).give_up is None
-    error = policy.decide(broken(lost(2, "silent", "silent for 16 s"), lost(0)), 5, 0.0).give_up
+        assert policy.decide(broken(lost(instance)), instance, 0.0).error is None
+    error = policy.decide(broken(lost(2, "silent", "silent for 16 s"), lost(0)), 5, 0.0).error
     assert isinstance(error, InstanceFailed)
     assert (error.instance, error.host, policy.restarts) == (2, "h2", 2)
-    assert str(error).startswith("instance 2 on host h2 failed: silent for 16 s (not repaired, as --max-restarts 2 is")
+    assert str(error).startswith("instance 2 on host h2 failed: silent for 16 s (not repaired: the limit --max-res")
     assert "the first failure was: instance 0 on host h0 failed" in str(error)
 
 
 def test_the_error_does_not_repeat_an_equal_first_failure() -> None:
     policy = FailurePolicy("emulated", 1)
     policy.decide(broken(lost(0)), 1, 0.0)
-    error = str(policy.decide(broken(lost(0)), 2, 0.0).give_up)
-    assert error.endswith("is used up; the first failure was the same); its log: instance-0.log")
+    error = str(policy.decide(broken(lost(0)), 2, 0.0).error)
+    assert error.endswith("is reached; the first failure had the same cause); its log: instance-0.log")
 
 
 def test_without_restarts_the_error_is_the_cause_alone() -> None:
-    error = FailurePolicy("emulated", 0).decide(broken(lost(1)), 5, 0.0).give_up
+    error = FailurePolicy("emulated", 0).decide(broken(lost(1)), 5, 0.0).error
     assert str(error) == "instance 1 on host h1 failed: its process died; its log: instance-1.log"
-    assert "lost their connections" in str(FailurePolicy("emulated", 0).decide(broken(), 5, 0.0).give_up)
+    assert "lost their connections" in str(FailurePolicy("emulated", 0).decide(broken(), 5, 0.0).error)
 
 
-@pytest.mark.parametrize(("later_s", "gives_up"), [(REFILL_S - 1, True), (REFILL_S, False)])
-def test_an_hour_without_a_failure_restores_all_restarts(later_s: float, gives_up: bool) -> None:
+@pytest.mark.parametrize(("later_s", "ends"), [(REFILL_S - 1, True), (REFILL_S, False)])
+def test_an_hour_without_a_failure_restores_all_restarts(later_s: float, ends: bool) -> None:
     policy = FailurePolicy("emulated", 1)
     policy.decide(broken(lost(0)), 1, 100.0)
-    assert (policy.decide(broken(lost(0)), 900, 100.0 + later_s).give_up is not None) is gives_up
+    assert (policy.decide(broken(lost(0)), 900, 100.0 + later_s).error is not None) is ends
 
 
 def test_the_same_exception_at_the_same_update_ends_the_run() -> None:
     policy = FailurePolicy("emulated", 9)
     raised = broken(lost(1, "raised", "ValueError: no such layer"))
-    assert policy.decide(raised, 7, 0.0).give_up is None
-    assert policy.decide(raised, 8, 0.0).give_up is None
-    assert policy.decide(broken(lost(1, "raised", "OSError: no disk")), 8, 0.0).give_up is None
+    assert policy.decide(raised, 7, 0.0).error is None
+    assert policy.decide(raised, 8, 0.0).error is None
+    assert policy.decide(broken(lost(1, "raised", "OSError: no disk")), 8, 0.0).error is None
     assert "ValueError: no such layer (the same happened at update 8 before)" in str(
-        policy.decide(raised, 8, 0.0).give_up
+        policy.decide(raised, 8, 0.0).error
     )
-    assert FailurePolicy("emulated", 9).decide(broken(lost(1)), 8, 0.0).give_up is None  # a death may be repeated
+    assert FailurePolicy("emulated", 9).decide(broken(lost(1)), 8, 0.0).error is None  # a death may be repeated
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ class LosesOneAfterTheOther(ScriptedFleet):
 def test_a_run_without_restarts_left_ends_with_its_first_failure(make: Callable[..., Plan]) -> None:
     plan = make(training={"updates": 4}, pod={"num_instances": 2}, run={"max_restarts": 1})
     with pytest.raises(
-        InstanceFailed, match="--max-restarts 1 is used up; the first failure was: instance 1"
+        InstanceFailed, match="--max-restarts 1 is reached; the first failure was: instance 1"
     ) as caught:
         events_of(plan, LosesOneAfterTheOther(plan))
     assert caught.value.instance == 0

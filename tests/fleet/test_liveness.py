@@ -16,9 +16,9 @@ IN_CALL = "in call 7"
 
 
 def report(
-    instance: int, doing: str, for_s: float, waits: bool = False, calls: int = 6, slowest: Optional[float] = 2.0
+    instance: int, activity: str, duration_s: float, waits: bool = False, calls: int = 6, slowest: Optional[float] = 2.0
 ) -> HeartbeatReport:
-    return HeartbeatReport(instance, doing, for_s, calls, slowest, waits)
+    return HeartbeatReport(instance, activity, duration_s, calls, slowest, waits)
 
 
 def suspects(*reports: HeartbeatReport, **bounds: Any) -> List[Suspect]:
@@ -61,11 +61,13 @@ def test_if_all_wait_the_instance_with_the_fewest_calls_is_the_suspect() -> None
 
 
 @pytest.mark.parametrize(
-    ("slowest", "for_s", "is_stuck"),
+    ("slowest", "duration_s", "is_stuck"),
     [(2.0, 29.0, False), (2.0, 31.0, True), (20.0, 59.0, False), (20.0, 61.0, True), (None, 1799.0, False)],
 )
-def test_a_call_may_take_three_times_the_slowest_so_far(slowest: Optional[float], for_s: float, is_stuck: bool) -> None:
-    assert bool(stuck(report(0, IN_CALL, for_s, slowest=slowest))) is is_stuck
+def test_a_call_may_take_three_times_the_slowest_so_far(
+    slowest: Optional[float], duration_s: float, is_stuck: bool
+) -> None:
+    assert bool(stuck(report(0, IN_CALL, duration_s, slowest=slowest))) is is_stuck
 
 
 def test_a_first_call_has_the_report_timeout() -> None:

@@ -276,7 +276,9 @@ def test_a_busy_pod_is_waited_for_within_the_bound(pod: Any, tmp_path: Path) -> 
     assert also.wait(10)
     try:
         plan = plan_for(tmp_path, run={"start_timeout_s": 1, "device": "emulated"})
-        with pytest.raises(WaitTimedOut, match=r"waited 1 s for Ray to reserve .*localhost.*run\.start_timeout_s"):
+        with pytest.raises(
+            WaitTimedOut, match=r"waited 1 s for Ray to reserve resources.*localhost.*run\.start_timeout_s"
+        ):
             run(plan)
     finally:
         pod.util.remove_placement_group(taken)

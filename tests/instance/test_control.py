@@ -13,13 +13,13 @@ from raypod.instance.control import IDLE, Heartbeat, StopGate
 def test_the_report_contains_the_current_activity() -> None:
     heartbeat = Heartbeat(3)
     report = heartbeat.beat()
-    assert (report.instance, report.doing, report.slowest_call_s) == (3, IDLE, None)
-    with heartbeat.doing("save"):
-        assert heartbeat.beat().doing == "save"
+    assert (report.instance, report.activity, report.slowest_call_s) == (3, IDLE, None)
+    with heartbeat.set_activity("save"):
+        assert heartbeat.beat().activity == "save"
         with heartbeat.in_call(4):
-            assert heartbeat.beat().doing == "in call 5"
-        assert heartbeat.beat().doing == "save"
-    assert (heartbeat.beat().doing, heartbeat.beat().calls) == (IDLE, 1)
+            assert heartbeat.beat().activity == "in call 5"
+        assert heartbeat.beat().activity == "save"
+    assert (heartbeat.beat().activity, heartbeat.beat().calls) == (IDLE, 1)
 
 
 def test_the_first_call_counts_only_until_there_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_the_stack_shows_where_the_thread_is_and_whether_it_waits_for_others(fil
     exec(compile("def in_this_function():\n    inside.set()\n    end.wait(10)\n", file, "exec"), functions)
 
     def work() -> None:
-        with heartbeat.doing("x"):
+        with heartbeat.set_activity("x"):
             functions["in_this_function"]()  # type: ignore[operator]
 
     thread = threading.Thread(target=work)

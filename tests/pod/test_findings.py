@@ -208,9 +208,9 @@ def test_a_ray_version_without_tokens_is_reported_with_what_to_do() -> None:
         facts["python"]["packages"]["ray"] = "2.10.0"
     found = bad(pod)
     assert {(finding.level, finding.what) for finding in found} == {(WARN, "token")}
-    assert "Ray 2.10.0 has no token authentication" in found[0].text
+    assert "Ray 2.10.0 does not support token authentication" in found[0].text
     assert "firewall" in found[0].way_out
-    assert "RAY_USE_TLS" in found[0].way_out
+    assert "enable TLS: see 'What is exposed'" in found[0].way_out
 
 
 @pytest.mark.parametrize(

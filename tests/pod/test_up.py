@@ -64,13 +64,13 @@ def test_launch_warnings(old: str, new: str, line: str) -> None:
 
 def test_the_token_is_readable_only_by_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "ray" / "token"
-    assert "made the cluster's token" in str(ray_admission.ensure_token(path))
+    assert "created the cluster's token" in str(ray_admission.ensure_token(path))
     assert path.stat().st_mode & 0o777 == 0o600
     token = path.read_text()
     assert len(token) == 64
     assert ray_admission.ensure_token(path) is None
     path.chmod(0o644)
-    assert "was readable for others (mode 0644)" in str(ray_admission.ensure_token(path))
+    assert "was readable by other users (mode 0644)" in str(ray_admission.ensure_token(path))
     assert (path.read_text(), path.stat().st_mode & 0o777) == (token, 0o600)
 
 

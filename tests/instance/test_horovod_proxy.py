@@ -10,7 +10,7 @@ from typing import Iterator, Tuple
 import pytest
 
 from raypod.instance.collectives import Rendezvous, horovod_proxy
-from raypod.instance.horovod_rendezvous import HorovodProxy
+from raypod.instance.horovod_proxy import HorovodProxy
 from raypod.plan.environment import horovod_identity
 
 

@@ -1,0 +1,123 @@
+"""Reservations of Ray nodes: one placement group with a bundle per host, all or none.
+
+Where Ray supports label selectors, a bundle is pinned to the id of its node. Older versions (2.10) pin only by
+`node:<address>`, a resource of every node with that address; there the node of each bundle is looked up afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import time
+from typing import Any, Dict, List, Sequence, Tuple
+
+from raypod.errors import ClusterError, WaitTimedOut
+from raypod.plan.placement import Placement
+
+_NODE_ID_LABEL = "ray.io/node-id"  # Ray sets it on every node
+
+
+@dataclasses.dataclass(frozen=True)
+class Reservation:
+    """A placement group, and for each host, in order: the id of its Ray node, and the index and size of its bundle."""
+
+    group: Any
+    node_ids: Tuple[str, ...]
+    indexes: Tuple[int, ...]
+    bundles: List[Dict[str, float]]
+
+    def options(self, host_index: int, share: int) -> Dict[str, Any]:
+        """Return the options of an actor that takes one of `share` equal parts of a host's bundle."""
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        bundle = self.bundles[host_index]
+        options: Dict[str, Any] = {
+            "num_cpus": bundle.get("CPU", 0) / share,
+            "max_restarts": 0,
+            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(self.group, self.indexes[host_index]),
+        }
+        if "IPU" in bundle:
+            options["resources"] = {"IPU": bundle["IPU"] / share}
+        return options
+
+
+def node_affinity(node: Dict[str, Any]) -> Dict[str, Any]:
+    """Return the options of a task or actor on a node, outside of any reservation."""
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
+    return {"num_cpus": 0, "scheduling_strategy": strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)}
+
+
+def reserve(ray: Any, placement: Placement, nodes: List[Dict[str, Any]], bound: Tuple[float, str]) -> Reservation:
+    """Reserve one bundle on each of `nodes`, all or none. `bound` is a timeout in seconds and the setting it is from.
+
+    Raises:
+        WaitTimedOut: other jobs use the resources.
+        ClusterError: a node has ended, or cannot be distinguished from another one with the same address.
+    """
+    timeout_s, setting = bound
+    counts = [len(placement.instances_on(index)) for index in range(len(nodes))]
+    bundles = [
+        _bundle_for(node, count, placement.ipus_on(index)) for index, (node, count) in enumerate(zip(nodes, counts))
+    ]
+    strategy = "STRICT_SPREAD" if len(bundles) > 1 else "PACK"
+    group = ray.util.placement_group(bundles, strategy=strategy, **_label_selector(ray, nodes))
+    try:
+        deadline = time.monotonic() + timeout_s
+        while not group.wait(min(1.0, timeout_s)):  # short waits, so that Ctrl-C is handled
+            _check_alive(ray, placement, nodes)
+            if time.monotonic() >= deadline:
+                requested = "; ".join(f"{host.name}: {bundle}" for host, bundle in zip(placement.hosts, bundles))
+                what = f"Ray to reserve resources, which other jobs may be using ({requested})"
+                raise WaitTimedOut(what, timeout_s, setting)
+        indexes = _bundle_indexes(ray, group, placement, nodes, bundles)
+    except BaseException:
+        ray.util.remove_placement_group(group)
+        raise
+    return Reservation(group, tuple(node["NodeID"] for node in nodes), indexes, bundles)
+
+
+def _label_selector(ray: Any, nodes: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
+    """Return the argument that pins each bundle to its node; {} if this Ray has no label selectors."""
+    can_select = "bundle_label_selector" in inspect.signature(ray.util.placement_group).parameters
+    if not can_select or any(node.get("Labels", {}).get(_NODE_ID_LABEL) != node["NodeID"] for node in nodes):
+        return {}
+    return {"bundle_label_selector": [{_NODE_ID_LABEL: node["NodeID"]} for node in nodes]}
+
+
+def _check_alive(ray: Any, placement: Placement, nodes: Sequence[Dict[str, Any]]) -> None:
+    """Raise ClusterError if a node has ended: the wait for a bundle that is pinned to it would not end."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    gone = [host.name for host, node in zip(placement.hosts, nodes) if node["NodeID"] not in alive]
+    if gone:
+        raise ClusterError(f"the Ray node of {', '.join(gone)} has ended while it was being reserved; start again")
+
+
+def _bundle_indexes(
+    ray: Any, group: Any, placement: Placement, nodes: Sequence[Dict[str, Any]], bundles: Sequence[Dict[str, float]]
+) -> Tuple[int, ...]:
+    """Return the bundle on the node of each host: its own, or an equal one of a host with the same address."""
+    bundle_nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    found = []
+    for host, node, bundle in zip(placement.hosts, nodes, bundles):
+        on_node = [
+            index for index, other in enumerate(bundles) if bundle_nodes[index] == node["NodeID"] and other == bundle
+        ]
+        if not on_node:
+            raise ClusterError(
+                f"{host.name}: several Ray nodes have the address {node['NodeManagerAddress']}, and this version of "
+                "Ray cannot distinguish them; run one node per address"
+            )
+        found.append(on_node[0])
+    return tuple(found)
+
+
+def _bundle_for(node: Dict[str, Any], instances: int, ipus: int) -> Dict[str, float]:
+    """Return the bundle of a host: a share of its cores (fractional, so that 4 instances fit on 2 cores), and IPUs."""
+    resources = node["Resources"]
+    bundle = {f"node:{node['NodeManagerAddress']}": 0.001}
+    share = min(1.0, int(100 * resources.get("CPU", 0) / instances) / 100)
+    if share:
+        bundle["CPU"] = share * instances
+    if ipus and "IPU" in resources:
+        bundle["IPU"] = float(ipus)
+    return bundle
