@@ -34,7 +34,10 @@ def _dispatch(words: Sequence[str]) -> int:
 def _plan(argv: Sequence[str]) -> int:
     """Print the plan of a `raypod.train` command line as a table or as JSON."""
     plan, args = planning.plan_of(argv, "raypod plan", ["--json"])
-    print(json.dumps(planning.describe(plan), indent=2) if args.json else planning.render(plan))  # noqa: T201
+    if args.json:
+        print(json.dumps(planning.describe_with_pipeline(plan), indent=2))  # noqa: T201
+    else:
+        print(planning.render_with_pipeline(plan))  # noqa: T201
     return 0
 
 

@@ -1,4 +1,7 @@
-"""From a command line to a plan, and the plan as a table or as plain data."""
+"""From a command line to a plan, and the plan with its pipeline as a table or as plain data.
+
+`plan.tables` renders a plan without its pipeline, whose schedule requires the model and therefore torch.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +61,8 @@ def plan_of(argv: Sequence[str], prog: str, switches: Sequence[str] = ()) -> Tup
     return plan, args
 
 
-def render(plan: Plan) -> str:
-    """Return the plan as a table, followed by the pipeline if a replica has several IPUs."""
+def render_with_pipeline(plan: Plan) -> str:
+    """Return `tables.render(plan)`, followed by the pipeline if a replica has several IPUs."""
     if plan.geometry.ipus_per_replica == 1:
         return tables.render(plan)
     from raypod.model.pipeline_table import inspect_pipeline, render_pipeline
@@ -67,8 +70,8 @@ def render(plan: Plan) -> str:
     return f"{tables.render(plan)}\n\n{render_pipeline(inspect_pipeline(plan), plan.config.training.execution)}"
 
 
-def describe(plan: Plan) -> Dict[str, Any]:
-    """Return the same as plain data."""
+def describe_with_pipeline(plan: Plan) -> Dict[str, Any]:
+    """Return `tables.describe(plan)`, with the key `pipeline` if a replica has several IPUs."""
     if plan.geometry.ipus_per_replica == 1:
         return tables.describe(plan)
     from raypod.model.pipeline_table import describe_pipeline, inspect_pipeline

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Dict, Optional, Sequence
 
 from raypod import detached, planning
-from raypod.checkpoint import resume
+from raypod.checkpoint import resume, storage
 from raypod.cli import INTERRUPTED, report_errors
 from raypod.coordinator import coordinator
 from raypod.events import EvaluationDone, RunEnded
@@ -20,7 +20,7 @@ from raypod.plan.plan import Plan
 from raypod.record import run_folder, run_state
 from raypod.record.metrics import MetricsAggregator
 from raypod.record.progress import Progress
-from raypod.record.sinks import Sinks, check_tensorboard
+from raypod.record.sinks import Sinks, check_packages
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -32,14 +32,14 @@ def _train(argv: Sequence[str]) -> int:
     started_at_s = time.monotonic() - process_age_s()
     plan, args = planning.plan_of(argv, "raypod.train", ["--dry-run", "--detach"])
     if args.dry_run:
-        print(planning.render(plan))  # noqa: T201
+        print(planning.render_with_pipeline(plan))  # noqa: T201
         return 0
     folder = Path(plan.run_dir)
     run_state.check_not_running(folder)
     plan = _auto_resume(plan)
     found = resume.find_checkpoint(plan, run_state.is_unfinished(folder)) if plan.config.run.resume else None
-    run_folder.check_unused(plan)
-    check_tensorboard(plan.config)
+    run_folder.check_may_write(plan)
+    check_packages(plan.config)
     if args.detach:
         return detached.detach(argv, folder, plan.config.run.start_timeout_s)
     run_folder.create(plan)
@@ -52,7 +52,7 @@ def _auto_resume(plan: Plan) -> Plan:
     folder = Path(plan.run_dir)
     if plan.config.run.resume or not run_state.is_unfinished(folder):
         return plan
-    if resume.newest_valid(folder / "checkpoints")[0] is None:
+    if resume.newest_valid(storage.checkpoints_folder(folder))[0] is None:
         return plan
     run = plan.config.run.model_copy(update={"resume": str(folder)})
     return dataclasses.replace(plan, config=plan.config.model_copy(update={"run": run}))
@@ -65,7 +65,7 @@ def _run(plan: Plan, found: Optional[resume.ResumePoint], state: run_state.State
     for damaged in found.damaged if found else ():
         progress.warn(f"{damaged}; resuming from {resumed.path.name if resumed else ''}")
     metrics = MetricsAggregator(plan, started_at_s)
-    seen: Dict[type, Any] = {}
+    last_events: Dict[type, Any] = {}
     known = run_folder.evaluations_until(plan, resumed.update if resumed else 0)
     evaluations = list(known)
     with contextlib.ExitStack() as stack:
@@ -75,16 +75,16 @@ def _run(plan: Plan, found: Optional[resume.ResumePoint], state: run_state.State
             contextlib.closing(coordinator.run(plan, _fleet(plan, progress), metrics, resumed, known))
         )
         for event in events:
-            seen[type(event)] = event
+            last_events[type(event)] = event
             sinks.handle(event)
             state.handle(event)
             if isinstance(event, EvaluationDone):
                 evaluations.append(event)
             progress.show(event)
-    run_folder.write_summary(plan, metrics, seen, evaluations)
+    run_folder.write_summary(plan, metrics, last_events, evaluations)
     print(f"Waiting for data: {100 * metrics.data_wait_share:.1f} % of the time of the calls")  # noqa: T201
     print(f"Everything else: {plan.run_dir}")  # noqa: T201
-    return INTERRUPTED if seen[RunEnded].interrupted else 0
+    return INTERRUPTED if last_events[RunEnded].interrupted else 0
 
 
 def _fleet(plan: Plan, progress: Progress) -> Fleet:

@@ -40,7 +40,7 @@ def sha256(plan: Plan) -> str:
 def plain_torch_loop(plan: Plan) -> Dict[str, torch.Tensor]:
     """Run the same training in plain torch: gradients averaged over replicas, statistics of replica 0."""
     geometry, config = plan.geometry, plan.config
-    splits, order = datasets.load(config), epoch_order(config.training.seed, 0, plan.size.train_samples)
+    splits, order = datasets.load(config), epoch_order(config.training.seed, 0, plan.dataset_size.train_samples)
     torch.manual_seed(config.training.seed)
     network = networks.build_model(config, 1, 8, 10).train()
     decayed = [parameter for parameter in network.parameters() if parameter.dim() > 1]

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 from raypod.datasets.arrays import ArrayDataset, Splits
 from raypod.datasets.loading import EpochSamples, SampleLoader, SeededSamples, map_ahead, prefetch
-from raypod.datasets.order import call_positions, epoch_order
+from raypod.datasets.order import call_positions, epoch_order, samples_digest
 from raypod.datasets.transforms import activation_dtype, gather, normalize, resize
 from raypod.errors import ConfigError
 from raypod.plan.config import VISION_TRANSFORMERS
@@ -37,7 +37,7 @@ class Feed:
         self._loader: Optional[SampleLoader] = None
         self._test_loader: Optional[SampleLoader] = None
         self._stream: Optional[Generator[Call, None, None]] = None
-        self.samples = np.zeros(0, dtype=np.int64)  # indices of the call that `calls` yielded last, as loaded
+        self._samples = np.zeros(0, dtype=np.int64)  # indices of the call that `calls` yielded last
         self._next_update = 0  # the update whose batch the stream yields next
         self._host_size = _host_size(splits, plan.config.data.eight_bit_io, plan.config.data.image_size)
         if not isinstance(splits.train, ArrayDataset):
@@ -84,12 +84,16 @@ class Feed:
                 self._end_stream()
                 self._stream = self._batches_from(update)
             try:
-                self.samples, batch = next(self._stream)
+                self._samples, batch = next(self._stream)
             except BaseException:
                 self._end_stream()
                 raise
             self._next_update = update + iterations
             yield batch
+
+    def samples_digest(self) -> str:
+        """Return the digest of the sample indices of the call that `calls` yielded last, as loaded."""
+        return samples_digest(self._samples)
 
     def evaluation_calls(self) -> Iterator[Tuple[torch.Tensor, torch.Tensor, int]]:
         """Yield (images, labels, valid) for this instance's share of the test split.
@@ -131,7 +135,7 @@ class Feed:
         for update in range(first_update, plan.total_updates, iterations):
             if update // plan.updates_per_epoch != epoch:
                 epoch = update // plan.updates_per_epoch
-                order = epoch_order(plan.config.training.seed, epoch, plan.size.train_samples)
+                order = epoch_order(plan.config.training.seed, epoch, plan.dataset_size.train_samples)
             call = update % plan.updates_per_epoch // iterations
             yield epoch, order[call_positions(plan.geometry, self._spec.index, call)]
 

@@ -123,13 +123,13 @@ def cluster_from(file: ClusterFile, path: str) -> Cluster:
     """Return the cluster of a file without mistakes; the name defaults to that of `path`."""
     settings, auth = file.raypod, file.top.section("auth")
     start = file.commands("head_start_ray_commands")
-    ipus = settings.count("ipus_per_host") or _found(r'"IPU"\s*:\s*(\d+)', start)
-    hosts = tuple(Host(address, address, ipus, settings.count("cpus_per_host")) for address in file.addresses)
+    ipus = settings.integer("ipus_per_host") or _found(r'"IPU"\s*:\s*(\d+)', start)
+    hosts = tuple(Host(address, address, ipus, settings.integer("cpus_per_host")) for address in file.addresses)
     mode = re.search(r"\bRAY_AUTH_MODE=[\"']?(\w+)", start)
     return Cluster(
         name=file.top.text("cluster_name") or Path(path).stem,
         hosts=hosts,
-        instances_per_host=settings.count("instances_per_host") or 1,
+        instances_per_host=settings.integer("instances_per_host") or 1,
         data_network=settings.text("data_network"),
         numa=settings.flag("numa"),
         sdk=settings.text("sdk"),
@@ -150,12 +150,12 @@ def _vipu(file: ClusterFile) -> Optional[VipuPartition]:
     return VipuPartition(
         partition=partition,
         server=section.text("server") or VipuPartition.server,
-        port=section.count("port") or VipuPartition.port,
-        timeout_s=section.count("timeout_s") or VipuPartition.timeout_s,
+        port=section.integer("port") or VipuPartition.port,
+        timeout_s=section.integer("timeout_s") or VipuPartition.timeout_s,
         allocation=section.text("allocation"),
-        size=section.count("size"),
-        gcds=section.count("gcds"),
-        link_domains=section.count("link_domains") or VipuPartition.link_domains,
+        size=section.integer("size"),
+        gcds=section.integer("gcds"),
+        link_domains=section.integer("link_domains") or VipuPartition.link_domains,
     )
 
 

@@ -15,7 +15,7 @@ import yaml
 from raypod.cli import suggestion
 
 # The top-level keys of `ray up` (ray-schema.json; min_workers: autoscaler/_private/local/config.py).
-TOP = (
+TOP_LEVEL_KEYS = (
     *("cluster_name", "min_workers", "max_workers", "upscaling_speed", "idle_timeout_minutes", "provider", "auth"),
     *("docker", "file_mounts", "cluster_synced_files", "file_mounts_sync_continuously", "rsync_exclude"),
     *("rsync_filter", "metadata", "initialization_commands", "setup_commands", "head_setup_commands"),
@@ -51,7 +51,7 @@ class Section:
     def __contains__(self, key: str) -> bool:
         return self._entries.get(key, (None, 0))[0] is not None
 
-    def note(self, key: str, text: str) -> None:
+    def add_mistake(self, key: str, text: str) -> None:
         """Record a mistake at the line of a key, or of the section if the key is missing."""
         self._mistakes.append(Mistake(self.line_of(key), text))
 
@@ -68,7 +68,7 @@ class Section:
         known = list(known)
         for key in self._entries:
             if key not in known:
-                self.note(key, f"unknown key {self._full(key)}{suggestion(key, known)}")
+                self.add_mistake(key, f"unknown key {self._full(key)}{suggestion(key, known)}")
 
     def section(self, key: str) -> Section:
         """Return the mapping of a key; an empty one if the value is missing or not a mapping."""
@@ -76,7 +76,7 @@ class Section:
         if isinstance(value, Section):
             return value
         if value is not None:
-            self.note(key, f"{self._full(key)} must be a mapping, not {_kind(value)}")
+            self.add_mistake(key, f"{self._full(key)} must be a mapping, not {_kind(value)}")
         return Section(self._full(key), line, {}, self._mistakes)
 
     def text(self, key: str) -> Optional[str]:
@@ -86,7 +86,7 @@ class Section:
             return None
         if isinstance(value, (str, int, float)) and not isinstance(value, bool) and value != "":
             return str(value)
-        self.note(key, f"{self._full(key)} = {_shown(value)} must be a string")
+        self.add_mistake(key, f"{self._full(key)} = {_format_value(value)} must be a string")
         return None
 
     def texts(self, key: str) -> Tuple[str, ...]:
@@ -96,17 +96,17 @@ class Section:
         if entries is None:
             return ()
         if not isinstance(entries, list) or not all(isinstance(each, (str, int, float)) for each in entries):
-            self.note(key, f"{self._full(key)} must be a list of strings")
+            self.add_mistake(key, f"{self._full(key)} must be a list of strings")
             return ()
         return tuple(map(str, entries))
 
-    def count(self, key: str, least: int = 1) -> Optional[int]:
+    def integer(self, key: str, least: int = 1) -> Optional[int]:
         """Return an integer of at least `least`."""
         value = self.value(key)
         if value is None:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            self.note(key, f"{self._full(key)} = {_shown(value)} must be an integer of at least {least}")
+            self.add_mistake(key, f"{self._full(key)} = {_format_value(value)} must be an integer of at least {least}")
             return None
         return value
 
@@ -114,7 +114,7 @@ class Section:
         """Return a boolean; False if the key is missing."""
         value = self.value(key)
         if not isinstance(value, (bool, type(None))):
-            self.note(key, f"{self._full(key)} = {_shown(value)} must be true or false")
+            self.add_mistake(key, f"{self._full(key)} = {_format_value(value)} must be true or false")
         return value is True
 
     def _full(self, key: str) -> str:
@@ -196,11 +196,11 @@ def _section(name: str, node: yaml.MappingNode, loader: yaml.SafeLoader, mistake
 def _check_top(file: ClusterFile) -> None:
     for key in _NOT_LOCAL:
         if key in file.top:
-            file.top.note(key, f"{key} is not a key of provider type local, whose hosts are all alike")
-    file.top.check_keys((*TOP, *_NOT_LOCAL))
+            file.top.add_mistake(key, f"{key} is not a key of provider type local, whose hosts are all alike")
+    file.top.check_keys((*TOP_LEVEL_KEYS, *_NOT_LOCAL))
     file.top.text("cluster_name")
     file.top.section("auth").check_keys(_AUTH)
-    for key in (key for key in TOP if key.endswith("_commands")):
+    for key in (key for key in TOP_LEVEL_KEYS if key.endswith("_commands")):
         file.top.texts(key)
 
 
@@ -209,38 +209,38 @@ def _check_provider(file: ClusterFile) -> None:
     if "provider" in file.top and not isinstance(file.top.value("provider"), Section):
         return  # already recorded
     if provider.value("type") != "local":
-        provider.note("type", f"provider.type is {provider.value('type')!r}; raypod supports only type local")
+        provider.add_mistake("type", f"provider.type is {provider.value('type')!r}; raypod supports only type local")
         return
     provider.check_keys(_PROVIDER)
     if not provider.text("head_ip"):
-        provider.note("head_ip", "provider.head_ip is missing")
+        provider.add_mistake("head_ip", "provider.head_ip is missing")
     addresses = file.addresses
     for address in sorted({address for address in addresses if addresses.count(address) > 1}):
         times = addresses.count(address)
-        provider.note("worker_ips", f"host {address} is listed {times} times (head_ip and worker_ips)")
+        provider.add_mistake("worker_ips", f"host {address} is listed {times} times (head_ip and worker_ips)")
     workers = len(provider.texts("worker_ips"))
     for key in ("min_workers", "max_workers"):
-        number = file.top.count(key, least=0)
+        number = file.top.integer(key, least=0)
         if number is not None and number != workers:
-            file.top.note(
+            file.top.add_mistake(
                 key, f"{key} = {number}, but worker_ips has {workers} entries; `ray up` would not start all of them"
             )
     if "max_workers" in file.top and "min_workers" not in file.top:
-        file.top.note("max_workers", f"max_workers requires min_workers; add min_workers: {workers}")
+        file.top.add_mistake("max_workers", f"max_workers requires min_workers; add min_workers: {workers}")
 
 
 def _check_raypod(file: ClusterFile) -> None:
     settings = file.raypod
     settings.check_keys(_RAYPOD)
-    ipus, per_host = settings.count("ipus_per_host"), settings.count("instances_per_host") or 1
-    settings.count("cpus_per_host")
+    ipus, per_host = settings.integer("ipus_per_host"), settings.integer("instances_per_host") or 1
+    settings.integer("cpus_per_host")
     if ipus is not None and ipus % per_host:
-        settings.note(
+        settings.add_mistake(
             "instances_per_host", f"{ipus} IPUs per host cannot be divided equally between {per_host} instances"
         )
     network = settings.text("data_network")
     if network is not None and not is_network(network):
-        settings.note(
+        settings.add_mistake(
             "data_network",
             f"metadata.raypod.data_network = {network!r} must be a network in CIDR notation, as in 10.1.0.0/16",
         )
@@ -256,22 +256,24 @@ def _check_vipu(settings: Section, ipus: Optional[int], hosts: int, per_host: in
     for key in ("server", "partition", "allocation"):
         vipu.text(key)
     for key in ("port", "timeout_s"):
-        vipu.count(key)
-    size, gcds, domains = vipu.count("size"), vipu.count("gcds"), vipu.count("link_domains")
+        vipu.integer(key)
+    size, gcds, domains = vipu.integer("size"), vipu.integer("gcds"), vipu.integer("link_domains")
     if "vipu" in settings and not vipu.text("partition"):
-        vipu.note("partition", "metadata.raypod.host.vipu.partition is missing (the name of the partition)")
+        vipu.add_mistake("partition", "metadata.raypod.vipu.partition is missing (the name of the partition)")
     if size is not None and size & (size - 1):
-        vipu.note("size", f"the size of the partition, {size} IPUs, must be a power of two")
+        vipu.add_mistake("size", f"the size of the partition, {size} IPUs, must be a power of two")
     if size is not None and ipus is not None and size < ipus * hosts:
-        vipu.note("size", f"a partition of {size} IPUs is smaller than the {hosts} hosts x {ipus} IPUs of this file")
+        vipu.add_mistake(
+            "size", f"a partition of {size} IPUs is smaller than the {hosts} hosts x {ipus} IPUs of this file"
+        )
     if gcds is not None and gcds not in (1, hosts * per_host):
-        vipu.note(
+        vipu.add_mistake(
             "gcds",
             f"{gcds} GCDs for {hosts} hosts x {per_host} instances: must be one for each ({hosts * per_host}), "
             "or 1 for a reconfigurable partition",
         )
     if domains is not None and (hosts * per_host) % domains:
-        vipu.note(
+        vipu.add_mistake(
             "link_domains",
             f"{hosts * per_host} instances cannot be divided equally between {domains} IPU-Link domains",
         )
@@ -290,5 +292,5 @@ def _kind(value: Any) -> str:
     return "a mapping" if isinstance(value, Section) else type(value).__name__
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "a mapping" if isinstance(value, Section) else repr(value)

@@ -1,6 +1,7 @@
 """The configuration of a run as immutable sections: every key with its default, bounds and help text.
 
-Defaults are defined here only. Values that follow from several keys belong to the plan.
+Defaults are defined here only. `resolve` derives the numbers of replicas and instances; the plan derives all other
+values.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 from typing_extensions import Annotated, Literal
 
+CHECKPOINTS = "checkpoints"  # of a run folder
 MANIFEST = "manifest.json"  # its presence makes a folder a checkpoint
 SMALL_RESNETS = ("resnet8", "resnet14", "resnet20")
 TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
@@ -128,7 +130,9 @@ class TrainingSection(Section):
     loss_scaling: float = Field(
         1.0, gt=0, allow_inf_nan=False, description="factor of the loss, divided out before the update"
     )
-    reduction: Literal["sum", "mean"] = Field("mean", description="of gradients over micro-batches and replicas")
+    reduction: Literal["sum", "mean"] = Field(
+        "mean", description="how gradients are combined over micro-batches and replicas"
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="fraction of a label that is spread over all classes")
     evaluate_every: Optional[int] = Field(
         None, ge=1, description="epochs between evaluations; the last update is always evaluated"
@@ -184,7 +188,9 @@ class RunSection(Section):
     )
     run_dir: Optional[str] = Field(None, description="run folder (default runs/<time>-<name>)")
     resume: Optional[str] = Field(None, description="run folder or checkpoint to resume from")
-    resume_anyway: Optional[str] = Field(None, description="settings that may differ from the checkpoint's, by commas")
+    resume_anyway: Optional[str] = Field(
+        None, description="comma-separated settings that may differ from those of the checkpoint"
+    )
     checkpoint_every: str = Field("1 epoch", description="interval, as in 100 updates, 2 epochs, 10 minutes")
     keep_checkpoints: int = Field(3, ge=1, description="newest checkpoints to keep, besides the best by test accuracy")
     on_nonfinite: Literal["stop", "continue"] = Field("stop", description="reaction to a loss that is NaN or infinite")
@@ -195,13 +201,23 @@ class RunSection(Section):
         1800, gt=0, le=_MAX_S, description="timeout for the next report of an instance, including compilation"
     )
     stop_timeout_s: float = Field(10, gt=0, le=_MAX_S, description="grace period for an instance to exit")
-    max_restarts: int = Field(3, ge=0, description="repairs before the run fails; reset by an hour of progress")
-    dead_after_s: float = Field(1, gt=0, le=_MAX_S, description="timeout for detecting a dead process")
+    max_restarts: int = Field(
+        3, ge=0, description="repairs before the run fails; an hour without a failure resets the count"
+    )
+    dead_after_s: float = Field(
+        1,
+        gt=0,
+        le=_MAX_S,
+        description="seconds to wait, after an error of an instance, for Ray to report a dead process as its cause",
+    )
     silent_after_s: float = Field(
         15, gt=0, le=_MAX_S, description="timeout for detecting a frozen process or an unreachable host"
     )
     stuck_after_s: float = Field(
-        30, gt=0, le=_MAX_S, description="minimum timeout of a call; otherwise 3 x the slowest call so far"
+        30,
+        gt=0,
+        le=_MAX_S,
+        description="timeout of a call: this value or 3 x the slowest call so far, whichever is larger",
     )
 
     @pydantic.field_validator("checkpoint_every")

@@ -25,9 +25,9 @@ def instance_environment(plan: Plan, spec: InstanceSpec, python_path: str = "") 
     `python_path` is the inherited PYTHONPATH.
     """
     env = {**placement_environment(plan.placement, spec), **device_environment(plan.placement, spec)}
-    # Child processes need it too: its sitecustomize makes torchvision importable.
+    # Set for child processes as well: the sitecustomize.py in STARTUP_DIR makes torchvision importable.
     env["PYTHONPATH"] = join_path(STARTUP_DIR, python_path)
-    # The timeout of host collectives and gradient exchanges is that of the coordinator.
+    # Host collectives and gradient exchanges use the coordinator's timeout.
     env["EMULATED_POD_TIMEOUT_S"] = str(plan.config.run.report_timeout_s)
     env.update(cache_environment(plan.config.pod.executable_cache_path))
     if plan.config.run.collectives == "gloo":

@@ -131,11 +131,11 @@ def place(cluster: Cluster, sizes: Sizes, threads_per_replica: int = 1) -> Place
             )
         )
     placement = Placement(cluster, sizes, tuple(specs))
-    _check_against_pod(placement)
+    _check_ipus_per_host(placement)
     return placement
 
 
-def _check_against_pod(placement: Placement) -> None:
+def _check_ipus_per_host(placement: Placement) -> None:
     for host_index, host in enumerate(placement.hosts):
         needed = placement.ipus_on(host_index)
         if host.ipus is not None and needed > host.ipus:

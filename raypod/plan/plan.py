@@ -1,6 +1,6 @@
 """The plan of a run: all sizes, instances and legs, computed from the config, the cluster and the data set's size.
 
-A plan is immutable data. All products of sizes are defined here and nowhere else.
+A plan is immutable data. `Geometry` and `placement.Sizes` define all products of sizes.
 """
 
 from __future__ import annotations
@@ -113,14 +113,14 @@ class Plan:
     config: Config
     placement: Placement
     geometry: Geometry
-    size: DatasetSize
+    dataset_size: DatasetSize
     run_dir: str
     pipeline_splits: Tuple[str, ...] = ()  # names of the modules with which IPUs 1, 2, ... of a replica begin
 
     @property
     def updates_per_epoch(self) -> int:
         """Updates in one pass over the training split."""
-        return self.geometry.updates_per_epoch(self.size.train_samples)
+        return self.geometry.updates_per_epoch(self.dataset_size.train_samples)
 
     @property
     def total_updates(self) -> int:
@@ -140,7 +140,7 @@ class Plan:
         """Return whether the test split is evaluated after `update` updates; it always is after the last one."""
         every = (self.config.training.evaluate_every or 0) * self.updates_per_epoch
         is_due = update == self.total_updates or (update > 0 and every > 0 and update % every == 0)
-        return is_due and self.size.test_samples > 0
+        return is_due and self.dataset_size.test_samples > 0
 
     def next_leg(self, update: int) -> Leg:
         """Return the leg from `update` to the end of the epoch, the next checkpoint or the end of the run."""
@@ -179,7 +179,7 @@ def make_plan(config: Config, cluster: Cluster, size: DatasetSize, run_dir: str)
         evaluation_iterations=training.evaluation_iterations or pipeline_stages(config),
     )
     _check_against_data(geometry, size, config)
-    _check_choices(config)
+    _check_compatible_settings(config)
     if config.run.fleet == "inline" and geometry.num_instances > 1:
         raise ConfigError(
             f"the inline fleet runs one instance, not {geometry.num_instances}; "
@@ -196,7 +196,7 @@ def pipeline_stages(config: Config) -> int:
     return config.pod.ipus_per_replica if config.training.execution == "pipelined" else 1
 
 
-def _check_choices(config: Config) -> None:
+def _check_compatible_settings(config: Config) -> None:
     """Raise ConfigError for settings that have no effect together."""
     training = config.training
     if (training.lr_schedule == "step") != (training.lr_steps is not None):

@@ -34,7 +34,7 @@ def describe(plan: Plan) -> Dict[str, Any]:
     return {
         "cluster": dataclasses.asdict(placement.cluster),
         "geometry": {name: getattr(plan.geometry, name) for name in _GEOMETRY},
-        "dataset": {"name": plan.config.data.dataset, **dataclasses.asdict(plan.size)},
+        "dataset": {"name": plan.config.data.dataset, **dataclasses.asdict(plan.dataset_size)},
         "updates_per_epoch": plan.updates_per_epoch,
         "total_updates": plan.total_updates,
         "instances": [{**dataclasses.asdict(spec), **_devices(placement, spec)} for spec in placement.instances],
@@ -58,8 +58,9 @@ def topology_summary(plan: Plan) -> Dict[str, int]:
 def render(plan: Plan) -> str:
     """Return the plan as a table: the sizes, and one line per instance."""
     placement, geometry, training = plan.placement, plan.geometry, plan.config.training
-    tested = f"{plan.size.test_samples} test" if plan.size.test_samples else "NO test images: nothing will be evaluated"
-    published = " (published sizes; the files are missing)" if plan.size.is_published else ""
+    size = plan.dataset_size
+    tested = f"{size.test_samples} test" if size.test_samples else "NO test images: nothing will be evaluated"
+    published = " (published sizes; the files are missing)" if size.is_published else ""
     rows = [
         ("pod", f"{placement.cluster.name}: {_count(len(placement.hosts), 'host')} ({_names(placement.hosts)})"),
         (
@@ -79,7 +80,7 @@ def render(plan: Plan) -> str:
             f"{_count(training.device_iterations, 'update')}; each instance feeds "
             f"{geometry.combined_batch_size} samples",
         ),
-        ("data", f"{plan.config.data.dataset}: {plan.size.train_samples} training, {tested}{published}"),
+        ("data", f"{plan.config.data.dataset}: {size.train_samples} training, {tested}{published}"),
         ("model", f"{training.model}, precision {training.precision}, {training.optimizer}"),
         (
             "length",

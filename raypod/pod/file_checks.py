@@ -98,7 +98,7 @@ def _command_errors(kind: str, file: ClusterFile) -> List[Mistake]:
     head, given = file.provider.text("head_ip"), re.search(r"--node-ip-address[= ]([\w.:-]+)", commands)
     if kind == "head" and given and given.group(1) != head:
         texts.append(f"--node-ip-address={given.group(1)} differs from provider.head_ip {head}")
-    ipus, resources = file.raypod.count("ipus_per_host"), re.search(r'"IPU"\s*:\s*(\d+)', commands)
+    ipus, resources = file.raypod.integer("ipus_per_host"), re.search(r'"IPU"\s*:\s*(\d+)', commands)
     if ipus and (resources is None or int(resources.group(1)) != ipus):
         number = f"{resources.group(1)} IPUs" if resources else "no IPUs"
         texts.append(f"{number} in --resources, but metadata.raypod.ipus_per_host is {ipus}: use '{{\"IPU\":{ipus}}}'")

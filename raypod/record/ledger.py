@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any, Dict, List, Tuple, Union
 
-from raypod.events import CallDone
+from raypod.events import CallDone, Event, Repaired, RunStarted
 from raypod.host.files import AppendOnlyFile
 from raypod.plan.plan import Plan
 
@@ -55,6 +55,15 @@ class Ledger:
         if not ends_with_newline:  # the last line is truncated; keep it separate from the next one
             self._file.write_line("")
         self._generation = 0
+
+    def handle(self, event: Event) -> None:
+        """Append the generation or the call of an event, if it has one."""
+        if isinstance(event, RunStarted):
+            self.begin(event.generation, event.first_update)
+        elif isinstance(event, Repaired):
+            self.begin(event.generation, event.update)
+        elif isinstance(event, CallDone):
+            self.write(event)
 
     def begin(self, generation: int, update: int) -> None:
         """Start `generation`, which trains from `update` on; the following calls belong to it."""

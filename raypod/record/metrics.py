@@ -1,4 +1,4 @@
-"""Aggregate the reports of all instances into one record per update, and write records to JSON Lines files.
+"""Aggregate the reports of all instances into one record per update.
 
 Values of replicas are combined by exact summation, so that the loss of an update does not depend on how the replicas
 are distributed over instances. `metrics.jsonl` holds every update; the progress bar and the summary derive from it.
@@ -6,14 +6,10 @@ are distributed over instances. `metrics.jsonl` holds every update; the progress
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
-from pathlib import Path
-from typing import Any, Dict, List, Optional, Union
+from typing import Dict, List, Optional
 
-from raypod.events import CallDone, CallReport, EpochDone, EvaluationDone, UpdateDone
-from raypod.host.files import AppendOnlyFile, replace_file, strict_json
+from raypod.events import CallDone, CallReport, EpochDone, UpdateDone
 from raypod.plan.plan import Plan
 
 
@@ -130,38 +126,3 @@ class MetricsAggregator:
 def _data_wait_share(reports: List[CallReport]) -> float:
     call_s = math.fsum(report.call_s for report in reports)
     return math.fsum(report.data_wait_s for report in reports) / call_s if call_s > 0 else 0.0
-
-
-class JsonLines:
-    """A file with one line per record (`metrics.jsonl`, `evaluations.jsonl`), written immediately."""
-
-    def __init__(self, path: Path, first_update: int) -> None:
-        """Keep the lines up to `first_update`, from which a resumed run continues; remove later ones."""
-        kept = [line for line in _lines(path) if _update_of(line) <= first_update] if first_update else []
-        replace_file(path, "".join(kept).encode())
-        self._file = AppendOnlyFile(path)
-
-    def write(self, record: Union[UpdateDone, EvaluationDone]) -> None:
-        """Append one line."""
-        self._file.write_line(strict_json(dataclasses.asdict(record)))
-
-    def sync(self) -> None:
-        """Flush all lines to the disk, if there is space."""
-        self._file.sync()
-
-    def close(self) -> None:
-        """Close the file. OSError if lines could not be written."""
-        self._file.close()
-
-
-def _lines(path: Path) -> List[str]:
-    return path.read_text().splitlines(keepends=True) if path.is_file() else []
-
-
-def _update_of(line: str) -> float:
-    """Return the update of a line; infinity for a truncated line."""
-    try:
-        content: Any = json.loads(line)
-        return int(content["update"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf

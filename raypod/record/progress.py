@@ -91,9 +91,9 @@ class Progress:
         if not self._warned_nonfinite and not math.isfinite(event.loss):
             self._warned_nonfinite = True
             self._close_bar()
-            self.warn(
-                f"the loss became {event.loss} at update {event.update}; with --on-nonfinite stop the run ends there"
-            )
+            stops = self._plan.config.run.on_nonfinite == "stop"
+            consequence = "the run stops" if stops else "the run continues (--on-nonfinite continue)"
+            self.warn(f"the loss became {event.loss} at update {event.update}; {consequence}")
         if not self._is_terminal:
             if time.monotonic() - self._last_line_s > _LINE_INTERVAL_S:
                 self.print_line(f"update {event.update}/{self._plan.total_updates}: {_figures(event)}")

@@ -32,12 +32,12 @@ def choose(resolved: Config) -> str:
     return os.path.abspath(default_run_dir(resolved, time.strftime("%Y%m%d-%H%M%S")))  # noqa: PTH100 - keeps symlinks
 
 
-def check_unused(plan: Plan) -> None:
+def check_may_write(plan: Plan) -> None:
     """Raise ConfigError if the folder holds another run than the resumed one, or a finished run."""
     folder = Path(plan.run_dir)
     resume = plan.config.run.resume
-    is_unused = run_folder_of(resume) == folder.resolve() if resume else run_state.is_unfinished(folder)
-    if (folder / METRICS).exists() and not is_unused:
+    may_write = run_folder_of(resume) == folder.resolve() if resume else run_state.is_unfinished(folder)
+    if (folder / METRICS).exists() and not may_write:
         raise ConfigError(
             f"--run-dir {folder} holds a run already; choose another folder, or continue with --resume {folder}"
         )
@@ -55,12 +55,12 @@ def create(plan: Plan) -> None:
 
 
 def write_summary(
-    plan: Plan, metrics: MetricsAggregator, seen: Dict[type, Any], evaluations: Sequence[EvaluationDone]
+    plan: Plan, metrics: MetricsAggregator, last_events: Dict[type, Any], evaluations: Sequence[EvaluationDone]
 ) -> None:
-    """Write `summary.json` from the last event of each type (`seen`) and all evaluations. RunError if that fails."""
-    started: RunStarted = seen[RunStarted]
-    ended: RunEnded = seen[RunEnded]
-    repaired: Optional[Repaired] = seen.get(Repaired)
+    """Write `summary.json` from the last event of each type and all evaluations. RunError if that fails."""
+    started: RunStarted = last_events[RunStarted]
+    ended: RunEnded = last_events[RunEnded]
+    repaired: Optional[Repaired] = last_events.get(Repaired)
     last = metrics.last or last_update(Path(plan.run_dir))
     summary = {
         "updates": ended.updates,

@@ -58,7 +58,10 @@ class RunState:
 
     @property
     def is_running(self) -> bool:
-        """Whether another process is running it. The end can be missing from the file if the disk was full."""
+        """Whether the coordinator of the run is another, live process.
+
+        Checks the process, because a full disk can prevent writing the end of the run.
+        """
         return self.is_alive and not self.has_ended and self.pid != os.getpid()
 
 

@@ -1,65 +1,78 @@
-"""The files of a run folder that grow with its events: metrics, evaluations, ledger, and TensorBoard event files."""
+"""Write the events of a run to its metrics, evaluations, ledger and TensorBoard files."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
+import json
+import math
 from pathlib import Path
-from typing import Any, List, Optional, Tuple
+from typing import Any, Iterator, List, Optional, Tuple, Type, Union
+
+from typing_extensions import Protocol
 
 from raypod.errors import ConfigError, RunError
-from raypod.events import CallDone, CheckpointBegun, EvaluationDone, Event, Repaired, RunStarted, UpdateDone
+from raypod.events import CheckpointBegun, EvaluationDone, Event, RunStarted, UpdateDone
+from raypod.host.files import AppendOnlyFile, replace_file, strict_json
 from raypod.plan.config import Config
 from raypod.plan.plan import Plan
 from raypod.record.ledger import Ledger
-from raypod.record.metrics import JsonLines
 from raypod.record.run_folder import EVALUATIONS, METRICS
 
 TENSORBOARD_FOLDER = "tensorboard"
-_FLUSH_S = 10  # bounds what is not yet visible while the run continues
+_FLUSH_S = 10  # seconds between flushes of the TensorBoard file
+
+
+class Sink(Protocol):
+    """A file that grows with the events of a run."""
+
+    def handle(self, event: Event) -> None:
+        """Write an event, if the file records it."""
+
+    def sync(self) -> None:
+        """Flush everything to the disk, if there is space."""
+
+    def close(self) -> None:
+        """Close the file. OSError if something could not be written."""
+
+
+def check_packages(config: Config) -> None:
+    """Raise ConfigError if a requested sink needs a package that is not installed."""
+    if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "--tensorboard needs the package tensorboard, which is not installed: pip install 'raypod[tensorboard]'"
+        )
+
+
+def _open_sinks(plan: Plan, first_update: int) -> Iterator[Sink]:
+    """Open the sinks of a run that starts or resumes after `first_update` updates, one after the other."""
+    folder = Path(plan.run_dir)
+    yield JsonLines(folder / METRICS, UpdateDone, first_update)
+    yield JsonLines(folder / EVALUATIONS, EvaluationDone, first_update)
+    yield Ledger(plan)
+    if plan.config.run.tensorboard:
+        yield TensorBoardWriter(folder, first_update)
 
 
 class Sinks:
-    """Writes the events of a run to its files. `RunStarted` opens them: a run that fails to start writes none."""
+    """All sinks of a run. `RunStarted` opens them: a run that fails to start writes none."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._metrics: Optional[JsonLines] = None
-        self._evaluations: Optional[JsonLines] = None
-        self._ledger: Optional[Ledger] = None
-        self._tensorboard: Optional[TensorBoardWriter] = None
+        self._sinks: List[Sink] = []
 
     def handle(self, event: Event) -> None:
         """Write an event to the files that record it."""
-        if self._tensorboard is not None:
-            self._tensorboard.handle(event)
         if isinstance(event, RunStarted):
-            self._open(event)
-        elif isinstance(event, Repaired) and self._ledger is not None:
-            self._ledger.begin(event.generation, event.update)
-        elif isinstance(event, UpdateDone) and self._metrics is not None:
-            self._metrics.write(event)
-        elif isinstance(event, EvaluationDone) and self._evaluations is not None:
-            self._evaluations.write(event)
-        elif isinstance(event, CallDone) and self._ledger is not None:
-            self._ledger.write(event)
-        elif isinstance(event, CheckpointBegun):
-            self._sync()
-
-    def _open(self, event: RunStarted) -> None:
-        folder = Path(self._plan.run_dir)
-        self._metrics = JsonLines(folder / METRICS, event.first_update)
-        self._evaluations = JsonLines(folder / EVALUATIONS, event.first_update)
-        self._ledger = Ledger(self._plan)
-        self._ledger.begin(event.generation, event.first_update)
-        if self._plan.config.run.tensorboard:
-            self._tensorboard = TensorBoardWriter(folder, event.first_update)
-
-    def _sync(self) -> None:
-        """Flush all files, so that a run that resumes from the checkpoint finds every line before it."""
-        for sink in (self._metrics, self._evaluations, self._ledger, self._tensorboard):
-            if sink is not None:
+            for sink in _open_sinks(self._plan, event.first_update):
+                self._sinks.append(sink)
+                sink.handle(event)
+            return
+        for sink in self._sinks:
+            sink.handle(event)
+            if isinstance(event, CheckpointBegun):  # a run that resumes from it finds every line before it
                 sink.sync()
 
     def __enter__(self) -> Sinks:
@@ -68,23 +81,54 @@ class Sinks:
     def __exit__(self, kind: Optional[type], *_: object) -> None:
         """Close the files. RunError if lines could not be written (the disk is full) and there is no other error."""
         failed = []
-        for sink in (self._metrics, self._evaluations, self._ledger, self._tensorboard):
+        for sink in self._sinks:
             try:
-                if sink is not None:
-                    sink.close()
+                sink.close()
             except OSError as error:
                 failed.append(error.strerror or str(error))
-        self._metrics = self._evaluations = self._ledger = self._tensorboard = None
+        self._sinks = []
         if failed and kind is None:
-            raise RunError(f"cannot write the last lines of metrics and ledger in {self._plan.run_dir}: {failed[0]}")
+            raise RunError(
+                "cannot write all lines of the metrics, evaluations, ledger or TensorBoard files in "
+                f"{self._plan.run_dir}: {failed[0]}"
+            )
 
 
-def check_tensorboard(config: Config) -> None:
-    """Raise ConfigError if the run writes TensorBoard event files and the package `tensorboard` is not installed."""
-    if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            "--tensorboard needs the package tensorboard, which is not installed: pip install 'raypod[tensorboard]'"
-        )
+class JsonLines:
+    """A file with one line per event of a type (`metrics.jsonl`, `evaluations.jsonl`), written immediately."""
+
+    def __init__(self, path: Path, event_type: Type[Union[UpdateDone, EvaluationDone]], first_update: int) -> None:
+        """Keep the lines up to `first_update`, from which a resumed run continues; remove later ones."""
+        kept = [line for line in _lines(path) if _update_of(line) <= first_update] if first_update else []
+        replace_file(path, "".join(kept).encode())
+        self._event_type = event_type
+        self._file = AppendOnlyFile(path)
+
+    def handle(self, event: Event) -> None:
+        """Append the line of an event of the type."""
+        if isinstance(event, self._event_type):
+            self._file.write_line(strict_json(dataclasses.asdict(event)))
+
+    def sync(self) -> None:
+        """Flush all lines to the disk, if there is space."""
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close the file. OSError if lines could not be written."""
+        self._file.close()
+
+
+def _lines(path: Path) -> List[str]:
+    return path.read_text().splitlines(keepends=True) if path.is_file() else []
+
+
+def _update_of(line: str) -> float:
+    """Return the update of a line; infinity for a truncated line."""
+    try:
+        content: Any = json.loads(line)
+        return int(content["update"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 class TensorBoardWriter:

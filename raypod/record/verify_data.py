@@ -12,7 +12,7 @@ from typing import Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
-from raypod.checkpoint.format import checkpoints_folder, list_checkpoints
+from raypod.checkpoint import storage
 from raypod.datasets.order import call_positions, epoch_order, samples_digest
 from raypod.errors import ConfigError
 from raypod.plan import resolve
@@ -66,7 +66,7 @@ def verify(run_dir: Path) -> Verdict:
 
 def check_ledger(order: Order, lines: List[Line], unreadable: List[int], missing_end: Sequence[str] = ()) -> Verdict:
     """Check the lines of a ledger. `unreadable` are line numbers; `missing_end` are further findings."""
-    calls, instances, notes = _effective(order, lines)
+    calls, instances, notes = _calls_in_effect(order, lines)
     # No fault by itself: if a truncated call was not repeated, its updates are missing below.
     notes += [f"line {number} of the ledger cannot be read" for number in unreadable]
     faults = [*missing_end, *_gaps(order, calls)]
@@ -84,27 +84,27 @@ def check_ledger(order: Order, lines: List[Line], unreadable: List[int], missing
 
 def _missing_end(run_dir: Path, order: Order, lines: List[Line]) -> List[str]:
     """Compare the end of the ledger with the checkpoints and the metrics; return what the ledger lacks."""
-    calls = _effective(order, lines)[0]
-    end, ever = (  # of the calls that count, and of all
+    calls = _calls_in_effect(order, lines)[0]
+    end, last_recorded = (  # of the calls in effect, and of all calls
         max((call.update + order.geometry.device_iterations for call in each), default=0)
         for each in (calls, [line for line in lines if isinstance(line, CallRecord)])
     )
     generation = max((line.generation for line in lines), default=0)
     where = f"the ledger ends after update {end} (generation {generation}), but"
     faults = []
-    checkpoints, _ = list_checkpoints(checkpoints_folder(run_dir))
+    checkpoints, _ = storage.list_checkpoints(storage.checkpoints_folder(run_dir))
     newest = checkpoints[0] if checkpoints else None
     if newest is not None and (generation, end) < (newest.manifest.generation, newest.update):
         faults.append(f"{where} {newest.path.name} (generation {newest.manifest.generation}) is newer")
     last = run_folder.last_update(run_dir)
     # After a rollback the metrics are ahead of `end`, but not of the superseded calls.
-    if last is not None and last.update > ever:
+    if last is not None and last.update > last_recorded:
         faults.append(f"{where} {run_folder.METRICS} reaches update {last.update}")
     return faults
 
 
-def _effective(order: Order, lines: List[Line]) -> Tuple[List[CallRecord], Dict[int, int], List[str]]:
-    """Return the calls that count, the number of instances by generation, and notes on superseded calls."""
+def _calls_in_effect(order: Order, lines: List[Line]) -> Tuple[List[CallRecord], Dict[int, int], List[str]]:
+    """Return the calls that are not superseded, the number of instances by generation, and notes on the others."""
     calls: List[CallRecord] = []
     instances: Dict[int, int] = {}
     notes: List[str] = []
@@ -130,7 +130,7 @@ def _gaps(order: Order, calls: List[CallRecord]) -> List[str]:
         if call.update > expected:
             faults.append(f"updates {expected + 1} to {call.update} are not in the ledger")
         elif call.update < expected:
-            faults.append(f"update {call.update + 1} was made twice")
+            faults.append(f"update {call.update + 1} is recorded twice")
         expected = max(expected, call.update + order.geometry.device_iterations)
     return faults
 

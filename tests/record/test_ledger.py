@@ -87,7 +87,7 @@ def changed(place: int, **values: Any) -> List[Line]:
 
 FAULTS: Dict[str, List[Line]] = {
     "updates 4 to 4 are not in the ledger": WHOLE[:4] + WHOLE[5:],
-    "update 4 was made twice": WHOLE[:5] + WHOLE[4:],
+    "update 4 is recorded twice": WHOLE[:5] + WHOLE[4:],
     "update 3: instance 1 gathered samples that differ": changed(3, digests={0: WHOLE[3].digests[0], 1: "00"}),
     "update 3: instance 1 reported no digest": changed(3, digests={0: WHOLE[3].digests[0]}),
     r"\(epoch, position, count\) \(0, 99, 8\), not \(0, 16, 8\)": changed(3, position=99),

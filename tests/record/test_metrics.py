@@ -1,17 +1,15 @@
-"""Aggregation of reports to updates, and the JSON Lines files."""
+"""Aggregation of reports to updates."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 from typing import Callable, List
 
 import pytest
 
 from raypod.events import CallReport, UpdateDone
 from raypod.plan.plan import Plan
-from raypod.record.metrics import JsonLines, MetricsAggregator
+from raypod.record.metrics import MetricsAggregator
 
 
 def report(instance: int, losses: list[list[float]], correct: list[list[int]], first: int = 0) -> CallReport:
@@ -71,33 +69,6 @@ def test_the_wait_for_data_is_a_share_of_the_time_of_the_calls(make: Callable[..
             done = metrics.add(dataclasses.replace(one, data_wait_s=wait_s, call_s=call_s), float(call))
         assert done[0].data_wait_share == wait_s / call_s
     assert metrics.data_wait_share == 0.1
-
-
-def line(update: int) -> UpdateDone:
-    return UpdateDone(update, 1, 0.5, 50.0, update * 32, 10.0, 1.0)
-
-
-def test_a_resumed_run_has_no_duplicate_lines(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    first = JsonLines(path, first_update=0)
-    for update in (1, 2, 3):
-        first.write(line(update))
-    first.close()
-    with path.open("a") as file:
-        file.write('{"update": 4, "los')  # truncated by a crash
-    again = JsonLines(path, first_update=2)
-    again.write(line(3))
-    again.close()
-    assert [json.loads(text)["update"] for text in path.read_text().splitlines()] == [1, 2, 3]
-
-
-def test_a_line_has_the_documented_keys(tmp_path: Path) -> None:
-    lines = JsonLines(tmp_path / "metrics.jsonl", 0)
-    lines.write(line(1))
-    lines.close()
-    keys = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert list(keys)[:7] == ["update", "epoch", "loss", "accuracy", "samples", "samples_per_s", "time_s"]
-    assert keys["data_wait_share"] == 0
 
 
 def test_after_a_repair_every_update_is_emitted_once(make: Callable[..., Plan]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import math
 from typing import Any, Callable
 
 import pytest
@@ -25,9 +27,9 @@ def update(number: int) -> UpdateDone:
 def shown(make: Callable[..., Plan]) -> Callable[..., tuple[str, str]]:
     """Show events; return the content of stdout and stderr."""
 
-    def show(err: Any, *events: Any) -> tuple[str, str]:
+    def show(err: Any, *events: Any, **run: Any) -> tuple[str, str]:
         out = io.StringIO()
-        progress = Progress(make(training={"epochs": 2}), out, err)
+        progress = Progress(make(training={"epochs": 2}, run=run), out, err)
         for event in events:
             progress.show(event)
         progress.close()
@@ -64,6 +66,18 @@ def test_the_result_and_an_interruption_are_printed(shown: Callable[..., Any]) -
     assert "[Epoch 01] test loss: 0.500, test acc: 91.94\n" in out
     assert "Test accuracy: 98.61 % of 360 images (loss 0.050)" in out
     assert "Interrupted after update 50; continue with --resume" in out
+
+
+@pytest.mark.parametrize(
+    ("on_nonfinite", "consequence"),
+    [("stop", "the run stops"), ("continue", "the run continues (--on-nonfinite continue)")],
+)
+def test_a_nonfinite_loss_is_a_warning_with_its_consequence(
+    shown: Callable[..., Any], on_nonfinite: str, consequence: str
+) -> None:
+    updates = [dataclasses.replace(update(number), loss=math.nan) for number in (3, 4)]
+    out, _ = shown(io.StringIO(), *updates, on_nonfinite=on_nonfinite)
+    assert out == f"warning: the loss became nan at update 3; {consequence}\n"
 
 
 def test_a_repair_names_the_damaged_checkpoints(shown: Callable[..., Any]) -> None:

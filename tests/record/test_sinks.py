@@ -1,9 +1,10 @@
-"""TensorBoard event files."""
+"""The metrics file and the TensorBoard event files."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,36 @@ from event_files import scalars
 
 from raypod import train
 from raypod.events import EvaluationDone, UpdateDone
-from raypod.record.sinks import TensorBoardWriter
+from raypod.record.sinks import JsonLines, TensorBoardWriter
 
 FLAGS = ["--fleet", "inline", "--device", "emulated", "--lr-schedule", "constant", "--model", "tiny", "--tensorboard"]
 
 
 def update(number: int, loss: float = 0.5) -> UpdateDone:
     return UpdateDone(number, 7, loss, 75.0, 32 * number, 1000.0, 2.0)
+
+
+def test_a_resumed_run_has_no_duplicate_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = JsonLines(path, UpdateDone, 0)
+    for number in (1, 2, 3):
+        first.handle(update(number))
+    first.close()
+    with path.open("a") as file:
+        file.write('{"update": 4, "los')  # truncated by a crash
+    again = JsonLines(path, UpdateDone, 2)
+    again.handle(update(3))
+    again.close()
+    assert [json.loads(text)["update"] for text in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_line_has_the_documented_keys(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl", UpdateDone, 0)
+    lines.handle(update(1))
+    lines.close()
+    keys = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert list(keys)[:7] == ["update", "epoch", "loss", "accuracy", "samples", "samples_per_s", "time_s"]
+    assert keys["data_wait_share"] == 0
 
 
 def test_updates_and_evaluations_become_scalars(tmp_path: Path) -> None:
