@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import List, Sequence, Tuple
 
+from raypod.checkpoint import storage
 from raypod.cli import format_table
 from raypod.errors import ConfigError, RunError
 from raypod.record import run_state
@@ -62,7 +63,6 @@ def detach(argv: Sequence[str], run_dir: Path, start_timeout_s: float) -> int:
 def status(run_dir: Path) -> int:
     """Print the state of a run. Return 1 if it failed or its coordinator died, else 0."""
     state = _state_of(run_dir)
-    latest = run_dir / "checkpoints" / "LATEST"
     name, is_healthy = _describe(state)
     rows = [
         ("state", name),
@@ -73,7 +73,7 @@ def status(run_dir: Path) -> int:
         rows.append(("loss", f"{state.loss:.3f}, {state.samples_per_s or 0:.0f} images/s"))
     if state.restarts:
         rows.append(("restarts", str(state.restarts)))
-    rows.append(("checkpoint", latest.read_text().strip() if latest.is_file() else "none yet"))
+    rows.append(("checkpoint", storage.latest_name(run_dir) or "none yet"))
     rows.append(("updated", f"{max(0.0, time.time() - state.written_at_s):.0f} s ago"))
     print("\n".join(format_table([(key.rjust(12), text) for key, text in rows])))  # noqa: T201
     return 0 if is_healthy else 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Dict, Optional, Sequence
 
 from raypod import detached, planning
-from raypod.checkpoint import resume, storage
+from raypod.checkpoint import resume
 from raypod.cli import INTERRUPTED, report_errors
 from raypod.coordinator import coordinator
 from raypod.events import EvaluationDone, RunEnded
@@ -52,7 +52,7 @@ def _auto_resume(plan: Plan) -> Plan:
     folder = Path(plan.run_dir)
     if plan.config.run.resume or not run_state.is_unfinished(folder):
         return plan
-    if resume.newest_valid(storage.checkpoints_folder(folder))[0] is None:
+    if not resume.can_resume(folder):
         return plan
     run = plan.config.run.model_copy(update={"resume": str(folder)})
     return dataclasses.replace(plan, config=plan.config.model_copy(update={"run": run}))

@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from raypod import datasets
 from raypod.checkpoint import resume, writer
-from raypod.checkpoint.format import checkpoint_name, checkpoints_folder
 from raypod.checkpoint.resume import manifest_of
+from raypod.checkpoint.storage import checkpoint_path, checkpoints_folder
 from raypod.coordinator import coordinator
 from raypod.events import CheckpointSaved, UpdateDone
 from raypod.fleet.inline import InlineFleet
@@ -82,7 +82,7 @@ def save_and_load(rounds: int, megabytes: int) -> None:
             file.unlink() if file.exists() else None
             took["save"].append(timed(lambda m=manifest: writer.write_checkpoint(checkpoints, m, state, 3)))
             took["torch.save"].append(timed(lambda: torch_save(state, file)))
-            newest = checkpoints / checkpoint_name(44)
+            newest = checkpoint_path(checkpoints, 44)
             took["load"].append(timed(lambda path=newest: writer.load_checkpoint(path)))
             took["torch.load"].append(timed(lambda: torch.load(str(file), weights_only=True)))
             took["verify"].append(timed(lambda: resume.newest_valid(checkpoints)))

@@ -1,1 +1,1 @@
-"""The state of a training on disk: the format, tensor files, the writer, and resuming."""
+"""The state of a training on disk: the format, the storage, tensor files, the writer, and resuming."""

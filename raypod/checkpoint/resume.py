@@ -9,16 +9,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
-from raypod.checkpoint.format import (
-    Checkpoint,
-    Manifest,
-    checkpoints_folder,
-    list_checkpoints,
-    read_manifest,
-    verify,
-)
+from raypod.checkpoint import storage
+from raypod.checkpoint.format import Checkpoint, Manifest
 from raypod.errors import CheckpointDamaged, ConfigError
-from raypod.plan.config import MANIFEST, Config
+from raypod.plan.config import Config
 from raypod.plan.plan import Plan
 
 # Settings of the sections `data` and `training` that do not change the training: the location and preparation of the
@@ -88,12 +82,12 @@ def find_checkpoint(plan: Plan, was_cut_off: bool = False) -> ResumePoint:
 
 def newest_valid(checkpoints: Path) -> Tuple[Optional[Checkpoint], List[str]]:
     """Return the newest checkpoint of a folder whose files are intact, and messages about newer damaged ones."""
-    readable, unreadable = list_checkpoints(checkpoints)
+    readable, unreadable = storage.list_checkpoints(checkpoints)
     damaged = []
     valid: Optional[Checkpoint] = None
     for checkpoint in readable:
         try:
-            verify(checkpoint)
+            storage.verify(checkpoint)
         except CheckpointDamaged as error:
             damaged.append(str(error))
         else:
@@ -101,6 +95,11 @@ def newest_valid(checkpoints: Path) -> Tuple[Optional[Checkpoint], List[str]]:
             break
     valid_name = valid.path.name if valid else ""
     return valid, [str(error) for error in unreadable if Path(error.path).name > valid_name] + damaged
+
+
+def can_resume(run_dir: Path) -> bool:
+    """Return whether a run folder has a valid checkpoint."""
+    return newest_valid(storage.checkpoints_folder(run_dir))[0] is not None
 
 
 def check_data(plan: Plan, checkpoint: Checkpoint, data_fingerprint: str) -> None:
@@ -139,7 +138,7 @@ def settings_of(plan: Plan) -> Dict[str, Any]:
     settings: Dict[str, Any] = {
         "pod.replicas": plan.geometry.total_replicas,
         "global_batch_size": plan.geometry.global_batch_size,
-        "train_samples": plan.size.train_samples,
+        "train_samples": plan.dataset_size.train_samples,
     }
     for section in ("training", "data"):
         for key, value in getattr(config, section).model_dump(mode="json").items():
@@ -182,16 +181,16 @@ def _allowed_differences(plan: Plan) -> List[str]:
 
 def _find(where: str) -> ResumePoint:
     path = Path(where).resolve()
-    if (path / MANIFEST).exists():
+    if storage.is_checkpoint(path):
         try:
-            checkpoint = read_manifest(path)
-            verify(checkpoint)
+            checkpoint = storage.read_manifest(path)
+            storage.verify(checkpoint)
         except CheckpointDamaged as error:
             raise ConfigError(f"--resume {where}: {error}; its run folder may contain an older one") from None
         return ResumePoint(checkpoint, ())
     if not path.is_dir():
         raise ConfigError(f"--resume {where}: there is no such run folder or checkpoint")
-    checkpoints = checkpoints_folder(path)
+    checkpoints = storage.checkpoints_folder(path)
     valid, damaged = newest_valid(checkpoints)
     if valid is None:
         found = f"no valid checkpoint: {'; '.join(damaged)}" if damaged else "no checkpoint"

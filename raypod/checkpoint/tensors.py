@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from raypod.checkpoint import storage
 from raypod.errors import CheckpointDamaged, ConfigError
 from raypod.host.files import HashedFile
 
@@ -57,8 +58,7 @@ def read_tensors(path: Path) -> Tuple[Tensors, Dict[str, str]]:
         CheckpointDamaged: the file is not a complete safetensors file.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with storage.open_file(path) as (file, size):
             header = _read_header(path, file, size)
             metadata = header.pop(_METADATA, {})
             data_bytes = size - file.tell()

@@ -6,37 +6,17 @@ that describes them, rename the folder, update `LATEST`, and only then remove ol
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import shutil
 import threading
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 import torch
 
-from raypod.checkpoint import tensors
-from raypod.checkpoint.format import (
-    LATEST,
-    MANIFEST_SHA256,
-    OPTIMIZER,
-    PARTIAL,
-    REMOVED,
-    REPLICAS,
-    WEIGHTS,
-    Checkpoint,
-    FileRecord,
-    Manifest,
-    checkpoint_name,
-    checkpoints_folder,
-    checkpoints_to_remove,
-    list_checkpoints,
-    manifest_sha256,
-)
+from raypod.checkpoint import storage, tensors
+from raypod.checkpoint.format import OPTIMIZER, REPLICAS, WEIGHTS, Checkpoint, FileRecord, Manifest
 from raypod.errors import WaitTimedOut
 from raypod.events import SaveReport
-from raypod.host import files
-from raypod.plan.config import MANIFEST
 from raypod.plan.plan import Plan
 
 
@@ -55,33 +35,19 @@ def write_checkpoint(checkpoints: Path, manifest: Manifest, state: State, keep: 
     Raises:
         OSError: the file system's own, for example on a full disk. Partial files are removed.
     """
-    checkpoints.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(checkpoints)
-    target = checkpoints / checkpoint_name(manifest.update)
-    partial = target.with_name(target.name + PARTIAL)
-    try:
-        partial.mkdir()
+    with storage.new_checkpoint(checkpoints, manifest.update) as partial:
         manifest = _write_files(partial, manifest, state)
-        if target.exists():  # the run was resumed from an older checkpoint and reaches this update again
-            files.remove_folder(target)
-        files.rename_folder(partial, target)
-    except OSError:
-        with contextlib.suppress(OSError):
-            _remove_leftovers(checkpoints)
-        raise
-    files.replace_file(checkpoints / LATEST, f"{target.name}\n".encode())
-    readable, _ = list_checkpoints(checkpoints)
-    for old in checkpoints_to_remove(readable, keep):
-        files.remove_folder(old.path)
-    return Checkpoint(target, manifest)
+    storage.remove_old(checkpoints, keep)
+    return Checkpoint(storage.checkpoint_path(checkpoints, manifest.update), manifest)
 
 
-def load_checkpoint(path: Path) -> Dict[str, Any]:
+def load_checkpoint(path: Union[str, Path]) -> Dict[str, Any]:
     """Return the state of a checkpoint: `weights`, `optimizer`, and `replicas` (None if it has none).
 
     Raises:
         CheckpointDamaged: a file is missing, truncated or not a checkpoint file.
     """
+    path = Path(path)
     replicas = path / REPLICAS
     return {
         "weights": tensors.read_tensors(path / WEIGHTS)[0],
@@ -94,7 +60,7 @@ class BackgroundWriter:
     """Writes the checkpoints of one run folder in a thread, one at a time. Used by instance 0."""
 
     def __init__(self, plan: Plan) -> None:
-        self._checkpoints = checkpoints_folder(plan.run_dir)
+        self._checkpoints = storage.checkpoints_folder(plan.run_dir)
         run = plan.config.run
         self._keep, self._timeout_s = run.keep_checkpoints, run.save_timeout_s
         self._close_timeout_s = run.stop_timeout_s
@@ -141,7 +107,7 @@ class BackgroundWriter:
             self._thread = None
 
     def _write(self, manifest: Manifest, state: State) -> None:
-        path = str(self._checkpoints / checkpoint_name(manifest.update))
+        path = str(storage.checkpoint_path(self._checkpoints, manifest.update))
         try:
             nonfinite = _first_nonfinite(state) if self._require_finite else None
             if nonfinite is not None:
@@ -163,25 +129,12 @@ def _write_files(partial: Path, manifest: Manifest, state: State) -> Manifest:
         contents[REPLICAS] = tensors.pack_nested(state.replicas)
     records = {}
     for name, (named, metadata) in contents.items():
-        with files.new_file(partial / name) as file:
+        with storage.new_file(partial, name) as file:
             tensors.write_tensors(file, named, metadata)
         records[name] = FileRecord(file.size_bytes, file.sha256)
     manifest = dataclasses.replace(manifest, files=records, weights_sha256=tensors.weights_sha256(state.weights))
-    text = manifest.to_json()
-    for name, content in ((MANIFEST, text), (MANIFEST_SHA256, manifest_sha256(text))):
-        with files.new_file(partial / name) as file:
-            file.write(content)
+    storage.write_manifest(partial, manifest)
     return manifest
-
-
-def _remove_leftovers(checkpoints: Path) -> None:
-    """Remove the temporary files and folders of an interrupted `write_checkpoint`."""
-    for left in checkpoints.iterdir():
-        if left.suffix in (PARTIAL, REMOVED):
-            if left.is_dir():
-                shutil.rmtree(str(left), ignore_errors=True)
-            else:
-                left.unlink()
 
 
 def _first_nonfinite(state: State) -> Optional[str]:

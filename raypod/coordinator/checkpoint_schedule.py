@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import Iterator, Optional
 
-from raypod.checkpoint.format import Checkpoint, checkpoints_folder, list_checkpoints, read_manifest, replace_manifest
+from raypod.checkpoint import storage
+from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.resume import manifest_of
 from raypod.errors import CheckpointDamaged, CheckpointNotSaved, LossNotFinite
 from raypod.events import (
@@ -71,8 +72,9 @@ class CheckpointSchedule:
         if self.last is not None and self.last.update == update:
             # If the disk is full, the accuracy is still in evaluations.jsonl.
             with contextlib.suppress(OSError, CheckpointDamaged):
-                checkpoint = read_manifest(Path(self.last.path))
-                replace_manifest(checkpoint, dataclasses.replace(checkpoint.manifest, test_accuracy=test_accuracy))
+                checkpoint = storage.read_manifest(Path(self.last.path))
+                tested = dataclasses.replace(checkpoint.manifest, test_accuracy=test_accuracy)
+                storage.replace_manifest(checkpoint, tested)
 
     def rollback_to(self, checkpoint: Optional[Checkpoint]) -> None:
         """Continue from a checkpoint, or from the beginning (None): later checkpoints become due again."""
@@ -122,11 +124,11 @@ class CheckpointSchedule:
 
 
 def _is_in(checkpoint: Checkpoint, run_dir: str) -> bool:
-    return checkpoint.path.parent.resolve() == checkpoints_folder(run_dir).resolve()
+    return checkpoint.path.parent.resolve() == storage.checkpoints_folder(run_dir).resolve()
 
 
 def next_generation(plan: Plan, resumed: Optional[Checkpoint]) -> int:
     """Return 1 for a new run, else one more than the newest generation in the run folder or the resumed checkpoint."""
-    found, _ = list_checkpoints(checkpoints_folder(Path(plan.run_dir)))
+    found, _ = storage.list_checkpoints(storage.checkpoints_folder(plan.run_dir))
     before = [last_generation(plan.run_dir), *(each.manifest.generation for each in found)]
     return 1 + max(before + ([resumed.manifest.generation] if resumed else []))

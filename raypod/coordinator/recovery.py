@@ -26,10 +26,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from pathlib import Path
 from typing import Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
-from raypod.checkpoint.format import Checkpoint, checkpoints_folder
+from raypod.checkpoint import storage
+from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.resume import newest_valid
 from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
 from raypod.errors import CheckpointDamaged, RunError, WeightsDiffer
@@ -204,7 +204,7 @@ class Recovery:
         if root is not None:
             seed(self._fleet, None, root, receivers(positions, root, self._plan.geometry.num_instances))
             return f"instance {root}", positions[root], ()
-        valid, damaged = newest_valid(checkpoints_folder(Path(self._plan.run_dir)))
+        valid, damaged = newest_valid(storage.checkpoints_folder(self._plan.run_dir))
         checkpoint = valid or self._resumed
         seed(self._fleet, checkpoint)
         self._schedule.rollback_to(checkpoint)

@@ -14,7 +14,7 @@ import yaml
 
 from raypod.cli import nearest, suggestion
 from raypod.errors import ConfigError
-from raypod.plan.config import MANIFEST, Config, PodSection, fields
+from raypod.plan.config import CHECKPOINTS, MANIFEST, Config, PodSection, fields
 
 Values = Dict[str, Dict[str, Any]]  # section -> key -> value as given, not validated
 _ALIASES = {"replicas": ["--num-replicas"], "image_size": ["--resize"]}
@@ -224,4 +224,4 @@ def run_folder_of(resume: str) -> Optional[Path]:
     path = Path(resume).resolve()
     if not (path / MANIFEST).exists():
         return path
-    return path.parent.parent if path.parent.name == "checkpoints" else None
+    return path.parent.parent if path.parent.name == CHECKPOINTS else None

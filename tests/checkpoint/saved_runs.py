@@ -8,8 +8,9 @@ from typing import Callable, List, Optional
 import torch
 
 from raypod.checkpoint import resume, writer
-from raypod.checkpoint.format import Checkpoint, checkpoints_folder
+from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.resume import manifest_of
+from raypod.checkpoint.storage import checkpoints_folder
 from raypod.coordinator import coordinator
 from raypod.events import Event, RunEnded
 from raypod.fleet.inline import InlineFleet

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from saved_runs import run, save, weights_of
 
 from raypod.checkpoint import resume, writer
-from raypod.checkpoint.format import Checkpoint, checkpoints_folder
+from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.resume import manifest_of
+from raypod.checkpoint.storage import checkpoints_folder
 from raypod.errors import ConfigError
 from raypod.events import CheckpointSaved, Event, RunEnded, UpdateDone
 from raypod.plan.cluster import LOCAL

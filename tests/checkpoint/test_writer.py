@@ -19,7 +19,7 @@ from saved_runs import run, save, weights_of
 
 from raypod import train
 from raypod.checkpoint import resume, writer
-from raypod.checkpoint.format import LATEST, checkpoints_folder
+from raypod.checkpoint.storage import checkpoints_folder
 from raypod.errors import CheckpointNotSaved
 from raypod.events import CheckpointBegun, CheckpointFailed, CheckpointSaved, Event, RunEnded, UpdateDone
 from raypod.model import networks
@@ -49,7 +49,7 @@ def fail_at_every_operation(plan: Plan, monkeypatch: pytest.MonkeyPatch, full: b
         assert valid is not None, f"operation {failures}"
         assert valid.update in (44, 88), f"operation {failures}"
         assert not damaged, f"operation {failures}"
-        assert (checkpoints / LATEST).read_text().strip() in [path.name for path in checkpoints.iterdir()]
+        assert (checkpoints / "LATEST").read_text().strip() in [path.name for path in checkpoints.iterdir()]
         writer.load_checkpoint(valid.path)
         save(plan, 132)
         assert not [path for path in checkpoints.iterdir() if path.suffix], "leftovers remain"
@@ -93,7 +93,7 @@ def test_a_full_disk_is_a_warning_while_an_older_checkpoint_exists(make: Make, m
     assert events[-1].updates == 40
     lines = (Path(plan.run_dir) / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["update"] for line in lines] == list(range(1, 41))  # delayed lines are written later
-    order = verify_data.Order(plan.geometry, plan.config.training.seed, plan.size.train_samples)
+    order = verify_data.Order(plan.geometry, plan.config.training.seed, plan.dataset_size.train_samples)
     lines_and_errors = verify_data.ledger.read(Path(plan.run_dir) / "ledger.jsonl")
     assert verify_data.check_ledger(order, *lines_and_errors).is_proved
 

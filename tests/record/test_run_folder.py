@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional
 import pytest
 
 from raypod import train
-from raypod.checkpoint.format import list_checkpoints
+from raypod.checkpoint.storage import list_checkpoints
 
 QUICK = ("--model", "tiny", "--lr-schedule", "constant", "--warmup-updates", "0")
 

@@ -11,7 +11,7 @@ import pytest
 from faulty_disks import FaultyDisk, Killed
 from saved_runs import save
 
-from raypod.checkpoint.format import checkpoints_folder, list_checkpoints, read_manifest, replace_manifest, verify
+from raypod.checkpoint.storage import checkpoints_folder, list_checkpoints, read_manifest, replace_manifest, verify
 from raypod.plan.plan import Plan
 
 Make = Callable[..., Plan]

@@ -1,0 +1,187 @@
+"""Checkpoints on the local file system: names, listing, atomic creation, and removal. A storage backend is added here.
+
+A run folder has the folder `checkpoints/` with a folder per checkpoint and the file `LATEST`, which names the newest.
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import re
+import shutil
+from pathlib import Path
+from typing import ContextManager, Iterator, List, Optional, Tuple, Union
+
+from raypod.checkpoint.format import Checkpoint, Manifest, checkpoints_to_remove, manifest_from_json
+from raypod.errors import CheckpointDamaged
+from raypod.host import files
+from raypod.plan.config import CHECKPOINTS, MANIFEST
+
+_MANIFEST_SHA256, _LATEST = "manifest.sha256", "LATEST"
+_PARTIAL, _REMOVED = ".partial", ".removed"
+_NAME = re.compile(r"update-(\d+)$")
+_CHUNK_BYTES = 4 << 20
+
+
+def checkpoints_folder(run_dir: Union[str, Path]) -> Path:
+    """Return the folder of a run's checkpoints."""
+    return Path(run_dir) / CHECKPOINTS
+
+
+def checkpoint_path(checkpoints: Path, update: int) -> Path:
+    """Return the folder of the checkpoint after `update` updates."""
+    return checkpoints / f"update-{update:08d}"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a folder is a checkpoint, possibly a damaged one."""
+    return (path / MANIFEST).exists()
+
+
+def latest_name(run_dir: Path) -> Optional[str]:
+    """Return the name of the checkpoint that was written last; None if there is none."""
+    latest = checkpoints_folder(run_dir) / _LATEST
+    return latest.read_text().strip() if latest.is_file() else None
+
+
+def list_checkpoints(checkpoints: Path) -> Tuple[List[Checkpoint], List[CheckpointDamaged]]:
+    """Return the checkpoints of a folder, newest first, and an error for each whose manifest cannot be read."""
+    readable: List[Checkpoint] = []
+    damaged: List[CheckpointDamaged] = []
+    for path in sorted(checkpoints.glob("update-*"), reverse=True):
+        if _NAME.match(path.name) and path.is_dir():
+            try:
+                readable.append(read_manifest(path))
+            except CheckpointDamaged as error:
+                damaged.append(error)
+    readable.sort(key=lambda each: (each.manifest.generation, each.update), reverse=True)
+    return readable, damaged
+
+
+def read_manifest(path: Path) -> Checkpoint:
+    """Read a checkpoint's manifest and check its hash. The tensor files are not read.
+
+    Raises:
+        CheckpointDamaged: the manifest is missing or was changed.
+    """
+    try:
+        text = (path / MANIFEST).read_bytes()
+        hashes = (path / _MANIFEST_SHA256).read_text().split()[::2]
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointDamaged(str(path), f"its manifest cannot be read ({error})") from None
+    if hashlib.sha256(text).hexdigest() not in hashes:
+        raise CheckpointDamaged(str(path), f"the SHA-256 of {MANIFEST} does not match {_MANIFEST_SHA256}")
+    try:
+        return Checkpoint(path, manifest_from_json(text))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointDamaged(str(path), f"{MANIFEST} cannot be parsed ({error})") from None
+
+
+def replace_manifest(checkpoint: Checkpoint, manifest: Manifest) -> None:
+    """Replace the manifest of a checkpoint. It stays readable if the process is killed at any point.
+
+    Raises:
+        OSError: the file system's own, for example on a full disk.
+    """
+    old, new = checkpoint.manifest.to_json(), manifest.to_json()
+    # Both hashes are valid while the manifest itself is replaced.
+    files.replace_file(checkpoint.path / _MANIFEST_SHA256, _sha256_line(old) + _sha256_line(new))
+    files.replace_file(checkpoint.path / MANIFEST, new)
+    files.replace_file(checkpoint.path / _MANIFEST_SHA256, _sha256_line(new))
+
+
+def verify(checkpoint: Checkpoint) -> None:
+    """Check the size and hash of every file. CheckpointDamaged names the first one that does not match."""
+    for name, record in checkpoint.manifest.files.items():
+        file = checkpoint.path / name
+        if Path(name).name != name or not file.is_file():
+            raise CheckpointDamaged(str(checkpoint.path), f"{name} is missing")
+        size = file.stat().st_size
+        if size != record.size_bytes:
+            raise CheckpointDamaged(str(checkpoint.path), f"{name} has {size} bytes, expected {record.size_bytes}")
+        if _sha256_of(file) != record.sha256:
+            raise CheckpointDamaged(str(checkpoint.path), f"the SHA-256 of {name} does not match {MANIFEST}")
+
+
+@contextlib.contextmanager
+def open_file(path: Path) -> Iterator[Tuple[io.BufferedReader, int]]:
+    """Open a file of a checkpoint for reading; yield it and its size in bytes. OSError as from the file system."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        yield file, size
+
+
+@contextlib.contextmanager
+def new_checkpoint(checkpoints: Path, update: int) -> Iterator[Path]:
+    """Yield a temporary folder for the files of a checkpoint; at the end of the block it becomes the latest one.
+
+    The block ends with `write_manifest`. A checkpoint of the same update is replaced.
+
+    Raises:
+        OSError: the file system's own, also from the block. Partial files are removed.
+    """
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(checkpoints)
+    target = checkpoint_path(checkpoints, update)
+    partial = target.with_name(target.name + _PARTIAL)
+    try:
+        partial.mkdir()
+        yield partial
+        if target.exists():  # the run was resumed from an older checkpoint and reaches this update again
+            files.remove_folder(target)
+        files.rename_folder(partial, target)
+    except OSError:
+        with contextlib.suppress(OSError):
+            _remove_leftovers(checkpoints)
+        raise
+    files.replace_file(checkpoints / _LATEST, f"{target.name}\n".encode())
+
+
+def new_file(partial: Path, name: str) -> ContextManager[files.HashedFile]:
+    """Create a file in the folder of `new_checkpoint`; it is flushed to disk at the end of the block."""
+    return files.new_file(partial / name)
+
+
+def write_manifest(partial: Path, manifest: Manifest) -> None:
+    """Write the manifest of a new checkpoint, after all its other files."""
+    text = manifest.to_json()
+    for name, content in ((MANIFEST, text), (_MANIFEST_SHA256, _sha256_line(text))):
+        with new_file(partial, name) as file:
+            file.write(content)
+
+
+def remove_old(checkpoints: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints and the best one."""
+    readable, _ = list_checkpoints(checkpoints)
+    for old in checkpoints_to_remove(readable, keep):
+        files.remove_folder(old.path)
+
+
+def _remove_leftovers(checkpoints: Path) -> None:
+    """Remove the temporary files and folders of an interrupted `new_checkpoint`."""
+    for left in checkpoints.iterdir():
+        if left.suffix in (_PARTIAL, _REMOVED):
+            if left.is_dir():
+                shutil.rmtree(str(left), ignore_errors=True)
+            else:
+                left.unlink()
+
+
+def _sha256_line(text: bytes) -> bytes:
+    """The line of `manifest.sha256` for a manifest, in the format of `sha256sum`."""
+    return f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode()
+
+
+def _sha256_of(file: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with file.open("rb") as stream:
+            while True:
+                chunk = stream.read(_CHUNK_BYTES)
+                if not chunk:
+                    return digest.hexdigest()
+                digest.update(chunk)
+    except OSError as error:
+        raise CheckpointDamaged(str(file), error.strerror or str(error)) from None
