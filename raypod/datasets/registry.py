@@ -6,7 +6,7 @@ No module here imports torch before a data set of the user or a folder of images
 from __future__ import annotations
 
 import dataclasses
-from typing import Dict, Tuple
+from typing import Callable, Dict, NamedTuple, Optional
 
 from typing_extensions import Protocol
 
@@ -18,7 +18,7 @@ from raypod.plan.plan import DatasetSize
 
 
 class DatasetSource(Protocol):
-    """The functions of a data set: a module or an object has them."""
+    """A data set. To add a data set, implement `DatasetSource` in a module and add it to `_BY_NAME`."""
 
     def size(self, config: Config) -> DatasetSize:
         """Return the numbers of samples."""
@@ -30,19 +30,20 @@ class DatasetSource(Protocol):
         """Return the splits, with the default augmentation of the data set."""
 
 
-_BY_NAME: Dict[str, DatasetSource] = {
-    "digits": digits,
-    "synthetic": synthetic,
-    "cifar10": cifar.CIFAR10,
-    "cifar100": cifar.CIFAR100,
-    "imagefolder": image_folder,
-    "imagenet": image_folder,
-}
+class _Entry(NamedTuple):
+    source: DatasetSource
+    published: Optional[DatasetSize] = None  # the numbers of samples, for a plan without the files
+    download: Optional[Callable[[Config], None]] = None
 
-_PUBLISHED: Dict[str, Tuple[int, int]] = {
-    "cifar10": (50000, 10000),
-    "cifar100": (50000, 10000),
-    "imagenet": (1281167, 50000),
+
+_CIFAR_SIZE = DatasetSize(50000, 10000, is_published=True)
+_BY_NAME: Dict[str, _Entry] = {
+    "digits": _Entry(digits),
+    "synthetic": _Entry(synthetic),
+    "cifar10": _Entry(cifar.CIFAR10, _CIFAR_SIZE, cifar.CIFAR10.download),
+    "cifar100": _Entry(cifar.CIFAR100, _CIFAR_SIZE, cifar.CIFAR100.download),
+    "imagefolder": _Entry(image_folder),
+    "imagenet": _Entry(image_folder, DatasetSize(1281167, 50000, is_published=True)),
 }
 
 
@@ -52,7 +53,7 @@ def dataset_size(config: Config) -> DatasetSize:
     Raises:
         ConfigError: as `load`.
     """
-    return _source(config).size(config)
+    return _entry(config).source.size(config)
 
 
 def dataset_size_or_published(config: Config) -> DatasetSize:
@@ -61,13 +62,13 @@ def dataset_size_or_published(config: Config) -> DatasetSize:
     Raises:
         ConfigError: as `load`, except for missing files of published data sets.
     """
-    published = _PUBLISHED.get(config.data.dataset)
     try:
         return dataset_size(config)
     except DataMissing:
+        published = _entry(config).published
         if published is None:
             raise
-        return DatasetSize(*published, is_published=True)
+        return published
 
 
 def image_shape(config: Config) -> ImageShape:
@@ -76,7 +77,7 @@ def image_shape(config: Config) -> ImageShape:
     Raises:
         ConfigError: as `load`.
     """
-    found = _source(config).shape(config)
+    found = _entry(config).source.shape(config)
     return found if config.data.image_size is None else dataclasses.replace(found, side=config.data.image_size)
 
 
@@ -86,7 +87,7 @@ def load(config: Config) -> Splits:
     Raises:
         ConfigError: the name is unknown, files are missing or damaged, or the user's data set cannot be used.
     """
-    splits = _source(config).load(config)
+    splits = _entry(config).source.load(config)
     augmentation = _augmentation(config, splits.augmentation)
     if isinstance(splits.train, ArrayDataset) and augmentation.padding >= min(splits.train.images.shape[2:]):
         height, width = splits.train.images.shape[2:]
@@ -103,19 +104,19 @@ def download(config: Config) -> None:
     Raises:
         ConfigError: the data set has no download, or the download fails.
     """
-    source = _source(config)
-    if isinstance(source, cifar.Cifar):
-        source.download(config)
+    entry = _entry(config)
+    if entry.download is not None:
+        entry.download(config)
     elif config.data.download:
         raise ConfigError(f"--download: the data set {config.data.dataset} cannot be downloaded; remove the flag")
 
 
-def _source(config: Config) -> DatasetSource:
+def _entry(config: Config) -> _Entry:
     name = config.data.dataset
     if name in _BY_NAME:
         return _BY_NAME[name]
     if ":" in name:
-        return user_dataset
+        return _Entry(user_dataset)
     raise ConfigError(
         f"unknown data set {name!r}; known: {', '.join(_BY_NAME)}, or module:function for your own data set"
     )

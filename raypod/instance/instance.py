@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import time
-from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import horovod.torch as hvd
 import popdist
 import poptorch
 import torch
-from torch.nn import functional
 
 from raypod import datasets
 from raypod.checkpoint import tensors
 from raypod.checkpoint.format import Manifest
 from raypod.checkpoint.writer import BackgroundWriter, State, load_checkpoint
-from raypod.datasets import order
 from raypod.datasets.feed import Feed
 from raypod.datasets.loading import timed
 from raypod.events import CallReport, EvaluationReport, InstanceStarted, SaveReport
@@ -34,7 +30,7 @@ from raypod.instance.control import LOADING, Heartbeat, StopGate
 from raypod.instance.process_group import ProcessGroup
 from raypod.instance.replica_model import ReplicaModel
 from raypod.instance.seeding import Endpoint, Seeding, SeedingPeer
-from raypod.model import program
+from raypod.model import classification, program
 from raypod.plan.plan import Leg, Plan
 
 
@@ -145,7 +141,7 @@ class Instance:
         with contextlib.closing(self._seeding_peer) as peer:
             if self._spec.index == seeding.root:
                 if checkpoint is not None:
-                    self._load_state(load_checkpoint(Path(checkpoint)))
+                    self._load_state(load_checkpoint(checkpoint))
                 peer.send(seeding, tensors.pack_flat({**self._state(), "update": self._update}))
             elif self._spec.index in seeding.receivers:
                 self._load_state(tensors.unpack_flat(peer.receive(seeding)))
@@ -165,10 +161,10 @@ class Instance:
             self._set_learning_rate(update)
             began = time.monotonic()
             with self.heartbeat.in_call(first_call + number):
-                losses, correct = self._training(images, labels)
+                outputs = self._training(images, labels)
             self._update = update + device_iterations
             call_s = wait_s + time.monotonic() - began
-            yield dataclasses.replace(self._report(update, losses, correct), data_wait_s=wait_s, call_s=call_s)
+            yield dataclasses.replace(self._report(update, outputs), data_wait_s=wait_s, call_s=call_s)
 
     def pause(self) -> int:
         """Start no more calls until `stop_after`; return the number of calls started since the beginning of the run."""
@@ -193,16 +189,12 @@ class Instance:
         program.load_replica_state(self._training, state)
         # PopTorch compiles a model in the mode (train or eval) that its network has then, and both share the network.
         network.eval()
-        samples = correct = 0
-        losses: List[float] = []
+        sums = classification.EvaluationSums()
         for images, labels, valid in self._feed.evaluation_calls():
-            logits, targets = self._inference(images)[:valid], labels[:valid].to(torch.int64)
-            losses.extend(functional.cross_entropy(logits, targets, reduction="none").tolist())
-            correct += int((logits.argmax(dim=1) == targets).sum())
-            samples += valid
+            sums.add(self._inference(images)[:valid], labels[:valid])
         self._detach()
         network.train()
-        return EvaluationReport(self._spec.index, samples, correct, math.fsum(losses))
+        return sums.report(self._spec.index)
 
     def save(self, manifest: Manifest) -> None:
         """Read the weights back, in all instances; instance 0 copies them and writes them in the background."""
@@ -246,18 +238,15 @@ class Instance:
         self._training.setOptimizer(optimizer)
         self._optimizer_is_set = True
 
-    def _report(self, update: int, losses: torch.Tensor, correct: torch.Tensor) -> CallReport:
+    def _report(self, update: int, outputs: Tuple[torch.Tensor, torch.Tensor]) -> CallReport:
         geometry = self._plan.geometry
         shape = (geometry.device_iterations, geometry.gradient_accumulation, geometry.local_replicas)
-        mean_losses = losses.double().reshape(shape).mean(dim=1).tolist()
-        counts = correct.to(torch.int64).reshape(shape).sum(dim=1).tolist()
         return CallReport(
             instance=self._spec.index,
             first_update=update,
-            losses=tuple(tuple(row) for row in mean_losses),
-            correct=tuple(tuple(row) for row in counts),
+            **classification.replica_results(outputs, shape),
             saves=self._saves.take_reports() if self._saves is not None else (),
-            samples_digest=order.samples_digest(self._feed.samples) if self._feed is not None else "",
+            samples_digest=self._feed.samples_digest() if self._feed is not None else "",
         )
 
     def _detach(self) -> None:

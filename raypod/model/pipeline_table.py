@@ -13,7 +13,6 @@ from raypod import datasets
 from raypod.errors import ConfigError
 from raypod.host import sdk
 from raypod.model.schedule import StageCost, compare_strategies
-from raypod.plan.config import TrainingSection
 from raypod.plan.plan import Plan
 
 _SAMPLES = 2  # BatchNorm needs more than one
@@ -51,7 +50,7 @@ def inspect_pipeline(plan: Plan) -> Pipeline:
         ConfigError: the model cannot be built or compiled.
     """
     sdk.select("emulated")
-    placement = _placement(plan)
+    placement, optimizer_bytes = _placement(plan)
     scale = plan.config.training.batch_size / _SAMPLES
     costs = [
         dataclasses.replace(cost, forward=scale * cost.forward, backward=scale * cost.backward)
@@ -59,7 +58,7 @@ def inspect_pipeline(plan: Plan) -> Pipeline:
     ]
     accumulation = plan.geometry.gradient_accumulation
     return Pipeline(
-        _stages(placement.stages, plan.config.training),
+        _stages(placement.stages, optimizer_bytes),
         {accumulation * factor: compare_strategies(costs, accumulation * factor) for factor in _FACTORS},
     )
 
@@ -84,7 +83,8 @@ def render_pipeline(pipeline: Pipeline, execution: str) -> str:
     return "\n".join([*lines, "", *_accumulation_lines(pipeline.schedules, order)])
 
 
-def _placement(plan: Plan) -> Any:
+def _placement(plan: Plan) -> Tuple[Any, int]:
+    """Return the emulated SDK's placement, and `program.optimizer_bytes`."""
     import poptorch
     import torch
 
@@ -106,35 +106,26 @@ def _placement(plan: Plan) -> Any:
         model.compile(images, torch.zeros(samples, dtype=torch.int64))
     except poptorch.Error as error:
         raise ConfigError(f"{config.training.model}: {error}") from None
-    return model.emulatedPlacement()
+    return model.emulatedPlacement(), program.optimizer_bytes(config.training)
 
 
 def _cost(stage: Any) -> StageCost:
     return StageCost.estimate(stage.forward_operations, stage.parameter_elements, stage.ipu, stage.phase)
 
 
-def _stages(found: Sequence[Any], training: TrainingSection) -> Tuple[Stage, ...]:
+def _stages(found: Sequence[Any], optimizer_bytes: int) -> Tuple[Stage, ...]:
     prefix, operations = "network.", max(1, sum(each.forward_operations for each in found))
-    state_bytes = _state_bytes(training)
     return tuple(
         Stage(
             ipu=each.ipu,
             modules=tuple(name[len(prefix) :] for name in each.modules if name.startswith(prefix)),
             parameters=each.parameter_elements,
             weight_bytes=each.parameter_bytes + each.buffer_bytes,
-            update_bytes=each.parameter_elements * state_bytes,
+            update_bytes=each.parameter_elements * optimizer_bytes,
             share_of_work=each.forward_operations / operations,
         )
         for each in found
     )
-
-
-def _state_bytes(training: TrainingSection) -> int:
-    """Return the bytes per parameter of the accumulated gradient and optimizer states of `program.build_optimizer`."""
-    width = 2 if training.precision == "16.16" else 4
-    if training.optimizer == "sgd":
-        return 2 * width if training.momentum else width
-    return 2 * width + 4
 
 
 def _stage_lines(stages: Sequence[Stage]) -> List[str]:

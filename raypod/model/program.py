@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 import popdist.poptorch
 import poptorch
 import torch
 from torch import nn
-from torch.nn import functional
 
+from raypod.model import classification
 from raypod.model.networks import build_model
-from raypod.plan.config import Config
+from raypod.plan.config import Config, TrainingSection
 from raypod.plan.plan import Plan
 
 _REDUCTIONS = {"sum": poptorch.ReductionType.Sum, "mean": poptorch.ReductionType.Mean}
+
+
+class _Optimizer(NamedTuple):
+    create: Any  # the class
+    states: Tuple[str, ...]  # per parameter; the option STATE_accum_type sets the dtype of each
+    settings: Tuple[str, ...] = ()  # further settings of the section `training` that the class has as options
+
+
+_MOMENTS = ("first_order_momentum", "second_order_momentum")
+_OPTIMIZERS = {
+    "sgd": _Optimizer(poptorch.optim.SGD, ("velocity",), ("momentum",)),
+    "adam": _Optimizer(poptorch.optim.Adam, _MOMENTS),
+    "adamw": _Optimizer(poptorch.optim.AdamW, _MOMENTS),
+    "lamb": _Optimizer(poptorch.optim.LAMB, _MOMENTS),
+}
+_FLOAT32_STATES = {"second_order_momentum"}  # half precision would underflow
 
 
 class TrainingStep(nn.Module):
@@ -26,15 +42,9 @@ class TrainingStep(nn.Module):
         self.network, self.prepare, self.label_smoothing = network, prepare, label_smoothing
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-        """Return the mean cross-entropy, which is the loss, and the number of correct predictions; both 0-d."""
+        """Return the loss and the metric of the task, both 0-d."""
         logits = self.network(self.prepare(images)).float()
-        loss = functional.cross_entropy(logits, labels)
-        if self.label_smoothing:
-            # PopTorch's backward pass starts at the marked loss: a sum with a torch loss needs `identity_loss`.
-            of_all_classes = -functional.log_softmax(logits, dim=1).mean()
-            mixed = (1 - self.label_smoothing) * loss + self.label_smoothing * of_all_classes
-            loss = poptorch.identity_loss(mixed, reduction="mean")
-        return loss, (logits.argmax(dim=1) == labels).sum()
+        return classification.training_outputs(logits, labels, self.label_smoothing)
 
 
 class EvaluationStep(nn.Module):
@@ -107,13 +117,27 @@ def build_optimizer(config: Config, model: nn.Module) -> Any:
         {"params": decayed, "weight_decay": training.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    # The states of half-precision weights are half precision too, except for second moments, which would underflow.
+    chosen = _OPTIMIZERS[training.optimizer]
+    accumulator, states = _optimizer_dtypes(training)
+    options: Dict[str, Any] = {f"{state}_accum_type": dtype for state, dtype in states.items()}
+    options.update({name: getattr(training, name) for name in chosen.settings})
+    common: Dict[str, Any] = {"lr": training.learning_rate, "loss_scaling": training.loss_scaling}
+    return chosen.create(groups, accum_type=accumulator, **common, **options)
+
+
+def optimizer_bytes(training: TrainingSection) -> int:
+    """Return the bytes per parameter of the accumulated gradient and the states of `build_optimizer`."""
+    accumulator, states = _optimizer_dtypes(training)
+    if not training.momentum:
+        states.pop("velocity", None)
+    return sum(torch.finfo(dtype).bits // 8 for dtype in (accumulator, *states.values()))
+
+
+def _optimizer_dtypes(training: TrainingSection) -> Tuple[torch.dtype, Dict[str, torch.dtype]]:
+    """Return the dtype of the accumulated gradient, and of each optimizer state: that of the weights, mostly."""
     dtype = torch.float16 if training.precision == "16.16" else torch.float32
-    common: Dict[str, Any] = {"lr": training.learning_rate, "loss_scaling": training.loss_scaling, "accum_type": dtype}
-    if training.optimizer == "sgd":
-        return poptorch.optim.SGD(groups, momentum=training.momentum, velocity_accum_type=dtype, **common)
-    kind = {"adam": poptorch.optim.Adam, "adamw": poptorch.optim.AdamW, "lamb": poptorch.optim.LAMB}[training.optimizer]
-    return kind(groups, first_order_momentum_accum_type=dtype, second_order_momentum_accum_type=torch.float32, **common)
+    states = _OPTIMIZERS[training.optimizer].states
+    return dtype, {state: torch.float32 if state in _FLOAT32_STATES else dtype for state in states}
 
 
 def load_optimizer_state(optimizer: Any, state: Dict[str, Any]) -> None:
