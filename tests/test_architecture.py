@@ -41,8 +41,7 @@ SDK_DIRECTIONS = {
     "options": "",
 }
 SDK = {"poptorch", "popdist", "horovod", "popart", "_pod"}
-SDK_USERS = ["model/program", "model/classification", "model/pipeline_table"]
-SDK_USERS += ["instance/instance", "instance/collectives", "host/sdk"]
+SDK_USERS = ["model/program", "model/pipeline_table", "instance/instance", "instance/collectives", "host/sdk"]
 RAY_USERS = ["fleet/ray*", "fleet/gcs", "launcher/ray_hosts"]
 IDS = [file.relative_to(PACKAGE).with_suffix("").as_posix() for file in MODULES]
 

@@ -6,9 +6,8 @@ Another task replaces this module.
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Tuple
 
-import poptorch
 import torch
 from torch.nn import functional
 
@@ -16,7 +15,10 @@ from raypod.events import EvaluationReport
 
 
 def training_outputs(
-    logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    label_smoothing: float,
+    mark_loss: Callable[[torch.Tensor], torch.Tensor],
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """Return the mean cross-entropy, which is the loss, and the number of correct predictions; both 0-d.
 
@@ -26,13 +28,12 @@ def training_outputs(
         logits: float32 [n, classes].
         labels: [n].
         label_smoothing: the weight of the mean over all classes in the loss.
+        mark_loss: marks a loss that is composed of several terms, for the device's backward pass.
     """
     loss = functional.cross_entropy(logits, labels)
     if label_smoothing:
-        # PopTorch's backward pass starts at the marked loss: a sum with a torch loss needs `identity_loss`.
         of_all_classes = -functional.log_softmax(logits, dim=1).mean()
-        mixed = (1 - label_smoothing) * loss + label_smoothing * of_all_classes
-        loss = poptorch.identity_loss(mixed, reduction="mean")
+        loss = mark_loss((1 - label_smoothing) * loss + label_smoothing * of_all_classes)
     return loss, (logits.argmax(dim=1) == labels).sum()
 
 

@@ -44,7 +44,12 @@ class TrainingStep(nn.Module):
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
         """Return the loss and the metric of the task, both 0-d."""
         logits = self.network(self.prepare(images)).float()
-        return classification.training_outputs(logits, labels, self.label_smoothing)
+        return classification.training_outputs(logits, labels, self.label_smoothing, _mark_loss)
+
+
+def _mark_loss(loss: torch.Tensor) -> torch.Tensor:
+    """Mark the tensor at which PopTorch's backward pass starts; a torch loss as the last operator needs no mark."""
+    return poptorch.identity_loss(loss, reduction="mean")
 
 
 class EvaluationStep(nn.Module):

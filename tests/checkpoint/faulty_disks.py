@@ -52,7 +52,7 @@ class FullDisk:
     def _write(self, descriptor: int, data: Any) -> int:
         if self.free_bytes is None:
             return self._real(descriptor, data)
-        if not self.free_bytes:
+        if self.free_bytes <= 0:  # several threads may have taken the last bytes
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written = self._real(descriptor, bytes(data)[: self.free_bytes])
         self.free_bytes -= written
