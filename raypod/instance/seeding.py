@@ -152,7 +152,8 @@ class SeedingPeer:
                 self._sockets.append(connection)
                 return connection
             connection.close()
-            sys.stderr.write(f"seeding: rejected a connection from {address}, expected {predecessor.address}\n")
+            reason = f"expected {predecessor.address}" if address != predecessor.address else "authentication failed"
+            sys.stderr.write(f"seeding: rejected a connection from {address}: {reason}\n")
 
 
 class _Sender(threading.Thread):

@@ -112,8 +112,8 @@ def test_connections_without_the_secret_are_rejected_and_do_not_disturb(
     seeding = seeding_of(peers)
     received: List[bytes] = []
 
-    def intrude(own: str) -> None:
-        with connect(peers[1], own) as intruder:
+    def intrude(intruder: socket.socket) -> None:
+        with intruder:
             intruder.sendall(bytes(32))
             try:
                 answer = seeding_module._read(intruder, 64)
@@ -122,7 +122,9 @@ def test_connections_without_the_secret_are_rejected_and_do_not_disturb(
             except (OSError, EOFError):
                 received.append(b"")
 
-    intruders = [threading.Thread(target=intrude, args=[own]) for own in ("127.0.0.1", "127.0.0.9")]
+    # Connected before the predecessor, so that the receiver accepts them first.
+    connections = [connect(peers[1], own) for own in ("127.0.0.1", "127.0.0.9")]
+    intruders = [threading.Thread(target=intrude, args=[each]) for each in connections]
     for intruder in intruders:
         intruder.start()
     results = broadcast(peers, seeding)
@@ -130,7 +132,9 @@ def test_connections_without_the_secret_are_rejected_and_do_not_disturb(
         intruder.join(10)
     assert all((result.result() == STATE).all() for result in results.values())
     assert received == [b"", b""]
-    assert "seeding: rejected a connection from 127.0.0.9, expected 127.0.0.1" in capfd.readouterr().err
+    errors = capfd.readouterr().err
+    assert "seeding: rejected a connection from 127.0.0.1: authentication failed" in errors
+    assert "seeding: rejected a connection from 127.0.0.9: expected 127.0.0.1" in errors
 
 
 def test_a_listener_without_the_secret_receives_nothing(peers: List[SeedingPeer]) -> None:
