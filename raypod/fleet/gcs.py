@@ -200,7 +200,7 @@ def wait_for_hosts(address: str, within_s: float, hosts: List[str]) -> Dict[str,
             alive, detail = set(), str(error)
         missing = [host for host in hosts if not alive & {host, _resolved(host)}]
         if not missing or time.monotonic() >= deadline:
-            return {"missing": missing, "told": detail}
+            return {"missing": missing, "error": detail}
         time.sleep(0.5)
 
 

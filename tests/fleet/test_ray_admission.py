@@ -106,7 +106,7 @@ def test_a_machine_outside_the_cluster_is_rejected(head: str, monkeypatch: pytes
 def test_hosts_that_do_not_join_are_named(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
     hosts = [head.rpartition(":")[0], "10.9.9.9"]
-    assert gcs.wait_for_hosts(head, 0, hosts) == {"missing": ["10.9.9.9"], "told": ""}
+    assert gcs.wait_for_hosts(head, 0, hosts) == {"missing": ["10.9.9.9"], "error": ""}
 
 
 def test_only_marked_processes_and_their_children_are_ended() -> None:
