@@ -191,7 +191,7 @@ def _wait_for_hosts(cluster: Cluster, within_s: float, tls: Sequence[str]) -> No
         [host for host in cluster.hosts if host.address in answer["missing"]], lambda host: _why_missing(host, cluster)
     )
     lines = "\n  ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    gcs_error = f" ({answer['error']})" if answer["told"] else ""
+    gcs_error = f" ({answer['error']})" if answer["error"] else ""
     raise RunError(
         f"{cluster.name}: {len(reasons)} of {len(cluster.hosts)} hosts did not join within {within_s:g} s "
         f"(--wait-hosts){gcs_error}\n  {lines}"
