@@ -8,7 +8,7 @@ from typing import Any, List
 import pytest
 
 from raypod.__main__ import main
-from raypod.errors import ClusterError
+from raypod.errors import ClusterError, RunError
 from raypod.fleet import ray_admission
 from raypod.plan import cluster_file
 from raypod.plan.cluster import Cluster, Host, Ssh
@@ -155,6 +155,13 @@ def test_the_launcher_state_of_an_earlier_start_is_removed(monkeypatch: pytest.M
     up._remove_launcher_state(cluster)
     assert not stale.exists()
     assert other.exists()
+
+
+def test_hosts_that_do_not_join_are_named_with_the_error_of_the_gcs() -> None:
+    cluster = Cluster("pod", (Host("h", "127.0.0.1"),), gcs_port=1)  # this machine, where nothing listens
+    words = r"pod: 1 of 1 hosts did not join within 0 s \(--wait-hosts\) \(.*127\.0\.0\.1:1.*\)\n  h: "
+    with pytest.raises(RunError, match=words):
+        up._wait_for_hosts(cluster, 0, [])
 
 
 def test_tls_variables_of_the_start_commands() -> None:
