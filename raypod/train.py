@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -36,8 +35,12 @@ def _train(argv: Sequence[str]) -> int:
         return 0
     folder = Path(plan.run_dir)
     run_state.check_not_running(folder)
-    plan = _auto_resume(plan)
-    found = resume.find_checkpoint(plan, run_state.is_unfinished(folder)) if plan.config.run.resume else None
+    verify = not args.detach  # the background process verifies its checkpoint itself
+    was_cut_off, found = run_state.is_unfinished(folder), None
+    if plan.config.run.resume:
+        found = resume.find_checkpoint(plan, was_cut_off, verify)
+    elif was_cut_off:
+        plan, found = resume.resume_interrupted(plan, verify)
     run_folder.check_may_write(plan)
     check_packages(plan.config)
     if args.detach:
@@ -45,17 +48,6 @@ def _train(argv: Sequence[str]) -> int:
     run_folder.create(plan)
     with run_state.StateFile(folder, plan.total_updates) as state:
         return _run(plan, found, state, started_at_s)
-
-
-def _auto_resume(plan: Plan) -> Plan:
-    """Return the plan, changed to resume an interrupted run from its newest valid checkpoint if there is one."""
-    folder = Path(plan.run_dir)
-    if plan.config.run.resume or not run_state.is_unfinished(folder):
-        return plan
-    if not resume.can_resume(folder):
-        return plan
-    run = plan.config.run.model_copy(update={"resume": str(folder)})
-    return dataclasses.replace(plan, config=plan.config.model_copy(update={"run": run}))
 
 
 def _run(plan: Plan, found: Optional[resume.ResumePoint], state: run_state.StateFile, started_at_s: float) -> int:

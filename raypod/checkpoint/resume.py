@@ -58,36 +58,45 @@ class ResumePoint:
     damaged: Tuple[str, ...]
 
 
-def find_checkpoint(plan: Plan, was_cut_off: bool = False) -> ResumePoint:
+def find_checkpoint(plan: Plan, was_cut_off: bool = False, verify: bool = True) -> ResumePoint:
     """Return the checkpoint that `--resume` names, or the newest valid one of the run folder that it names.
 
     A run that was cut off after its last update (`was_cut_off`) resumes from there, to do what follows the training.
 
+    Every file of the checkpoint is read and hashed once. Without `verify` only manifests are read: for a process that
+    leaves the training, and the verification, to another one.
+
     Raises:
         ConfigError: no checkpoint is valid, a setting differs (the message names it), or the training is complete.
     """
-    found = _find(str(plan.config.run.resume))
-    path = found.checkpoint.path
-    difference = first_difference(found.checkpoint.manifest, settings_of(plan), _allowed_differences(plan))
-    if difference is not None:
-        raise ConfigError(f"--resume {path}: {difference}")
-    left = plan.total_updates - found.checkpoint.update
-    if left < 0 or (left == 0 and not was_cut_off):
-        raise ConfigError(
-            f"--resume {path}: already at update {found.checkpoint.update} of {plan.total_updates}; "
-            "set a larger --epochs or --updates"
-        )
-    return found
+    return _check_settings(plan, _find(str(plan.config.run.resume), verify), was_cut_off)
 
 
-def newest_valid(checkpoints: Path) -> Tuple[Optional[Checkpoint], List[str]]:
-    """Return the newest checkpoint of a folder whose files are intact, and messages about newer damaged ones."""
+def resume_interrupted(plan: Plan, verify: bool = True) -> Tuple[Plan, Optional[ResumePoint]]:
+    """Return the plan, changed to resume the interrupted run in its run folder, and the newest valid checkpoint there.
+
+    (`plan`, None) if there is none: the run starts again. `verify` and errors are those of `find_checkpoint`.
+    """
+    valid, damaged = newest_valid(storage.checkpoints_folder(plan.run_dir), verify)
+    if valid is None:
+        return plan, None
+    run = plan.config.run.model_copy(update={"resume": plan.run_dir})
+    plan = dataclasses.replace(plan, config=plan.config.model_copy(update={"run": run}))
+    return plan, _check_settings(plan, ResumePoint(valid, tuple(damaged)), was_cut_off=True)
+
+
+def newest_valid(checkpoints: Path, verify: bool = True) -> Tuple[Optional[Checkpoint], List[str]]:
+    """Return the newest checkpoint of a folder whose files are intact, and messages about newer damaged ones.
+
+    Without `verify` the tensor files are not read, and the newest one with an intact manifest is returned.
+    """
     readable, unreadable = storage.list_checkpoints(checkpoints)
     damaged = []
     valid: Optional[Checkpoint] = None
     for checkpoint in readable:
         try:
-            storage.verify(checkpoint)
+            if verify:
+                storage.verify(checkpoint)
         except CheckpointDamaged as error:
             damaged.append(str(error))
         else:
@@ -95,11 +104,6 @@ def newest_valid(checkpoints: Path) -> Tuple[Optional[Checkpoint], List[str]]:
             break
     valid_name = valid.path.name if valid else ""
     return valid, [str(error) for error in unreadable if Path(error.path).name > valid_name] + damaged
-
-
-def can_resume(run_dir: Path) -> bool:
-    """Return whether a run folder has a valid checkpoint."""
-    return newest_valid(storage.checkpoints_folder(run_dir))[0] is not None
 
 
 def check_data(plan: Plan, checkpoint: Checkpoint, data_fingerprint: str) -> None:
@@ -166,6 +170,21 @@ def first_difference(manifest: Manifest, settings: Dict[str, Any], allowed: List
     return None
 
 
+def _check_settings(plan: Plan, found: ResumePoint, was_cut_off: bool) -> ResumePoint:
+    """Return `found`. ConfigError if the plan cannot resume from it."""
+    path = found.checkpoint.path
+    difference = first_difference(found.checkpoint.manifest, settings_of(plan), _allowed_differences(plan))
+    if difference is not None:
+        raise ConfigError(f"--resume {path}: {difference}")
+    left = plan.total_updates - found.checkpoint.update
+    if left < 0 or (left == 0 and not was_cut_off):
+        raise ConfigError(
+            f"--resume {path}: already at update {found.checkpoint.update} of {plan.total_updates}; "
+            "set a larger --epochs or --updates"
+        )
+    return found
+
+
 def _allowed_differences(plan: Plan) -> List[str]:
     """Parse `--resume-anyway`. ConfigError if it names a setting that is not safe to change."""
     named = [name.strip() for name in (plan.config.run.resume_anyway or "").split(",") if name.strip()]
@@ -179,19 +198,20 @@ def _allowed_differences(plan: Plan) -> List[str]:
     return named
 
 
-def _find(where: str) -> ResumePoint:
+def _find(where: str, verify: bool) -> ResumePoint:
     path = Path(where).resolve()
     if storage.is_checkpoint(path):
         try:
             checkpoint = storage.read_manifest(path)
-            storage.verify(checkpoint)
+            if verify:
+                storage.verify(checkpoint)
         except CheckpointDamaged as error:
             raise ConfigError(f"--resume {where}: {error}; its run folder may contain an older one") from None
         return ResumePoint(checkpoint, ())
     if not path.is_dir():
         raise ConfigError(f"--resume {where}: there is no such run folder or checkpoint")
     checkpoints = storage.checkpoints_folder(path)
-    valid, damaged = newest_valid(checkpoints)
+    valid, damaged = newest_valid(checkpoints, verify)
     if valid is None:
         found = f"no valid checkpoint: {'; '.join(damaged)}" if damaged else "no checkpoint"
         raise ConfigError(f"--resume {where}: {checkpoints} contains {found}")
