@@ -35,14 +35,14 @@ class CheckpointSchedule:
         """`started` is the report of instance 0, which writes the checkpoints."""
         self._plan, self._started = plan, started
         self._interval = parse_interval(plan.config.run.checkpoint_every)
-        self._begun_s = time.monotonic()
+        self._begun_s = 0.0  # when a checkpoint of the current state was last begun or found to exist
         self._begun_update: Optional[int] = None
         self.last: Optional[CheckpointSaved] = None
         self.generation = next_generation(plan, resumed)
         self.rollback_to(resumed)
 
     def interval_elapsed(self) -> bool:
-        """Return whether the configured time has passed since the previous checkpoint was begun."""
+        """Return whether the configured time has passed since the previous checkpoint."""
         return time.monotonic() - self._begun_s >= self._interval.seconds
 
     def is_due(self, update: int) -> bool:
@@ -58,6 +58,7 @@ class CheckpointSchedule:
         `test_accuracy` is in percent, None if it is unknown.
         """
         if update == self._begun_update:
+            self._begun_s = time.monotonic()
             return
         started = self._started
         manifest = manifest_of(
@@ -79,6 +80,7 @@ class CheckpointSchedule:
     def rollback_to(self, checkpoint: Optional[Checkpoint]) -> None:
         """Continue from a checkpoint, or from the beginning (None): later checkpoints become due again."""
         self._begun_update, self.last = None, None
+        self._begun_s = time.monotonic()
         if checkpoint is not None and _is_in(checkpoint, self._plan.run_dir):
             self._begun_update = checkpoint.update
             self.last = CheckpointSaved(checkpoint.update, str(checkpoint.path), checkpoint.manifest.weights_sha256)

@@ -112,7 +112,7 @@ class _Training:
 
     def _run_leg(self, leg: Leg) -> Iterator[Event]:
         self._metrics.begin_leg(time.monotonic())
-        for report in self._fleet.run(leg, self._must_end_leg):
+        for report in self._fleet.run(leg, partial(self._must_end_leg, leg)):
             yield from map(self._schedule.record, report.saves)
             updates = self._metrics.add(report, time.monotonic())
             yield from self._metrics.take_calls()
@@ -120,8 +120,11 @@ class _Training:
                 yield update
                 self._schedule.check_finite(update)
 
-    def _must_end_leg(self) -> bool:
-        return self._stop.requested or bool(self._fleet.draining()) or self._schedule.interval_elapsed()
+    def _must_end_leg(self, leg: Leg) -> bool:
+        if self._stop.requested or self._fleet.draining():
+            return True
+        # Not before the first call: loading its data can take longer than the interval, and starts again in a new leg.
+        return self._metrics.position > leg.first_update and self._schedule.interval_elapsed()
 
     def _evaluate(self, update: int) -> Iterator[Event]:
         yield from self._recovery.until_done(update, partial(self._evaluations.evaluate, update))
