@@ -65,7 +65,7 @@ class Collective:
         raise NotImplementedError
 
     def run(self, tensors: Tensors) -> Any:
-        """Run the collective on new tensors and return the results, through which gradients flow."""
+        """Run the collective into new tensors and return them; gradients flow through the results."""
         if not tensors:
             raise ValueError(f"{self.kind} needs at least one tensor")
         if self.compression is None:
@@ -117,8 +117,8 @@ class Allreduce(Collective):
 class Allgather(Collective):
     """Concatenate the tensors of all ranks, [n_rank, ...], to [sum of n_rank, ...], by rank.
 
-    The first dimension may differ between ranks; dtype and other dimensions must not. A 0-d tensor is an IndexError.
-    Each rank's gradient is the mean of all ranks' gradients of its rows.
+    The first dimension may differ between ranks; dtype and other dimensions must not. A 0-d tensor
+    raises IndexError (ValueError in the asynchronous functions). Each rank's gradient is the mean of all ranks' gradients of its rows.
     """
 
     operation = "allgather"
@@ -170,8 +170,8 @@ class Broadcast(Collective):
 class Alltoall(Collective):
     """Send splits[r] rows of the tensor to each rank r, in order, and concatenate the rows from all ranks, by rank.
 
-    Without `splits` (a list or an int32 tensor) every rank gets the same number of rows. With `splits` the function
-    returns a pair: the rows, and the number of rows from each rank, int32 [size]. Gradients flow back to the rows'
+    Without `splits` (a list or an int32 tensor) every rank gets the same number of rows. With `splits`, and always
+    from `alltoall_async`, the result is a pair: the rows, and the number of rows from each rank, int32 [size]. Gradients flow back to the rows'
     ranks; rows that were not sent have gradient zero.
     """
 
@@ -208,7 +208,7 @@ class Reducescatter(Collective):
     """Reduce the tensors over all ranks by Average or Sum, and return this rank's rows of the result.
 
     The rows are distributed evenly; the first ranks get one more if needed. The factors multiply before and after the
-    reduction, and so do they the gradients, which every rank gets from all ranks.
+    reduction, and also multiply the gradients, which are gathered from all ranks.
     """
 
     operation = "reducescatter"
