@@ -244,8 +244,9 @@ def test_equal_lines_are_all_printed(launch: Launch) -> None:
 
 
 def test_a_failed_program_ends_the_others_and_sets_the_exit_code(launch: Launch, tmp_path: Path) -> None:
-    found = launch(*FOUR, "sh", "-c", "[ $OMPI_COMM_WORLD_RANK = 2 ] && exit 7; sleep 600")
+    found = launch(*FOUR, "sh", "-c", "[ $OMPI_COMM_WORLD_RANK = 2 ] && exit 7; sleep 60; touch completed")
     assert found.code == 7
+    assert not Path("completed").exists()
     line = found.err.strip().splitlines()[-1]
     assert re.fullmatch(
         rf"raypod: error: instance 2 on host localhost failed: exit code 7; its log: {tmp_path}/\S+/instance-2\.log",
@@ -305,7 +306,7 @@ def test_a_signal_is_forwarded(launch: Launch, name: str) -> None:
 
 def test_a_second_sigint_kills_the_programs(launch: Launch) -> None:
     interrupt_after(1.0, signal.SIGINT, signal.SIGINT)
-    found = launch(*TWO, "sh", "-c", "trap 'echo no' INT TERM; while :; do sleep 0.1; done")
+    found = launch(*TWO, "sh", "-c", "trap 'echo no' INT TERM; for i in $(seq 600); do sleep 0.1; done")
     assert found.code == 130
 
 
