@@ -53,7 +53,7 @@ def alive_addresses(address: str, token: Optional[str] = None, timeout_s: float 
         if number == 2 and isinstance(node, bytes):  # GetAllNodeInfoReply.node_info_list
             fields = dict(_fields(node))
             if fields.get(7, _ALIVE) == _ALIVE:  # GcsNodeInfo.state; 2: .node_manager_address
-                found.append(bytes(fields.get(2, b"")).decode())
+                found.append(bytes(fields.get(2, b"")).decode(errors="replace"))
     return found
 
 
@@ -129,7 +129,8 @@ def _answer(connection: socket.socket, deadline: float) -> Answer:
                 return Answer(ANSWERED, detail, body[5:])
             is_refusal = status == b"%d" % _UNAUTHENTICATED
             if not detail:
-                detail = f"gRPC status {status.decode()}" if status else "the server uses HTTP/2 but is not a GCS"
+                code = status.decode(errors="replace")
+                detail = f"gRPC status {code}" if code else "the server uses HTTP/2 but is not a GCS"
             return Answer(REFUSED if is_refusal else SILENT, detail, b"")
     return Answer(SILENT, "the server does not use gRPC without TLS (does it use TLS, or is it not Ray?)", b"")
 

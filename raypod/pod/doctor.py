@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import re
 import sys
@@ -35,6 +36,8 @@ def doctor(argv: Sequence[str]) -> int:
         "--timeout", type=float, default=60.0, metavar="S", help="timeout of the probe of each host [60]"
     )
     args = resolve.parse_arguments(parser, argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # messages of hosts can contain what this locale cannot encode
+        sys.stdout.reconfigure(errors="backslashreplace")
     resolved = resolve.resolve(args)
     path = resolved.pod.cluster
     file = read_file(path) if path else None
@@ -66,10 +69,9 @@ def probe_hosts(cluster: Cluster, settings: Dict[str, Any], timeout_s: float) ->
         arrived_s = time.time()
         if not result.succeeded:
             return result.error
-        try:
-            facts: Dict[str, Any] = json.loads(result.output[result.output.index("{") :])
-        except ValueError:
-            return f"the probe returned no JSON: {' '.join(result.output.split())[:80]!r}"
+        facts = result.json_object("clock_s")
+        if facts is None:
+            return f"the probe returned no JSON: {result.excerpt}"
         return {**facts, "skew_s": facts["clock_s"] - arrived_s}
 
     return ssh.map_hosts(cluster.hosts, probe_host)

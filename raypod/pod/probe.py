@@ -130,10 +130,12 @@ def _python(settings: Dict[str, Any], environment: Dict[str, str]) -> Dict[str, 
     result = _run(
         [name, "-c", _PYTHON_FACTS, json.dumps(settings.get("packages", []))], environment, settings.get("cwd")
     )
-    try:
-        return dict(json.loads(result["output"]))
-    except ValueError:
-        return {"error": result["error"] or "no output"}
+    for line in reversed(result["output"].splitlines()):  # a sitecustomize can print other lines
+        with contextlib.suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                return found
+    return {"error": result["error"] or "no output"}
 
 
 def _ipus(environment: Dict[str, str]) -> Optional[Dict[str, Any]]:

@@ -1,18 +1,21 @@
 """Run commands on the hosts of a cluster file over ssh, without Ray, on all hosts in parallel.
 
 The key of a new host is added to the user's known_hosts; a changed key is refused. Ray's launcher does not check
-keys. A host with an address of this machine is reached without ssh.
+keys. A host with an address of this machine is reached without ssh. Output is decoded as UTF-8; bytes of another
+encoding become backslash escapes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Callable, Dict, List, Sequence, TypeVar
+from typing import Any, Callable, Dict, List, Optional, Sequence, TypeVar
 
 from raypod.errors import ClusterError
 from raypod.host.interfaces import interface_addresses
@@ -39,6 +42,26 @@ class Result:
         """Whether the exit code is 0."""
         return self.exit_code == 0
 
+    def json_object(self, key: str) -> Optional[Dict[str, Any]]:
+        """Return the last JSON object with `key` on one line of the output; None if there is none.
+
+        Login shells and ssh servers print other text before and after it.
+        """
+        for line in reversed(self.output.splitlines()):
+            at = line.find("{")
+            while at >= 0:
+                with contextlib.suppress(ValueError):
+                    found, _ = json.JSONDecoder().raw_decode(line, at)
+                    if key in found:
+                        return dict(found)
+                at = line.find("{", at + 1)
+        return None
+
+    @property
+    def excerpt(self) -> str:
+        """The beginning of the output in one line, for messages."""
+        return repr(" ".join(self.output.split())[:80])
+
 
 def run_on(host: Host, ssh: Ssh, words: Sequence[str], stdin: str = "", timeout_s: float = 60.0) -> Result:
     """Run a command on a host, without a terminal and without prompts."""
@@ -46,9 +69,8 @@ def run_on(host: Host, ssh: Ssh, words: Sequence[str], stdin: str = "", timeout_
     try:
         done = subprocess.run(
             command,
-            input=stdin,
+            input=stdin.encode(),
             capture_output=True,
-            text=True,
             timeout=timeout_s,
             check=False,
         )
@@ -56,10 +78,11 @@ def run_on(host: Host, ssh: Ssh, words: Sequence[str], stdin: str = "", timeout_
         return Result(124, "", f"no answer within {timeout_s:g} s")
     except OSError as error:
         return Result(127, "", f"{command[0]}: {error.strerror}")
+    output = done.stdout.decode(errors="backslashreplace")
     if done.returncode == 0:
-        return Result(0, done.stdout, "")
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    return Result(done.returncode, done.stdout, lines[-1] if lines else f"exit code {done.returncode}")
+        return Result(0, output, "")
+    lines = [line.strip() for line in done.stderr.decode(errors="backslashreplace").splitlines() if line.strip()]
+    return Result(done.returncode, output, lines[-1] if lines else f"exit code {done.returncode}")
 
 
 def pass_through(host: Host, ssh: Ssh, words: Sequence[str]) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import json
 import os
 import re
 import subprocess
@@ -76,7 +75,8 @@ def down(argv: Sequence[str]) -> int:
     head, workers = cluster.hosts[:1], cluster.hosts[1:]
     stopped = _stop_processes(cluster, head)  # the head first: it would restart workers
     stopped.update(_stop_processes(cluster, workers))
-    results = {name: json.loads(done.output) for name, done in stopped.items() if done.output.startswith("{")}
+    answers = {name: done.json_object("left") for name, done in stopped.items()}
+    results = {name: answer for name, answer in answers.items() if answer is not None}
     bad = [
         f"{name}: {results[name]['left']} processes are left" if name in results else f"{name}: {done.error}"
         for name, done in stopped.items()
@@ -184,7 +184,9 @@ def _wait_for_hosts(cluster: Cluster, within_s: float, tls: Sequence[str]) -> No
     done = ssh.run_on(head, cluster.ssh, words, Path(gcs.__file__).read_text(), within_s + _SSH_SLACK_S)
     if not done.succeeded:
         raise RunError(f"cannot list the hosts of the cluster on {head.name}: {done.error}")
-    answer = json.loads(done.output)
+    answer = done.json_object("missing")
+    if answer is None:
+        raise RunError(f"cannot list the hosts of the cluster on {head.name}: no JSON in {done.excerpt}")
     if not answer["missing"]:
         return
     reasons = ssh.map_hosts(
@@ -203,6 +205,31 @@ def _why_missing(host: Host, cluster: Cluster) -> str:
     if not done.succeeded:
         return done.error
     # The head starts the workers. RAY_TMPDIR: as in the cluster files of this repository, or the default.
+def _compare_sources(cluster: Cluster, file: ClusterFile, restart: str, mode: str) -> None:
+    """Record the sources and packages with which Ray was started on each host, or say which are newer than those."""
+    folders = [target for target in file.top.value("file_mounts") or {} if target != file_checks.HOST_TOKEN_PATH]
+    words, program = ["python3", "-", mode, cluster.name, *folders], Path(loaded_sources.__file__).read_text()
+    found = ssh.map_hosts(
+        cluster.hosts, lambda host: ssh.run_on(host, cluster.ssh, words, program, loaded_sources.TIMEOUT_S)
+    )
+    changes: Dict[str, None] = {}
+    newer = []
+    for name, done in found.items():
+        answer = done.json_object("raylet")
+        if answer is None or answer["raylet"] is None:
+            cause = done.error or f"no raylet has {stop_cluster.MARK}={cluster.name} in its environment"
+            _say(f"warning: {name}: cannot compare the sources with those that Ray was started with: {cause}")
+        elif answer["changes"]:
+            newer.append(name)
+            changes.update(dict.fromkeys(answer["changes"]))
+    if newer:
+        rest = f" and {len(changes) - _MAX_CHANGES} more" if len(changes) > _MAX_CHANGES else ""
+        _say(
+            f"warning: changed on {', '.join(newer)} since Ray was started: {', '.join(list(changes)[:_MAX_CHANGES])}"
+            f"{rest}; running processes keep what they have loaded: restart Ray with `{restart}`"
+        )
+
+
     logs = "/ray/session_latest/logs/monitor.out"
     command = f"tail -qn 400 /tmp/ray-$(id -un){logs} /tmp{logs} 2>/dev/null"
     log = ssh.run_on(cluster.hosts[0], cluster.ssh, ["bash", "-c", command], timeout_s=_SSH_SLACK_S).output

@@ -1,0 +1,66 @@
+"""Tests of pod/ssh: hosts whose ssh server or shell prints other text, not in UTF-8, around the output of a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from pathlib import Path
+
+import pytest
+
+from raypod.__main__ import main
+from raypod.plan.cluster import Host, Ssh
+from raypod.pod import ssh, up
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BANNER = r"printf '\377\376 {Gr\374\337e} '; printf '\377\376 last\n' >&2"
+RUN = 'for last; do :; done; sh -c "$last"; code=$?; printf "{logout} \\377\\n"; exit $code'
+
+
+def use_ssh(monkeypatch: pytest.MonkeyPatch, folder: Path, *lines: str) -> str:
+    """Put a fake `ssh` on PATH; return a cluster file whose hosts are reached by it, as addresses of this machine."""
+    (folder / "ssh").write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    (folder / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.chdir(REPOSITORY)
+    (folder / ".ssh").mkdir()
+    (folder / ".ssh" / "id_ed25519").touch()
+    text = (REPOSITORY / "cluster" / "emulated-pod.yaml").read_text().replace("10.0.0.", "127.0.0.")
+    file = folder / "cluster.yaml"
+    file.write_text(text.replace("emulated-pod", f"t{uuid.uuid4().hex}"))
+    return str(file)
+
+
+def test_doctor_reads_the_facts_between_banners(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = use_ssh(monkeypatch, tmp_path, BANNER, RUN)
+    assert main(["doctor", "--json", "--cluster", file]) in (0, 2)
+    hosts = json.loads(capsys.readouterr().out)["hosts"]
+    assert [facts["user"] for facts in hosts.values()] == ["root" if os.getuid() == 0 else os.environ["USER"]] * 3
+
+
+def test_down_reads_the_results_between_banners(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = use_ssh(monkeypatch, tmp_path, BANNER, RUN)
+    monkeypatch.setattr(up, "_run_ray", lambda *_: None)
+    assert main(["down", file]) == 0
+    assert "stopped on all 3 hosts" in capsys.readouterr().err
+
+
+def test_the_error_of_an_unreachable_head_can_have_any_bytes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = use_ssh(monkeypatch, tmp_path, BANNER, "exit 255")
+    assert main(["up", file]) == 2
+    assert "the head 127.0.0.11 is unreachable: \\xff\\xfe last" in capsys.readouterr().err
+
+
+def test_a_host_without_facts_is_reported_with_its_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use_ssh(monkeypatch, tmp_path, BANNER, "printf '{\\n}'")
+    done = ssh.run_on(Host("h", "127.0.0.11"), Ssh(), ["true"])
+    assert done.json_object("hostname") is None
+    assert done.excerpt.startswith(r"'\\xff\\xfe {Gr\\xfc\\xdfe} {")
