@@ -118,7 +118,8 @@ class Allgather(Collective):
     """Concatenate the tensors of all ranks, [n_rank, ...], to [sum of n_rank, ...], by rank.
 
     The first dimension may differ between ranks; dtype and other dimensions must not. A 0-d tensor
-    raises IndexError (ValueError in the asynchronous functions). Each rank's gradient is the mean of all ranks' gradients of its rows.
+    raises IndexError (ValueError in the asynchronous functions). Each rank's gradient is the mean of all ranks'
+    gradients of its rows.
     """
 
     operation = "allgather"
@@ -171,8 +172,8 @@ class Alltoall(Collective):
     """Send splits[r] rows of the tensor to each rank r, in order, and concatenate the rows from all ranks, by rank.
 
     Without `splits` (a list or an int32 tensor) every rank gets the same number of rows. With `splits`, and always
-    from `alltoall_async`, the result is a pair: the rows, and the number of rows from each rank, int32 [size]. Gradients flow back to the rows'
-    ranks; rows that were not sent have gradient zero.
+    from `alltoall_async`, the result is a pair: the rows, and the number of rows from each rank, int32
+    [size]. Gradients flow back to the rows' ranks; rows that were not sent have gradient zero.
     """
 
     operation = "alltoall"
