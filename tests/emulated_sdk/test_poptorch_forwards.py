@@ -221,3 +221,53 @@ def test_replica_threads_have_the_callers_thread_local_state(replicas):
         torch.set_num_threads(threads)
         _setting.reset(token)
     assert set(seen) == {(5, 1, "meta", False)}
+
+
+def through_a_closure(seed):
+    """Return a model whose forward reaches its modules through the closure only."""
+    torch.manual_seed(seed)
+    base = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    recurrent = nn.LSTM(4, 3)
+    scale = nn.Parameter(torch.ones(3))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base, self.recurrent, self.scale = base, recurrent, scale
+
+        def forward(self, x, y):
+            return F.cross_entropy(recurrent(base(x)[None])[0][0] * scale, y)
+
+    return Model()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_modules_reached_through_a_closure_are_trained(replicas):
+    x, y = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
+    trained, expected = through_a_closure(0), through_a_closure(0)
+    opts = options(replicas).broadcastBuffers(False)
+    training = poptorch.trainingModel(trained, opts, poptorch.optim.SGD(trained.parameters(), lr=0.5))
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
+    for _ in range(3):
+        training(x.repeat(replicas, 1), y.repeat(replicas))
+        optimizer.zero_grad()
+        expected(x, y).backward()
+        optimizer.step()
+    training.copyWeightsToHost()
+    for (name, actual), wanted in zip(trained.state_dict().items(), expected.state_dict().values()):
+        if not name.endswith("num_batches_tracked"):
+            torch.testing.assert_close(actual, wanted, msg=name)
+    assert all(parameter.grad is None for parameter in trained.parameters())
+
+
+OUTSIDE = nn.Linear(1, 1)
+
+
+def test_a_parameter_outside_of_the_model_is_named():
+    with pytest.raises(poptorch.Error, match=r"'OUTSIDE\.(weight|bias)', which is not part of the model"):
+        poptorch.trainingModel(UsesOutside(), options())(torch.ones(1, 1))
+
+
+class UsesOutside(Line):
+    def forward(self, x):
+        return super().forward(OUTSIDE(x))

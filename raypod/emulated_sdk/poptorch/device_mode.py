@@ -1,8 +1,9 @@
 """The differences between torch on the host and a forward on the device: marked losses and dtypes.
 
 `DeviceMode` intercepts every torch function that a forward calls. It marks losses, replaces dtypes that the device does
-not have by those that it computes in, and raises Error if a tensor is moved off the device. As this costs time, later
-forwards use `OnDevice` instead if compilation replaced nothing and found the loss among the outputs.
+not have by those that it computes in and the host's weights by the device's, and raises Error if a tensor is moved off
+the device. As this costs time, later forwards use `OnDevice` instead if compilation replaced nothing and found the loss
+among the outputs.
 """
 
 from __future__ import annotations
@@ -132,16 +133,24 @@ class DeviceMode(TorchFunctionMode):
         loss_copies: for each loss the copy that the forward continues with.
         statistics: the running statistics passed to normalizations.
         overlaps: the requested overlaps.
-        has_replaced: whether a dtype was replaced in any forward so far.
+        has_replaced: whether a dtype or a tensor of the host was replaced in any forward so far.
+        uses_originals: whether a tensor of the host was replaced.
         is_compiling: whether this is the forward of a compilation.
         half_on_host: for each layer on the host, by its ID, which tensors it takes in half; set by the compilation.
     """
 
-    def __init__(self, is_compiling: bool = False, half_on_host: Optional[Dict[str, List[bool]]] = None) -> None:
+    def __init__(
+        self,
+        is_compiling: bool = False,
+        half_on_host: Optional[Dict[str, List[bool]]] = None,
+        originals: Optional[Dict[int, Tuple[torch.Tensor, torch.Tensor]]] = None,
+    ) -> None:
+        """`originals` holds, by its `id`, each tensor of the host and the device's that replaces it."""
         super().__init__()
         self.is_compiling = is_compiling
         self.half_on_host = {} if half_on_host is None else half_on_host
-        self.has_replaced = False
+        self.has_replaced = self.uses_originals = False
+        self._originals = originals
         self._begin()
 
     def _begin(self) -> None:
@@ -178,9 +187,27 @@ class DeviceMode(TorchFunctionMode):
             return DEVICE_DTYPE[value]
         return value
 
+    def _on_device(self, value: Any) -> Any:
+        """Return an argument with the device's tensors in the place of the host's.
+
+        `forward` reaches the host's tensors where it uses a module of the model through a closure or a global.
+        """
+        if isinstance(value, torch.Tensor):
+            pair = self._originals.get(id(value)) if self._originals else None
+            if pair is None:
+                return value
+            self.has_replaced = self.uses_originals = True
+            return pair[1]
+        if type(value) in (list, tuple):
+            return type(value)(map(self._on_device, value))
+        return value
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None
     ) -> Any:
+        if self._originals:
+            args = tuple(map(self._on_device, args))
+            kwargs = {name: self._on_device(value) for name, value in (kwargs or {}).items()}
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(self, func, args, kwargs or {})

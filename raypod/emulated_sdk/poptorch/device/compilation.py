@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
@@ -38,6 +39,7 @@ class Trace(NamedTuple):
         draws: whether the forward draws random numbers.
         backward_draws: whether the backward pass draws random numbers, as it recomputes part of the forward.
         is_plain: whether the forward computes the same without a `DeviceMode`.
+        uses_originals: whether the forward uses tensors of the host's module.
         reads_half_dtype: whether the forward reads the dtype of a tensor that would be half.
         loss_output: the index of the output that is the final loss itself; None if there is none.
         trained: the parameters that the loss depends on; empty for inference.
@@ -54,6 +56,7 @@ class Trace(NamedTuple):
     draws: bool
     backward_draws: bool
     is_plain: bool
+    uses_originals: bool
     reads_half_dtype: bool
     loss_output: Optional[int]
     trained: FrozenSet[str]
@@ -75,7 +78,8 @@ def trace(
             way that the device does not support.
     """
     tensors = [to_device(tensor) for tensor in inputs]
-    mode, tracker = DeviceMode(is_compiling=True), HalfTracker(half_tensors(tensors, inputs, scratch))
+    mode = DeviceMode(is_compiling=True, originals=scratch.originals)
+    tracker = HalfTracker(half_tensors(tensors, inputs, scratch))
     recorder = StageRecorder(scratch.module, settings.strategy, block_of)
     anchor_recorder = AnchorRecorder(scratch.module)
     args, kwargs = arguments.unflatten(tensors)
@@ -100,6 +104,7 @@ def trace(
         draws=generator.has_drawn,
         backward_draws=backward_draws,
         is_plain=not mode.has_replaced and (loss_output is not None or not settings.is_training),
+        uses_originals=mode.uses_originals,
         reads_half_dtype=tracker.has_read_dtype,
         loss_output=loss_output,
         trained=trained,
@@ -234,9 +239,35 @@ def _loss_output(outputs: List[torch.Tensor], mode: DeviceMode) -> Optional[int]
 
 
 def _trained(memory: ReplicaMemory, loss: torch.Tensor) -> FrozenSet[str]:
-    """Return the names of the parameters that the backward pass from the loss reaches."""
-    reached = {id(getattr(node, "variable", None)) for node in _ancestors(loss)}
-    return frozenset(name for name, parameter in memory.parameters.items() if id(parameter) in reached)
+    """Return the names of the parameters that the backward pass from the loss reaches.
+
+    Raises:
+        Error: it reaches a parameter that is not part of the model.
+    """
+    leaves = [getattr(node, "variable", None) for node in _ancestors(loss)]
+    reached = {id(leaf) for leaf in leaves}
+    trained = frozenset(name for name, parameter in memory.parameters.items() if id(parameter) in reached)
+    known = set(map(id, memory.parameters.values()))
+    for leaf in leaves:
+        if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in known:
+            raise Error(
+                f"forward uses {_name_in_forward(leaf, memory.module)}, which is not part of the model, so the device "
+                "cannot train it: assign it, or its module, to an attribute of the model in __init__"
+            )
+    return trained
+
+
+def _name_in_forward(parameter: torch.nn.Parameter, module: torch.nn.Module) -> str:
+    """Return a description of a parameter, with the name by which `forward` reaches it if that is a variable."""
+    described = f"parameter of shape {list(parameter.shape)}"
+    variables = inspect.getclosurevars(inspect.unwrap(type(module).forward))
+    for name, value in {**variables.globals, **variables.nonlocals}.items():
+        if value is parameter:
+            return f"the {described} {name!r}"
+        for inner, found in value.named_parameters() if isinstance(value, torch.nn.Module) else ():
+            if found is parameter:
+                return f"the {described} '{name}.{inner}'"
+    return f"a {described}"
 
 
 def _backward_draws(loss: torch.Tensor) -> bool:

@@ -26,7 +26,8 @@ _TENSORS = ("_parameters", "_buffers")
 class ReplicaMemory(NamedTuple):
     """One replica: its module and, by name, its parameters, floating point buffers and constant buffers.
 
-    `half_tensors` are the parameters and buffers that are half on the host.
+    `half_tensors` are the parameters and buffers that are half on the host, and the host's own. `originals` holds
+    by the `id` of each of the host's tensors that tensor, which keeps its `id` from being reused, and its copy.
     """
 
     module: torch.nn.Module
@@ -34,6 +35,7 @@ class ReplicaMemory(NamedTuple):
     buffers: Dict[str, torch.Tensor]
     constants: Dict[str, torch.Tensor]
     half_tensors: List[torch.Tensor]
+    originals: Dict[int, Tuple[torch.Tensor, torch.Tensor]]
 
 
 class DeviceMemory:
@@ -112,7 +114,8 @@ class DeviceMemory:
             parameters=parameters,
             buffers=floating,
             constants={name: buffer for name, buffer in buffers.items() if name not in floating},
-            half_tensors=[copy for tensor, copy in pairs if tensor.dtype == torch.half],
+            half_tensors=[each for pair in pairs if pair[0].dtype == torch.half for each in pair],
+            originals={id(pair[0]): pair for pair in pairs},
         )
 
 

@@ -60,7 +60,10 @@ class Replica:
         self._arguments = arguments
         self._index = index
         self._traced = traced
-        self._mode = None if traced.is_plain else DeviceMode(half_on_host=traced.half_on_host)
+        originals = memory.originals if traced.uses_originals else None
+        self._mode = None
+        if not traced.is_plain:
+            self._mode = DeviceMode(half_on_host=traced.half_on_host, originals=originals)
         self._python_state = PythonState(memory.module, traced.changed_modules)
         self.save_constants()
         groups: List[Dict[str, Any]] = [memory.parameters, memory.buffers, memory.constants]
