@@ -7,12 +7,15 @@ The file is that of `ray up` (provider type `local`). raypod's own settings are 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import ipaddress
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+import re
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 import yaml
 
 from raypod.cli import suggestion
+from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader, duplicate_keys
 
 # The top-level keys of `ray up` (ray-schema.json; min_workers: autoscaler/_private/local/config.py).
 TOP_LEVEL_KEYS = (
@@ -28,6 +31,7 @@ _RAYPOD = (
     *("ipus_per_host", "instances_per_host", "cpus_per_host", "data_network", "numa", "sdk", "python", "folder"),
     "vipu",
 )
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?$")  # of a host name
 _VIPU = ("server", "port", "timeout_s", "partition", "allocation", "size", "gcds", "link_domains")
 
 
@@ -42,26 +46,37 @@ class Mistake:
         return f"line {self.line}: {self.text}"
 
 
+class _Entry(NamedTuple):
+    value: Any
+    line: int
+    item_lines: Tuple[int, ...] = ()  # of a list
+
+
 class Section:
     """A mapping of the file with the lines of its keys. A wrong value is recorded as a mistake and reads as None."""
 
-    def __init__(self, name: str, line: int, entries: Dict[str, Tuple[Any, int]], mistakes: List[Mistake]) -> None:
+    def __init__(self, name: str, line: int, entries: Dict[str, _Entry], mistakes: List[Mistake]) -> None:
         self.name, self.line, self._entries, self._mistakes = name, line, entries, mistakes
 
     def __contains__(self, key: str) -> bool:
-        return self._entries.get(key, (None, 0))[0] is not None
+        return self.value(key) is not None
 
-    def add_mistake(self, key: str, text: str) -> None:
-        """Record a mistake at the line of a key, or of the section if the key is missing."""
-        self._mistakes.append(Mistake(self.line_of(key), text))
+    def add_mistake(self, key: str, text: str, item: Optional[int] = None) -> None:
+        """Record a mistake at the line of a key, or of an item of its list, or of the section if the key is missing."""
+        self._mistakes.append(Mistake(self.line_of(key, item), text))
 
-    def line_of(self, key: str) -> int:
-        """Return the line of a key, or of the section if the key is missing."""
-        return self._entries[key][1] if key in self._entries else self.line
+    def line_of(self, key: str, item: Optional[int] = None) -> int:
+        """Return the line of a key, or of an item of its list, or of the section if the key is missing."""
+        entry = self._entries.get(key, _Entry(None, self.line))
+        return entry.item_lines[item] if item is not None and item < len(entry.item_lines) else entry.line
 
     def value(self, key: str) -> Any:
         """Return the parsed YAML value of a key; None if the key is missing."""
-        return self._entries.get(key, (None, 0))[0]
+        return self._entries.get(key, _Entry(None, self.line)).value
+
+    def names(self) -> List[str]:
+        """Return the keys in the order of the file."""
+        return list(self._entries)
 
     def check_keys(self, known: Iterable[str]) -> None:
         """Record every unknown key, with the nearest known one."""
@@ -72,12 +87,12 @@ class Section:
 
     def section(self, key: str) -> Section:
         """Return the mapping of a key; an empty one if the value is missing or not a mapping."""
-        value, line = self._entries.get(key, (None, self.line))
+        value = self.value(key)
         if isinstance(value, Section):
             return value
         if value is not None:
             self.add_mistake(key, f"{self._full(key)} must be a mapping, not {_kind(value)}")
-        return Section(self._full(key), line, {}, self._mistakes)
+        return Section(self._full(key), self.line_of(key), {}, self._mistakes)
 
     def text(self, key: str) -> Optional[str]:
         """Return a string; numbers are converted, because YAML parses some addresses as numbers."""
@@ -95,18 +110,30 @@ class Section:
         entries = [value] if isinstance(value, str) else value
         if entries is None:
             return ()
-        if not isinstance(entries, list) or not all(isinstance(each, (str, int, float)) for each in entries):
+        if not isinstance(entries, list):
             self.add_mistake(key, f"{self._full(key)} must be a list of strings")
             return ()
+        for number, each in enumerate(entries):
+            if not isinstance(each, (str, int, float)) or isinstance(each, bool) or each == "":
+                self.add_mistake(key, f"{self._full(key)} has the entry {each!r}, which must be a string", number)
         return tuple(map(str, entries))
 
-    def integer(self, key: str, least: int = 1) -> Optional[int]:
-        """Return an integer of at least `least`."""
+    def check_hosts(self, key: str, texts: Iterable[Optional[str]]) -> None:
+        """Record each of the strings of a key that is neither a host name nor an IP address."""
+        for number, text in enumerate(texts):
+            if text is not None and not is_host(text):
+                self.add_mistake(key, f"{self._full(key)}: {text!r} is neither a host name nor an IP address", number)
+
+    def integer(self, key: str, least: int = 1, most: Optional[int] = None) -> Optional[int]:
+        """Return an integer of at least `least` and at most `most`."""
         value = self.value(key)
         if value is None:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             self.add_mistake(key, f"{self._full(key)} = {_format_value(value)} must be an integer of at least {least}")
+            return None
+        if most is not None and value > most:
+            self.add_mistake(key, f"{self._full(key)} = {value} must be at most {most}")
             return None
         return value
 
@@ -158,7 +185,7 @@ def parse(text: str) -> ClusterFile:
         TypeError: the text is not a mapping; the message is the type that was found.
     """
     mistakes: List[Mistake] = []
-    loader = yaml.SafeLoader(text)
+    loader = UniqueKeyLoader(text)
     try:
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
@@ -177,19 +204,23 @@ def parse(text: str) -> ClusterFile:
 
 def _section(name: str, node: yaml.MappingNode, loader: yaml.SafeLoader, mistakes: List[Mistake]) -> Section:
     """Return a section and its subsections; `file_mounts` and `docker` stay plain values."""
+    prefix = f"{name}." if name else ""
+    mistakes += (Mistake(each.line, f"{prefix}{each}") for each in duplicate_keys(node))
     loader.flatten_mapping(node)
-    entries: Dict[str, Tuple[Any, int]] = {}
+    entries: Dict[str, _Entry] = {}
     for key_node, value_node in node.value:
         key, line = str(loader.construct_document(key_node)), key_node.start_mark.line + 1
-        full = f"{name}.{key}" if name else key
-        if key in entries:
-            mistakes.append(Mistake(line, f"{full} is a duplicate key, first given in line {entries[key][1]}"))
-        value: Any
+        full = f"{prefix}{key}"
+        value: Any = None
         if isinstance(value_node, yaml.MappingNode) and full not in ("file_mounts", "docker"):
             value = _section(full, value_node, loader, mistakes)
         else:
-            value = loader.construct_document(value_node)
-        entries[key] = (value, line)
+            try:
+                value = loader.construct_document(value_node)
+            except DuplicateKey as error:
+                mistakes.append(Mistake(error.line, f"{full}: {error}"))
+        items = value_node.value if isinstance(value_node, yaml.SequenceNode) else ()
+        entries[key] = _Entry(value, line, tuple(item.start_mark.line + 1 for item in items))
     return Section(name, node.start_mark.line + 1, entries, mistakes)
 
 
@@ -214,6 +245,9 @@ def _check_provider(file: ClusterFile) -> None:
     provider.check_keys(_PROVIDER)
     if not provider.text("head_ip"):
         provider.add_mistake("head_ip", "provider.head_ip is missing")
+    for key in ("head_ip", "external_head_ip"):
+        provider.check_hosts(key, [provider.text(key)])
+    provider.check_hosts("worker_ips", provider.texts("worker_ips"))
     addresses = file.addresses
     for address in sorted({address for address in addresses if addresses.count(address) > 1}):
         times = addresses.count(address)
@@ -230,6 +264,10 @@ def _check_provider(file: ClusterFile) -> None:
 
 
 def _check_raypod(file: ClusterFile) -> None:
+    metadata = file.top.section("metadata")
+    for key in difflib.get_close_matches("raypod", metadata.names(), cutoff=0.8):  # other keys are those of the user
+        if key != "raypod":
+            metadata.add_mistake(key, f"unknown key metadata.{key}; did you mean raypod?")
     settings = file.raypod
     settings.check_keys(_RAYPOD)
     ipus, per_host = settings.integer("ipus_per_host"), settings.integer("instances_per_host") or 1
@@ -253,10 +291,11 @@ def _check_raypod(file: ClusterFile) -> None:
 def _check_vipu(settings: Section, ipus: Optional[int], hosts: int, per_host: int) -> None:
     vipu = settings.section("vipu")
     vipu.check_keys(_VIPU)
-    for key in ("server", "partition", "allocation"):
+    for key in ("partition", "allocation"):
         vipu.text(key)
-    for key in ("port", "timeout_s"):
-        vipu.integer(key)
+    vipu.check_hosts("server", [vipu.text("server")])
+    vipu.integer("port", most=65535)
+    vipu.integer("timeout_s")
     size, gcds, domains = vipu.integer("size"), vipu.integer("gcds"), vipu.integer("link_domains")
     if "vipu" in settings and not vipu.text("partition"):
         vipu.add_mistake("partition", "metadata.raypod.vipu.partition is missing (the name of the partition)")
@@ -277,6 +316,17 @@ def _check_vipu(settings: Section, ipus: Optional[int], hosts: int, per_host: in
             "link_domains",
             f"{hosts * per_host} instances cannot be divided equally between {domains} IPU-Link domains",
         )
+
+
+def is_host(text: str) -> bool:
+    """Return whether a string is a host name or the IPv4 or IPv6 address of a host."""
+    if ":" not in text and not re.search(r"(^|\.)\d+\.?$", text):  # a name whose last label is a number is an address
+        return len(text) <= 253 and all(_LABEL.match(label) for label in text.rstrip(".").split("."))
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    return not (address.is_unspecified or address.is_multicast)
 
 
 def is_network(text: str) -> bool:

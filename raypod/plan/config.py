@@ -55,21 +55,56 @@ def parse_interval(text: str) -> Interval:
 
 def _split_words(value: Any) -> Any:
     """Split a comma-separated list of the command line; a YAML list passes unchanged."""
-    return [word for word in value.replace(" ", "").split(",") if word] if isinstance(value, str) else value
+    words = [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+    if isinstance(words, (list, tuple)) and not all(word != "" for word in words or [""]):
+        raise ValueError("must be a list without empty entries")
+    return words
 
 
 def _split_numbers(value: Any) -> Any:
-    return [value] if isinstance(value, int) else _split_words(value)
+    numbers = [value] if isinstance(value, int) else _split_words(value)
+    if isinstance(numbers, (list, tuple)) and any(isinstance(each, bool) for each in numbers):
+        raise ValueError("must be a list of numbers")
+    return numbers
 
 
-Names = Annotated[Optional[Tuple[str, ...]], pydantic.BeforeValidator(_split_words)]
-Epochs = Annotated[Optional[Tuple[Annotated[int, Field(ge=1)], ...]], pydantic.BeforeValidator(_split_numbers)]
+def _check_different(names: Optional[Tuple[str, ...]]) -> Optional[Tuple[str, ...]]:
+    for name in names or ():
+        if (names or ()).count(name) > 1:
+            raise ValueError(f"{name} is listed twice")
+    return names
+
+
+def _check_ascending(numbers: Optional[Tuple[int, ...]]) -> Optional[Tuple[int, ...]]:
+    if numbers and list(numbers) != sorted(set(numbers)):
+        raise ValueError("must be in ascending order, each number once")
+    return numbers
+
+
+Names = Annotated[
+    Optional[Tuple[str, ...]], pydantic.BeforeValidator(_split_words), pydantic.AfterValidator(_check_different)
+]
+Epochs = Annotated[
+    Optional[Tuple[Annotated[int, Field(ge=1)], ...]],
+    pydantic.BeforeValidator(_split_numbers),
+    pydantic.AfterValidator(_check_ascending),
+]
 
 
 class Section(pydantic.BaseModel):
     """Base class of the sections: immutable; unknown keys are errors."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _check_kind(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        """Reject empty strings, and booleans for numbers, which pydantic would convert to 0 and 1."""
+        if isinstance(value, str) and not value.strip():
+            raise ValueError("must not be empty; omit it for the default")
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation not in (bool, Optional[bool]):
+            raise ValueError("must not be a boolean")
+        return value
 
 
 class DataSection(Section):

@@ -15,6 +15,7 @@ import yaml
 from raypod.cli import nearest, suggestion
 from raypod.errors import ConfigError
 from raypod.plan.config import CHECKPOINTS, MANIFEST, Config, PodSection, fields
+from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader
 
 Values = Dict[str, Dict[str, Any]]  # section -> key -> value as given, not validated
 _ALIASES = {"replicas": ["--num-replicas"], "image_size": ["--resize"]}
@@ -123,18 +124,6 @@ def from_values(
         raise ConfigError("; ".join(_validation_message(detail) for detail in error.errors())) from None
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """A YAML loader that raises an error for duplicate keys; SafeLoader uses the last one."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        """Construct a mapping. ConstructorError if a key occurs twice."""
-        keys = [key.value for key, _ in node.value]
-        for number, (key, _) in enumerate(node.value):
-            if key.value in keys[:number]:
-                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value}", key.start_mark)
-        return super().construct_mapping(node, deep)
-
-
 def read_yaml(path: Path) -> Values:
     """Return the sections of a YAML file; keys and values are not validated.
 
@@ -148,14 +137,17 @@ def read_yaml(path: Path) -> Values:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not YAML: it is not a text file ({error})") from None
     try:
-        values = yaml.load(text, _UniqueKeyLoader)
+        values = yaml.load(text, UniqueKeyLoader)
+    except DuplicateKey as error:
+        raise ConfigError(f"{path}, line {error.line}: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if values is None:
         return {}
-    if not isinstance(values, dict) or not all(isinstance(section or {}, dict) for section in values.values()):
+    if not isinstance(values, dict) or not all(isinstance(each, (dict, type(None))) for each in values.values()):
         raise ConfigError(f"{path}: expected sections ({', '.join(Config.model_fields)}), each with its keys")
-    return {str(name): dict(section or {}) for name, section in values.items()}
+    sections = {str(name): section or {} for name, section in values.items()}
+    return {name: {str(key): value for key, value in section.items()} for name, section in sections.items()}
 
 
 def check_keys(values: Mapping[str, Mapping[str, Any]], source: str) -> None:

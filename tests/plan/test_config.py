@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from raypod.errors import ConfigError
+from raypod.plan import resolve
 from raypod.plan.config import Config, Interval, fields, parse_interval
 
 
@@ -50,3 +52,30 @@ def test_all_keys() -> None:
         "tensorboard save_timeout_s start_timeout_s report_timeout_s stop_timeout_s "
         "max_restarts dead_after_s silent_after_s stuck_after_s"
     )
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "words"),
+    [
+        ("run", "run_dir", "", "must not be empty"),
+        ("run", "resume", " ", "must not be empty"),
+        ("pod", "cluster", "", "must not be empty"),
+        ("training", "batch_size", True, "must not be a boolean"),
+        ("training", "learning_rate", True, "must not be a boolean"),
+        ("training", "lr_steps", [True], "must be a list of numbers"),
+        ("training", "lr_steps", [30, 10], "must be in ascending order"),
+        ("training", "lr_steps", "10,,20", "without empty entries"),
+        ("training", "lr_steps", [], "without empty entries"),
+        ("training", "pipeline_splits", "a,", "without empty entries"),
+        ("training", "pipeline_splits", ["a", "a"], "a is listed twice"),
+        *(("training", key, float("nan"), "input should be") for key in ("momentum", "weight_decay", "learning_rate")),
+        *(
+            ("run", key, value, "input should be")
+            for key in ("start_timeout_s", "stuck_after_s")
+            for value in ("inf", -1)
+        ),
+    ],
+)
+def test_values_without_a_meaning_are_errors(section: str, key: str, value: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve.from_values({section: {key: value}})

@@ -1,0 +1,38 @@
+"""A YAML loader for which a duplicate key is an error; PyYAML's own loaders silently use the last one."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Iterator, Tuple
+
+import yaml
+
+
+class DuplicateKey(yaml.YAMLError):
+    """Raised for a key that a mapping has twice. `line` and `first_line` are 1-based."""
+
+    def __init__(self, key: str, line: int, first_line: int) -> None:
+        super().__init__(key, line, first_line)
+        self.key, self.line, self.first_line = key, line, first_line
+
+    def __str__(self) -> str:
+        return f"{self.key} is a duplicate key, first given in line {self.first_line}"
+
+
+class UniqueKeyLoader(yaml.SafeLoader):
+    """`yaml.SafeLoader`, which raises DuplicateKey for a duplicate key at any level."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        """Construct a mapping. A key may override one that is merged with `<<`."""
+        for duplicate in duplicate_keys(node):
+            raise duplicate
+        return super().construct_mapping(node, deep)
+
+
+def duplicate_keys(node: yaml.MappingNode) -> Iterator[DuplicateKey]:
+    """Yield an error for each key of a mapping that is given again. The mapping must not have been flattened."""
+    first: Dict[Tuple[str, str], int] = {}
+    for key, _ in node.value:
+        name, line = (key.tag, str(key.value)), key.start_mark.line + 1
+        if name in first:
+            yield DuplicateKey(name[1], line, first[name])
+        first.setdefault(name, line)
