@@ -15,23 +15,20 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType
-from typing import Any, List, Optional, Sequence
+from typing import Any, Optional, Sequence
 
-_SCHEMAS = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-)
+_EXTENSION = "torchvision.extension"  # loads the C++ library; torchvision imports it before it uses an operator
+_ARGUMENTS = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds torchvision as usual, and replaces its loader by `_Loader`."""
+    """Finds the extension module as usual, and replaces its loader by `_Loader`."""
 
     def find_spec(
         self, name: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
     ) -> Optional[importlib.machinery.ModuleSpec]:
-        if name != "torchvision":
+        if name != _EXTENSION:
             return None
         sys.meta_path.remove(self)  # so that the search below does not call this finder again
         try:
@@ -39,42 +36,43 @@ class _Finder(importlib.abc.MetaPathFinder):
         finally:
             sys.meta_path.insert(0, self)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, spec.submodule_search_locations or [])
+            spec.loader = _Loader(spec.loader)
         return spec
 
 
 class _Loader(importlib.abc.Loader):
-    """Declares missing operators before it executes the module."""
+    """Declares missing operators after it has executed the module."""
 
-    def __init__(self, loader: Any, folders: Sequence[str]) -> None:
+    def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._folders = folders
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> Optional[ModuleType]:
         found: Optional[ModuleType] = self._loader.create_module(spec)
         return found
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__dict__["_raypod_schemas"] = _declare_missing_operators(self._folders)
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
+        module.__dict__["_raypod_schemas"] = _declare_missing_operators()
 
 
-def _declare_missing_operators(folders: Sequence[str]) -> Any:
-    """Load torchvision's C++ library, or declare its operators. The result must be kept alive."""
+def _declare_missing_operators() -> Any:
+    """Declare the operators that neither the C++ library nor another import hook has declared.
+
+    Returns:
+        The declarations, which end when the object is deleted.
+    """
     torch: Any = importlib.import_module("torch")
-    libraries: List[Path] = [library for folder in folders for library in sorted(Path(folder).glob("_C*.so"))]
-    try:
-        for library in libraries:
-            torch.ops.load_library(str(library))
-    except OSError:  # it needs CUDA libraries that a CPU-only torch does not have
-        declared = torch.library.Library("torchvision", "DEF")
-        for schema in _SCHEMAS:
-            declared.define(schema)
-        return declared
-    return None
+    try:  # a namespace has any number of fragments, but only one "DEF"
+        declared = torch.library.Library("torchvision", "FRAGMENT")
+    except ValueError:  # torch 2.0 has no fragments; its torchvision uses no operator while it is imported
+        return None
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            declared.define(name + _ARGUMENTS)
+    return declared
 
 
 def install() -> None:
