@@ -108,7 +108,7 @@ class CallDone:
     """All instances finished a call; a line of ledger.jsonl."""
 
     first_update: int  # 0-based
-    digests: Tuple[Tuple[int, str], ...]  # (instance, digest of its samples), of instances that reported
+    digests: Tuple[Tuple[int, str], ...]  # (instance, digest of its samples), of the instances whose report is known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,11 +123,17 @@ class UpdateDone:
     samples_per_s: float
     time_s: float  # since the run started
     data_wait_share: float = 0.0  # fraction of the call's duration that was spent waiting for data
+    missing_reports: Tuple[int, ...] = ()  # of these instances: they were lost; then loss and accuracy are NaN
+
+    @property
+    def has_results(self) -> bool:
+        """Whether loss and accuracy are those of the training; a NaN then is one of the training, too."""
+        return not self.missing_reports
 
 
 @dataclasses.dataclass(frozen=True)
 class EpochDone:
-    """Mean loss and accuracy (percent) over the updates of an epoch in this run."""
+    """Mean loss and accuracy (percent) over the updates of an epoch in this run that have results; NaN if none has."""
 
     epoch: int
     loss: float

@@ -182,6 +182,7 @@ class Recovery:
     ) -> Iterator[Event]:
         """Replace `lost` and restore the state. `replaced` holds all replacements since training was interrupted."""
         positions = self._fleet.repair(lost, may_share_hosts)
+        self._recover_reports(positions)
         source, update, damaged = self._restore_state(positions)
         updates = self._metrics.rollback_to(update, time.monotonic())
         yield from self._metrics.take_calls()
@@ -194,6 +195,12 @@ class Recovery:
         seconds = time.monotonic() - began_s
         restarts, generation = self._policy.restarts, self._schedule.generation
         yield Repaired(new, new_hosts, source, update, seconds, restarts, generation, damaged)
+
+    def _recover_reports(self, positions: Dict[int, int]) -> None:
+        """Fetch the reports that lost instances did not send, from the survivors, before they load another state."""
+        missing = self._metrics.missing_reports(max(positions.values(), default=-1))
+        for reports in self._fleet.call("lost_reports", missing) if missing else ():
+            self._metrics.add_lost_reports(reports or ())
 
     def _restore_state(self, positions: Dict[int, int]) -> Tuple[str, int, Tuple[str, ...]]:
         """Give all instances the newest state; return its source, its update, and messages about damaged checkpoints.

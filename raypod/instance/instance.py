@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import horovod.torch as hvd
 import popdist
@@ -30,7 +30,7 @@ from raypod.instance.control import LOADING, Heartbeat, StopGate
 from raypod.instance.process_group import ProcessGroup
 from raypod.instance.replica_model import ReplicaModel
 from raypod.instance.seeding import Endpoint, Seeding, SeedingPeer
-from raypod.model import classification, program
+from raypod.model import classification, program, recent_results
 from raypod.plan.plan import Leg, Plan
 
 
@@ -119,6 +119,16 @@ class Instance:
         self._group.leave()
         return self._update
 
+    def lost_reports(self, missing: Sequence[Tuple[int, int]]) -> List[CallReport]:
+        """Return those of the missing reports whose results are in this instance's copy of the replicas' buffers.
+
+        `missing` holds (first update of the call, instance).
+        """
+        if not self._model.keeps_results:
+            return []
+        state = program.read_replica_state(self._training)
+        return list(recent_results.lost_reports(state, self._plan.geometry, missing))
+
     def abort_collectives(self) -> None:
         """End every wait for other instances, from another thread, because one of them is lost."""
         self._gate.stop_after(0)
@@ -161,7 +171,7 @@ class Instance:
             self._set_learning_rate(update)
             began = time.monotonic()
             with self.heartbeat.in_call(first_call + number):
-                outputs = self._training(images, labels)
+                outputs = self._training(images, labels, *self._call_words(update))
             self._update = update + device_iterations
             call_s = wait_s + time.monotonic() - began
             yield dataclasses.replace(self._report(update, outputs), data_wait_s=wait_s, call_s=call_s)
@@ -220,13 +230,24 @@ class Instance:
         self._group.close()
 
     def _state(self) -> Dict[str, Any]:
-        return {**self._model.state(), "replicas": program.read_replica_state(self._training)}
+        replicas = recent_results.without_rows(program.read_replica_state(self._training))
+        return {**self._model.state(), "replicas": replicas}
 
     def _load_state(self, state: Dict[str, Any]) -> None:
         self._model.load_state(state)
         self._optimizer_is_set = False
-        program.load_replica_state(self._training, state["replicas"])
+        replicas = state["replicas"]
+        if self._model.keeps_results:
+            replicas = recent_results.with_empty_rows(replicas, self._plan.geometry)
+        program.load_replica_state(self._training, replicas)
         self._update = self._host_update = state.get("update", -1)
+
+    def _call_words(self, update: int) -> Tuple[torch.Tensor, ...]:
+        """Return the further input of a call if the device keeps its results."""
+        if not self._model.keeps_results:
+            return ()
+        assert self._feed is not None, "call build first"
+        return (recent_results.call_words(self._plan.geometry, update, self._feed.samples_digest()),)
 
     def _set_learning_rate(self, update: int) -> None:
         plan, optimizer = self._plan, self._model.optimizer

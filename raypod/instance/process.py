@@ -27,7 +27,7 @@ from raypod.plan.plan import Leg, Plan
 if TYPE_CHECKING:
     from raypod.instance.instance import Instance
 
-_REPORT_EVERY_S = 0.02  # reports of faster calls are sent together: one Ray message takes longer than such a call
+_REPORT_INTERVAL_S = 0.02  # faster calls are reported together: one Ray message takes longer than such a call
 
 
 class InstanceProcess:
@@ -87,13 +87,17 @@ class InstanceProcess:
         return stack
 
     def run(self, leg: Leg) -> Iterator[List[CallReport]]:
-        """Run a leg; yield the reports, those of fast calls in one list."""
+        """Run a leg; yield the reports, those of fast calls in one list.
+
+        A report is sent at once unless another was sent just before: this process may die before it sends the others.
+        """
         reports: queue.SimpleQueue[Optional[CallReport]] = queue.SimpleQueue()
         ran = self._thread.submit(_log_errors, self._run_into, reports, leg)
-        ended = False
+        ended, next_s = False, 0.0
         while not ended:
             together = [reports.get()]  # no timeout: the waits within the instance have timeouts
-            time.sleep(_REPORT_EVERY_S)
+            time.sleep(max(0.0, next_s - time.monotonic()))
+            next_s = time.monotonic() + _REPORT_INTERVAL_S
             with contextlib.suppress(queue.Empty):
                 while True:
                     together.append(reports.get_nowait())

@@ -9,6 +9,7 @@ from raypod.datasets.arrays import Splits
 from raypod.datasets.feed import Feed
 from raypod.datasets.transforms import activation_dtype, device_input
 from raypod.model import program
+from raypod.model.recent_results import RecentResults
 from raypod.plan.plan import Plan
 
 
@@ -21,7 +22,10 @@ class ReplicaModel:
         self.network = program.build_network(plan, channels, side, splits.classes)
         dtype = activation_dtype(config.training.precision)
         prepare = device_input(dtype, splits.mean, splits.std, feed.sent_shape()[1:], config.data.image_size)
-        self.training_step = program.TrainingStep(self.network, prepare, config.training.label_smoothing).train()
+        self.keeps_results = program.keeps_recent_results(plan)
+        recent = RecentResults(plan.geometry) if self.keeps_results else None
+        step = program.TrainingStep(self.network, prepare, config.training.label_smoothing, recent)
+        self.training_step = step.train()
         self.evaluation_step = program.EvaluationStep(self.network, prepare)
         self.optimizer = program.build_optimizer(config, self.network)
 

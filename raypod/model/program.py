@@ -12,6 +12,7 @@ from torch import nn
 
 from raypod.model import classification
 from raypod.model.networks import build_model
+from raypod.model.recent_results import RecentResults
 from raypod.plan.config import Config, TrainingSection
 from raypod.plan.plan import Plan
 
@@ -35,16 +36,31 @@ _FLOAT32_STATES = {"second_order_momentum"}  # half precision would underflow
 
 
 class TrainingStep(nn.Module):
-    """Network and loss for one micro-batch of training; `prepare` transforms the images on the device."""
+    """Network and loss for one micro-batch of training; `prepare` transforms the images on the device.
 
-    def __init__(self, network: nn.Module, prepare: nn.Module, label_smoothing: float = 0.0) -> None:
+    With `recent_results`, `forward` takes a row of `recent_results.call_words` as third argument.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        prepare: nn.Module,
+        label_smoothing: float = 0.0,
+        recent_results: Optional[RecentResults] = None,
+    ) -> None:
         super().__init__()
         self.network, self.prepare, self.label_smoothing = network, prepare, label_smoothing
+        self.recent_results = recent_results
 
-    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, images: torch.Tensor, labels: torch.Tensor, call: Optional[torch.Tensor] = None
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
         """Return the loss and the metric of the task, both 0-d."""
         logits = self.network(self.prepare(images)).float()
-        return classification.training_outputs(logits, labels, self.label_smoothing, _mark_loss)
+        loss, metric = classification.training_outputs(logits, labels, self.label_smoothing, _mark_loss)
+        if self.recent_results is not None:
+            self.recent_results(loss, metric, call)
+        return loss, metric
 
 
 def _mark_loss(loss: torch.Tensor) -> torch.Tensor:
@@ -88,7 +104,15 @@ def training_options(plan: Plan) -> Any:
     options.Training.accumulationAndReplicationReductionType(_REDUCTIONS[training.reduction])
     # A micro-batch returns two scalars, so returning all of them costs little.
     options.outputMode(poptorch.OutputMode.All)
+    if keeps_recent_results(plan):
+        options.broadcastBuffers(False)  # PopTorch accepts changed buffers only if they may differ between replicas
     return options
+
+
+def keeps_recent_results(plan: Plan) -> bool:
+    """Return whether the training step has `RecentResults`: the SDK gives each instance the buffers of the others."""
+    exchanges_buffers = hasattr(poptorch.PoplarExecutor, "emulatedReplicaState")
+    return exchanges_buffers and plan.geometry.num_instances > 1
 
 
 def inference_options(plan: Plan) -> Any:

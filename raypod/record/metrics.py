@@ -7,7 +7,7 @@ are distributed over instances. `metrics.jsonl` holds every update; the progress
 from __future__ import annotations
 
 import math
-from typing import Dict, List, Optional
+from typing import Dict, Iterable, List, Optional, Tuple
 
 from raypod.events import CallDone, CallReport, EpochDone, UpdateDone
 from raypod.plan.plan import Plan
@@ -52,13 +52,22 @@ class MetricsAggregator:
             return []
         return self._complete(report.first_update, now_s)
 
+    def missing_reports(self, update: int) -> List[Tuple[int, int]]:
+        """Return (first update of the call, instance) of the reports that the updates until `update` lack."""
+        return [(first, index) for first in self._calls_until(update) for index in self._missing_in(first)]
+
+    def add_lost_reports(self, reports: Iterable[CallReport]) -> None:
+        """Add reports of lost instances, for `rollback_to`."""
+        for report in reports:
+            if report.instance in self._missing_in(report.first_update):
+                self._pending.setdefault(report.first_update, []).append(report)
+
     def rollback_to(self, update: int, now_s: float) -> List[UpdateDone]:
         """Continue after `update`: emit pending updates before it, discard later ones.
 
-        The reports of lost instances may be missing for the pending updates; their means are over the other reports.
+        Updates that lack a report have no loss and no accuracy (NaN): those of the other instances are not theirs.
         """
-        calls = sorted(first for first in self._pending if first < update)
-        updates = [each for first in calls for each in self._complete(first, now_s)]
+        updates = [each for first in self._calls_until(update) for each in self._complete(first, now_s)]
         self.begin_at(update)
         return updates
 
@@ -67,9 +76,19 @@ class MetricsAggregator:
         calls, self._completed_calls = self._completed_calls, []
         return calls
 
+    def _calls_until(self, update: int) -> range:
+        """Return the first updates of the calls that are not complete."""
+        return range(self.position, update, self._plan.geometry.device_iterations)
+
+    def _missing_in(self, first_update: int) -> List[int]:
+        """Return the instances that have not reported a call."""
+        reported = {report.instance for report in self._pending.get(first_update, ())}
+        return [index for index in range(self._plan.geometry.num_instances) if index not in reported]
+
     def _complete(self, first_update: int, now_s: float) -> List[UpdateDone]:
         """Return the updates of a call, except those that were emitted before a rollback."""
-        reports = sorted(self._pending.pop(first_update), key=lambda each: each.instance)
+        missing = tuple(self._missing_in(first_update))
+        reports = sorted(self._pending.pop(first_update, []), key=lambda each: each.instance)
         elapsed_s, self._last_call_s = now_s - self._last_call_s, now_s
         samples = self._plan.geometry.samples_per_call
         if self._calls:  # the first call includes the compilation
@@ -82,7 +101,24 @@ class MetricsAggregator:
         rate = samples / elapsed_s if elapsed_s > 0 else 0.0
         digests = tuple((each.instance, each.samples_digest) for each in reports if each.samples_digest)
         self._completed_calls.append(CallDone(first_update, digests))
-        updates = [self._update(reports, index, rate, now_s) for index in range(len(reports[0].losses))]
+        share = _data_wait_share(reports)
+        updates = []
+        for index in range(self._plan.geometry.device_iterations):
+            update = first_update + index + 1
+            loss, accuracy = (math.nan, math.nan) if missing else self._results(reports, index)
+            updates.append(
+                UpdateDone(
+                    update=update,
+                    epoch=(update - 1) // self._plan.updates_per_epoch + 1,
+                    loss=loss,
+                    accuracy=accuracy,
+                    samples=update * self._plan.geometry.global_batch_size,
+                    samples_per_s=rate,
+                    time_s=now_s - self._started_at_s,
+                    data_wait_share=share,
+                    missing_reports=missing,
+                )
+            )
         self.position = updates[-1].update
         new = [update for update in updates if self.last is None or update.update > self.last.update]
         self._epoch.extend(new)
@@ -91,10 +127,9 @@ class MetricsAggregator:
 
     def end_epoch(self, epoch: int) -> EpochDone:
         """Return the means over the updates since the previous epoch ended. `epoch` is 0-based."""
-        done, self._epoch, self.epochs_done = self._epoch, [], epoch + 1
-        count = len(done)
-        loss = math.fsum(update.loss for update in done) / count
-        return EpochDone(epoch + 1, loss, math.fsum(update.accuracy for update in done) / count)
+        done = [update for update in self._epoch if update.has_results]
+        self._epoch, self.epochs_done = [], epoch + 1
+        return EpochDone(epoch + 1, _mean([each.loss for each in done]), _mean([each.accuracy for each in done]))
 
     @property
     def samples_per_s(self) -> float:
@@ -106,21 +141,15 @@ class MetricsAggregator:
         """The share of the calls' time that they wait for data (0..1), without the first call."""
         return self._data_wait_s / self._call_s if self._call_s > 0 else 0.0
 
-    def _update(self, reports: List[CallReport], index: int, rate: float, now_s: float) -> UpdateDone:
-        geometry = self._plan.geometry
+    def _results(self, reports: List[CallReport], index: int) -> Tuple[float, float]:
+        """Return loss and accuracy (percent) of update `index` of a call."""
         losses = [loss for report in reports for loss in report.losses[index]]
         correct = sum(sum(report.correct[index]) for report in reports)
-        update = reports[0].first_update + index + 1
-        return UpdateDone(
-            update=update,
-            epoch=(update - 1) // self._plan.updates_per_epoch + 1,
-            loss=math.fsum(losses) / len(losses),
-            accuracy=100.0 * correct / (len(losses) * geometry.replica_samples),
-            samples=update * geometry.global_batch_size,
-            samples_per_s=rate,
-            time_s=now_s - self._started_at_s,
-            data_wait_share=_data_wait_share(reports),
-        )
+        return _mean(losses), 100.0 * correct / (len(losses) * self._plan.geometry.replica_samples)
+
+
+def _mean(values: List[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
 
 
 def _data_wait_share(reports: List[CallReport]) -> float:

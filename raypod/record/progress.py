@@ -88,7 +88,7 @@ class Progress:
         return None
 
     def _show_update(self, event: UpdateDone) -> None:
-        if not self._warned_nonfinite and not math.isfinite(event.loss):
+        if not self._warned_nonfinite and event.has_results and not math.isfinite(event.loss):
             self._warned_nonfinite = True
             self._close_bar()
             stops = self._plan.config.run.on_nonfinite == "stop"
@@ -114,7 +114,8 @@ class Progress:
 
 
 def _figures(event: UpdateDone) -> str:
-    return f"loss={event.loss:.3f}, acc={event.accuracy:.1f}, {event.samples_per_s:.0f} images/s"
+    results = f"loss={event.loss:.3f}, acc={event.accuracy:.1f}" if event.has_results else "loss and acc unknown"
+    return f"{results}, {event.samples_per_s:.0f} images/s"
 
 
 def _failure_line(event: Union[CheckpointFailed, InstanceLost, Repaired]) -> str:

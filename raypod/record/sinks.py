@@ -152,7 +152,8 @@ class TensorBoardWriter:
         """Add the points of an event, if it has any."""
         points: List[Tuple[str, float, int]] = []
         if isinstance(event, UpdateDone):
-            values = {"loss": event.loss, "accuracy": event.accuracy, "samples_per_s": event.samples_per_s}
+            results = {"loss": event.loss, "accuracy": event.accuracy} if event.has_results else {}
+            values = {**results, "samples_per_s": event.samples_per_s}
             points = [(f"training/{name}", value, event.update) for name, value in values.items()]
         elif isinstance(event, EvaluationDone):
             points = [("test/loss", event.loss, event.update), ("test/accuracy", event.accuracy, event.update)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import pytest
@@ -182,6 +183,47 @@ def test_a_run_without_restarts_left_ends_with_its_first_failure(make: Callable[
     ) as caught:
         events_of(plan, LosesOneAfterTheOther(plan))
     assert caught.value.instance == 0
+
+
+class LosesAReport(ScriptedFleet):
+    """Instance 1 is lost after the others have completed an update and before it reports that."""
+
+    UPDATE = 2
+    recovered: Optional[List[CallReport]] = None  # reports that instance 0 has of instance 1
+
+    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+        for report in super().run(leg, stop_requested):
+            if (report.first_update, report.instance) == (self.UPDATE, 1) and "lost" not in self.called:
+                self.called.append("lost")
+                raise broken(lost(1))
+            yield report
+
+    def call(self, method: str, *arguments: Any) -> List[Any]:
+        if method == "lost_reports":
+            assert arguments == ([(self.UPDATE, 1)],)
+            return [self.recovered, None]
+        return super().call(method, *arguments)
+
+    def repair(self, lost_instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+        return {0: self.UPDATE + 1}
+
+
+@pytest.mark.parametrize("is_recovered", [True, False])
+def test_a_lost_report_is_recovered_or_its_update_has_no_loss(make: Callable[..., Plan], is_recovered: bool) -> None:
+    plan = make(training={"updates": 5}, pod={"num_instances": 2}, run={"on_nonfinite": "stop"})
+    undisturbed = [event for event in events_of(plan, ScriptedFleet(plan)) if isinstance(event, UpdateDone)]
+    fleet = LosesAReport(plan)
+    if is_recovered:
+        fleet.recovered = [each for each in fleet._reports[fleet.UPDATE] if each.instance == 1]
+    events = events_of(plan, fleet)
+    found = [event for event in events if isinstance(event, UpdateDone)]
+    assert [event.update for event in found] == [1, 2, 3, 4, 5]
+    unknown = [] if is_recovered else [3]
+    assert [event.update for event in found if event.missing_reports == (1,)] == unknown
+    assert [event.update for event in found if math.isnan(event.loss)] == unknown
+    same = [(event.update, event.loss, event.accuracy) for event in found if event.has_results]
+    assert same == [(each.update, each.loss, each.accuracy) for each in undisturbed if each.update not in unknown]
+    assert isinstance(events[-1], RunEnded)
 
 
 class Drained(ScriptedFleet):

@@ -7,15 +7,18 @@ The name of a file is the failure. The process whose first replica is number 2 f
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any, Tuple
 
 import torch
+from poptorch.optimizers.device_optimizer import DeviceOptimizer
 from torch import nn
 
 LONG_S = 600.0
 SLOW_FLUSH_S = 0.15
+UPDATE_S = 1.0  # longer than an update takes
 
 
 def _must_fail(failure: str) -> bool:
@@ -32,6 +35,12 @@ def _must_fail(failure: str) -> bool:
 
 def _hang_in_user_code() -> None:
     time.sleep(LONG_S)
+
+
+def _die_once_the_others_are_done(*arguments: Any) -> None:
+    """End this process in its optimizer step, when the others have its gradients and complete the update."""
+    time.sleep(UPDATE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Data:
@@ -83,6 +92,8 @@ class Model(nn.Module):
             torch.empty(1 << 60, dtype=torch.uint8)
         if _must_fail("model-hangs"):
             _hang_in_user_code()
+        if _must_fail("optimizer-dies"):
+            DeviceOptimizer.step = _die_once_the_others_are_done  # type: ignore[method-assign]
         logits: torch.Tensor = self.head(self.norm(images).flatten(1))
         return logits
 

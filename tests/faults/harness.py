@@ -13,7 +13,7 @@ from event_files import scalars
 
 from raypod.coordinator import coordinator
 from raypod.datasets import dataset_size
-from raypod.events import Event, InstanceLost, Repaired, RunEnded, UpdateDone
+from raypod.events import EvaluationDone, Event, InstanceLost, Repaired, RunEnded, UpdateDone
 from raypod.fleet.inline import InlineFleet
 from raypod.fleet.ray import RayFleet
 from raypod.plan.cluster import LOCAL, Cluster
@@ -105,24 +105,19 @@ def run(plan: Plan, faults: Sequence[Tuple[int, Callable[[Plan], None]]] = (), a
     return outcome
 
 
-def assert_undisturbed(plan: Plan, outcome: Outcome, sha256: str) -> None:
-    """Assert that the weights have the hash `sha256`, and that each update and each sample was seen once."""
+def assert_undisturbed(plan: Plan, outcome: Outcome, undisturbed: Outcome) -> None:
+    """Assert that weights, updates and evaluations are those of a run without faults, and each sample was seen once."""
     folder = Path(plan.run_dir)
-    assert outcome.sha256 == sha256
+    assert outcome.sha256 == undisturbed.sha256
     assert outcome.updates == list(range(1, plan.total_updates + 1))
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["update"] for line in lines] == outcome.updates
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    expected = [(event.update, event.loss, event.accuracy) for event in undisturbed.of(UpdateDone)]
+    assert [(line["update"], line["loss"], line["accuracy"]) for line in lines] == expected
+    assert outcome.of(EvaluationDone) == undisturbed.of(EvaluationDone)
     assert [step for step, _ in scalars(folder)["training/loss"]] == outcome.updates
     generations = [line for line in ledger.read(folder / ledger.NAME)[0] if isinstance(line, ledger.GenerationStarted)]
     begun = [(1, 0), *((repair.generation, repair.update) for repair in outcome.repairs)]
     assert [(line.generation, line.update) for line in generations] == begun
     assert [generation for generation, _ in begun] == list(range(1, 2 + len(outcome.repairs)))
-    unproved = [line for line in verify_data.verify(folder).lines if line.startswith("NOT PROVED: ")]
-    # The samples of a lost instance's last call cannot be proved if its report was lost; everything else is proved.
-    calls = [line for line in unproved if line.startswith("NOT PROVED: the call ")]
-    ends = [f"instance {loss.instance} reported no digest; its report was lost with it" for loss in outcome.losses]
-    assert len(calls) <= len(ends)
-    assert all(line.endswith(tuple(ends)) for line in calls), calls
-    epochs = [line for line in unproved if line not in calls]  # of such calls
-    assert len(epochs) <= len(calls)
-    assert all(line.endswith("of its samples are not proved to be seen") for line in epochs), epochs
+    verdict = verify_data.verify(folder)
+    assert verdict.is_proved, verdict.lines

@@ -27,17 +27,17 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The hash of the weights of 4 replicas in one instance, in this process."""
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The outcome of 4 replicas in one instance, in this process."""
     plan = plan_for(tmp_path_factory.mktemp("inline"), run={"fleet": "inline"}, pod={"num_instances": 1})
-    return run(plan).sha256
+    return run(plan)
 
 
 def lost(outcome: Outcome) -> List[Any]:
     return [(loss.instance, loss.kind) for loss in outcome.losses]
 
 
-def test_one_instance_after_the_other_is_killed(session: Any, undisturbed: str, tmp_path: Path) -> None:
+def test_one_instance_after_the_other_is_killed(session: Any, undisturbed: Outcome, tmp_path: Path) -> None:
     plan = plan_for(tmp_path, pod={"num_instances": 2})
     pids: List[int] = []
 
@@ -69,7 +69,7 @@ def test_an_instance_that_was_idle_at_the_failure_continues_with_the_replacement
         assert {report.instance for report in fleet.run(then, lambda: False)} == {0, 1}
 
 
-def test_two_of_four_are_killed_at_once(session: Any, undisturbed: str, tmp_path: Path) -> None:
+def test_two_of_four_are_killed_at_once(session: Any, undisturbed: Outcome, tmp_path: Path) -> None:
     plan = plan_for(tmp_path, pod={"num_instances": 4})
     outcome = run(plan, [(7, send(signal.SIGKILL, 0, 2))])
     assert_undisturbed(plan, outcome, undisturbed)
@@ -80,7 +80,7 @@ def test_two_of_four_are_killed_at_once(session: Any, undisturbed: str, tmp_path
 
 
 def test_after_the_loss_of_all_instances_a_damaged_checkpoint_is_skipped(
-    session: Any, undisturbed: str, tmp_path: Path
+    session: Any, undisturbed: Outcome, tmp_path: Path
 ) -> None:
     plan = plan_for(tmp_path, pod={"num_instances": 2}, run={"checkpoint_every": "6 updates"})
     checkpoints = Path(plan.run_dir) / "checkpoints"
@@ -104,7 +104,7 @@ def test_after_the_loss_of_all_instances_a_damaged_checkpoint_is_skipped(
     assert second.passed_over == ()
 
 
-def test_a_frozen_instance_is_detected_and_replaced(session: Any, undisturbed: str, tmp_path: Path) -> None:
+def test_a_frozen_instance_is_detected_and_replaced(session: Any, undisturbed: Outcome, tmp_path: Path) -> None:
     plan = plan_for(tmp_path, pod={"num_instances": 2}, run={"silent_after_s": 6})
     outcome = run(plan, [(9, send(signal.SIGSTOP, 1))])
     assert_undisturbed(plan, outcome, undisturbed)

@@ -71,7 +71,7 @@ def test_the_instances_of_a_lost_host_move_to_a_spare_host_then_to_a_used_one(
             process.suspend()
 
     outcome = run(plan, [(6, end_second), (14, freeze_spare)])
-    assert_undisturbed(plan, outcome, run(inline).sha256)
+    assert_undisturbed(plan, outcome, run(inline))
     assert [(loss.instance, loss.host, loss.kind) for loss in outcome.losses] == [
         (1, SECOND_HOST, "died"),
         (1, THIRD_HOST, "silent"),

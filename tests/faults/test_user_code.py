@@ -44,7 +44,7 @@ def fail(folder: Path, failure: str) -> Callable[[Plan], None]:
 
 
 def test_each_failure_of_user_code_uses_one_restart(session: Any, folder: Path) -> None:
-    reference = run(plan_of(folder, "inline")).sha256
+    reference = run(plan_of(folder, "inline"))
     plan = plan_of(folder, "ray", stuck_after_s=10, report_timeout_s=60)
     faults = ["model-raises", "model-exhausts-memory", "loader-raises", "model-hangs", "loader-hangs"]
     found = run(plan, [(4 + 5 * number, fail(folder, failure)) for number, failure in enumerate(faults)])
@@ -64,6 +64,17 @@ def test_each_failure_of_user_code_uses_one_restart(session: Any, folder: Path) 
     assert "stuck: loading data" in blocked.cause
     assert "_hang_in_user_code" in blocked.stack
     assert [repair.restarts for repair in found.repairs] == [1, 2, 3, 4, 5]
+
+
+def test_the_results_of_an_instance_that_dies_between_its_last_exchange_and_its_report_are_known(
+    session: Any, folder: Path
+) -> None:
+    reference = run(plan_of(folder, "inline"))
+    plan = plan_of(folder, "ray")
+    found = run(plan, [(5, fail(folder, "optimizer-dies"))])
+    assert_undisturbed(plan, found, reference)
+    assert [(loss.instance, loss.kind) for loss in found.losses] == [(1, "died")]
+    assert found.repairs[0].seeded_from == "instance 0"
 
 
 def test_a_repeated_exception_ends_the_run(session: Any, folder: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Callable, List
 
 import pytest
 
-from raypod.events import CallReport, UpdateDone
+from raypod.events import CallReport, EpochDone, UpdateDone
 from raypod.plan.plan import Plan
 from raypod.record.metrics import MetricsAggregator
 
@@ -77,13 +78,32 @@ def test_after_a_repair_every_update_is_emitted_once(make: Callable[..., Plan]) 
         metrics.add(report(instance, [[1.0, 1.0]], [[8, 8]]), 1.0)
     metrics.add(report(0, [[2.0, 4.0]], [[8, 4]], first=1), 2.0)  # instance 1 was lost before it reported
     metrics.add(report(1, [[9.0, 9.0]], [[0, 0]], first=2), 2.0)  # instance 0 has not done this call
+    assert metrics.missing_reports(2) == [(1, 1)]
+    metrics.add_lost_reports([report(1, [[6.0, 8.0]], [[0, 4]], first=1)])
     (pending,) = metrics.rollback_to(2, 3.0)
-    assert (pending.update, pending.loss, pending.accuracy) == (2, 3.0, 75.0)  # of the instance that reported
+    assert (pending.update, pending.loss, pending.accuracy, pending.missing_reports) == (2, 5.0, 50.0, ())
     assert metrics.position == 2
     for instance in (0, 1):
         done = metrics.add(report(instance, [[5.0, 5.0]], [[8, 8]], first=2), 4.0)
     assert [(each.update, each.loss) for each in done] == [(3, 5.0)]
     assert [call.first_update for call in metrics.take_calls()] == [0, 1, 2]
+
+
+def test_an_update_without_the_report_of_an_instance_has_no_results(make: Callable[..., Plan]) -> None:
+    metrics = MetricsAggregator(make(), 0.0)
+    for instance in (0, 1):
+        metrics.add(report(instance, [[1.0, 3.0]], [[8, 0]]), 1.0)
+    metrics.add(report(0, [[2.0, 4.0]], [[8, 4]], first=1), 2.0)
+    partial, unreported = metrics.rollback_to(3, 3.0)
+    assert (partial.update, unreported.update) == (2, 3)
+    assert (partial.missing_reports, unreported.missing_reports) == ((1,), (0, 1))
+    for each in (partial, unreported):
+        assert not each.has_results
+        assert math.isnan(each.loss)
+        assert math.isnan(each.accuracy)
+    assert [call.first_update for call in metrics.take_calls()] == [0, 1, 2]
+    assert metrics.end_epoch(0) == EpochDone(1, 2.0, 50.0)  # of the update that has results
+    assert math.isnan(metrics.end_epoch(1).loss)
 
 
 def test_after_a_rollback_no_update_is_emitted_again(make: Callable[..., Plan]) -> None:

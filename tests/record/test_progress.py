@@ -80,6 +80,13 @@ def test_a_nonfinite_loss_is_a_warning_with_its_consequence(
     assert out == f"warning: the loss became nan at update 3; {consequence}\n"
 
 
+def test_unknown_results_are_no_warning(shown: Callable[..., Any]) -> None:
+    unknown = dataclasses.replace(update(3), loss=math.nan, accuracy=math.nan, missing_reports=(1,))
+    out, err = shown(Terminal(), unknown)
+    assert out == ""
+    assert "loss and acc unknown" in err
+
+
 def test_a_repair_names_the_damaged_checkpoints(shown: Callable[..., Any]) -> None:
     damaged = ("checkpoints/update-00000012 is damaged: weights.safetensors has another sha256",)
     repaired = Repaired((0, 1), ("a", "b"), "checkpoints/update-00000006", 6, 2.0, 1, 2, damaged)

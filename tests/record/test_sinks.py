@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,17 @@ def test_a_line_has_the_documented_keys(tmp_path: Path) -> None:
     keys = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert list(keys)[:7] == ["update", "epoch", "loss", "accuracy", "samples", "samples_per_s", "time_s"]
     assert keys["data_wait_share"] == 0
+
+
+def test_unknown_results_are_null_with_the_instances_whose_report_is_missing(tmp_path: Path) -> None:
+    unknown = dataclasses.replace(update(1), loss=math.nan, accuracy=math.nan, missing_reports=(1, 3))
+    lines, writer = JsonLines(tmp_path / "metrics.jsonl", UpdateDone, 0), TensorBoardWriter(tmp_path, 0)
+    for sink in (lines, writer):
+        sink.handle(unknown)
+        sink.close()
+    found = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (found["loss"], found["accuracy"], found["missing_reports"]) == (None, None, [1, 3])
+    assert scalars(tmp_path) == {"training/samples_per_s": [(1, 1000.0)]}
 
 
 def test_updates_and_evaluations_become_scalars(tmp_path: Path) -> None:
