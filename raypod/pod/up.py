@@ -21,10 +21,12 @@ from raypod.cli import FlagParser
 from raypod.errors import ClusterError, RunError
 from raypod.fleet import gcs, ray_admission
 from raypod.plan.cluster import Cluster, Host, cluster_from, raise_mistakes, read_file
-from raypod.pod import file_checks, ssh, stop_cluster
+from raypod.plan.cluster_file import ClusterFile
+from raypod.pod import file_checks, loaded_sources, ssh, stop_cluster
 
 _STOP_TIMEOUT_S = 60.0
 _MAX_MESSAGE = 240
+_MAX_CHANGES = 3  # in a message
 _LAUNCHER_LINE = re.compile(r"\d{4}-\d\d-\d\d |Shared connection|Warning: Permanently")  # of Ray's launcher and ssh
 _SSH_SLACK_S = 30.0
 _SOURCE = "~/raypod/source/raypod"  # where the cluster files of this repository copy raypod
@@ -52,6 +54,7 @@ def up(argv: Sequence[str]) -> int:
     _run_ray("up", args.file, flags, {"RAY_UP_enable_autoscaler_v2": "0"}, args.timeout)
     _wait_for_hosts(cluster, args.wait_hosts, file_checks.tls_variables(file))
     _say(f"{cluster.name}: Ray runs on all {len(cluster.hosts)} hosts")
+    _compare_sources(cluster, file, f"python -m raypod up {args.file}", "compare" if args.no_restart else "record")
     has_source = _SOURCE in (file.top.value("file_mounts") or {})
     where = f"on {cluster.hosts[0].name}" + (f" in {Path(_SOURCE).parent}" if has_source else "")
     _say(
@@ -180,7 +183,9 @@ def _error_line(log: str) -> str:
 def _wait_for_hosts(cluster: Cluster, within_s: float, tls: Sequence[str]) -> None:
     """Wait until all hosts have joined, by requests to the GCS that run on the head, where its port is reachable."""
     head, names = cluster.hosts[0], [host.address for host in cluster.hosts]
-    words = ["env", *tls, "python3", "-", str(cluster.gcs_address), str(within_s), *names]
+    # A shell expands ~ and variables in the values, as it does in the start commands.
+    shell = " ".join([*(f"export {each};" for each in tls), 'exec python3 - "$@"'])
+    words = ["bash", "-c", shell, "bash", str(cluster.gcs_address), str(within_s), *names]
     done = ssh.run_on(head, cluster.ssh, words, Path(gcs.__file__).read_text(), within_s + _SSH_SLACK_S)
     if not done.succeeded:
         raise RunError(f"cannot list the hosts of the cluster on {head.name}: {done.error}")
@@ -200,11 +205,6 @@ def _wait_for_hosts(cluster: Cluster, within_s: float, tls: Sequence[str]) -> No
     )
 
 
-def _why_missing(host: Host, cluster: Cluster) -> str:
-    done = ssh.run_on(host, cluster.ssh, ["true"], timeout_s=_SSH_SLACK_S)
-    if not done.succeeded:
-        return done.error
-    # The head starts the workers. RAY_TMPDIR: as in the cluster files of this repository, or the default.
 def _compare_sources(cluster: Cluster, file: ClusterFile, restart: str, mode: str) -> None:
     """Record the sources and packages with which Ray was started on each host, or say which are newer than those."""
     folders = [target for target in file.top.value("file_mounts") or {} if target != file_checks.HOST_TOKEN_PATH]
@@ -230,6 +230,11 @@ def _compare_sources(cluster: Cluster, file: ClusterFile, restart: str, mode: st
         )
 
 
+def _why_missing(host: Host, cluster: Cluster) -> str:
+    done = ssh.run_on(host, cluster.ssh, ["true"], timeout_s=_SSH_SLACK_S)
+    if not done.succeeded:
+        return done.error
+    # The head starts the workers. RAY_TMPDIR: as in the cluster files of this repository, or the default.
     logs = "/ray/session_latest/logs/monitor.out"
     command = f"tail -qn 400 /tmp/ray-$(id -un){logs} /tmp{logs} 2>/dev/null"
     log = ssh.run_on(cluster.hosts[0], cluster.ssh, ["bash", "-c", command], timeout_s=_SSH_SLACK_S).output
