@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import queue
+import socket
 import sys
 import time
 import traceback
@@ -43,6 +44,7 @@ class InstanceProcess:
         process.keep_freed_memory()
         os.chdir(working_dir)
         _redirect_output(Path(plan.log_file(index)))
+        sys.stdout.write(f"{log_header(plan, index, str(os.getpid()))}started on {socket.gethostname()}\n")
         spec = plan.placement.instances[index]
         cpus = process.cpus_of_node(spec.local_index) if plan.placement.binds_numa else None
         if cpus is not None:  # before torch counts cores and starts threads
@@ -124,8 +126,7 @@ class InstanceProcess:
         instance = Instance(self._plan, self._index, selected)
         started = instance.build()
         self._instance = instance
-        count = self._plan.geometry.num_instances
-        sys.stdout.write(f"instance {self._index} of {count}, pid {os.getpid()}: {selected.line}\n")
+        sys.stdout.write(f"{selected.line}\n")
         return dataclasses.replace(started, seconds=(("import torch and the SDK", imported_s), *started.seconds))
 
     def _call(self, method: str, *arguments: Any) -> Any:
@@ -155,6 +156,11 @@ class InstanceProcess:
 
 def _log_errors(work: Callable[..., Any], *arguments: Any) -> Any:
     """Print the traceback of an error to the log file: the coordinator reports one line and the path of that file."""
+def log_header(plan: Plan, index: int, pid: str) -> str:
+    """Return the text with which the process `pid` of an instance begins its output in the log file."""
+    return f"instance {index} of {plan.geometry.num_instances}, pid {pid}: "
+
+
     try:
         return work(*arguments)
     except BaseException:
