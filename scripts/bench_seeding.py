@@ -61,6 +61,7 @@ def main() -> None:
             **os.environ,
             "POD_NAME": "seeding",
             "POD_NET": NETWORK,
+            "POD_HOSTS": "full",  # an installed Horovod listens on the address of the host's name
             "POD_VENV": sys.prefix,
             "POD_SHARE": f"{repository}:{shared}",
             "POD_ENV": f"PYTHONPATH={repository}",

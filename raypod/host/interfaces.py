@@ -1,4 +1,4 @@
-"""The network interfaces of this host and their IPv4 addresses."""
+"""The network interfaces of this host with their IPv4 addresses, and the address of its own name."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Dict, Optional
 from raypod.errors import ClusterError
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: get the address of an interface
+_LOOPBACK = ("127.", "::1", "::ffff:127.")
 
 
 def interface_addresses() -> Dict[str, str]:
@@ -44,6 +45,29 @@ def address_in(network: str, setting: str) -> str:
             return address
     own = ", ".join(f"{name} {address}" for name, address in addresses.items())
     raise ClusterError(f"host {socket.gethostname()} has no address in {setting} {network}; it has {own}")
+
+
+def own_name_address() -> str:
+    """Return the address of this host's own name: the first on which a socket can listen, as Gloo chooses it.
+
+    Raises:
+        OSError: the name does not resolve, or no address of it belongs to this host.
+    """
+    cause = OSError("no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+        except OSError as error:
+            cause = error
+        else:
+            return str(address[0])
+    raise cause
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address can be reached only from this host."""
+    return address.startswith(_LOOPBACK)
 
 
 def is_in(address: str, network: str) -> bool:

@@ -10,7 +10,8 @@ import importlib.util
 import sys
 from typing import Any, Dict
 
-from raypod.errors import SdkError
+from raypod.errors import ClusterError, SdkError
+from raypod.host import horovod_address
 from raypod.host.interfaces import interface_of, local_address_to
 from raypod.instance.horovod_proxy import HorovodProxy
 
@@ -28,6 +29,17 @@ def check_available(collectives: str) -> None:
     """
     if collectives == "horovod" and not uses_installed_horovod():
         raise SdkError("--collectives horovod: Horovod with torch support is not installed; use --collectives gloo")
+
+
+def check_host_name(host: str) -> None:
+    """Check that other hosts can connect to an installed Horovod here. `host` is the name of this host in the plan.
+
+    Raises:
+        ClusterError: they cannot, because of the address that the host's own name resolves to.
+    """
+    problem = horovod_address.own_problem() if uses_installed_horovod() else None
+    if problem is not None:
+        raise ClusterError(f"host {host}: {problem}")
 
 
 def uses_installed_horovod() -> bool:

@@ -116,6 +116,8 @@ class InstanceProcess:
         torchvision_import.install()
         selected = sdk.select(self._plan.config.run.device)
         collectives.check_available(self._plan.config.run.collectives)
+        if len(self._plan.placement.hosts) > 1:
+            collectives.check_host_name(self._plan.placement.instances[self._index].host)
         partition = self._plan.placement.cluster.vipu if selected.has_ipus else None
         conflict = partition_conflict(partition, self._plan.placement) if partition else None
         if conflict:
@@ -154,13 +156,13 @@ class InstanceProcess:
             raise
 
 
-def _log_errors(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Print the traceback of an error to the log file: the coordinator reports one line and the path of that file."""
 def log_header(plan: Plan, index: int, pid: str) -> str:
     """Return the text with which the process `pid` of an instance begins its output in the log file."""
     return f"instance {index} of {plan.geometry.num_instances}, pid {pid}: "
 
 
+def _log_errors(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Print the traceback of an error to the log file: the coordinator reports one line and the path of that file."""
     try:
         return work(*arguments)
     except BaseException:

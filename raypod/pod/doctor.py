@@ -117,6 +117,7 @@ def _expected(cluster: Cluster, resolved: Config, commands: str) -> Expected:
         metrics_port=_number(r"--metrics-export-port[= ](\d+)", commands) or 0,
         data_dir=resolved.data.data_dir,
         requires_ipus={"ipu": True, "emulated": False}.get(resolved.run.device),
+        may_use_horovod=resolved.run.collectives != "gloo",
         gcs=gcs.check(cluster.gcs_address) if cluster.gcs_address else None,
     )
 

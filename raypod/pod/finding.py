@@ -34,4 +34,5 @@ class Expected:
     metrics_port: int = 0  # the one of `ports` that Prometheus scrapes
     data_dir: Optional[str] = None
     requires_ipus: Optional[bool] = None  # None: only on hosts that have IPUs
+    may_use_horovod: bool = True  # an installed Horovod is used
     gcs: Optional[gcs.Answer] = None  # the answer to a request without a token; None if not requested

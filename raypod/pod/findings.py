@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Callable, Dict, Iterator, List, Mapping, Tuple, Union
 
 from raypod.fleet import gcs, ray_admission
-from raypod.host import vipu
+from raypod.host import horovod_address, vipu
 from raypod.host.interfaces import is_address, is_in
 from raypod.plan.cluster import LOCAL, Cluster
 from raypod.pod.finding import OK, TROUBLE, WARN, Expected, Facts, Finding
@@ -32,13 +32,13 @@ def examine(expected: Expected, hosts: Mapping[str, Union[Facts, str]]) -> List[
     known = {name: facts for name, facts in hosts.items() if not isinstance(facts, str)}
     found += [Finding(OK, name, "reachable", f"as {facts['user']}") for name, facts in known.items()]
     checks: List[Callable[[Expected, str, Facts], Iterator[Finding]]]
-    checks = [_python, _ipus, _network, ports, exposure, _folders, _data, _limits, _token]
+    checks = [_python, _ipus, _network, _horovod, ports, exposure, _folders, _data, _limits, _token]
     for check in checks:
         for name, facts in known.items():
             found += check(expected, name, facts)
         if check is _python:
             found += _same_versions(known)
-        elif check is _network:
+        elif check is _horovod:
             found += _clocks(known)
     return [*found, *_same_token(known), *_gcs_access(expected)]
 
@@ -149,6 +149,18 @@ def _network(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     if is_address(host_address) and host_address != head and source not in (None, host_address):
         text = f"its address towards the head is {source}, but the cluster file has {host_address}; Ray uses {source}"
         yield Finding(TROUBLE, host, "network", text, f"list {source} in worker_ips")
+
+
+def _horovod(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
+    release = facts["python"].get("packages", {}).get("horovod")
+    if len(expected.cluster.hosts) < 2 or not release or not expected.may_use_horovod:
+        return
+    own = facts["own_name"]
+    problem = horovod_address.problem(release, facts["hostname"], own["address"], own["error"])
+    if problem is None:
+        yield Finding(OK, host, "Horovod", release)
+    else:
+        yield Finding(TROUBLE, host, "Horovod", problem, "or use --collectives gloo")
 
 
 def _clocks(known: Mapping[str, Facts]) -> Iterator[Finding]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Iterator, Mapping
 
-from raypod.host.interfaces import is_address, is_in
+from raypod.host.interfaces import is_address, is_in, is_loopback
 from raypod.plan.cluster import LOCAL
 from raypod.pod.finding import OK, TROUBLE, WARN, Expected, Facts, Finding
 
 MONITOR_PORTS = (44217, 44227)  # metrics of the autoscaler and the dashboard; Ray has no flag for them
 DASHBOARD_PORT = 8265
 _RAY_CLIENT_PORT = 10001
-_LOOPBACK = ("127.", "::1", "::ffff:127.")
 _ANY = ("0.0.0.0", "::")
 
 
@@ -47,7 +46,7 @@ def exposure(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     Ray binds most of its ports to all interfaces and protects them by the token.
     """
     name, (first, last) = expected.cluster.name, expected.worker_ports
-    ours = [each for each in facts["listening"] if each["cluster"] == name and not _is_loopback(each["address"])]
+    ours = [each for each in facts["listening"] if each["cluster"] == name and not is_loopback(each["address"])]
     if not ours or expected.cluster is LOCAL:
         return
     for each in ours:
@@ -80,7 +79,3 @@ def exposure(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
 def _is_of(listener: Mapping[str, Any], network: str) -> bool:
     address = str(listener["address"]).replace("::ffff:", "")
     return is_address(address) and is_in(address, network)
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith(_LOOPBACK)

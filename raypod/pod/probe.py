@@ -64,6 +64,7 @@ def facts(settings: Dict[str, Any]) -> Dict[str, Any]:
     environment.update(settings.get("environment", {}))
     return {
         "hostname": socket.gethostname(),
+        "own_name": _own_name(),
         "user": getpass.getuser(),
         "cpus": os.cpu_count(),
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
@@ -172,6 +173,23 @@ def _interfaces() -> Dict[str, List[Any]]:
                 mask = fcntl.ioctl(probe.fileno(), _SIOCGIFNETMASK, request.tobytes())[20:24]
                 found[name] = [socket.inet_ntoa(address), bin(int.from_bytes(mask, "big")).count("1")]
     return found
+
+
+def _own_name() -> Dict[str, str]:
+    """Return the first address of this host's own name on which a socket can listen; "" and the error without one."""
+    cause = "no address"
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(socket.gethostname(), None, 0, socket.SOCK_STREAM):
+            with contextlib.closing(socket.socket(family, kind, protocol)) as listener:
+                try:
+                    listener.bind(address)
+                except OSError as error:
+                    cause = str(error.strerror or error)
+                else:
+                    return {"address": str(address[0]), "error": ""}
+    except OSError as error:
+        cause = str(error.strerror or error)
+    return {"address": "", "error": cause}
 
 
 def _source(address: str) -> Optional[str]:

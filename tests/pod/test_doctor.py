@@ -44,6 +44,7 @@ def test_probe_facts(tmp_path: Path) -> None:
             tools=["bash", "no-such-tool"],
         )
     assert facts["hostname"] == socket.gethostname()
+    assert facts["own_name"]["address"] or facts["own_name"]["error"]
     assert facts["python"]["packages"]["torch"]
     assert facts["python"]["packages"]["no-such-package"] is None
     assert facts["tools"]["bash"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Callable, Dict, List, Union
+import dataclasses
+from typing import Any, Callable, Dict, List, Optional, Union
 
 import pytest
 
@@ -37,6 +38,7 @@ def healthy() -> Pod:
     packages = {"ray": "2.60.0", "torch": "2.0.1", "torchvision": "0.15.2", "raypod": "0.1.0", "poptorch": "3.3.0"}
     facts = {
         "hostname": "h",
+        "own_name": {"address": "127.0.1.1", "error": ""},
         "user": "me",
         "numa_nodes": 2,
         "open_files": 65536,
@@ -230,6 +232,37 @@ def test_the_gcs_must_refuse_requests_without_a_token(answer: gcs.Answer, level:
     found = [each for each in examine(Expected(POD, gcs=answer), healthy()) if each.what == "closed"]
     assert [each.level for each in found] == [level]
     assert words in found[0].text
+
+
+@pytest.mark.parametrize(
+    ("release", "address", "words"),
+    [
+        (
+            "0.28.1",
+            "127.0.1.1",
+            "its own name h resolves to the loopback address 127.0.1.1, and Horovod 0.28.1 listens",
+        ),
+        ("0.28.1", "::1", "its own name h resolves to the loopback address ::1"),
+        ("0.28.1", "", "its own name h does not resolve to an own address (unknown)"),
+        ("0.28.1", "10.0.0.2", ""),
+        ("0.28.1+gloo.iface", "127.0.1.1", ""),
+        (None, "127.0.1.1", ""),
+    ],
+)
+def test_other_hosts_must_reach_an_installed_horovod(release: Optional[str], address: str, words: str) -> None:
+    pod = healthy()
+    for facts in pod.values():
+        facts["python"]["packages"]["horovod"] = release
+        facts["own_name"] = {"address": "10.0.0.1", "error": ""}
+    pod[HOSTS[1]]["own_name"] = {"address": address, "error": "" if address else "unknown"}
+    texts = [f"{each.host} {each.text} {each.way_out}" for each in bad(pod)]
+    assert len(texts) == bool(words)
+    for text in texts:
+        assert text.startswith(f"{HOSTS[1]} {words}")
+        assert "scripts/install_horovod.sh" in text
+        assert "/etc/hosts" in text
+    without = dataclasses.replace(EXPECTED, may_use_horovod=False)
+    assert bad(pod, without) == []
 
 
 def test_an_unreachable_host_prevents_a_run_and_the_others_are_checked() -> None:

@@ -1,0 +1,27 @@
+"""The address on which an installed Horovod listens for other hosts."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from raypod.host import horovod_address
+
+
+def test_a_name_that_resolves_to_loopback_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    problem = str(horovod_address.own_problem())
+    assert "its own name localhost resolves to the loopback address " in problem
+    assert "scripts/install_horovod.sh" in problem
+
+
+@pytest.mark.parametrize("name", ["192.0.2.1", "no-such-host.invalid"])  # an address of another host, and no address
+def test_a_name_without_an_own_address_is_a_problem(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    assert f"its own name {name} does not resolve to an own address (" in str(horovod_address.own_problem())
+
+
+def test_the_corrected_build_does_not_depend_on_the_name() -> None:
+    assert horovod_address.problem("0.28.1+gloo.iface", "host1", "127.0.1.1") is None
+    assert horovod_address.problem("0.28.1", "host1", "10.0.0.1") is None
