@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
 WEIGHTS, OPTIMIZER, REPLICAS = "weights.safetensors", "optimizer.safetensors", "replicas.safetensors"
+TENSOR_FILES = (WEIGHTS, OPTIMIZER, REPLICAS)
 _FORMAT = 1
 
 

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import io
 import re
+import secrets
 import shutil
 from pathlib import Path
 from typing import ContextManager, Iterator, List, Optional, Tuple, Union
@@ -103,6 +104,43 @@ def verify(checkpoint: Checkpoint) -> None:
             raise CheckpointDamaged(str(checkpoint.path), f"{name} has {size} bytes, expected {record.size_bytes}")
         if _sha256_of(file) != record.sha256:
             raise CheckpointDamaged(str(checkpoint.path), f"the SHA-256 of {name} does not match {MANIFEST}")
+
+
+def identity(path: Path) -> Tuple[int, ...]:
+    """Return numbers that are equal on two hosts only if `path` is the same checkpoint for both, on a shared disk.
+
+    They are the inode number, size, modification and change time of its manifest; a copy has another change time.
+
+    Raises:
+        CheckpointDamaged: there is no manifest.
+    """
+    try:
+        stat = (path / MANIFEST).stat()
+    except OSError as error:
+        raise CheckpointDamaged(str(path), f"its manifest cannot be read ({error})") from None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def is_identical(path: Path, other: Tuple[int, ...]) -> bool:
+    """Return whether the checkpoint `path` is on this host, too, and has the identity `other`."""
+    return is_checkpoint(path) and identity(path) == other
+
+
+@contextlib.contextmanager
+def unique_file(checkpoints: Path) -> Iterator[Optional[Path]]:
+    """Create a file in the folder that no other disk has, for the duration of the block; yield None if that fails."""
+    path = checkpoints / (secrets.token_hex(16) + _PARTIAL)  # a killed process leaves it to `new_checkpoint`
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        path.touch(exist_ok=False)
+    except OSError:
+        yield None
+        return
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 @contextlib.contextmanager

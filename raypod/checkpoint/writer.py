@@ -7,16 +7,19 @@ that describes them, rename the folder, update `LATEST`, and only then remove ol
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import threading
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Tuple, Union
 
 import torch
 
 from raypod.checkpoint import storage, tensors
 from raypod.checkpoint.format import OPTIMIZER, REPLICAS, WEIGHTS, Checkpoint, FileRecord, Manifest
+from raypod.checkpoint.transfer import CheckpointSender, Server, fetch
 from raypod.errors import WaitTimedOut
 from raypod.events import SaveReport
+from raypod.host.files import HashedFile
 from raypod.plan.plan import Plan
 
 
@@ -36,9 +39,20 @@ def write_checkpoint(checkpoints: Path, manifest: Manifest, state: State, keep: 
         OSError: the file system's own, for example on a full disk. Partial files are removed.
     """
     with storage.new_checkpoint(checkpoints, manifest.update) as partial:
-        manifest = _write_files(partial, manifest, state)
+        manifest = _write_files(lambda name: storage.new_file(partial, name), manifest, state)
+        storage.write_manifest(partial, manifest)
     storage.remove_old(checkpoints, keep)
     return Checkpoint(storage.checkpoint_path(checkpoints, manifest.update), manifest)
+
+
+def send_checkpoint(server: Server, manifest: Manifest, state: State, keep: int, timeout_s: float) -> Checkpoint:
+    """Do the same on the host of a `CheckpointReceiver`, within a timeout.
+
+    Raises:
+        OSError: that of the other host's file system, or the host does not respond. No checkpoint is left there.
+    """
+    sender = CheckpointSender(server, manifest.update, timeout_s)
+    return sender.commit(_write_files(sender.new_file, manifest, state), keep)
 
 
 def load_checkpoint(path: Union[str, Path]) -> Dict[str, Any]:
@@ -56,6 +70,25 @@ def load_checkpoint(path: Union[str, Path]) -> Dict[str, Any]:
     }
 
 
+def load_or_fetch(
+    checkpoint: Checkpoint, identity: Tuple[int, ...], server: Optional[Server], timeout_s: float
+) -> Optional[Dict[str, Any]]:
+    """Return the state of a checkpoint of the coordinator's host as `load_checkpoint`.
+
+    If this host shares the disk with it, which `storage.identity` shows, the checkpoint is read from there. Otherwise
+    `server`, a `CheckpointFiles`, sends the files within a timeout. Returns None if that is needed and it is None.
+
+    Raises:
+        CheckpointDamaged: as `load_checkpoint`, or a file differs from its record in the manifest.
+        OSError: that of the file system for temporary files, or the coordinator's host does not respond.
+    """
+    if server is None:
+        return load_checkpoint(checkpoint.path) if storage.is_identical(checkpoint.path, identity) else None
+    with tempfile.TemporaryDirectory(prefix="raypod-") as folder:
+        fetch(server, checkpoint, Path(folder), timeout_s)
+        return load_checkpoint(folder)
+
+
 class BackgroundWriter:
     """Writes the checkpoints of one run folder in a thread, one at a time. Used by instance 0."""
 
@@ -66,8 +99,13 @@ class BackgroundWriter:
         self._close_timeout_s = run.stop_timeout_s
         # A checkpoint with NaN weights must not replace the finite one before it.
         self._require_finite = run.on_nonfinite == "stop"
+        self._server: Optional[Server] = None
         self._thread: Optional[threading.Thread] = None
         self._reports: List[SaveReport] = []
+
+    def send_to(self, server: Server) -> None:
+        """Send all further checkpoints to a `CheckpointReceiver`, instead of writing them on this host."""
+        self._server = server
 
     def begin(self, manifest: Manifest, state: State) -> None:
         """Copy the state and start writing the copy, after the previous write has ended.
@@ -113,14 +151,18 @@ class BackgroundWriter:
             if nonfinite is not None:
                 self._reports.append(SaveReport(manifest.update, path, "", f"{nonfinite} is not finite"))
                 return
-            written = write_checkpoint(self._checkpoints, manifest, state, self._keep)
+            if self._server is None:
+                written = write_checkpoint(self._checkpoints, manifest, state, self._keep)
+            else:
+                written = send_checkpoint(self._server, manifest, state, self._keep, self._timeout_s)
             self._reports.append(SaveReport(manifest.update, str(written.path), written.manifest.weights_sha256, None))
         except Exception as error:  # noqa: BLE001 - the thread's top level: every error becomes a report
             cause = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             self._reports.append(SaveReport(manifest.update, path, "", cause))
 
 
-def _write_files(partial: Path, manifest: Manifest, state: State) -> Manifest:
+def _write_files(new_file: Callable[[str], ContextManager[HashedFile]], manifest: Manifest, state: State) -> Manifest:
+    """Write the tensor files; return the manifest with their records and the hash of the weights."""
     contents: Dict[str, Tuple[Mapping[str, torch.Tensor], Mapping[str, str]]] = {
         WEIGHTS: (state.weights, {}),
         OPTIMIZER: tensors.pack_nested(state.optimizer),
@@ -129,12 +171,10 @@ def _write_files(partial: Path, manifest: Manifest, state: State) -> Manifest:
         contents[REPLICAS] = tensors.pack_nested(state.replicas)
     records = {}
     for name, (named, metadata) in contents.items():
-        with storage.new_file(partial, name) as file:
+        with new_file(name) as file:
             tensors.write_tensors(file, named, metadata)
         records[name] = FileRecord(file.size_bytes, file.sha256)
-    manifest = dataclasses.replace(manifest, files=records, weights_sha256=tensors.weights_sha256(state.weights))
-    storage.write_manifest(partial, manifest)
-    return manifest
+    return dataclasses.replace(manifest, files=records, weights_sha256=tensors.weights_sha256(state.weights))
 
 
 def _first_nonfinite(state: State) -> Optional[str]:

@@ -12,6 +12,8 @@ from typing import Iterator, Optional
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.resume import manifest_of
+from raypod.checkpoint.transfer import Server
+from raypod.coordinator.checkpoint_access import write_here
 from raypod.errors import CheckpointDamaged, CheckpointNotSaved, LossNotFinite
 from raypod.events import (
     CheckpointBegun,
@@ -37,6 +39,7 @@ class CheckpointSchedule:
         self._interval = parse_interval(plan.config.run.checkpoint_every)
         self._begun_s = 0.0  # when a checkpoint of the current state was last begun or found to exist
         self._begun_update: Optional[int] = None
+        self._receiver: Optional[Server] = None  # of the checkpoints of instance 0, if it shares no disk with this host
         self.last: Optional[CheckpointSaved] = None
         self.generation = next_generation(plan, resumed)
         self.rollback_to(resumed)
@@ -85,9 +88,12 @@ class CheckpointSchedule:
             self._begun_update = checkpoint.update
             self.last = CheckpointSaved(checkpoint.update, str(checkpoint.path), checkpoint.manifest.weights_sha256)
 
-    def discard_unfinished(self) -> None:
-        """Make the checkpoint due again that instance 0 had not finished when it was lost."""
+    def use_new_writer(self, fleet: Fleet) -> None:
+        """Make a new instance 0 write the checkpoints; the one that its predecessor had not finished is due again."""
         self._begun_update = self.last.update if self.last is not None else None
+        if self._receiver is not None:  # the predecessor may still be alive, on a host that was cut off
+            self._receiver.close()
+        self._receiver = write_here(fleet, self._plan.run_dir)
 
     def record(self, report: SaveReport) -> Event:
         """Record whether a checkpoint was written, and return the event for it.

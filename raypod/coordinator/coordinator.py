@@ -52,6 +52,7 @@ def run(
         seed(fleet, resumed)
         metrics.begin_at(first_update)
         schedule = CheckpointSchedule(plan, started[0], resumed)
+        schedule.use_new_writer(fleet)
         recovery = Recovery(plan, fleet, metrics, schedule, started[0].device, resumed)
         evaluations = Evaluations(plan, fleet, schedule, earlier_evaluations)
         yield _run_started(started, fleet, first_update, schedule.generation)

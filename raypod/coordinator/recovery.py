@@ -31,6 +31,7 @@ from typing import Callable, Dict, Iterator, List, Optional, Sequence, Set, Tupl
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.resume import newest_valid
+from raypod.coordinator.checkpoint_access import load_on
 from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
 from raypod.errors import CheckpointDamaged, RunError, WeightsDiffer
 from raypod.events import Event, Repaired
@@ -184,12 +185,12 @@ class Recovery:
         positions = self._fleet.repair(lost, may_share_hosts)
         self._recover_reports(positions)
         source, update, damaged = self._restore_state(positions)
+        if 0 in replaced:
+            self._schedule.use_new_writer(self._fleet)
         updates = self._metrics.rollback_to(update, time.monotonic())
         yield from self._metrics.take_calls()
         yield from updates
         self._schedule.generation += 1
-        if 0 in replaced:  # instance 0 writes the checkpoints
-            self._schedule.discard_unfinished()
         hosts, new = self._fleet.hosts(), tuple(sorted(replaced))
         new_hosts = tuple(hosts[index] for index in new)
         seconds = time.monotonic() - began_s
@@ -229,8 +230,10 @@ def seed(
         WeightsDiffer: the hashes of the instances' weights differ.
         CheckpointDamaged: the hash of the checkpoint's weights differs from its manifest.
     """
+    if checkpoint is not None:
+        load_on(fleet, root, checkpoint)
     seeding = new_seeding(fleet.call("open_seeding"), root, receivers)
-    hashes = fleet.call("seed_weights", seeding, str(checkpoint.path) if checkpoint else None)
+    hashes = fleet.call("seed_weights", seeding)
     if len(set(hashes)) > 1:
         raise WeightsDiffer(dict(enumerate(hashes)))
     if checkpoint is not None and hashes[0] != checkpoint.manifest.weights_sha256:

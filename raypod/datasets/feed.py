@@ -8,14 +8,14 @@ other data sets are loaded sample by sample, in worker processes.
 from __future__ import annotations
 
 import functools
-from typing import Any, Generator, Iterable, Iterator, Optional, Tuple
+from typing import Any, Callable, ContextManager, Generator, Iterable, Iterator, Optional, Tuple
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
 from raypod.datasets.arrays import ArrayDataset, Splits
-from raypod.datasets.loading import EpochSamples, SampleLoader, SeededSamples, map_ahead, prefetch
+from raypod.datasets.loading import EpochSamples, SampleLoader, SeededSamples, map_ahead, prefetch, timed
 from raypod.datasets.order import call_positions, epoch_order, samples_digest
 from raypod.datasets.transforms import activation_dtype, gather, normalize, resize
 from raypod.errors import ConfigError
@@ -90,6 +90,12 @@ class Feed:
                 raise
             self._next_update = update + iterations
             yield batch
+
+    def timed_calls(
+        self, leg: Leg, waiting: Callable[[], ContextManager[Any]]
+    ) -> Generator[Tuple[Batch, float], None, None]:
+        """Yield the batches of `calls`, each with the seconds spent waiting for it, within the context `waiting()`."""
+        return timed(self.calls(leg), waiting)
 
     def samples_digest(self) -> str:
         """Return the digest of the sample indices of the call that `calls` yielded last, as loaded."""

@@ -11,6 +11,7 @@ from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 from typing_extensions import Protocol
 
+from raypod.checkpoint.transfer import Server
 from raypod.errors import InstanceFailed, RunError
 from raypod.events import CallReport, InstanceLost, InstanceStarted
 from raypod.plan.plan import Leg
@@ -78,6 +79,9 @@ class Fleet(Protocol):
 
     def hosts(self) -> List[str]:
         """Return the current host of each instance, in instance order."""
+
+    def serve(self, kind: Callable[..., Any], *arguments: Any) -> Server:
+        """Create an object of class `kind` in a process on the coordinator's host, for `call`s to use."""
 
     def close(self) -> None:
         """End every process, actor, placement group and session that `start` created. May be called repeatedly."""

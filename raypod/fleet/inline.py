@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
 
+from raypod.checkpoint.transfer import Server
 from raypod.errors import RunError
 from raypod.events import CallReport, InstanceStarted
 from raypod.host import sdk, torchvision_import
@@ -64,6 +65,10 @@ class InlineFleet:
     def hosts(self) -> List[str]:
         """See `Fleet.hosts`."""
         return [self._plan.placement.instances[0].host]
+
+    def serve(self, kind: Callable[..., Any], *arguments: Any) -> Server:
+        """Not called: the instance and the coordinator are one process. See `Fleet.serve`."""
+        raise AssertionError("the instance runs on the coordinator's host")
 
     def draining(self) -> List[str]:
         """See `Fleet.draining`."""

@@ -15,6 +15,7 @@ from raypod.fleet.base import FleetBroken, failure_of
 from raypod.fleet.ray_nodes import draining_hosts, host_name, wait_for_nodes
 from raypod.fleet.ray_replace import ProcessKiller, Replacements
 from raypod.fleet.ray_reservation import Reservation, reserve
+from raypod.fleet.ray_server import RayServer
 from raypod.fleet.ray_session import RaySession
 from raypod.fleet.ray_watch import Watch
 from raypod.instance.control import IDLE
@@ -39,6 +40,7 @@ class RayFleet:
         self._actors: List[Any] = []
         self._nodes: List[Dict[str, Any]] = []  # the Ray node of each actor
         self._watch: Optional[Watch] = None
+        self._servers: List[RayServer] = []
         self._generation = 0
         self._draining: List[str] = []
         self._draining_s = 0.0
@@ -133,6 +135,11 @@ class RayFleet:
         """See `Fleet.hosts`."""
         return [host_name(self._plan.placement, node) for node in self._nodes]
 
+    def serve(self, kind: Callable[..., Any], *arguments: Any) -> RayServer:
+        """See `Fleet.serve`."""
+        self._servers.append(RayServer(self._ray, kind, *arguments))
+        return self._servers[-1]
+
     def close(self) -> None:
         """See `Fleet.close`."""
         try:
@@ -205,6 +212,8 @@ class RayFleet:
                 self._killer.kill_frozen(actor)
             else:
                 self._killer.kill(actor)
+        for server in self._servers:
+            server.close()
         self._killer.close()
         if self._reservation is not None:
             self._ray.util.remove_placement_group(self._reservation.group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
+from raypod.checkpoint.transfer import Server
 from raypod.events import CallReport, EvaluationReport, InstanceStarted, SaveReport
 from raypod.instance.seeding import Endpoint
 from raypod.plan.plan import Leg, Plan
@@ -39,6 +40,8 @@ class ScriptedFleet:
         scripts: Dict[str, Callable[[int], Any]] = {
             "open_seeding": lambda index: Endpoint(index, self._plan.placement.instances[index].host, "127.0.0.1", 0),
             "seed_weights": lambda index: _WEIGHTS_SHA256,
+            "has_file": lambda index: True,
+            "load_checkpoint": lambda index: True,
             "evaluate": lambda index: EvaluationReport(index, 1, 1, 0.5),
             "finish_saves": lambda index: self._saves if index == 0 else (),
         }
@@ -63,6 +66,10 @@ class ScriptedFleet:
     def has_room_for(self, instances: Tuple[int, ...], may_share_hosts: bool) -> bool:
         """See `Fleet.has_room_for`."""
         return False
+
+    def serve(self, kind: Callable[..., Any], *arguments: Any) -> Server:
+        """See `Fleet.serve`. Subclasses whose instances share no disk with this host override it."""
+        raise AssertionError("this fleet has the disk of the coordinator's host")
 
     def hosts(self) -> List[str]:
         """See `Fleet.hosts`."""

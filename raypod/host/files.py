@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any, Iterator, Optional, Union
+from typing import Any, Callable, Iterator, Optional, Union
 
 from raypod.errors import WaitTimedOut
 
@@ -29,8 +29,9 @@ Bytes = Union[bytes, memoryview]
 class HashedFile:
     """A file being written; counts its bytes and computes their SHA-256."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, append: Callable[[memoryview], object]) -> None:
+        """`append` writes bytes (uint8 [bytes]) to the end of the file."""
+        self._append = append
         self._digest = hashlib.sha256()
         self.size_bytes = 0
 
@@ -40,11 +41,11 @@ class HashedFile:
         return self._digest.hexdigest()
 
     def write(self, data: Bytes) -> None:
-        """Append. OSError as from the file system."""
+        """Append. OSError as from the file system or the connection."""
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         for first in range(0, len(view), _CHUNK_BYTES):
             chunk = view[first : first + _CHUNK_BYTES]
-            _write_all(self._descriptor, chunk)
+            self._append(chunk)
             self._digest.update(chunk)
         self.size_bytes += len(view)
 
@@ -54,7 +55,7 @@ def new_file(path: Path) -> Iterator[HashedFile]:
     """Create a file; it is flushed to disk at the end of the block. FileExistsError if it exists."""
     descriptor = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        yield HashedFile(descriptor)
+        yield HashedFile(lambda data: _write_all(descriptor, data))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

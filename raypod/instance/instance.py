@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 import time
+from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import horovod.torch as hvd
@@ -19,10 +20,10 @@ import torch
 
 from raypod import datasets
 from raypod.checkpoint import tensors
-from raypod.checkpoint.format import Manifest
-from raypod.checkpoint.writer import BackgroundWriter, State, load_checkpoint
+from raypod.checkpoint.format import Checkpoint, Manifest
+from raypod.checkpoint.transfer import Server
+from raypod.checkpoint.writer import BackgroundWriter, State, load_or_fetch
 from raypod.datasets.feed import Feed
-from raypod.datasets.loading import timed
 from raypod.events import CallReport, EvaluationReport, InstanceStarted, SaveReport
 from raypod.host.process import versions
 from raypod.host.sdk import Sdk
@@ -142,16 +143,25 @@ class Instance:
         self._seeding_peer = SeedingPeer(self._spec.index, self._spec.host, self._group.address, timeout_s)
         return self._seeding_peer.endpoint
 
-    def seed_weights(self, seeding: Seeding, checkpoint: Optional[str]) -> str:
+    def load_checkpoint(
+        self, root: int, checkpoint: Checkpoint, identity: Tuple[int, ...], server: Optional[Server] = None
+    ) -> bool:
+        """Load a checkpoint in instance `root`; return whether that is done here. See `writer.load_or_fetch`."""
+        if self._spec.index != root:
+            return False
+        state = load_or_fetch(checkpoint, identity, server, self._plan.config.run.save_timeout_s)
+        if state is not None:
+            self._load_state(state)
+        return state is not None
+
+    def seed_weights(self, seeding: Seeding) -> str:
         """Broadcast the root's weights and optimizer state to the receivers; return the hash of this one's weights.
 
-        The root loads `checkpoint` first if there is one. All other instances keep their state.
+        All other instances keep their state.
         """
         assert self._seeding_peer is not None, "call open_seeding first"
         with contextlib.closing(self._seeding_peer) as peer:
             if self._spec.index == seeding.root:
-                if checkpoint is not None:
-                    self._load_state(load_checkpoint(checkpoint))
                 peer.send(seeding, tensors.pack_flat({**self._state(), "update": self._update}))
             elif self._spec.index in seeding.receivers:
                 self._load_state(tensors.unpack_flat(peer.receive(seeding)))
@@ -163,7 +173,7 @@ class Instance:
         device_iterations = self._plan.geometry.device_iterations
         first_call = leg.first_update // device_iterations
         self._update = leg.first_update
-        batches = timed(self._feed.calls(leg), lambda: self.heartbeat.set_activity(LOADING))
+        batches = self._feed.timed_calls(leg, lambda: self.heartbeat.set_activity(LOADING))
         for number, ((images, labels), wait_s) in enumerate(batches):
             if not self._gate.enter(first_call + number):
                 return
@@ -211,6 +221,15 @@ class Instance:
         self._read_back()
         if self._saves is not None:
             self._saves.begin(manifest, State(**self._state()))
+
+    def has_file(self, path: str) -> bool:
+        """Return whether a file exists on this host."""
+        return Path(path).exists()
+
+    def send_checkpoints_to(self, server: Server) -> None:
+        """Send the checkpoints to a `CheckpointReceiver`, instead of writing them on this host."""
+        if self._saves is not None:
+            self._saves.send_to(server)
 
     def finish_saves(self) -> Tuple[SaveReport, ...]:
         """Wait for the checkpoint that is being written; return the reports not returned yet."""
