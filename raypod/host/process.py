@@ -1,4 +1,4 @@
-"""This process and its host: CPU binding, memory allocation, start times, and versions of packages."""
+"""This process and its host: CPU binding and time, memory allocation, durations, and versions of packages."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import contextlib
 import ctypes
 import os
 import platform
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import List, Optional, Sequence, Tuple
+from typing import Iterable, List, Optional, Sequence, Tuple, Union
 
 _NUMA_NODES = Path("/sys/devices/system/node")
 _PACKAGES = ("raypod", "torch", "numpy", "ray", "poptorch")
@@ -74,6 +75,40 @@ def process_age_s() -> float:
     return uptime_s - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
+class StepTimer:
+    """Measures consecutive steps. `steps` holds (step, seconds) in order."""
+
+    def __init__(self) -> None:
+        self.steps: List[Tuple[str, float]] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin the first step, or one that does not follow the previous step directly."""
+        self._began_s = time.monotonic()
+
+    def end(self, step: str) -> None:
+        """Append a step that ends now, and begin the next one."""
+        began_s = self._began_s
+        self.begin()
+        self.steps.append((step, self._began_s - began_s))
+
+
+def cpu_seconds(threads: Iterable[int]) -> float:
+    """Return the CPU time of running threads of this process (by native id) and of the child processes they started.
+
+    The resolution is a clock tick, 10 ms in general. 0.0 without /proc.
+    """
+    ticks = 0
+    for thread in threads:
+        with contextlib.suppress(OSError):  # the thread has ended
+            ticks += _cpu_ticks(f"self/task/{thread}")
+            children = Path(f"/proc/self/task/{thread}/children")
+            for child in children.read_text().split() if children.exists() else ():
+                with contextlib.suppress(OSError):
+                    ticks += _cpu_ticks(child)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def versions() -> Tuple[Tuple[str, str], ...]:
     """Return (name, version) of Python and of the installed packages that determine results."""
     found = [("python", platform.python_version())]
@@ -85,6 +120,12 @@ def versions() -> Tuple[Tuple[str, str], ...]:
     return tuple(found)
 
 
-def _stat_fields(pid: int) -> List[str]:
+def _cpu_ticks(task: str) -> int:
+    """Return the clock ticks that a process or thread, as a path below /proc, has spent in user and kernel mode."""
+    fields = _stat_fields(task)
+    return int(fields[11]) + int(fields[12])
+
+
+def _stat_fields(pid: Union[int, str]) -> List[str]:
     """Fields of /proc/PID/stat from the third on: the second, the name, may contain spaces and parentheses."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from typing import Callable
 
-from raypod.host.process import process_age_s, process_start_ticks
+import pytest
+
+from raypod.host.process import StepTimer, cpu_seconds, process_age_s, process_start_ticks
 
 PROGRAM = """
 import resource, threading
@@ -52,3 +55,30 @@ def test_a_process_has_start_ticks_until_it_is_reaped() -> None:
     child.communicate(b"\n", timeout=30)
     assert process_start_ticks(child.pid) is None
     assert process_age_s() > 0
+
+
+def test_consecutive_steps_are_measured_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [10.0]
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
+    timer = StepTimer()
+    for step, seconds in (("first", 1.0), ("second", 2.0)):
+        now_s[0] += seconds
+        timer.end(step)
+    now_s[0] += 60.0
+    timer.begin()
+    now_s[0] += 3.0
+    timer.end("after a break")
+    assert timer.steps == [("first", 1.0), ("second", 2.0), ("after a break", 3.0)]
+
+
+def test_the_cpu_time_of_threads_includes_their_child_processes() -> None:
+    assert cpu_seconds([2**22]) == 0.0  # no such thread
+    this = threading.get_native_id()
+    before_s = cpu_seconds([this])
+    program = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert cpu_seconds([this]) - before_s > 0.25
+        child.communicate(b"\n", timeout=30)
