@@ -25,7 +25,7 @@ from raypod.launcher.programs import Programs
 from raypod.launcher.ray_hosts import RayHosts
 from raypod.launcher.supervision import Signals, StdinForwarder, Supervision
 from raypod.plan import tables
-from raypod.plan.cluster import Cluster, Host, cluster_of, host_file, read_cluster
+from raypod.plan.cluster import Cluster, cluster_of, cluster_of_file, read_cluster
 from raypod.plan.placement import Sizes, check_ilds, place
 
 _PROG = "raypod.launch"
@@ -121,8 +121,7 @@ def _cluster(request: Request) -> Cluster:
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} both list the hosts; give only one")
     if request.hostfile:
-        names = host_file(request.hostfile)
-        return Cluster(request.hostfile, tuple(Host(name, name) for name in names)) if names else cluster_of("")
+        return cluster_of_file(request.hostfile)
     return cluster_of(request.host) if request.host else read_cluster(request.cluster)
 
 

@@ -44,7 +44,7 @@ def match_hosts(ray: Any, placement: Placement) -> List[Dict[str, Any]]:
     """Return the Ray node of every host of a placement, in order.
 
     Raises:
-        ClusterError: hosts are missing, or have fewer IPUs than the plan needs.
+        ClusterError: hosts are missing, are the same node, or have fewer IPUs than the plan needs.
     """
     alive = [node for node in ray.nodes() if node["Alive"]]
     missing = missing_hosts(ray, placement)
@@ -54,6 +54,9 @@ def match_hosts(ray: Any, placement: Placement) -> List[Dict[str, Any]]:
             f"alive: {', '.join(node['NodeManagerAddress'] for node in alive)}"
         )
     nodes = _nodes_of(ray, placement)
+    same = [host.name for host, node in zip(placement.hosts, nodes) if nodes.count(node) > 1]
+    if same:
+        raise ClusterError(f"{placement.cluster.name}: {', '.join(same)} are names of one host; list it once")
     total = sum(each["Resources"].get("IPU", 0) for each in alive)
     for index, (host, node) in enumerate(zip(placement.hosts, nodes)):
         needed, available = placement.ipus_on(index), node["Resources"].get("IPU", 0)
@@ -81,10 +84,13 @@ def is_in_cluster(placement: Placement, node: Dict[str, Any]) -> bool:
 def _nodes_of(ray: Any, placement: Placement) -> List[Dict[str, Any]]:
     """Return the live node of each host; {} for none."""
     alive = [node for node in ray.nodes() if node["Alive"]]
-    if placement.cluster is LOCAL:
-        own = ray.get_runtime_context().get_node_id()
-        return [node for node in alive if node["NodeID"] == own]
-    return [next((node for node in alive if _is_on(host, node)), {}) for host in placement.hosts]
+
+    def is_node_of(host: Host, node: Dict[str, Any]) -> bool:
+        if host.address == LOCAL.hosts[0].address:
+            return bool(node["NodeID"] == ray.get_runtime_context().get_node_id())
+        return _is_on(host, node)
+
+    return [next((node for node in alive if is_node_of(host, node)), {}) for host in placement.hosts]
 
 
 def _is_on(host: Host, node: Dict[str, Any]) -> bool:

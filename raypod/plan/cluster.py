@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import re
 import socket
+import sys
 from pathlib import Path
-from typing import List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
 
 import yaml
 
@@ -22,12 +23,13 @@ GCS_PORT = 6379  # default port of `ray start --head`
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """One host. `ipus` and `cpus` are None if the cluster file does not state them."""
+    """One host. `ipus`, `cpus` and `slots` are None if the cluster file, or the host list, does not state them."""
 
     name: str
     address: str
     ipus: Optional[int] = None
     cpus: Optional[int] = None
+    slots: Optional[int] = None  # most instances
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Cluster:
     ssh: Ssh = Ssh()
     gcs_port: Optional[int] = None  # of the head; None if the file has no start commands
     auth_mode: Optional[str] = None  # RAY_AUTH_MODE in the start commands
+    is_local: bool = False  # no pod, only this host
 
     @property
     def num_instances(self) -> int:
@@ -81,7 +84,7 @@ class Cluster:
         return f"{self.hosts[0].address}:{self.gcs_port}" if self.gcs_port else None
 
 
-LOCAL = Cluster("this host", (Host("localhost", "localhost"),))
+LOCAL = Cluster("this host", (Host("localhost", "localhost"),), is_local=True)
 
 
 def read_cluster(path: Optional[str]) -> Cluster:
@@ -166,38 +169,72 @@ def _found(pattern: str, text: str) -> Optional[int]:
 
 
 def cluster_of(hosts: str) -> Cluster:
-    """Return the cluster of a host list in poprun's notation (`a,b`, `host[0-2,4]`), or of a file with a host per line.
+    """Return the cluster of a host list in poprun's notation (`a,b`, `host[0-2,4]`), or of the path of a host file.
 
-    A list with only this host is the cluster LOCAL.
+    `name:N` limits a host to N instances. If this host is the only one, the cluster is LOCAL, or LOCAL with a limit.
 
     Raises:
         ClusterError: the list cannot be parsed, is empty, or has a host twice.
     """
-    names = host_file(hosts) if "/" in hosts and Path(hosts).is_file() else expand_hosts(hosts)
-    if not names:
-        raise ClusterError(f"no host in {hosts!r}")
-    for name in names:
-        if names.count(name) > 1:
-            raise ClusterError(f"host {name} is listed {names.count(name)} times in {hosts!r}")
-    if all(name in ("localhost", "127.0.0.1", socket.gethostname()) for name in names) and len(names) == 1:
-        return LOCAL
-    return Cluster(hosts, tuple(Host(name, name) for name in names))
+    if "/" in hosts and Path(hosts).is_file():
+        return cluster_of_file(hosts)
+    return _cluster_of(hosts, _parse_hosts(hosts, f"host list {hosts!r}"))
 
 
-def host_file(path: str) -> List[str]:
-    """Return the hosts of a file: the first word of each line; # starts a comment.
+def cluster_of_file(path: str) -> Cluster:
+    """Return the cluster of a host file, whose lines are host lists; `slots=N` is `:N`, and # starts a comment.
 
     Raises:
-        ClusterError: the file cannot be read.
+        ClusterError: the file cannot be read, a line cannot be parsed, or the file has no host or has a host twice.
     """
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ClusterError(f"cannot read the host file {path}: {getattr(error, 'strerror', error)}") from None
-    return [line.split()[0] for line in (line.partition("#")[0] for line in lines) if line.strip()]
+    found: List[Tuple[Host, str]] = []
+    for number, line in enumerate(lines, 1):
+        words, where = line.partition("#")[0].split(), f"{path}, line {number}"
+        slots: Optional[int] = None
+        for word in words[1:]:
+            if not re.fullmatch(r"(max[-_])?slots=[1-9]\d*", word):
+                raise ClusterError(f"{where}: cannot parse {word!r}; a line is a host, as in: host0 slots=2")
+            slots = min(slots or sys.maxsize, int(word.partition("=")[2]))
+        found += _parse_hosts("".join(words[:1]), where, slots)
+    return _cluster_of(path, found)
 
 
-def expand_hosts(text: str) -> List[str]:
+def _parse_hosts(text: str, where: str, slots: Optional[int] = None) -> List[Tuple[Host, str]]:
+    """Return the hosts of a list, each with `where`; all names of this host have the address of LOCAL."""
+    found = []
+    for name in expand_hosts(text, where):
+        limited = re.fullmatch(r"([^:]+):([1-9]\d*)", name)
+        limit = int(limited.group(2)) if limited else slots
+        name = limited.group(1) if limited else name
+        if not cluster_file.is_host(name):
+            raise ClusterError(f"{where}: {name!r} is neither a host name nor an IP address")
+        is_own = name in ("localhost", "127.0.0.1", "::1", socket.gethostname())
+        found.append((Host(name, LOCAL.hosts[0].address if is_own else name, slots=limit), where))
+    return found
+
+
+def _cluster_of(title: str, found: List[Tuple[Host, str]]) -> Cluster:
+    """Return the cluster of hosts, given each with where it is listed."""
+    if not found:
+        raise ClusterError(f"no host in {title!r}")
+    known: Dict[str, Tuple[Host, str]] = {}
+    for host, where in found:
+        first, first_where = known.setdefault(host.address, (host, where))
+        if first is not host:
+            name = f" as {first.name}" if first.name != host.name else ""
+            at = f" in {first_where}" if first_where != where else ""
+            raise ClusterError(f"{where}: host {host.name} is listed twice{name and ','}{name}{at}; list it once")
+    hosts = tuple(host for host, _ in found)
+    if [host.address for host in hosts] != [LOCAL.hosts[0].address]:
+        return Cluster(title, hosts)
+    return LOCAL if hosts[0].slots is None else dataclasses.replace(LOCAL, hosts=hosts)
+
+
+def expand_hosts(text: str, where: str = "the host list") -> List[str]:
     """Expand ranges: `a,node[08-10,12].pod` -> a, node08.pod, node09.pod, node10.pod, node12.pod.
 
     Raises:
@@ -208,16 +245,16 @@ def expand_hosts(text: str) -> List[str]:
         found = re.fullmatch(r"([^\[\]]*)\[([0-9,\-]+)\]([^\[\]]*)", part)
         if found is None:
             if "[" in part or "]" in part:
-                raise ClusterError(f"cannot parse the host {part!r}; write a range as in host[0-2,4]")
+                raise ClusterError(f"{where}: cannot parse the host {part!r}; write a range as in host[0-2,4]")
             names.append(part)
             continue
         before, ranges, after = found.groups()
-        names += [f"{before}{number}{after}" for each in ranges.split(",") for number in _range(each, part)]
+        names += [f"{before}{number}{after}" for each in ranges.split(",") for number in _range(each, part, where)]
     return names
 
 
-def _range(text: str, where: str) -> List[str]:
+def _range(text: str, part: str, where: str) -> List[str]:
     first, dash, last = text.partition("-")
     if not first.isdigit() or (dash and not last.isdigit()) or int(last or first) < int(first):
-        raise ClusterError(f"cannot parse the range {text!r} of the hosts {where!r}; write it as in host[0-2,4]")
+        raise ClusterError(f"{where}: cannot parse the range {text!r} of {part!r}; write it as in host[0-2,4]")
     return [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]

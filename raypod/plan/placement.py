@@ -131,12 +131,17 @@ def place(cluster: Cluster, sizes: Sizes, threads_per_replica: int = 1) -> Place
             )
         )
     placement = Placement(cluster, sizes, tuple(specs))
-    _check_ipus_per_host(placement)
+    _check_hosts(placement, per_host)
     return placement
 
 
-def _check_ipus_per_host(placement: Placement) -> None:
+def _check_hosts(placement: Placement, per_host: int) -> None:
     for host_index, host in enumerate(placement.hosts):
+        if host.slots is not None and per_host > host.slots:
+            raise ConfigError(
+                f"host {host.name} of {placement.cluster.name} is listed with slots={host.slots} and would get "
+                f"{per_host} instances; use fewer instances or more hosts"
+            )
         needed = placement.ipus_on(host_index)
         if host.ipus is not None and needed > host.ipus:
             raise ClusterError(
