@@ -76,6 +76,7 @@ class HeartbeatReport:
     calls: int  # finished by this process
     slowest_call_s: Optional[float]  # of this process; excludes the first call (compilation) once there are others
     waits_for_others: bool  # inside a collective operation
+    cpu_s: float = 0.0  # CPU time of the instance's running threads and their child processes
 
 
 @dataclasses.dataclass(frozen=True)

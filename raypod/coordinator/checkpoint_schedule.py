@@ -7,7 +7,7 @@ import dataclasses
 import math
 import time
 from pathlib import Path
-from typing import Iterator, Optional
+from typing import Iterable, Iterator, Optional
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint
@@ -24,7 +24,7 @@ from raypod.events import (
     SaveReport,
     UpdateDone,
 )
-from raypod.fleet.base import Fleet
+from raypod.fleet.base import Fleet, FleetBroken
 from raypod.plan.config import parse_interval
 from raypod.plan.plan import Plan
 from raypod.record.ledger import last_generation
@@ -125,7 +125,15 @@ class CheckpointSchedule:
         Raises:
             CheckpointNotSaved: it could not be written.
         """
-        for report in fleet.call("finish_saves")[0]:
+        try:
+            reports = fleet.call("finish_saves")[0]
+        except FleetBroken as broken:
+            yield from self._finished(broken.results.get(0, ()))  # instance 0 does not return them again
+            raise
+        yield from self._finished(reports)
+
+    def _finished(self, reports: Iterable[SaveReport]) -> Iterator[Event]:
+        for report in reports:
             if report.error is not None and report.update == self._begun_update and self.last is not None:
                 hint = f"continue from {self.last.path} with --resume {self._plan.run_dir}"
                 raise CheckpointNotSaved(report.path, report.error, hint)

@@ -22,11 +22,12 @@ class FleetBroken(RunError):
     """An instance was lost, or instances lost their connections, and the others cannot continue. See `Fleet.repair`.
 
     `losses` holds the lost instances, the first cause first. It is empty if all instances are alive and only their
-    connections failed, as `cause` describes.
+    connections failed, as `cause` describes. `results` holds what instances had returned to `Fleet.call` before.
     """
 
     losses: Tuple[InstanceLost, ...]
     cause: str
+    results: Dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         if self.losses:
@@ -42,7 +43,8 @@ def failure_of(loss: InstanceLost) -> InstanceFailed:
 class Fleet(Protocol):
     """All instances of a run. All waits have a timeout, and all failures are raised as subclasses of RaypodError.
 
-    `call` and `run` raise FleetBroken if instances are lost.
+    `call` and `run` raise FleetBroken if instances are lost, in any state of the others: the survivors' calls have
+    ended then, and every report that any instance had sent has been yielded.
     """
 
     start_seconds: List[Tuple[str, float]]  # the steps of `start` and their durations, in order

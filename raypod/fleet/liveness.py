@@ -1,30 +1,47 @@
-"""Failure detection from heartbeats: which instances are silent or stuck. A pure function of the last heartbeats.
+"""Failure detection from heartbeats: which instances are silent or stuck. Pure functions of the last heartbeats.
 
 A process that ends is detected through its connection. The timeouts here are for a frozen process or an unreachable
-host (`run.silent_after_s`), and for an instance that responds but makes no progress (`run.stuck_after_s`).
+host (`run.silent_after_s`), for an instance that responds but makes no progress (`run.stuck_after_s`), and for a
+survivor that does not end its call after the loss of another instance (`run.stop_timeout_s`).
+
+On an overloaded host every call takes longer. Therefore an instance whose threads use CPU time may take
+`BUSY_FACTOR` times its timeout, in a call at most `run.report_timeout_s`: this limits an endless loop.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Dict, List, Optional
+import math
+from typing import Dict, Iterable, List, Optional
 
 from raypod.events import FailureKind, HeartbeatReport
-from raypod.instance.control import LOADING
+from raypod.instance.control import IDLE, LOADING
 from raypod.plan.config import RunSection
 
 SLOWEST_CALL_FACTOR = 3.0  # a call may take this many times the slowest call so far
+BUSY_FACTOR = 10.0
+BUSY_SHARE = 0.02  # of a core; the CPU time between two heartbeats that counts as progress
 
 
 @dataclasses.dataclass(frozen=True)
 class LastHeartbeat:
     """The last heartbeat of an instance, and when it was received (monotonic seconds).
 
-    `report` is None until the instance is built, which has its own timeout.
+    `report` is None until the instance is built, which has its own timeout. `busy_s` is the last time at which the
+    threads of the instance had used CPU time.
     """
 
     report: Optional[HeartbeatReport]
     received_s: float
+    busy_s: float = -math.inf
+
+    def next(self, report: Optional[HeartbeatReport], now_s: float) -> LastHeartbeat:
+        """Return the heartbeat that follows this one."""
+        busy_s = self.busy_s
+        if report is not None and self.report is not None:
+            share = (report.cpu_s - self.report.cpu_s) / max(now_s - self.received_s, 1e-3)
+            busy_s = now_s if share >= BUSY_SHARE else busy_s
+        return LastHeartbeat(report, now_s, busy_s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +59,7 @@ def find_suspects(heartbeats: Dict[int, LastHeartbeat], now_s: float, bounds: Ru
     If instances wait for each other too long, the cause is an instance that does not wait, else the one with the fewest
     calls. If all wait after the same number of calls, their connections failed: all instances are returned.
     """
-    silent = [
-        Suspect(index, "silent", _silent_cause(each.report, now_s - each.received_s, bounds))
-        for index, each in sorted(heartbeats.items())
-        if each.report is not None and now_s - each.received_s > bounds.silent_after_s
-    ]
+    silent = _find_silent(heartbeats, now_s, bounds)
     if silent:
         return silent
     latest = (each.report for _, each in sorted(heartbeats.items()))
@@ -60,8 +73,46 @@ def find_suspects(heartbeats: Dict[int, LastHeartbeat], now_s: float, bounds: Ru
         late = [report for report in late if report.calls == fewest]
     else:
         # Can be empty: the instance that does not wait reaches its own bound later.
-        late = [report for report in late if not report.waits_for_others]
+        late = [
+            report
+            for report in late
+            if not report.waits_for_others and not _may_continue(heartbeats[report.instance], bound_s, now_s, bounds)
+        ]
     return [Suspect(report.instance, "stuck", _stuck_cause(report, bound_s, training, bounds)) for report in late]
+
+
+def find_unreleased(
+    heartbeats: Dict[int, LastHeartbeat], instances: Iterable[int], aborted_s: float, now_s: float, bounds: RunSection
+) -> List[Suspect]:
+    """Return those of `instances` that cannot continue after the loss of others.
+
+    Their waits for other instances are aborted since `aborted_s`. One that computes or loads data ends its call at the
+    next such wait, so it has the timeout of a call. One that does anything else, or is being built, has the timeout of
+    that.
+    """
+    suspects = []
+    latest = {index: heartbeats[index] for index in sorted(instances) if heartbeats[index].report is not None}
+    for index, last in latest.items():
+        report, bound_s = last.report, bounds.stop_timeout_s
+        assert report is not None
+        if report.waits_for_others or report.activity == IDLE:
+            late_s, end_s = now_s - max(aborted_s, last.busy_s), aborted_s + BUSY_FACTOR * bound_s
+            if late_s > bound_s or now_s > end_s:
+                cause = f"did not abort its collectives with the lost instances within {now_s - aborted_s:.1f} s"
+                suspects.append(Suspect(index, "stuck", f"{cause} (run.stop_timeout_s = {bound_s:g})"))
+        elif _is_training(report):
+            bound_s = _stuck_bound_s([report], bounds)
+            if report.duration_s > bound_s and not _may_continue(last, bound_s, now_s, bounds):
+                suspects.append(Suspect(index, "stuck", _stuck_cause(report, bound_s, [report], bounds)))
+    return _find_silent(latest, now_s, bounds) or suspects
+
+
+def _find_silent(heartbeats: Dict[int, LastHeartbeat], now_s: float, bounds: RunSection) -> List[Suspect]:
+    return [
+        Suspect(index, "silent", _silent_cause(each.report, now_s - each.received_s, bounds))
+        for index, each in sorted(heartbeats.items())
+        if each.report is not None and now_s - each.received_s > bounds.silent_after_s
+    ]
 
 
 def _is_training(report: HeartbeatReport) -> bool:
@@ -76,10 +127,21 @@ def _stuck_bound_s(reports: List[HeartbeatReport], bounds: RunSection) -> float:
     return max(bounds.stuck_after_s, SLOWEST_CALL_FACTOR * max(each for each in slowest if each is not None))
 
 
-def _silent_cause(last: HeartbeatReport, silence_s: float, bounds: RunSection) -> str:
+def _busy_bound_s(bound_s: float, bounds: RunSection) -> float:
+    return max(bound_s, min(BUSY_FACTOR * bound_s, bounds.report_timeout_s))
+
+
+def _may_continue(last: LastHeartbeat, bound_s: float, now_s: float, bounds: RunSection) -> bool:
+    """Return whether an instance whose call exceeds `bound_s` has used CPU time within that, and not too long."""
+    assert last.report is not None
+    return now_s - last.busy_s <= bound_s and last.report.duration_s <= _busy_bound_s(bound_s, bounds)
+
+
+def _silent_cause(last: Optional[HeartbeatReport], silence_s: float, bounds: RunSection) -> str:
+    activity = last.activity if last is not None else ""
     return (
         f"silent for {silence_s:.1f} s (run.silent_after_s = {bounds.silent_after_s:g}): its process is frozen, or its "
-        f"host is unreachable; at its last heartbeat it was {last.activity}"
+        f"host is unreachable; at its last heartbeat it was {activity}"
     )
 
 
@@ -90,4 +152,7 @@ def _stuck_cause(report: HeartbeatReport, bound_s: float, reports: List[Heartbea
         bound = f"run.report_timeout_s = {bound_s:g} limits a first call"
     else:
         bound = f"{SLOWEST_CALL_FACTOR:g} times the slowest call so far, {bound_s:.1f} s"
+    busy_s = _busy_bound_s(bound_s, bounds)
+    if report.duration_s > busy_s > bound_s:
+        bound += f"; {busy_s:g} s while its threads use CPU time"
     return f"stuck: {report.activity} for {report.duration_s:.1f} s ({bound})"

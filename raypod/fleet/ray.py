@@ -17,7 +17,8 @@ from raypod.fleet.ray_replace import ProcessKiller, Replacements
 from raypod.fleet.ray_reservation import Reservation, reserve
 from raypod.fleet.ray_server import RayServer
 from raypod.fleet.ray_session import RaySession
-from raypod.fleet.ray_watch import Watch
+from raypod.fleet.ray_watch import Requests, Watch
+from raypod.host.process import StepTimer
 from raypod.instance.control import IDLE
 from raypod.instance.process import InstanceProcess
 from raypod.plan.plan import Leg, Plan
@@ -33,6 +34,8 @@ class RayFleet:
         """`log` receives a line for the user while `start` waits for hosts."""
         self._plan, self._bounds, self._log = plan, plan.config.run, log
         self._start_bound = (self._bounds.start_timeout_s, "run.start_timeout_s")
+        # An instance that responds handles a request during a leg at once. One that does not is silent before this.
+        self._leg_bound = (self._bounds.silent_after_s + self._bounds.stop_timeout_s, "run.stop_timeout_s")
         self._session = RaySession(plan.placement, plan.config.pod.cluster, preload="torch")
         self._ray: Any = None
         self._killer: Optional[ProcessKiller] = None
@@ -45,17 +48,18 @@ class RayFleet:
         self._draining: List[str] = []
         self._draining_s = 0.0
         self._is_idle = False  # all instances respond, and none runs a leg
-        self.start_seconds: List[Tuple[str, float]] = []
+        self._timer = StepTimer()
+        self.start_seconds = self._timer.steps
 
     def start(self) -> List[InstanceStarted]:
         """See `Fleet.start`."""
-        began = time.monotonic()
+        self._timer.begin()
         self._ray = self._session.open()
         self._killer = ProcessKiller(self._ray)
-        began = self._record_seconds("start or join Ray", began)
+        self._timer.end("start or join Ray")
         placement = self._plan.placement
         nodes = wait_for_nodes(self._ray, placement, self._plan.config.pod.wait_hosts, self._log)
-        began = self._record_seconds("wait for hosts", began)
+        self._timer.end("wait for hosts")
         self._reservation = reserve(self._ray, placement, nodes, self._start_bound)
         for spec in placement.instances:
             share = len(placement.instances_on(spec.host_index))
@@ -65,11 +69,11 @@ class RayFleet:
         self._watch = Watch(self._ray, self._plan, self._actors, self.hosts(), self._killer)
         try:
             started: List[InstanceStarted] = self._all("the instances to start", self._start_bound, "build")
-            began = self._record_seconds("start the instances", began)
+            self._timer.end("start the instances")
             self._rendezvous(0)
         except FleetBroken as broken:  # a failed start is not repaired
             raise failure_of(broken.losses[0]) if broken.losses else broken from None
-        self._record_seconds("meet", began)
+        self._timer.end("meet")
         return started
 
     def call(self, method: str, *arguments: Any) -> List[Any]:
@@ -83,16 +87,19 @@ class RayFleet:
         streams = {
             actor.run.options(num_returns="streaming").remote(leg): index for index, actor in enumerate(self._actors)
         }
-        is_stopping = False
         self._is_idle = False
-        for index, reports in self._watch.follow(streams):
+        self._watch.add_streams(streams)
+        pause: Optional[Requests] = None
+        stop: Optional[Requests] = None
+        for index, reports in self._watch.follow():
             if index is not None:
                 yield from reports
-            elif stop_requested() and not is_stopping:
-                is_stopping = True
-                self._call_now("stop_after", max(self._call_now("pause")))
-        if is_stopping:
-            self._call_now("reopen")
+            elif pause is None:
+                pause = self._request_now("pause") if stop_requested() else None
+            elif pause.are_done and stop is None:
+                stop = self._request_now("stop_after", max(pause.results.values()))
+        if pause is not None:
+            self._all("reopen of all instances", self._leg_bound, "call_now", "reopen")
         self._is_idle = True
 
     def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
@@ -114,8 +121,8 @@ class RayFleet:
         building = {self._actors[index].build.remote(): index for index in lost}
         survivors = [index for index in range(len(self._actors)) if index not in lost]
         leaving = {self._actors[index].call.remote("leave"): index for index in survivors}
+        self._watch.add_requests(building, "the replacements to start", self._start_bound)
         positions = self._watch.results(leaving, "the survivors to close their connections", self._start_bound)
-        self._watch.results(building, "the replacements to start", self._start_bound)
         self._rendezvous(survivors[0] if survivors else 0)
         self._is_idle = True
         return positions
@@ -188,17 +195,11 @@ class RayFleet:
         self._is_idle = True
         return [results[index] for index in range(len(self._actors))]
 
-    def _call_now(self, method: str, *arguments: Any) -> List[Any]:
-        """Call a method of all instances while a leg runs."""
-        bound = (self._bounds.stop_timeout_s, "run.stop_timeout_s")
-        results = self._all(f"{method} of all instances", bound, "call_now", method, *arguments)
-        self._is_idle = False
-        return results
-
-    def _record_seconds(self, what: str, began: float) -> float:
-        now = time.monotonic()
-        self.start_seconds.append((what, now - began))
-        return now
+    def _request_now(self, method: str, *arguments: Any) -> Requests:
+        """Request a call of all instances while a leg runs."""
+        assert self._watch is not None, "start comes first"
+        refs = {actor.call_now.remote(method, *arguments): index for index, actor in enumerate(self._actors)}
+        return self._watch.add_requests(refs, f"{method} of all instances", self._leg_bound)
 
     def _end_actors(self) -> None:
         assert self._killer is not None, "start comes first"

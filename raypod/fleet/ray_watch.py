@@ -1,30 +1,60 @@
 """Wait for the results of instances under Ray, monitor their heartbeats, and find the cause if one fails.
 
-A wait returns results, or raises FleetBroken (the lost instances in `losses`) or the error of an instance.
-`RayFleet.repair` replaces lost instances.
+A watch owns all outstanding work of its instances: the streams of a leg, and the requests that are made meanwhile. A
+wait ends when nothing is outstanding, or raises FleetBroken (the lost instances in `losses`) or the error of an
+instance, after everything that the instances have sent is yielded. `RayFleet.repair` replaces lost instances.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
 from raypod.errors import CollectiveBroken, PeerLost, RaypodError, WaitTimedOut
 from raypod.events import FailureKind, HeartbeatReport, InstanceLost
 from raypod.fleet.base import FleetBroken
-from raypod.fleet.liveness import LastHeartbeat, Suspect, find_suspects
+from raypod.fleet.liveness import LastHeartbeat, Suspect, find_suspects, find_unreleased
 from raypod.fleet.ray_replace import ProcessKiller
 from raypod.fleet.ray_session import death_reason
+from raypod.fleet.ray_wait import NO_VALUE, PauseDetector, take_ready
 from raypod.plan.plan import Plan
 
 _POLL_INTERVAL_S = 0.2  # also the longest delay of a stop request
 _HEARTBEAT_INTERVAL_S = 1.0
-_PAUSE_S = 2.0  # longer intervals between two polls are pauses of this process
 _STACK_S = 2.0  # timeout for the stack trace of a stuck instance
 _BROKEN_POLL_INTERVAL_S = 0.05
 _ABORT_INTERVAL_S = 1.0
 _CONSEQUENCES = (CollectiveBroken, PeerLost)  # errors that the failure of another instance causes
-_NO_VALUE = object()
+
+
+@dataclasses.dataclass(eq=False)
+class Requests:
+    """Requests to some instances that were sent together, and their results so far, by instance."""
+
+    timeout: WaitTimedOut
+    sent_s: float
+    deadline_s: float
+    waiting: Set[int]
+    results: Dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def are_done(self) -> bool:
+        """Whether all instances have responded."""
+        return not self.waiting
+
+    @property
+    def age_s(self) -> float:
+        """The seconds since the requests were sent."""
+        return time.monotonic() - self.sent_s
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    """Outstanding work of an instance: one of `requests`, or a stream."""
+
+    instance: int
+    requests: Optional[Requests] = None
 
 
 class Watch:
@@ -35,8 +65,11 @@ class Watch:
         self._actors, self._hosts = actors, hosts
         now_s = time.monotonic()
         self._heartbeats = {index: LastHeartbeat(None, now_s) for index in range(len(actors))}
-        self._requests: Dict[Any, int] = {}  # pending heartbeat requests: ref -> instance
-        self._requested_s = self._polled_s = now_s
+        self._beats: Dict[Any, int] = {}  # pending heartbeat requests: ref -> instance
+        self._requested_s = self._checked_s = now_s
+        self._pauses = PauseDetector()
+        self._outstanding: Dict[Any, _Task] = {}
+        self._aborts: Dict[int, Requests] = {}  # the last one of each instance
 
     def record_heartbeats(self, reports: Dict[int, Optional[HeartbeatReport]]) -> None:
         """Record heartbeats. From its first report on, an instance can be silent."""
@@ -47,125 +80,186 @@ class Watch:
         """Return the last heartbeat of each instance."""
         return {index: each.report for index, each in self._heartbeats.items()}
 
-    def results(self, refs: Dict[Any, int], what: str, bound: Tuple[float, str]) -> Dict[int, Any]:
-        """Return the values of `refs` by instance. `bound` is a timeout in seconds and the setting it is from.
+    def add_streams(self, streams: Dict[Any, int]) -> None:
+        """Add streams, whose items `follow` yields. `streams` maps them to their instances."""
+        self._outstanding.update({ref: _Task(index) for ref, index in streams.items()})
 
-        Raises:
-            FleetBroken: instances were lost, or are not done within the timeout.
-            RaypodError: an instance raised it.
+    def add_requests(self, refs: Dict[Any, int], what: str, bound: Tuple[float, str]) -> Requests:
+        """Add requests; return the object that receives their results while `follow` runs.
+
+        `bound` is a timeout in seconds and the setting it is from; the instances that exceed it are lost.
         """
-        values = {}
         timeout_s, setting = bound
-        deadline = time.monotonic() + timeout_s
-        waiting = set(refs.values())
-        for index, value in self.follow(refs):
-            if index is not None:
-                values[index] = value
-                waiting.discard(index)
-            if waiting and time.monotonic() > deadline:
-                self._raise_timeout(sorted(waiting), WaitTimedOut(what, timeout_s, setting))
-        return values
+        now_s = time.monotonic()
+        requests = Requests(WaitTimedOut(what, timeout_s, setting), now_s, now_s + timeout_s, set(refs.values()))
+        self._outstanding.update({ref: _Task(index, requests) for ref, index in refs.items()})
+        return requests
 
-    def follow(self, tasks: Dict[Any, int]) -> Iterator[Tuple[Optional[int], Any]]:
-        """Yield (instance, value) for every result and every item of a stream as it arrives; (None, None) in between.
+    def results(self, refs: Dict[Any, int], what: str, bound: Tuple[float, str]) -> Dict[int, Any]:
+        """Return the results of requests (see `add_requests`) by instance, once all outstanding requests are done.
 
         Raises:
-            FleetBroken: instances were lost; everything that arrived before has been yielded.
+            FleetBroken: instances were lost; its `results` are those that have arrived.
             RaypodError: an instance raised it.
         """
-        pending = dict(tasks)
-        while pending:
-            for index, value, error in self._arrivals(pending, _POLL_INTERVAL_S):
-                if error is not None:
-                    yield from self._raise_cause({index: error}, [], pending)
-                elif value is not _NO_VALUE:
-                    yield index, value
-            suspects = self._find_suspects()
-            if suspects:
-                yield from self._raise_cause({}, suspects, pending)
+        assert all(task.requests for task in self._outstanding.values()), "the caller of follow reads the streams"
+        requests = self.add_requests(refs, what, bound)
+        try:
+            for _ in self.follow():
+                pass
+        except FleetBroken as broken:
+            broken.results.update(requests.results)
+            raise
+        return requests.results
+
+    def follow(self) -> Iterator[Tuple[Optional[int], Any]]:
+        """Yield (instance, item) for every item of a stream as it arrives, and (None, None) in between.
+
+        Ends when nothing is outstanding. The caller may add requests whenever it gets (None, None).
+
+        Raises:
+            FleetBroken: instances were lost; all items that arrived before have been yielded.
+            RaypodError: an instance raised it.
+        """
+        while self._outstanding:
+            errors: Dict[int, Exception] = {}
+            yield from self._take(_POLL_INTERVAL_S, errors)
+            suspects: List[Suspect] = []
+            if not errors and self._is_check_due():
+                suspects = find_suspects(self._heartbeats, time.monotonic(), self._bounds) or self._overdue()
+            if errors or suspects:
+                yield from self._end(errors, suspects)
             yield None, None
 
-    def _arrivals(self, pending: Dict[Any, int], within_s: float) -> Iterator[Tuple[int, Any, Optional[Exception]]]:
-        """Yield (instance, value, error) of what arrives within a time; remove finished tasks from `pending`."""
-        ready, _ = self._ray.wait(list(pending), timeout=within_s)
-        for ref in ready:
-            index = pending[ref]
-            value, is_finished, error = self._get_result(ref)
+    def _take(self, within_s: float, errors: Dict[int, Exception]) -> Iterator[Tuple[int, Any]]:
+        """Yield the items of streams that arrive within a time; record results, and errors by instance in `errors`."""
+        items = []
+        for ref, value, error, is_finished in take_ready(self._ray, self._outstanding, within_s):
+            task = self._outstanding[ref]
             if is_finished:
-                del pending[ref]
-            yield index, value, error
+                del self._outstanding[ref]
+            if error is not None:
+                if task.instance not in errors or not _is_cause(errors[task.instance]):
+                    errors[task.instance] = error
+            elif task.requests is not None:
+                task.requests.results[task.instance] = value
+                task.requests.waiting.discard(task.instance)
+            elif value is not NO_VALUE:
+                items.append((task.instance, value))
+        self._skip_pause()
+        yield from items
 
-    def _find_suspects(self) -> List[Suspect]:
-        """Request a heartbeat from every instance once per second, and evaluate the replies."""
+    def _skip_pause(self) -> None:
+        """Do not count the time in which this process was stopped or busy: replies that arrived then are not read."""
+        paused_s = self._pauses.poll()
+        if paused_s:
+            now_s = time.monotonic()
+            self._heartbeats = {
+                index: dataclasses.replace(each, received_s=now_s) for index, each in self._heartbeats.items()
+            }
+            for requests in {task.requests for task in self._outstanding.values()}:
+                if requests is not None:
+                    requests.deadline_s += paused_s
+
+    def _is_check_due(self) -> bool:
+        """Return whether the instances must be checked; if so, take their heartbeats, and request the next ones."""
         now_s = time.monotonic()
-        if now_s - self._polled_s > _PAUSE_S:
-            # This process was stopped or busy, so missing replies do not mean that the instances are silent.
-            self.record_heartbeats(self.heartbeats())
-        self._polled_s = now_s
-        if self._requests:
-            ready, _ = self._ray.wait(list(self._requests), num_returns=len(self._requests), timeout=0)
-            for ref in ready:
-                index = self._requests.pop(ref)
-                report, _, error = self._get_result(ref)
-                if error is None:
-                    self._heartbeats[index] = LastHeartbeat(report, now_s)
+        if now_s - self._checked_s < _POLL_INTERVAL_S:
+            return False
+        self._checked_s = now_s
+        for ref, report, error, _ in take_ready(self._ray, self._beats, 0):
+            index = self._beats.pop(ref)
+            if error is None:
+                self._heartbeats[index] = self._heartbeats[index].next(report, now_s)
         if now_s - self._requested_s >= _HEARTBEAT_INTERVAL_S:
             self._requested_s = now_s
-            without_request = set(range(len(self._actors))) - set(self._requests.values())
-            self._requests.update({self._actors[index].beat.remote(): index for index in sorted(without_request)})
-        return find_suspects(self._heartbeats, now_s, self._bounds)
+            without_request = set(range(len(self._actors))) - set(self._beats.values())
+            self._beats.update({self._actors[index].beat.remote(): index for index in sorted(without_request)})
+        return True
 
-    def _raise_cause(
-        self, errors: Dict[int, Exception], suspects: List[Suspect], pending: Dict[Any, int]
-    ) -> Iterator[Tuple[Optional[int], Any]]:
-        """Yield what still arrives, abort the collectives of the survivors, and raise the cause."""
-        losses = [] if self._all_wait_for_each_other(suspects) else [self._kill_suspect(each) for each in suspects]
-        lost = {loss.instance for loss in losses}
-        pending = {ref: index for ref, index in pending.items() if index not in lost}
+    def _overdue(self) -> List[Suspect]:
+        """Return the instances that exceed the timeout of a request."""
+        now_s = time.monotonic()
+        overdue = {
+            task.instance: Suspect(task.instance, "stuck", str(task.requests.timeout))
+            for task in self._outstanding.values()
+            if task.requests is not None and now_s > task.requests.deadline_s
+        }
+        return [overdue[index] for index in sorted(overdue)]
+
+    def _end(self, errors: Dict[int, Exception], suspects: List[Suspect]) -> Iterator[Tuple[int, Any]]:
+        """Yield what still arrives while the survivors end their calls, and raise the cause.
+
+        No request outlives this: in a repaired fleet it would pause or abort the wrong leg.
+        """
+        have_lost_connections = self._all_wait_for_each_other(suspects)
+        losses = [] if have_lost_connections else [self._lose(each) for each in suspects]
+        late: List[InstanceLost] = []
         # The death of an instance can be reported later than the errors that it causes in others.
-        cause_deadline = time.monotonic() + self._bounds.dead_after_s
-        abort_deadline: Optional[float] = None
-        aborted_s, aborts = 0.0, []
-        while pending:
+        began_s = time.monotonic()
+        aborted_s: Optional[float] = None
+        while self._outstanding or aborted_s is None:
             now_s = time.monotonic()
-            if abort_deadline is None and (now_s >= cause_deadline or losses or any(map(_is_cause, errors.values()))):
-                abort_deadline = now_s + self._bounds.stop_timeout_s
-            if abort_deadline is not None and now_s >= abort_deadline:
-                break
-            if abort_deadline is not None and now_s - aborted_s >= _ABORT_INTERVAL_S:
-                # Repeatedly: an instance can start another collective after the aborted one.
+            is_clear = losses or any(map(_is_cause, errors.values())) or not self._outstanding
+            if aborted_s is None and (is_clear or now_s - began_s >= self._bounds.dead_after_s):
                 aborted_s = now_s
-                aborts += [self._actors[index].abort_collectives.remote() for index in set(pending.values())]
-            for index, value, error in self._arrivals(pending, _BROKEN_POLL_INTERVAL_S):
-                if error is not None:
-                    errors[index] = error
-                elif value is not _NO_VALUE:
-                    yield index, value
-        if aborts:  # so that a late abort does not end a later collective
-            self._ray.wait(aborts, num_returns=len(aborts), timeout=_ABORT_INTERVAL_S)
-        raise self._cause(losses, errors, sorted(set(pending.values())))
+            if aborted_s is not None:
+                self._abort_collectives({loss.instance for loss in (*losses, *late)})
+            yield from self._take(_BROKEN_POLL_INTERVAL_S, errors)
+            if aborted_s is not None and self._is_check_due():
+                instances = {task.instance for task in self._outstanding.values()}
+                unreleased = find_unreleased(self._heartbeats, instances, aborted_s, time.monotonic(), self._bounds)
+                late += [self._lose(each) for each in unreleased or self._overdue()]
+        raise self._cause(losses, errors, late, suspects[0].cause if have_lost_connections else "")
 
-    def _raise_timeout(self, late: List[int], timeout: WaitTimedOut) -> None:
-        """Raise FleetBroken for the instances that are not done within a timeout."""
-        for _ in self._raise_cause({}, [Suspect(index, "stuck", str(timeout)) for index in late], {}):
-            pass  # without pending tasks it yields nothing before it raises
+    def _abort_collectives(self, lost: Set[int]) -> None:
+        """Abort the collectives of all survivors, which also detects further dead ones; repeat if they do not end.
+
+        An instance can start another collective after the aborted one. One that is being built has none, and its
+        result is not needed.
+        """
+        building = {index for index, each in self._heartbeats.items() if each.report is None}
+        self._forget(building)
+        busy = {task.instance for task in self._outstanding.values()}
+        timeout_s = self._bounds.silent_after_s + self._bounds.stop_timeout_s
+        for index in set(self._heartbeats) - building - lost:
+            before = self._aborts.get(index)
+            if before is None or (index in busy and before.are_done and before.age_s >= _ABORT_INTERVAL_S):
+                refs = {self._actors[index].abort_collectives.remote(): index}
+                self._aborts[index] = self.add_requests(refs, "an abort", (timeout_s, "run.stop_timeout_s"))
+
+    def _forget(self, instances: Set[int]) -> None:
+        """Wait for nothing more from these instances."""
+        self._outstanding = {ref: task for ref, task in self._outstanding.items() if task.instance not in instances}
+
+    def _lose(self, suspect: Suspect) -> InstanceLost:
+        """Kill a suspect, and wait for nothing more from it."""
+        self._forget({suspect.instance})
+        loss = self._kill_suspect(suspect)
+        self._pauses.poll()  # the wait for its stack is no pause
+        return loss
 
     def _all_wait_for_each_other(self, suspects: List[Suspect]) -> bool:
-        return len(suspects) == len(self._actors) > 1 and all(suspect.kind == "stuck" for suspect in suspects)
+        are_built = all(each.report is not None for each in self._heartbeats.values())
+        are_all = len(suspects) == len(self._actors) > 1
+        return are_built and are_all and all(suspect.kind == "stuck" for suspect in suspects)
 
     def _kill_suspect(self, suspect: Suspect) -> InstanceLost:
         """Kill the process of a suspect; get its stack trace before if it is stuck."""
         actor, stack = self._actors[suspect.instance], ""
         if suspect.kind == "stuck":
-            ref = actor.stack.remote()
-            ready, _ = self._ray.wait([ref], timeout=_STACK_S)
-            value, _, error = self._get_result(ref) if ready else ("", True, None)
-            stack = value if error is None else ""
+            arrived = take_ready(self._ray, [actor.stack.remote()], _STACK_S)
+            stack = "".join(each.value for each in arrived if each.error is None)
         self._killer.kill_frozen(actor)
         return self._loss(suspect.instance, suspect.kind, suspect.cause, stack)
 
-    def _cause(self, losses: List[InstanceLost], errors: Dict[int, Exception], late: List[int]) -> RaypodError:
-        """Return the error to raise. `late` are instances whose collectives could not be aborted in time."""
+    def _cause(
+        self, losses: List[InstanceLost], errors: Dict[int, Exception], late: List[InstanceLost], connections: str
+    ) -> RaypodError:
+        """Return the error to raise.
+
+        `late` are survivors that could not continue; `connections` is why all have lost their connections, or "".
+        """
         died = {
             index: error for index, error in errors.items() if isinstance(error, self._ray.exceptions.RayActorError)
         }
@@ -182,26 +276,14 @@ class Watch:
             if not isinstance(cause, RaypodError):
                 text = summarize_exception(cause) if cause is not None else str(errors[index]).splitlines()[-1]
                 losses.append(self._loss(index, "raised", text))
-        bound_s = self._bounds.stop_timeout_s
-        text = f"did not abort its collectives with the lost instances within {bound_s:g} s (run.stop_timeout_s)"
-        losses += [self._kill_suspect(Suspect(index, "stuck", text)) for index in late]
-        return FleetBroken(tuple(losses), "; ".join(str(cause) for cause in causes.values() if cause is not None))
+        consequences = "; ".join(str(cause) for cause in causes.values() if cause is not None)
+        return FleetBroken((*losses, *late), connections or consequences)
 
     def _loss(self, index: int, kind: FailureKind, cause: str, stack: str = "") -> InstanceLost:
         report = self._heartbeats[index].report
         activity = report.activity if report is not None else ""
         cause = " ".join(cause.split())
         return InstanceLost(index, self._hosts[index], kind, cause, activity, stack, self._plan.log_file(index))
-
-    def _get_result(self, ref: Any) -> Tuple[Any, bool, Optional[Exception]]:
-        """Return (value, whether the task is finished, error) of a ready result, or of a stream with a ready item."""
-        is_stream = hasattr(ref, "__next__")
-        try:
-            return self._ray.get(next(ref) if is_stream else ref), not is_stream, None
-        except StopIteration:
-            return _NO_VALUE, True, None
-        except self._ray.exceptions.RayError as error:
-            return _NO_VALUE, True, error
 
 
 def _is_cause(error: Exception) -> bool:

@@ -12,12 +12,13 @@ from typing import Iterator, List, Optional
 
 from raypod.errors import WaitTimedOut
 from raypod.events import HeartbeatReport
+from raypod.host.process import cpu_seconds
 
 IDLE = "idle"
 LOADING = "loading data"
 # Files whose frames on a stack mean that the thread waits for other instances: the emulated SDK's and Horovod's.
 _COMMUNICATION_FILES = (
-    "/_pod/",
+    "/emulated_sdk/_pod/",
     "/horovod/torch/",
 )
 
@@ -59,7 +60,8 @@ class Heartbeat:
         activity, since_s = self._activity
         slowest = self._calls_s[-1] if self._calls_s else None
         seconds = time.monotonic() - since_s
-        return HeartbeatReport(self._instance, activity, seconds, self._calls_done, slowest, self.waits_for_others())
+        cpu_s, waits = cpu_seconds(_own_threads()), self.waits_for_others()
+        return HeartbeatReport(self._instance, activity, seconds, self._calls_done, slowest, waits, cpu_s)
 
     def stack(self) -> str:
         """Return the stack of the working thread as in a traceback; "" before it has started working."""
@@ -77,6 +79,12 @@ class Heartbeat:
 
     def _frame(self) -> Optional[FrameType]:
         return sys._current_frames().get(self._thread) if self._thread is not None else None
+
+
+def _own_threads() -> List[int]:
+    """Return the native ids of the threads that Python code started; Ray's threads handle messages all the time."""
+    threads = [each for each in threading.enumerate() if not isinstance(each, threading._DummyThread)]
+    return [each.native_id for each in threads if each is not threading.main_thread() and each.native_id is not None]
 
 
 class StopGate:

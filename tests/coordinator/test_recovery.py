@@ -10,7 +10,7 @@ import pytest
 from raypod.coordinator import coordinator
 from raypod.coordinator.recovery import REFILL_S, FailurePolicy, newest, receivers
 from raypod.errors import InstanceFailed
-from raypod.events import CallReport, Event, InstanceLost, Repaired, RunEnded, UpdateDone
+from raypod.events import CallReport, CheckpointSaved, Event, InstanceLost, Repaired, RunEnded, UpdateDone
 from raypod.fleet.base import FleetBroken
 from raypod.fleet.scripted import ScriptedFleet
 from raypod.plan.plan import Leg, Plan
@@ -139,6 +139,29 @@ def test_a_checkpoint_that_is_lost_with_its_writer_is_written_again(make: Callab
     assert fleet.called.count("save") == 2
     repaired = only(events, Repaired)
     assert (repaired.lost, repaired.seeded_from, repaired.update) == ((0, 1), "instance 2", 4)
+    assert only(events, RunEnded).checkpoint == "update-4"
+
+
+class LosesAnotherThanTheWriter(ScriptedFleet):
+    """Instance 1 is lost during the last checkpoint, after instance 0 has reported it."""
+
+    def call(self, method: str, *arguments: Any) -> List[Any]:
+        results = super().call(method, *arguments)
+        if method == "finish_saves" and self._saves:
+            self._saves = ()  # instance 0 reports a checkpoint once
+            raise FleetBroken((lost(1),), "", {0: results[0]})
+        return results
+
+    def repair(self, lost_instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+        return {0: self._plan.total_updates}
+
+
+def test_the_report_of_a_checkpoint_is_kept_if_another_instance_is_lost(make: Callable[..., Plan]) -> None:
+    plan = make(training={"updates": 4}, pod={"num_instances": 2}, run={"checkpoint_every": "9 updates"})
+    fleet = LosesAnotherThanTheWriter(plan)
+    events = events_of(plan, fleet)
+    assert fleet.called.count("save") == 1
+    assert [event.update for event in events if isinstance(event, CheckpointSaved)] == [4]
     assert only(events, RunEnded).checkpoint == "update-4"
 
 

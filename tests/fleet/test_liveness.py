@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Dict, List, Optional
 
 import pytest
 
 from raypod.events import HeartbeatReport
-from raypod.fleet.liveness import LastHeartbeat, Suspect, find_suspects
+from raypod.fleet.liveness import BUSY_FACTOR, LastHeartbeat, Suspect, find_suspects, find_unreleased
 from raypod.instance.control import IDLE, LOADING
 from raypod.plan.config import RunSection
 
@@ -73,3 +74,72 @@ def test_a_call_may_take_three_times_the_slowest_so_far(
 def test_a_first_call_has_the_report_timeout() -> None:
     (suspect,) = suspects(report(0, IN_CALL, 61.0, slowest=None), report_timeout_s=60)
     assert suspect.cause == "stuck: in call 7 for 61.0 s (run.report_timeout_s = 60 limits a first call)"
+
+
+# ---- instances that use CPU time -------------------------------------------------------------------------------------
+
+
+def busy_until(now_s: float, first: HeartbeatReport, end_s: float) -> LastHeartbeat:
+    """Return the last of heartbeats once per second, of an instance whose threads use 5 % of a core until `end_s`."""
+    last, cpu_s = LastHeartbeat(first, 0.0), 0.0
+    for second in range(1, int(now_s) + 1):
+        cpu_s += 0.05 if second <= end_s else 0.001
+        last = last.next(dataclasses.replace(first, duration_s=float(second), cpu_s=cpu_s), float(second))
+    return last
+
+
+@pytest.mark.parametrize(
+    ("now_s", "end_s", "is_stuck"),
+    [
+        (200.0, 200.0, False),
+        (229.0, 200.0, False),
+        (231.0, 200.0, True),  # blocked for run.stuck_after_s
+        (31.0, 0.0, True),
+        (30 * BUSY_FACTOR + 1, 1000.0, True),  # an endless loop
+    ],
+)
+def test_a_call_may_take_longer_while_its_threads_use_cpu_time(now_s: float, end_s: float, is_stuck: bool) -> None:
+    heartbeats = {0: busy_until(now_s, report(0, IN_CALL, 0.0), end_s)}
+    found = find_suspects(heartbeats, now_s, RunSection())
+    assert [suspect.kind for suspect in found] == (["stuck"] if is_stuck else [])
+    if is_stuck and end_s > now_s:
+        assert found[0].cause.endswith("(run.stuck_after_s = 30; 300 s while its threads use CPU time)")
+
+
+def test_a_first_call_never_exceeds_the_report_timeout() -> None:
+    heartbeats = {0: busy_until(61.0, report(0, IN_CALL, 0.0, slowest=None), 100.0)}
+    assert find_suspects(heartbeats, 61.0, RunSection(report_timeout_s=60))
+
+
+# ---- survivors of a loss ---------------------------------------------------------------------------------------------
+
+
+def unreleased(last: LastHeartbeat, now_s: float, **bounds: Any) -> List[str]:
+    """Return the causes; the collectives of the survivor are aborted since 0 s."""
+    return [suspect.cause for suspect in find_unreleased({0: last}, [0], 0.0, now_s, RunSection(**bounds))]
+
+
+@pytest.mark.parametrize("activity", [IN_CALL, "evaluate", IDLE])
+def test_a_survivor_that_waits_must_end_that_within_the_stop_timeout(activity: str) -> None:
+    last = LastHeartbeat(report(0, activity, 5.0, waits=activity != IDLE), 11.0)
+    assert unreleased(last, 9.0) == []
+    (cause,) = unreleased(last, 11.0)
+    assert cause == "did not abort its collectives with the lost instances within 11.0 s (run.stop_timeout_s = 10)"
+
+
+def test_a_survivor_that_waits_and_uses_cpu_time_has_a_multiple_of_the_stop_timeout() -> None:
+    waiting = report(0, IN_CALL, 0.0, waits=True)
+    assert unreleased(busy_until(90.0, waiting, 90.0), 90.0) == []
+    assert unreleased(busy_until(90.0, waiting, 75.0), 90.0)
+    assert unreleased(busy_until(10 * BUSY_FACTOR + 1, waiting, 1000.0), 10 * BUSY_FACTOR + 1)
+
+
+def test_a_survivor_that_computes_has_the_timeout_of_a_call() -> None:
+    assert unreleased(LastHeartbeat(report(0, IN_CALL, 29.0), 29.0), 29.0) == []
+    assert unreleased(LastHeartbeat(report(0, LOADING, 31.0), 31.0), 31.0)
+    assert unreleased(LastHeartbeat(report(0, "evaluate", 500.0), 500.0), 500.0) == []  # it has its own timeout
+
+
+def test_a_silent_survivor_is_not_waited_for() -> None:
+    assert unreleased(LastHeartbeat(report(0, "evaluate", 1.0), 0.0), 16.0)[0].startswith("silent for 16.0 s")
+    assert unreleased(LastHeartbeat(None, 0.0), 500.0) == []  # it is being built

@@ -1,8 +1,188 @@
-"""One-line summaries of exceptions."""
+"""Waits for scripted actors: everything that was sent is yielded, and the survivors of a loss are released."""
 
 from __future__ import annotations
 
-from raypod.fleet.ray_watch import summarize_exception
+from typing import Any, Callable, Dict, List, Tuple
+
+import pytest
+from scripted_ray import NEVER, ActorDied, Ref, ScriptedActor, ScriptedRay, Stream, TaskError
+
+from raypod.errors import CollectiveBroken
+from raypod.events import HeartbeatReport
+from raypod.fleet.base import FleetBroken
+from raypod.fleet.ray_watch import Watch, summarize_exception
+from raypod.instance.control import IDLE
+from raypod.plan.plan import Plan
+
+BOUND = (100.0, "run.report_timeout_s")
+IN_CALL = "in call 3"
+
+
+class Fleet:
+    """Four scripted actors and their watch. The streams of all yield a report at once, and end when aborted."""
+
+    def __init__(self, ray: ScriptedRay, plan: Plan) -> None:
+        self.ray = ray
+        self.reports = [HeartbeatReport(index, IN_CALL, 1.0, 2, 0.5, True) for index in range(4)]
+        self.streams = [Stream([(0.0, f"report {index}")], NEVER) for index in range(4)]
+        self.actors = [
+            ScriptedActor(
+                index,
+                {
+                    "beat": lambda index=index: self.beat(index),
+                    "abort_collectives": lambda index=index: self.abort(index),
+                    "stack": lambda: Ref("the stack"),
+                },
+            )
+            for index in range(4)
+        ]
+        hosts = [f"h{index}" for index in range(4)]
+        self.watch = Watch(ray, plan, self.actors, hosts, ray)  # type: ignore[arg-type]
+        self.watch.record_heartbeats(dict(enumerate(self.reports)))
+        self.watch.add_streams({stream: index for index, stream in enumerate(self.streams)})
+
+    def beat(self, index: int) -> Ref:
+        return Ref(self.reports[index])
+
+    def abort(self, index: int) -> Ref:
+        self.streams[index].end_s = 0.0
+        return Ref(None)
+
+    def die(self, index: int) -> None:
+        self.streams[index].items.append((0.0, ActorDied("its process ended")))
+
+    def follow(self, on_tick: Callable[[], None] = lambda: None) -> Tuple[List[Any], Any]:
+        """Return all yielded items, and the error."""
+        found = []
+        try:
+            for index, item in self.watch.follow():
+                if index is None:
+                    on_tick()
+                else:
+                    found.append(item)
+        except FleetBroken as broken:
+            return found, broken
+        return found, None
+
+
+@pytest.fixture
+def fleet(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    return Fleet(ScriptedRay(monkeypatch), make(pod={"replicas": 4, "num_instances": 4}))
+
+
+def lost(broken: FleetBroken) -> List[Tuple[int, str]]:
+    return [(loss.instance, loss.kind) for loss in broken.losses]
+
+
+def pause(fleet: Fleet, answers: Dict[int, Ref]) -> Callable[[], None]:
+    """Return what requests a pause at the first tick."""
+    requested: List[Any] = []
+
+    def request() -> None:
+        if not requested:
+            refs = {answers.get(index, Ref(3)): index for index in range(4)}
+            requested.append(fleet.watch.add_requests(refs, "pause of all instances", BOUND))
+
+    return request
+
+
+def test_reports_that_arrive_during_a_pause_are_yielded_if_an_instance_dies_in_it(fleet: Fleet) -> None:
+    for index, stream in enumerate(fleet.streams):
+        stream.items.append((1000.5, f"second report {index}"))
+    found, broken = fleet.follow(pause(fleet, {3: Ref(ActorDied("its process ended"), 1000.2)}))
+    assert sorted(found) == sorted(f"{which} {index}" for index in range(4) for which in ("report", "second report"))
+    assert lost(broken) == [(3, "died")]
+
+
+def test_survivors_that_have_answered_the_pause_are_released(fleet: Fleet) -> None:
+    pausing = pause(fleet, {3: Ref(ActorDied("its process ended"), 1001.0)})
+    fleet.reports[:3] = [HeartbeatReport(index, IDLE, 1.0, 2, 0.5, False) for index in range(3)]
+    _, broken = fleet.follow(pausing)
+    assert lost(broken) == [(3, "died")]
+    assert all("abort_collectives" in fleet.actors[index].called for index in range(3))
+    assert fleet.ray.now_s < 1003
+
+
+def test_an_instance_that_does_not_answer_a_pause_is_silent_and_the_others_survive(fleet: Fleet) -> None:
+    fleet.beat = lambda index: Ref(fleet.reports[index], NEVER if index == 3 else 0.0)  # type: ignore[method-assign]
+    _, broken = fleet.follow(pause(fleet, {3: Ref(None, NEVER)}))
+    assert lost(broken) == [(3, "silent")]
+    assert fleet.ray.killed == [3]
+
+
+def test_no_request_is_outstanding_once_the_fleet_is_broken(fleet: Fleet) -> None:
+    slow_s = fleet.ray.now_s + 4.0
+    aborted: List[int] = []
+
+    def abort_slowly(index: int) -> Ref:
+        aborted.append(index)
+        fleet.streams[index].end_s = 0.0
+        return Ref(None, slow_s)
+
+    fleet.abort = abort_slowly  # type: ignore[method-assign]
+    fleet.die(3)
+    _, broken = fleet.follow()
+    assert lost(broken) == [(3, "died")]
+    assert fleet.ray.now_s >= slow_s
+    assert aborted.count(0) == 1
+
+
+def test_a_survivor_that_uses_cpu_time_may_end_its_collectives_late(fleet: Fleet) -> None:
+    released_s = fleet.ray.now_s + 60.0
+    work = [0.0]
+
+    def beat(index: int) -> Ref:
+        work[0] += 0.5 if index == 1 else 0.0
+        cpu_s = work[0] if index == 1 else 0.0
+        return Ref(HeartbeatReport(index, IN_CALL, 1.0, 2, 0.5, True, cpu_s))
+
+    def abort(index: int) -> Ref:
+        fleet.streams[index].end_s = released_s if index == 1 else NEVER if index == 2 else 0.0
+        return Ref(None)
+
+    fleet.beat, fleet.abort = beat, abort  # type: ignore[method-assign]
+    fleet.die(3)
+    _, broken = fleet.follow()
+    assert lost(broken) == [(3, "died"), (2, "stuck")]
+    assert "did not abort its collectives" in broken.losses[1].cause
+    assert fleet.ray.now_s >= released_s
+
+
+def test_the_results_that_arrived_before_a_loss_are_kept(fleet: Fleet) -> None:
+    for stream in fleet.streams:
+        stream.end_s = 0.0
+    fleet.follow()
+    refs = {Ref("saved"): 0, Ref(ActorDied("its process ended")): 1}
+    with pytest.raises(FleetBroken) as caught:
+        fleet.watch.results(refs, "finish_saves of all instances", BOUND)
+    assert caught.value.results == {0: "saved"}
+
+
+def test_a_request_has_a_timeout_that_does_not_count_pauses_of_this_process(fleet: Fleet) -> None:
+    for stream in fleet.streams:
+        stream.end_s = 0.0
+    fleet.follow()
+    wait, stopped = fleet.ray.wait, []
+
+    def stop_once(*arguments: Any, **options: Any) -> Any:
+        if not stopped:
+            stopped.append(True)
+            fleet.ray.now_s += 500.0
+        return wait(*arguments, **options)
+
+    fleet.ray.wait = stop_once  # type: ignore[method-assign]
+    refs = {Ref("late", fleet.ray.now_s + 550.0): 0}
+    assert fleet.watch.results(refs, "a call", BOUND) == {0: "late"}
+    with pytest.raises(FleetBroken, match=r"instance 0 on host h0 failed: waited 100 s for a call"):
+        fleet.watch.results({Ref("never", NEVER): 0}, "a call", BOUND)
+
+
+def test_the_death_of_an_instance_is_the_cause_of_the_errors_of_the_others(fleet: Fleet) -> None:
+    for index in range(3):
+        fleet.streams[index].items.append((0.0, TaskError(CollectiveBroken(index, "connection reset"))))
+    fleet.streams[3].items.append((1000.8, ActorDied("its process ended")))
+    _, broken = fleet.follow()
+    assert lost(broken) == [(3, "died")]
 
 
 def test_an_exception_of_a_loader_worker_is_summarized_without_its_traceback() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -57,6 +58,28 @@ def test_the_stack_shows_where_the_thread_is_and_whether_it_waits_for_others(fil
         assert inside.wait(10)
         assert "in_this_function" in heartbeat.stack()
         assert heartbeat.waits_for_others() is waits
+    finally:
+        end.set()
+        thread.join()
+
+
+def test_the_report_contains_the_cpu_time_of_the_working_thread() -> None:
+    heartbeat, reports, end = Heartbeat(0), threading.Semaphore(0), threading.Event()
+
+    def work() -> None:
+        with heartbeat.set_activity("x"):
+            used_s = time.thread_time()
+            while time.thread_time() - used_s < 0.2:
+                pass
+            reports.release()
+            end.wait(30)
+
+    before_s = heartbeat.beat().cpu_s
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        assert reports.acquire(timeout=30)
+        assert heartbeat.beat().cpu_s - before_s > 0.15
     finally:
         end.set()
         thread.join()
