@@ -18,7 +18,9 @@ from typing import Any, Dict, Iterator, Optional
 
 from raypod.errors import ClusterError, RunError
 from raypod.fleet import ray_admission
-from raypod.plan.cluster import LOCAL
+from raypod.fleet.ray_head import HeadWatch
+from raypod.fleet.ray_processes import RayProcesses
+from raypod.host.abort import abort
 from raypod.plan.placement import Placement
 
 _CONNECT_S = 2.0
@@ -33,10 +35,27 @@ _INIT_OPTIONS: Dict[str, Any] = {"namespace": "raypod", "log_to_driver": False, 
 class RaySession:
     """A connection to Ray: the running cluster, or a local session that this process starts."""
 
-    def __init__(self, placement: Placement, cluster_file: Optional[str] = None, preload: str = "") -> None:
-        """`preload` is a module that the workers of a local session import while it starts, if Ray supports that."""
+    def __init__(
+        self,
+        placement: Placement,
+        cluster_file: Optional[str] = None,
+        preload: str = "",
+        join_timeout_s: float = _JOIN_S,
+        way_out: str = "start this command again",
+    ) -> None:
+        """Create a session that is not open.
+
+        Args:
+            preload: A module that the workers of a local session import while it starts, if Ray supports that.
+            join_timeout_s: Longest time to join a running cluster; Ray's own timeouts bound it, too.
+            way_out: For the error message if Ray's head is lost: what to do once Ray runs again.
+        """
         self._placement, self._cluster_file, self._preload = placement, cluster_file, preload
+        self._join_timeout_s = min(join_timeout_s, _JOIN_S)
+        self._way_out = way_out
         self._started_here = False
+        self._processes: Optional[RayProcesses] = None  # of a local session
+        self._head: Optional[HeadWatch] = None
 
     def open(self) -> Any:
         """Connect, and return the `ray` module.
@@ -48,22 +67,34 @@ class RaySession:
             return importlib.import_module("ray")
         cluster = self._placement.cluster
         running = _running_cluster(cluster.gcs_address)
-        if running is None and cluster is not LOCAL:
-            how = f"`python -m raypod up {self._cluster_file}`" if self._cluster_file else "`ray up` or `ray start`"
+        if running is None and not cluster.is_local:
             raise ClusterError(
-                f"no Ray cluster is running for {cluster.name}; start it with {how}, then run this command on the head "
-                "host"
+                f"no Ray cluster is running for {cluster.name}; start it with {self._start_command}, then run this "
+                "command on the head host"
             )
         ray = self._start_local() if running is None else self._join(running)
         _silence_worker_deaths(ray)
+        self._head = self._watch_head(ray.get_runtime_context().gcs_address, is_local=running is None)
         return ray
+
+    @property
+    def _start_command(self) -> str:
+        return f"`python -m raypod up {self._cluster_file}`" if self._cluster_file else "`ray up` or `ray start`"
+
+    def _watch_head(self, address: str, is_local: bool) -> HeadWatch:
+        if is_local:
+            return HeadWatch(address, "the local Ray session", self._way_out)
+        host = address.rpartition(":")[0]
+        name = next((each.name for each in self._placement.cluster.hosts if each.address == host), host)
+        way_out = f"start the cluster again with {self._start_command}, then {self._way_out}"
+        return HeadWatch(address, f"host {name}, the head of the Ray cluster,", way_out)
 
     def _join(self, address: str) -> Any:
         # `ray.init` reports a rejection only after 20 s, and without its reason.
         variables = ray_admission.join_environment(address) if re.fullmatch(r"[^/]+:\d+", address) else {}
         self._started_here = True
         try:
-            with _environment(variables), _keep_sigterm_handler(), _exit_after(_JOIN_S, address):
+            with _environment(variables), _keep_sigterm_handler(), _exit_after(self._join_timeout_s, address):
                 ray = importlib.import_module("ray")
                 ray.init(address=address, **_INIT_OPTIONS)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -74,7 +105,11 @@ class RaySession:
         self._started_here = True
         with _environment(self._variables()), _keep_sigterm_handler():
             ray = importlib.import_module("ray")
-            ray.init(address="local", include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES, **_INIT_OPTIONS)
+            self._processes = RayProcesses()
+            with self._processes.started_by(ray._private.services):
+                ray.init(
+                    address="local", include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES, **_INIT_OPTIONS
+                )
         return ray
 
     def _variables(self) -> Dict[str, str]:
@@ -94,9 +129,15 @@ class RaySession:
         """Disconnect, and end a session that `open` started."""
         if self._started_here:
             self._started_here = False
+            if self._head is not None:
+                self._head.close()
             ray = sys.modules.get("ray")  # None if its import was interrupted
-            if ray is not None:
-                ray.shutdown()
+            try:
+                if ray is not None:
+                    ray.shutdown()
+            finally:
+                if self._processes is not None:
+                    self._processes.close()
 
 
 def _is_connected() -> bool:
@@ -168,15 +209,11 @@ def _exit_after(seconds: float, address: str) -> Iterator[None]:
     At this point the process has started nothing that needs to be ended.
     """
 
-    def exit_process() -> None:
-        sys.stderr.write(
-            f"raypod: error: cannot join the Ray cluster at {address} within {seconds:g} s; it may have ended "
-            "meanwhile: check whether it is running (`ray status`), then start again\n"
-        )
-        sys.stderr.flush()
-        os._exit(RunError.exit_code)
-
-    timer = threading.Timer(seconds, exit_process)
+    error = RunError(
+        f"cannot join the Ray cluster at {address} within {seconds:g} s; it may have ended meanwhile: check whether it "
+        "is running (`ray status`), then start again"
+    )
+    timer = threading.Timer(seconds, abort, (error,))
     timer.daemon = True
     timer.start()
     try:

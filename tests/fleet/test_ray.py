@@ -31,6 +31,7 @@ from raypod.plan.cluster import LOCAL, Cluster, Host
 from raypod.plan.config import Config
 from raypod.plan.plan import Plan, make_plan
 from raypod.plan.resolve import from_values
+from raypod.record import run_state
 from raypod.record.metrics import MetricsAggregator
 
 # Ray's own code leaves sockets and files to the garbage collector.
@@ -312,14 +313,14 @@ def are_gone(processes: List[psutil.Process]) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_run_with_a_checkpoint_and_exit_code_130(tmp_path: Path, number: int) -> None:
+def test_a_signal_to_the_process_group_ends_a_run_with_a_checkpoint_and_exit_code_130(
+    tmp_path: Path, number: int
+) -> None:
     command = start_command(tmp_path, "--epochs", "400")
     wait_for_lines(tmp_path, lambda text: text.count("\n") > 3)
     processes = session_processes(command)
-    if number == signal.SIGINT:
-        os.killpg(command.pid, number)  # a terminal signals the whole process group
-    else:
-        command.send_signal(number)
+    command.send_signal(number)
+    os.killpg(command.pid, number)  # `timeout` sends its signal to the process and to its group
     out, err = command.communicate(timeout=60)
     assert command.returncode == 130, err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -327,6 +328,9 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_exit_code_130(tmp_path: Path,
     assert (Path(summary["checkpoint"]) / "manifest.json").is_file()
     assert summary["updates"] == len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert f"Interrupted after update {summary['updates']}; continue with --resume" in out
+    state = run_state.read(tmp_path / "run")
+    assert state is not None
+    assert (state.state, state.exit_code) == (run_state.INTERRUPTED, 130)
     assert are_gone(processes)
 
 
@@ -361,7 +365,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     processes = session_processes(command)
     for _ in range(2):
         os.killpg(command.pid, signal.SIGINT)
-        time.sleep(0.01)
+        time.sleep(0.5)  # an earlier signal is a copy of the first
     _, err = command.communicate(timeout=30)
     assert command.returncode == 130, err
     assert err.strip() in ("", "raypod: interrupted")

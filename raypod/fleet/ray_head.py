@@ -1,0 +1,45 @@
+"""Detects that the head of the Ray cluster is lost, and ends this process.
+
+Ray needs its head: calls to it block the main thread, and after a minute Ray ends this process without a message.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from raypod.errors import RunError
+from raypod.fleet import gcs
+from raypod.host.abort import abort
+
+_INTERVAL_S = 1.0
+_TIMEOUT_S = 3.0
+_MISSED = 5  # so many requests in a row without an answer: 5 s if the head refuses connections, 20 s if it is silent
+
+
+class HeadWatch:
+    """Sends a request to the GCS every second; `raypod.host.abort` ends this process if five in a row fail."""
+
+    def __init__(self, address: str, name: str, way_out: str) -> None:
+        """`address` is HOST:PORT of the GCS; `name` (of what is lost) and `way_out` are for the error message."""
+        self._address, self._name, self._way_out = address, name, way_out
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="head watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the requests."""
+        self._closing.set()
+        self._thread.join()  # a request takes at most 3 s
+
+    def _run(self) -> None:
+        missed = 0
+        while not self._closing.wait(_INTERVAL_S):
+            answer = gcs.check(self._address, timeout_s=_TIMEOUT_S)  # a refused token is an answer, too
+            missed = missed + 1 if answer.state == gcs.SILENT else 0
+            if missed == _MISSED and not self._closing.is_set():
+                abort(
+                    RunError(
+                        f"{self._name} is lost: its GCS at {self._address} does not respond ({answer.detail}), and "
+                        f"Ray cannot continue without it; {self._way_out}"
+                    )
+                )

@@ -1,0 +1,58 @@
+"""The processes of a local Ray session: each leads a session (setsid) of its own, and a reaper kills what they leave.
+
+A signal to this process's group (`timeout`, a job manager, a terminal) then reaches only this process, which stops the
+run in order. If this process is killed, Ray's agents and workers would continue for minutes; the reaper kills them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from typing import Any, Iterator
+
+from raypod.fleet import ray_reaper
+from raypod.host.process import process_start_ticks
+
+_REAPER_S = 10.0  # longer than the reaper takes
+
+
+class RayProcesses:
+    """Starts the reaper; `close` or the end of this process lets it kill the processes of the Ray session."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-I", "-S", str(ray_reaper.__file__)]
+        null = subprocess.DEVNULL
+        self._reaper = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=null, stderr=null, cwd="/", start_new_session=True
+        )
+
+    @contextlib.contextmanager
+    def started_by(self, services: Any) -> Iterator[None]:
+        """Within this context, `ray._private.services` starts each process in a session of its own."""
+        before = services.ConsolePopen
+
+        def start(*arguments: Any, **options: Any) -> Any:
+            process = before(*arguments, **options, start_new_session=True)
+            self._register(process.pid)
+            return process
+
+        services.ConsolePopen = start
+        try:
+            yield
+        finally:
+            services.ConsolePopen = before
+
+    def close(self) -> None:
+        """Kill what is left of the Ray session, and wait for the reaper, for at most 10 s."""
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that the kernel cannot end; the reaper waits
+            self._reaper.wait(_REAPER_S)
+
+    def _register(self, pid: int) -> None:
+        ticks = process_start_ticks(pid)
+        if ticks is not None:  # otherwise it has ended already
+            assert self._reaper.stdin is not None
+            self._reaper.stdin.write(f"{pid} {ticks}\n".encode())
+            self._reaper.stdin.flush()

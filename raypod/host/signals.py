@@ -1,0 +1,47 @@
+"""Signals that request this process to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import stat
+import time
+from typing import List
+
+_COPY_S = 0.25  # copies arrive within milliseconds; a user needs longer to press Ctrl-C again
+
+
+def stop_signals() -> List[signal.Signals]:
+    """Return SIGINT, SIGTERM and SIGHUP; without SIGHUP if it is ignored, as under nohup."""
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    return numbers if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*numbers, signal.SIGHUP]
+
+
+def leave_terminal() -> None:
+    """Redirect the standard streams that are terminals to /dev/null: writing to a closed terminal is an error."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        with contextlib.suppress(OSError):  # it is closed
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):  # isatty returns False for a closed terminal
+                os.dup2(null, descriptor)
+    os.close(null)
+
+
+class SignalFilter:
+    """Distinguishes a second request to stop from a copy of the first.
+
+    `timeout` sends its signal to a process and to its group; Ctrl-C reaches the group, and wrappers forward it.
+    """
+
+    def __init__(self) -> None:
+        self._accepted_s = -math.inf
+
+    def is_copy(self) -> bool:
+        """Return whether the current signal is a copy of the last one for which this method returned False."""
+        now_s = time.monotonic()
+        if now_s - self._accepted_s < _COPY_S:
+            return True
+        self._accepted_s = now_s
+        return False
