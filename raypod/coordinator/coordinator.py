@@ -28,6 +28,7 @@ from raypod.events import (
     RunStarted,
 )
 from raypod.fleet.base import Fleet
+from raypod.host.signals import SignalFilter, leave_terminal, stop_signals
 from raypod.plan.plan import Leg, Plan
 from raypod.record.metrics import MetricsAggregator
 
@@ -104,7 +105,10 @@ class _Training:
         if not is_last and not self._stop.requested:
             yield from self._evaluate(update)
         accuracy = self._evaluations.accuracy_after(update)
-        draining = [] if is_last else self._stop.hosts_to_leave_or_stop(self._fleet, self._recovery)
+        draining = [] if is_last or self._stop.requested else self._fleet.draining()
+        if draining and not self._recovery.can_move_away_from(draining):
+            self._stop.request(f"Ray drains host {', '.join(draining)}")
+            draining = []
         if self._schedule.is_due(update) or accuracy is not None or self._stop.requested or draining:
             yield from self._recovery.until_done(update, partial(self._schedule.begin, self._fleet, update, accuracy))
         if draining:
@@ -200,6 +204,7 @@ class _Stop:
         self.requested = False
         self.cause = ""
         self._is_deferred = self._signalled = False
+        self._filter = SignalFilter()
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
@@ -210,26 +215,26 @@ class _Stop:
         finally:
             self._is_deferred = False
 
+    def request(self, cause: str) -> None:
+        """Stop without a signal; `cause` is the reason."""
+        self.requested, self.cause = True, cause
+
     def on_signal(self, number: int, frame: Optional[FrameType]) -> None:
-        """Handle SIGINT and SIGTERM."""
+        """Handle a signal that requests a stop."""
+        if number == signal.SIGHUP:
+            leave_terminal()
+        if self._filter.is_copy():
+            return
         if self._signalled or not self._is_deferred:
             raise KeyboardInterrupt
         self.requested = self._signalled = True
 
-    def hosts_to_leave_or_stop(self, fleet: Fleet, recovery: Recovery) -> List[str]:
-        """Return the draining hosts if their instances can be moved; otherwise request a stop and return none."""
-        draining = fleet.draining() if not self.requested else []
-        if draining and not recovery.can_move_away_from(draining):
-            self.requested, self.cause = True, f"Ray drains host {', '.join(draining)}"
-            return []
-        return draining
-
 
 @contextlib.contextmanager
 def _stop_on_signal() -> Iterator[_Stop]:
-    """End the run on SIGINT and SIGTERM: during training after a checkpoint; otherwise, or if repeated, at once."""
+    """End the run on a stop signal: during training after a checkpoint; otherwise, or if repeated, at once."""
     stop = _Stop()
-    before = {number: signal.signal(number, stop.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop.on_signal) for number in stop_signals()}
     try:
         yield stop
     finally:
