@@ -36,7 +36,8 @@ class RayFleet:
         self._start_bound = (self._bounds.start_timeout_s, "run.start_timeout_s")
         # An instance that responds handles a request during a leg at once. One that does not is silent before this.
         self._leg_bound = (self._bounds.silent_after_s + self._bounds.stop_timeout_s, "run.stop_timeout_s")
-        self._session = RaySession(plan.placement, plan.config.pod.cluster, preload="torch")
+        way_out = f"continue with --resume {plan.run_dir}"
+        self._session = RaySession(plan.placement, plan.config.pod.cluster, preload="torch", way_out=way_out)
         self._ray: Any = None
         self._killer: Optional[ProcessKiller] = None
         self._reservation: Optional[Reservation] = None
