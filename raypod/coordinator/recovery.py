@@ -145,6 +145,8 @@ class Recovery:
     def move_away_from(self, hosts: Sequence[str]) -> Iterator[Event]:
         """Move the instances on `hosts`, which are being drained, to other hosts. Their state is not lost."""
         moving = set(self._instances_on(hosts))
+        if not moving:  # a repair has moved them meanwhile
+            return
         try:
             yield from self._replace(tuple(sorted(moving)), moving, self._policy.may_share_hosts, time.monotonic())
         except FleetBroken as broken:
