@@ -137,28 +137,75 @@ def test_a_subclass_of_dict_is_returned():
     assert result["x"].item() == 1
 
 
+def with_signature(forward):
+    """Return an executor of a module whose `forward` is this function."""
+    model = Apply(forward)
+    model.forward = forward
+    return poptorch.inferenceModel(model, options())
+
+
 def test_keyword_and_default_arguments():
     def forward(x, y=None, *, factor=2):
         return x * factor if y is None else x * y * factor
 
     model = poptorch.inferenceModel(Apply(forward), options())
     assert model(torch.ones(2), y=torch.full((2,), 3.0), factor=5).tolist() == [15, 15]
-    with pytest.raises(poptorch.Error, match="have the structure"):
+    with pytest.raises(poptorch.Error, match="Missing arguments: factor, y"):
         model(torch.ones(2))
 
 
 def test_constant_arguments_are_fixed_by_compiling():
-    model = poptorch.inferenceModel(Apply(lambda x, factor: x * factor), options())
+    model = with_signature(lambda x, factor: x * factor)
     assert model(torch.ones(1), 2).tolist() == [2]
-    with pytest.warns(UserWarning, match="compiled as 2"):
-        assert model(torch.ones(1), 3).tolist() == [2]
+    for other, what in ((3, "Value"), (2.0, "Type"), (None, "Type")):
+        with pytest.raises(poptorch.Error, match=f"{what} mismatch for factor: expected .* but got .*"):
+            model(torch.ones(1), other)
+    model.destroy()
+    assert model(torch.ones(1), 3).tolist() == [3]
+
+
+def test_a_dictionary_argument_may_have_its_keys_in_any_order():
+    model = poptorch.inferenceModel(
+        Apply(lambda d, **named: (d["x"] - d["inner"][0]["y"]) * named["a"] - named["b"]), options()
+    )
+    x, y, a, b = (torch.tensor([value]) for value in (7.0, 4.0, 2.0, 1.0))
+    for _ in range(2):
+        assert model({"x": x, "inner": [{"y": y, "z": x}]}, a=a, b=b).item() == 5
+        assert model({"inner": [{"z": x, "y": y}], "x": x}, b=b, a=a).item() == 5
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"x": torch.ones(1)}, "Keys mismatch for d: Missing arguments: y"),
+        ({"x": torch.ones(1), "y": torch.ones(1), "z": torch.ones(1)}, "Keys mismatch for d: Unexpected arguments: z"),
+        ({"x": torch.ones(1), "y": torch.ones(2)}, r"Shape mismatch for d\[y\]: expected torch.Size\(\[1\]\)"),
+        ({"x": torch.ones(1), "y": (torch.ones(1),)}, r"Type mismatch for d\[y\]: expected"),
+    ],
+)
+def test_another_dictionary_than_the_compiled_one_is_named(changed, message):
+    model = with_signature(lambda d: d["x"] + d["y"])
+    model({"x": torch.ones(1), "y": torch.ones(1)})
+    with pytest.raises(poptorch.Error, match=message):
+        model(changed)
+
+
+def test_wrong_numbers_of_arguments():
+    model = with_signature(lambda a, *more: a + sum(more))
+    with pytest.raises(poptorch.Error, match="Mandatory parameter a missing"):
+        model()
+    with pytest.raises(AssertionError, match="unexpected keyword argument 'other'"):
+        model(torch.ones(1), other=torch.ones(1))
+    assert model(*[torch.ones(1)] * 3).item() == 3
+    with pytest.raises(poptorch.Error, match="positional arguments mismatch: expected 3 arguments but got 2"):
+        model(*[torch.ones(1)] * 2)
 
 
 @pytest.mark.parametrize("other", [torch.ones(3), torch.ones(4, 1), torch.ones(4, dtype=torch.int32)])
 def test_shapes_and_dtypes_are_fixed_by_compiling(other):
-    model = poptorch.inferenceModel(Apply(lambda x: x), options())
+    model = with_signature(lambda x: x)
     model(torch.ones(4))
-    with pytest.raises(poptorch.Error, match="compiled for"):
+    with pytest.raises(poptorch.Error, match="(Shape|Data type) mismatch for x: expected torch"):
         model(other)
 
 

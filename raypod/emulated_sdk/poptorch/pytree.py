@@ -10,6 +10,7 @@ with a registered parser. `flatten_element` returns its tensors and an `ElementS
 from __future__ import annotations
 
 import abc
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
@@ -101,11 +102,15 @@ class TreeSpec:
         inner = ", ".join(map(repr, self.children))
         return f"{self.kind.__name__}({inner})"
 
-    def constants(self) -> List[Any]:
-        """Return all constants, in order."""
-        if self.kind is _Constant:
-            return [self.constant]
-        return [value for child in self.children for value in child.constants()]
+    @property
+    def is_constant(self) -> bool:
+        """Whether this is a constant."""
+        return self.kind is _Constant
+
+    @property
+    def value_type(self) -> type:
+        """The type of the value."""
+        return type(self.constant) if self.is_constant else self.kind
 
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the nested value with these tensors as leaves and the constants of this spec."""
@@ -136,13 +141,16 @@ class _Constant:
     """The `kind` of a constant."""
 
 
-def flatten(value: Any) -> Tuple[List[torch.Tensor], TreeSpec]:
-    """Return the tensors of a nested value in order, and its `TreeSpec`."""
+def flatten(value: Any, like: Optional[TreeSpec] = None) -> Tuple[List[torch.Tensor], TreeSpec]:
+    """Return the tensors of a nested value in order, and its `TreeSpec`.
+
+    The items of a dictionary that has the keys of its counterpart in `like` are in the order of the counterpart.
+    """
     tensors: List[torch.Tensor] = []
-    return tensors, _flatten(value, tensors)
+    return tensors, _flatten(value, tensors, _NO_SPEC if like is None else like)
 
 
-def _flatten(value: Any, tensors: List[torch.Tensor]) -> TreeSpec:
+def _flatten(value: Any, tensors: List[torch.Tensor], like: TreeSpec) -> TreeSpec:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _LEAF
@@ -150,10 +158,14 @@ def _flatten(value: Any, tensors: List[torch.Tensor]) -> TreeSpec:
     if parser is not None:
         return _flatten_with_parser(value, parser, tensors)
     if isinstance(value, dict):
-        children = tuple(_flatten(item, tensors) for item in value.values())
-        return TreeSpec(type(value), tuple(value), children, None)
+        keys = like.keys if value.keys() == set(like.keys) else tuple(value)
+        likes = like.children if keys is like.keys else ()
+        items = itertools.zip_longest(keys, likes, fillvalue=_NO_SPEC)
+        return TreeSpec(type(value), keys, tuple(_flatten(value[key], tensors, each) for key, each in items), None)
     if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-        return TreeSpec(type(value), (), tuple(_flatten(item, tensors) for item in value), None)
+        likes = like.children if len(like.children) == len(value) else ()
+        pairs = itertools.zip_longest(value, likes, fillvalue=_NO_SPEC)
+        return TreeSpec(type(value), (), tuple(_flatten(item, tensors, each) for item, each in pairs), None)
     _reject_tensor_attributes(value)
     return TreeSpec(_Constant, (), (), value)
 
@@ -182,6 +194,7 @@ def _reject_tensor_attributes(value: Any) -> None:
 
 
 _LEAF = TreeSpec(torch.Tensor, (), (), None)
+_NO_SPEC = TreeSpec(_Constant, (), (), None)
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
 
+from poptorch.device.argument_checks import check_arguments
 from poptorch.device_mode import API_DTYPE
 from poptorch.enums import CommGroupType
 from poptorch.errors import Error
@@ -120,14 +122,18 @@ class Arguments:
         self.spec = spec
         self.example_inputs = example_inputs
         self._signature = inspect.signature(forward)
-        self._constants = spec.tree.constants()
-        self._warned: Set[str] = set()
+        self._has_warned = False
 
     @classmethod
     def of_call(
         cls, forward: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any], layout: BatchLayout
     ) -> Arguments:
-        """Return the arguments of the call to compile for. Raises AssertionError if the batch does not divide."""
+        """Return the arguments of the call to compile for.
+
+        Raises:
+            AssertionError: the batch does not divide, or `forward` does not have an argument.
+            Error: an argument is missing.
+        """
         bound = _bind(inspect.signature(forward), args, kwargs)
         tensors, tree = flatten((bound.args, bound.kwargs))
         layout.check(tensors)
@@ -135,17 +141,15 @@ class Arguments:
         return cls(forward, spec, [tensor.detach().clone() for tensor in layout.select(tensors, 0)])
 
     def tensors(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> List[torch.Tensor]:
-        """Return the tensors of one call, in order. Raises Error if structure, dtypes or shapes are not as compiled."""
+        """Return the tensors of one call, in order. Raises Error if structure, constants, dtypes or shapes differ."""
         bound = _bind(self._signature, args, kwargs)
-        tensors, tree = flatten((bound.args, bound.kwargs))
-        if tree != self.spec.tree:
-            raise Error(f"The arguments have the structure {tree}, but the model was compiled for {self.spec.tree}")
-        for index, (tensor, compiled) in enumerate(zip(tensors, self.spec.tensors)):
-            if _describe(tensor) != compiled:
-                raise Error(_mismatch(index, tensor, compiled))
-        self._check_constants(tree.constants())
-        if any(tensor.requires_grad for tensor in tensors):
-            self._warn("inputs that require a gradient are detached: outputs of the device cannot be differentiated")
+        tensors, tree = flatten((bound.args, bound.kwargs), self.spec.tree)
+        pairs = zip(self.spec.tensors, map(_describe, tensors))
+        check_arguments(self.spec.tree, tree, _positional_names(bound), pairs)
+        if not self._has_warned and any(tensor.requires_grad for tensor in tensors):
+            self._has_warned = True
+            message = "inputs that require a gradient are detached: outputs of the device cannot be differentiated"
+            warnings.warn(f"poptorch: {message}", stacklevel=4)
         return tensors
 
     def unflatten(self, tensors: List[torch.Tensor]) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
@@ -153,21 +157,34 @@ class Arguments:
         args, kwargs = self.spec.tree.unflatten(tensors)
         return args, kwargs
 
-    def _check_constants(self, constants: List[Any]) -> None:
-        for compiled, value in zip(self._constants, constants):
-            if not _is_same(compiled, value):
-                self._warn(f"a constant argument was compiled as {compiled!r}; the value {value!r} has no effect")
-
-    def _warn(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            warnings.warn(f"poptorch: {message}", stacklevel=5)
-
 
 def _bind(signature: inspect.Signature, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> inspect.BoundArguments:
-    bound = signature.bind(*args, **kwargs)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        _raise_missing(signature, args, kwargs)
+        raise AssertionError(f"Invalid arguments of forward{signature}: {error}") from None
     bound.apply_defaults()
     return bound
+
+
+def _raise_missing(signature: inspect.Signature, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
+    """Raise Error if the arguments fit the signature, but some are missing."""
+    with contextlib.suppress(TypeError):
+        given = signature.bind_partial(*args, **kwargs).arguments
+        for name, parameter in signature.parameters.items():
+            is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if name not in given and parameter.default is parameter.empty and not is_variadic:
+                raise Error(f"Mandatory parameter {name} missing: forward{signature}")
+
+
+def _positional_names(bound: inspect.BoundArguments) -> List[str]:
+    """Return the name of each value in `bound.args`."""
+    names: List[str] = []
+    for name, value in bound.arguments.items():
+        is_variadic = bound.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+        names += [f"*{name}[{index}]" for index in range(len(value))] if is_variadic else [name]
+    return names
 
 
 def _names(bound: inspect.BoundArguments) -> List[str]:
@@ -178,28 +195,8 @@ def _names(bound: inspect.BoundArguments) -> List[str]:
     return names
 
 
-def _is_same(compiled: Any, value: Any) -> bool:
-    """Return whether two constants are equal; constants that cannot be compared count as equal."""
-    if compiled is value:
-        return True
-    try:
-        equal = compiled == value
-        return bool(equal.all()) if hasattr(equal, "all") else bool(equal)  # arrays compare item by item
-    except (TypeError, ValueError, RuntimeError):
-        return True
-
-
 def _describe(tensor: torch.Tensor) -> Tuple[torch.dtype, torch.Size]:
     return API_DTYPE.get(tensor.dtype, tensor.dtype), tensor.shape
-
-
-def _mismatch(index: int, tensor: torch.Tensor, compiled: Tuple[torch.dtype, torch.Size]) -> str:
-    dtype, shape = compiled
-    given = API_DTYPE.get(tensor.dtype, tensor.dtype)
-    return (
-        f"Tensor {index} of the arguments is {given} {list(tensor.shape)}, but the model was compiled for {dtype} "
-        f"{list(shape)}. Shapes are fixed by the first call: drop the last short batch, or wrap the model again"
-    )
 
 
 def synthetic_inputs(spec: ArgumentSpec, layout: BatchLayout) -> List[torch.Tensor]:
