@@ -196,6 +196,10 @@ def test_ipus_per_replica_other_than_launched_are_an_error(environment: pytest.M
         popdist.poptorch.Options(ipus_per_replica=4)
 
 
+def test_without_a_launcher_a_replica_may_have_any_number_of_ipus(environment: pytest.MonkeyPatch) -> None:
+    assert popdist.poptorch.Options(ipus_per_replica=4).replication_factor == 1
+
+
 def test_one_instance_needs_no_rendezvous(environment: pytest.MonkeyPatch) -> None:
     assert not popdist.isBackendInitialized()
     popdist.synchronize()

@@ -106,6 +106,19 @@ def test_each_anchor_has_an_output_mode(mode, period, expected):
     assert training.getAnchoredTensor("x").tolist() == expected
 
 
+@pytest.mark.parametrize("is_set_first", [True, False])
+def test_an_anchor_has_the_output_mode_and_period_of_the_model(is_set_first):
+    opts = options(iterations=4)
+    if is_set_first:
+        opts.anchorTensor("x", "model.x")
+    opts.outputMode(poptorch.OutputMode.EveryN, 2)
+    if not is_set_first:
+        opts.anchorTensor("x", "model.x")
+    training = poptorch.trainingModel(Line(), opts)
+    training(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert training.getAnchoredTensor("x").tolist() == [2.0, 4.0]
+
+
 def test_anchors_of_inference_and_unknown_names():
     inference = poptorch.inferenceModel(nn.Sequential(nn.ReLU()), options().anchorTensor("act", "0/ReLU:0"))
     with pytest.raises(poptorch.Error, match="not compiled"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import poptorch
@@ -41,15 +42,17 @@ def test_random_seed_has_no_default_and_seeds_the_host():
     assert torch.equal(drawn, torch.rand(3))
 
 
-def test_data_loader_freezes_options_but_not_a_clone():
+@pytest.mark.parametrize("copied", [copy.deepcopy, poptorch.Options.clone])
+def test_data_loader_freezes_options_but_not_a_copy(copied):
     opts = poptorch.Options()
     poptorch.DataLoader(opts, torch.utils.data.TensorDataset(torch.arange(4)))
     with pytest.raises(AttributeError, match="Can't modify frozen Options"):
         opts.deviceIterations(2)
     with pytest.raises(AttributeError, match="frozen"):
         opts.Training.gradientAccumulation(2)
-    clone = opts.clone().deviceIterations(2)
+    clone = copied(opts).deviceIterations(2)
     clone.Training.gradientAccumulation(2)
+    clone.Precision.enableFloatingPointExceptions(True)
     assert (opts.device_iterations, clone.device_iterations) == (1, 2)
 
 

@@ -20,6 +20,7 @@ class Options(poptorch.Options):
     Args:
         ipus_per_replica: IPUs of the model. The default, 1, means the launched number; any other value must equal it
             (inferred: PopDist's own check is not public; programs launched with two IPUs per replica pass nothing).
+            Without a launcher it may have any value.
 
     Raises:
         RuntimeError: `ipus_per_replica` differs from the launched number, or the variables are invalid or describe
@@ -28,7 +29,7 @@ class Options(poptorch.Options):
 
     def __init__(self, ipus_per_replica: int = 1) -> None:
         launched = popdist.getNumIpusPerReplica()
-        if ipus_per_replica not in (1, launched):
+        if popdist.isPopdistEnvSet() and ipus_per_replica not in (1, launched):
             raise RuntimeError(
                 f"popdist.poptorch.Options(ipus_per_replica={ipus_per_replica}), but the run was launched with"
                 f" {launched} IPUs per replica (POPDIST_NUM_IPUS_PER_REPLICA)"

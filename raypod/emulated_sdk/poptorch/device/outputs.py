@@ -147,9 +147,10 @@ def anchors_of(options: Options, names: Sequence[str]) -> List[Anchor]:
                 f"There is no tensor {long_name!r} to anchor as {short_name!r}: PoplarExecutor.getTensorNames() lists "
                 "the names once the model is compiled"
             )
-        chosen = options.output_mode if mode == OutputMode.Default else mode
-        check_output_period(chosen, period, options.device_iterations)
-        found.append(Anchor(short_name, name, OutputMode(chosen), period))
+        if mode == OutputMode.Default:
+            mode, period = options.output_mode, options.output_return_period
+        check_output_period(mode, period, options.device_iterations)
+        found.append(Anchor(short_name, name, OutputMode(mode), period))
     return found
 
 

@@ -260,7 +260,9 @@ class PoplarExecutor(Measurements):
         if self._program is not None:
             raise Error("An executable can be loaded only before the model is compiled")
         saved = saving.read_executable(sections)
-        self._build(saved.arguments(self._model.forward, self._describe()))
+        arguments = saved.arguments(self._model.forward, self._describe())
+        with saved.modes_of(self._model):
+            self._build(arguments)
         if saved.rng_state is not None:
             self._compiled().rng_state = saved.rng_state
 

@@ -16,6 +16,7 @@ readers never see an incomplete file.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -24,7 +25,7 @@ import pickle
 import struct
 import tempfile
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 
@@ -39,11 +40,12 @@ Filename = Union[str, "os.PathLike[str]"]
 Description = Dict[str, Any]
 
 _KIND = b"emulated popef"
-_MAGIC = _KIND + b"\x02\n"
+_MAGIC = _KIND + b"\x03\n"
 _PREFIX = struct.Struct("<16sI32s")
 _MAX_HEADER = 1 << 20
 _DEFAULT_NAME = "model.poptorch"
 _EXECUTABLE, _MODEL, _RNG_STATE = "executable", "model", "rng_state"
+_MODES = "modes"  # in a description: whether each module was in training mode
 # What pickling an arbitrary Python object may raise.
 _UNPICKLABLE = (TypeError, AttributeError, RuntimeError, ValueError, pickle.PickleError)
 
@@ -74,13 +76,26 @@ class SavedExecutable(NamedTuple):
 
     def arguments(self, forward: Callable[..., Any], expected: Description) -> Arguments:
         """Return the arguments for this model. Raises Error if it was compiled for another description."""
-        for name in sorted({*self.compiled_for, *expected}):
+        for name in sorted({*self.compiled_for, *expected} - {_MODES}):
             if self.compiled_for.get(name) != expected.get(name):
                 raise Error(
                     f"The executable was compiled for another model or other options: {name} was "
                     f"{self.compiled_for.get(name)!r} and is {expected.get(name)!r}"
                 )
         return Arguments(forward, self.spec, self.example_inputs)
+
+    @contextlib.contextmanager
+    def modes_of(self, model: torch.nn.Module) -> Iterator[None]:
+        """Context in which the modules are in the modes (train or eval) for which the executable was compiled."""
+        modules = dict(model.named_modules())
+        before = {name: module.training for name, module in modules.items()}
+        try:
+            for name, is_training in self.compiled_for[_MODES].items():
+                modules[name].training = is_training
+            yield
+        finally:
+            for name, is_training in before.items():
+                modules[name].training = is_training
 
 
 def write(
@@ -158,10 +173,13 @@ def _of_options(options: Options) -> Description:
 
 
 def _of_model(model: torch.nn.Module, optimizer: Optional[torch.optim.Optimizer]) -> Description:
-    found: Description = {"optimizer": None if optimizer is None else type(optimizer).__qualname__}
+    found: Description = {
+        "optimizer": None if optimizer is None else type(optimizer).__qualname__,
+        _MODES: {name: module.training for name, module in model.named_modules()},
+    }
     for name, module in model.named_modules():
         kind = original_class(type(module))
-        found[f"module {name!r}"] = (kind.__module__, kind.__qualname__, module.training, block_of(module))
+        found[f"module {name!r}"] = (kind.__module__, kind.__qualname__, block_of(module))
     with torch._C.DisableTorchFunctionSubclass():
         for name, parameter in model.named_parameters():
             found[f"parameter {name!r}"] = (*_of_tensor(parameter), parameter.requires_grad)

@@ -6,7 +6,7 @@ from typing import Any, Callable, Optional, Union
 
 import torch
 
-from poptorch.enums import OutputMode
+from poptorch.enums import ConnectionType, OutputMode
 from poptorch.environment import VERSION
 from poptorch.errors import Error
 from poptorch.executor.executor import PoplarExecutor
@@ -90,6 +90,9 @@ def load(filename: Filename, edit_opts_fn: Optional[Callable[[Options], Any]] = 
     sections = read_sections(filename)
     saved = read_model(filename, sections)
     options = saved.options.clone()
+    options.deleteIfExists("ipu_version")
+    if options.connection_type == ConnectionType.Never:  # compiled offline, to be run here
+        options.connectionType(ConnectionType.Always)
     if edit_opts_fn is not None:
         edit_opts_fn(options)
     executor = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import re
@@ -180,11 +181,14 @@ class Options(DiagnosticOptions):
         output_mode: enums.OutputMode | None = None,
         output_return_period: int | None = 1,
     ) -> _Self:
-        """Make `getAnchoredTensor(short_name)` return the internal tensor `long_name` (see `getTensorNames()`)."""
+        """Make `getAnchoredTensor(short_name)` return the internal tensor `long_name` (see `getTensorNames()`).
+
+        Without an output mode the tensor has the output mode and period of the model's outputs.
+        """
         self.checkIsFrozen("anchored_tensors")
         named = isinstance(short_name, str) and isinstance(long_name, str)
         assert named, f"The names of an anchor must be strings, got {short_name!r} and {long_name!r}"
-        mode = enums.OutputMode(self.output_mode if output_mode is None else output_mode)
+        mode = enums.OutputMode(enums.OutputMode.Default if output_mode is None else output_mode)
         self.anchored_tensors[short_name] = [long_name, mode, _period(mode, output_return_period)]
         return self
 
@@ -314,7 +318,7 @@ class Options(DiagnosticOptions):
 
     def clone(self: _Self) -> _Self:
         """Return an unfrozen deep copy."""
-        return self._unfrozen_copy()
+        return copy.deepcopy(self)
 
 
 def _period(mode: enums.OutputMode, period: int | None) -> int:

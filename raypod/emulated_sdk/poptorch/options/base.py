@@ -127,15 +127,12 @@ class OptionsDict:
             group._freeze()
         self._is_frozen = True
 
-    def _unfrozen_copy(self: _Self) -> _Self:
-        clone = copy.deepcopy(self)
-        clone._unfreeze()
-        return clone
-
-    def _unfreeze(self) -> None:
-        self._is_frozen = False
-        for group in self._groups().values():
-            group._unfreeze()
+    def __deepcopy__(self: _Self, memo: Dict[int, Any]) -> _Self:
+        # A copy is not frozen, nor are its groups, which are copied in the same way.
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy({**vars(self), "_is_frozen": False}, memo))
+        return copied
 
 
 def is_integer(value: Any) -> bool:
