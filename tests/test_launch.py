@@ -29,6 +29,7 @@ pytestmark = [
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 MARK = "RAYPOD_TEST_LAUNCH"
+STOPPED_S = 14.0  # longer than a host may take to answer
 EIGHT_IN_FOUR = ("--num-replicas", "8", "--num-instances", "4", "--ipus-per-replica", "2")
 FOUR = ("--num-replicas", "4", "--num-instances", "4")
 TWO = ("--num-replicas", "2", "--num-instances", "2")
@@ -328,3 +329,27 @@ def test_a_lost_host_is_reported_in_time(launch: Launch, cluster: Any) -> None:
     assert found.code == 1
     assert f"host {THIRD_HOST} is lost, with instance 1: " in found.err
     assert reported_s - lost_at_s[0] < 15
+
+
+def test_a_launch_that_was_stopped_for_long_continues(
+    command: Callable[..., subprocess.Popen[bytes]], cluster: Any, tmp_path: Path
+) -> None:
+    third = cluster.add_node(node_ip_address=THIRD_HOST, **SIZES)
+    try:
+        wait = "while [ ! -e continue ]; do sleep 0.1; done; echo done"
+        three = ("--num-replicas", "3", "--num-instances", "3")
+        hosts = f"{cluster.head_node.node_ip_address},{SECOND_HOST},{THIRD_HOST}"
+        launched = command(*three, "-H", hosts, "sh", "-c", f"echo ready; {wait}")
+        assert launched.stdout is not None
+        ready = [launched.stdout.readline() for _ in range(3)]
+        launched.send_signal(signal.SIGSTOP)
+        time.sleep(STOPPED_S)
+        launched.send_signal(signal.SIGCONT)
+        (tmp_path / "continue").touch()
+        out, _ = launched.communicate(timeout=60)
+        assert launched.returncode == 0
+        assert sorted([*ready, *out.splitlines(keepends=True)]) == sorted(
+            f"[1,{index}]<stdout>:{word}\n".encode() for index in range(3) for word in ("ready", "done")
+        )
+    finally:
+        cluster.remove_node(third, allow_graceful=False)

@@ -13,12 +13,15 @@ from raypod.errors import HostLost, RaypodError, RunError, WaitTimedOut
 from raypod.fleet.ray_nodes import match_hosts
 from raypod.fleet.ray_reservation import Reservation, reserve
 from raypod.fleet.ray_session import RaySession, death_reason
+from raypod.fleet.ray_wait import Arrival, PauseDetector, take_ready
+from raypod.host.process import StepTimer
 from raypod.launcher.host_process import HostProcess
 from raypod.launcher.records import HostFacts, HostReport, Program
 from raypod.plan.placement import Placement
 
 _READ_S = 1.0  # longest duration of a `read`
 _LOST_S = 10.0  # a host is lost if its `read` takes this much longer
+_SIGNAL_S = 0.2  # longest wait that does not handle SIGINT
 _SETTING = "--start-timeout"
 
 
@@ -35,28 +38,30 @@ class RayHosts:
         self._reads: Dict[Any, Tuple[int, float]] = {}  # pending calls: (host, start time)
         self._stdin: Any = None  # the pending write
         self._done: List[bool] = [False] * len(placement.hosts)
-        self.start_seconds: List[Tuple[str, float]] = []
+        self._pauses = PauseDetector()
+        self._timer = StepTimer()
+        self.start_seconds = self._timer.steps
 
     def join(self) -> None:
         """Join or start Ray, which replaces the signal handlers."""
-        began = time.monotonic()
+        self._timer.begin()
         self._ray = self._session.open()
-        self._clock("start or join Ray", began)
+        self._timer.end("start or join Ray")
 
     def open(self) -> None:
         """Create the placement group, and start an actor on every host."""
-        began = time.monotonic()
+        self._timer.begin()
         nodes = match_hosts(self._ray, self._placement)
         self._addresses = [node["NodeManagerAddress"] for node in nodes]
         self._reservation = reserve(self._ray, self._placement, nodes, (self._timeout_s, _SETTING))
-        began = self._clock("reserve the hosts", began)
+        self._timer.end("reserve the hosts")
         actor_class = self._ray.remote(HostProcess)
         for index in range(len(nodes)):
             options = self._reservation.options(index, 1)
             options["max_concurrency"] = 4  # so that `end` runs during a `read`
             self._actors.append(actor_class.options(**options).remote())
         self._call("ready", [() for _ in nodes])
-        self._clock("start an actor on every host", began)
+        self._timer.end("start an actor on every host")
 
     def connect(self, subnet: Optional[str], instances: int) -> List[HostFacts]:
         """Determine the address of every host; with several instances, open their rendezvous on the first host."""
@@ -71,9 +76,9 @@ class RayHosts:
     def start(self, programs: Sequence[Sequence[Program]], grace_s: float, logs: str) -> None:
         """Start the programs of every host; `logs` is the folder of their log files."""
         self._logs = logs
-        began = time.monotonic()
+        self._timer.begin()
         self._call("start", [(tuple(each), grace_s) for each in programs])
-        self._clock("start the programs", began)
+        self._timer.end("start the programs")
 
     def reports(self, within_s: float) -> Iterator[Tuple[int, HostReport]]:
         """Yield (host index, report) for the reports that arrive within a time.
@@ -85,17 +90,17 @@ class RayHosts:
         for host, actor in enumerate(self._actors):
             if host not in pending and not self._done[host]:
                 self._reads[actor.read.remote(_READ_S)] = (host, time.monotonic())
-        if not self._reads:
-            return
-        ready, _ = self._ray.wait(list(self._reads), timeout=within_s)
-        for ref in ready:
-            host, _ = self._reads.pop(ref)
-            report: HostReport = self._get(ref, host)
+        arrived = [(self._reads.pop(each.ref)[0], each) for each in take_ready(self._ray, self._reads, within_s)]
+        now_s = time.monotonic()
+        if self._pauses.poll():  # this process was stopped or blocked: answers that arrived then are not read yet
+            self._reads = {ref: (host, now_s) for ref, (host, _) in self._reads.items()}
+        late = [host for host, since_s in self._reads.values() if now_s - since_s > _READ_S + _LOST_S]
+        for host, arrival in arrived:
+            report: HostReport = self._value(arrival, host)
             self._done[host] = report.is_done
             yield host, report
-        for host, since in self._reads.values():
-            if time.monotonic() - since > _READ_S + _LOST_S:
-                raise self._lost(host, f"no answer for {_LOST_S:g} s")
+        if late:
+            raise self._lost(late[0], f"no answer for {_LOST_S:g} s")
 
     @property
     def are_done(self) -> bool:
@@ -145,34 +150,33 @@ class RayHosts:
         """Call a method of every host in parallel, each with its own arguments; return the results."""
         actors = self._actors if actors is None else actors
         refs = [getattr(actor, method).remote(*each) for actor, each in zip(actors, arguments)]
-        deadline = time.monotonic() + self._timeout_s
-        pending = list(refs)
+        pending = {ref: host for host, ref in enumerate(refs)}
+        results: Dict[int, Any] = {}
+        self._pauses.poll()
+        deadline_s = time.monotonic() + self._timeout_s
         while pending:
-            _, pending = self._ray.wait(
-                pending, num_returns=len(pending), timeout=0.2
-            )  # short, so that SIGINT is handled
-            if pending and time.monotonic() > deadline:
-                missing = ", ".join(self._placement.hosts[refs.index(ref)].name for ref in pending)
+            for arrival in take_ready(self._ray, pending, _SIGNAL_S):
+                host = pending.pop(arrival.ref)
+                results[host] = self._value(arrival, host)
+            deadline_s += self._pauses.poll()
+            if pending and time.monotonic() > deadline_s:
+                missing = ", ".join(self._placement.hosts[host].name for host in pending.values())
                 raise WaitTimedOut(f"{method} on {missing}", self._timeout_s, _SETTING)
-        return [self._get(ref, host) for host, ref in enumerate(refs)]
+        return [results[host] for host in range(len(refs))]
 
-    def _get(self, ref: Any, host: int) -> Any:
-        try:
-            return self._ray.get(ref)
-        except self._ray.exceptions.RayTaskError as error:
-            cause = getattr(error, "cause", None)
-            if isinstance(cause, RaypodError):
-                raise cause from None
-            text = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
-            raise RunError(f"host {self._placement.hosts[host].name}: {text}") from error
-        except self._ray.exceptions.RayError as error:
-            raise self._lost(host, " ".join(death_reason(str(error)).split())) from None
+    def _value(self, arrival: Arrival, host: int) -> Any:
+        """Return the value that arrived from a host, or raise its error."""
+        error = arrival.error
+        if error is None:
+            return arrival.value
+        if not isinstance(error, self._ray.exceptions.RayTaskError):
+            raise self._lost(host, " ".join(death_reason(str(error)).split()))
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, RaypodError):
+            raise cause
+        text = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
+        raise RunError(f"host {self._placement.hosts[host].name}: {text}") from error
 
     def _lost(self, host: int, cause: str) -> HostLost:
         instances = tuple(spec.index for spec in self._placement.instances_on(host))
         return HostLost(self._placement.hosts[host].name, instances, cause, self._logs)
-
-    def _clock(self, what: str, began: float) -> float:
-        now = time.monotonic()
-        self.start_seconds.append((what, now - began))
-        return now
