@@ -25,7 +25,7 @@ from raypod.checkpoint.transfer import Server
 from raypod.checkpoint.writer import BackgroundWriter, State, load_or_fetch
 from raypod.datasets.feed import Feed
 from raypod.events import CallReport, EvaluationReport, InstanceStarted, SaveReport
-from raypod.host.process import versions
+from raypod.host.process import StepTimer, versions
 from raypod.host.sdk import Sdk
 from raypod.instance.control import LOADING, Heartbeat, StopGate
 from raypod.instance.process_group import ProcessGroup
@@ -49,16 +49,16 @@ class Instance:
         self._group = ProcessGroup(plan.placement.cluster.data_network)
         self._seeding_peer: Optional[SeedingPeer] = None
         self._saves: Optional[BackgroundWriter] = None  # only in instance 0
-        self._seconds: List[Tuple[str, float]] = []
+        self._timer = StepTimer()
 
     def build(self) -> InstanceStarted:
         """Load the data and build model, optimizer and options. The run starts from the weights of instance 0."""
         plan = self._plan
         torch.set_num_threads(self._spec.threads_per_replica)
-        began = time.monotonic()
+        self._timer.begin()
         splits = datasets.load(plan.config)
         self._feed = Feed(plan, self._spec, splits)
-        began = self._record_seconds("load data", began)
+        self._timer.end("load data")
         if self._spec.index == 0:
             torch.manual_seed(plan.config.training.seed)
             self._saves = BackgroundWriter(plan)
@@ -68,7 +68,7 @@ class Instance:
         )
         self._inference = poptorch.inferenceModel(model.evaluation_step, options=program.inference_options(plan))
         self._poptorch_models = [self._training, self._inference]
-        self._record_seconds("build model", began)
+        self._timer.end("build model")
         return InstanceStarted(
             instance=self._spec.index,
             host=self._spec.host,
@@ -76,7 +76,7 @@ class Instance:
             device=self._sdk.device,
             device_line=self._sdk.line,
             parameters=model.num_parameters(),
-            seconds=tuple(self._seconds),
+            seconds=tuple(self._timer.steps),
             data_fingerprint=splits.fingerprint,
             versions=versions(),
         )
@@ -299,8 +299,3 @@ class Instance:
         if self._training.isCompiled():
             self._training.copyWeightsToHostIfNeeded()
             self._host_update = self._update
-
-    def _record_seconds(self, what: str, began: float) -> float:
-        now = time.monotonic()
-        self._seconds.append((what, now - began))
-        return now
