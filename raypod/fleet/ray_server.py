@@ -6,6 +6,7 @@ import importlib
 from typing import Any, Callable
 
 from raypod.fleet.ray_reservation import node_affinity
+from raypod.fleet.ray_session import death_reason
 
 
 class RayServer:
@@ -32,7 +33,7 @@ class RayServer:
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
         except ray.exceptions.RayError as error:
-            raise ConnectionError(f"the coordinator's host cannot be reached: {error}") from error
+            raise ConnectionError(f"no connection to the coordinator's host: {death_reason(str(error))}") from error
 
     def close(self) -> None:
         """See `Server.close`."""
