@@ -113,6 +113,11 @@ class StopGate:
             self._started = call + 1
             return True
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether no call at all may start."""
+        return self._last == 0
+
     def pause(self) -> int:
         """Start no more calls until `stop_after`; return the number of calls started so far."""
         with self._condition:

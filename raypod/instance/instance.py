@@ -24,6 +24,7 @@ from raypod.checkpoint.format import Checkpoint, Manifest
 from raypod.checkpoint.transfer import Server
 from raypod.checkpoint.writer import BackgroundWriter, State, load_or_fetch
 from raypod.datasets.feed import Feed
+from raypod.errors import CollectiveBroken
 from raypod.events import CallReport, EvaluationReport, InstanceStarted, SaveReport
 from raypod.host.process import StepTimer, versions
 from raypod.host.sdk import Sdk
@@ -131,7 +132,7 @@ class Instance:
         return list(recent_results.lost_reports(state, self._plan.geometry, missing))
 
     def abort_collectives(self) -> None:
-        """End every wait for other instances, from another thread, because one of them is lost."""
+        """End a leg, an evaluation and every wait for other instances, from another thread, as one of them is lost."""
         self._gate.stop_after(0)
         if self._seeding_peer is not None:
             self._seeding_peer.abort()
@@ -211,6 +212,8 @@ class Instance:
         network.eval()
         sums = classification.EvaluationSums()
         for images, labels, valid in self._feed.evaluation_calls():
+            if self._gate.is_closed:  # a long evaluation must not delay the repair; it is repeated afterwards
+                raise CollectiveBroken(self._spec.index, "the evaluation was aborted")
             sums.add(self._inference(images)[:valid], labels[:valid])
         self._detach()
         network.train()

@@ -8,7 +8,8 @@ import poptorch
 import pytest
 
 from raypod.coordinator import coordinator
-from raypod.events import CallReport, Event, Repaired, RunEnded, UpdateDone
+from raypod.errors import CollectiveBroken
+from raypod.events import CallReport, EvaluationDone, Event, Repaired, RunEnded, UpdateDone
 from raypod.fleet.base import FleetBroken
 from raypod.fleet.inline import InlineFleet
 from raypod.plan.plan import Leg, Plan
@@ -69,6 +70,34 @@ def test_a_survivor_continues_with_the_state_on_its_device(make: Callable[..., P
     assert only(events, RunEnded).weights_sha256 == uninterrupted
     assert only(events, Repaired).update == BREAKS_AFTER
     assert len(compiled) == 2  # the training and the evaluation, once each
+
+
+class AbortingFleet(DisconnectingFleet):
+    """The first evaluation is aborted."""
+
+    _is_connected, evaluations = False, 0
+
+    def call(self, method: str, *arguments: Any) -> List[Any]:
+        if method != "evaluate":
+            return super().call(method, *arguments)
+        self.evaluations += 1
+        if self.evaluations > 1:
+            return super().call(method, *arguments)
+        self._instance.abort_collectives()  # type: ignore[union-attr]
+        with pytest.raises(CollectiveBroken, match="instance 0 lost its connection to other instances: the evaluation"):
+            super().call(method, *arguments)
+        raise FleetBroken((), "another instance is lost")
+
+
+def test_an_evaluation_is_aborted_and_repeated_after_the_repair(make: Callable[..., Plan]) -> None:
+    plan = plan_for(make, "tiny")
+    fleets = InlineFleet(plan), AbortingFleet(plan)
+    undisturbed, events = (events_of(plan, fleet) for fleet in fleets)
+    assert fleets[1].evaluations == 2
+    assert [each for each in events if isinstance(each, EvaluationDone)] == [
+        each for each in undisturbed if isinstance(each, EvaluationDone)
+    ]
+    assert only(events, RunEnded).weights_sha256 == only(undisturbed, RunEnded).weights_sha256
 
 
 def test_an_unreadable_device_loses_the_updates_since_the_last_read_back(
