@@ -13,12 +13,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import List, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 from raypod.checkpoint import storage
 from raypod.cli import format_table
-from raypod.errors import ConfigError, RunError
+from raypod.errors import ConfigError, RunError, UserError
+from raypod.host import lease_file
+from raypod.host.lease_file import LeaseFile
 from raypod.record import run_state
+from raypod.record.claim import Claim
 from raypod.record.run_state import RunState
 
 _POLL_S = 0.2
@@ -29,19 +32,26 @@ def log_of(run_dir: Path) -> Path:
     return run_dir / "logs" / "coordinator.log"
 
 
-def detach(argv: Sequence[str], run_dir: Path, start_timeout_s: float) -> int:
-    """Start a command line of `raypod.train` in a background process.
+def detach(argv: Sequence[str], claimed: Claim, start_timeout_s: float) -> int:
+    """Start a command line of `raypod.train` in a background process, and hand the claim over to it.
 
     Returns 0 once the run trains or `start_timeout_s` seconds have passed, or the exit code of a process that ended.
     """
+    run_dir = claimed.folder
     log = log_of(run_dir)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "raypod.train", *_without_run_dir(argv), "--run-dir", str(run_dir)]
-    with log.open("ab") as output:
+    own = ["--run-dir", str(run_dir), "--lease", claimed.lease.owner]
+    command = [sys.executable, "-m", "raypod.train", *_without_run_dir(argv), *own]
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        output = log.open("ab")
+    except OSError as error:
+        raise ConfigError(f"cannot write {log}: {error.strerror}") from None
+    with output:
         began = output.tell()
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
+    claimed.hand_over(child.pid)
     print(f"Run folder: {run_dir}\nSupervisor: pid {child.pid}, its output: {log}")  # noqa: T201
     deadline = time.monotonic() + start_timeout_s
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the wait, not the run
@@ -53,6 +63,7 @@ def detach(argv: Sequence[str], run_dir: Path, start_timeout_s: float) -> int:
             if code is not None:
                 sys.stderr.buffer.write(_last_line(log, began))
                 sys.stderr.flush()
+                claimed.take_back(discard=code == UserError.exit_code)
                 return code
             time.sleep(_POLL_S)
     print(f"python -m raypod status|attach|stop {run_dir}")  # noqa: T201
@@ -62,8 +73,10 @@ def detach(argv: Sequence[str], run_dir: Path, start_timeout_s: float) -> int:
 
 def status(run_dir: Path) -> int:
     """Print the state of a run. Return 1 if it failed or its coordinator died, else 0."""
+    found = lease_file.current(run_dir)
     state = _state_of(run_dir)
-    name, is_healthy = _describe(state)
+    silent_s = max(0.0, time.time() - found.renewed_s) if found else 0.0
+    name, is_healthy = _describe(state, _may_be_alive(state, found, silent_s))
     rows = [
         ("state", name),
         ("coordinator", f"pid {state.pid} on {state.host}"),
@@ -74,6 +87,10 @@ def status(run_dir: Path) -> int:
     if state.restarts:
         rows.append(("restarts", str(state.restarts)))
     rows.append(("checkpoint", storage.latest_name(run_dir) or "none yet"))
+    if found is not None:
+        rows.append(
+            ("heartbeat", f"{silent_s:.0f} s ago; the lease expires after {found.expires_after_s:g} s without one")
+        )
     rows.append(("updated", f"{max(0.0, time.time() - state.written_at_s):.0f} s ago"))
     print("\n".join(format_table([(key.rjust(12), text) for key, text in rows])))  # noqa: T201
     return 0 if is_healthy else 1
@@ -85,11 +102,15 @@ def attach(run_dir: Path) -> int:
     if not log.is_file():
         raise ConfigError(f"{run_dir} has no {log.name}: its run was not started with --detach")
     try:
+        renewed_s, changed_s = 0.0, 0.0
         with log.open("rb") as output:
             while True:
+                found = lease_file.current(run_dir)  # before the state, which holds the end when the lease is released
                 state = _state_of(run_dir)
                 _copy(output.read())
-                if state.has_ended or not _may_be_alive(state):
+                if found is not None and found.renewed_s != renewed_s:
+                    renewed_s, changed_s = found.renewed_s, time.monotonic()
+                if state.has_ended or not _may_be_alive(state, found, time.monotonic() - changed_s):
                     _copy(output.read())
                     break
                 time.sleep(_POLL_S)
@@ -109,9 +130,12 @@ def stop(run_dir: Path, within_s: float = 900.0) -> int:
     """
     state = _state_of(run_dir)
     if not state.is_local:
-        raise ConfigError(f"the coordinator of {run_dir} was started on host {state.host}; stop it there")
+        raise ConfigError(
+            f"the coordinator of {run_dir} was started on host {state.host}; stop it there, or continue the run here "
+            "with --take-over"
+        )
     if state.has_ended or not state.is_alive:
-        print(f"{run_dir}: nothing to stop, {_describe(state)[0]}")  # noqa: T201
+        print(f"{run_dir}: nothing to stop, {_describe(state, is_alive=False)[0]}")  # noqa: T201
         return 0
     os.kill(state.pid, signal.SIGTERM)
     deadline = time.monotonic() + within_s
@@ -121,7 +145,7 @@ def stop(run_dir: Path, within_s: float = 900.0) -> int:
                 f"{run_dir}: the run has not ended {within_s:g} s after SIGTERM; a second stop ends it at once"
             )
         time.sleep(_POLL_S)
-    print(f"{run_dir}: {_describe(_state_of(run_dir))[0]}")  # noqa: T201
+    print(f"{run_dir}: {_describe(_state_of(run_dir), is_alive=False)[0]}")  # noqa: T201
     return 0
 
 
@@ -132,17 +156,18 @@ def _state_of(run_dir: Path) -> RunState:
     return state
 
 
-def _may_be_alive(state: RunState) -> bool:
-    return state.is_alive or not state.is_local
+def _may_be_alive(state: RunState, found: Optional[LeaseFile], silent_s: float) -> bool:
+    """Return whether the coordinator lives. On another host that is judged by its lease, silent for `silent_s`."""
+    return state.is_alive if state.is_local else found is not None and silent_s < found.expires_after_s
 
 
-def _describe(state: RunState) -> Tuple[str, bool]:
+def _describe(state: RunState, is_alive: bool) -> Tuple[str, bool]:
     """Return the state as text, and whether the run is healthy."""
     if state.state == run_state.FAILED:
         return f"failed (exit code {state.exit_code}): {state.message}", False
     if state.has_ended:
         return f"{state.state} after update {state.update}", True
-    if not _may_be_alive(state):
+    if not is_alive:
         return (
             f"its coordinator died at update {state.update}; the same command resumes from the last checkpoint",
             False,

@@ -3,7 +3,8 @@
     RaypodError
     |-- UserError               exit code 2: the request is wrong
     |   |-- ConfigError         a wrong key or value, or values that contradict each other
-    |   |   `-- DataMissing     the files of a data set are missing
+    |   |   |-- DataMissing     the files of a data set are missing
+    |   |   `-- LeaseHeld       another process uses the run folder
     |   |-- ClusterError        the pod lacks something that the plan needs
     |   `-- SdkError            the requested SDK cannot be imported
     `-- RunError                exit code 1: the request is valid and the run failed
@@ -12,6 +13,7 @@
         |-- CollectiveBroken    a collective operation failed because another instance was lost
         |-- HostLost            a host, or the raypod process on it, was lost
         |-- PeerLost            an instance cannot reach another one
+        |-- LeaseLost           another process has taken over the run folder
         |-- WaitTimedOut        a wait exceeded its timeout
         |-- WeightsDiffer       instances start from different weights
         |-- CheckpointDamaged   a checkpoint file does not match its checksum
@@ -48,6 +50,18 @@ class DataMissing(ConfigError):
 
     Planning does not need the files: it uses the published size of the data set.
     """
+
+
+@dataclasses.dataclass(eq=False)
+class LeaseHeld(ConfigError):
+    """Raised if a command would use a run folder that another process uses, on this host or on another one."""
+
+    folder: str
+    holder: str
+    way_out: str
+
+    def __str__(self) -> str:
+        return f"{self.folder} is in use by {self.holder}" + (f"; {self.way_out}" if self.way_out else "")
 
 
 class ClusterError(UserError):
@@ -122,6 +136,17 @@ class CollectiveBroken(RunError):
 
     def __str__(self) -> str:
         return f"instance {self.instance} lost its connection to other instances: {self.cause}"
+
+
+@dataclasses.dataclass(eq=False)
+class LeaseLost(RunError):
+    """Raised in a run whose folder another process has taken over; the run writes nothing more into it."""
+
+    folder: str
+    holder: str
+
+    def __str__(self) -> str:
+        return f"{self.holder} has taken over {self.folder}; this run ends and writes nothing more into it"
 
 
 @dataclasses.dataclass(eq=False)

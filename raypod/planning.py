@@ -11,15 +11,23 @@ from typing import Any, Dict, Sequence, Tuple
 
 from raypod import datasets
 from raypod.cli import FlagParser
-from raypod.plan import resolve, tables
+from raypod.host import sdk, torchvision_import
+from raypod.host.lease_file import EXPIRES_AFTER_S
+from raypod.plan import resolve, tables, user_code
 from raypod.plan.cluster import LOCAL, read_cluster
+from raypod.plan.config import Config
 from raypod.plan.plan import Plan, make_plan
 from raypod.record import run_folder
+from raypod.record.sinks import check_packages
 
 _SWITCHES = {
     "--dry-run": "print the plan and exit; nothing is written or downloaded",
     "--json": "print the plan as JSON",
     "--detach": "run in the background; control it with `python -m raypod status|attach|stop RUN_FOLDER`",
+    "--take-over": (
+        "end the run that uses the run folder, also on another host, and continue it here; for a host that is lost, "
+        f"wait until its lease has expired ({EXPIRES_AFTER_S:g} s after its last heartbeat) instead"
+    ),
 }
 
 
@@ -32,7 +40,7 @@ def plan_of(argv: Sequence[str], prog: str, switches: Sequence[str] = ()) -> Tup
     Args:
         argv: the flags, without the program's name.
         prog: the program's name in messages.
-        switches: further boolean flags: any of `--dry-run`, `--json`, `--detach`.
+        switches: further boolean flags: any of `--dry-run`, `--json`, `--detach`, `--take-over`.
 
     Raises:
         UserError: a flag, the config, the cluster file or the data set is wrong.
@@ -41,11 +49,14 @@ def plan_of(argv: Sequence[str], prog: str, switches: Sequence[str] = ()) -> Tup
     resolve.add_flags(parser)
     for switch in switches:
         parser.add_argument(switch, action="store_true", help=_SWITCHES[switch])
+    if "--detach" in switches:  # of the background process
+        parser.add_argument("--lease", help=argparse.SUPPRESS)
     args = resolve.parse_arguments(parser, argv)
     values, source = resolve.merge(args)
     path = values.get("pod", {}).get("cluster")
     cluster = LOCAL if path is None else read_cluster(str(path))
     config = resolve.from_values(values, source, None if path is None else cluster.num_instances)
+    _check_model(config)
     run_dir = run_folder.choose(config)
     if getattr(args, "dry_run", True):
         size = datasets.dataset_size_or_published(config)
@@ -59,6 +70,27 @@ def plan_of(argv: Sequence[str], prog: str, switches: Sequence[str] = ()) -> Tup
 
         plan = dataclasses.replace(plan, pipeline_splits=find_splits(config) or ())
     return plan, args
+
+
+def _check_model(config: Config) -> None:
+    """Raise ConfigError if the user's model cannot be imported; instances import it after they have started."""
+    name = config.training.model
+    if ":" in name:
+        torchvision_import.install()  # the user's module may import torchvision
+        with sdk.importable(config.run.device):
+            user_code.check(name, "training.model", ("channels", "classes"))
+
+
+def check_host(plan: Plan) -> None:
+    """Check what a run needs on this host, before anything is created.
+
+    Raises:
+        ConfigError: a package is missing.
+        SdkError: this host is the pod, and the SDK is missing.
+    """
+    check_packages(plan.config)
+    if plan.placement.cluster is LOCAL:
+        sdk.sdk_for_programs(plan.config.run.device)
 
 
 def render_with_pipeline(plan: Plan) -> str:

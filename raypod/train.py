@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 from raypod import detached, planning
 from raypod.checkpoint import resume
 from raypod.cli import INTERRUPTED, report_errors
 from raypod.coordinator import coordinator
-from raypod.events import EvaluationDone, RunEnded
+from raypod.events import EvaluationDone, RunEnded, RunStarted
 from raypod.fleet.base import Fleet
 from raypod.host.process import process_age_s
 from raypod.plan.plan import Plan
-from raypod.record import run_folder, run_state
+from raypod.record import claim, run_folder, run_state
 from raypod.record.metrics import MetricsAggregator
 from raypod.record.progress import Progress
-from raypod.record.sinks import Sinks, check_packages
+from raypod.record.sinks import Sinks
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -29,28 +31,50 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def _train(argv: Sequence[str]) -> int:
     started_at_s = time.monotonic() - process_age_s()
-    plan, args = planning.plan_of(argv, "raypod.train", ["--dry-run", "--detach"])
+    plan, args = planning.plan_of(argv, "raypod.train", ["--dry-run", "--detach", "--take-over"])
     if args.dry_run:
+        plan, _ = _resume_point(plan)
         print(planning.render_with_pipeline(plan))  # noqa: T201
         return 0
-    folder = Path(plan.run_dir)
-    run_state.check_not_running(folder)
-    verify = not args.detach  # the background process verifies its checkpoint itself
-    was_cut_off, found = run_state.is_unfinished(folder), None
+    planning.check_host(plan)
+    with _claim(plan, args) as claimed:
+        plan = dataclasses.replace(plan, run_dir=str(claimed.folder))
+        plan, found = _resume_point(plan, verify=not args.detach)  # the background process verifies its checkpoint
+        if args.detach:
+            return detached.detach(argv, claimed, plan.config.run.start_timeout_s)
+        run_folder.create(plan)
+        with run_state.StateFile(claimed.folder, plan.total_updates) as state:
+            return _run(plan, found, state, claimed, started_at_s)
+
+
+def _claim(plan: Plan, args: argparse.Namespace) -> claim.Claim:
+    if args.lease is not None:
+        return claim.adopt(plan.run_dir, args.lease, _log)
+    return claim.claim(plan.config, plan.run_dir, args.take_over, _log)
+
+
+def _resume_point(plan: Plan, verify: bool = True) -> Tuple[Plan, Optional[resume.ResumePoint]]:
+    """Return the plan, changed to resume an interrupted run in its folder, and the checkpoint from which it resumes.
+
+    Raises:
+        ConfigError: the run cannot resume, or its folder holds something else.
+    """
+    was_cut_off, found = run_state.is_unfinished(Path(plan.run_dir)), None
     if plan.config.run.resume:
         found = resume.find_checkpoint(plan, was_cut_off, verify)
     elif was_cut_off:
         plan, found = resume.resume_interrupted(plan, verify)
     run_folder.check_may_write(plan)
-    check_packages(plan.config)
-    if args.detach:
-        return detached.detach(argv, folder, plan.config.run.start_timeout_s)
-    run_folder.create(plan)
-    with run_state.StateFile(folder, plan.total_updates) as state:
-        return _run(plan, found, state, started_at_s)
+    return plan, found
 
 
-def _run(plan: Plan, found: Optional[resume.ResumePoint], state: run_state.StateFile, started_at_s: float) -> int:
+def _run(
+    plan: Plan,
+    found: Optional[resume.ResumePoint],
+    state: run_state.StateFile,
+    claimed: claim.Claim,
+    started_at_s: float,
+) -> int:
     progress = Progress(plan)
     progress.begin()
     resumed = found.checkpoint if found else None
@@ -66,7 +90,11 @@ def _run(plan: Plan, found: Optional[resume.ResumePoint], state: run_state.State
         events = stack.enter_context(
             contextlib.closing(coordinator.run(plan, _fleet(plan, progress), metrics, resumed, known))
         )
+        stack.enter_context(claimed.lease.interrupting())
         for event in events:
+            claimed.lease.check()
+            if isinstance(event, RunStarted):
+                claimed.keep()
             last_events[type(event)] = event
             sinks.handle(event)
             state.handle(event)
@@ -77,6 +105,10 @@ def _run(plan: Plan, found: Optional[resume.ResumePoint], state: run_state.State
     print(f"Waiting for data: {100 * metrics.data_wait_share:.1f} % of the time of the calls")  # noqa: T201
     print(f"Everything else: {plan.run_dir}")  # noqa: T201
     return INTERRUPTED if last_events[RunEnded].interrupted else 0
+
+
+def _log(text: str) -> None:
+    print(f"raypod: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _fleet(plan: Plan, progress: Progress) -> Fleet:

@@ -6,12 +6,13 @@ is reported in one line, and a requested SDK that cannot be imported is an error
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.machinery
 import sys
 from pathlib import Path
-from typing import List, Optional, Tuple
+from typing import Iterator, List, Optional, Tuple
 
 from raypod.errors import SdkError
 
@@ -70,6 +71,20 @@ def sdk_for_programs(device: str) -> Tuple[Sdk, Tuple[str, ...]]:
     if not installed:
         raise SdkError("--device ipu: no poptorch is installed here; source the SDK's enable scripts")
     return Sdk("ipu", "Poplar SDK"), ()
+
+
+@contextlib.contextmanager
+def importable(device: str) -> Iterator[None]:
+    """Make the SDK that `device` selects importable within the context, where one can be found; imports nothing."""
+    if device == "ipu":
+        yield
+        return
+    before = list(sys.path)
+    sys.path[:0] = [entry for entry in sdk_for_programs(device)[1] if entry not in before]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 def make_store_importable() -> None:

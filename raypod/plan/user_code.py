@@ -6,9 +6,11 @@ import importlib
 import inspect
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Sequence
 
 from raypod.errors import ConfigError
+
+_SDKS = ("poptorch", "popdist", "popart", "horovod")
 
 
 def call(name: str, key: str, *arguments: Any) -> Any:
@@ -21,22 +23,49 @@ def call(name: str, key: str, *arguments: Any) -> Any:
     Raises:
         ConfigError: the function does not exist or does not accept the arguments.
     """
-    function = _import_attribute(name, key)
-    if not callable(function):
-        raise ConfigError(f"{key} = {name!r}: {type(function).__name__} is not callable")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some built-in functions have no signature
-        return function(*arguments)
-    try:
-        signature.bind(*arguments)
-    except TypeError as error:
-        shown = ", ".join(map(repr, arguments))
-        raise ConfigError(f"{key} = {name!r} is called with ({shown}), and takes {signature}: {error}") from None
+    function = _import_function(name, key)
+    _check_signature(function, name, key, [repr(each) for each in arguments])
     return function(*arguments)
 
 
-def _import_attribute(name: str, key: str) -> Any:
+def check(name: str, key: str, parameters: Sequence[str]) -> None:
+    """Import `module:function`, and check that it can be called, without calling it.
+
+    A module that imports an SDK which this host does not have is not checked: the hosts of the pod import it.
+
+    Args:
+        name: `module:function`.
+        key: the config key whose value is `name`, for messages.
+        parameters: the names of the arguments with which it is called.
+
+    Raises:
+        ConfigError: the function does not exist or does not accept the arguments.
+    """
+    try:
+        function = _import_function(name, key)
+    except _SdkMissing:
+        return
+    _check_signature(function, name, key, parameters)
+
+
+class _SdkMissing(ConfigError):
+    """Raised if a module imports an SDK that is not installed."""
+
+
+def _check_signature(function: Any, name: str, key: str, shown: Sequence[str]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-in functions have no signature
+        return
+    try:
+        signature.bind(*shown)
+    except TypeError as error:
+        raise ConfigError(
+            f"{key} = {name!r} is called with ({', '.join(shown)}), and takes {signature}: {error}"
+        ) from None
+
+
+def _import_function(name: str, key: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not attribute or not all(part.isidentifier() for part in module_name.split(".")):
         raise ConfigError(f"{key} = {name!r}: write module:function, as in my_package.my_module:make")
@@ -44,8 +73,15 @@ def _import_attribute(name: str, key: str) -> Any:
     if here not in sys.path:
         sys.path.append(here)
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        function = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, SyntaxError) as error:
-        raise ConfigError(f"{key} = {name!r}: {' '.join(str(error).split())}") from None
+        is_sdk = isinstance(error, ImportError) and (error.name or "").partition(".")[0] in _SDKS
+        raise (_SdkMissing if is_sdk else ConfigError)(f"{key} = {name!r}: {' '.join(str(error).split())}") from None
     except AttributeError:
         raise ConfigError(f"{key} = {name!r}: the module {module_name} has no {attribute!r}") from None
+    except Exception as error:  # importing the user's code can raise any exception
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{key} = {name!r}: importing {module_name} raised {cause}") from error
+    if not callable(function):
+        raise ConfigError(f"{key} = {name!r}: {type(function).__name__} is not callable")
+    return function

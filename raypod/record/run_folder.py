@@ -14,6 +14,7 @@ from typing import Any, Dict, List, Optional, Sequence
 from raypod.errors import ConfigError, RunError
 from raypod.events import EvaluationDone, Repaired, RunEnded, RunStarted, UpdateDone
 from raypod.host.files import replace_file, strict_json
+from raypod.host.lease_file import is_lease
 from raypod.plan.config import Config
 from raypod.plan.plan import Plan, default_run_dir
 from raypod.plan.resolve import run_folder_of
@@ -22,6 +23,8 @@ from raypod.record import run_state
 from raypod.record.metrics import MetricsAggregator
 
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
+CONFIG, PLAN, LOGS = "config.yaml", "plan.json", "logs"
+_MARKS = (METRICS, PLAN, run_state.NAME)  # a folder with one of them is a run folder
 
 
 def choose(resolved: Config) -> str:
@@ -32,10 +35,33 @@ def choose(resolved: Config) -> str:
     return os.path.abspath(default_run_dir(resolved, time.strftime("%Y%m%d-%H%M%S")))  # noqa: PTH100 - keeps symlinks
 
 
+def is_named(config: Config, run_dir: str) -> bool:
+    """Return whether the config names the folder that `choose` returned, so that it may exist."""
+    resume = config.run.resume
+    return bool(config.run.run_dir) or (resume is not None and run_folder_of(resume) == Path(run_dir).resolve())
+
+
+def check_is_run_folder(folder: Path, config: Config) -> None:
+    """Raise ConfigError unless an existing folder is empty, a run folder, or the one from which the run resumes."""
+    if not folder.is_dir():
+        raise ConfigError(f"--run-dir {folder} is not a folder; choose another one")
+    names = sorted(path.name for path in folder.iterdir())
+    if not names or set(names) & set(_MARKS) or any(map(is_lease, names)):
+        return
+    if config.run.resume and run_folder_of(config.run.resume) == folder.resolve():
+        return
+    raise ConfigError(
+        f"--run-dir {folder} is not empty and no run folder (it contains {names[0]}); choose another folder"
+    )
+
+
 def check_may_write(plan: Plan) -> None:
-    """Raise ConfigError if the folder holds another run than the resumed one, or a finished run."""
+    """Raise ConfigError if the folder holds another run than the resumed one, a finished run, or other files."""
     folder = Path(plan.run_dir)
     resume = plan.config.run.resume
+    if not is_named(plan.config, plan.run_dir) or not folder.exists():
+        return
+    check_is_run_folder(folder, plan.config)
     may_write = run_folder_of(resume) == folder.resolve() if resume else run_state.is_unfinished(folder)
     if (folder / METRICS).exists() and not may_write:
         raise ConfigError(
@@ -47,9 +73,9 @@ def create(plan: Plan) -> None:
     """Create the folder and write `config.yaml` and `plan.json` into it. ConfigError if that fails."""
     folder = Path(plan.run_dir)
     try:
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-        replace_file(folder / "config.yaml", plan.config.to_yaml().encode())
-        replace_file(folder / "plan.json", (json.dumps(describe(plan), indent=2) + "\n").encode())
+        (folder / LOGS).mkdir(parents=True, exist_ok=True)
+        replace_file(folder / CONFIG, plan.config.to_yaml().encode())
+        replace_file(folder / PLAN, (json.dumps(describe(plan), indent=2) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"cannot write into the run folder {folder}: {error.strerror}") from None
 

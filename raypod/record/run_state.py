@@ -1,6 +1,6 @@
 """`state.json`: the coordinator's process and the progress of a run, for `raypod status`, `attach` and `stop`.
 
-The coordinator writes it at most once per second. It also prevents a second coordinator in the folder of a live one.
+The coordinator writes it at most once per second.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import time
 from pathlib import Path
 from typing import Optional
 
-from raypod.errors import ConfigError, RaypodError
+from raypod.errors import LeaseLost, RaypodError
 from raypod.events import Event, Repaired, RunEnded, RunStarted, UpdateDone
+from raypod.host.abort import on_abort
 from raypod.host.files import strict_json
 from raypod.host.process import process_start_ticks
 
@@ -64,6 +65,11 @@ class RunState:
         """
         return self.is_alive and not self.has_ended and self.pid != os.getpid()
 
+    @property
+    def may_be_running(self) -> bool:
+        """As `is_running`, and True for a run on another host whose end the file does not hold."""
+        return self.is_running if self.is_local else not self.has_ended
+
 
 def read(run_dir: Path) -> Optional[RunState]:
     """Return the state of the run in a folder; None if there is none."""
@@ -76,17 +82,7 @@ def read(run_dir: Path) -> Optional[RunState]:
 def is_unfinished(run_dir: Path) -> bool:
     """Return whether the run in a folder died, failed or was interrupted, and can be resumed."""
     state = read(run_dir)
-    return state is not None and state.state != DONE and state.is_local and not state.is_running
-
-
-def check_not_running(run_dir: Path) -> None:
-    """Raise ConfigError if the coordinator of the run in a folder is alive."""
-    state = read(run_dir)
-    if state is not None and state.is_running:
-        raise ConfigError(
-            f"{run_dir} is in use: its run is at update {state.update} (pid {state.pid}); "
-            f"python -m raypod attach {run_dir} shows its output, python -m raypod stop {run_dir} ends it"
-        )
+    return state is not None and state.state != DONE and not state.is_running
 
 
 class StateFile:
@@ -97,6 +93,7 @@ class StateFile:
         ticks = process_start_ticks(os.getpid()) or 0
         self._state = RunState(os.getpid(), ticks, socket.gethostname(), STARTING, 0, total_updates)
         self._written_s = -_WRITE_INTERVAL_S
+        self._stack = contextlib.ExitStack()
         self._write(self._state)
 
     def handle(self, event: Event) -> None:
@@ -116,10 +113,17 @@ class StateFile:
             self._state = dataclasses.replace(self._state, state=state, exit_code=code, update=event.updates)
 
     def __enter__(self) -> StateFile:
+        self._stack.enter_context(on_abort(self._record_end))
         return self
 
     def __exit__(self, kind: Optional[type], error: Optional[BaseException], _: object) -> None:
-        """Write how the run ended."""
+        self._stack.close()
+        self._record_end(error)
+
+    def _record_end(self, error: Optional[BaseException]) -> None:
+        """Write how the run ended, unless another process has taken over the folder."""
+        if isinstance(error, LeaseLost):
+            return
         if isinstance(error, KeyboardInterrupt):
             self._state = dataclasses.replace(self._state, state=INTERRUPTED, exit_code=130)
         elif error is not None:

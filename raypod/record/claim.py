@@ -1,0 +1,153 @@
+"""Claim a run folder: create it, or enter the folder of an earlier run, and hold its lease while the run uses it.
+
+A command that ends with a user's mistake before its run has started leaves nothing that was not there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Dict, List, Optional, Set
+
+from raypod.errors import ConfigError, LeaseHeld, RaypodError, UserError
+from raypod.host import lease
+from raypod.host.files import replace_file
+from raypod.host.folders import create_folder, create_numbered_folder, remove_empty
+from raypod.host.lease_file import Log
+from raypod.plan.config import Config
+from raypod.record import run_folder, run_state
+from raypod.record.run_folder import CONFIG, LOGS, PLAN
+
+_REPLACED = (CONFIG, PLAN, run_state.NAME)  # written before the run starts
+
+
+class Claim:
+    """A claimed run folder. Leaving the context ends the claim.
+
+    If the context is left by a UserError before `keep` was called, the folder is restored to what it was before.
+    """
+
+    def __init__(self, folder: Path, held: lease.Lease, created: List[Path]) -> None:
+        """`created` holds the folders that were created for the claim, `folder` last if it is one of them."""
+        self.folder, self.lease = folder, held
+        self._created = created
+        self._before: Dict[str, bytes] = {}
+        for name in _REPLACED:
+            with contextlib.suppress(FileNotFoundError):
+                self._before[name] = (folder / name).read_bytes()
+        self._logs: Optional[Set[Path]] = set((folder / LOGS).iterdir()) if (folder / LOGS).is_dir() else None
+        self._is_kept = self._is_discarded = self._is_handed_over = False
+
+    def keep(self) -> None:
+        """Keep what the run has written: it has started."""
+        self._is_kept = True
+
+    def hand_over(self, pid: int) -> None:
+        """Hand the claim over to a child process, which adopts it: leaving the context does not end it.
+
+        Raises:
+            ConfigError: the lease cannot be written.
+        """
+        try:
+            self.lease.hand_over(pid)
+        except OSError as error:
+            raise ConfigError(f"cannot write into the run folder {self.folder}: {error.strerror}") from None
+        self._is_handed_over = True
+
+    def take_back(self, discard: bool) -> None:
+        """End the claim of a child process that has ended; `discard` restores the folder."""
+        self._is_handed_over, self._is_discarded = False, discard
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, kind: Optional[type], error: Optional[BaseException], _: object) -> None:
+        if self._is_handed_over:
+            self.lease.leave()
+            return
+        is_discarded = self._is_discarded or (isinstance(error, UserError) and not self._is_kept)
+        if is_discarded:
+            with contextlib.suppress(OSError):  # the disk is full or lost: the error that ends the command counts
+                self._restore()
+        self.lease.release()
+        if is_discarded:
+            remove_empty(self._created)
+
+    def _restore(self) -> None:
+        for name in _REPLACED:
+            path = self.folder / name
+            if name in self._before and path.read_bytes() != self._before[name]:
+                replace_file(path, self._before[name])
+            elif name not in self._before and path.exists():
+                path.unlink()
+        logs = self.folder / LOGS
+        for path in set(logs.iterdir()) - (self._logs or set()) if logs.is_dir() else ():
+            path.unlink()
+        if self._logs is None:
+            remove_empty([logs])
+
+
+def claim(config: Config, run_dir: str, take_over: bool, log: Log) -> Claim:
+    """Claim the run folder of a config: atomically, among all processes on all hosts that share its disk.
+
+    Args:
+        config: the config, whose run folder exists only if it names it (`run.run_dir`), or resumes in it.
+        run_dir: the folder that `run_folder.choose` returned. If the config does not name it, and it exists, a number
+            is appended.
+        take_over: end a run that uses the folder.
+        log: prints lines about waits.
+
+    Raises:
+        LeaseHeld: another run uses the folder.
+        ConfigError: the folder cannot be created, or it has other files and is no run folder.
+    """
+    folder, created = Path(run_dir), []
+    try:
+        if run_folder.is_named(config, run_dir):
+            try:
+                created = create_folder(folder)
+            except FileExistsError:
+                run_folder.check_is_run_folder(folder, config)
+        else:
+            created = create_numbered_folder(folder)
+            folder = created[-1]
+        return _acquire(folder, created, take_over, log)
+    except RaypodError:
+        remove_empty(created)
+        raise
+    except OSError as error:
+        remove_empty(created)
+        raise ConfigError(f"cannot write into the run folder {folder}: {error.strerror}") from None
+
+
+def adopt(run_dir: str, owner: str, log: Log) -> Claim:
+    """Return the claim that the parent of this process has handed over. The parent restores the folder if necessary.
+
+    Raises:
+        LeaseLost: another process has taken over.
+        ConfigError: the folder cannot be read.
+    """
+    folder = Path(run_dir)
+    try:
+        adopted = Claim(folder, lease.adopt(folder, owner, log), [])
+    except OSError as error:
+        raise ConfigError(f"cannot read the run folder {folder}: {error.strerror}") from None
+    adopted.keep()
+    return adopted
+
+
+def _acquire(folder: Path, created: List[Path], take_over: bool, log: Log) -> Claim:
+    way_out = (
+        f"python -m raypod attach|stop {folder} on that host shows its output or ends it; --take-over ends it and "
+        "continues here"
+    )
+    held = lease.acquire(folder, way_out, take_over, log)
+    try:
+        state = run_state.read(folder)
+        if state is not None and held.is_first and not take_over and state.may_be_running:
+            holder = f"pid {state.pid} on host {state.host}, as {run_state.NAME} says, which has no lease"
+            raise LeaseHeld(str(folder), holder, way_out)
+        return Claim(folder, held, created)
+    except (OSError, LeaseHeld):
+        held.release()
+        raise

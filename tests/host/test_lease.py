@@ -1,0 +1,210 @@
+"""Leases of processes on one host, and on several hosts, which the tests simulate by the host's name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Callable, Iterator, List
+
+import pytest
+from bounded import wait_until
+
+from raypod.errors import LeaseHeld, LeaseLost
+from raypod.host import lease, lease_file
+from raypod.host.lease import Lease
+
+Acquire = Callable[..., Lease]
+OnHost = Callable[[str], None]
+
+
+@pytest.fixture(autouse=True)
+def frequent_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_file, "HEARTBEAT_S", 0.2)
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch) -> OnHost:
+    """`on_host("far")`: from now on this process appears to be on another host."""
+    return lambda name: monkeypatch.setattr(socket, "gethostname", lambda: name)
+
+
+@pytest.fixture
+def acquire(tmp_path: Path) -> Iterator[Acquire]:
+    """`acquire(take_over=...)`: as `lease.acquire`, for one folder; the leases are released after the test."""
+    held: List[Lease] = []
+
+    def acquire_and_release(take_over: bool = False, log: Callable[[str], None] = print) -> Lease:
+        held.append(lease.acquire(tmp_path, "the way out", take_over, log))
+        return held[-1]
+
+    yield acquire_and_release
+    for each in held:
+        each.release()
+
+
+def entries(folder: Path) -> List[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def age(folder: Path, seconds: float) -> None:
+    """Change the time of the last heartbeat."""
+    found = lease_file.current(folder)
+    assert found is not None
+    os.utime(str(found.path), (found.renewed_s - seconds,) * 2)
+
+
+def test_one_of_many_processes_acquires_a_folder(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(20) as pool:
+        attempts = [pool.submit(lease.acquire, tmp_path) for _ in range(20)]
+    held = [each.result() for each in attempts if each.exception() is None]
+    errors = {str(each.exception()) for each in attempts if each.exception() is not None}
+    assert len(held) == len(errors) == 1
+    assert f"is in use by pid {os.getpid()} on host {socket.gethostname()}" in errors.pop()
+    assert len(entries(tmp_path)) == 1
+    held[0].release()
+    assert not entries(tmp_path)
+
+
+def test_the_lease_of_a_dead_process_on_this_host_ends_at_once(tmp_path: Path, acquire: Acquire) -> None:
+    program = (
+        f"import os; from pathlib import Path; from raypod.host import lease; lease.acquire(Path({str(tmp_path)!r}))"
+    )
+    subprocess.run([sys.executable, "-c", f"{program}; os._exit(9)"], check=False, timeout=60)
+    assert len(entries(tmp_path)) == 1
+    waits: List[str] = []
+    assert not acquire(log=waits.append).is_first
+    assert not waits
+    assert len(entries(tmp_path)) == 1
+
+
+def test_a_live_holder_on_another_host_is_named(tmp_path: Path, acquire: Acquire, on_host: OnHost) -> None:
+    on_host("far")
+    acquire()
+    on_host("near")
+    with pytest.raises(LeaseHeld) as error:
+        acquire()
+    assert f"pid {os.getpid()} on host far (since " in str(error.value)
+    assert "expires after 30 s" in str(error.value)
+    assert str(error.value).endswith("the way out")
+
+
+def test_the_lease_of_a_dead_host_expires(tmp_path: Path, acquire: Acquire, on_host: OnHost) -> None:
+    on_host("far")
+    acquire().leave()  # no heartbeat any more
+    on_host("near")
+    age(tmp_path, 29)
+    with pytest.raises(LeaseHeld):
+        acquire()
+    age(tmp_path, 2)
+    waits: List[str] = []
+    acquire(log=waits.append)
+    assert "has expired" in waits[0]
+
+
+def test_a_live_host_whose_clock_is_late_keeps_its_lease(
+    tmp_path: Path, acquire: Acquire, on_host: OnHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_host("far")
+    held, real = acquire(), os.utime
+    monkeypatch.setattr(os, "utime", lambda path: real(path, (time.time() - 3600,) * 2))
+    assert wait_until(lambda: lease_file.find(tmp_path)[0].renewed_s < time.time() - 3000)
+    on_host("near")
+    with pytest.raises(LeaseHeld):
+        acquire()
+    held.check()
+
+
+@pytest.mark.parametrize("host", ["far", ""])
+def test_a_holder_that_is_taken_over_ends(tmp_path: Path, acquire: Acquire, on_host: OnHost, host: str) -> None:
+    here = socket.gethostname()
+    on_host(host or here)
+    held = acquire()
+    on_host(here)
+    with ThreadPoolExecutor(1) as pool:
+        new = pool.submit(acquire, take_over=True)
+        assert wait_until(lambda: len(lease_file.find(tmp_path)) == 2)
+        with pytest.raises(LeaseLost, match=f"pid {os.getpid()} on host {here}"):
+            wait_until(lambda: held.check() is not None)
+        assert not new.done()  # it waits until the old holder has ended
+        held.release()
+        new.result(timeout=30).check()
+    assert len(entries(tmp_path)) == 1
+
+
+def test_a_lost_lease_interrupts_a_wait_of_the_main_thread(acquire: Acquire) -> None:
+    held = acquire()
+    began = threading.Event()
+
+    def wait() -> None:
+        with held.interrupting():
+            began.set()
+            threading.Event().wait(30)
+
+    def take_over() -> Lease:
+        began.wait(30)
+        return acquire(take_over=True)
+
+    with ThreadPoolExecutor(1) as pool:
+        new = pool.submit(take_over)
+        with pytest.raises(LeaseLost):
+            wait()
+        held.release()
+        new.result(timeout=30)
+
+
+def test_a_process_that_was_stopped_notices_the_loss_before_it_goes_on(
+    acquire: Acquire, on_host: OnHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_file, "HEARTBEAT_S", 600)  # the thread renews the lease only when `check` wakes it
+    on_host("far")
+    held = acquire()
+    on_host("near")
+    age(held.folder, 31)
+    monkeypatch.setattr(lease_file, "HEARTBEAT_S", 0.1)
+    acquire()
+    real = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: real() + 60)
+    with pytest.raises(LeaseLost):
+        held.check()
+
+
+def test_a_disk_that_fails_is_reported_once_and_does_not_end_the_run(
+    acquire: Acquire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: List[str] = []
+    attempts: List[int] = []
+    held, real = acquire(log=warnings.append), os.utime
+
+    def fail(*arguments: Any) -> None:
+        attempts.append(1)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "utime", fail)
+    monkeypatch.setattr(lease, "LATE_S", 0.1)
+    assert wait_until(lambda: len(attempts) > 5)
+    held.check()
+    assert len(warnings) == 1
+    assert "Input/output error" in warnings[0]
+    monkeypatch.setattr(os, "utime", real)
+    held.check()
+
+
+def test_a_full_disk_does_not_prevent_heartbeats(small_disk: Callable[..., Path], tmp_path: Path) -> None:
+    folder = small_disk(tmp_path / "disk", 64)
+    warnings: List[str] = []
+    held = lease.acquire(folder, log=warnings.append)
+    try:
+        with pytest.raises(OSError, match="No space"):
+            (folder / "full").write_bytes(bytes(1 << 20))
+        first = lease_file.find(folder)[0].renewed_s
+        assert wait_until(lambda: lease_file.find(folder)[0].renewed_s > first)
+        assert not warnings
+    finally:
+        held.release()
