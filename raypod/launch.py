@@ -68,10 +68,8 @@ def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> i
         if request.print_topology or request.export_config:
             return 0
         raise ConfigError(f"no program to launch: python -m {_PROG} [options] PROGRAM [ARGS...] (--help lists options)")
-    with partition(request, placement, sdk.has_ipus, caller, _say) as variables:
-        folder, on_terminal = str(Path.cwd()), os.isatty(2)
-        programs = Programs(request, placement, arguments, caller, folder, sdk_path, variables, on_terminal)
-        return _run(programs, sdk, signals)
+    programs = Programs(request, placement, arguments, caller, str(Path.cwd()), sdk_path, on_terminal=os.isatty(2))
+    return _run(programs, sdk, signals)
 
 
 def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
@@ -86,6 +84,10 @@ def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
         hosts.join()
         stack.enter_context(signals.handled())  # Ray replaced the handlers
         hosts.open()
+        # Not before `join`, which ends this process without cleanup if Ray hangs, and only on reserved hosts.
+        variables = stack.enter_context(partition(request, placement, sdk.has_ipus, programs.caller, _say))
+        stack.callback(hosts.kill)
+        programs = dataclasses.replace(programs, partition=variables)
         facts = hosts.connect(
             request.host_subnet or programs.arguments.network or placement.cluster.data_network,
             placement.sizes.num_instances,

@@ -60,6 +60,10 @@ class ReadyPartition:
     is_new: bool  # no partition of that name existed before this launch
 
 
+class _NoAnswer(ClusterError):
+    """Raised if the controller has not answered in time; it may still execute the command."""
+
+
 class Vipu:
     """Runs the tool for one controller."""
 
@@ -112,33 +116,44 @@ class Vipu:
         text = " ".join(command)
         if shutil.which("vipu") is None:
             raise ClusterError(f"{text}: vipu is not installed here; omit the partition options, or add it to PATH")
-        try:
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                timeout=self._controller.timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            bound = f"{self._controller.timeout_s} s (--vipu-server-timeout)"
-            raise ClusterError(f"{text}: no answer within {bound}") from None
-        output = done.stdout.decode(errors="replace")
-        if done.returncode:
-            raise ClusterError(f"{text}: exit code {done.returncode}: {' '.join(output.split())}")
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C must not end the removal of a partition
+        ) as process:
+            try:
+                output = process.communicate(timeout=self._controller.timeout_s)[0].decode(errors="replace")
+            except subprocess.TimeoutExpired:
+                bound = f"{self._controller.timeout_s} s (--vipu-server-timeout)"
+                raise _NoAnswer(f"{text}: no answer within {bound}") from None
+            finally:
+                process.kill()
+                process.wait()  # after KeyboardInterrupt, `with` does not
+        if process.returncode:
+            raise ClusterError(f"{text}: exit code {process.returncode}: {' '.join(output.split())}")
         return output
 
     def _create(self, request: PartitionRequest) -> None:
         for attempt in range(1, request.attempts + 1):
             try:
-                self.run(*create_arguments(request))
+                self._create_or_undo(request)
                 return
             except ClusterError as error:
                 if attempt == request.attempts:
                     tried = f" (attempt {attempt} of {request.attempts})" if request.attempts > 1 else ""
                     raise ClusterError(f"{error}{tried}") from None
             time.sleep(_RETRY_S)
+
+    def _create_or_undo(self, request: PartitionRequest) -> None:
+        """Create the partition; remove it if the creation is interrupted or unanswered, and was completed."""
+        try:
+            self.run(*create_arguments(request))
+        except (KeyboardInterrupt, _NoAnswer):
+            if request.name in partition_names(self.run("list", "partitions")):
+                self.remove(request.name)
+            raise
 
 
 def create_arguments(request: PartitionRequest) -> Tuple[str, ...]:

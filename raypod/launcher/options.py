@@ -103,7 +103,11 @@ OPTIONS: Tuple[Option, ...] = (
     Option("distribute-ssh-key", YES_NO, False, "not supported, see below"),
 )
 BY_KEY: Dict[str, Option] = {option.key: option for option in OPTIONS}
-VIPU_KEYS = tuple(option.key for option in OPTIONS if "vipu" in option.name or option.name.endswith("-partition"))
+VIPU_KEYS = tuple(
+    option.key
+    for option in OPTIONS
+    if "vipu" in option.name or option.name.endswith("-partition") or option.name == "sync-type"
+)
 NOT_EXPORTED = ("import_config", "export_config", "overwrite_config")
 
 

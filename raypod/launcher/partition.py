@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-from typing import Callable, Dict, Iterator, Mapping
+from typing import Callable, Dict, Iterator, Mapping, Optional
 
 from raypod.errors import ClusterError
 from raypod.host import vipu
+from raypod.host.abort import on_abort
 from raypod.launcher.options import VIPU_KEYS, Request
+from raypod.launcher.supervision import Signals
 from raypod.plan import environment
 from raypod.plan.cluster import VipuPartition
 from raypod.plan.placement import Placement, gcd_index
@@ -40,14 +42,22 @@ def partition(
     tool = vipu.Vipu(_controller(request, placement))
     wanted = _partition_request(request, placement, name or f"raypod-{getpass.getuser()}")
     ready = tool.prepare(wanted)
+    removed = wanted.name if ready.is_new and request.remove_partition else None
+    with on_abort(lambda error: _remove(tool, removed, say)):
+        try:
+            yield _environment(wanted.name, ready.gcds, request, placement, caller)
+        finally:
+            with Signals().handled(record=True):  # ignore signals: an impatient Ctrl-C must not leave the partition
+                _remove(tool, removed, say)
+
+
+def _remove(tool: vipu.Vipu, name: Optional[str], say: Say) -> None:
+    """Remove a partition; None: there is nothing to remove."""
     try:
-        yield _environment(wanted.name, ready.gcds, request, placement, caller)
-    finally:
-        if ready.is_new and request.remove_partition:
-            try:
-                tool.remove(wanted.name)
-            except ClusterError as error:  # the exit code of the programs takes precedence
-                say(f"cannot remove the partition: {error}")
+        if name is not None:
+            tool.remove(name)
+    except ClusterError as error:  # the exit code of the programs takes precedence
+        say(f"cannot remove the partition: {error}")
 
 
 def _controller(request: Request, placement: Placement) -> vipu.Controller:

@@ -30,7 +30,7 @@ class RayHosts:
 
     def __init__(self, placement: Placement, cluster_file: Optional[str], start_timeout_s: float) -> None:
         self._placement, self._timeout_s, self._logs = placement, start_timeout_s, "none yet"
-        self._session = RaySession(placement, cluster_file, preload=HostProcess.__module__)
+        self._session = RaySession(placement, cluster_file, HostProcess.__module__, start_timeout_s)
         self._ray: Any = None
         self._reservation: Optional[Reservation] = None
         self._actors: List[Any] = []
@@ -134,16 +134,21 @@ class RayHosts:
         except self._ray.exceptions.RayError:
             return False  # the host is lost; `reports` raises HostLost
 
+    def kill(self) -> None:
+        """Kill the actors; the programs end with them."""
+        actors, self._actors = self._actors, []
+        if self._ray is not None and self._ray.is_initialized():
+            for actor in actors:
+                self._ray.kill(actor)
+
     def close(self) -> None:
-        """Kill the actors, remove the placement group and close the session; the programs end with the actors."""
+        """Kill the actors, remove the placement group and close the session."""
         try:
-            if self._ray is not None and self._ray.is_initialized():
-                for actor in self._actors:
-                    self._ray.kill(actor)
-                if self._reservation is not None:
-                    self._ray.util.remove_placement_group(self._reservation.group)
+            self.kill()
+            if self._reservation is not None and self._ray.is_initialized():
+                self._ray.util.remove_placement_group(self._reservation.group)
         finally:
-            self._actors, self._reservation, self._ray = [], None, None
+            self._reservation, self._ray = None, None
             self._session.close()
 
     def _call(self, method: str, arguments: Sequence[Tuple[Any, ...]], actors: Optional[List[Any]] = None) -> List[Any]:

@@ -15,8 +15,7 @@ from typing import List
 def main(folder: Path, words: List[str]) -> int:
     with (folder / "commands").open("a") as log:
         log.write(" ".join(words) + "\n")
-    if (folder / "hang").exists():
-        time.sleep(float((folder / "hang").read_text()))
+    hang(folder / "hang")
     while words[0].startswith("--"):
         words = words[2:]
     verb, kind, *names = words
@@ -29,6 +28,7 @@ def main(folder: Path, words: List[str]) -> int:
             return 1
         values = dict(zip(names[1::2], names[2::2]))
         file.write_text(f"{values['--size']} {values.get('--num-gcds', 1)} {int('--reconfigurable' in names)}")
+        hang(folder / "hang_after_create")
     elif verb == "list":
         print("-" * 40, "\n Partition | Size | State", "\n" + "-" * 40)
         for each in sorted(folder.glob("*.partition")):
@@ -44,6 +44,12 @@ def main(folder: Path, words: List[str]) -> int:
         print(f" Size           | {size}\n GCDs           | {gcds}")
         print(f" Reconfigurable | {'yes' if reconfigurable == '1' else 'no'}")
     return 0
+
+
+def hang(seconds: Path) -> None:
+    """Sleep as long as a file says, if there is one."""
+    if seconds.exists():
+        time.sleep(float(seconds.read_text()))
 
 
 if __name__ == "__main__":

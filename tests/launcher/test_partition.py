@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Dict, List
@@ -133,10 +134,54 @@ def test_a_controller_that_does_not_answer_times_out(tool: Tool, tmp_path: Path)
         use("--vipu-partition", "p", "--vipu-server-timeout", "1")
 
 
+def test_a_creation_that_is_completed_without_an_answer_is_undone(tool: Tool, tmp_path: Path) -> None:
+    (tmp_path / "hang_after_create").write_text("30")
+    with pytest.raises(ClusterError, match=r"create partition p .*no answer within 2 s"):
+        use("--vipu-partition", "p", "--vipu-server-timeout", "2")
+    assert [each.split()[0] for each in tool.changes] == ["create", "remove"]
+
+
+def test_an_interrupted_creation_is_undone(tool: Tool, tmp_path: Path) -> None:
+    (tmp_path / "hang_after_create").write_text("30")
+    interrupt = f"while [ ! -e {tmp_path}/p.partition ]; do sleep 0.05; done; kill -INT {os.getpid()}"
+    with subprocess.Popen(["sh", "-c", interrupt]), pytest.raises(KeyboardInterrupt):
+        use("--vipu-partition", "p")
+    assert [each.split()[0] for each in tool.changes] == ["create", "remove"]
+
+
+ABORT = """
+from raypod.errors import RunError
+from raypod.host.abort import abort
+from raypod.launcher.options import parse
+from raypod.launcher.partition import partition
+from raypod.plan.cluster import LOCAL
+from raypod.plan.placement import Sizes, place
+request, _ = parse(["--vipu-partition", "p", "program"])
+with partition(request, place(LOCAL, Sizes(1, 1, 1)), True, {}, print):
+    abort(RunError("the head is lost"))
+"""
+
+
+def test_a_process_that_aborts_removes_its_partition(tool: Tool) -> None:
+    done = subprocess.run([sys.executable, "-c", ABORT], stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, b"raypod: error: the head is lost\n")
+    assert [each.split()[0] for each in tool.changes] == ["create", "remove"]
+
+
 @pytest.mark.parametrize("words", [("--offline-mode",), ()])
 def test_the_tool_is_not_run_offline_or_on_the_emulated_sdk(tool: Tool, words: Any) -> None:
     assert use("--vipu-partition", "p", *words, has_ipus=bool(words)) == {}
     assert tool.commands == []
+
+
+def test_options_of_a_partition_that_is_not_used_are_named() -> None:
+    request, _ = parse(["--vipu-partition", "p", "--sync-type", "ST_POD_NATIVE_DEFAULT", "program"])
+    lines: List[str] = []
+    with partition(request, place(LOCAL, Sizes(1, 1, 1)), False, {}, lines.append):
+        pass
+    assert lines == [
+        "partition options have no effect (the programs run on the emulated SDK): --vipu-partition, --sync-type"
+    ]
 
 
 def test_without_partition_options_no_variable_is_set(tool: Tool) -> None:
