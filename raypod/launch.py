@@ -87,7 +87,7 @@ def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
         # Not before `join`, which ends this process without cleanup if Ray hangs, and only on reserved hosts.
         variables = stack.enter_context(partition(request, placement, sdk.has_ipus, programs.caller, _say))
         stack.callback(hosts.kill)
-        programs = dataclasses.replace(programs, partition=variables)
+        programs = dataclasses.replace(programs, partition=variables, interpreters=hosts.interpreters)
         facts = hosts.connect(
             request.host_subnet or programs.arguments.network or placement.cluster.data_network,
             placement.sizes.num_instances,
@@ -161,6 +161,7 @@ def _log_start(programs: Programs, sdk: Sdk, hosts: RayHosts, folder: str) -> No
     if programs.request.verbosity:
         _say(f"{sdk.line}; logs: {folder}/logs")
         _say("; ".join(f"{what}: {seconds:.2f} s" for what, seconds in hosts.start_seconds))
+        _say("; ".join(f"PATH on {', '.join(names)} begins with {first}" for first, names in programs.paths().items()))
     if programs.request.verbosity > 1:
         for spec in programs.placement.instances:
             own = programs.changes(spec)

@@ -10,12 +10,15 @@ import contextlib
 import json
 import os
 import pty
+import socket
 import subprocess
 import sys
 import time
 import tty
+from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
+from raypod.errors import ClusterError
 from raypod.host import interfaces, sdk
 from raypod.host.process import cpus_of_node
 from raypod.instance.collectives import Rendezvous, horovod_interface, horovod_proxy
@@ -36,9 +39,19 @@ class HostProcess:
         self._rendezvous: Optional[Rendezvous] = None
         self._horovod_proxy: Optional[HorovodProxy] = None
 
-    def ready(self) -> bool:
-        """Return True: the actor is started."""
-        return True
+    def interpreter(self, named: str) -> str:
+        """Return the path of the Python interpreter of programs: `named` if that is a path, else this process's own.
+
+        Raises:
+            ClusterError: There is no such interpreter on this host.
+        """
+        if "/" not in named:
+            return sys.executable
+        path = str(Path(named).expanduser())
+        if not os.access(path, os.X_OK):
+            host = socket.gethostname()
+            raise ClusterError(f"host {host} has no interpreter {named} (metadata.raypod.python of the cluster file)")
+        return path
 
     def address_in(self, subnet: str) -> str:
         """Return this host's address in a subnet (CIDR) or of the interface of that name.

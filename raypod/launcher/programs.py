@@ -1,12 +1,15 @@
 """Build the programs of every host, with their environment, from a request and a placement.
 
-Later variables override earlier ones: the caller's, those of the placement, the partition and the host, `-x`.
+Later variables override earlier ones: the caller's (with the interpreter's folder first in PATH), those of the
+placement, the partition and the host, `-x`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+from pathlib import Path
 from typing import Dict, List, Mapping, Sequence, Tuple
 
 from raypod.launcher.mpi_arguments import MpiArguments
@@ -34,8 +37,9 @@ class Programs:
     caller: Mapping[str, str]
     working_dir: str
     sdk_path: Tuple[str, ...]  # entries to prepend to PYTHONPATH
-    partition: Dict[int, Dict[str, str]] = dataclasses.field(default_factory=dict)  # by instance
     on_terminal: bool = False  # stderr of the launch is a terminal
+    interpreters: Sequence[str] = ()  # the Python interpreter of each host
+    partition: Dict[int, Dict[str, str]] = dataclasses.field(default_factory=dict)  # by instance
 
     def by_host(self, facts: Sequence[HostFacts], stdin_to: int = 0) -> List[List[Program]]:
         """Return the programs of every host; `facts` are those of each host."""
@@ -49,6 +53,9 @@ class Programs:
         env = dict(self.caller)
         if spec.host_index:
             env = {name: value for name, value in env.items() if name not in _HOST_SPECIFIC}
+        # As torchrun, start Python programs with the interpreter of the launcher; its environment may not be activated.
+        folder, path = str(Path(self.interpreters[spec.host_index]).parent), env.get("PATH", os.defpath)
+        env["PATH"] = path if path.partition(":")[0] == folder else f"{folder}:{path}"
         placed = placement_environment(self.placement, spec)
         env.update({name: value for name, value in placed.items() if name not in _THREADS or name not in env})
         env.update(cache_environment(self.request.executable_cache_path))
@@ -60,6 +67,14 @@ class Programs:
         env.update(facts.environment)
         env.update(self.arguments.environment(spec.index, dict(self.caller)))
         return env
+
+    def paths(self) -> Dict[str, List[str]]:
+        """Return the first folder of the programs' PATH, with the hosts that have it."""
+        hosts: Dict[str, List[str]] = {}
+        for index, host in enumerate(self.placement.hosts):
+            path = self.environment(self.placement.instances_on(index)[0], HostFacts("", {})).get("PATH", "")
+            hosts.setdefault(path.partition(":")[0], []).append(host.name)
+        return hosts
 
     def changes(self, spec: InstanceSpec) -> Dict[str, str]:
         """Return the variables of an instance that differ from the caller's, without those that its host adds."""

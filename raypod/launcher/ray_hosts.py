@@ -6,6 +6,7 @@ reports its node as alive.
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
@@ -38,6 +39,7 @@ class RayHosts:
         self._reads: Dict[Any, Tuple[int, float]] = {}  # pending calls: (host, start time)
         self._stdin: Any = None  # the pending write
         self._done: List[bool] = [False] * len(placement.hosts)
+        self.interpreters: List[str] = []  # of the programs, by host
         self._pauses = PauseDetector()
         self._timer = StepTimer()
         self.start_seconds = self._timer.steps
@@ -60,7 +62,9 @@ class RayHosts:
             options = self._reservation.options(index, 1)
             options["max_concurrency"] = 4  # so that `end` runs during a `read`
             self._actors.append(actor_class.options(**options).remote())
-        self._call("ready", [() for _ in nodes])
+        own = self._ray.get_runtime_context().get_node_id()
+        chosen = [sys.executable if node["NodeID"] == own else self._placement.cluster.python for node in nodes]
+        self.interpreters = self._call("interpreter", [(each,) for each in chosen])
         self._timer.end("start an actor on every host")
 
     def connect(self, subnet: Optional[str], instances: int) -> List[HostFacts]:
