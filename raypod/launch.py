@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
-import re
 import sys
-import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Dict, Optional, Sequence
@@ -23,9 +20,11 @@ from raypod.launcher.output import Console, Output
 from raypod.launcher.partition import partition
 from raypod.launcher.programs import Programs
 from raypod.launcher.ray_hosts import RayHosts
+from raypod.launcher.run_files import OPTIONS_FILE, check_files, claim_run_folder, write_options
 from raypod.launcher.supervision import Signals, StdinForwarder, Supervision
 from raypod.plan import tables
 from raypod.plan.cluster import Cluster, cluster_of, cluster_of_file, read_cluster
+from raypod.plan.cluster_file import is_network
 from raypod.plan.placement import Sizes, check_ilds, place
 
 _PROG = "raypod.launch"
@@ -54,21 +53,24 @@ def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> i
     arguments = parse_mpi_arguments(request)
     sdk, sdk_path = sdk_for_programs(request.device)
     threads = 0 if sdk.has_ipus else 1  # emulated results depend on the thread count; 0: all cores of a host
-    _check(request)
+    _check(request, request.host_subnet or arguments.network)
+    check_files(request)
     sizes = Sizes(request.num_replicas, request.num_instances, request.ipus_per_replica)
     placement = place(_cluster(request), sizes, threads)
     in_file = placement.cluster.vipu
     num_ilds = request.num_ilds or (in_file.link_domains if in_file else None)
     check_ilds(placement, num_ilds)
+    if not (request.program or request.print_topology or request.export_config):
+        raise ConfigError(f"no program to launch: python -m {_PROG} [options] PROGRAM [ARGS...] (--help lists options)")
     if request.print_topology:
         print(tables.render_topology(placement, num_ilds), flush=True)  # noqa: T201
-    if request.export_config:
-        _export(request)
     if not request.program:
-        if request.print_topology or request.export_config:
-            return 0
-        raise ConfigError(f"no program to launch: python -m {_PROG} [options] PROGRAM [ARGS...] (--help lists options)")
-    programs = Programs(request, placement, arguments, caller, str(Path.cwd()), sdk_path, on_terminal=os.isatty(2))
+        _export(request)
+        return 0
+    missing = arguments.missing(caller)
+    if missing:
+        _say(f"-x {', '.join(missing)}: not set here, so the programs do not get it")
+    programs = Programs(request, placement, arguments, caller, _working_folder(), sdk_path, os.isatty(2))
     return _run(programs, sdk, signals)
 
 
@@ -92,11 +94,12 @@ def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
             request.host_subnet or programs.arguments.network or placement.cluster.data_network,
             placement.sizes.num_instances,
         )
-        folder = _run_folder(request)
+        folder = claim_run_folder(request)
+        write_options(request, Path(folder, OPTIONS_FILE), "--run-dir")
+        _export(request)
         only = request.only_output_from_instance
         output = Output(folder, placement.sizes.num_instances, Console(bar_instance=only or 0), only)
         stack.callback(output.close)
-        Path(folder, "launch.yaml").write_text(options.export(request))
         hosts.start(programs.by_host(facts), request.grace, f"{folder}/logs")
         _log_start(programs, sdk, hosts, folder)
         with signals.handled(record=True):
@@ -109,13 +112,15 @@ def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
                 return _BROKEN_PIPE
 
 
-def _check(request: Request) -> None:
+def _check(request: Request, network: Optional[str]) -> None:
     only, placement = request.only_output_from_instance, request.process_placement
     if only is not None and only >= request.num_instances:
         last = request.num_instances - 1
         raise ConfigError(f"--only-output-from-instance {only}: the last instance is {last}")
     if placement not in (None, "disabled", "spreadnuma"):
         raise ConfigError(f"--process-placement {placement}: must be disabled or spreadnuma")
+    if network and "/" in network and not is_network(network):
+        raise ConfigError(f"network {network}: must be a network in CIDR notation, as in 10.1.0.0/16, or an interface")
 
 
 def _cluster(request: Request) -> Cluster:
@@ -128,33 +133,15 @@ def _cluster(request: Request) -> Cluster:
 
 
 def _export(request: Request) -> None:
-    path = Path(request.export_config)
-    if path.exists() and not request.overwrite_config:
-        raise ConfigError(f"--export-config {path}: the file exists; --overwrite-config replaces it")
+    if request.export_config:
+        write_options(request, Path(request.export_config), "--export-config")
+
+
+def _working_folder() -> str:
     try:
-        path.write_text(options.export(request))
-    except OSError as error:
-        raise ConfigError(f"--export-config {path}: {error.strerror}") from None
-
-
-def _run_folder(request: Request) -> str:
-    """Return --run-dir, or create and return `runs/<time>-launch-<program>`, with a number appended if it exists."""
-    if request.run_dir:
-        return os.path.abspath(str(request.run_dir))  # noqa: PTH100 - keeps symlinks
-    scripts = [word for word in request.program[:4] if word.endswith((".py", ".sh"))]
-    name = re.sub(r"[^\w.-]+", "-", Path((scripts or request.program)[0]).stem) or "program"
-    base = os.path.abspath(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-launch-{name}")  # noqa: PTH100
-    for folder in itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2))):
-        try:
-            Path(folder).mkdir(parents=True)
-            break
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ConfigError(
-                f"cannot create the run folder {folder}: {error.strerror}; choose another --run-dir"
-            ) from None
-    return folder
+        return str(Path.cwd())
+    except FileNotFoundError:
+        raise ConfigError("the current folder does not exist any more; change to another one") from None
 
 
 def _log_start(programs: Programs, sdk: Sdk, hosts: RayHosts, folder: str) -> None:

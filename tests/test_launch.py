@@ -9,8 +9,10 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
+import venv
 from pathlib import Path
 from typing import Any, Callable, Iterator, List, NamedTuple, Tuple
 
@@ -57,6 +59,12 @@ class Launched(NamedTuple):
 
 
 Launch = Callable[..., Launched]
+
+
+@pytest.fixture
+def head(cluster: Any) -> str:
+    """The address of the first host."""
+    return str(cluster.head_node.node_ip_address)
 
 
 @pytest.fixture
@@ -154,12 +162,7 @@ def test_a_shell_command_runs_in_the_callers_folder_and_environment(
     assert found.lines(1) == [f"{tmp_path} kept here 1 1"]
 
 
-def test_instances_are_divided_between_two_hosts(launch: Launch) -> None:
-    head = next(
-        node["NodeManagerAddress"]
-        for node in importlib.import_module("ray").nodes()
-        if node["NodeManagerAddress"] != SECOND_HOST
-    )
+def test_instances_are_divided_between_two_hosts(launch: Launch, head: str) -> None:
     found = launch(*TWO, "--print-topology", "-H", f"{head},{SECOND_HOST}", *program("reductions.py"))
     assert found.code == 0, found.err
     assert [found.lines(index)[-1] for index in range(2)] == [f"rank {k} of 2 local 0 of 1" for k in range(2)]
@@ -178,6 +181,59 @@ def test_host_subnet_selects_the_network_of_the_instances(launch: Launch) -> Non
     assert "has no address in --host-subnet 203.0.113.0/24; it has" in wrong.err
 
 
+def test_hosts_of_a_file(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(f"localhost slots=1\n{SECOND_HOST}\n")
+    found = launch(*TWO, "--hostfile", "hosts", "sh", "-c", "echo $OMPI_COMM_WORLD_LOCAL_SIZE")
+    assert (found.lines(0), found.lines(1)) == (["1"], ["1"])
+    (tmp_path / "hosts").write_text(f"{SECOND_HOST}\n# two\n{SECOND_HOST}\n")
+    twice = launch(*TWO, "--hostfile", "hosts", "true")
+    assert twice.code == 2
+    assert f"error: hosts, line 3: host {SECOND_HOST} is listed twice in hosts, line 1" in twice.err
+
+
+SAY_FOLDER = ("-c", "import os, sys; print(os.path.dirname(sys.executable))")
+
+
+@pytest.fixture
+def other_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with the packages of this one."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.EnvBuilder(symlinks=True).create(folder)
+    packages = sysconfig.get_path("purelib", vars={"base": str(folder)})
+    Path(packages, "same.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder
+
+
+def test_programs_run_with_the_interpreter_of_the_launch_and_of_the_cluster_file(
+    launch: Launch, head: str, other_environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    own, other = str(Path(sys.executable).parent), str(other_environment / "bin")
+    two = launch(*TWO, "-v", "-H", f"{head},{SECOND_HOST}", "python3", *SAY_FOLDER)
+    assert (two.lines(0), two.lines(1)) == ([own], [own])
+    assert f"PATH on {head}, {SECOND_HOST} begins with {own}\n" in two.err
+    file = tmp_path / "pod.yaml"
+    text = (
+        f"provider: {{type: local, head_ip: {head}, worker_ips: [{SECOND_HOST}]}}\nmetadata: {{raypod: {{python: %s}}}}"
+    )
+    file.write_text(text % f"{other}/python3")
+    named = launch(*TWO, "-v", "--cluster", str(file), "python3", *SAY_FOLDER)
+    assert (named.lines(0), named.lines(1)) == ([own], [other])
+    assert f"PATH on {head} begins with {own}; PATH on {SECOND_HOST} begins with {other}\n" in named.err
+    file.write_text(text % "/nowhere/python")
+    missing = launch(*TWO, "--cluster", str(file), "python3", *SAY_FOLDER)
+    assert missing.code == 2
+    assert "has no interpreter /nowhere/python (metadata.raypod.python of the cluster file)" in missing.err
+
+
+@pytest.mark.parametrize(("option", "expected"), [("PATH=/bin", "/bin"), ("PATH", "/usr/bin:/bin")])
+def test_the_users_path_takes_precedence(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, option: str, expected: str
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert launch("-x", option, "sh", "-c", "echo $PATH").lines(0) == [expected]
+
+
 # ---- as a separate process -------------------------------------------------------------------------------------------
 
 
@@ -186,10 +242,10 @@ def command(cluster: Any, tmp_path: Path) -> Iterator[Callable[..., subprocess.P
     """Start the command as a process that joins the cluster, in an empty folder."""
     started: List[subprocess.Popen[bytes]] = []
 
-    def start(*words: str) -> subprocess.Popen[bytes]:
+    def start(*words: str, python: str = sys.executable, **variables: str) -> subprocess.Popen[bytes]:
         root = str(PROGRAMS.parent.parent)
-        env = {**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONPATH": root}
-        line = [sys.executable, "-m", "raypod.launch", *words]
+        env = {**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONPATH": root, **variables}
+        line = [python, "-m", "raypod.launch", *words]
         pipe = subprocess.PIPE
         started.append(subprocess.Popen(line, cwd=tmp_path, env=env, stdin=pipe, stdout=pipe, start_new_session=True))
         return started[-1]
@@ -208,6 +264,14 @@ def test_stdin_goes_to_instance_0(command: Callable[..., subprocess.Popen[bytes]
         *(b"[1,0]<stdout>:a", b"[1,0]<stdout>:b", b"[1,0]<stdout>:end"),
         b"[1,1]<stdout>:end",
     ]
+
+
+def test_programs_run_in_the_environment_of_the_launch_even_if_it_is_not_activated(
+    command: Callable[..., subprocess.Popen[bytes]], other_environment: Path
+) -> None:
+    own = f"{other_environment}/bin"
+    out, _ = command("python", *SAY_FOLDER, python=f"{own}/python", PATH="/usr/bin:/bin").communicate(timeout=60)
+    assert out.decode() == f"[1,0]<stdout>:{own}\n"
 
 
 def test_killing_the_launch_ends_all_programs(command: Callable[..., subprocess.Popen[bytes]]) -> None:
@@ -241,6 +305,17 @@ def test_equal_lines_are_all_printed(launch: Launch) -> None:
     assert all(found.lines(index) == ["same"] * 3 for index in range(4))
 
 
+def test_the_logs_of_another_launch_are_kept(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert launch("--run-dir", "empty", "echo", "first").code == 0
+    again = launch("--run-dir", "empty", "echo", "second")
+    assert again.code == 2
+    (line,) = again.err.splitlines()
+    assert line.startswith("raypod: error: --run-dir empty: the folder is not empty; choose another folder")
+    assert (tmp_path / "empty" / "logs" / "instance-0.log").read_text() == "first\n"
+    assert [each.name for each in tmp_path.iterdir()] == ["empty"]
+
+
 # ---- ends ------------------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +333,15 @@ def test_a_failed_program_ends_the_others_and_sets_the_exit_code(launch: Launch,
 def test_an_uncaught_exception_is_reported_as_the_cause(launch: Launch) -> None:
     found = launch(*TWO, sys.executable, "-c", "raise ValueError('broken')")
     assert re.search(r"failed: exit code 1 \(ValueError: broken\); its log: \S+$", found.err.strip())
+
+
+def test_an_uncaught_cpp_exception_is_reported_as_the_cause(launch: Launch) -> None:
+    throw = "import ctypes; ctypes.CDLL('libstdc++.so.6')['_ZSt21__throw_runtime_errorPKc'](b'no device')"
+    found = launch(*TWO, sys.executable, "-c", throw)
+    assert found.code == 134
+    assert re.search(
+        r"failed: killed by signal 6 \(SIGABRT\) \(what\(\): no device\); its log: \S+$", found.err.strip()
+    )
 
 
 def test_a_killed_program_is_reported_with_its_signal(launch: Launch) -> None:

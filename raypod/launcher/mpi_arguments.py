@@ -42,6 +42,11 @@ class MpiArguments:
     for_one: Dict[int, Dict[str, Optional[str]]]
     network: Optional[str]  # CIDR or interface name
 
+    def missing(self, caller: Dict[str, str]) -> List[str]:
+        """Return the variables that take the caller's value, which has none."""
+        all_variables = [pair for each in (self.for_all, *self.for_one.values()) for pair in each.items()]
+        return sorted({name for name, value in all_variables if value is None and name not in caller})
+
     def environment(self, instance: int, caller: Dict[str, str]) -> Dict[str, str]:
         """Return the variables of one instance, without those that the caller does not have (as mpirun does)."""
         both = {**self.for_all, **self.for_one.get(instance, {})}
@@ -65,12 +70,14 @@ def parse_mpi_arguments(request: Request) -> MpiArguments:
     for_one: Dict[int, Dict[str, Optional[str]]] = {}
     for text in request.instance_mpi_local_args:
         index, colon, arguments = text.partition(":")
-        if not colon or not index.strip().isdigit() or int(index) >= request.num_instances:
+        if not colon or not index.strip().isdecimal() or int(index) >= request.num_instances:
             raise ConfigError(
                 f'--instance-mpi-local-args {text}: must be INSTANCE:"-x VAR=VALUE" with an instance '
                 f"from 0 to {request.num_instances - 1}"
             )
-        variables, _ = _parse(arguments.strip().strip("\"'"), "--instance-mpi-local-args")
+        variables, own_network = _parse(arguments.strip().strip("\"'"), "--instance-mpi-local-args")
+        if own_network:
+            raise ConfigError(f"--instance-mpi-local-args {text}: all instances use one network; use --host-subnet")
         for_one.setdefault(int(index), {}).update(variables)
     return MpiArguments(for_all, for_one, network)
 

@@ -8,6 +8,7 @@ would read the program's own flags. Yes/no options take poprun's forms: `--numa-
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any, Dict, List, NoReturn, Optional, Sequence, Tuple
 
@@ -15,6 +16,7 @@ import yaml
 
 from raypod.cli import nearest
 from raypod.errors import ConfigError
+from raypod.plan.unique_keys import UniqueKeyLoader
 
 INT, NUMBER, TEXT, YES_NO, WORDS = "N", "S", "TEXT", "yes|no", "ARGS"
 
@@ -28,7 +30,8 @@ class Option:
     default: Any
     help: str
     letter: str = ""
-    minimum: Optional[float] = None
+    minimum: float = -math.inf
+    maximum: float = math.inf
     is_repeated: bool = False
 
     @property
@@ -41,8 +44,8 @@ OPTIONS: Tuple[Option, ...] = (
     Option("num-replicas", INT, 1, "model replicas, TOTAL over all instances", minimum=1),
     Option("num-instances", INT, 1, "host processes; each gets the same number of replicas", minimum=1),
     Option("ipus-per-replica", INT, 1, "IPUs per model replica", minimum=1),
-    Option("host", TEXT, None, "hosts, as in a,b or host[0-2,4], or a file of them; default: this host", letter="H"),
-    Option("hostfile", TEXT, None, "file with one host per line"),
+    Option("host", TEXT, None, "hosts, as in a,b or host[0-2,4] or a:2 (slots); default: this host", letter="H"),
+    Option("hostfile", TEXT, None, "file with a host in each line, as in: host0 slots=2"),
     Option("cluster", TEXT, None, "cluster YAML (the file of `ray up`) that lists the hosts"),
     Option("host-subnet", TEXT, None, "CIDR (or interface) of the network between instances"),
     Option("num-ilds", INT, None, "IPU-Link domains of the partition", minimum=1),
@@ -55,7 +58,7 @@ OPTIONS: Tuple[Option, ...] = (
     Option("offline-mode", YES_NO, False, "attach no IPUs: test the launch or the input pipeline"),
     Option("executable-cache-path", TEXT, None, "folder of compiled executables"),
     Option("vipu-server-host", TEXT, "localhost", "V-IPU controller"),
-    Option("vipu-server-port", INT, 8090, "port of the V-IPU controller", minimum=1),
+    Option("vipu-server-port", INT, 8090, "port of the V-IPU controller", minimum=1, maximum=65535),
     Option("vipu-server-timeout", INT, 120, "timeout of each request to the controller, in seconds", minimum=1),
     Option("vipu-partition", TEXT, None, "partition to use; created if it does not exist"),
     Option("vipu-allocation", TEXT, None, "allocation in which to create the partition"),
@@ -88,7 +91,7 @@ OPTIONS: Tuple[Option, ...] = (
     Option("export-config", TEXT, None, "write the options to a YAML file, then launch"),
     Option("overwrite-config", YES_NO, False, "let --export-config overwrite a file"),
     Option("device", TEXT, "auto", "auto, ipu or emulated: the SDK that the programs import"),
-    Option("run-dir", TEXT, None, "run folder with the log files; default: runs/<time>-launch-<program>"),
+    Option("run-dir", TEXT, None, "new or empty run folder for the log files; default: runs/<time>-launch-<program>"),
     Option(
         "grace",
         NUMBER,
@@ -134,6 +137,11 @@ _REFUSED = {
     "synchronise_poplar_sdk": "install the SDK on every host, for example by setup_commands of the cluster YAML",
     "distribute_ssh_key": "Ray connects the hosts, not ssh",
 }
+_NOTES = (
+    "PATH of the programs begins with the folder of the Python interpreter that runs this command; on other hosts, of",
+    "metadata.raypod.python in the cluster YAML, else of Ray's interpreter. -x PATH and -x PATH=VALUE replace it.",
+    "The slots of a host limit its instances, which are divided equally between the hosts.",
+)
 
 
 def parse(words: Sequence[str]) -> Tuple[Request, Optional[str]]:
@@ -176,6 +184,7 @@ def usage(prog: str) -> str:
         "",
     ]
     lines += [f"--{BY_KEY[key].name} is not supported: {instead}." for key, instead in _REFUSED.items()]
+    lines += ["", *_NOTES]
     return "\n".join(lines)
 
 
@@ -207,8 +216,9 @@ class _Scanner:
         option, text = self._find(word)
         if option.kind == YES_NO:
             value: Any = self._yes_or_no(option, text)
-        elif text is None and not self._words:
-            raise ConfigError(f"{_flag(option)} needs a value")
+        elif text is None and (not self._words or (option.kind != WORDS and self._words[0].startswith("--"))):
+            found = f", not {self._words[0]}" if self._words else ""
+            raise ConfigError(f"{_flag(option)} needs a value{found}")
         else:
             value = convert(option, self._words.pop(0) if text is None else text)
         if option.is_repeated:
@@ -237,6 +247,8 @@ class _Scanner:
 def convert(option: Option, value: Any) -> Any:
     """Convert a value from text or YAML. Raise ConfigError if it is not valid for the option."""
     text = str(value)
+    if option.kind == TEXT and not text:
+        raise ConfigError(f"{_flag(option)} needs a value; it is empty")
     if option.kind in (TEXT, WORDS):
         return text
     if option.kind == YES_NO:
@@ -249,14 +261,16 @@ def convert(option: Option, value: Any) -> Any:
         raise ConfigError(
             f"{_flag(option)} {text}: must be {'an integer' if option.kind == INT else 'a number'}"
         ) from None
-    if option.minimum is not None and not number >= option.minimum:
+    if not option.minimum <= number < math.inf:
         raise ConfigError(f"{_flag(option)} {text}: must be at least {option.minimum:g}")
+    if number > option.maximum:
+        raise ConfigError(f"{_flag(option)} {text}: must be at most {option.maximum:g}")
     return number
 
 
 def _read_file(path: str) -> Dict[str, Any]:
     try:
-        document = yaml.safe_load(Path(path).read_text())
+        document = yaml.load(Path(path).read_text(), Loader=UniqueKeyLoader)
     except OSError as error:
         raise ConfigError(f"--import-config {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -268,8 +282,10 @@ def _read_file(path: str) -> Dict[str, Any]:
         option = BY_KEY.get(str(name).replace("-", "_"))
         if option is None or option.key in NOT_EXPORTED:
             _unknown(f"--{name}", f" in {path}")
-        if isinstance(value, list) != option.is_repeated:
+        if isinstance(value, list) != option.is_repeated or isinstance(value, (dict, type(None))):
             raise ConfigError(f"{path}: {name} must have {'a list' if option.is_repeated else 'a single value'}")
+        if option.key in values:
+            raise ConfigError(f"{path}: {name} is given twice")
         values[option.key] = tuple(str(each) for each in value) if option.is_repeated else convert(option, value)
     return values
 

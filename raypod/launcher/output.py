@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import time
-from pathlib import Path
 from typing import Dict, List, Optional, Tuple
 
 from raypod.errors import ConfigError, RunError
@@ -34,16 +33,15 @@ Source = Tuple[int, int]  # instance, STDOUT or STDERR
 
 
 class Output:
-    """Writes to the log files of a run folder and to the console; `only` is the instance that the console shows."""
+    """Writes to new log files in a run folder and to the console; `only` is the instance that the console shows."""
 
     def __init__(self, folder: str, instances: int, console: Console, only: Optional[int] = None) -> None:
         self._folder, self._console, self._only = folder, console, only
         self._logs: Dict[int, int] = {}
         self._tails: Dict[int, bytes] = {}  # the end of stderr
         try:
-            Path(folder, "logs").mkdir(parents=True, exist_ok=True)
             for instance in range(instances):
-                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
                 self._logs[instance] = os.open(self.log_file(instance), flags, 0o644)
         except OSError as error:
             raise ConfigError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from pathlib import Path
-from typing import List
+from typing import Callable, List
 
 import pytest
 
@@ -12,7 +14,7 @@ from raypod.launch import main
 from raypod.launcher.mpi_arguments import parse_mpi_arguments
 from raypod.launcher.options import OPTIONS, Request, export, parse
 from raypod.plan import tables
-from raypod.plan.cluster import LOCAL, cluster_of, expand_hosts
+from raypod.plan.cluster import LOCAL, Cluster, cluster_of, cluster_of_file, expand_hosts
 from raypod.plan.placement import Sizes, check_ilds, place
 
 
@@ -84,6 +86,18 @@ def test_verbosity_adds_up(words: List[str]) -> None:
         (["--import-config", "/nowhere.yaml", "x"], "--import-config /nowhere.yaml: No such file or directory"),
         (["--device", "gpu", "x"], "--device gpu: use auto, ipu or emulated"),
         (["--process-placement", "sideways", "x"], "--process-placement sideways: must be disabled or spreadnuma"),
+        (["--run-dir", "--device", "ipu", "x"], "--run-dir needs a value, not --device"),
+        (["--cluster=", "x"], "--cluster needs a value; it is empty"),
+        (["--start-timeout", "inf", "x"], "--start-timeout inf: must be at least 0.1"),
+        (["--vipu-server-port", "70000", "x"], "--vipu-server-port 70000: must be at most 65535"),
+        (["--host-subnet", "10.0.0.0/99", "x"], "network 10.0.0.0/99: must be a network in CIDR notation"),
+        (["--instance-mpi-local-args=²:-x A=1", "x"], "with an instance from 0 to 0"),
+        (["--instance-mpi-local-args=0:--mca btl_tcp_if_include lo", "x"], "all instances use one network"),
+        (["--export-config", "/nowhere/o.yaml", "x"], "--export-config /nowhere/o.yaml: not a file in a folder"),
+        (
+            ["-H", "h:1", "--num-instances", "2", "--num-replicas", "2", "x"],
+            "host h of h:1 is listed with slots=1 and would get 2",
+        ),
         ([], "no program to launch"),
     ],
 )
@@ -136,6 +150,36 @@ def test_an_unknown_option_in_a_file_is_reported_with_the_file(
     assert f"--num-instanzes in {tmp_path}/o.yaml; did you mean --num-instances?" in capsys.readouterr().err
 
 
+def test_mistakes_in_a_file_of_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, message in (
+        ("vipu-partition:\n", "vipu-partition must have a single value"),
+        ("run-dir: {a: 1}\n", "run-dir must have a single value"),
+        ("num-replicas: 2\nnum-replicas: 4\n", "num-replicas is a duplicate key, first given in line 1"),
+        ("num-replicas: 2\nnum_replicas: 4\n", "is given twice"),
+    ):
+        (tmp_path / "o.yaml").write_text(text)
+        assert main(["--import-config", str(tmp_path / "o.yaml"), "x"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_launch_without_a_cluster_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["--export-config", "o.yaml", "--run-dir", "a/b", "-H", "nowhere", "x"]) == 2
+    assert "no Ray cluster is running for nowhere" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_files_is_no_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").write_text("kept")
+    assert main(["--run-dir", str(tmp_path), "x"]) == 2
+    assert f"--run-dir {tmp_path}: the folder is not empty; choose another folder" in capsys.readouterr().err
+    assert main(["--run-dir", str(tmp_path / "mine"), "x"]) == 2
+    assert f"--run-dir {tmp_path}/mine: Not a directory; choose another folder" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["mine"]
+
+
 def test_help_lists_every_option_and_version_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     page = capsys.readouterr().out
@@ -156,19 +200,76 @@ def test_lists_and_ranges_of_hosts(text: str, expected: List[str]) -> None:
     assert expand_hosts(text) == expected
 
 
-@pytest.mark.parametrize("text", ["host[2-0]", "host[a]", "host[0", "a,a", ","])
-def test_invalid_host_lists(text: str) -> None:
-    with pytest.raises(ClusterError):
-        cluster_of(text)
+def hosts_of(kind: str, lines: List[str], folder: Path) -> Cluster:
+    """Return the cluster of `-H` or of `--hostfile`."""
+    if kind == "list":
+        return cluster_of(",".join(lines))
+    (folder / "hosts").write_text("# the pod\n" + "\n".join(lines) + "\n\n")
+    return cluster_of_file(str(folder / "hosts"))
 
 
-def test_localhost_is_the_local_cluster() -> None:
-    assert cluster_of("localhost") is LOCAL
+@pytest.fixture(params=["list", "file"])
+def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Cluster]:
+    return lambda *lines: hosts_of(request.param, list(lines), tmp_path)
 
 
-def test_a_hosts_file(tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("# the pod\nh0 slots=4\nh1\n\n")
-    assert [host.name for host in cluster_of(str(tmp_path / "hosts")).hosts] == ["h0", "h1"]
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["host[2-0]"], "cannot parse the range '2-0' of 'host[2-0]'"),
+        (["host[a]"], "cannot parse the host 'host[a]'"),
+        (["host[0"], "cannot parse the host 'host[0'"),
+        (["a", "b", "a"], "host a is listed twice"),
+        (["localhost", socket.gethostname()], f"host {socket.gethostname()} is listed twice, as localhost"),
+        (["10.0.0.999"], "'10.0.0.999' is neither a host name nor an IP address"),
+        (["a/b"], "'a/b' is neither a host name nor an IP address"),
+        (["a:0"], "'a:0' is neither a host name nor an IP address"),
+        ([], "no host in "),
+    ],
+)
+def test_mistakes_in_host_lists_and_host_files(hosts: Callable[..., Cluster], lines: List[str], message: str) -> None:
+    with pytest.raises(ClusterError, match=re.escape(message)):
+        hosts(*lines)
+
+
+def test_a_mistake_in_a_host_file_is_reported_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError) as error:
+        hosts_of("file", ["a", "b", "", "a"], tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path}/hosts, line 5: host a is listed twice in {tmp_path}/hosts, line 2; list it once"
+    )
+    with pytest.raises(ClusterError, match="hosts, line 2: cannot parse 'port=22'"):
+        hosts_of("file", ["a slots=1 port=22"], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", socket.gethostname()])
+def test_this_host_alone_is_the_local_cluster(hosts: Callable[..., Cluster], name: str) -> None:
+    assert hosts(name) is LOCAL
+    limited = hosts(f"{name}:2")
+    assert limited.is_local
+    assert limited.hosts[0].slots == 2
+
+
+def test_this_host_among_others_has_the_address_of_the_local_cluster(hosts: Callable[..., Cluster]) -> None:
+    assert [(host.name, host.address) for host in hosts("b", "localhost").hosts] == [
+        ("b", "b"),
+        ("localhost", LOCAL.hosts[0].address),
+    ]
+
+
+def test_slots_limit_the_instances_of_a_host(tmp_path: Path) -> None:
+    cluster = hosts_of("file", ["h[0-1] slots=4", "h2 slots=2 max_slots=3", "h3:1", "h4"], tmp_path)
+    assert [(host.name, host.slots) for host in cluster.hosts] == [
+        ("h0", 4),
+        ("h1", 4),
+        ("h2", 2),
+        ("h3", 1),
+        ("h4", None),
+    ]
+    assert cluster_of(str(tmp_path / "hosts")) == cluster
+    place(cluster, Sizes(4, 4, 1))
+    with pytest.raises(ConfigError, match=r"host h3 of .*hosts is listed with slots=1 and would get 2 instances"):
+        place(cluster, Sizes(10, 10, 1))
 
 
 def test_topology_table() -> None:
