@@ -101,3 +101,17 @@ def numbers(element: Any) -> list[int]:
 def epoch(data: Any) -> list[int]:
     """Return the samples of an epoch, in order."""
     return [number for element in data for number in numbers(element)]
+
+
+# The batches of a batch sampler, and what `collate_padded` makes of them with two batches per call.
+SAMPLER = [[0, 1, 2], [3, 4], [5, 6, 7], [8], [9]]
+PADDED = [
+    [[0, 3], [1, 3], [2, 3], [-1, 3], [3, 2], [4, 2], [-1, 2], [-1, 2]],
+    [[5, 3], [6, 3], [7, 3], [-1, 3], [8, 1], [-1, 1], [-1, 1], [-1, 1]],
+]
+
+
+def collate_padded(samples: Any) -> torch.Tensor:
+    """Return 4 rows: the number of the sample, or -1 for padding, and the size of the batch."""
+    numbers = [int(torch.as_tensor(sample).flatten()[0]) for sample in samples]
+    return torch.tensor([[number, len(numbers)] for number in [*numbers, *[-1] * (4 - len(numbers))]])

@@ -7,7 +7,7 @@ import logging
 import poptorch
 import pytest
 import torch
-from poptorch_data import FORK, Numbers, Stream, Where, epoch, numbers
+from poptorch_data import FORK, PADDED, SAMPLER, Numbers, Stream, Where, collate_padded, epoch, numbers
 from poptorch_models import options
 from torch.utils.data import BatchSampler, SequentialSampler
 
@@ -98,6 +98,15 @@ def test_batches_of_a_batch_sampler_are_joined(load, mode, drop_last):
     sampler = BatchSampler(SequentialSampler(range(11)), 2, drop_last=True)
     data = load(Numbers(11), mode=mode, opts=options(2), batch_sampler=sampler, drop_last=drop_last)
     assert [numbers(batch) for batch in data] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]][: 2 if drop_last else 3]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_batch_of_a_batch_sampler_is_collated_by_itself(load, workers):
+    data = load(
+        Numbers(10), opts=options(iterations=2), batch_sampler=SAMPLER, collate_fn=collate_padded, num_workers=workers
+    )
+    for _ in range(2):
+        assert [batch.tolist() for batch in data] == PADDED
 
 
 def test_without_batch_size_yields_single_elements(load):

@@ -8,7 +8,7 @@ import pickle
 import poptorch
 import pytest
 import torch
-from poptorch_data import Pair
+from poptorch_data import PADDED, SAMPLER, Pair, collate_padded
 from poptorch_models import options
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, TensorDataset
 
@@ -139,7 +139,14 @@ def test_batches_of_a_batch_sampler_are_joined():
         data = loader(11, opts=options(replicas=2), batch_sampler=sampler, drop_last=drop_last)
         assert data.combinedBatchSize == 4
         assert [len(batch) for batch in data] == expected
-        assert len(data) == len(expected)
+        assert len(data) == len(sampler)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_batch_of_a_batch_sampler_is_collated_by_itself(workers):
+    data = loader(10, opts=options(iterations=2), batch_sampler=SAMPLER, collate_fn=collate_padded, num_workers=workers)
+    assert data.combinedBatchSize is None
+    assert [batch.tolist() for batch in data] == PADDED
 
 
 @pytest.mark.parametrize("conflict", [{"batch_size": 2}, {"shuffle": True}, {"processes": 2}])

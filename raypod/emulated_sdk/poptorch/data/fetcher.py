@@ -13,10 +13,11 @@ import sys
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Callable, Deque, Dict, Iterator, List, Optional
+from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Optional
 
 import torch
 
+from poptorch.data.combined_batches import CombinedBatches
 from poptorch.data.ring import END, Entry, RingHeader, SlotLayout, SlotWriter, map_slots, memory_size
 from poptorch.data.shared_memory import Event, SharedMemory
 from poptorch.data.worker_batches import WorkerBatches
@@ -215,7 +216,7 @@ def run(
             dataset = pickle.loads(pickled.map())
         _unshare_partition(dataset)
         has_workers = isinstance(dataset, torch.utils.data.DataLoader) and dataset.num_workers > 0
-        _Fetcher(channels, settings, header).serve(WorkerBatches(dataset) if has_workers else dataset)
+        _Fetcher(channels, settings, header).serve(_batches_of_workers(dataset) if has_workers else dataset)
     except KeyboardInterrupt:
         # Stopped while the data set was busy. Its workers may be busy too, so do not wait for them.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -229,6 +230,13 @@ def run(
     finally:
         if isinstance(dataset, torch.utils.data.DataLoader):
             vars(dataset)["_iterator"] = None  # ends its workers
+
+
+def _batches_of_workers(loader: Any) -> Iterable[Any]:
+    """Return the batches of a loader with workers; if it concatenates them, this is done after their transfer."""
+    count, vars(loader)["batches_to_combine"] = getattr(loader, "batches_to_combine", 1), 1
+    batches = WorkerBatches(loader)
+    return CombinedBatches(batches, count, loader.rebatched_drop_last, are_reused=True) if count > 1 else batches
 
 
 def _unshare_partition(dataset: Any) -> None:

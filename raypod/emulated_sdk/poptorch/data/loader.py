@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, Optional, Sized, cast
+from typing import Any, Dict, Optional
 
 import torch
 from torch.utils.data import IterableDataset
 
 from poptorch.data.accessor import AsynchronousDataAccessor
+from poptorch.data.combined_batches import CombinedBatches
 from poptorch.enums import DataLoaderMode
 from poptorch.environment import logger
 from poptorch.errors import Error
@@ -28,6 +29,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # not 
             batches of `rebatched_worker_size` samples, which the data fetcher joins to combined batches. Async with
             `drop_last=False` and combined batches is AsyncRebatched.
         rebatched_worker_size: by default the combined batch size, as in the SDK; no effect unless batches are joined.
+        batch_sampler: `collate_fn` collates each of its batches; as many as a call needs are then concatenated.
 
     Raises:
         AssertionError: shuffle in several processes without `options.randomSeed`; an IterableDataset or
@@ -37,6 +39,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # not 
         poptorch.Error: conflicting arguments, and the errors of `AsynchronousDataAccessor`.
     """
 
+    batches_to_combine = 1  # batches of torch's data loader that are concatenated
     _accessor: Optional[AsynchronousDataAccessor] = None
     _partition: Optional[Partition] = None
 
@@ -77,8 +80,8 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # not 
             _warn_if_short(dataset, self._combined, drop_last)
             batching = _batching(self._combined, drop_last, rebatched_size, rebatched_worker_size)
         else:
-            joined = CombinedBatchSampler(batch_sampler, to_combine, drop_last)
-            batching = {"batch_sampler": joined if rebatched_size is None else batch_sampler}
+            batching = {"batch_sampler": batch_sampler}
+            self.batches_to_combine = to_combine if rebatched_size is None else 1
         super().__init__(
             dataset,
             shuffle=shuffle,
@@ -114,7 +117,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # not 
             self._accessor.terminate()
 
     def __len__(self) -> int:
-        """Return the number of combined batches of an epoch."""
+        """Return the number of combined batches of an epoch; with a `batch_sampler`, its number of batches."""
         return super().__len__() if self._accessor is None else len(self._accessor)
 
     def __iter__(self) -> Any:
@@ -122,6 +125,8 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # not 
             return iter(self._accessor)
         if self._partition is not None:
             self._partition.shuffle()
+        if self.batches_to_combine > 1:
+            return iter(CombinedBatches(super().__iter__(), self.batches_to_combine, self.rebatched_drop_last))
         return super().__iter__()
 
     def __getstate__(self) -> Dict[str, Any]:
@@ -315,30 +320,6 @@ class Partition(torch.utils.data.Dataset):  # type: ignore[type-arg]  # not gene
         if state["_generator"] is not None:
             self._generator = torch.Generator()
             self._generator.set_state(torch.frombuffer(bytearray(state["_generator"]), dtype=torch.uint8))
-
-
-class CombinedBatchSampler:
-    """Joins consecutive batches of a batch sampler; a shorter last batch is dropped with `drop_last`."""
-
-    def __init__(self, batch_sampler: Any, batches_to_combine: int, drop_last: bool) -> None:
-        self._batch_sampler = batch_sampler
-        self._batches_to_combine = batches_to_combine
-        self._drop_last = drop_last
-
-    def __iter__(self) -> Iterator[List[Any]]:
-        joined: List[Any] = []
-        for count, batch in enumerate(self._batch_sampler, start=1):
-            joined += batch
-            if count % self._batches_to_combine == 0:
-                yield joined
-                joined = []
-        if joined and not self._drop_last:
-            yield joined
-
-    def __len__(self) -> int:
-        batches = len(cast(Sized, self._batch_sampler))
-        has_rest = batches % self._batches_to_combine > 0 and not self._drop_last
-        return batches // self._batches_to_combine + has_rest
 
 
 def _shared(tensor: torch.Tensor) -> torch.Tensor:
