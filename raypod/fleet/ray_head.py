@@ -6,6 +6,7 @@ Ray needs its head: calls to it block the main thread, and after a minute Ray en
 from __future__ import annotations
 
 import threading
+import time
 
 from raypod.errors import RunError
 from raypod.fleet import gcs
@@ -27,16 +28,19 @@ class HeadWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the requests."""
+        """Stop after a last request. If the head is lost, this does not return: an error of Ray would hide the cause."""
         self._closing.set()
-        self._thread.join()  # a request takes at most 3 s
+        self._thread.join()
 
     def _run(self) -> None:
-        missed = 0
-        while not self._closing.wait(_INTERVAL_S):
+        missed, is_closing = 0, False
+        while missed or not is_closing:
+            if missed:
+                time.sleep(_INTERVAL_S)
+            is_closing = self._closing.wait(0 if missed else _INTERVAL_S)
             answer = gcs.check(self._address, timeout_s=_TIMEOUT_S)  # a refused token is an answer, too
             missed = missed + 1 if answer.state == gcs.SILENT else 0
-            if missed == _MISSED and not self._closing.is_set():
+            if missed == _MISSED:
                 abort(
                     RunError(
                         f"{self._name} is lost: its GCS at {self._address} does not respond ({answer.detail}), and "

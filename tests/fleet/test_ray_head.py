@@ -59,3 +59,20 @@ def test_the_loss_of_the_head_ends_a_run_with_one_line(head: List[psutil.Process
     newest, damaged = newest_valid(storage.checkpoints_folder(folder))
     assert newest is not None
     assert damaged == []
+
+
+def test_an_error_that_the_loss_of_the_head_causes_is_not_reported() -> None:
+    program = """
+from raypod.fleet.ray_head import HeadWatch
+watch = HeadWatch("127.0.0.1:9", "host a", "do b")
+try:
+    raise ConnectionError("of Ray")
+finally:
+    watch.close()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "raypod: error: host a is lost: its GCS at 127.0.0.1:9 does not respond (Connection refused), and Ray cannot "
+        "continue without it; do b\n"
+    )
