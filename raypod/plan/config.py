@@ -252,7 +252,7 @@ class RunSection(Section):
         30,
         gt=0,
         le=_MAX_S,
-        description="timeout of a call: this value or 3 x the slowest call so far, whichever is larger",
+        description="timeout of a call: this or 3 x the slowest call so far; 10 x the larger while it uses CPU time",
     )
 
     @pydantic.field_validator("checkpoint_every")
