@@ -14,9 +14,9 @@ from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 from raypod.errors import CollectiveBroken, PeerLost, RaypodError, WaitTimedOut
 from raypod.events import FailureKind, HeartbeatReport, InstanceLost
 from raypod.fleet.base import FleetBroken
+from raypod.fleet.death_cause import death_causes
 from raypod.fleet.liveness import LastHeartbeat, Suspect, find_suspects, find_unreleased
 from raypod.fleet.ray_replace import ProcessKiller
-from raypod.fleet.ray_session import death_reason
 from raypod.fleet.ray_wait import NO_VALUE, PauseDetector, take_ready
 from raypod.plan.plan import Plan
 
@@ -261,9 +261,12 @@ class Watch:
         `late` are survivors that could not continue; `connections` is why all have lost their connections, or "".
         """
         died = {
-            index: error for index, error in errors.items() if isinstance(error, self._ray.exceptions.RayActorError)
+            index: str(error)
+            for index, error in errors.items()
+            if isinstance(error, self._ray.exceptions.RayActorError)
         }
-        losses = losses + [self._loss(index, "died", death_reason(str(error))) for index, error in died.items()]
+        died = death_causes(self._ray, self._plan, died)
+        losses = losses + [self._loss(index, "died", cause) for index, cause in died.items()]
         causes = {index: getattr(error, "cause", None) for index, error in errors.items() if index not in died}
         raypod_errors = [
             cause

@@ -1,0 +1,66 @@
+"""The causes of the deaths of actors: Ray's reason, and the C++ exception in the log file of an instance's process."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from pathlib import Path
+from typing import Any, Dict, Optional
+
+from raypod.fleet.ray_reservation import node_affinity
+from raypod.fleet.ray_session import death_reason
+from raypod.host.cpp_exception import last_exception
+from raypod.instance.process import log_header
+from raypod.plan.plan import Plan
+
+_TAIL_BYTES = 1 << 20  # of what a process wrote
+_READ_S = 5.0  # for all log files that only other hosts can read
+
+
+def death_causes(ray: Any, plan: Plan, errors: Dict[int, str]) -> Dict[int, str]:
+    """Return the cause of each death in one line. `errors` are Ray's messages about the dead actors, by instance."""
+    exceptions: Dict[int, Optional[str]] = {}
+    tasks: Dict[Any, int] = {}
+    for index, error in errors.items():
+        request = (plan.log_file(index), log_header(plan, index, _field(error, "pid")))
+        exceptions[index] = exception_in(*request)
+        node = _node_at(ray, _field(error, "ip")) if exceptions[index] is None else None
+        if node is not None:
+            read = ray.remote(exception_in).options(**node_affinity(node), max_retries=0)
+            tasks[read.remote(*request)] = index
+    ready, late = ray.wait(list(tasks), num_returns=len(tasks), timeout=_READ_S) if tasks else ([], [])
+    for task in late:
+        ray.cancel(task, force=True)
+    for task in ready:
+        try:
+            exceptions[tasks[task]] = ray.get(task)
+        except ray.exceptions.RayError:
+            continue  # that host is lost, too
+    reasons = {index: death_reason(error) for index, error in errors.items()}
+    return {
+        index: f"{reason} ({exceptions[index]})" if exceptions[index] else reason for index, reason in reasons.items()
+    }
+
+
+def exception_in(log_file: str, header: str) -> Optional[str]:
+    """Return the last C++ exception in a log file after the line `header`, with which a process begins its output.
+
+    "" if there is no exception; None if the process did not write to this file, which is then on another host.
+    """
+    try:
+        with Path(log_file).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            begin = content.rfind(header.encode())
+            tail = content[max(begin, len(content) - _TAIL_BYTES) :] if begin >= 0 else None
+    except (OSError, ValueError):  # ValueError: the file is empty
+        return None
+    return None if tail is None else last_exception(tail.decode(errors="replace")) or ""
+
+
+def _node_at(ray: Any, address: str) -> Optional[Dict[str, Any]]:
+    return next((node for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == address), None)
+
+
+def _field(error: str, name: str) -> str:
+    """Return a field of Ray's message about a dead actor; "" if Ray does not state it."""
+    found = re.search(rf"^\s*{name}: (\S+)$", error, re.MULTILINE)
+    return found.group(1) if found else ""

@@ -1,0 +1,34 @@
+"""The cause of an instance's death contains the C++ exception that its process wrote to the log file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raypod.fleet.death_cause import exception_in
+
+OF_RAY = (
+    "[2026 E 8 9] logging.cc:118: Unhandled exception: 1E. what(): new /a/_raylet.so(+0x18) [0x7f] ray::operator<<()"
+)
+OLD = "instance 1 of 2, pid 7: started on a\nterminate called after throwing an instance of 'E'\n  what():  old\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "exception"),
+    [
+        ("", None),
+        (OLD, None),  # another process: the log of this one is on another host
+        (f"{OLD}instance 1 of 2, pid 8: started on a\nx\n", ""),
+        (f"{OLD}instance 1 of 2, pid 8: started on a\n{OF_RAY}\n/a.so(+0x18) [0x7f] f()\n", "what(): new"),
+        (f"{OLD}instance 1 of 2, pid 8: started on a\n  what():  new:  gone\nAborted\n\udcff\n", "what(): new: gone"),
+        (
+            "instance 1 of 2, pid 8: a\nterminate called without an active exception\n",
+            "terminate called without an active exception",
+        ),
+    ],
+)
+def test_the_exception_is_that_of_the_process(tmp_path: Path, log: str, exception: str) -> None:
+    (tmp_path / "log").write_bytes(log.encode(errors="surrogateescape"))
+    assert exception_in(str(tmp_path / "log"), "instance 1 of 2, pid 8: ") == exception
+    assert exception_in(str(tmp_path / "none"), "instance 1 of 2, pid 8: ") is None
