@@ -94,6 +94,8 @@ def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
             request.host_subnet or programs.arguments.network or placement.cluster.data_network,
             placement.sizes.num_instances,
         )
+        for line in hosts.warnings:
+            _say(f"warning: {line}")
         folder = claim_run_folder(request)
         write_options(request, Path(folder, OPTIONS_FILE), "--run-dir")
         _export(request)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.errors import ClusterError
-from raypod.host import interfaces, sdk
+from raypod.host import horovod_address, interfaces, sdk
 from raypod.host.process import cpus_of_node
-from raypod.instance.collectives import Rendezvous, horovod_interface, horovod_proxy
+from raypod.instance.collectives import Rendezvous, horovod_interface, horovod_proxy, uses_installed_horovod
 from raypod.instance.horovod_proxy import HorovodProxy
 from raypod.launcher import reaper
 from raypod.launcher.output_pump import OutputPump
@@ -70,7 +70,9 @@ class HostProcess:
         if address:
             name = str(interfaces.interface_of(address))
             environment = {"HOROVOD_GLOO_IFACE": name, "GLOO_SOCKET_IFNAME": name}
-        return HostFacts(address or rendezvous_host, {**environment, **rendezvous, **self._horovod_proxy.environment})
+        environment = {**environment, **rendezvous, **self._horovod_proxy.environment}
+        problem = horovod_address.own_problem() if uses_installed_horovod() else None
+        return HostFacts(address or rendezvous_host, environment, problem)
 
     def open_rendezvous(self, address: str) -> Dict[str, str]:
         """Open the rendezvous of all instances at this host's `address`; return its variables."""

@@ -16,6 +16,7 @@ import time
 from typing import Dict, List, Optional, Tuple
 
 from raypod.errors import ConfigError, RunError
+from raypod.host.cpp_exception import last_exception
 from raypod.launcher.records import STDERR, STDOUT
 
 LONGEST_LINE_BYTES = 8 << 20  # a longer line is split, so that memory stays bounded
@@ -70,6 +71,10 @@ class Output:
         lines = self._tails.get(instance, b"").decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return last if _EXCEPTION.fullmatch(last) else None
+
+    def last_cpp_exception(self, instance: int) -> Optional[str]:
+        """Return the last line about an uncaught C++ exception at the end of an instance's stderr."""
+        return last_exception(self._tails.get(instance, b"").decode(errors="replace"))
 
     def flush(self) -> None:
         """Print the complete lines."""

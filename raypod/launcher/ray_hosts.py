@@ -40,6 +40,7 @@ class RayHosts:
         self._stdin: Any = None  # the pending write
         self._done: List[bool] = [False] * len(placement.hosts)
         self.interpreters: List[str] = []  # of the programs, by host
+        self.warnings: List[str] = []  # of `connect`, for the user
         self._pauses = PauseDetector()
         self._timer = StepTimer()
         self.start_seconds = self._timer.steps
@@ -75,7 +76,13 @@ class RayHosts:
         if instances == 1:
             return [HostFacts(address, {}) for address in hosts]
         rendezvous: Dict[str, str] = self._call("open_rendezvous", [(hosts[0],)], self._actors[:1])[0]
-        return self._call("join_rendezvous", [(rendezvous, own) for own in chosen])
+        facts: List[HostFacts] = self._call("join_rendezvous", [(rendezvous, own) for own in chosen])
+        self.warnings = [
+            f"host {host.name}: a program that uses Horovod aborts: {own.horovod_problem}"
+            for host, own in zip(self._placement.hosts, facts)
+            if own.horovod_problem and len(facts) > 1
+        ]
+        return facts
 
     def start(self, programs: Sequence[Sequence[Program]], grace_s: float, logs: str) -> None:
         """Start the programs of every host; `logs` is the folder of their log files."""

@@ -26,6 +26,7 @@ class HostFacts:
 
     address: str
     environment: Dict[str, str]  # of every instance on this host
+    horovod_problem: Optional[str] = None  # why other hosts cannot connect to the Horovod that is installed here
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,7 @@ _EXIT_MARGIN_S = 5.0  # time beyond the grace period; after it, the reapers end 
 _SIGNAL_GRACES = 10  # grace periods for programs to exit after a forwarded signal
 _READ_BYTES = 1 << 16
 Write = Callable[[bytes, float], Optional[bool]]
+_ABORTED = 128 + signal.SIGABRT  # exit code after an uncaught C++ exception
 
 
 class Hosts(Protocol):
@@ -153,8 +154,11 @@ class Supervision:
 
     def _failure(self, end: ProgramEnd) -> ProgramFailed:
         host = self._placement.instances[end.instance].host
-        # Python exits with 1 after an uncaught exception.
-        exception = self._output.last_exception(end.instance) if end.exit_code == 1 else None
+        exception = None
+        if end.exit_code == 1:  # that of Python after an uncaught exception
+            exception = self._output.last_exception(end.instance)
+        elif end.exit_code == _ABORTED:
+            exception = self._output.last_cpp_exception(end.instance)
         cause = f"{end.cause} ({exception})" if exception else end.cause
         return ProgramFailed(end.instance, host, cause, self._output.log_file(end.instance), end.exit_code)
 
