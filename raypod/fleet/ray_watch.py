@@ -159,7 +159,7 @@ class Watch:
             }
             for requests in {task.requests for task in self._outstanding.values()}:
                 if requests is not None:
-                    requests.deadline_s += paused_s
+                    requests.deadline_s += min(paused_s, requests.age_s)
 
     def _is_check_due(self) -> bool:
         """Return whether the instances must be checked; if so, take their heartbeats, and request the next ones."""
