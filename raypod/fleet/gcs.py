@@ -99,7 +99,7 @@ def _call(address: str, method: str, token: Optional[str], timeout_s: float) -> 
 def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
     """Connect, with mutual TLS if the environment enables it for Ray."""
     connection = socket.create_connection((host, port), timeout=timeout_s)
-    if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
+    if not _uses_tls():
         return connection
     try:
         context = ssl.create_default_context(cafile=os.environ.get("RAY_TLS_CA_CERT"))
@@ -109,6 +109,10 @@ def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
     except OSError:  # ssl.SSLError is one
         connection.close()
         raise
+
+
+def _uses_tls() -> bool:
+    return os.environ.get("RAY_USE_TLS", "0") not in ("", "0")
 
 
 def _answer(connection: socket.socket, deadline: float) -> Answer:
@@ -132,6 +136,10 @@ def _answer(connection: socket.socket, deadline: float) -> Answer:
                 code = status.decode(errors="replace")
                 detail = f"gRPC status {code}" if code else "the server uses HTTP/2 but is not a GCS"
             return Answer(REFUSED if is_refusal else SILENT, detail, b"")
+    if _uses_tls():
+        return Answer(
+            SILENT, "the server closed the connection: does it accept the certificate RAY_TLS_SERVER_CERT?", b""
+        )
     return Answer(SILENT, "the server does not use gRPC without TLS (does it use TLS, or is it not Ray?)", b"")
 
 

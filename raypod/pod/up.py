@@ -27,6 +27,7 @@ from raypod.pod import file_checks, loaded_sources, ssh, stop_cluster
 _STOP_TIMEOUT_S = 60.0
 _MAX_MESSAGE = 240
 _MAX_CHANGES = 3  # in a message
+_COLOR = re.compile(r"\x1b\[[\d;]*m")
 _LAUNCHER_LINE = re.compile(r"\d{4}-\d\d-\d\d |Shared connection|Warning: Permanently")  # of Ray's launcher and ssh
 _SSH_SLACK_S = 30.0
 _SOURCE = "~/raypod/source/raypod"  # where the cluster files of this repository copy raypod
@@ -172,7 +173,7 @@ def _remove_launcher_state(cluster: Cluster) -> None:
 
 def _error_line(log: str) -> str:
     """Return the most likely cause in a log: the last output of a failed command on a host, else an error of Ray."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    lines = [line.strip() for line in _COLOR.sub("", log).splitlines() if line.strip()]
     failed = [at for at, line in enumerate(lines) if "New status: update-failed" in line]
     output = [line for line in lines[: (failed or [0])[-1]] if not _LAUNCHER_LINE.match(line)]
     errors = [line for line in lines if "Error" in line and "click.exceptions" not in line]
@@ -213,7 +214,7 @@ def _compare_sources(cluster: Cluster, file: ClusterFile, restart: str, mode: st
         cluster.hosts, lambda host: ssh.run_on(host, cluster.ssh, words, program, loaded_sources.TIMEOUT_S)
     )
     changes: Dict[str, None] = {}
-    newer = []
+    newer, older = [], []
     for name, done in found.items():
         answer = done.json_object("raylet")
         if answer is None or answer["raylet"] is None:
@@ -222,11 +223,15 @@ def _compare_sources(cluster: Cluster, file: ClusterFile, restart: str, mode: st
         elif answer["changes"]:
             newer.append(name)
             changes.update(dict.fromkeys(answer["changes"]))
+        else:
+            older.append(name)
     if newer:
         rest = f" and {len(changes) - _MAX_CHANGES} more" if len(changes) > _MAX_CHANGES else ""
+        others = f" (but not on {', '.join(older)})" if older else ""
         _say(
-            f"warning: changed on {', '.join(newer)} since Ray was started: {', '.join(list(changes)[:_MAX_CHANGES])}"
-            f"{rest}; running processes keep what they have loaded: restart Ray with `{restart}`"
+            f"warning: changed on {', '.join(newer)}{others} since Ray was started: "
+            f"{', '.join(list(changes)[:_MAX_CHANGES])}{rest}; running processes keep what they have loaded: "
+            f"restart Ray with `{restart}`"
         )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
-from typing import Dict, List, Optional
+from typing import Dict, Iterator, List, Optional
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SCRIPT = str(REPOSITORY / "scripts" / "pod.sh")
@@ -35,16 +38,23 @@ def skip_reason() -> Optional[str]:
 class EmulatedPod:
     """A pod that runs until `down` is called."""
 
-    def __init__(self, name: str, hosts: int, shared: Path) -> None:
-        """Start the pod; `shared` is a folder that all hosts share, like a network file system."""
+    def __init__(self, name: str, hosts: int, shared: Path, venv: str = sys.prefix) -> None:
+        """Start the pod.
+
+        Args:
+            shared: a folder that all hosts share, like a network file system. Python modules in its folder `site` can
+                be imported on all hosts.
+            venv: the Python environment of all hosts.
+        """
         self._environment = {
             **os.environ,
             "POD_NAME": name,
             "POD_NET": NETWORK,
             "POD_SHARE": f"{REPOSITORY}:{shared}",
-            "POD_VENV": sys.prefix,
+            "POD_VENV": venv,
+            "POD_HOSTS": "debian",
             # Every raylet measures the memory of the whole machine.
-            "POD_ENV": f"PYTHONPATH={REPOSITORY} RAY_memory_monitor_refresh_ms=0",
+            "POD_ENV": f"PYTHONPATH={REPOSITORY}:{shared}/site RAY_memory_monitor_refresh_ms=0",
         }
         self.run("up", str(hosts))
 
@@ -89,3 +99,49 @@ class EmulatedPod:
 def address(host: int) -> str:
     """Return the address of a host."""
     return f"{NETWORK}.{10 + host}"
+
+
+def cluster_file(hosts: int) -> str:
+    """Return the cluster file of hosts without IPUs with this pod's addresses, and limits for a single machine."""
+    text = (REPOSITORY / "cluster" / "emulated-pod.yaml").read_text()
+    workers = ", ".join(map(address, range(2, hosts + 1)))
+    text = text.replace("worker_ips: [10.0.0.12, 10.0.0.13]", f"worker_ips: [{workers}]")
+    text = re.sub(r"(?m)^(m.._workers): 2", rf"\1: {hosts - 1}", text)
+    text = text.replace("10.0.0.", f"{NETWORK}.").replace("ssh_user: ubuntu", "ssh_user: root")
+    return text.replace("ray start ", "ray start --num-cpus=1 ").replace("=500000000", "=80000000")
+
+
+def copy_source(folder: Path, hosts: int) -> None:
+    """Copy raypod's source to a folder, with a `cluster/pod64.yaml` that describes this pod."""
+    for name in ("pyproject.toml", "README.md", "constraints.txt"):
+        shutil.copy(str(REPOSITORY / name), str(folder / name))
+    shutil.copytree(str(REPOSITORY / "raypod"), str(folder / "raypod"), ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "cluster").mkdir()
+    (folder / "cluster" / "pod64.yaml").write_text(cluster_file(hosts))
+
+
+def operate(pod: EmulatedPod, shared: Path, start: str, within_s: float = 60) -> str:
+    """Run the README's command that begins with `start` on the operator's machine, in `shared`; return its output."""
+    return pod.run("op", "bash", "-c", f"cd {shared}\n{readme_command(start)}", within_s=within_s)
+
+
+def readme_command(start: str) -> str:
+    """Return the command line of the README's section about a pod that begins with `start`."""
+    (line,) = [line for line in (REPOSITORY / "README.md").read_text().splitlines() if line.startswith(start)]
+    return line
+
+
+@contextlib.contextmanager
+def train_here(folder: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Train on this host, with run folder `folder`/run and output `folder`/out."""
+    line = [sys.executable, "-m", "raypod.train", *flags, "--run-dir", str(folder / "run")]
+    # A separate temporary folder, so that it joins no other Ray; its path is short because of Ray's sockets.
+    log = folder / "out"
+    with log.open("wb") as out, tempfile.TemporaryDirectory(prefix="ray") as temporary:
+        environment = {**os.environ, "RAY_TMPDIR": temporary}
+        command = subprocess.Popen(line, cwd=REPOSITORY, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            yield command
+        finally:
+            command.terminate()
+            command.wait(60)

@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import re
 import shlex
+import shutil
 import subprocess
 import sys
-import tempfile
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Tuple
 
 import pytest
 from bounded import wait_until
-from end_to_end.emulated import NETWORK, REPOSITORY, EmulatedPod, address, skip_reason
+from end_to_end.emulated import (
+    NETWORK,
+    REPOSITORY,
+    EmulatedPod,
+    address,
+    copy_source,
+    operate,
+    readme_command,
+    skip_reason,
+    train_here,
+)
 from end_to_end.intruder import IS_A_STORE
 
 from raypod.detached import log_of
 from raypod.record import run_state, verify_data
 from raypod.record.run_state import RunState
 
+CLUSTER = "cluster/pod64.yaml"  # as in the README
 HOSTS = 3  # plus a fourth, the intruder, which is not in the cluster file
 INTRUDER = 4
 TRAINING = ["--num-instances", str(HOSTS), "--replicas", str(2 * HOSTS), "--device", "emulated"]
-EPOCHS = ["--epochs", "5"]
 NOTICED_WITHIN_S = 15.0
 LOST_INSTANCES = 3  # one on host 3, then at most two on host 2
 INSECURE = ("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null")
 
 pytestmark = [pytest.mark.pod, pytest.mark.skipif(skip_reason() is not None, reason=str(skip_reason()))]
-
-
-def cluster_file() -> str:
-    """Return the cluster file of hosts without IPUs with this pod's addresses, and limits for a single machine."""
-    text = (REPOSITORY / "cluster" / "emulated-pod.yaml").read_text()
-    text = text.replace("10.0.0.", f"{NETWORK}.").replace("ssh_user: ubuntu", "ssh_user: root")
-    return text.replace("ray start ", "ray start --num-cpus=1 ").replace("=500000000", "=80000000")
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +51,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pod(shared: Path) -> Iterator[EmulatedPod]:
-    """The pod, with a Ray cluster that `raypod up` started on its first three hosts."""
-    (shared / "cluster.yaml").write_text(cluster_file())
+    """The pod, with a Ray cluster that the README's commands started on its first three hosts."""
+    copy_source(shared, HOSTS)
     made = EmulatedPod(f"t{os.getpid()}", HOSTS + 1, shared)
     try:
-        made.run("op", "bash", "-c", f"cd {REPOSITORY} && python -m raypod up {shared}/cluster.yaml", within_s=200)
+        assert all(address(host) in operate(made, shared, "python -m raypod plan") for host in (1, 2, 3))
+        operate(made, shared, "python -m raypod up", within_s=200)
         yield made
     finally:
         made.down()
@@ -60,7 +65,7 @@ def pod(shared: Path) -> Iterator[EmulatedPod]:
 
 def train(shared: Path, name: str, *flags: str) -> str:
     """Return the command line of a run on the head."""
-    flags = ("--cluster", str(shared / "cluster.yaml"), "--run-dir", str(shared / name), "--wait-hosts", "90", *flags)
+    flags = ("--cluster", str(shared / CLUSTER), "--run-dir", str(shared / name), "--wait-hosts", "90", *flags)
     return f"cd {REPOSITORY} && exec python -m raypod.train {shlex.join((*TRAINING, *flags))}"
 
 
@@ -69,46 +74,74 @@ def summary(folder: Path) -> Dict[str, Any]:
     return content
 
 
-@contextlib.contextmanager
-def train_here(folder: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the same training on this host, with run folder `folder`/run and output `folder`/out."""
-    line = [sys.executable, "-m", "raypod.train", *TRAINING, *flags, "--run-dir", str(folder / "run")]
-    # A separate temporary folder, so that it joins no other Ray; its path is short because of Ray's sockets.
-    log = folder / "out"
-    with log.open("wb") as out, tempfile.TemporaryDirectory(prefix="ray") as temporary:
-        environment = {**os.environ, "RAY_TMPDIR": temporary}
-        command = subprocess.Popen(line, cwd=REPOSITORY, env=environment, stdout=out, stderr=subprocess.STDOUT)
-        try:
-            yield command
-        finally:
-            command.terminate()
-            command.wait(60)
-
-
 @pytest.fixture(scope="module")
 def on_this_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The run folder of the same training, running on this host."""
     folder = tmp_path_factory.mktemp("here")
-    with train_here(folder, *EPOCHS):
+    with train_here(folder, *TRAINING):
         yield folder / "run"
 
 
 def test_doctor_reports_ready(pod: EmulatedPod, shared: Path) -> None:
-    output = pod.run("op", "bash", "-c", f"cd {REPOSITORY} && python -m raypod doctor --cluster {shared}/cluster.yaml")
+    output = operate(pod, shared, "python -m raypod doctor")
     assert all(address(host) in output for host in (1, 2, 3))
 
 
 def test_a_run_on_the_pod_has_the_weights_of_a_run_on_one_host(
     pod: EmulatedPod, shared: Path, on_this_host: Path
 ) -> None:
-    command = pod.start(1, train(shared, "run", *EPOCHS), shared / "out")
-    assert command.wait(200) == 0, (shared / "out").read_text()
-    ours = summary(shared / "run")
+    settings = f"Host HEAD head\n  HostName {address(1)}\n"  # the README's line is for an operator who has such a name
+    pod.run("op", "bash", "-c", f"printf {shlex.quote(settings)} > ~/.ssh/config")
+    pod.run("on", "1", "ln", "-s", sys.prefix, "/root/raypod/venv")  # where setup_commands install on real hosts
+    try:
+        operate(pod, shared, "ssh HEAD", within_s=300)
+    finally:
+        pod.run("on", "1", "rm", "/root/raypod/venv")
+    files = {
+        name: pod.run("on", "1", "bash", "-c", f"cat ~/raypod/source/runs/*/{name}.json")
+        for name in ("plan", "summary")
+    }
+    plan, ours = json.loads(files["plan"]), json.loads(files["summary"])
     assert ours["test_accuracy"] >= 95
-    hosts = [json.loads((shared / "run" / "plan.json").read_text())["instances"][k]["host"] for k in range(HOSTS)]
-    assert hosts == [address(1), address(2), address(3)]
+    assert [plan["instances"][k]["host"] for k in range(HOSTS)] == [address(1), address(2), address(3)]
     assert wait_until((on_this_host / "summary.json").is_file, 120)
     assert ours["weights_sha256"] == summary(on_this_host)["weights_sha256"]
+
+
+def test_sources_that_are_newer_than_the_running_ray_are_reported(pod: EmulatedPod, shared: Path) -> None:
+    up = f"cd {shared} && python -m raypod up --no-restart {CLUSTER}"
+    assert "since Ray was started" not in pod.run("op", "bash", "-c", up, within_s=100)
+    with (shared / "raypod" / "errors.py").open("a") as file:
+        file.write("# newer\n")
+    for _ in range(2):  # the second time nothing is copied
+        output = pod.run("op", "bash", "-c", up, within_s=100)
+        (line,) = [line for line in output.splitlines() if "since Ray was started" in line]
+        assert address(1) in line
+        assert "/root/raypod/source/raypod/errors.py" in line
+        assert f"restart Ray with `python -m raypod up {CLUSTER}`" in line
+
+
+def test_a_horovod_that_other_hosts_cannot_reach_is_rejected(pod: EmulatedPod, shared: Path) -> None:
+    package = shared / "site" / "horovod"
+    for module in ("__init__.py", "runner/__init__.py", f"torch/mpi_lib_v2{EXTENSION_SUFFIXES[0]}"):
+        (package / module).parent.mkdir(parents=True, exist_ok=True)
+        (package / module).touch()
+    (shared / "site" / "horovod-0.28.1.dist-info").mkdir()
+    (shared / "site" / "horovod-0.28.1.dist-info" / "METADATA").write_text("Name: horovod\nVersion: 0.28.1\n")
+    try:
+        run = f"{train(shared, 'rejected', '--collectives', 'horovod')}"
+        output = pod.run("on", "1", "bash", "-lc", f"({run}); echo exit code $?", check=False)
+        doctor = pod.run("op", "bash", "-c", f"cd {shared} && {readme_command('python -m raypod doctor')}", check=False)
+    finally:
+        shutil.rmtree(str(shared / "site"))
+    error, code = output.splitlines()[-2:]
+    assert code == "exit code 2"
+    assert re.match(rf"raypod: error: host {NETWORK}.1[123]: its own name host[123] resolves to .* 127.0.1.1", error)
+    assert "scripts/install_horovod.sh" in error
+    assert "/etc/hosts" in error
+    assert all(
+        f"its own name host{number} resolves to the loopback address 127.0.1.1" in doctor for number in (1, 2, 3)
+    )
 
 
 # ---- a long run with faults ------------------------------------------------------------------------------------------
@@ -212,7 +245,7 @@ def test_a_run_continues_after_a_host_loses_its_network(pod: EmulatedPod, long_r
 def test_the_same_command_resumes_a_run_whose_coordinator_was_killed(
     pod: EmulatedPod, shared: Path, long_run: LongRun
 ) -> None:
-    status = f"cd {REPOSITORY} && python -m raypod status --cluster {shared}/cluster.yaml {long_run.folder}"
+    status = f"cd {REPOSITORY} && python -m raypod status --cluster {shared}/{CLUSTER} {long_run.folder}"
     assert "restarts  2" in pod.run("op", "bash", "-c", status)
     pod.run("on", "1", "kill", "-9", str(long_run.state().pid))
     assert wait_until(lambda: "coordinator died" in pod.run("op", "bash", "-c", status, check=False))
@@ -223,7 +256,7 @@ def test_the_same_command_resumes_a_run_whose_coordinator_was_killed(
 def test_faults_change_neither_data_nor_weights(
     pod: EmulatedPod, shared: Path, long_run: LongRun, tmp_path: Path
 ) -> None:
-    stop = f"cd {REPOSITORY} && python -m raypod stop --cluster {shared}/cluster.yaml {long_run.folder}"
+    stop = f"cd {REPOSITORY} && python -m raypod stop --cluster {shared}/{CLUSTER} {long_run.folder}"
     assert "interrupted after update" in pod.run("op", "bash", "-c", stop)
     unproved = [line for line in verify_data.verify(long_run.folder).lines if "NOT PROVED" in line]
     # For each repair, the last call of a lost instance may be known only from the reports of the others.
@@ -232,11 +265,11 @@ def test_faults_change_neither_data_nor_weights(
     assert len(unproved) <= 2 * len(calls), unproved  # the call, and its epoch
     assert all(line in calls or line.endswith("not proved to be seen") for line in unproved), unproved
     ours = summary(long_run.folder)
-    with train_here(tmp_path, *long_run.flags, "--updates", str(ours["updates"])) as command:
+    with train_here(tmp_path, *TRAINING, *long_run.flags, "--updates", str(ours["updates"])) as command:
         assert command.wait(150) == 0, (tmp_path / "out").read_text()
     assert ours["weights_sha256"] == summary(tmp_path / "run")["weights_sha256"]
 
 
 def test_down_stops_all_processes(pod: EmulatedPod, shared: Path) -> None:
-    pod.run("op", "bash", "-c", f"cd {REPOSITORY} && python -m raypod down {shared}/cluster.yaml", within_s=150)
+    operate(pod, shared, "python -m raypod down", within_s=150)
     assert wait_until(lambda: listening(pod) == [], 10), listening(pod)

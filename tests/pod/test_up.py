@@ -134,7 +134,7 @@ def test_the_error_line_is_the_output_of_the_failed_command() -> None:
     log = (
         "2026-11-21 15:59:28,010\tINFO updater.py:509 -- [7/7] Starting the Ray runtime\n"
         "bash: ray: command not found\n"
-        "Shared connection to 10.77.0.11 closed.\n"
+        "\x1b[0mShared connection to 10.77.0.11 closed.\n"
         "2026-11-21 15:59:28,068\tERR updater.py:177 -- New status: update-failed\n"
         "click.exceptions.ClickException: SSH command failed.\n"
         "Error: Failed to setup head node.\n"
