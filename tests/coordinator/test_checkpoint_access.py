@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import pytest
 from checkpoint.other_disks import DirectServer, Fault, unchanged
@@ -15,9 +15,19 @@ from raypod.checkpoint.resume import newest_valid
 from raypod.checkpoint.storage import checkpoints_folder
 from raypod.coordinator import coordinator
 from raypod.errors import CheckpointNotSaved
-from raypod.events import CheckpointFailed, CheckpointSaved, Event, RunEnded, UpdateDone
+from raypod.events import (
+    CallReport,
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    InstanceLost,
+    Repaired,
+    RunEnded,
+    UpdateDone,
+)
+from raypod.fleet.base import FleetBroken
 from raypod.fleet.inline import InlineFleet
-from raypod.plan.plan import Plan
+from raypod.plan.plan import Leg, Plan
 from raypod.record.metrics import MetricsAggregator
 
 Make = Callable[..., Plan]
@@ -27,7 +37,7 @@ class OtherDisk(InlineFleet):
     """Its instance has the run folder `there`, and sees no file of the coordinator."""
 
     def __init__(self, plan: Plan, there: Path) -> None:
-        super().__init__(dataclasses.replace(plan, run_dir=str(there)))
+        super().__init__(on_disk(plan, there))
         self.servers: List[DirectServer] = []
         self.fault: Fault = unchanged
 
@@ -40,6 +50,43 @@ class OtherDisk(InlineFleet):
         """See `Fleet.serve`."""
         self.servers.append(DirectServer(kind(*arguments), lambda number, request: self.fault(number, request)))
         return self.servers[-1]
+
+
+def on_disk(plan: Plan, run_dir: Path) -> Plan:
+    return dataclasses.replace(plan, run_dir=str(run_dir))
+
+
+class MovesToOtherDisk(OtherDisk):
+    """The instance is lost after some updates, and replaced on a host with another disk."""
+
+    lost_after = 9
+
+    def __init__(self, plan: Plan, there: Path) -> None:
+        super().__init__(plan, Path(plan.run_dir))
+        self._there: Optional[Path] = there  # None once it has moved
+
+    def call(self, method: str, *arguments: Any) -> List[Any]:
+        """See `InlineFleet.call`."""
+        return super().call(method, *arguments) if self._there is None else InlineFleet.call(self, method, *arguments)
+
+    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+        """See `InlineFleet.run`."""
+        for report in super().run(leg, stop_requested):
+            yield report
+            if self._there is not None and report.first_update + 1 == self.lost_after:
+                raise FleetBroken((InstanceLost(0, "head", "died", "its process died", "", "", "0.log"),), "")
+
+    def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+        """Replace the instance; nothing has its state."""
+        assert self._there is not None
+        assert self._instance is not None
+        self._instance.finish_saves()
+        self._instance.close()
+        self._plan, self._there = on_disk(self._plan, self._there), None
+        environment = self._environment_before
+        self.start()
+        self._environment_before = environment
+        return {}
 
 
 def plan_for(make: Make, updates: int, **run: Any) -> Plan:
@@ -74,6 +121,24 @@ def test_the_checkpoints_are_on_the_disk_of_the_coordinator(make: Make, tmp_path
     assert saved == [event for event in here if isinstance(event, CheckpointSaved)]
     assert not checkpoints_folder(tmp_path / "there").exists()
     assert len(fleet.servers) == 1
+
+
+def test_an_instance_that_moves_to_another_disk_loads_and_writes_there_no_checkpoint(
+    make: Make, tmp_path: Path
+) -> None:
+    plan = plan_for(make, 14)
+    whole = ended(train(plan, InlineFleet(plan)))
+    shutil.rmtree(plan.run_dir)
+    fleet = MovesToOtherDisk(plan, tmp_path / "there")
+    events = train(plan, fleet)
+    (repaired,) = (event for event in events if isinstance(event, Repaired))
+    assert (repaired.seeded_from.rpartition("/")[2], repaired.update) == ("update-00000008", 8)
+    assert ended(events).weights_sha256 == whole.weights_sha256
+    valid, damaged = newest_valid(checkpoints_folder(plan.run_dir))
+    assert valid is not None
+    assert (valid.update, damaged) == (14, [])
+    assert not (tmp_path / "there" / "checkpoints").exists()
+    assert [set(server.methods) for server in fleet.servers] == [{"read"}, {"begin", "write", "commit"}]
 
 
 def test_a_run_resumes_from_the_disk_of_the_coordinator(make: Make, tmp_path: Path) -> None:
