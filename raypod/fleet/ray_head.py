@@ -5,6 +5,8 @@ Ray needs its head: calls to it block the main thread, and after a minute Ray en
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 
@@ -14,11 +16,13 @@ from raypod.host.abort import abort
 
 _INTERVAL_S = 1.0
 _TIMEOUT_S = 3.0
-_MISSED = 5  # so many requests in a row without an answer: 5 s if the head refuses connections, 20 s if it is silent
+# In a row: 5 refused connections (no process listens any more), or 10 requests without an answer, because a host that
+# is overloaded or restarts its network can be silent for a while. This takes 5 s or 40 s; Ray gives up after 60 s.
+_MOST_MISSED, _REFUSED_COUNTS = 10, 2
 
 
 class HeadWatch:
-    """Sends a request to the GCS every second; `raypod.host.abort` ends this process if five in a row fail."""
+    """Sends a request to the GCS every second; `raypod.host.abort` ends this process if it is considered lost."""
 
     def __init__(self, address: str, name: str, way_out: str) -> None:
         """`address` is HOST:PORT of the GCS; `name` (of what is lost) and `way_out` are for the error message."""
@@ -28,7 +32,7 @@ class HeadWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop after a last request. If the head is lost, this does not return: an error of Ray would hide the cause."""
+        """Stop after a last request. If the head is lost, this does not return, because Ray's errors hide the cause."""
         self._closing.set()
         self._thread.join()
 
@@ -39,8 +43,11 @@ class HeadWatch:
                 time.sleep(_INTERVAL_S)
             is_closing = self._closing.wait(0 if missed else _INTERVAL_S)
             answer = gcs.check(self._address, timeout_s=_TIMEOUT_S)  # a refused token is an answer, too
-            missed = missed + 1 if answer.state == gcs.SILENT else 0
-            if missed == _MISSED:
+            if answer.state != gcs.SILENT:
+                missed = 0
+            else:
+                missed += _REFUSED_COUNTS if answer.detail == os.strerror(errno.ECONNREFUSED) else 1
+            if missed >= _MOST_MISSED:
                 abort(
                     RunError(
                         f"{self._name} is lost: its GCS at {self._address} does not respond ({answer.detail}), and "
