@@ -79,6 +79,9 @@ class ScriptedRay:
             raise refs.value
         return refs.value
 
+    def nodes(self) -> List[Dict[str, Any]]:
+        return []
+
     def kill_frozen(self, actor: Any) -> None:
         """See `ProcessKiller.kill_frozen`."""
         self.killed.append(actor.index)
