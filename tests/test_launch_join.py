@@ -23,7 +23,7 @@ class Relay:
 
     def __init__(self, gcs: str = "") -> None:
         self._gcs = gcs.rpartition(":")[::2] if gcs else None
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("0.0.0.0", 0))  # Ray replaces 127.0.0.1 by the address of this host
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._open: List[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
