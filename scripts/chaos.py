@@ -48,9 +48,8 @@ def plan_for(folder: Path, fleet: str, updates: int) -> Plan:
     run = {"device": "emulated", "fleet": fleet, "max_restarts": 100_000, "checkpoint_every": "15 updates"}
     training = {"updates": updates, "epochs": 100_000, "lr_schedule": "constant", "learning_rate": 0.02}
     pod = {"replicas": 4, "num_instances": 1 if fleet == "inline" else INSTANCES}
-    config = from_values(
-        {"run": {**run, "silent_after_s": 8}, "training": {**training, "evaluate_every": 1}, "pod": pod}
-    )
+    bounds = {"silent_after_s": 8, "start_timeout_s": 600}  # a machine with other load starts processes slowly
+    config = from_values({"run": {**run, **bounds}, "training": {**training, "evaluate_every": 1}, "pod": pod})
     plan = make_plan(config, LOCAL, dataset_size(config), str(folder / "run"))
     run_folder.create(plan)
     return plan
