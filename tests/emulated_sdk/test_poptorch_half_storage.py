@@ -107,6 +107,7 @@ def test_optimizer_state_in_half_is_saved_and_restored_exactly(algorithm, option
 def test_the_velocity_is_stored_with_its_scaling():
     for arguments, scaling in (
         ({"loss_scaling": 4.0}, 4),
+        ({"loss_scaling": 4.0, "use_combined_accum": True}, 1),
         ({"velocity_scaling": 16.0, "use_combined_accum": True}, 16),
     ):
         model = line()

@@ -75,7 +75,7 @@ def test_nothing_is_recorded_by_default(monkeypatch, tmp_path, text):
     monkeypatch.setenv("PVTI_OPTIONS", text)
     program = Program()
     channel = poptorch.profiling.Channel("app")
-    channel.instrument(program, "step")
+    assert channel.instrument(program, "step") is program
     with channel.tracepoint("block"):
         assert program.step(1) == 2
     assert not list(tmp_path.iterdir())

@@ -107,6 +107,13 @@ def off_device() -> Iterator[None]:
         _active.mode, _active.is_on_device = mode, was_on_device
 
 
+@contextlib.contextmanager
+def caller_modes_disabled() -> Iterator[None]:
+    """Context without the modes of the caller's thread, which replicas in other threads would not have."""
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+        yield
+
+
 class Overlap(NamedTuple):
     """A request to overlap the transfer of an input or output tensor with compute."""
 

@@ -147,11 +147,9 @@ class Optimizer:
         self._add_own_attributes(rule, given)
 
     def _add_own_attributes(self, rule: Rule, given: Dict[str, Any]) -> None:
-        # The velocity is a sum of scaled gradients.
-        own_defaults = {**rule.group, "velocity_scaling": given.get("loss_scaling", 1.0)}
         host: Any = self
         for name in (name for name in rule.group if name in OWN_GROUP_ATTRIBUTES):
-            host.defaults.setdefault(name, given.get(name, own_defaults[name]))
+            host.defaults.setdefault(name, given.get(name, rule.group[name]))
             for group in host.param_groups:
                 group.setdefault(name, host.defaults[name])
         own = {**rule.scalars, **rule.constants}

@@ -52,12 +52,17 @@ class Channel:
         self._name = name
         self._directory = _directory()
 
-    def instrument(self, obj: Any, *methods: str) -> None:
-        """Record a span around every later call of these methods of `obj`; AttributeError for an unknown method."""
+    def instrument(self, obj: Any, *methods: str) -> Any:
+        """Record a span around every later call of these methods of `obj`, and return `obj`.
+
+        Raises:
+            AttributeError: `obj` does not have a method.
+        """
         for method in methods:
             traced = self._traced(getattr(obj, method), method)
             if self._directory is not None:
                 setattr(obj, method, traced)
+        return obj
 
     def tracepoint(self, name: str) -> ContextManager[None]:
         """Return a context manager that records a span with this name."""

@@ -100,6 +100,10 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # not 
         return self._combined
 
     @property
+    def _combined_batch_size(self) -> Optional[int]:
+        return self._combined  # published programs read the SDK's attribute
+
+    @property
     def options(self) -> Options:
         """The frozen options; AttributeError if `batch_size` is None, as in the SDK."""
         if not self._has_options:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import inspect
 from typing import Any, Callable, Dict, Iterator
 
 from torch.utils.hooks import RemovableHandle
@@ -19,9 +18,7 @@ _BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"  # as 
 
 
 def registerPreCompileHook(hook: _Hook) -> RemovableHandle:
-    """Call the hook before each compilation, until the handle's `remove()`.
-
-    A hook that takes an argument gets the executor (inferred: the SDK's documentation does not state the arguments).
+    """Call the hook, without arguments, before each compilation, until the handle's `remove()`.
 
     Raises:
         RuntimeError: the hook is not callable.
@@ -35,12 +32,12 @@ def registerPostCompileHook(hook: _Hook) -> RemovableHandle:
 
 
 @contextlib.contextmanager
-def around_compilation(executor: Any, shows_progress: bool) -> Iterator[None]:
+def around_compilation(shows_progress: bool) -> Iterator[None]:
     """Context of a compilation: calls the hooks before and after it, in the order of registration."""
-    _call(_before_compile, executor)
+    _call(_before_compile)
     with _progress_bar() if shows_progress else contextlib.nullcontext():
         yield
-    _call(_after_compile, executor)
+    _call(_after_compile)
 
 
 @contextlib.contextmanager
@@ -52,19 +49,9 @@ def _progress_bar() -> Iterator[None]:
             bar.update(100)
 
 
-def _call(hooks: Dict[int, _Hook], executor: Any) -> None:
+def _call(hooks: Dict[int, _Hook]) -> None:
     for hook in list(hooks.values()):
-        hook(*([executor] if _takes_argument(hook) else []))
-
-
-def _takes_argument(hook: _Hook) -> bool:
-    try:
-        inspect.signature(hook).bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # a built-in function without a signature
-        pass
-    return True
+        hook()
 
 
 def _register(hooks: Dict[int, _Hook], hook: _Hook) -> RemovableHandle:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
 from poptorch.device.arguments import Arguments, BatchLayout
 from poptorch.device.program import Program, TrainingProgram
+from poptorch.device_mode import caller_modes_disabled
 from poptorch.enums import ConnectionType
 from poptorch.environment import logger
 from poptorch.errors import Error
@@ -87,7 +87,7 @@ class PoplarExecutor(Measurements):
             self._device_is_newer = True
         else:
             self._upload_trained()
-        with _caller_modes_disabled():
+        with caller_modes_disabled():
             result = program.run(tensors)
         host_state.mark_step(self._optimizer)
         return result
@@ -97,9 +97,9 @@ class PoplarExecutor(Measurements):
         if self._program is not None:
             logger.warning("compile: the model is compiled already; the call has no effect")
             return
-        with around_compilation(self, self._options.show_compilation_progress_bar):
+        with around_compilation(self._options.show_compilation_progress_bar):
             began = time.perf_counter()
-            with _caller_modes_disabled():
+            with caller_modes_disabled():
                 arguments = Arguments.of_call(self._model.forward, args, kwargs, BatchLayout.of(self._options))
             self._build(arguments)
             self._compilation_s = time.perf_counter() - began
@@ -120,7 +120,14 @@ class PoplarExecutor(Measurements):
         self._is_attached = False
 
     def attachToDevice(self) -> None:
-        """Acquire the device and upload the host's weights. Raises Error unless compiled and detached."""
+        """Acquire the device and upload the host's weights.
+
+        Raises:
+            AssertionError: `ConnectionType.Never` is set.
+            Error: the model is not compiled, or it is attached already.
+        """
+        never = self._options.connection_type == ConnectionType.Never
+        assert not never, "Trying to attach to an offline device (ConnectionType.Never)"
         program = self._compiled()
         if self._is_attached:
             raise Error("Cannot attach to the device: the model is already attached")
@@ -302,7 +309,7 @@ class PoplarExecutor(Measurements):
         if self._training and executor_of(type(self._user_model)) is not self:
             wrap(self._user_model, self)  # again, after destroy()
         self._upload_trained()
-        with _caller_modes_disabled():
+        with caller_modes_disabled():
             self._compiled_for = self._describe()
             if self._training and self._optimizer is not None:
                 program = TrainingProgram(self._model, self._options, arguments, self._optimizer, self._user_model)
@@ -312,7 +319,7 @@ class PoplarExecutor(Measurements):
                 self._program = Program(self._model, self._options, arguments, self._user_model)
         if self._initial_rng_state is not None:
             self._program.rng_state = self._initial_rng_state
-        self._is_attached = self._options.connection_type == ConnectionType.Always
+        self._is_attached = self._options.connection_type != ConnectionType.Never
         if self._is_attached:
             self._upload_replica_state()
 
@@ -340,10 +347,3 @@ class PoplarExecutor(Measurements):
         if versions != self._uploaded and self._program is not None:
             self._program.upload()
         self._uploaded = versions
-
-
-@contextlib.contextmanager
-def _caller_modes_disabled() -> Iterator[None]:
-    """Disable modes of the caller's thread on the device, as replicas in other threads would not have them."""
-    with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
-        yield

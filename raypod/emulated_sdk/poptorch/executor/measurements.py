@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Dict, List, Optional, Tuple
 
 import torch
 
-from poptorch.device.program import Program
+from poptorch.device.program import MicroBatchTimes, Program
 from poptorch.errors import Error
 from poptorch.options import Options
 from poptorch.parallel.placement import Placement
@@ -20,7 +21,7 @@ Latency = Tuple[float, float, float]
 class Measurements:
     """Base class of `PoplarExecutor`: holds options and compiled program, and reads the program's measurements.
 
-    Reading a measurement before compilation raises Error. Times are those of the emulated device, so of this CPU.
+    Times are those of the emulated device, so of this CPU.
     """
 
     def __init__(self, options: Options) -> None:
@@ -54,19 +55,26 @@ class Measurements:
             raise Error("Please run the model at least once before obtaining cycle count.")
         return round(self._program.call_s * _CLOCK_HZ)
 
-    def compilationTime(self) -> float:
-        """Return the duration of the compilation in seconds."""
+    def compilationTime(self) -> datetime.timedelta:
+        """Return the duration of the compilation. Raises Error before it."""
         self._compiled()
-        return self._compilation_s
+        return datetime.timedelta(seconds=self._compilation_s)
+
+    @property
+    def _executable(self) -> Optional[Program]:
+        # Published programs test whether it is None, to find out whether the model is compiled.
+        return self._program
 
     def getPerfCounters(self) -> Dict[str, List[List[float]]]:
         """Return the times in seconds of the last call's events on replica 0; only their differences are meaningful.
 
         The keys are "input" and "input_complete", with one list per tensor of the arguments, and "output" and
         "output_complete", with one list per output tensor. Each list has one time per micro-batch; the tensors of a
-        micro-batch are transferred together. Before the first call the lists are empty.
+        micro-batch are transferred together. Before the first call the lists are empty, one per key before compilation.
         """
-        program = self._compiled()
+        program = self._program
+        if program is None:
+            return {event: [[]] for event in MicroBatchTimes._fields}
         inputs, outputs = len(program.arguments.spec.tensors), len(program.traced.dtypes)
         tensors = {"input": inputs, "input_complete": inputs, "output": outputs, "output_complete": outputs}
         return {
@@ -91,7 +99,8 @@ class Measurements:
         return self._latency("input", "output_complete")
 
     def _latency(self, start: str, end: str) -> Latency:
-        spans = [getattr(times, end) - getattr(times, start) for times in self._compiled().micro_batch_times]
+        measured = self._program.micro_batch_times if self._program is not None else []
+        spans = [getattr(times, end) - getattr(times, start) for times in measured]
         return (min(spans), max(spans), sum(spans) / len(spans)) if spans else (0.0, 0.0, 0.0)
 
     def getTensorNames(self) -> List[str]:

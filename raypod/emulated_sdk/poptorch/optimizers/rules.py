@@ -59,7 +59,14 @@ _ADAM_STATE = {
 RULES: Dict[str, Rule] = {
     "SGD": Rule(
         host=torch.optim.SGD,
-        group={"lr": 1e-3, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "velocity_scaling": 1},
+        group={
+            "lr": 1e-3,
+            "momentum": 0,
+            "dampening": 0,
+            "weight_decay": 0,
+            "nesterov": False,
+            "velocity_scaling": 1.0,
+        },
         scalars=_LOSS_AND_NORM,
         constants={"use_combined_accum": False, "accum_type": torch.float32, "velocity_accum_type": torch.float32},
         state={"momentum_buffer": StateTensor("Accl___", "velocity_accum_type")},
