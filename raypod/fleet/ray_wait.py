@@ -7,7 +7,6 @@ from typing import Any, Iterable, List, NamedTuple, Optional, Sequence
 
 NO_VALUE = object()
 _PAUSE_S = 2.0  # longer intervals between two polls are pauses
-_MOST_ITEMS = 64  # of a stream at a time, so that a fast one does not delay the caller endlessly
 
 
 class Arrival(NamedTuple):
@@ -20,27 +19,16 @@ class Arrival(NamedTuple):
 
 
 def take_ready(ray: Any, refs: Iterable[Any], within_s: float) -> List[Arrival]:
-    """Return all results and all items of streams that are ready, in order; wait up to `within_s` for the first one.
+    """Return all results that are ready, and the next item of each stream that has one; wait for the first of them.
 
-    `ray.wait` returns as soon as the requested number is ready, and its cost grows with the number of references.
+    Returns an empty list if nothing is ready within a time. `ray.wait` returns once a given number is ready, and its
+    cost grows with the number of references.
     """
     waiting = list(refs)
-    if not waiting or not ray.wait(waiting, timeout=within_s)[0]:
+    if not waiting or (within_s > 0 and not ray.wait(waiting, timeout=within_s)[0]):
         return []
-    arrivals: List[Arrival] = []
-    for _ in range(_MOST_ITEMS):
-        ready = _ready_of(ray, waiting)
-        if not ready:
-            break
-        arrived = _take(ray, ready)
-        arrivals += arrived
-        waiting = [each.ref for each in arrived if not each.is_finished]
-    return arrivals
-
-
-def is_stream(ref: Any) -> bool:
-    """Return whether a reference yields references."""
-    return hasattr(ref, "__next__")
+    ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+    return _take(ray, ready)
 
 
 class PauseDetector:
@@ -59,25 +47,24 @@ class PauseDetector:
         return elapsed_s if elapsed_s > _PAUSE_S else 0.0
 
 
-def _ready_of(ray: Any, refs: List[Any]) -> List[Any]:
-    ready: List[Any] = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []
-    return ready
-
-
 def _take(ray: Any, ready: Sequence[Any]) -> List[Arrival]:
     """Return one arrival of each reference."""
     items = []
     for ref in ready:
         try:
-            items.append((ref, next(ref) if is_stream(ref) else ref))
+            items.append((ref, next(ref) if _is_stream(ref) else ref))
         except StopIteration:
             items.append((ref, None))
     values = iter(_get(ray, [item for _, item in items if item is not None]))
     arrivals = []
     for ref, item in items:
         value, error = next(values) if item is not None else (NO_VALUE, None)
-        arrivals.append(Arrival(ref, value, error, item is None or error is not None or not is_stream(ref)))
+        arrivals.append(Arrival(ref, value, error, item is None or error is not None or not _is_stream(ref)))
     return arrivals
+
+
+def _is_stream(ref: Any) -> bool:
+    return hasattr(ref, "__next__")
 
 
 def _get(ray: Any, refs: List[Any]) -> List[Any]:
