@@ -17,6 +17,7 @@ from typing import Callable, Dict, Iterator, List, Optional, Tuple
 from typing_extensions import Protocol
 
 from raypod.errors import ProgramFailed
+from raypod.host.signals import SignalFilter, stop_signals
 from raypod.launcher.output import Output
 from raypod.launcher.records import HostReport, ProgramEnd
 from raypod.plan.placement import Placement
@@ -25,8 +26,8 @@ _POLL_S = 0.2  # longest delay until a signal or `close` takes effect
 _EXIT_MARGIN_S = 5.0  # time beyond the grace period; after it, the reapers end the programs alone
 _SIGNAL_GRACES = 10  # grace periods for programs to exit after a forwarded signal
 _READ_BYTES = 1 << 16
-Write = Callable[[bytes, float], Optional[bool]]
 _ABORTED = 128 + signal.SIGABRT  # exit code after an uncaught C++ exception
+Write = Callable[[bytes, float], Optional[bool]]
 
 
 class Hosts(Protocol):
@@ -60,8 +61,11 @@ class Signals:
     def __init__(self) -> None:
         self.received: List[int] = []
         self._is_recording = False
+        self._filter = SignalFilter()
 
     def _on_signal(self, number: int, frame: Optional[FrameType]) -> None:
+        if self._filter.is_copy():
+            return
         if not self._is_recording:
             raise Interrupted(number)
         self.received.append(number)
@@ -72,10 +76,7 @@ class Signals:
 
         Ray installs handlers of its own: call this again after `ray.init()`.
         """
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
-            numbers.append(signal.SIGHUP)
-        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        before = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
         self._is_recording, was_recording = record, self._is_recording
         try:
             yield self

@@ -1,0 +1,59 @@
+"""Copies of signals, and a terminal that is closed while a training runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from bounded import wait_until
+
+from raypod.host import signals
+from raypod.record import run_state
+
+
+def test_copies_of_a_signal_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [7.0]
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    requests = signals.SignalFilter()
+    found = []
+    for elapsed_s in (0.0, 0.001, 0.1, 0.5, 0.001):
+        now_s[0] += elapsed_s
+        found.append(requests.is_copy())
+    assert found == [False, True, True, False, True]
+
+
+def test_an_ignored_sighup_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signals.stop_signals() == [signal.SIGINT, signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert signal.SIGHUP in signals.stop_signals()
+
+
+def test_a_closed_terminal_ends_a_run_with_a_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    line = [sys.executable, "-m", "raypod.train", "--device", "emulated", "--fleet", "inline", "--epochs", "400"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [*line, "--num-instances", "1", "--run-dir", str(folder)])
+    process, metrics = psutil.Process(pid), folder / "metrics.jsonl"
+    try:
+        is_training = wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 3, 120)
+        os.close(terminal)
+        assert process.wait(60) == 130
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    assert is_training
+    state = run_state.read(folder)
+    assert state is not None
+    assert state.state == run_state.INTERRUPTED
+    assert (folder / "checkpoints" / "LATEST").is_file()
