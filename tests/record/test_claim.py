@@ -127,6 +127,16 @@ def test_a_mistake_leaves_nothing_behind(
     assert not tree(here)
 
 
+def test_a_cluster_that_is_not_running_leaves_nothing_behind(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = here.parent / "cluster.yaml"
+    cluster.write_text(
+        "provider: {type: local, head_ip: 127.0.0.5}\nhead_start_ray_commands: [ray start --head --port=9]\n"
+    )
+    assert train.main(["--device", "emulated", "--cluster", str(cluster)]) == 2
+    assert "no Ray cluster is running" in capsys.readouterr().err
+    assert not tree(here)
+
+
 @pytest.mark.parametrize("flags", [MISTAKES[1], MISTAKES[-1]], ids=lambda flags: flags[-1])
 def test_a_mistake_of_a_detached_run_leaves_nothing_behind(
     flags: List[str], here: Path, capsys: pytest.CaptureFixture[str]
