@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Iterator, List
+from typing import List
 
 import pytest
 from ray_cluster import ray_cluster
@@ -67,7 +67,7 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
 
 
 @pytest.fixture
-def pod(tmp_path: Path) -> Iterator[Path]:
+def pod(tmp_path: Path) -> Path:
     """A folder with a `vipu` tool and a `poptorch` package, so that a launch uses IPUs."""
     (tmp_path / "vipu").write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE_VIPU} {tmp_path} "$@"\n')
     (tmp_path / "vipu").chmod(stat.S_IRWXU)
