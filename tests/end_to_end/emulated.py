@@ -126,8 +126,9 @@ def operate(pod: EmulatedPod, shared: Path, start: str, within_s: float = 60) ->
 
 
 def readme_command(start: str) -> str:
-    """Return the command line of the README's section about a pod that begins with `start`."""
-    (line,) = [line for line in (REPOSITORY / "README.md").read_text().splitlines() if line.startswith(start)]
+    """Return the command line of the README's section "A pod" that begins with `start`, as it is printed."""
+    section = (REPOSITORY / "README.md").read_text().partition("\n### A pod\n")[2].partition("\n### ")[0]
+    (line,) = [line for line in section.splitlines() if line.startswith(start)]
     return line
 
 

@@ -104,7 +104,7 @@ def test_a_run_on_the_pod_has_the_weights_of_a_run_on_one_host(
     plan, ours = json.loads(files["plan"]), json.loads(files["summary"])
     assert ours["test_accuracy"] >= 95
     assert [plan["instances"][k]["host"] for k in range(HOSTS)] == [address(1), address(2), address(3)]
-    assert wait_until((on_this_host / "summary.json").is_file, 120)
+    assert wait_until((on_this_host / "summary.json").is_file, 200)
     assert ours["weights_sha256"] == summary(on_this_host)["weights_sha256"]
 
 
@@ -132,6 +132,9 @@ def test_a_horovod_that_other_hosts_cannot_reach_is_rejected(pod: EmulatedPod, s
         run = f"{train(shared, 'rejected', '--collectives', 'horovod')}"
         output = pod.run("on", "1", "bash", "-lc", f"({run}); echo exit code $?", check=False)
         doctor = pod.run("op", "bash", "-c", f"cd {shared} && {readme_command('python -m raypod doctor')}", check=False)
+        sizes = f"--num-instances {HOSTS} --num-replicas {HOSTS} --run-dir {shared}/launched"
+        launch = f"cd {REPOSITORY} && python -m raypod.launch --cluster {shared}/{CLUSTER} {sizes} true"
+        launched = pod.run("on", "1", "bash", "-lc", launch)
     finally:
         shutil.rmtree(str(shared / "site"))
     error, code = output.splitlines()[-2:]
@@ -139,9 +142,26 @@ def test_a_horovod_that_other_hosts_cannot_reach_is_rejected(pod: EmulatedPod, s
     assert re.match(rf"raypod: error: host {NETWORK}.1[123]: its own name host[123] resolves to .* 127.0.1.1", error)
     assert "scripts/install_horovod.sh" in error
     assert "/etc/hosts" in error
-    assert all(
-        f"its own name host{number} resolves to the loopback address 127.0.1.1" in doctor for number in (1, 2, 3)
-    )
+    for number in (1, 2, 3):
+        problem = f"its own name host{number} resolves to the loopback address 127.0.1.1"
+        assert problem in doctor
+        # Whether a program uses Horovod is not known.
+        assert f"warning: host {address(number)}: a program that uses Horovod aborts: {problem}" in launched
+
+
+def test_the_cause_of_a_death_on_another_host_contains_its_exception(pod: EmulatedPod, shared: Path) -> None:
+    user, folder = shared / "user", "/root/throwing"  # the run folder is not on a shared disk
+    user.mkdir()
+    (user / "throw").touch()
+    (shared / "site").mkdir()
+    shutil.copy(str(REPOSITORY / "tests" / "faults" / "throwing.py"), str(shared / "site"))
+    flags = f"{shlex.join(TRAINING)} --cluster {shared}/{CLUSTER} --run-dir {folder} --updates 8"
+    command = f"cd {user} && python -m raypod.train {flags} --model throwing:model"
+    output = pod.run("on", "1", "bash", "-lc", command, within_s=150)
+    (line,) = [line for line in output.splitlines() if "is lost" in line]
+    assert f"Instance 1 on host {address(2)} is lost: its process died: " in line
+    assert "(what(): the device is gone)" in line
+    assert "No such file" in pod.run("on", "1", "ls", f"{folder}/logs/instance-1.log", check=False)
 
 
 # ---- a long run with faults ------------------------------------------------------------------------------------------
