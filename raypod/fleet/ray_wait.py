@@ -6,6 +6,7 @@ import time
 from typing import Any, Iterable, List, NamedTuple, Optional, Sequence
 
 NO_VALUE = object()
+_GATHER_S = 0.005  # the reports of a call arrive within a few milliseconds
 _PAUSE_S = 2.0  # longer intervals between two polls are pauses
 
 
@@ -22,12 +23,12 @@ def take_ready(ray: Any, refs: Iterable[Any], within_s: float) -> List[Arrival]:
     """Return all results that are ready, and the next item of each stream that has one; wait for the first of them.
 
     Returns an empty list if nothing is ready within a time. `ray.wait` returns once a given number is ready, and its
-    cost grows with the number of references.
+    cost grows with the number of references. Therefore the second wait is not for the next one only.
     """
     waiting = list(refs)
     if not waiting or (within_s > 0 and not ray.wait(waiting, timeout=within_s)[0]):
         return []
-    ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+    ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=min(within_s, _GATHER_S))
     return _take(ray, ready)
 
 
