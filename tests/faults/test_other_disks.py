@@ -15,7 +15,7 @@ from typing import Any, Iterator, List
 import psutil
 import pytest
 from bounded import wait_until
-from harness import assert_undisturbed, pid_of, plan_for, run
+from harness import Outcome, assert_undisturbed, pid_of, plan_for, run
 from ray_cluster import SECOND_HOST, THIRD_HOST, RayCluster, ray_cluster
 
 from raypod.checkpoint.resume import find_checkpoint, newest_valid
@@ -77,7 +77,7 @@ def run_dir(tmp_path: Path) -> Path:
 @pytest.fixture
 def hosts(run_dir: Path) -> Iterator[List[Any]]:
     """The coordinator's host, and two others that do not share its disk."""
-    with ray_cluster() as cluster, contextlib.ExitStack() as stack:
+    with ray_cluster(("",)) as cluster, contextlib.ExitStack() as stack:
         others = []
         for address in (SECOND_HOST, THIRD_HOST):
             others.append(OtherHost(cluster, address, run_dir))
@@ -113,7 +113,7 @@ def test_checkpoints_are_sent_to_the_disk_of_the_coordinator(hosts: List[Any], r
     assert (valid.update, valid.manifest.weights_sha256, damaged) == (80, outcome.sha256, [])
     assert (third.run_dir / "logs").is_dir()
     assert not checkpoints_folder(third.run_dir).exists()
-    assert_undisturbed(plan, outcome, undisturbed_sha256(tmp_path, 80))
+    assert_undisturbed(plan, outcome, undisturbed(tmp_path, 80))
 
 
 def test_checkpoints_are_loaded_from_the_disk_of_the_coordinator(
@@ -135,12 +135,12 @@ def test_checkpoints_are_loaded_from_the_disk_of_the_coordinator(
     (repaired,) = (event for event in events if isinstance(event, Repaired))
     assert repaired.seeded_from == str(checkpoint_path(checkpoints_folder(run_dir), 40))
     assert isinstance(events[-1], RunEnded)
-    assert events[-1].weights_sha256 == undisturbed_sha256(tmp_path, 60)
+    assert events[-1].weights_sha256 == undisturbed(tmp_path, 60).sha256
 
 
-def undisturbed_sha256(folder: Path, updates: int) -> str:
-    """Return the hash of the weights of a run on this host."""
+def undisturbed(folder: Path, updates: int) -> Outcome:
+    """Run the same training on this host, without faults."""
     (folder / "inline").mkdir()
     training = {"updates": updates, "lr_schedule": "constant"}
     plan = plan_for(folder / "inline", run={"fleet": "inline"}, pod={"num_instances": 1}, training=training)
-    return run(plan).sha256
+    return run(plan)
