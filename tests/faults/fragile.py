@@ -37,6 +37,11 @@ def _hang_in_user_code() -> None:
     time.sleep(LONG_S)
 
 
+def _loop_in_user_code() -> None:
+    while True:
+        pass
+
+
 def _die_once_the_others_are_done(*arguments: Any) -> None:
     """End this process in its optimizer step, when the others have its gradients and complete the update."""
     time.sleep(UPDATE_S)
@@ -92,6 +97,8 @@ class Model(nn.Module):
             torch.empty(1 << 60, dtype=torch.uint8)
         if _must_fail("model-hangs"):
             _hang_in_user_code()
+        if _must_fail("model-loops"):
+            _loop_in_user_code()
         if _must_fail("optimizer-dies"):
             DeviceOptimizer.step = _die_once_the_others_are_done  # type: ignore[method-assign]
         logits: torch.Tensor = self.head(self.norm(images).flatten(1))
