@@ -139,6 +139,7 @@ def test_a_horovod_that_other_hosts_cannot_reach_is_rejected(pod: EmulatedPod, s
         shutil.rmtree(str(shared / "site"))
     error, code = output.splitlines()[-2:]
     assert code == "exit code 2"
+    assert not (shared / "rejected").exists()
     assert re.match(rf"raypod: error: host {NETWORK}.1[123]: its own name host[123] resolves to .* 127.0.1.1", error)
     assert "scripts/install_horovod.sh" in error
     assert "/etc/hosts" in error
