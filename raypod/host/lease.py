@@ -43,9 +43,12 @@ def acquire(folder: Path, way_out: str = "", take_over: bool = False, log: Log =
     for _ in range(_ATTEMPTS):
         before = lease_file.find(folder)
         with _partial_file(folder, me) as (partial, now_s):
-            live = [each for each in before if not lease_file.has_ended(each, now_s, log)]
-            if live and not take_over:
-                raise lease_file.held(live[-1], now_s, way_out)
+            live: List[LeaseFile] = []
+            for each in reversed(before):
+                if not lease_file.has_ended(each, now_s, log):
+                    if not take_over:
+                        raise lease_file.held(each, now_s, way_out)
+                    live.append(each)
             path = folder / f"lease-{1 + (before[-1].number if before else 0)}.json"
             if not lease_file.publish(partial, path, me):
                 continue
@@ -55,8 +58,6 @@ def acquire(folder: Path, way_out: str = "", take_over: bool = False, log: Log =
             continue
         lease = Lease(path, me, log)
         _end_holders(live, lease, log)
-        for each in before:
-            lease_file.remove(each.path)
         return lease
     raise LeaseHeld(str(folder), "several other commands at the same time", way_out)
 
@@ -109,6 +110,12 @@ class Lease:
     def is_first(self) -> bool:
         """Whether the folder had no other lease when this one was acquired, not even an expired one."""
         return lease_file.number_of(self._path.name) == 1
+
+    def remove_ended(self) -> None:
+        """Remove the leases before this one, which have ended."""
+        for each in lease_file.find(self.folder):
+            if each.number < lease_file.number_of(self._path.name):
+                lease_file.remove(each.path)
 
     def check(self) -> None:
         """Raise LeaseLost if another process has taken over.

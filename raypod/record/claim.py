@@ -27,8 +27,11 @@ class Claim:
     If the context is left by a UserError before `keep` was called, the folder is restored to what it was before.
     """
 
-    def __init__(self, folder: Path, held: lease.Lease, created: List[Path]) -> None:
-        """`created` holds the folders that were created for the claim, `folder` last if it is one of them."""
+    def __init__(self, folder: Path, held: lease.Lease, created: List[Path], restores: bool = True) -> None:
+        """`created` holds the folders that were created for the claim, `folder` last if it is one of them.
+
+        Without `restores`, another process restores the folder if necessary.
+        """
         self.folder, self.lease = folder, held
         self._created = created
         self._before: Dict[str, bytes] = {}
@@ -36,11 +39,13 @@ class Claim:
             with contextlib.suppress(FileNotFoundError):
                 self._before[name] = (folder / name).read_bytes()
         self._logs: Optional[Set[Path]] = set((folder / LOGS).iterdir()) if (folder / LOGS).is_dir() else None
-        self._is_kept = self._is_discarded = self._is_handed_over = False
+        self._is_kept, self._is_discarded, self._is_handed_over = not restores, False, False
 
     def keep(self) -> None:
         """Keep what the run has written: it has started."""
         self._is_kept = True
+        with contextlib.suppress(OSError):  # the leases of earlier runs have no effect
+            self.lease.remove_ended()
 
     def hand_over(self, pid: int) -> None:
         """Hand the claim over to a child process, which adopts it: leaving the context does not end it.
@@ -129,11 +134,9 @@ def adopt(run_dir: str, owner: str, log: Log) -> Claim:
     """
     folder = Path(run_dir)
     try:
-        adopted = Claim(folder, lease.adopt(folder, owner, log), [])
+        return Claim(folder, lease.adopt(folder, owner, log), [], restores=False)
     except OSError as error:
         raise ConfigError(f"cannot read the run folder {folder}: {error.strerror}") from None
-    adopted.keep()
-    return adopted
 
 
 def _acquire(folder: Path, created: List[Path], take_over: bool, log: Log) -> Claim:

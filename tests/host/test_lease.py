@@ -79,8 +79,10 @@ def test_the_lease_of_a_dead_process_on_this_host_ends_at_once(tmp_path: Path, a
     subprocess.run([sys.executable, "-c", f"{program}; os._exit(9)"], check=False, timeout=60)
     assert len(entries(tmp_path)) == 1
     waits: List[str] = []
-    assert not acquire(log=waits.append).is_first
+    held = acquire(log=waits.append)
+    assert not held.is_first
     assert not waits
+    held.remove_ended()
     assert len(entries(tmp_path)) == 1
 
 
@@ -119,6 +121,21 @@ def test_a_live_host_whose_clock_is_late_keeps_its_lease(
     with pytest.raises(LeaseHeld):
         acquire()
     held.check()
+
+
+def test_a_command_that_changes_nothing_leaves_the_lease_of_a_dead_host(
+    tmp_path: Path, acquire: Acquire, on_host: OnHost
+) -> None:
+    on_host("far")
+    acquire().leave()
+    on_host("near")
+    age(tmp_path, 31)
+    before = entries(tmp_path)
+    acquire().release()
+    assert entries(tmp_path) == before
+    acquire()
+    with pytest.raises(LeaseHeld, match="on host near"):
+        acquire()
 
 
 @pytest.mark.parametrize("host", ["far", ""])
