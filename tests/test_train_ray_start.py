@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from bounded import wait_until
 
+from raypod.errors import RunError
 from raypod.fleet.ray_session import RaySession
 from raypod.plan.cluster import LOCAL
 from raypod.plan.placement import Sizes, place
@@ -41,5 +43,19 @@ def test_a_session_can_be_closed_after_an_interrupted_import_of_ray(monkeypatch:
     monkeypatch.setattr(importlib, "import_module", interrupted)
     session = RaySession(place(LOCAL, Sizes(1, 1, 1)))
     with pytest.raises(KeyboardInterrupt):
+        session.open()
+    session.close()
+
+
+def test_a_session_whose_processes_do_not_start_is_an_error_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(**options: Any) -> None:
+        raise Exception("The current node timed out during startup.\nSee the logs.")
+
+    services = SimpleNamespace(ConsolePopen=subprocess.Popen)
+    ray = SimpleNamespace(_private=SimpleNamespace(services=services), init=start)
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.setattr(importlib, "import_module", lambda name: ray)
+    session = RaySession(place(LOCAL, Sizes(1, 1, 1)))
+    with pytest.raises(RunError, match="cannot start a local Ray session on this host: The current node timed out"):
         session.open()
     session.close()

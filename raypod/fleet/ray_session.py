@@ -106,10 +106,17 @@ class RaySession:
         with _environment(self._variables()), _keep_sigterm_handler():
             ray = importlib.import_module("ray")
             self._processes = RayProcesses()
-            with self._processes.started_by(ray._private.services):
-                ray.init(
-                    address="local", include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES, **_INIT_OPTIONS
-                )
+            try:
+                with self._processes.started_by(ray._private.services):
+                    ray.init(
+                        address="local",
+                        include_dashboard=False,
+                        object_store_memory=_OBJECT_STORE_BYTES,
+                        **_INIT_OPTIONS,
+                    )
+            except Exception as error:  # Ray raises this very class if its processes do not start within 30 s
+                cause = " ".join(str(error).split())
+                raise RunError(f"cannot start a local Ray session on this host: {cause}") from error
         return ray
 
     def _variables(self) -> Dict[str, str]:
