@@ -15,7 +15,7 @@ from raypod.checkpoint import resume
 from raypod.cli import INTERRUPTED, report_errors
 from raypod.coordinator import coordinator
 from raypod.events import EvaluationDone, RunEnded, RunStarted
-from raypod.fleet.base import Fleet
+from raypod.fleet.choice import fleet_for
 from raypod.host.process import process_age_s
 from raypod.plan.plan import Plan
 from raypod.record import claim, run_folder, run_state
@@ -88,7 +88,7 @@ def _run(
         stack.callback(progress.close)
         sinks = stack.enter_context(Sinks(plan))
         events = stack.enter_context(
-            contextlib.closing(coordinator.run(plan, _fleet(plan, progress), metrics, resumed, known))
+            contextlib.closing(coordinator.run(plan, fleet_for(plan, progress.print_line), metrics, resumed, known))
         )
         stack.enter_context(claimed.lease.interrupting())
         for event in events:
@@ -109,17 +109,6 @@ def _run(
 
 def _log(text: str) -> None:
     print(f"raypod: {text}", file=sys.stderr, flush=True)  # noqa: T201
-
-
-def _fleet(plan: Plan, progress: Progress) -> Fleet:
-    # Only the chosen fleet is imported: the inline one works without Ray.
-    if plan.config.run.fleet == "inline":
-        from raypod.fleet.inline import InlineFleet
-
-        return InlineFleet(plan)
-    from raypod.fleet.ray import RayFleet
-
-    return RayFleet(plan, progress.print_line)
 
 
 if __name__ == "__main__":

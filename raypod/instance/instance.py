@@ -32,7 +32,7 @@ from raypod.instance.control import LOADING, Heartbeat, StopGate
 from raypod.instance.process_group import ProcessGroup
 from raypod.instance.replica_model import ReplicaModel
 from raypod.instance.seeding import Endpoint, Seeding, SeedingPeer
-from raypod.model import classification, program, recent_results
+from raypod.model import program
 from raypod.plan.plan import Leg, Plan
 
 
@@ -126,10 +126,7 @@ class Instance:
 
         `missing` holds (first update of the call, instance).
         """
-        if not self._model.keeps_results:
-            return []
-        state = program.read_replica_state(self._training)
-        return list(recent_results.lost_reports(state, self._plan.geometry, missing))
+        return list(self._model.lost_reports(self._training, missing))
 
     def abort_collectives(self) -> None:
         """End a leg, an evaluation and every wait for other instances, from another thread, as one of them is lost."""
@@ -182,7 +179,8 @@ class Instance:
             self._set_learning_rate(update)
             began = time.monotonic()
             with self.heartbeat.in_call(first_call + number):
-                outputs = self._training(images, labels, *self._call_words(update))
+                words = self._model.call_words(update, self._feed.samples_digest())
+                outputs = self._training(images, labels, *words)
             self._update = update + device_iterations
             call_s = wait_s + time.monotonic() - began
             yield dataclasses.replace(self._report(update, outputs), data_wait_s=wait_s, call_s=call_s)
@@ -210,7 +208,7 @@ class Instance:
         program.load_replica_state(self._training, state)
         # PopTorch compiles a model in the mode (train or eval) that its network has then, and both share the network.
         network.eval()
-        sums = classification.EvaluationSums()
+        sums = self._model.evaluation_sums()
         for images, labels, valid in self._feed.evaluation_calls():
             if self._gate.is_closed:  # a long evaluation must not delay the repair; it is repeated afterwards
                 raise CollectiveBroken(self._spec.index, "the evaluation was aborted")
@@ -252,24 +250,13 @@ class Instance:
         self._group.close()
 
     def _state(self) -> Dict[str, Any]:
-        replicas = recent_results.without_rows(program.read_replica_state(self._training))
-        return {**self._model.state(), "replicas": replicas}
+        return {**self._model.state(), "replicas": self._model.replica_state(self._training)}
 
     def _load_state(self, state: Dict[str, Any]) -> None:
         self._model.load_state(state)
         self._optimizer_is_set = False
-        replicas = state["replicas"]
-        if self._model.keeps_results:
-            replicas = recent_results.with_empty_rows(replicas, self._plan.geometry)
-        program.load_replica_state(self._training, replicas)
+        self._model.load_replica_state(self._training, state["replicas"])
         self._update = self._host_update = state.get("update", -1)
-
-    def _call_words(self, update: int) -> Tuple[torch.Tensor, ...]:
-        """Return the further input of a call if the device keeps its results."""
-        if not self._model.keeps_results:
-            return ()
-        assert self._feed is not None, "call build first"
-        return (recent_results.call_words(self._plan.geometry, update, self._feed.samples_digest()),)
 
     def _set_learning_rate(self, update: int) -> None:
         plan, optimizer = self._plan, self._model.optimizer
@@ -282,12 +269,10 @@ class Instance:
         self._optimizer_is_set = True
 
     def _report(self, update: int, outputs: Tuple[torch.Tensor, torch.Tensor]) -> CallReport:
-        geometry = self._plan.geometry
-        shape = (geometry.device_iterations, geometry.gradient_accumulation, geometry.local_replicas)
         return CallReport(
             instance=self._spec.index,
             first_update=update,
-            **classification.replica_results(outputs, shape),
+            **self._model.results(outputs),
             saves=self._saves.take_reports() if self._saves is not None else (),
             samples_digest=self._feed.samples_digest() if self._feed is not None else "",
         )
