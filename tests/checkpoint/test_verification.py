@@ -18,7 +18,9 @@ RECORDER = """
 import os, sys
 log = os.open(os.environ["OPENED_FILES"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 def record(event, arguments):
-    if event == "open" and str(arguments[0]).endswith(".safetensors") and not arguments[2] & os.O_CREAT:
+    # Python 3.8 also reports the call of os.open within open; it has no mode.
+    is_read = event == "open" and arguments[1] is not None and not arguments[2] & os.O_CREAT
+    if is_read and str(arguments[0]).endswith(".safetensors"):
         os.write(log, f"{os.getpid()} {arguments[0]}\\n".encode())
 sys.addaudithook(record)
 """
