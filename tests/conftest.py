@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -38,7 +39,14 @@ def pytest_unconfigure() -> None:
 
 
 def _children() -> set[int]:
-    return {process.pid for process in psutil.Process().children(recursive=True)}
+    """Return all descendants of this process, without the idle workers that a cluster of the tests keeps for later."""
+    return {process.pid for process in psutil.Process().children(recursive=True) if not _is_idle_worker(process)}
+
+
+def _is_idle_worker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.name() == "ray::IDLE")
+    return False
 
 
 @pytest.fixture(autouse=True)
