@@ -67,8 +67,8 @@ class InlineFleet:
         return [self._plan.placement.instances[0].host]
 
     def serve(self, kind: Callable[..., Any], *arguments: Any) -> Server:
-        """Not called: the instance and the coordinator are one process. See `Fleet.serve`."""
-        raise AssertionError("the instance runs on the coordinator's host")
+        """See `Fleet.serve`. The object is in this process, which is also the coordinator's."""
+        return InlineServer(kind(*arguments))
 
     def draining(self) -> List[str]:
         """See `Fleet.draining`."""
@@ -83,3 +83,21 @@ class InlineFleet:
             os.environ.clear()
             os.environ.update(self._environment_before)
             self._environment_before = None
+
+
+class InlineServer:
+    """A `checkpoint.transfer.Server` for an object of this process."""
+
+    def __init__(self, served: Any) -> None:
+        self._served = served
+
+    def request(self, method: str, *arguments: Any) -> Any:
+        """See `Server.request`; the method has ended when this returns."""
+        return getattr(self._served, method)(*arguments)
+
+    def result(self, handle: Any, timeout_s: float) -> Any:
+        """See `Server.result`."""
+        return handle
+
+    def close(self) -> None:
+        """See `Server.close`."""
