@@ -179,11 +179,11 @@ class Instance:
             self._set_learning_rate(update)
             began = time.monotonic()
             with self.heartbeat.in_call(first_call + number):
-                words = self._model.call_words(update, self._feed.samples_digest())
-                outputs = self._training(images, labels, *words)
+                digest = self._feed.samples_digest()
+                outputs = self._training(images, labels, *self._model.call_words(update, digest))
             self._update = update + device_iterations
             call_s = wait_s + time.monotonic() - began
-            yield dataclasses.replace(self._report(update, outputs), data_wait_s=wait_s, call_s=call_s)
+            yield dataclasses.replace(self._report(update, outputs, digest), data_wait_s=wait_s, call_s=call_s)
 
     def pause(self) -> int:
         """Start no more calls until `stop_after`; return the number of calls started since the beginning of the run."""
@@ -268,13 +268,13 @@ class Instance:
         self._training.setOptimizer(optimizer)
         self._optimizer_is_set = True
 
-    def _report(self, update: int, outputs: Tuple[torch.Tensor, torch.Tensor]) -> CallReport:
+    def _report(self, update: int, outputs: Tuple[torch.Tensor, torch.Tensor], samples_digest: str) -> CallReport:
         return CallReport(
             instance=self._spec.index,
             first_update=update,
             **self._model.results(outputs),
             saves=self._saves.take_reports() if self._saves is not None else (),
-            samples_digest=self._feed.samples_digest() if self._feed is not None else "",
+            samples_digest=samples_digest,
         )
 
     def _detach(self) -> None:

@@ -55,9 +55,7 @@ class ReplicaModel:
 
     def results(self, outputs: Tuple[torch.Tensor, torch.Tensor]) -> Dict[str, Any]:
         """Return the fields of a `CallReport` that hold the results of a call of the training step."""
-        geometry = self._geometry
-        shape = (geometry.device_iterations, geometry.gradient_accumulation, geometry.local_replicas)
-        return classification.replica_results(outputs, shape)
+        return classification.replica_results(outputs, self._geometry.call_shape)
 
     def lost_reports(self, training: Any, missing: Sequence[Tuple[int, int]]) -> Iterator[CallReport]:
         """Yield the missing reports whose results the device of `training` has; see `recent_results.lost_reports`."""

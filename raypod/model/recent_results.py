@@ -80,22 +80,22 @@ def _report(rows: torch.Tensor, geometry: Geometry, first_update: int, instance:
     """Return the report of a call from the rows of an instance: [local replicas, rows, columns]; None if not there."""
     number = torch.tensor(_words(_number(first_update)))
     is_of_call = (rows[0, :, 2 : 2 + _UPDATE_WORDS] == number).all(dim=1)
-    if int(is_of_call.sum()) != _micro_batches_per_call(geometry):
+    if int(is_of_call.sum()) != _rows_per_call(geometry):
         return None
     of_call = rows[:, is_of_call].transpose(0, 1).reshape(-1, _COLUMNS)  # in the order of the outputs of a call
-    shape = (geometry.device_iterations, geometry.gradient_accumulation, geometry.local_replicas)
-    results = classification.replica_results((of_call[:, 0].contiguous(), of_call[:, 1].contiguous()), shape)
+    outputs = (of_call[:, 0].contiguous(), of_call[:, 1].contiguous())
+    results = classification.replica_results(outputs, geometry.call_shape)
     digest = "".join(f"{int(word):0{_WORD_DIGITS}x}" for word in of_call[0, 2 + _UPDATE_WORDS :].tolist())
     return CallReport(instance, first_update, **results, samples_digest=digest)
 
 
 def _no_rows(geometry: Geometry) -> torch.Tensor:
-    per_call = _micro_batches_per_call(geometry)
+    per_call = _rows_per_call(geometry)
     calls = max(2, min(_MOST_CALLS, _MICRO_BATCHES // per_call))
     return torch.zeros(calls * per_call, _COLUMNS)
 
 
-def _micro_batches_per_call(geometry: Geometry) -> int:
+def _rows_per_call(geometry: Geometry) -> int:
     """Return the micro-batches of one replica in a call."""
     return geometry.device_iterations * geometry.gradient_accumulation
 

@@ -44,6 +44,11 @@ class Geometry(Sizes):
         return self.replica_samples * self.total_replicas
 
     @property
+    def call_shape(self) -> Tuple[int, int, int]:
+        """Device iterations, gradient accumulation and local replicas: the order of an instance's micro-batches."""
+        return self.device_iterations, self.gradient_accumulation, self.local_replicas
+
+    @property
     def micro_batches_per_call(self) -> int:
         """Micro-batches of one instance per call: the leading dimensions of its combined batch."""
         return self.device_iterations * self.gradient_accumulation * self.local_replicas
