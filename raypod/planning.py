@@ -89,7 +89,7 @@ def check_host(plan: Plan) -> None:
         SdkError: this host is the pod, and the SDK is missing.
     """
     check_packages(plan.config)
-    if plan.placement.cluster is LOCAL:
+    if plan.placement.cluster.is_local:
         sdk.sdk_for_programs(plan.config.run.device)
 
 

@@ -70,7 +70,7 @@ def match_hosts(ray: Any, placement: Placement) -> List[Dict[str, Any]]:
 
 def host_name(placement: Placement, node: Dict[str, Any]) -> str:
     """Return the name of a Ray node in the cluster file; its address if it is not in the file."""
-    if placement.cluster is LOCAL:
+    if placement.cluster.is_local:
         return placement.hosts[0].name
     names = [host.name for host in placement.cluster.hosts if _is_on(host, node)]
     return names[0] if names else str(node["NodeManagerAddress"])

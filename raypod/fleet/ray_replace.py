@@ -11,7 +11,6 @@ from raypod.errors import HostLost
 from raypod.fleet.ray_nodes import draining_nodes, host_name, is_in_cluster
 from raypod.fleet.ray_reservation import Reservation, node_affinity
 from raypod.host.process import process_start_ticks
-from raypod.plan.cluster import LOCAL
 from raypod.plan.plan import Plan
 
 _ACTOR_START_S = 10.0  # for the process of an actor to start on a responsive host; its imports come later
@@ -134,7 +133,7 @@ class Replacements:
         alive = [node for node in self._ray.nodes() if node["Alive"] and node["NodeID"] not in draining]
         used = {node["NodeID"] for other, node in enumerate(nodes) if other not in lost}
         candidates = [node for node in alive if node["NodeID"] == own]
-        if placement.cluster is not LOCAL:
+        if not placement.cluster.is_local:
             others = [node for node in alive if node["NodeID"] != own and is_in_cluster(placement, node)]
             candidates += [node for node in others if node["NodeID"] not in used]
             candidates += [node for node in others if node["NodeID"] in used and may_share_hosts]

@@ -63,7 +63,7 @@ def probe_hosts(cluster: Cluster, settings: Dict[str, Any], timeout_s: float) ->
     program = Path(probe.__file__).read_text()
 
     def probe_host(host: Host) -> Union[Facts, str]:
-        python = sys.executable if cluster is LOCAL else "python3"
+        python = sys.executable if cluster.is_local else "python3"
         words = [python, "-", json.dumps({**settings, "peers": _peers(cluster, host)})]
         result = ssh.run_on(host, cluster.ssh, words, program, timeout_s)
         arrived_s = time.time()
@@ -81,8 +81,8 @@ def probe_settings(cluster: Cluster, resolved: Config) -> Dict[str, Any]:
     """Return the settings of the probe: which packages, tools, folders and partition it reports."""
     run_dir = resolved.run.run_dir or str(Path("runs").absolute())
     return {
-        "python": sys.executable if cluster is LOCAL else cluster.python,
-        "cwd": str(Path.cwd()) if cluster is LOCAL else None,
+        "python": sys.executable if cluster.is_local else cluster.python,
+        "cwd": str(Path.cwd()) if cluster.is_local else None,
         "sdk": cluster.sdk,
         "packages": list(_PACKAGES),
         "tools": list(_TOOLS),
@@ -128,7 +128,7 @@ def _number(pattern: str, text: str) -> Optional[int]:
 
 
 def _peers(cluster: Cluster, host: Host) -> List[str]:
-    return [each.address for each in cluster.hosts if each is not host and cluster is not LOCAL]
+    return [each.address for each in cluster.hosts if each is not host and not cluster.is_local]
 
 
 def render_findings(findings: Sequence[Finding], hosts: Sequence[str]) -> str:

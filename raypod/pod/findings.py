@@ -10,7 +10,7 @@ from typing import Callable, Dict, Iterator, List, Mapping, Tuple, Union
 from raypod.fleet import gcs, ray_admission
 from raypod.host import horovod_address, vipu
 from raypod.host.interfaces import is_address, is_in
-from raypod.plan.cluster import LOCAL, Cluster
+from raypod.plan.cluster import Cluster
 from raypod.pod.finding import OK, TROUBLE, WARN, Expected, Facts, Finding
 from raypod.pod.listeners import exposure, ports
 
@@ -54,7 +54,7 @@ def _python(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
             yield Finding(TROUBLE, host, name, f"not installed in {python['path']}", install)
     have = ", ".join(f"{name} {packages[name]}" for name in ("ray", "torch", "raypod") if packages.get(name))
     yield Finding(OK, host, "python", f"{python['version']}; {have}")
-    if expected.cluster is not LOCAL and not facts["tools"].get("rsync"):
+    if not expected.cluster.is_local and not facts["tools"].get("rsync"):
         yield Finding(TROUBLE, host, "rsync", "not installed", "`ray up` requires it: apt-get install rsync")
 
 
@@ -124,7 +124,7 @@ def _partition(cluster: Cluster, host: str, facts: Facts, severity: str) -> Iter
 
 def _network(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     cluster = expected.cluster
-    if cluster is LOCAL:
+    if cluster.is_local:
         return
     for peer, why in facts["unreachable"].items():
         yield Finding(TROUBLE, host, "network", f"cannot reach {peer}: {why}", "check the route and the firewall")
@@ -213,7 +213,7 @@ def _limits(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
 
 def _token(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     ray = facts["python"].get("packages", {}).get("ray")
-    if expected.cluster is LOCAL:
+    if expected.cluster.is_local:
         return
     if ray and not ray_admission.has_tokens(ray):
         yield Finding(WARN, host, "token", ray_admission.NO_TOKEN.format(ray), ray_admission.NO_TOKEN_REMEDY)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Iterator, Mapping
 
 from raypod.host.interfaces import is_address, is_in, is_loopback
-from raypod.plan.cluster import LOCAL
 from raypod.pod.finding import OK, TROUBLE, WARN, Expected, Facts, Finding
 
 MONITOR_PORTS = (44217, 44227)  # metrics of the autoscaler and the dashboard; Ray has no flag for them
@@ -47,7 +46,7 @@ def exposure(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     """
     name, (first, last) = expected.cluster.name, expected.worker_ports
     ours = [each for each in facts["listening"] if each["cluster"] == name and not is_loopback(each["address"])]
-    if not ours or expected.cluster is LOCAL:
+    if not ours or expected.cluster.is_local:
         return
     for each in ours:
         if each["port"] == DASHBOARD_PORT:
