@@ -271,3 +271,19 @@ def test_a_parameter_outside_of_the_model_is_named():
 class UsesOutside(Line):
     def forward(self, x):
         return super().forward(OUTSIDE(x))
+
+
+def test_a_parameter_outside_of_the_model_is_named_if_a_submodule_uses_it():
+    inner = UsesOutside()
+    inner.forward, outer = types.MethodType(UsesOutside.forward, inner), nn.Sequential(inner)
+    with pytest.raises(poptorch.Error, match=r"'OUTSIDE\.(weight|bias)'"):
+        poptorch.trainingModel(outer, options())(torch.ones(1, 1))
+
+
+def test_a_parameter_outside_of_the_model_is_described_if_forward_is_no_function():
+    model = Line()
+    model.forward = functools.partial(UsesOutside.forward, UsesOutside())
+    with pytest.raises(
+        poptorch.Error, match=r"forward uses a parameter of shape \[.*\], which is not part of the model"
+    ):
+        poptorch.trainingModel(model, options())(torch.ones(1, 1))

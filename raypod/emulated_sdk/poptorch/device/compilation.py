@@ -258,15 +258,19 @@ def _trained(memory: ReplicaMemory, loss: torch.Tensor) -> FrozenSet[str]:
 
 
 def _name_in_forward(parameter: torch.nn.Parameter, module: torch.nn.Module) -> str:
-    """Return a description of a parameter, with the name by which `forward` reaches it if that is a variable."""
+    """Return a description of a parameter, with its name if it is in a variable of the forward of a module."""
     described = f"parameter of shape {list(parameter.shape)}"
-    variables = inspect.getclosurevars(inspect.unwrap(type(module).forward))
-    for name, value in {**variables.globals, **variables.nonlocals}.items():
-        if value is parameter:
-            return f"the {described} {name!r}"
-        for inner, found in value.named_parameters() if isinstance(value, torch.nn.Module) else ():
-            if found is parameter:
-                return f"the {described} '{name}.{inner}'"
+    for each in module.modules():
+        forward = inspect.unwrap(getattr(each.forward, "__func__", each.forward))
+        if not inspect.isfunction(forward):
+            continue
+        variables = inspect.getclosurevars(forward)
+        for name, value in {**variables.globals, **variables.nonlocals}.items():
+            if value is parameter:
+                return f"the {described} {name!r}"
+            for inner, found in value.named_parameters() if isinstance(value, torch.nn.Module) else ():
+                if found is parameter:
+                    return f"the {described} '{name}.{inner}'"
     return f"a {described}"
 
 
