@@ -10,7 +10,7 @@ from typing import Any, Dict, List
 import horovod.torch as hvd
 import pytest
 import torch
-from horovod.torch import _basics
+from horovod.torch import _position
 from ranks import run_ranks
 
 
@@ -201,7 +201,7 @@ def test_rank_and_size_come_from_the_environment(
 ) -> None:
     for name, text in variables.items():
         monkeypatch.setenv(name, text)
-    assert tuple(_basics._determine_position()) == position
+    assert tuple(_position.determine_position()) == position
     hvd.shutdown()
 
 

@@ -1,63 +1,35 @@
-"""Initialization, the position of this rank, build queries and process sets.
-
-Rank and size come from HOROVOD_RANK and HOROVOD_SIZE, else from OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE, else
-from popdist (instances), else they are 0 and 1. The build queries describe a Horovod with Gloo only.
-"""
+"""Initialization, the position of this rank, the timeline and process sets."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import warnings
-from typing import Any, List, NamedTuple, Optional, Sequence, Union
+from typing import Any, List, Optional, Sequence, Union
 
-import popdist
 from _pod import wires
 
 from horovod.torch import _engine
+from horovod.torch._position import GROUP, Position, determine_position
 
 __all__ = [
     "ProcessSet",
     "add_process_set",
-    "ccl_built",
     "cross_rank",
     "cross_size",
-    "cuda_built",
-    "ddl_built",
     "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "init",
     "is_homogeneous",
     "is_initialized",
     "local_rank",
     "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "rank",
     "remove_process_set",
-    "rocm_built",
     "shutdown",
     "size",
     "start_timeline",
     "stop_timeline",
 ]
-
-_GROUP = "horovod"
-
-
-class Position(NamedTuple):
-    """A rank among all, among those of its host, and among those with its local rank on all hosts."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    cross_rank: int
-    cross_size: int
-
 
 _position: Optional[Position] = None
 
@@ -73,15 +45,15 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if comm or (process_sets and process_sets != "dynamic"):
         raise NotImplementedError("the emulated Horovod supports all ranks only: omit comm and process_sets")
     if _position is None:
-        _position = _determine_position()
-    _engine.start(wires.connect(_GROUP, _position.rank, _position.size))
+        _position = determine_position()
+    _engine.start(wires.connect(GROUP, _position.rank, _position.size))
 
 
 def shutdown() -> None:
     """Disconnect from the other ranks, whose later collectives fail. `init` may be called again."""
     global _position
     _engine.stop()
-    wires.disconnect(_GROUP)
+    wires.disconnect(GROUP)
     _position = None
 
 
@@ -133,92 +105,6 @@ def is_homogeneous() -> bool:
     """Return whether all hosts have the same number of ranks, as far as this host's number shows."""
     position = _initialized()
     return position.local_size * position.cross_size == position.size
-
-
-def _determine_position() -> Position:
-    """Read the environment, and join all ranks to exchange their local ranks."""
-    own_rank, own_size, own_local = _variable("RANK"), _variable("SIZE"), _variable("LOCAL_RANK")
-    if own_rank is None or own_size is None:
-        own_rank, own_size = popdist.getInstanceIndex(), popdist.getNumInstances()
-        own_local = popdist.getLocalInstanceIndex() if own_local is None else own_local
-    own_local = own_rank if own_local is None else own_local
-    group = wires.connect(_GROUP, own_rank, own_size)
-    position = _position_among(own_rank, [number for row in group.gather_numbers([own_local]) for number in row])
-    given = {field: _variable(field.upper()) for field in ("local_size", "cross_rank", "cross_size")}
-    return position._replace(**{field: number for field, number in given.items() if number is not None})
-
-
-def _position_among(own_rank: int, local_ranks: List[int]) -> Position:
-    """Derive the hosts from all local ranks: ranks are numbered host by host, so local rank 0 begins a new host."""
-    hosts: List[int] = []
-    for local in local_ranks:
-        hosts.append((hosts[-1] if hosts else -1) + (local == 0))
-    own_local, own_host = local_ranks[own_rank], hosts[own_rank]
-    across = [host for host, local in zip(hosts, local_ranks) if local == own_local]
-    return Position(
-        own_rank, len(hosts), own_local, hosts.count(own_host), sum(host < own_host for host in across), len(across)
-    )
-
-
-def _variable(name: str) -> Optional[int]:
-    """Return HOROVOD_<name>, else Open MPI's variable of the same meaning, else None."""
-    for variable in (f"HOROVOD_{name}", f"OMPI_COMM_WORLD_{name}"):
-        text = os.environ.get(variable)
-        if text is not None:
-            if not text.isdigit():
-                raise RuntimeError(f"{variable}={text!r} is not a non-negative integer")
-            return int(text)
-    return None
-
-
-def mpi_built() -> bool:
-    """Return False."""
-    return False
-
-
-def mpi_enabled() -> bool:
-    """Return False."""
-    return False
-
-
-def mpi_threads_supported() -> bool:
-    """Raise ValueError, as Horovod does without MPI."""
-    raise ValueError("Horovod MPI is not enabled; Please make sure it's installed and enabled.")
-
-
-def gloo_built() -> bool:
-    """Return True: the emulated collectives use Gloo."""
-    return True
-
-
-def gloo_enabled() -> bool:
-    """Return True."""
-    return True
-
-
-def nccl_built() -> int:
-    """Return 0: there is no NCCL."""
-    return 0
-
-
-def ddl_built() -> bool:
-    """Return False."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Return False."""
-    return False
-
-
-def cuda_built() -> bool:
-    """Return False."""
-    return False
-
-
-def rocm_built() -> bool:
-    """Return False."""
-    return False
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

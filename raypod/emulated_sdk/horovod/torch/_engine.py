@@ -22,7 +22,8 @@ import torch
 from _pod.wires import Group, timeout_s
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.torch._operations import Allreduce, Description, Join, Operation, run_together
+from horovod.torch._agreement import Description, disagreement
+from horovod.torch._operations import Allreduce, Join, Operation, run_together
 
 _INLINE_BYTES = 2048  # of a rank's status in the first message; longer ones need a second message
 _PAUSE_S = 0.001  # between rounds in which no operation could run
@@ -189,7 +190,7 @@ class Engine:
                 f" {', '.join(str(rank) for rank in range(len(statuses)) if rank not in descriptions)} has joined"
             )
         elif any(first.differences(other) != ("", "") for other in descriptions.values()):
-            operation.error = RuntimeError(f"Mismatched {first.kind} of {key!r}: {_disagreement(descriptions)}")
+            operation.error = RuntimeError(f"Mismatched {first.kind} of {key!r}: {disagreement(descriptions)}")
         return operation
 
     def _run(self, operations: Sequence[Operation]) -> None:
@@ -242,18 +243,6 @@ def _gather_bytes(group: Group, content: bytes) -> List[bytes]:
         whole[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         rows = list(group.gather(whole))
     return [other[:length].numpy().tobytes() for other, length in zip(rows, lengths)]
-
-
-def _disagreement(descriptions: Dict[int, Description]) -> str:
-    """Return what each rank submitted, where it differs from the first rank."""
-    first_rank, *others = descriptions
-    first = descriptions[first_rank]
-    different = next(descriptions[rank] for rank in others if first.differences(descriptions[rank]) != ("", ""))
-    texts = [f"rank {first_rank}: {first.differences(different)[0]}"]
-    for rank in others:
-        own, other = first.differences(descriptions[rank])
-        texts.append(f"rank {rank}: {other if own else f'as rank {first_rank}'}")
-    return "; ".join(texts)
 
 
 def _calls(status: _Status) -> str:

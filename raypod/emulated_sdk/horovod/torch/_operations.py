@@ -7,10 +7,12 @@ float16 and bfloat16 are reduced in float32 and rounded once, integers in int64.
 from __future__ import annotations
 
 import enum
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from _pod.wires import Group, as_bytes, even_slices, wait_all
+
+from horovod.torch._agreement import Description
 
 Tensors = Sequence[torch.Tensor]
 Scales = Tuple[float, float]  # prescale and postscale factor
@@ -25,28 +27,6 @@ class ReduceOp(enum.IntEnum):
     Min = 3
     Max = 4
     Product = 5
-
-
-class Description(NamedTuple):
-    """What a rank sends to the others about an operation. All but `own` must be equal on all ranks."""
-
-    key: str
-    kind: str
-    how: str  # reduction and factors, or the root
-    tensors: List[List[Any]]  # dtype, shape (None: not fixed), and the name if there is one
-    own: List[int]  # this rank's lengths of dimensions that are not fixed, or its splits
-
-    def differences(self, other: Description) -> Tuple[str, str]:
-        """Return the first difference as one text for each side; two empty texts if there is none."""
-        if (self.kind, self.how) != (other.kind, other.how):
-            return f"{self.kind} {self.how}", f"{other.kind} {other.how}"
-        if len(self.tensors) != len(other.tensors):
-            return f"{len(self.tensors)} tensors", f"{len(other.tensors)} tensors"
-        for index, (own, others) in enumerate(zip(self.tensors, other.tensors)):
-            if own != others:
-                prefix = f"tensor {index} of {len(self.tensors)}: " if len(self.tensors) > 1 else ""
-                return prefix + _text(own), prefix + _text(others)
-        return "", ""
 
 
 class Operation:
@@ -263,12 +243,6 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 def _without_length(tensor: torch.Tensor) -> List[Any]:
     return [dtype_name(tensor), [None, *tensor.shape[1:]]]
-
-
-def _text(tensor: List[Any]) -> str:
-    dtype, shape, *name = tensor
-    lengths = ", ".join("*" if length is None else str(length) for length in shape)
-    return "".join(f"{each}: " for each in name) + f"{dtype}[{lengths}]"
 
 
 def _exchange(group: Group, given: Tensors, parts: Tensors) -> None:

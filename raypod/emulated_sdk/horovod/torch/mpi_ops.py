@@ -7,9 +7,10 @@ from typing import Any, Callable, List, Tuple
 import torch
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.torch import _basics
+from horovod.torch import _basics, _build
 from horovod.torch._basics import *  # noqa: F403  # every name of its __all__
 from horovod.torch._basics import check_process_set, global_process_set
+from horovod.torch._build import *  # noqa: F403
 from horovod.torch._collectives import (
     Allgather,
     Allreduce,
@@ -23,6 +24,7 @@ from horovod.torch._operations import Barrier, Join, ReduceOp
 
 __all__ = [
     *_basics.__all__,
+    *_build.__all__,
     "Adasum",
     "Average",
     "HorovodInternalError",
