@@ -1,0 +1,95 @@
+"""Judges outcomes against a list of expected failures, a YAML file of patterns with one reason each.
+
+An entry: `tests`, one pattern or several on "file::test", in which `*` stands for any text; `reason`; and optionally
+`where`, requirements such as "torch<2.1" that all have to hold for the entry to count.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Dict, List
+
+import yaml
+from packaging.requirements import Requirement
+
+from conformance.outcomes import FAILED, PASSED, Suite
+
+
+class ListError(Exception):
+    """The list of expected failures is malformed."""
+
+
+@dataclass
+class Entry:
+    """One reason, and the tests that fail for it."""
+
+    patterns: List[str]
+    reason: str
+
+    def matches(self, name: str) -> bool:
+        return any(_matches(pattern, name) for pattern in self.patterns)
+
+
+@dataclass
+class Verdict:
+    """What the list says about a suite; `unlisted`, `passing` and `idle` make the run fail."""
+
+    expected: Dict[str, str] = field(default_factory=dict)  # test: the reason
+    unlisted: List[str] = field(default_factory=list)
+    passing: List[str] = field(default_factory=list)
+    idle: List[str] = field(default_factory=list)  # patterns without a test
+
+    @property
+    def good(self) -> bool:
+        return not (self.unlisted or self.passing or self.idle)
+
+
+def read_list(path: Path) -> List[Entry]:
+    """The entries of the list that count in this environment."""
+    entries = []
+    for raw in yaml.safe_load(path.read_text(encoding="utf-8")) or []:
+        if not isinstance(raw, dict) or not {"tests", "reason"} <= set(raw) <= {"tests", "reason", "where"}:
+            raise ListError(f"{path.name}: an entry has `tests`, `reason` and optionally `where`: {raw}")
+        if all(_holds(requirement) for requirement in _as_list(raw.get("where", []))):
+            entries.append(Entry(_as_list(raw["tests"]), str(raw["reason"])))
+    return entries
+
+
+def judge(suite: Suite, entries: List[Entry], *, whole: bool) -> Verdict:
+    """Compares the outcomes with the list; `whole`: every pattern has to match a test."""
+    verdict = Verdict()
+    outcomes = {f"{file}::{outcome.test}": outcome for file, tests in suite.items() for outcome in tests}
+    for name, outcome in outcomes.items():
+        entry = next((entry for entry in entries if entry.matches(name)), None)
+        if outcome.result == FAILED and entry is None:
+            verdict.unlisted.append(name)
+        elif outcome.result == FAILED and entry is not None:
+            verdict.expected[name] = entry.reason
+        elif outcome.result == PASSED and entry is not None:
+            verdict.passing.append(name)
+    if whole:
+        ran = [name for name, outcome in outcomes.items() if outcome.result in (FAILED, PASSED)]
+        patterns = [pattern for entry in entries for pattern in entry.patterns]
+        verdict.idle = [pattern for pattern in patterns if not any(_matches(pattern, name) for name in ran)]
+    return verdict
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), name, re.DOTALL) is not None
+
+
+def _holds(text: str) -> bool:
+    """Whether an installed package satisfies a requirement; a package that is not installed does not."""
+    requirement = Requirement(text)
+    try:
+        version = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        return False
+    return requirement.specifier.contains(version, prereleases=True)
+
+
+def _as_list(value: Any) -> List[str]:
+    return [str(each) for each in value] if isinstance(value, list) else [str(value)]

@@ -1,0 +1,131 @@
+"""Runs the files of PopTorch's tests in child processes and reads their outcomes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Dict, List, Tuple
+
+from conformance.clone import extract
+from conformance.outcomes import EXCLUDED, FAILED, Outcome, RunOptions, Suite
+
+_SCRIPTS = Path(__file__).resolve().parents[1]
+_SDK = _SCRIPTS.parent / "raypod" / "emulated_sdk"
+_OWN_PACKAGES = ("poptorch", "popart", "popdist", "poptorch_geometric")
+
+
+def run(git_dir: Path, folder: Path, options: RunOptions) -> Suite:
+    """The outcomes of PopTorch's tests per file, run in `folder`, which the caller deletes."""
+    extract(git_dir, ["tests", "poptorch_geometric/python"], folder)
+    (folder / "packages").mkdir()
+    (folder / "poptorch_geometric" / "python").rename(folder / "packages" / "poptorch_geometric")
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    _write_libraries(folder / "tests")
+    found = {*(folder / "tests").rglob("*_test.py"), *(folder / "tests").rglob("test_*.py")}
+    names = sorted(str(path.relative_to(folder / "tests")) for path in found)
+    names = [name for name in names if options.only in name]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        return dict(zip(names, pool.map(lambda name: _outcomes(name, folder, options), names)))
+
+
+def child_environment(folder: Path) -> Dict[str, str]:
+    """The environment of a child: the emulated SDK first, and nothing is written outside of `folder`."""
+    private = folder / "home"
+    private.mkdir(exist_ok=True)
+    paths = [str(_SDK), str(folder / "packages"), str(_SCRIPTS)]
+    return {
+        **{key: value for key, value in os.environ.items() if not key.startswith("POPTORCH_")},
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HOME": str(private),
+        "TMPDIR": str(private),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _write_libraries(tests: Path) -> None:
+    """Creates an empty library for each custom operator of the tests, which stop at their import without it."""
+    for source in (tests / "custom_ops").glob("*.cpp"):
+        source.with_name(f"lib{source.stem}.so").touch()
+
+
+def _outcomes(name: str, folder: Path, options: RunOptions) -> List[Outcome]:
+    """The outcomes of one file; a test that ends the process is a failure, and the tests after it run in a new one."""
+    report = folder / (name.replace("/", "__") + ".jsonl")
+    deadline = time.monotonic() + options.limit_s
+    while True:
+        report.touch()
+        status, output = _run_child(name, folder, report, options, deadline - time.monotonic())
+        outcomes, started, waiting = _read(report)
+        if status in (0, 1) and not waiting:
+            return outcomes
+        if status is None:
+            lost = [Outcome(test, FAILED, f"not finished within {options.limit_s:g} s") for test in waiting]
+            return [*outcomes, *lost]
+        if started not in waiting:
+            return [*outcomes, _collection_outcome(output)] if status != 5 else outcomes
+        with report.open("a", encoding="utf-8") as file:
+            reason = f"the process ended with status {status}\n{output}"
+            file.write(json.dumps({"event": "end", "test": started, "result": FAILED, "reason": reason}) + "\n")
+
+
+def _collection_outcome(output: str) -> Outcome:
+    missing = re.search(r"No module named '(\w+)", output)
+    if missing and missing[1] not in _OWN_PACKAGES:
+        return Outcome("(file)", EXCLUDED, f"the library {missing[1]} is not installed")
+    return Outcome("(collection)", FAILED, output)
+
+
+def _run_child(name: str, folder: Path, report: Path, options: RunOptions, limit_s: float) -> Tuple["int | None", str]:
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-c", str(folder / "pytest.ini"), "--extended-tests"]
+    command += ["-p", "conformance.plugin", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += [f"tests/{name}", *(["-k", options.keyword] if options.keyword else [])]
+    environment = {
+        **child_environment(folder),
+        "CONFORMANCE_REPORT": str(report),
+        "CONFORMANCE_FOLDER": str(folder / "tests"),
+    }
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    ) as child:
+        try:
+            output = child.communicate(timeout=max(limit_s, 0))[0].decode(errors="replace")
+            return child.returncode, output
+        except subprocess.TimeoutExpired:
+            return None, ""
+        finally:
+            _end_group(child)
+
+
+def _end_group(child: "subprocess.Popen[bytes]") -> None:
+    """Ends the child and the processes that its tests have left."""
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _read(report: Path) -> Tuple[List[Outcome], str, List[str]]:
+    """The outcomes, the test that started last, and the collected tests without an outcome."""
+    outcomes: Dict[str, Outcome] = {}
+    started = ""
+    collected: List[str] = []
+    for line in report.read_text(encoding="utf-8").splitlines():
+        event = json.loads(line)
+        if event["event"] == "collected":
+            collected.append(event["test"])
+        elif event["event"] == "start":
+            started = event["test"]
+        else:
+            previous = outcomes.get(event["test"])
+            if previous is None or previous.result != FAILED:
+                outcomes[event["test"]] = Outcome(event["test"], event["result"], event["reason"])
+    waiting = [test for test in dict.fromkeys(collected) if test not in outcomes]
+    return list(outcomes.values()), started, waiting

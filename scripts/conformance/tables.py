@@ -1,0 +1,84 @@
+"""The tables and lists that the conformance script prints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Dict, Iterator, List
+
+from conformance.expected import Verdict
+from conformance.outcomes import EXCLUDED, FAILED, PASSED, SKIPPED, Suite
+
+_HEADER = ["collected", "skipped", "excluded", "run", "passed", "expected", "failed", "passed %"]
+
+
+def report(title: str, suite: Suite, verdict: Verdict) -> Iterator[str]:
+    """The lines of the table per file, the totals and the reasons of every exclusion and expected failure."""
+    width = max([len(file) for file in suite] + [len("total")])
+    yield f"{title}"
+    yield "  ".join([" " * width, *_HEADER])
+    totals: "Counter[str]" = Counter()
+    for file in sorted(suite):
+        counts = _counts(file, suite, verdict)
+        totals.update(counts)
+        yield _row(file.ljust(width), counts)
+    yield _row("total".ljust(width), totals)
+    semantic = totals["collected"] - totals["skipped"]
+    yield ""
+    yield f"excluded: {totals['excluded']} of {semantic} semantic tests ({_percent(totals['excluded'], semantic)} %)"
+    yield f"passed: {totals['passed']} of {totals['run']} that are not excluded ({_percent(totals['passed'], totals['run'])} %)"
+    yield from _grouped("Excluded", _by_reason(suite, EXCLUDED))
+    yield from _grouped("Skipped by the tests themselves", _by_reason(suite, SKIPPED))
+    expected: Dict[str, List[str]] = {}
+    for name, reason in verdict.expected.items():
+        expected.setdefault(reason, []).append(name)
+    yield from _grouped("Expected failures", expected)
+    yield from _listed("Failures that are not listed", verdict.unlisted)
+    yield from _listed("Listed tests that pass: remove them from the list", verdict.passing)
+    yield from _listed("Patterns of the list that match no test", verdict.idle)
+
+
+def _counts(file: str, suite: Suite, verdict: Verdict) -> "Counter[str]":
+    counts: "Counter[str]" = Counter()
+    for outcome in suite[file]:
+        counts["collected"] += 1
+        result = "expected" if f"{file}::{outcome.test}" in verdict.expected else outcome.result
+        counts[result] += 1
+        counts["run"] += outcome.result in (PASSED, FAILED)
+    return counts
+
+
+def _row(name: str, counts: "Counter[str]") -> str:
+    cells = [str(counts[column]) for column in _HEADER[:-1]]
+    cells.append(_percent(counts["passed"], counts["run"]) if counts["run"] else "-")
+    return "  ".join([name, *(cell.rjust(len(column)) for cell, column in zip(cells, _HEADER))])
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f}" if whole else "0.0"
+
+
+def _by_reason(suite: Suite, result: str) -> Dict[str, List[str]]:
+    """The tests of a result, by reason; the parameters of a test are counted."""
+    reasons: Dict[str, "Counter[str]"] = {}
+    for file, outcomes in sorted(suite.items()):
+        for outcome in outcomes:
+            if outcome.result == result:
+                reasons.setdefault(outcome.reason, Counter())[f"{file}::{outcome.test.split('[')[0]}"] += 1
+    return {
+        reason: [f"{name} ({n})" if n > 1 else name for name, n in tests.items()] for reason, tests in reasons.items()
+    }
+
+
+def _grouped(title: str, groups: Dict[str, List[str]]) -> Iterator[str]:
+    if groups:
+        yield ""
+        yield f"{title}:"
+    for reason, names in sorted(groups.items()):
+        yield f"  {reason}: {', '.join(names)}"
+
+
+def _listed(title: str, names: List[str]) -> Iterator[str]:
+    if names:
+        yield ""
+        yield f"{title}:"
+        yield from (f"  {name}" for name in names)

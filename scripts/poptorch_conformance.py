@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+"""Runs PopTorch's own tests, taken from a clone of its repository, against the emulated SDK.
+
+    python scripts/poptorch_conformance.py GIT_DIR [--horovod-git DIR] [--only half_float_test] [-k KEYWORD] [--show]
+
+The tests run with the interpreter of this script, in a temporary folder that is deleted. Tests that look into the C++
+backend are excluded. The status is 1 if a test fails that conformance/*_expected.yaml does not list, or a listed one passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Callable, List, Optional
+
+from conformance import expected, runs, tables
+from conformance.clone import CloneError
+from conformance.outcomes import FAILED, RunOptions, Suite
+
+_LISTS = Path(__file__).resolve().parent / "conformance"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Run PopTorch's and Horovod's tests against the emulated SDK.")
+    parser.add_argument(
+        "git_dir", metavar="GIT_DIR", nargs="?", type=Path, help="a clone of graphcore/poptorch, bare or not"
+    )
+    parser.add_argument(
+        "--horovod-git", metavar="DIR", type=Path, help="a clone of horovod/horovod: run its PyTorch tests"
+    )
+    parser.add_argument("-j", "--jobs", type=int, default=2, help="files that run at once (default: %(default)s)")
+    parser.add_argument(
+        "--limit", type=float, default=900, metavar="SECONDS", help="time for one file (default: %(default)g)"
+    )
+    parser.add_argument("--only", default="", metavar="NAME", help="run the files with NAME in their name")
+    parser.add_argument("-k", dest="keyword", default="", help="run the tests that match, as pytest -k")
+    parser.add_argument("--show", action="store_true", help="print the traceback of every failure")
+    return parser
+
+
+def main(arguments: Optional[List[str]] = None) -> int:
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if args.git_dir is None and args.horovod_git is None:
+        return _refuse("give GIT_DIR, a clone of graphcore/poptorch, or --horovod-git DIR")
+    if args.jobs < 1 or args.limit <= 0:
+        return _refuse("--jobs and --limit are positive")
+    options = RunOptions(args.jobs, args.limit, args.only, args.keyword)
+    good = True
+    try:
+        if args.git_dir is not None:
+            good &= _conforms("PopTorch", runs.run, args.git_dir, options, show=args.show)
+        if args.horovod_git is not None:
+            from conformance import horovod
+
+            good &= _conforms("Horovod", horovod.run, args.horovod_git, options, show=args.show)
+    except (CloneError, expected.ListError) as error:
+        return _refuse(str(error))
+    return 0 if good else 1
+
+
+def _conforms(
+    title: str, run: Callable[[Path, Path, RunOptions], Suite], git_dir: Path, options: RunOptions, *, show: bool
+) -> bool:
+    entries = expected.read_list(_LISTS / f"{title.lower()}_expected.yaml")
+    with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
+        suite = run(git_dir, Path(folder).resolve(), options)
+    verdict = expected.judge(suite, entries, whole=options.whole)
+    if show:
+        for file, outcomes in sorted(suite.items()):
+            for outcome in outcomes:
+                if outcome.result == FAILED:
+                    print(f"=== {file}::{outcome.test}\n{outcome.reason}")
+    for line in tables.report(title, suite, verdict):
+        print(line)
+    if not any(suite.values()):
+        print("no test was selected")
+        return False
+    return verdict.good
+
+
+def _refuse(message: str) -> int:
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
