@@ -1,4 +1,4 @@
-"""Ops that run on the host: `CPU`, `ipu_print_tensor` and `custom_op`."""
+"""Ops that run on the host: `CPU` and `ipu_print_tensor`."""
 
 from __future__ import annotations
 
@@ -176,11 +176,6 @@ def test_error_in_the_layer_restores_the_host_mode():
         poptorch.inferenceModel(_calling(poptorch.CPU(fail, "fail")), options())(torch.zeros(1))
     assert not poptorch.isRunningOnIpu()
     assert torch.ones(1, dtype=torch.float64).dtype == torch.float64
-
-
-def test_custom_op_raises_error_with_alternatives():
-    with pytest.raises(poptorch.Error, match=r"com.acme.Cube:1 is C\+\+ for the IPU .* call a torch implementation"):
-        poptorch.custom_op([torch.ones(1)], "Cube", "com.acme", 1, [torch.ones(1)])
 
 
 class Printing(Line):

@@ -9,6 +9,7 @@ import copy
 import functools
 import pickle
 import types
+from collections import OrderedDict
 from typing import Any, Collection, Dict, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 import torch
@@ -184,7 +185,7 @@ def _copy_module(
 def _copied(name: str, value: Any, memo: Dict[int, Any]) -> Any:
     if name in _TENSORS or name == "_modules":
         return type(value)((key, memo.get(id(item), item)) for key, item in value.items())
-    if name.endswith("_hooks"):
+    if name.endswith("_hooks") and type(value) in (dict, OrderedDict):  # the user's own may be anything
         return type(value)((key, _rebound(hook, memo)) for key, hook in value.items())
     value = _rebound(value, memo)
     try:

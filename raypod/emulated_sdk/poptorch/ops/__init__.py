@@ -18,7 +18,8 @@ from poptorch.ops.annotations import (
 )
 from poptorch.ops.control import cond, dynamic_slice, dynamic_update, for_loop
 from poptorch.ops.ctc import ctc_beam_search_decoder
-from poptorch.ops.host import CPU, custom_op, ipu_print_tensor
+from poptorch.ops.custom import custom_op
+from poptorch.ops.host import CPU, ipu_print_tensor
 from poptorch.ops.points import fps, nearest
 from poptorch.parallel.blocks import BeginBlock, Block, BlockFunction, LegacyBeginBlockFn, removeBlocks
 

@@ -1,11 +1,11 @@
-"""Ops that run on the host: `CPU` runs a layer, `ipu_print_tensor` prints a tensor. `custom_op` raises Error."""
+"""Ops that run on the host: `CPU` runs a layer, `ipu_print_tensor` prints a tensor."""
 
 from __future__ import annotations
 
 import math
 import sys
 import threading
-from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 import torch
 
@@ -18,7 +18,7 @@ from poptorch.pytree import flatten
 _host_lock = threading.RLock()
 
 _TO_HOST: Dict[torch.dtype, torch.dtype] = {torch.int64: torch.int32}
-_FLOAT_FORMATS = ("auto", "fixed", "scientific", "none")
+FLOAT_FORMATS = ("auto", "fixed", "scientific", "none")
 
 
 class CPU:
@@ -99,22 +99,6 @@ class CPU:
         return known if len(known) == len(tensors) else [False] * len(tensors)
 
 
-def custom_op(
-    inputs: List[torch.Tensor],
-    name: str,
-    domain: str,
-    domain_version: int,
-    example_outputs: List[torch.Tensor],
-    attributes: Optional[Dict[str, Any]] = None,
-) -> NoReturn:
-    """Raise Error: a custom operator is a library of C++ and vertex code for the IPU, which a CPU cannot run."""
-    raise Error(
-        f"poptorch.custom_op: the custom operator {domain}.{name}:{domain_version} is C++ for the IPU and cannot run "
-        "on the emulated SDK. Run the program on IPUs, or call a torch implementation of the operator where "
-        "poptorch.ipuHardwareVersion() is 0"
-    )
-
-
 def _stored(target: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     same = target.shape == result.shape and target.dtype == result.dtype
     return target.copy_(result) if same else result.clone()
@@ -190,8 +174,8 @@ class PrintFormat(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError for invalid settings."""
-        if self.float_format not in _FLOAT_FORMATS:
-            raise ValueError(f"float_format must be one of {', '.join(_FLOAT_FORMATS)}, not {self.float_format!r}")
+        if self.float_format not in FLOAT_FORMATS:
+            raise ValueError(f"float_format must be one of {', '.join(FLOAT_FORMATS)}, not {self.float_format!r}")
         for name in ("summarise_threshold", "edge_items", "max_line_width", "digits"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:

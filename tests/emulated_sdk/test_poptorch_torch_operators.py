@@ -1,0 +1,134 @@
+"""`torch.ops.poptorch`, `poptorch._impl` and `custom_op`: what published programs use besides the documented API."""
+
+from __future__ import annotations
+
+import poptorch
+import pytest
+import torch
+import torch.fx
+from poptorch._impl import NameScopeHook, internal_cast, isWrapped, rewrapModelIfNecessary, unwrapModelIfNecessary
+from poptorch_models import options
+from torch import nn
+
+
+class Scoped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        torch.ops.poptorch.push_name_scope("linear")
+        y = torch.ops.poptorch.set_available_memory(self.linear(x), 0.2)
+        torch.ops.poptorch.pop_name_scope()
+        y = torch.ops.poptorch.internal_cast(torch.ops.poptorch.recomputation_checkpoint(y), "FLOAT")
+        return torch.ops.poptorch.identity_loss((y - target) ** 2, 1)
+
+
+def test_a_model_trains_through_the_operators():
+    model = Scoped()
+    training = poptorch.trainingModel(model, options(), torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = [training(torch.ones(4, 2), torch.ones(4, 1)).item() for _ in range(5)]
+    assert losses[-1] < losses[0] / 2
+
+
+def test_internal_cast_rounds_to_half_on_the_device_only():
+    class Cast(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.poptorch.internal_cast(x, "FLOAT16")
+
+    x = torch.tensor([0.1])
+    on_device = poptorch.inferenceModel(Cast(), options())(x)
+    assert (on_device.dtype, Cast()(x).dtype) == (torch.half, torch.float32)
+    assert torch.equal(on_device, x.half())
+    assert internal_cast(x, torch.float) is x
+    with pytest.raises(poptorch.Error, match="FLOAT16"):
+        torch.ops.poptorch.internal_cast(x, "INT8")
+    with pytest.raises(ValueError, match="half"):
+        internal_cast(x, torch.int8)
+
+
+def test_operators_that_act_on_the_compiler_are_missing():
+    assert not hasattr(torch.ops.poptorch, "start_for_loop")
+
+
+def test_ipu_print_tensor_takes_the_float_format_as_a_number(capsys):
+    class Printing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.poptorch.ipu_print_tensor(x, "x", 0, 1000, 3, 80, 1, 2, ",", "[", "]")
+
+    poptorch.inferenceModel(Printing(), options())(torch.ones(2))
+    assert capsys.readouterr().err.endswith("x: [1.0e+00,1.0e+00]\n")
+
+
+def test_an_unwrapped_model_is_plain_until_it_is_wrapped_again():
+    model = Scoped()
+    training = poptorch.trainingModel(model, options(), torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = torch.ones(4, 2), torch.ones(4, 1)
+    training(*batch)
+    before = model.linear.weight.clone()
+    unwrapModelIfNecessary(model)
+    assert not isWrapped(model)
+    assert type(model.linear.weight) is nn.Parameter
+    rewrapModelIfNecessary(model)
+    assert isWrapped(model)
+    training(*batch)
+    assert not torch.equal(model.linear.weight, before)
+    training.destroy()
+    rewrapModelIfNecessary(model)
+    assert not isWrapped(model)
+
+
+def test_name_scope_hooks_are_removed():
+    model = Scoped()
+    hooks = NameScopeHook(model)
+    poptorch.inferenceModel(model, options())(torch.ones(4, 2), torch.ones(4, 1))
+    hooks.remove()
+    assert not model.linear._forward_hooks
+
+
+def test_custom_op_returns_zeros_like_the_examples_on_the_host():
+    examples = [torch.ones(2), torch.ones(3, dtype=torch.int32)]
+    outputs = poptorch.custom_op([torch.ones(1)], "Cube", "com.acme", 1, examples, {"alpha": 0.5, "pads": [1, 2]})
+    assert [(output.tolist(), output.dtype) for output in outputs] == [
+        ([0.0, 0.0], torch.float32),
+        ([0, 0, 0], torch.int32),
+    ]
+
+
+@pytest.mark.parametrize("attributes", [{1: 2}, {"a": None}, {"a": [1, 2.0]}, {"ä": 1}, {"a": ["ä"]}])
+def test_custom_op_rejects_attributes_that_have_no_type(attributes):
+    with pytest.raises(ValueError, match="Attribute|attribute|ASCII"):
+        poptorch.custom_op([torch.ones(1)], "Cube", "com.acme", 1, [torch.ones(1)], attributes)
+
+
+def test_custom_op_raises_error_with_alternatives_on_the_device():
+    class Custom(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return poptorch.custom_op([x], "Cube", "com.acme", 1, [x])[0]
+
+    with pytest.raises(poptorch.Error, match=r"com.acme.Cube:1 is C\+\+ for the IPU .* call a torch implementation"):
+        poptorch.inferenceModel(Custom(), options())(torch.ones(1))
+
+
+class Hooked(nn.Module):
+    """Has attributes whose names end as those of torch's hooks do, as timm's models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+        self.feature_hooks = None
+        self.own_hooks = ["a"]
+        self.last_hooks = nn.Identity()
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.last_hooks(self.linear(x)), target)
+
+
+@pytest.mark.parametrize("make", [Hooked, lambda: torch.fx.symbolic_trace(Hooked())], ids=["module", "graph_module"])
+def test_modules_with_own_attributes_named_hooks_train_on_two_replicas(make):
+    model = make()
+    training = poptorch.trainingModel(
+        model, options().replicationFactor(2), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    losses = [training(torch.ones(4, 2), torch.ones(4, 1)).mean().item() for _ in range(5)]
+    assert losses[-1] < losses[0] / 2
