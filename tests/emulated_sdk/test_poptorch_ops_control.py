@@ -56,16 +56,6 @@ def test_for_loop_body_gets_copies():
     assert (first.item(), second.item(), x.item()) == (2.0, 2.0, 0.0)
 
 
-def test_for_loop_is_differentiable():
-    def forward(model, x):
-        return poptorch.identity_loss(doubled(3)(model, x), "sum")
-
-    model = Calls(forward)
-    training = poptorch.trainingModel(model, options(), poptorch.optim.SGD(model.parameters(), lr=1.0))
-    assert training(torch.ones(1)) == 8.0
-    assert model.weight.item() == 2.0 - 3 * 2.0**2
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -128,33 +118,19 @@ def test_branches_with_different_outputs_raise_error(other):
         inferred(lambda model, x: poptorch.cond(x.sum() > 0, abs, [x], other, [x])[0], torch.ones(1))
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_weights_of_branch_not_taken_get_zero_gradient(replicas):
-    def forward(model, condition, x):
-        return poptorch.identity_loss(chosen(model, condition, x), "mean")
-
-    model = Calls(forward)
-    optimizer = poptorch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
-    training = poptorch.trainingModel(model, options(replicas), optimizer)
-    x = torch.ones(replicas)
-    training(torch.full((replicas,), True), x)
-    assert model.weight.item() == 1.0
-    training(torch.full((replicas,), False), x)
-    assert model.weight.item() == 0.5  # momentum alone
-
-
-@pytest.mark.parametrize("taken", [True, False])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_weight_of_either_branch_decays(replicas, taken):
-    def forward(model, condition, x):
-        with_weight, without = (lambda: x * model.weight), (lambda: x * 3)
-        branches = (without, with_weight) if taken else (with_weight, without)
-        return poptorch.identity_loss(poptorch.cond(condition, branches[0], [], branches[1], [])[0], "mean")
-
-    model = Calls(forward)
-    optimizer = poptorch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.25)
-    poptorch.trainingModel(model, options(replicas), optimizer)(torch.full((replicas,), taken), torch.ones(replicas))
-    assert model.weight.item() == 1.5
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, x: doubled(3)(model, x),
+        lambda model, x: poptorch.cond(x.sum() > 0, lambda y: y * model.weight, [x], abs, [x])[0],
+    ],
+    ids=["for_loop", "cond"],
+)
+def test_loops_and_branches_in_training_raise_error(call):
+    model = Calls(lambda model, x: poptorch.identity_loss(call(model, x), "sum"))
+    training = poptorch.trainingModel(model, options(), poptorch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(poptorch.Error, match=r"poptorch\.(for_loop|cond)\(\) is only supported in inference"):
+        training(torch.ones(1))
 
 
 class Slice(nn.Module):

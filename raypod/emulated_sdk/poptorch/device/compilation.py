@@ -10,6 +10,7 @@ import torch
 from poptorch.device.arguments import Arguments
 from poptorch.device.memory import PythonState, ReplicaMemory
 from poptorch.device.numerics import DrawKernelDetector, HalfTracker, detect_random
+from poptorch.device.operator_check import OperatorCheck
 from poptorch.device.outputs import AnchorRecorder, api_dtypes
 from poptorch.device_mode import DeviceMode, to_device
 from poptorch.enums import OverlapMode
@@ -80,7 +81,9 @@ def trace(
     tensors = [to_device(tensor) for tensor in inputs]
     mode = DeviceMode(is_compiling=True, originals=scratch.originals)
     tracker = HalfTracker(half_tensors(tensors, inputs, scratch))
-    recorder = StageRecorder(scratch.module, settings.strategy, block_of)
+    recorder = StageRecorder(scratch.module, settings.strategy, block_of, settings.is_training)
+    check = OperatorCheck(recorder, [*tensors, *scratch.parameters.values(), *scratch.buffers.values()])
+    recorder.observers.append(check.observe)
     anchor_recorder = AnchorRecorder(scratch.module)
     args, kwargs = arguments.unflatten(tensors)
     python_state, checks = PythonState(scratch.module), _TensorChecks(scratch)
@@ -89,8 +92,9 @@ def trace(
     trained: FrozenSet[str] = frozenset()
     with torch.set_grad_enabled(settings.is_training), detect_random() as generator:
         anchor_recorder.begin(arguments.spec.names, tensors)
-        with recorder, mode, tracker:
+        with recorder, mode, tracker, check.functions:
             outputs, structure = flatten(scratch.module(*args, **kwargs))
+        check.report()
         check_transfers(mode.overlaps, tensors, outputs)
         checks.check(scratch.module, mode, settings.reject_changed_buffers)
         if settings.is_training:

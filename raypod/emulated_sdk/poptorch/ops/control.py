@@ -1,4 +1,6 @@
-"""Ops that depend on values known only at run time: loops, branches and dynamic slices. All are differentiable.
+"""Ops that depend on values known only at run time: loops, branches and dynamic slices.
+
+Loops and branches are for inference only; dynamic slices are differentiable.
 
 The bodies of loops and branches take copies of their tensors, so in-place changes have no effect outside, as on the
 device.
@@ -11,7 +13,9 @@ from typing import Any, Callable, List, Sequence, Tuple, Union
 import torch
 
 from poptorch.device_mode import compiling_mode
+from poptorch.errors import Error
 from poptorch.ops.arguments import ArgumentError, Signature, checked_callable, checked_int, checked_tensor
+from poptorch.parallel.tracing import active_recorder
 
 _Body = Callable[..., Any]
 _Start = Union[int, torch.Tensor]
@@ -26,11 +30,13 @@ def for_loop(count: int, body: _Body, inputs: List[torch.Tensor]) -> List[torch.
         inputs: a list of tensors; not modified.
 
     Raises:
+        poptorch.Error: the model is compiled for training.
         poptorch.Error and ValueError: other arguments, or other outputs of the body.
     """
     checked_int("for_loop", "count", count, minimum=0)
     checked_callable("for_loop", "body", body)
     state = _inputs("for_loop", "inputs", inputs, (list,))
+    _check_inference("for_loop")
     expected = Signature.of(state)
     for iteration in range(count):
         state = _outputs("for_loop", "body", body(*_copies(state)))
@@ -57,6 +63,7 @@ def cond(
         then_body, else_body: return the same number of tensors, of the same shapes and dtypes; compilation runs both.
 
     Raises:
+        poptorch.Error: the model is compiled for training.
         poptorch.Error and ValueError: other arguments, or different outputs of the branches.
     """
     is_true = _condition(condition)
@@ -64,15 +71,14 @@ def cond(
     else_state = _inputs("cond", "else_inps", else_inps, (list, tuple))
     checked_callable("cond", "then_body", then_body)
     checked_callable("cond", "else_body", else_body)
+    _check_inference("cond")
     if compiling_mode() is None:
         name, body, state = ("then", then_body, then_state) if is_true else ("else", else_body, else_state)
         return _outputs("cond", f"{name}_body", body(*_copies(state)))
     then_outputs = _outputs("cond", "then_body", then_body(*_copies(then_state)))
     else_outputs = _outputs("cond", "else_body", else_body(*_copies(else_state)))
     _check_branches(Signature.of(then_outputs), Signature.of(else_outputs))
-    # Depends on both branches, so that the weights of the branch not taken are trained too.
-    chosen = condition.reshape(()).bool()
-    return [torch.where(chosen, one, other) for one, other in zip(then_outputs, else_outputs)]
+    return then_outputs if is_true else else_outputs
 
 
 def dynamic_slice(tensor: torch.Tensor, dim: int, start: _Start, size: int, step: int) -> torch.Tensor:
@@ -110,6 +116,12 @@ def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: _Sta
     if replaced != given:
         raise ArgumentError(f"poptorch.dynamic_update: `src` is {given}, but the slice to replace is {replaced}")
     return torch.slice_scatter(input, src, dim, begin, begin + size)
+
+
+def _check_inference(op: str) -> None:
+    recorder = active_recorder()
+    if recorder is not None and recorder.is_training:
+        raise Error(f"poptorch.{op}() is only supported in inference models, and this one is compiled for training")
 
 
 def _condition(condition: Any) -> bool:

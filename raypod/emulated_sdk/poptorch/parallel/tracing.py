@@ -15,7 +15,8 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from poptorch.options.strategies import _IExecutionStrategy
+from poptorch.errors import Error
+from poptorch.options.strategies import BlockId, _IExecutionStrategy
 
 _active = threading.local()
 _Rule = Callable[[Tuple[Any, ...], torch.Tensor], int]
@@ -41,7 +42,7 @@ class StageUse(NamedTuple):
 
     ipu: int
     phase: int
-    blocks: Tuple[str, ...]
+    blocks: Tuple[BlockId, ...]
     modules: Tuple[str, ...]
     tensors: Tuple[str, ...]
     operations: int
@@ -50,7 +51,7 @@ class StageUse(NamedTuple):
 class _Place(NamedTuple):
     """Block, phase and IPU of the next operation."""
 
-    block: Optional[str]
+    block: Optional[BlockId]
     phase: int
     ipu: int
 
@@ -60,7 +61,7 @@ class _OpenStage:
 
     def __init__(self, place: _Place) -> None:
         self.place = place
-        self.blocks: Dict[str, None] = {}
+        self.blocks: Dict[BlockId, None] = {}
         self.modules: Dict[str, None] = {}
         self.tensors: Dict[str, None] = {}
         self.operations = 0
@@ -76,6 +77,10 @@ class StageRecorder(TorchDispatchMode):
 
     Args:
         block_of: returns id and IPU of the block that a layer starts.
+        is_training: whether the model is compiled for training.
+
+    Attributes:
+        observers: called with each operator, its arguments and its result.
 
     Raises:
         AssertionError: in the forward, a block that the strategy does not contain.
@@ -85,9 +90,12 @@ class StageRecorder(TorchDispatchMode):
         self,
         module: torch.nn.Module,
         strategy: _IExecutionStrategy,
-        block_of: Callable[[torch.nn.Module], Optional[Tuple[Optional[str], Optional[int]]]],
+        block_of: Callable[[torch.nn.Module], Optional[Tuple[Optional[BlockId], Optional[int]]]],
+        is_training: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.is_training = is_training
+        self.observers: List[Callable[[Any, Tuple[Any, ...], Dict[str, Any], Any], None]] = []
         self._strategy = strategy
         self._block_of = block_of
         self._modules = {submodule: name for name, submodule in module.named_modules()}
@@ -95,9 +103,9 @@ class StageRecorder(TorchDispatchMode):
         # other dtypes are constants on the device.
         named = [*module.named_parameters(), *module.named_buffers()]
         self._unused = {id(tensor): name for name, tensor in named if tensor.is_floating_point()}
-        self._place = _Place(None, 0, 0)
-        self._enclosing: List[_Place] = []
-        self._module_stack: List[str] = []
+        self._place: Optional[_Place] = _Place(None, 0, 0)  # None after the end of a block
+        self._located: Dict[BlockId, int] = {}  # the IPU of each block so far
+        self._module_stack: List[torch.nn.Module] = []
         self._stages: List[_OpenStage] = []
         self._next_auto_id = 0
         self._auto_ids: Dict[int, Tuple[object, str]] = {}  # holds the owners, as a deleted object's id may be reused
@@ -106,7 +114,15 @@ class StageRecorder(TorchDispatchMode):
 
     def stages(self) -> Tuple[StageUse, ...]:
         """Return the forward stages in the order of execution; a single empty one if nothing was computed."""
-        return tuple(stage.use() for stage in self._stages or [_OpenStage(self._place)])
+        return tuple(stage.use() for stage in self._stages or [_OpenStage(self._place or _Place(None, 0, 0))])
+
+    def describe_module(self) -> str:
+        """Return the class of the running module, and its path in the model if it is a submodule."""
+        if not self._module_stack:
+            return "the model"
+        module = self._module_stack[-1]
+        name, kind = self._modules[module], type(module).__name__
+        return f"{name} ({kind})" if name else kind
 
     def unused(self) -> Tuple[str, ...]:
         """Return the names of the parameters and buffers that no operation has used."""
@@ -114,23 +130,17 @@ class StageRecorder(TorchDispatchMode):
 
     # -- called by blocks --------------------------------------------------------------------------------------------
 
-    def begin(self, user_id: Optional[str], ipu_id: Optional[int], owner: object = None) -> None:
+    def begin(self, user_id: Optional[BlockId], ipu_id: Optional[int], owner: object = None) -> None:
         """Start a block. An `owner` without an id keeps the number of its first call."""
-        block = self._auto_id(owner) if user_id is None else user_id
+        block = user_id or self._auto_id(owner)
         number = self._numbers.setdefault(block, len(self._numbers))
-        phase, ipu = self._strategy._locate(block, ipu_id, number, self._place.ipu)
+        phase, ipu = self._strategy._locate(block, self._located.get(block) if ipu_id is None else ipu_id, number)
+        self._located.setdefault(block, ipu)
         self._place = _Place(block, phase, ipu)
 
-    def open(self, user_id: Optional[str], ipu_id: Optional[int], owner: object) -> None:
-        """Start a block that ends with `close`."""
-        self._enclosing.append(self._place)
-        self.begin(user_id, ipu_id, owner)
-
-    def close(self) -> None:
-        """Continue the enclosing block; the end of an outermost block has no effect."""
-        before = self._enclosing.pop()
-        if self._enclosing:
-            self._place = before
+    def end(self) -> None:
+        """End the block: the next operation needs another one."""
+        self._place = None
 
     def restart_auto_ids(self) -> None:
         """Number blocks without an id from 0 again."""
@@ -170,46 +180,52 @@ class StageRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = _tensors(args, kwargs or {})
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        tensors = tensors_in((args, kwargs))
         if tensors and func._schema.name not in _BOOKKEEPING:  # without tensors the result is a constant
             self._record(_count_operations(func, args, result), tensors)
+        for observer in self.observers:
+            observer(func, args, kwargs, result)
         return result
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
         block = self._block_of(module)
         if block is not None:
             self.begin(*block, owner=module)
-        self._module_stack.append(self._modules[module])
+        self._module_stack.append(module)
 
     def _leave_module(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         self._module_stack.pop()
 
     def _record(self, operations: int, tensors: List[torch.Tensor]) -> None:
-        stage = self._stage()
+        if self._place is None:
+            raise Error("No active Block, all the ops must belong to a Block: the last `with poptorch.Block` has ended")
+        stage = self._stage(self._place)
         stage.operations += operations
         if self._place.block is not None:
             stage.blocks[self._place.block] = None
-        if self._module_stack and self._module_stack[-1]:
-            stage.modules[self._module_stack[-1]] = None
+        name = self._modules[self._module_stack[-1]] if self._module_stack else ""
+        if name:
+            stage.modules[name] = None
         for tensor in tensors:
             if id(tensor) in self._unused:
                 stage.tensors[self._unused.pop(id(tensor))] = None
 
-    def _stage(self) -> _OpenStage:
+    def _stage(self, place: _Place) -> _OpenStage:
         """Return the stage of the next operation, a new one if the IPU or the phase has changed."""
-        where = self._place[1:]
-        if not self._stages or self._stages[-1].place[1:] != where:
-            self._stages.append(_OpenStage(self._place))
+        if not self._stages or self._stages[-1].place[1:] != place[1:]:
+            self._stages.append(_OpenStage(place))
         return self._stages[-1]
 
 
-def _tensors(args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> List[torch.Tensor]:
-    """Return the tensors in the arguments of an operator, including those in lists."""
-    values: List[Any] = []
-    for value in (*args, *kwargs.values()):
-        values.extend(value) if isinstance(value, (list, tuple)) else values.append(value)
-    return [value for value in values if isinstance(value, torch.Tensor)]
+def tensors_in(value: Any) -> List[torch.Tensor]:
+    """Return the tensors in an operator's arguments or result, including those in lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [each for item in value for each in tensors_in(item)] if isinstance(value, (list, tuple)) else []
 
 
 def _count_operations(operator: Any, args: Tuple[Any, ...], result: Any) -> int:

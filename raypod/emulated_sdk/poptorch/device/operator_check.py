@@ -1,0 +1,165 @@
+"""Checks the operators of a compilation's forward: those that PopTorch does not lower, and reads of tensors' values.
+
+The findings are reported once per compilation, with the module that called the operator and the line in its code.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from poptorch.device_mode import is_on_device
+from poptorch.parallel.operator_limits import function_limit, kernel_limit
+from poptorch.parallel.supported_operators import base_name, is_supported
+from poptorch.parallel.tracing import StageRecorder, tensors_in
+from poptorch.strict import reject
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_OWN_OPS = f"{_PACKAGE}/ops/"
+_TORCH = str(Path(torch.__file__).resolve().parent)
+_DISTRIBUTIONS = f"{_TORCH}/distributions/"  # validates its arguments, which PopTorch disables
+
+# What PopTorch lowers as a whole, and a CPU computes by operators that PopTorch does not have.
+_WHOLE = (
+    F.ctc_loss,
+    F.one_hot,
+    torch.bilinear,
+    torch.gru,
+    torch.lstm,
+    torch.rnn_relu,
+    torch.rnn_tanh,
+)
+_VALUE = (
+    "{} is only supported in eager mode, but was intercepted in a static graph: forward reads the value of a tensor, "
+    "which is known when the model runs, not when it is compiled"
+)
+_MOVE = (
+    'Illegal move to CPU (via `.to("cpu")`): {} reads the values of a tensor; return the tensor from forward instead'
+)
+_READS: Dict[Any, str] = {
+    torch.Tensor.tolist: _MOVE.format("tolist()"),
+    torch.Tensor.numpy: _MOVE.format("numpy()"),
+    torch.Tensor.__array__: _MOVE.format("numpy()"),
+}
+
+
+class OperatorCheck:
+    """Observes the operators of one forward on the device.
+
+    An operator whose tensors are all constants is not checked, as PopTorch computes it at compile time.
+
+    Args:
+        recorder: names the module that is running.
+        inputs: the tensors that are known only at run time: inputs, parameters and buffers.
+    """
+
+    def __init__(self, recorder: StageRecorder, inputs: Iterable[torch.Tensor]) -> None:
+        self._recorder = recorder
+        self._known: Dict[int, Any] = {}  # weak references to the tensors known only at run time, by id
+        self._unsupported: Dict[str, List[str]] = {}  # places by operator
+        self._rejected: Dict[str, List[str]] = {}  # places by reason
+        self._depth = 0
+        self.functions = _FunctionCheck(self)
+        for tensor in inputs:
+            self._track(tensor)
+
+    def observe(self, operator: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any], result: Any) -> None:
+        """Check one call of an operator, an overload of `torch.ops`."""
+        if not any(id(tensor) in self._known for tensor in tensors_in((args, kwargs))):
+            return
+        for tensor in tensors_in(result):
+            self._track(tensor)
+        if self._depth:
+            return
+        name = operator._schema.name
+        if name == "aten::_local_scalar_dense":
+            self._reject(_VALUE.format("aten::item"))
+            return
+        limit = kernel_limit(base_name(name), args)
+        if limit is not None:
+            self._reject(limit)
+        elif not is_supported(name):
+            self._add(self._unsupported, base_name(name))
+
+    def call(self, function: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+        """Check and run one call of a torch function."""
+        reason = _READS.get(function)
+        if reason is not None:
+            if id(args[0]) in self._known:
+                self._reject(reason)
+            return function(*args, **kwargs)
+        if function not in _WHOLE:
+            return function(*args, **kwargs)
+        limit = function_limit(function, args, kwargs)
+        if limit is not None:
+            self._reject(limit)
+        self._depth += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def report(self) -> None:
+        """Warn of what was found; in strict mode raise Error."""
+        messages = [f"{reason}. {_places(places)}." for reason, places in self._rejected.items()]
+        if self._unsupported:
+            names = ", ".join(sorted(self._unsupported))
+            where = "; ".join(f"{name}: {_places(places)}" for name, places in sorted(self._unsupported.items()))
+            messages.append(
+                f"Unsupported ops found in compiled model: [{names}]. PopTorch does not support them. {where}."
+            )
+        if messages:
+            reject(" ".join(messages))
+
+    def _track(self, tensor: torch.Tensor) -> None:
+        known, key = self._known, id(tensor)
+        known[key] = weakref.ref(tensor, lambda reference: known.pop(key, None))
+
+    def _reject(self, reason: str) -> None:
+        self._add(self._rejected, reason)
+
+    def _add(self, found: Dict[str, List[str]], what: str) -> None:
+        line = _line_of_program()
+        if line is None or not is_on_device():
+            return
+        place = f"{self._recorder.describe_module()}, {line}"
+        places = found.setdefault(what, [])
+        if place not in places:
+            places.append(place)
+
+
+class _FunctionCheck(TorchFunctionMode):
+    """Passes the torch functions that the program calls to an `OperatorCheck`; enter it last."""
+
+    def __init__(self, check: OperatorCheck) -> None:
+        super().__init__()
+        self._check = check
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None
+    ) -> Any:
+        return self._check.call(func, args, kwargs or {})
+
+
+def _line_of_program() -> Optional[str]:
+    """Return file and line of the call in the program; None if an op of this package, or torch's own check, calls."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith((_OWN_OPS, _DISTRIBUTIONS)):
+            return None
+        if not file.startswith((_PACKAGE, _TORCH)) and not file.startswith("<"):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "torch"
+
+
+def _places(places: List[str]) -> str:
+    shown = "; ".join(places[:3])
+    return f"Called by {shown}" + (f" and {len(places) - 3} more" if len(places) > 3 else "")

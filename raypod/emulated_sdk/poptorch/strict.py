@@ -1,0 +1,22 @@
+"""Strict mode: what an IPU rejects and the emulation runs is a warning, with EMULATED_POD_STRICT=1 an Error."""
+
+from __future__ import annotations
+
+import os
+
+from poptorch.environment import logger
+from poptorch.errors import Error
+
+STRICT = "EMULATED_POD_STRICT"
+
+
+def is_strict() -> bool:
+    """Return whether EMULATED_POD_STRICT enables strict mode: it is set, and neither empty nor 0."""
+    return os.environ.get(STRICT, "0") not in ("", "0")
+
+
+def reject(message: str) -> None:
+    """Warn that an IPU rejects the model; in strict mode raise Error."""
+    if is_strict():
+        raise Error(message)
+    logger.warning("%s An IPU rejects this model; %s=1 makes it an Error here.", message, STRICT)

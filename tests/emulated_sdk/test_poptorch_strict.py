@@ -1,0 +1,163 @@
+"""Models that an IPU rejects: warnings once per compilation with the place, Errors in strict mode."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Callable, List
+
+import poptorch
+import pytest
+import torch
+import torch.nn.functional as F
+from poptorch_models import options
+from torch import nn
+
+
+class Calls(nn.Module):
+    """A linear layer followed by a function of its output and a submodule."""
+
+    def __init__(self, function: Callable[..., Any], inner: Any = None) -> None:
+        super().__init__()
+        self.function, self.inner = function, inner
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self.linear(x), self.inner)
+
+
+class Loss(nn.Module):
+    """The final loss of a function's result."""
+
+    def __init__(self, calls: Calls) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return poptorch.identity_loss(self.calls(x).float(), "mean")
+
+
+def compiled(model: nn.Module) -> poptorch.PoplarExecutor:
+    executor = poptorch.inferenceModel(model, options())
+    executor.compile(torch.ones(3, 4))
+    return executor
+
+
+REJECTED = [
+    pytest.param(lambda x, _: F.huber_loss(x, torch.zeros(3, 4)), None, r"\[aten::huber_loss\]", id="huber_loss"),
+    pytest.param(lambda x, _: x.tril(), None, r"\[aten::tril\]", id="tril"),
+    pytest.param(lambda x, _: x.masked_select(x > 0), None, r"\[aten::masked_select\]", id="masked_select"),
+    pytest.param(lambda x, _: x.nonzero(), None, "aten::nonzero are unsupported", id="nonzero"),
+    pytest.param(lambda x, _: x[x > 0], None, "aten::nonzero are unsupported", id="boolean index"),
+    pytest.param(lambda x, m: m(x)[0], nn.LSTM(4, 4, 2, bidirectional=True), "Only LSTM with 1 layer", id="2 layers"),
+    pytest.param(lambda x, m: m(x)[0], nn.LSTM(4, 4, bidirectional=True), "bidirectional LSTM", id="bidirectional"),
+    pytest.param(lambda x, m: m(x)[0], nn.GRU(4, 4, 2), "Only GRU with 1 layer", id="GRU"),
+    pytest.param(lambda x, _: F.one_hot(x.argmax(1)), None, "OneHot num classes", id="one_hot"),
+    pytest.param(
+        lambda x, _: F.interpolate(x[None], scale_factor=2, mode="linear"), None, "only 'nearest'", id="interpolate"
+    ),
+    pytest.param(
+        lambda x, _: F.cross_entropy(x, torch.zeros(3).long(), torch.ones(4)), None, '"weight"', id="class weights"
+    ),
+    pytest.param(lambda x, _: x * x.sum().item(), None, "aten::item is only supported in eager", id="item"),
+    pytest.param(lambda x, _: x if x.sum() > 0 else -x, None, "aten::item is only supported", id="if"),
+    pytest.param(lambda x, _: x * int(x.sum()), None, "aten::item is only supported", id="int"),
+    pytest.param(lambda x, _: x * float(x.view(-1).unsqueeze(1).sum()), None, "aten::item", id="float of views"),
+    pytest.param(lambda x, _: x * x.sum().tolist(), None, "Illegal move to CPU", id="tolist"),
+    pytest.param(lambda x, _: x + x.detach().numpy().size, None, "Illegal move to CPU", id="numpy"),
+]
+
+
+@pytest.mark.parametrize(("function", "inner", "message"), REJECTED)
+def test_strict_mode_raises_what_the_sdk_raises(function, inner, message, monkeypatch):
+    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
+    with pytest.raises(poptorch.Error, match=message):
+        compiled(Calls(function, inner))
+
+
+def twice(x: torch.Tensor, inner: Any) -> torch.Tensor:
+    return inner(x) + F.huber_loss(inner(x), x) + x.erfinv()
+
+
+class Inner(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tril()
+
+
+def test_warning_lists_every_operator_once_with_its_module(caplog):
+    with caplog.at_level(logging.WARNING, "poptorch"):
+        executor = compiled(Calls(twice, Inner()))
+        executor(torch.ones(3, 4))
+    (record,) = [each for each in caplog.records if "Unsupported ops" in each.getMessage()]
+    text = record.getMessage()
+    assert "[aten::erfinv, aten::huber_loss, aten::tril]" in text
+    assert "aten::tril: Called by inner (Inner), test_poptorch_strict.py:" in text
+    assert "aten::huber_loss: Called by Calls, test_poptorch_strict.py:" in text
+    assert text.count("inner (Inner)") == 1
+
+
+# Operators of PopTorch's documentation, among them those that torch decomposes differently on a CPU.
+SUPPORTED: List[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda x: F.dropout(x),
+    lambda x: F.gelu(x) + F.silu(x) + F.mish(x) + F.hardswish(x) + F.softplus(x) + F.celu(x) + F.selu(x),
+    lambda x: F.cross_entropy(x, torch.zeros(3, dtype=torch.int64), label_smoothing=0.1),
+    lambda x: (
+        F.smooth_l1_loss(x, torch.zeros(3, 4)) + F.mse_loss(x, torch.zeros(3, 4)) + F.l1_loss(x, torch.zeros(3, 4))
+    ),
+    lambda x: F.binary_cross_entropy_with_logits(x, torch.zeros(3, 4)),
+    lambda x: F.one_hot(x.argmax(1), 4).sum().float(),
+    lambda x: F.embedding(x.argmax(1), x.t()),
+    lambda x: F.layer_norm(x, (4,)),
+    lambda x: x.std() + x.var(0).sum() + x.norm() + x.logsumexp(1).sum() + x.cumsum(0).sum() + torch.cdist(x, x).sum(),
+    lambda x: x.topk(2)[0] + x.sort(1)[0][:, :2],
+    lambda x: x.masked_fill(x > 0, 0.0) * torch.ones(3, 4).tril(),
+    lambda x: torch.where(x > 0, x, x.neg()).roll(1, 0).flip(0).clamp(-1, 1),
+    lambda x: torch.zeros(3, 4).scatter_add(1, x.argsort(1), x),
+    lambda x: F.pad(x[None], (1, 1), "replicate").unfold(1, 2, 1),
+    lambda x: torch.einsum("ij,kj->ik", x, x) @ x,
+    lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True),
+    lambda x: torch.distributions.Normal(x, 1.0).rsample(),
+    lambda x: F.max_pool1d(x, 2) + F.adaptive_avg_pool1d(x, 2) + F.avg_pool1d(x, 2),
+    lambda x: F.interpolate(x[None, None], scale_factor=2, mode="bilinear"),
+]
+
+
+@pytest.mark.parametrize("function", SUPPORTED)
+def test_supported_operators_are_accepted(function, monkeypatch):
+    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
+    model = Loss(Calls(lambda x, _: function(x).sum()))
+    poptorch.trainingModel(model, options(), poptorch.optim.SGD(model.parameters(), lr=0.1))(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        nn.LSTM(4, 4),
+        nn.GRU(4, 4),
+        nn.RNN(4, 4),
+        nn.TransformerEncoderLayer(4, 2, 8),
+        nn.MultiheadAttention(4, 2),
+    ],
+    ids=lambda inner: type(inner).__name__,
+)
+def test_supported_modules_are_accepted(inner, monkeypatch):
+    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
+
+    def call(x: torch.Tensor, inner: Any) -> torch.Tensor:
+        result = inner(x, x, x) if isinstance(inner, nn.MultiheadAttention) else inner(x)
+        return result[0] if isinstance(result, tuple) else result
+
+    compiled(Calls(call, inner).eval())
+    model = Loss(Calls(call, inner))
+    poptorch.trainingModel(model, options(), poptorch.optim.SGD(model.parameters(), lr=0.1))(torch.randn(3, 4))
+
+
+def test_own_ops_and_layers_on_the_host_are_accepted(monkeypatch):
+    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
+    layer = poptorch.CPU(lambda y: y * y.sum().item(), "host")
+
+    def call(x: torch.Tensor, _: Any) -> Any:
+        sampled = poptorch.fps(x, [0, 3], 0.5)
+        loop = poptorch.for_loop(2, lambda y: y * 2, [x])[0]
+        return sampled, loop, poptorch.cond(x.sum() > 0, abs, [x], abs, [x])[0], layer(x)
+
+    compiled(Calls(call))
