@@ -4,7 +4,8 @@
     python scripts/poptorch_conformance.py GIT_DIR [--horovod-git DIR] [--only half_float_test] [-k KEYWORD] [--show]
 
 The tests run with the interpreter of this script, in a temporary folder that is deleted. Tests that look into the C++
-backend are excluded. The status is 1 if a test fails that conformance/*_expected.yaml does not list, or a listed one passes.
+backend are excluded. The status is 1 if a test fails that conformance/*_expected.yaml does not list, or if a listed one
+passes.
 """
 
 from __future__ import annotations

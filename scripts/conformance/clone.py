@@ -18,7 +18,7 @@ def extract(git_dir: Path, paths: List[str], folder: Path) -> None:
     if not git_dir.is_dir():
         raise CloneError(f"{git_dir}: no such folder")
     command = ["git", "-C", str(git_dir), "-c", f"safe.directory={git_dir.resolve()}", "archive", "HEAD", *paths]
-    archive = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, check=False)
+    archive = subprocess.run(command, capture_output=True, check=False)
     if archive.returncode:
         message = archive.stderr.decode(errors="replace").strip().splitlines()
         raise CloneError(f"{git_dir}: {message[-1] if message else 'git archive failed'}")

@@ -13,7 +13,6 @@ from conformance import rules, stand_ins
 from conformance.outcomes import EXCLUDED, FAILED, PASSED, SKIPPED
 
 _REPORT = Path(os.environ["CONFORMANCE_REPORT"])
-_DONE = set(filter(None, os.environ.get("CONFORMANCE_DONE", "").split("\n")))
 _FOLDER = Path(os.environ["CONFORMANCE_FOLDER"]).resolve()
 
 
@@ -25,20 +24,24 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: List[pytest.Item]) -> None:
     kept = []
+    done = {event["test"] for event in map(json.loads, _REPORT.read_text().splitlines()) if event["event"] == "end"}
     for item in items:
+        if _id(item.nodeid) in done:  # by an earlier process, which a test has ended
+            continue
         function = item.function  # type: ignore[attr-defined]
         reason = None if _skips_itself(item) else rules.reason_of(function, _fixtures(item), _FOLDER)
         if reason is not None:
             _write(event="end", test=_id(item.nodeid), result=EXCLUDED, reason=reason)
-        elif _id(item.nodeid) not in _DONE:
+        else:
             kept.append(item)
             _write(event="collected", test=_id(item.nodeid))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
+    _write(event="ready", test="")
 
 
 def _skips_itself(item: pytest.Item) -> bool:
-    """Whether the tests' own configuration skips the test: it needs hardware, or the tracer that PopTorch has removed."""
+    """Whether PopTorch's own conftest skips the test: it needs hardware, or the tracer that PopTorch has removed."""
     parameters: Dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
     marked = any(item.get_closest_marker(name) for name in ("skip", "ipuHardwareRequired"))
     return marked or bool(parameters.get("trace_model"))

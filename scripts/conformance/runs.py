@@ -59,21 +59,23 @@ def _write_libraries(tests: Path) -> None:
 def _outcomes(name: str, folder: Path, options: RunOptions) -> List[Outcome]:
     """The outcomes of one file; a test that ends the process is a failure, and the tests after it run in a new one."""
     report = folder / (name.replace("/", "__") + ".jsonl")
+    report.touch()
     deadline = time.monotonic() + options.limit_s
     while True:
-        report.touch()
         status, output = _run_child(name, folder, report, options, deadline - time.monotonic())
-        outcomes, started, waiting = _read(report)
-        if status in (0, 1) and not waiting:
-            return outcomes
+        progress = _Progress.read(report)
+        outcomes = list(progress.outcomes.values())
         if status is None:
-            lost = [Outcome(test, FAILED, f"not finished within {options.limit_s:g} s") for test in waiting]
-            return [*outcomes, *lost]
-        if started not in waiting:
-            return [*outcomes, _collection_outcome(output)] if status != 5 else outcomes
+            reason = f"not finished within {options.limit_s:g} s"
+            return [*outcomes, *(Outcome(test, FAILED, reason) for test in progress.waiting or ["(collection)"])]
+        if status == 2 or not progress.is_collected:
+            return [*outcomes, _collection_outcome(output)]
+        if not progress.waiting:
+            return outcomes
+        test = progress.started if progress.started in progress.waiting else progress.waiting[0]
+        event = {"event": "end", "test": test, "result": FAILED, "reason": f"the process ended: {status}\n{output}"}
         with report.open("a", encoding="utf-8") as file:
-            reason = f"the process ended with status {status}\n{output}"
-            file.write(json.dumps({"event": "end", "test": started, "result": FAILED, "reason": reason}) + "\n")
+            file.write(json.dumps(event) + "\n")
 
 
 def _collection_outcome(output: str) -> Outcome:
@@ -83,7 +85,7 @@ def _collection_outcome(output: str) -> Outcome:
     return Outcome("(collection)", FAILED, output)
 
 
-def _run_child(name: str, folder: Path, report: Path, options: RunOptions, limit_s: float) -> Tuple["int | None", str]:
+def _run_child(name: str, folder: Path, report: Path, options: RunOptions, limit_s: float) -> Tuple[int | None, str]:
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-c", str(folder / "pytest.ini"), "--extended-tests"]
     command += ["-p", "conformance.plugin", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command += [f"tests/{name}", *(["-k", options.keyword] if options.keyword else [])]
@@ -104,7 +106,7 @@ def _run_child(name: str, folder: Path, report: Path, options: RunOptions, limit
             _end_group(child)
 
 
-def _end_group(child: "subprocess.Popen[bytes]") -> None:
+def _end_group(child: subprocess.Popen[bytes]) -> None:
     """Ends the child and the processes that its tests have left."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
@@ -112,20 +114,34 @@ def _end_group(child: "subprocess.Popen[bytes]") -> None:
         return
 
 
-def _read(report: Path) -> Tuple[List[Outcome], str, List[str]]:
-    """The outcomes, the test that started last, and the collected tests without an outcome."""
-    outcomes: Dict[str, Outcome] = {}
-    started = ""
-    collected: List[str] = []
-    for line in report.read_text(encoding="utf-8").splitlines():
-        event = json.loads(line)
-        if event["event"] == "collected":
-            collected.append(event["test"])
-        elif event["event"] == "start":
-            started = event["test"]
-        else:
-            previous = outcomes.get(event["test"])
-            if previous is None or previous.result != FAILED:
-                outcomes[event["test"]] = Outcome(event["test"], event["result"], event["reason"])
-    waiting = [test for test in dict.fromkeys(collected) if test not in outcomes]
-    return list(outcomes.values()), started, waiting
+class _Progress:
+    """What the children of one file have reported."""
+
+    def __init__(self) -> None:
+        self.outcomes: Dict[str, Outcome] = {}
+        self.started = ""  # the test that started last
+        self.is_collected = False
+        self._collected: Dict[str, None] = {}
+
+    @classmethod
+    def read(cls, report: Path) -> _Progress:
+        progress = cls()
+        for line in report.read_text(encoding="utf-8").splitlines():
+            event = json.loads(line)
+            progress._add(event["event"], event["test"], event)
+        return progress
+
+    @property
+    def waiting(self) -> List[str]:
+        """The collected tests without an outcome."""
+        return [test for test in self._collected if test not in self.outcomes]
+
+    def _add(self, event: str, test: str, details: Dict[str, str]) -> None:
+        if event == "ready":
+            self.is_collected = True
+        elif event == "collected":
+            self._collected[test] = None
+        elif event == "start":
+            self.started = test
+        elif test not in self.outcomes or self.outcomes[test].result != FAILED:  # a failed test may still tear down
+            self.outcomes[test] = Outcome(test, details["result"], details["reason"])

@@ -16,7 +16,7 @@ def report(title: str, suite: Suite, verdict: Verdict) -> Iterator[str]:
     width = max([len(file) for file in suite] + [len("total")])
     yield f"{title}"
     yield "  ".join([" " * width, *_HEADER])
-    totals: "Counter[str]" = Counter()
+    totals: Counter[str] = Counter()
     for file in sorted(suite):
         counts = _counts(file, suite, verdict)
         totals.update(counts)
@@ -25,7 +25,8 @@ def report(title: str, suite: Suite, verdict: Verdict) -> Iterator[str]:
     semantic = totals["collected"] - totals["skipped"]
     yield ""
     yield f"excluded: {totals['excluded']} of {semantic} semantic tests ({_percent(totals['excluded'], semantic)} %)"
-    yield f"passed: {totals['passed']} of {totals['run']} that are not excluded ({_percent(totals['passed'], totals['run'])} %)"
+    passed, run = totals["passed"], totals["run"]
+    yield f"passed: {passed} of {run} that are not excluded ({_percent(passed, run)} %)"
     yield from _grouped("Excluded", _by_reason(suite, EXCLUDED))
     yield from _grouped("Skipped by the tests themselves", _by_reason(suite, SKIPPED))
     expected: Dict[str, List[str]] = {}
@@ -37,8 +38,8 @@ def report(title: str, suite: Suite, verdict: Verdict) -> Iterator[str]:
     yield from _listed("Patterns of the list that match no test", verdict.idle)
 
 
-def _counts(file: str, suite: Suite, verdict: Verdict) -> "Counter[str]":
-    counts: "Counter[str]" = Counter()
+def _counts(file: str, suite: Suite, verdict: Verdict) -> Counter[str]:
+    counts: Counter[str] = Counter()
     for outcome in suite[file]:
         counts["collected"] += 1
         result = "expected" if f"{file}::{outcome.test}" in verdict.expected else outcome.result
@@ -47,7 +48,7 @@ def _counts(file: str, suite: Suite, verdict: Verdict) -> "Counter[str]":
     return counts
 
 
-def _row(name: str, counts: "Counter[str]") -> str:
+def _row(name: str, counts: Counter[str]) -> str:
     cells = [str(counts[column]) for column in _HEADER[:-1]]
     cells.append(_percent(counts["passed"], counts["run"]) if counts["run"] else "-")
     return "  ".join([name, *(cell.rjust(len(column)) for cell, column in zip(cells, _HEADER))])
@@ -59,7 +60,7 @@ def _percent(part: int, whole: int) -> str:
 
 def _by_reason(suite: Suite, result: str) -> Dict[str, List[str]]:
     """The tests of a result, by reason; the parameters of a test are counted."""
-    reasons: Dict[str, "Counter[str]"] = {}
+    reasons: Dict[str, Counter[str]] = {}
     for file, outcomes in sorted(suite.items()):
         for outcome in outcomes:
             if outcome.result == result:
