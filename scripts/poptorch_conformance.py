@@ -20,7 +20,7 @@ from conformance import expected, runs, tables
 from conformance.clone import CloneError
 from conformance.outcomes import FAILED, RunOptions, Suite
 
-_LISTS = Path(__file__).resolve().parent / "conformance"
+LISTS = Path(__file__).resolve().parent / "conformance"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,7 +65,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
 def _conforms(
     title: str, run: Callable[[Path, Path, RunOptions], Suite], git_dir: Path, options: RunOptions, *, show: bool
 ) -> bool:
-    entries = expected.read_list(_LISTS / f"{title.lower()}_expected.yaml")
+    entries = expected.read_list(LISTS / f"{title.lower()}_expected.yaml")
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
         suite = run(git_dir, Path(folder).resolve(), options)
     verdict = expected.judge(suite, entries, whole=options.whole)

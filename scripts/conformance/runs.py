@@ -17,7 +17,7 @@ from conformance.clone import extract
 from conformance.outcomes import EXCLUDED, FAILED, Outcome, RunOptions, Suite
 
 _SCRIPTS = Path(__file__).resolve().parents[1]
-_SDK = _SCRIPTS.parent / "raypod" / "emulated_sdk"
+SDK = _SCRIPTS.parent / "raypod" / "emulated_sdk"
 _OWN_PACKAGES = ("poptorch", "popart", "popdist", "poptorch_geometric")
 
 
@@ -39,7 +39,7 @@ def child_environment(folder: Path) -> Dict[str, str]:
     """The environment of a child: the emulated SDK first, and nothing is written outside of `folder`."""
     private = folder / "home"
     private.mkdir(exist_ok=True)
-    paths = [str(_SDK), str(folder / "packages"), str(_SCRIPTS)]
+    paths = [str(SDK), str(folder / "packages"), str(_SCRIPTS)]
     return {
         **{key: value for key, value in os.environ.items() if not key.startswith("POPTORCH_")},
         "PYTHONPATH": os.pathsep.join(paths),
@@ -47,6 +47,7 @@ def child_environment(folder: Path) -> Dict[str, str]:
         "HOME": str(private),
         "TMPDIR": str(private),
         "OMP_NUM_THREADS": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
 
 
@@ -87,7 +88,7 @@ def _collection_outcome(output: str) -> Outcome:
 
 def _run_child(name: str, folder: Path, report: Path, options: RunOptions, limit_s: float) -> Tuple[int | None, str]:
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-c", str(folder / "pytest.ini"), "--extended-tests"]
-    command += ["-p", "conformance.plugin", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += ["-p", "conformance.plugin", "-p", "no:cacheprovider"]
     command += [f"tests/{name}", *(["-k", options.keyword] if options.keyword else [])]
     environment = {
         **child_environment(folder),

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any, Dict, List
+
+import poptorch_conformance
+import pytest
+from conformance import expected, rules, runs, tables
+from conformance.clone import CloneError, extract
+from conformance.outcomes import EXCLUDED, FAILED, PASSED, Outcome
+
+OUTCOMES = [
+    Outcome("test_good", PASSED),
+    Outcome("test_bad[a]", FAILED, "why"),
+    Outcome("test_ir", EXCLUDED, "reads the IR of PopART"),
+]
+HELPERS = """
+def read_ir(model):
+    return model._debugGetPopartIR()
+
+class LogChecker:
+    pass
+"""
+TESTS = """
+import helper_functions
+import poptorch
+import functools
+
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(capfd):
+        helper_functions.LogChecker(capfd)
+        function()
+    return wrapper
+
+def test_plain():
+    assert poptorch.poptorch_core.Error
+
+def test_ir_of_a_helper(model):
+    class Inner:
+        def check(self):
+            helper_functions.read_ir(model)
+    Inner().check()
+
+def test_core():
+    poptorch.poptorch_core._throwTestError(1)
+
+def test_log(capfd):
+    helper_functions.LogChecker(capfd).assert_contains("x")
+
+def test_pages():
+    requests.get("x")
+
+@decorated
+def test_whose_decorator_prints():
+    pass
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "helper_functions.py").write_text(HELPERS)
+    (tmp_path / "some_tests.py").write_text(TESTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("some_tests")
+    for name in ("some_tests", "helper_functions"):
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("test", "reason"),
+    [
+        ("test_plain", None),
+        ("test_ir_of_a_helper", "reads the IR of PopART"),
+        ("test_core", "calls the private C++ module"),
+        ("test_log", "checks captured log lines"),
+        ("test_pages", "downloads weights, data or pages"),
+        ("test_whose_decorator_prints", None),
+    ],
+)
+def test_the_source_of_a_test_decides_about_its_exclusion(module: Any, test: str, reason: str) -> None:
+    assert rules.reason_of(getattr(module, test), [], Path(module.__file__).parent) == reason
+
+
+def test_fixtures_count_as_source(module: Any) -> None:
+    folder = Path(module.__file__).parent
+    assert rules.reason_of(module.test_plain, [module.test_log], folder) == "checks captured log lines"
+
+
+@pytest.mark.parametrize(
+    ("listed", "unlisted", "passing", "idle"),
+    [
+        ([], ["a_test.py::test_bad[a]"], [], []),
+        (["a_test.py::test_bad[*]"], [], [], []),
+        (["a_test.py::*"], [], ["a_test.py::test_good"], []),
+        (["a_test.py::test_bad[a]", "b_test.py::*"], [], [], ["b_test.py::*"]),
+    ],
+)
+def test_outcomes_are_judged_against_the_list(
+    listed: List[str], unlisted: List[str], passing: List[str], idle: List[str]
+) -> None:
+    entries = [expected.Entry([pattern], "because") for pattern in listed]
+    verdict = expected.judge({"a_test.py": OUTCOMES}, entries, whole=True)
+    assert (verdict.unlisted, verdict.passing, verdict.idle) == (unlisted, passing, idle)
+    assert verdict.good == (not unlisted and not passing and not idle)
+
+
+def test_an_entry_counts_in_its_environment_only(tmp_path: Path) -> None:
+    path = tmp_path / "list.yaml"
+    path.write_text(
+        "- {tests: a, reason: r, where: 'pytest>=1'}\n- {tests: [b], reason: r, where: 'pytest<1'}\n"
+        "- {tests: c, reason: r, where: ['pytest>=1', 'no_such_package>0']}\n- {tests: [d, e], reason: r}\n"
+    )
+    assert [entry.patterns for entry in expected.read_list(path)] == [["a"], ["d", "e"]]
+    path.write_text("- {tests: a}\n")
+    with pytest.raises(expected.ListError, match="`reason`"):
+        expected.read_list(path)
+
+
+def test_the_report_has_counts_percentages_and_reasons() -> None:
+    suite = {"a_test.py": OUTCOMES}
+    verdict = expected.judge(suite, [expected.Entry(["a_test.py::test_bad*"], "half")], whole=True)
+    lines = list(tables.report("PopTorch", suite, verdict))
+    assert lines[2].split() == ["a_test.py", "3", "0", "1", "2", "1", "1", "0", "50.0"]
+    assert "excluded: 1 of 3 semantic tests (33.3 %)" in lines
+    assert "  reads the IR of PopART: a_test.py::test_ir" in lines
+    assert "  half: a_test.py::test_bad[a]" in lines
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    files: Dict[str, str] = {
+        "tests/conftest.py": """
+            def pytest_addoption(parser):
+                parser.addoption("--extended-tests", action="store_true")
+            """,
+        "tests/first_test.py": """
+            import os
+            import poptorch
+            def test_good(): assert poptorch
+            def test_bad(): assert False
+            def test_end(): os._exit(3)
+            def test_after(): pass
+            def test_ir(): print(poptorch.model._debugGetPopartIR())
+            """,
+        "tests/gnn/test_second.py": "import no_such_library",
+        "poptorch_geometric/python/__init__.py": "",
+    }
+    for name, text in files.items():
+        path = tmp_path / "clone" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (
+        ["init", "-q"],
+        ["add", "."],
+        [*author, "commit", "-qm", "x"],
+        ["clone", "-q", "--bare", ".", "../bare"],
+    ):
+        subprocess.run(["git", *command], cwd=tmp_path / "clone", check=True)
+    return tmp_path / "bare"
+
+
+def test_the_tests_of_a_clone_run_in_child_processes(
+    clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    listed = "- {tests: ['first_test.py::test_bad', 'first_test.py::test_end'], reason: known}\n"
+    (tmp_path / "poptorch_expected.yaml").write_text(listed)
+    monkeypatch.setattr(poptorch_conformance, "LISTS", tmp_path)
+    sdk = tmp_path / "sdk" / "poptorch"  # without torch, whose import takes seconds
+    sdk.mkdir(parents=True)
+    (sdk / "__init__.py").touch()
+    (sdk / "poptorch_core.py").touch()
+    monkeypatch.setattr(runs, "SDK", sdk.parent)
+    assert poptorch_conformance.main([str(clone), "--show"]) == 0
+    output = capfd.readouterr().out
+    rows = {line.split()[0]: line.split()[1:] for line in output.splitlines() if "_" in line.split("  ")[0]}
+    assert rows["first_test.py"] == ["5", "0", "1", "4", "2", "2", "0", "50.0"]
+    assert "the library no_such_library is not installed: gnn/test_second.py" in output
+    assert "the process ended: 3" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give GIT_DIR"),
+        (["/no/such/folder"], "/no/such/folder: no such folder"),
+        (["/", "-j", "0"], "are positive"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments: List[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert poptorch_conformance.main(arguments) == 2
+    error = capfd.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_folder_without_repository_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CloneError, match=str(tmp_path)):
+        extract(tmp_path, ["tests"], tmp_path)
