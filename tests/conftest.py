@@ -10,10 +10,11 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Any, Callable, Iterator
 
 import psutil
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 # Set before anything imports ray: the sessions of the tests need no token, and must not write one to the home folder.
 os.environ["RAY_AUTH_MODE"] = "disabled"
@@ -32,6 +33,32 @@ from raypod.plan.resolve import from_values
 
 # Set by pytest, by importing poptorch, and by torch's compiler, which torch's own optimizers import.
 SET_BY_AN_IMPORT = {"PYTEST_CURRENT_TEST", "RDMAV_FORK_SAFE", "TORCHINDUCTOR_CACHE_DIR"}
+
+
+# The files that take longest begin first when several processes share the files; xdist begins with those of most tests.
+SLOW_FILES = (
+    "end_to_end/test_pod",
+    "faults/",
+    "test_train_convergence",
+    "fleet/test_ray",
+    "test_detached",
+    "test_launch",
+)
+
+
+class SlowFilesFirst(LoadFileScheduling):  # type: ignore[misc]
+    """xdist's `loadfile`, with the slow files at the head of the queue."""
+
+    def schedule(self) -> None:
+        super().schedule()
+        for part in reversed(SLOW_FILES):
+            for file in [each for each in self.workqueue if part in each]:
+                self.workqueue.move_to_end(file, last=False)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return SlowFilesFirst(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_unconfigure() -> None:
