@@ -57,28 +57,43 @@ def test_stage_starts_where_the_ipu_changes_even_to_an_earlier_one():
     assert [stage.blocks for stage in placement.stages] == [("block 0", "block 1"), ("block 2",), ("block 3",)]
 
 
-def test_end_of_a_nested_block_continues_the_enclosing_one():
+def test_operation_after_a_nested_block_raises_error():
     def forward(x):
         with poptorch.Block("outer", ipu_id=1):
-            x = x + 1
             with poptorch.Block("inner", ipu_id=2):
                 x = x + 1
             return x + 1
 
-    placement = placed(forward)
-    assert ipus(placement) == [1, 2, 1]
-    assert placement.stages[2].blocks == ("outer",)
+    with pytest.raises(poptorch.Error, match="No active Block"):
+        placed(forward)
 
 
-def test_last_block_lasts_until_the_end():
+def test_operation_after_the_last_block_raises_error():
     def forward(x):
         with poptorch.Block(ipu_id=0):
             x = x + 1
-        with poptorch.Block(ipu_id=1):
-            x = x + 1
         return x * 2
 
-    assert ipus(placed(forward)) == [0, 1]
+    with pytest.raises(poptorch.Error, match="No active Block, all the ops must belong to a Block"):
+        placed(forward)
+
+
+def test_id_of_a_block_may_be_an_integer():
+    def forward(x):
+        with poptorch.Block(3, ipu_id=1):
+            return x + 1
+
+    assert placed(forward).stages[0].blocks == (3,)
+
+
+def test_module_repr_and_executors_repr_have_the_blocks(capsys):
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    assert poptorch.module_repr(model) == repr(model)
+    poptorch.BeginBlock(model[1], user_id=1, ipu_id=2)
+    assert "(1): BeginBlock(user_id=1, ipu_id=2) ReLU()" in poptorch.module_repr(copy.deepcopy(model))
+    assert repr(poptorch.inferenceModel(model, options())) == poptorch.module_repr(model)
+    poptorch.print(model)
+    assert capsys.readouterr().out == poptorch.module_repr(model) + "\n"
 
 
 def test_block_without_operations_needs_no_ipu():
@@ -163,7 +178,7 @@ def test_blocks_have_no_effect_outside_a_wrapped_model():
     assert not list(poptorch.Block("unknown").parameters())
 
 
-@pytest.mark.parametrize("bad", [{"user_id": 3}, {"ipu_id": -1}, {"ipu_id": "1"}, {"ipu_id": True}, {"ipu_id": 0.5}])
+@pytest.mark.parametrize("bad", [{"user_id": 3.0}, {"ipu_id": -1}, {"ipu_id": "1"}, {"ipu_id": True}, {"ipu_id": 0.5}])
 def test_ids_of_other_types_raise_error(bad):
     for make in (poptorch.Block, poptorch.Block.start, poptorch.BlockFunction):
         with pytest.raises(AssertionError, match="got"):

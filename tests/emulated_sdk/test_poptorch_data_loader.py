@@ -128,7 +128,7 @@ def test_stream_is_not_partitioned():
 
 
 def test_stream_with_workers_without_worker_init_fn_warns(caplog):
-    with caplog.at_level(logging.WARNING, logger="poptorch"):
+    with caplog.at_level(logging.WARNING, logger="poptorch::python"):
         poptorch.DataLoader(options(), Stream(), 4, num_workers=2)
     assert "yields its data 2 times" in caplog.text
 
@@ -170,7 +170,7 @@ def test_without_batch_size_nothing_is_combined():
     ("samples", "processes", "is_short"), [(7, 1, True), (8, 1, False), (8, 2, False), (10, 2, True), (12, 2, False)]
 )
 def test_short_last_batch_warns(caplog, samples, processes, is_short):
-    with caplog.at_level(logging.WARNING, logger="poptorch"):
+    with caplog.at_level(logging.WARNING, logger="poptorch::python"):
         data = loader(samples, 2, 0, processes, drop_last=False)
     assert ("last batch is short" in caplog.text) == is_short
     assert (len(list(data)[-1]) < 2) == is_short

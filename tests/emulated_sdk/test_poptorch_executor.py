@@ -445,10 +445,10 @@ def test_a_scripted_module_is_rejected():
         poptorch.inferenceModel(scripted, options())
 
 
-@pytest.mark.parametrize("state", [3, "ab", [1], [1.5, 2], None])
-def test_rng_state_must_be_two_integers(state):
+@pytest.mark.parametrize("state", [3, "ab", [], [1, 2, 3], [1.5, 2], None])
+def test_rng_state_must_be_one_or_two_integers(state):
     inference = poptorch.inferenceModel(nn.ReLU(), options())
-    with pytest.raises(poptorch.Error, match="a seed and a number"):
+    with pytest.raises(poptorch.Error, match=r"\[seed\] or \[seed, micro-batches\]"):
         inference.rng_state = state
 
 

@@ -162,7 +162,7 @@ def test_copied_optimizer_has_the_state():
     optimizer = sgd(model, momentum=0.9)
     poptorch.trainingModel(model, options(), optimizer)(torch.ones(1))
     copied = copy.deepcopy(optimizer)
-    assert copied.state_dict()["ipu_state"]["Accl___weight"].item() == 1
+    assert copied.state_dict()["ipu_state"]["Accl1___weight"].item() == 1
     assert not copied.variable_attrs.isConstant("momentum")
 
 
@@ -211,8 +211,8 @@ def test_rmsprop_tensorflow_variant():
 @pytest.mark.parametrize(
     ("ipu_state", "message"),
     [
-        ({"Accl___other": torch.ones(())}, "unknown tensors: Accl___other"),
-        ({"Accl___weight": torch.ones(2)}, r"Accl___weight of the optimizer state has shape \[2\]"),
+        ({"Accl___weight": torch.ones(())}, "unknown tensors: Accl___weight"),
+        ({"Accl1___weight": torch.ones(2)}, r"Accl1___weight of the optimizer state has shape \[2\]"),
     ],
 )
 def test_state_of_another_model_raises_error(ipu_state, message):
@@ -234,7 +234,7 @@ def test_state_of_another_algorithm_raises_error():
     optimizer = sgd(Line())
     optimizer.set_state_dict(adam.state_dict())
     training = poptorch.trainingModel(Line(), options(), optimizer)
-    with pytest.raises(poptorch.Error, match="compiled for SGD with 1 parameter groups"):
+    with pytest.raises(poptorch.Error, match="SGD as compiled has no 'learningRate___specific___weight'"):
         training(torch.ones(1))
 
 
@@ -275,9 +275,81 @@ def test_ipu_state_and_ipu_param_names():
     names = [name for name, _ in model.named_parameters()]
     assert set(state["ipu_state"]) == {f"{kind}___{name}" for kind in ("Step", "Accl1", "Accl2") for name in names}
     assert state["ipu_state"]["Accl1___conv.weight"].shape == model.conv.weight.shape
-    assert state["ipu_param"]["lr___0"].item() == 1e-3
-    assert state["ipu_param"]["betas___0"].tolist() == [0.9, 0.999]
-    assert all(isinstance(tensor, torch.Tensor) for tensor in state["ipu_param"].values())
+    assert set(state["ipu_param"]) == {f"learningRate___specific___{name}" for name in names}
+    assert state["ipu_param"]["learningRate___specific___conv.weight"].item() == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            {"weight_decay": 0.5, "loss_scaling": 4.0},
+            {"scaledLearningRate0": 0.1 / 4, "weightDecayScaleFactor0": 1 - 0.1 * 0.5},
+        ),
+        (
+            {"momentum": 0.9, "weight_decay": 0.5, "dampening": 0.5},
+            {
+                "scaledLearningRate2": 0.1,
+                "scaledMomentum2": 0.9,
+                "dampeningScaleFactor2": 0.5,
+                "scaledWeightDecay1": 0.25,
+            },
+        ),
+        (
+            {"momentum": 0.9, "use_combined_accum": True, "velocity_scaling": 2.0},
+            {
+                "scaledLearningRate1": 0.05,
+                "scaledMomentum1": 0.9,
+                "dampeningScaleFactor1": 2.0,
+                "scaledWeightDecay1": 0,
+            },
+        ),
+    ],
+)
+def test_ipu_param_of_sgd_and_its_reload(arguments, expected):
+    model = Line()
+    optimizer = sgd(model, **arguments)
+    training = poptorch.trainingModel(model, options(), optimizer)
+    training.compile(torch.ones(1))
+    state = optimizer.state_dict()
+    found = {name.partition("___")[0]: tensor.item() for name, tensor in state["ipu_param"].items()}
+    expected = {**expected, **({"lossScaling_FLOAT": 4.0} if "loss_scaling" in arguments else {})}
+    assert found == pytest.approx(expected)
+    assert all(not tensor.any() for tensor in state["ipu_state"].values())  # before the first update
+    learning_rate = next(name for name in state["ipu_param"] if name.startswith("scaledLearningRate"))
+    state["ipu_param"] = {learning_rate: 2 * state["ipu_param"][learning_rate]}  # the others stay
+    optimizer.load_state_dict(state)
+    training(torch.ones(1))
+    once = Line()
+    poptorch.trainingModel(once, options(), poptorch.optim.SGD(once.parameters(), **{"lr": 0.2, **arguments}))(
+        torch.ones(1)
+    )
+    if "weightDecayScaleFactor0" not in expected and "dampening" not in arguments:
+        assert model.weight.item() == pytest.approx(once.weight.item())
+
+
+def test_values_that_differ_within_a_group_warn(caplog):
+    model = seeded()
+    optimizer = poptorch.optim.Adam(model.parameters())
+    training = poptorch.trainingModel(model, options(2), optimizer)
+    training.compile(*batch(4))
+    state = optimizer.state_dict()
+    first, second = list(state["ipu_param"])[:2]
+    state["ipu_param"][second] = torch.tensor(0.5)
+    optimizer.load_state_dict(state)
+    training(*batch(4))
+    assert "a parameter group takes learningRate of" in caplog.text
+    assert optimizer.state_dict()["ipu_param"][second] == 0.5
+
+
+def test_betas_of_a_torch_optimizer_are_constants():
+    model = Line()
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.8, 0.9))
+    training = poptorch.trainingModel(model, options(), optimizer)
+    training(torch.ones(1))
+    optimizer.param_groups[0]["betas"] = (0.7, 0.9)
+    with pytest.raises(poptorch.Error, match="'betas' was compiled as the constant"):
+        training.setOptimizer(optimizer)
 
 
 @pytest.mark.parametrize("arguments", [{"loss_scaling": 0.0}, {"max_grad_norm": -1.0}, {"accum_type": torch.int32}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 
 import poptorch
 import pytest
@@ -19,7 +20,9 @@ def test_setters_chain_and_attributes_return_values():
 def test_option_can_be_assigned():
     opts = poptorch.Options()
     opts.replication_factor = 4
-    assert opts.toDict()["replication_factor"] == 4
+    assert opts.outputMode(poptorch.OutputMode.All).toDict()["replication_factor"] == 4
+    with pytest.raises(AssertionError, match="no_such_option"):
+        opts.no_such_option = 1
 
 
 def test_value_of_another_type_raises_error():
@@ -108,7 +111,7 @@ def test_defaults_are_read_from_the_environment(monkeypatch):
     opts = poptorch.Options()
     assert opts.Training.gradient_accumulation == 4
     assert (opts.output_mode, opts.output_return_period) == (poptorch.OutputMode.EveryN, 2)
-    assert opts.cache_path == "/some/where"
+    assert opts._Popart.options["cachePath"] == "/some/where"
 
 
 def test_load_from_file(tmp_path):
@@ -119,12 +122,86 @@ def test_load_from_file(tmp_path):
     assert opts.output_mode == poptorch.OutputMode.Sum
 
 
-@pytest.mark.parametrize("line", ["deviceIterations(", "noSuchSetter(1)", "deviceIterations(0)"])
-def test_invalid_line_of_a_file_raises_error_with_its_number(tmp_path, line):
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("deviceIterations(", "SyntaxError"),
+        ("noSuchSetter(1)", "AttributeError"),
+        ("deviceIterations(0)", "AssertionError"),
+    ],
+)
+def test_invalid_line_of_a_file_raises_error_with_its_number(tmp_path, line, error):
     path = tmp_path / "options.txt"
-    path.write_text(f"\n{line}\n")
-    with pytest.raises(poptorch.ConfigFileError, match="line 2"):
+    path.write_text(f"deviceIterations(1)\n\n{line}\n")
+    expected = f"{error} at line 2 of options.txt: .*> options.{re.escape(line)}"
+    with pytest.raises(poptorch.ConfigFileError, match=f"(?s){expected}"):
         poptorch.Options().loadFromFile(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("typo", 1, "Unknown uint64 option typo"),
+        ("enableOutlining", 2, "Unknown uint64 option enableOutlining"),
+        ("enableOutlining", None, "Unknown value type NoneType for option enableOutlining"),
+        ("patterns", {"PadSum": True}, "patterns_level"),
+    ],
+)
+def test_unknown_option_of_the_compiler_is_an_error_at_compilation(name, value, error):
+    opts = poptorch.Options()
+    opts._Popart.set(name, value)
+    with pytest.raises(poptorch.Error, match=error):
+        poptorch.inferenceModel(torch.nn.ReLU(), opts).compile(torch.zeros(1))
+
+
+def test_unknown_pattern_is_an_error_at_compilation():
+    opts = poptorch.Options()
+    opts._Popart.setPatterns({"PadSum": True, "NoSuchPattern": True})
+    with pytest.raises(poptorch.Error, match="Unknown pattern 'NoSuchPattern'"):
+        poptorch.inferenceModel(torch.nn.ReLU(), opts).compile(torch.zeros(1))
+
+
+def test_setters_of_the_compiler_take_any_value():
+    opts = poptorch.Options().enableSyntheticData(2).enableStableNorm(None)
+    opts.Precision.enableStochasticRounding(None)
+    assert opts._Popart.options["syntheticDataMode"] == 2
+    assert opts._Popart.options["enableStochasticRounding"] is None
+
+
+def test_option_of_the_compiler_has_the_effect_of_its_setter():
+    opts = poptorch.Options()
+    opts._Popart.set("syntheticDataMode", 2)
+    assert torch.equal(poptorch.inferenceModel(torch.nn.ReLU(), opts)(torch.ones(2)), torch.zeros(2))
+
+
+def test_repr_has_all_values():
+    opts = poptorch.Options().replicationFactor(4)
+    opts.Training.gradientAccumulation(3)
+    assert repr(opts).startswith("Options(replication_factor=4, ")
+    assert "Training=_TrainingOptions(gradient_accumulation=3, " in repr(opts)
+    assert repr(opts) != repr(poptorch.Options()) == repr(poptorch.Options())
+
+
+def test_options_of_groups_are_attributes_by_their_names_in_the_sdk():
+    opts = poptorch.Options()
+    assert opts.Training.meanAccumulationAndReplicationReductionStrategy == poptorch.MeanReductionStrategy.Post
+    model = torch.nn.Linear(2, 2)
+    half = poptorch.optim.SGD(model.parameters(), lr=0.1, accum_type=torch.half)
+    training = poptorch.trainingModel(model, opts, half)
+    assert training.options.Training.meanAccumulationAndReplicationReductionStrategy == (
+        poptorch.MeanReductionStrategy.Running
+    )
+    assert opts.Training.meanAccumulationAndReplicationReductionStrategy == poptorch.MeanReductionStrategy.Post
+
+
+def test_values_that_the_sdk_rejects_raise_error_at_the_setter():
+    opts = poptorch.Options().replicationFactor(2)
+    with pytest.raises(ValueError, match="factor of replication_factor"):
+        opts.inputReplicaGrouping(3, poptorch.CommGroupType.Consecutive)
+    with pytest.raises(ValueError, match="no longer supported"):
+        opts.Jit.traceModel(True)
+    with pytest.raises(AssertionError, match="output mode"):
+        opts.toDict()
 
 
 def test_popart_options_accept_any_key():
@@ -138,7 +215,8 @@ def test_tensor_locations_are_validated_and_stored():
     opts = poptorch.Options()
     opts.TensorLocations.numIOTiles(64)
     opts.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings().useOnChipStorage(False))
-    assert opts.toDict()["location_optimizer"] == {"onChip": False}
+    assert opts.TensorLocations.location_optimizer == {"onChip": 0}
+    assert poptorch.TensorLocationSettings().useOnChipStorage(True).useOnChipStorage(None).toDict() == {}
     with pytest.raises(AssertionError, match="31"):
         opts.TensorLocations.numIOTiles(31)
 
@@ -158,6 +236,6 @@ def test_memory_proportion_must_be_in_0_to_1():
         poptorch.Options().setAvailableMemoryProportion({"GPU0": 0.5})
 
 
-def test_deprecated_options_warn():
-    with pytest.warns(DeprecationWarning, match="halfFloatCasting"):
-        poptorch.Options().Precision.halfFloatCasting(poptorch.HalfFloatCastingBehavior.Default)
+def test_deprecated_options_warn(caplog):
+    poptorch.Options().Precision.halfFloatCasting(poptorch.HalfFloatCastingBehavior.Default)
+    assert "[Deprecated] Do not call options.Precision.halfFloatCasting()" in caplog.text

@@ -72,7 +72,7 @@ class _PopdistDistributedOptions(_DistributedOptions):
         """Raise RuntimeError: the variables are POPDIST_*."""
         _reject("Distributed.setEnvVarNames")
 
-    def configureProcessId(self, process_id: int, num_processes: int) -> NoReturn:
+    def configureProcessId(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise RuntimeError: the launcher numbers the instances."""
         _reject("Distributed.configureProcessId")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from poptorch import enums, environment, ops, optim, options, profiling, testing
+from poptorch import enums, environment, ops, optim, options, poptorch_core, printing, profiling, testing
 from poptorch.data.accessor import AsynchronousDataAccessor
 from poptorch.data.loader import DataLoader
 from poptorch.device_mode import isRunningOnIpu
@@ -21,6 +21,7 @@ from poptorch.executor.executor import PoplarExecutor
 from poptorch.executor.wrapping import inferenceModel, load, trainingModel
 from poptorch.ops import *  # noqa: F403
 from poptorch.options import *  # noqa: F403
+from poptorch.printing import *  # noqa: F403
 from poptorch.pytree import ICustomArgParser, registerCustomArgParser
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "ops",
     "optim",
     "options",
+    "poptorch_core",
     "profiling",
     "registerCustomArgParser",
     "registerPostCompileHook",
@@ -52,6 +54,7 @@ __all__ = [
 __all__ += enums.__all__
 __all__ += ops.__all__
 __all__ += options.__all__
+__all__ += printing.__all__
 __all__.sort()
 
 os.environ.setdefault("RDMAV_FORK_SAFE", "1")

@@ -14,7 +14,7 @@ from poptorch.errors import Error
 
 VERSION = "3.4.0"  # of the SDK whose API this is
 
-logger = logging.getLogger("poptorch")
+logger = logging.getLogger("poptorch::python")
 
 _IPUS = "EMULATED_POD_IPUS"
 _MK2 = 2
@@ -76,8 +76,9 @@ def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
 
 
 def ipuHardwareVersion() -> int:
-    """Return the architecture of the IPUs: 2 (Mk2) if EMULATED_POD_IPUS reports some, else 0."""
-    return _MK2 if _reported_ipus() else 0
+    """Return the architecture of the IPUs: 2 (Mk2). AssertionError unless EMULATED_POD_IPUS reports some."""
+    assert _reported_ipus(), "No IPU hardware available on this system"
+    return _MK2
 
 
 def _reported_ipus() -> int:

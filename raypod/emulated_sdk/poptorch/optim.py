@@ -44,25 +44,26 @@ class VariableAttributes:
     """Which attributes of an optimizer may change after compilation: the arguments passed explicitly."""
 
     def __init__(self, variable_attributes: Iterable[str], allowed_attributes: Iterable[str]) -> None:
-        self._allowed = frozenset(allowed_attributes)
-        self._variable = set(variable_attributes) & self._allowed
+        self._allowed_attributes = frozenset(allowed_attributes)
+        self._variable_attributes = set(variable_attributes) & self._allowed_attributes
 
     def isConstant(self, attr: str) -> bool:
         """Return whether the attribute is a compile-time constant."""
-        return attr not in self._variable
+        return attr not in self._variable_attributes
 
     def markAsConstant(self, attr: str) -> None:
         """Make the attribute a compile-time constant; AssertionError for an unknown attribute."""
         self._check(attr)
-        self._variable.discard(attr)
+        self._variable_attributes.discard(attr)
 
     def markAsVariable(self, attr: str) -> None:
         """Let the attribute change after compilation; AssertionError for an unknown attribute."""
         self._check(attr)
-        self._variable.add(attr)
+        self._variable_attributes.add(attr)
 
     def _check(self, attr: str) -> None:
-        assert attr in self._allowed, f"Unknown attribute {attr!r}: valid are {', '.join(sorted(self._allowed))}"
+        valid = ", ".join(sorted(self._allowed_attributes))
+        assert attr in self._allowed_attributes, f"Unknown attribute {attr!r}: valid are {valid}"
 
 
 class Optimizer:

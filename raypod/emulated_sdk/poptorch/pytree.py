@@ -37,16 +37,19 @@ class ICustomArgParser(abc.ABC):
 _parsers: Dict[type, ICustomArgParser] = {}
 
 
-def registerCustomArgParser(arg_data_type: type, arg_parser: ICustomArgParser) -> None:
+def registerCustomArgParser(arg_data_type: type, arg_parser: Optional[ICustomArgParser]) -> None:
     """Register a parser for the arguments and outputs of this type and of its subclasses.
 
-    A later registration of the same type replaces the earlier one.
+    A later registration of the same type replaces the earlier one; None removes it.
 
     Raises:
         Error: `arg_data_type` is not a type, or `arg_parser` is not an `ICustomArgParser` object.
     """
     if not isinstance(arg_data_type, type):
         raise Error(f"registerCustomArgParser: the first argument must be a type, not {arg_data_type!r}")
+    if arg_parser is None:
+        _parsers.pop(arg_data_type, None)
+        return
     if not isinstance(arg_parser, ICustomArgParser):
         raise Error(f"The parser of {arg_data_type.__name__} must be an ICustomArgParser object, not {arg_parser!r}")
     _parsers[arg_data_type] = arg_parser

@@ -39,7 +39,7 @@ class BatchLayout:
             accumulation_steps=options.Training.gradient_accumulation,
             replicas=options.replication_factor,
             group_size=options.input_group_size,
-            group_type=options.input_group_type,
+            group_type=options.input_cgt,
         )
         layout._check_groups()
         return layout

@@ -165,7 +165,7 @@ class HalfWeights:
 
     def __init__(self, memory: DeviceMemory, options: Options, count_micro_batches: Callable[[], int]) -> None:
         self._parameters = [memory.parameters[name] for name in memory.half_parameters]
-        self._is_stochastic = bool(options.Precision.enable_stochastic_rounding)
+        self._is_stochastic = bool(options._Popart.options.get("enableStochasticRounding"))
         self._seed = int(options.random_seed) if options.exists("random_seed") else 0
         self._count_micro_batches = count_micro_batches
         self._generator = torch.Generator()

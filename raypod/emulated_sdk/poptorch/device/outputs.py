@@ -4,10 +4,11 @@ PopTorch's names of tensors depend on its compiler; the emulation's are similar:
 
     x, batch/0               an argument of forward; if it holds several tensors, each with its position
     conv1/Conv2d:0           the output of a submodule: path, class, position; of the model itself: Net:0
-    conv1.weight             a parameter
+    conv1.weight             a parameter, or a buffer as it is before the micro-batch
     Gradient___<name>        the gradient of a floating point tensor above (training only): the gradient of one
                              micro-batch's loss, multiplied by the loss scaling
     UpdatedVar___conv1.weight    a parameter after the weight update of a device iteration (training only)
+    finalLossScale           the loss scaling (training with automatic loss scaling only)
 
 If a name is unknown, a leading "model." is ignored: programs wrap their networks in a module `model`. If a module runs
 several times in a forward, its last run counts.
@@ -30,6 +31,7 @@ from poptorch.options import Options
 
 _GRADIENT = "Gradient___"
 _UPDATED = "UpdatedVar___"
+FINAL_LOSS_SCALE = "finalLossScale"
 
 
 class OutputCollector:
@@ -140,14 +142,14 @@ def anchors_of(options: Options, names: Sequence[str]) -> List[Anchor]:
     """Return the anchors of the options for a model with these tensor names. Raises Error for an unknown name."""
     known = frozenset(names)
     found = []
-    for short_name, (long_name, mode, period) in options.anchored_tensors.items():
+    for short_name, (long_name, is_default, mode, period) in options.anchored_tensors.items():
         name = next((name for name in _candidates(long_name) if name in known), None)
         if name is None:
             raise Error(
                 f"There is no tensor {long_name!r} to anchor as {short_name!r}: PoplarExecutor.getTensorNames() lists "
                 "the names once the model is compiled"
             )
-        if mode == OutputMode.Default:
+        if is_default or mode == OutputMode.Default:
             mode, period = options.output_mode, options.output_return_period
         check_output_period(mode, period, options.device_iterations)
         found.append(Anchor(short_name, name, OutputMode(mode), period))
@@ -190,6 +192,8 @@ class AnchorRecorder:
             self._record(name, parameter)
             if parameter.requires_grad and torch.is_grad_enabled():
                 self._names[_UPDATED + name] = None
+        for name, buffer in self._module.named_buffers():
+            self._record(name, buffer)
 
     def value(self, name: str) -> torch.Tensor:
         """Return this tensor of the last forward and backward pass. Raises Error if they did not compute it."""
@@ -233,6 +237,13 @@ class AnchorRecorder:
         self._values[name] = value.detach().clone()
 
 
+class Scales(NamedTuple):
+    """The loss scaling, and the factor from the gradients of the emulation to those of a micro-batch's loss."""
+
+    loss: float
+    gradient: float
+
+
 class AnchorOutputs:
     """Collects the anchored tensors of one call, each by the output mode of its anchor."""
 
@@ -240,14 +251,15 @@ class AnchorOutputs:
         self._collectors = [(anchor, OutputCollector(anchor.mode, anchor.period, layout, None)) for anchor in anchors]
         self._layout = layout
 
-    def add(self, iteration: int, step: int, replica: int, recorder: AnchorRecorder, gradient_scale: float) -> None:
+    def add(self, iteration: int, step: int, replica: int, recorder: AnchorRecorder, scales: Scales) -> None:
         """Add one micro-batch's tensors."""
         for anchor, collector in self._collectors:
             if anchor.name.startswith(_UPDATED):
                 continue
-            tensor = recorder.value(anchor.name)
-            is_scaled = anchor.name.startswith(_GRADIENT) and gradient_scale != 1.0
-            collector.add(iteration, step, replica, [tensor * gradient_scale if is_scaled else tensor])
+            is_scale = anchor.name == FINAL_LOSS_SCALE
+            tensor = torch.tensor(scales.loss) if is_scale else recorder.value(anchor.name)
+            is_scaled = anchor.name.startswith(_GRADIENT) and scales.gradient != 1.0
+            collector.add(iteration, step, replica, [tensor * scales.gradient if is_scaled else tensor])
         recorder.end()
 
     def add_updated(self, iteration: int, parameters: Mapping[str, torch.Tensor]) -> None:

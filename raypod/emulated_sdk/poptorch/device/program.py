@@ -11,15 +11,19 @@ import torch
 from poptorch.device.arguments import Arguments, BatchLayout, synthetic_inputs
 from poptorch.device.compilation import Trace, TraceSettings, trace
 from poptorch.device.memory import DeviceMemory
-from poptorch.device.outputs import AnchorOutputs, OutputCollector, anchors_of, check_output_period
+from poptorch.device.outputs import FINAL_LOSS_SCALE, AnchorOutputs, OutputCollector, anchors_of, check_output_period
 from poptorch.device.replica import Forward, Replica, ReplicaThreads
 from poptorch.device.transaction import CallTransaction, NoTransaction, ReplicaBuffers
-from poptorch.device.weight_update import NoUpdate, WeightUpdate, device_groups, placement_of, reduction_strategy
+from poptorch.device.weight_update import NoUpdate, WeightUpdate, device_groups, placement_of
+from poptorch.enums import MeanReductionStrategy
 from poptorch.errors import Error
 from poptorch.optimizers.device_optimizer import DeviceOptimizer
 from poptorch.optimizers.hyperparameters import Hyperparameters, extract
 from poptorch.options import Options
 from poptorch.parallel.placement import check_number, check_overlap, check_placement
+
+
+_AUTO_LOSS_SCALING = "automaticLossScalingSettings.enabled"
 
 
 class MicroBatchTimes(NamedTuple):
@@ -72,9 +76,10 @@ class Program:
         self._options = options
         self._update = NoUpdate()
         self._transaction = NoTransaction()
-        self._checks_numbers = options.Precision.enable_fp_exceptions
+        compiler = options._Popart.options
+        self._checks_numbers = compiler.get("enableFloatingPointChecks")
         self._threads = ReplicaThreads(self.layout.replicas)
-        self._synthetic = synthetic_inputs(arguments.spec, self.layout) if options.enable_synthetic_data else None
+        self._synthetic = synthetic_inputs(arguments.spec, self.layout) if compiler.get("syntheticDataMode") else None
         reject_changed_buffers = self.layout.input_groups > 1 and options.broadcast_buffers
         settings = TraceSettings(self.is_training, reject_changed_buffers, options._execution_strategy)
         example_inputs = self._synthetic or arguments.example_inputs
@@ -82,7 +87,9 @@ class Program:
         check_placement(self.traced.placement, options, self.is_training)
         check_overlap(options, self.traced.overlapped)
         first = placement_of(options).first_replica
-        self._anchors = anchors_of(options, self.traced.tensor_names)
+        adapts_loss_scaling = self.is_training and compiler.get(_AUTO_LOSS_SCALING)
+        self.tensor_names = (*self.traced.tensor_names, *([FINAL_LOSS_SCALE] if adapts_loss_scaling else []))
+        self._anchors = anchors_of(options, self.tensor_names)
         anchored = [anchor.name for anchor in self._anchors]
         self._replicas = [
             Replica(memory, arguments, self.traced, first + index, anchored)
@@ -174,7 +181,7 @@ class Program:
                 computed = time.perf_counter()
                 call.outputs.add(iteration, step, index, forward.outputs)
                 if replica.anchor_recorder is not None:
-                    call.anchors.add(iteration, step, index, replica.anchor_recorder, self._update.loss_terms)
+                    call.anchors.add(iteration, step, index, replica.anchor_recorder, self._update.scales)
                 if index == 0:
                     times = MicroBatchTimes(started, replica.inputs_complete_s, computed, time.perf_counter())
                     self.micro_batch_times.append(times)
@@ -207,9 +214,12 @@ class TrainingProgram(Program):
         self._host = model
         groups = device_groups(optimizer, model, self.memory)
         values = extract(optimizer)
-        if options.Training.auto_loss_scaling:
+        adapts_loss_scaling = options._Popart.options.get(_AUTO_LOSS_SCALING)
+        if adapts_loss_scaling:
             values = values._replace(variable=values.variable | {"loss_scaling"})
         self.optimizer = DeviceOptimizer(values, groups, parts=self.layout.replicas)
+        if adapts_loss_scaling:
+            self.optimizer.loss_scale_update_factor = 1.0
         buffers = self._buffers = ReplicaBuffers(self.memory, placement_of(options))
         self._update = WeightUpdate(
             self.memory, self.optimizer, options, self.traced.trained, self._count_micro_batches, buffers
@@ -230,14 +240,14 @@ class TrainingProgram(Program):
         """Check that these values can replace the compiled ones.
 
         Raises:
-            ValueError: their accumulator types need another `MeanReductionStrategy`.
+            ValueError: they accumulate in half, and the options have another `MeanReductionStrategy` than Running.
             Error: a compile-time constant differs.
         """
-        compiled, needed = (reduction_strategy(self._options, of) for of in (self.optimizer.hyperparameters, values))
-        if compiled != needed:
+        compiled = MeanReductionStrategy(self._options.Training.meanAccumulationAndReplicationReductionStrategy)
+        if values.needs_running_mean and compiled != MeanReductionStrategy.Running:
             raise ValueError(
-                f"The model was compiled with MeanReductionStrategy.{compiled.name}, but the types of this optimizer's "
-                f"accumulators need {needed.name}: set the strategy by options.Training, or wrap the model again"
+                f"The model was compiled with MeanReductionStrategy.{compiled.name}, but an optimizer that accumulates "
+                "in half needs Running: set the strategy by options.Training, or wrap the model again"
             )
         self.optimizer.hyperparameters.check_change(values)
 

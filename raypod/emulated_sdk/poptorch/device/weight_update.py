@@ -15,6 +15,7 @@ from _pod.gradient_sum import GradientSum, Placement
 
 from poptorch.device.memory import DeviceMemory
 from poptorch.device.numerics import HalfAccumulator, HalfWeights
+from poptorch.device.outputs import Scales
 from poptorch.device.replica import ReplicaThreads
 from poptorch.device.transaction import ReplicaBuffers
 from poptorch.enums import MeanReductionStrategy, ReductionType
@@ -31,6 +32,11 @@ class NoUpdate:
     """
 
     loss_terms = 1
+
+    @property
+    def scales(self) -> Scales:
+        """The scaling of the loss, and of anchored gradients."""
+        return Scales(1.0, 1.0)
 
     def backward(self, replica: int, loss: Optional[torch.Tensor]) -> None:
         """Run the backward pass of one micro-batch."""
@@ -80,13 +86,18 @@ class WeightUpdate(NoUpdate):
         like = [*self._trained[0], self._is_in_graph, buffers.changed(0, is_last=False)]
         self._sum = GradientSum(like, placement) if placement.total_replicas > 1 else None
 
+    @property
+    def scales(self) -> Scales:
+        """The scaling of the loss, and of anchored gradients."""
+        return Scales(self.optimizer.loss_scaling, self.loss_terms)
+
     def backward(self, replica: int, loss: Optional[torch.Tensor]) -> None:
         """Accumulate the gradients of one micro-batch's final loss."""
         if loss is None:
             raise Error("Couldn't find a loss in graph! forward marked one when it was compiled, but not in this call")
         if not loss.requires_grad:
             return
-        scaling = self.optimizer.hyperparameters.loss_scaling / self.loss_terms
+        scaling = self.optimizer.loss_scaling / self.loss_terms
         with self._accumulators[replica] if self._accumulators else contextlib.nullcontext():
             torch.autograd.backward(loss, None if scaling == 1.0 else torch.full_like(loss, scaling))
 
@@ -152,10 +163,10 @@ class WeightUpdate(NoUpdate):
     @property
     def _is_scaled(self) -> bool:
         values = self.optimizer.hyperparameters
-        return self._gradient_terms * values.loss_scaling != 1.0 or values.max_grad_norm != float("inf")
+        return self._gradient_terms * self.optimizer.loss_scaling != 1.0 or values.max_grad_norm != float("inf")
 
     def _scale(self, part: int) -> None:
-        self.optimizer.scale(part, 1.0 / (self._gradient_terms * self.optimizer.hyperparameters.loss_scaling))
+        self.optimizer.scale(part, 1.0 / (self._gradient_terms * self.optimizer.loss_scaling))
 
     def _scale_and_step(self, part: int) -> None:
         self._scale(part)
@@ -178,21 +189,13 @@ def placement_of(options: Options) -> Placement:
     return Placement(options.replication_factor, distributed.processId, distributed.numProcesses)
 
 
-def reduction_strategy(options: Options, values: Hyperparameters) -> MeanReductionStrategy:
-    """Return when a mean divides: the options' choice; by default after the sum, unless that may overflow half."""
-    training: Any = options.Training
-    if training.has_chosen_strategy or not values.accumulates_in_half or values.is_combined:
-        return MeanReductionStrategy(training.mean_accumulation_and_replication_reduction_strategy)
-    return MeanReductionStrategy.Running
-
-
 def _half_accumulators(memory: DeviceMemory, values: Hyperparameters, options: Options) -> List[HalfAccumulator]:
     """Return one accumulator for each replica if gradients are accumulated in half, else none."""
     training: Any = options.Training
     if not values.accumulates_in_half or training.gradient_accumulation == 1:
         return []
     is_mean = training.accumulation_and_replication_reduction_type == ReductionType.Mean
-    is_running = is_mean and reduction_strategy(options, values) == MeanReductionStrategy.Running
+    is_running = is_mean and training.meanAccumulationAndReplicationReductionStrategy == MeanReductionStrategy.Running
     return [HalfAccumulator(list(replica.parameters.values()), is_running) for replica in memory.replicas]
 
 

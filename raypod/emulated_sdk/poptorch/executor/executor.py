@@ -17,15 +17,17 @@ from poptorch.errors import Error
 from poptorch.executor import host_state, saving
 from poptorch.executor.compile_hooks import around_compilation
 from poptorch.executor.host_state import executor_of, host_tensors, unwrap, wrap
-from poptorch.executor.measurements import Measurements
+from poptorch.executor.replica_state import ReplicaState
 from poptorch.optimizers.hyperparameters import AttributeChecks, extract, warn_ignored
 from poptorch.options import Options
 from poptorch.options.base import is_integer
+from poptorch.options.popart_options import validate
+from poptorch.printing import module_repr
 
 _versions = itertools.count(1)  # of the host's weights, over all executors
 
 
-class PoplarExecutor(Measurements):
+class PoplarExecutor(ReplicaState):
     """A user's module compiled for the device. `trainingModel` and `inferenceModel` construct it.
 
     The first call compiles the model: structure, shapes and dtypes of the arguments are fixed from then on. Attributes
@@ -49,16 +51,15 @@ class PoplarExecutor(Measurements):
         self._optimizer = optimizer
         self._compiled_for: saving.Description = {}
         self._initial_rng_state: Optional[List[int]] = None
-        self._loaded_replica_state: Optional[Dict[str, Any]] = None  # and not uploaded yet
-        self._is_attached = False
         self._device_is_newer = False
         self._weights_version = 0
         self._uploaded: Tuple[int, ...] = ()
-        self._attribute_checks = AttributeChecks(options.relax_optimizer_checks)
+        self._attribute_checks = AttributeChecks(options._relax_optimizer_checks)
         if training and optimizer is not None:
             extract(optimizer)  # raises Error for what the device does not support
             warn_ignored(optimizer)
             self._attribute_checks.check(optimizer)
+            host_state.choose_reduction_strategy(optimizer, options)
         if training:
             wrap(self._user_model, self)
 
@@ -97,7 +98,7 @@ class PoplarExecutor(Measurements):
         if self._program is not None:
             logger.warning("compile: the model is compiled already; the call has no effect")
             return
-        with around_compilation(self._options.show_compilation_progress_bar):
+        with around_compilation(self._options._show_compilation_progress_bar):
             began = time.perf_counter()
             with caller_modes_disabled():
                 arguments = Arguments.of_call(self._model.forward, args, kwargs, BatchLayout.of(self._options))
@@ -184,7 +185,7 @@ class PoplarExecutor(Measurements):
 
         Raises Error if the model is not compiled, the options name no buffers, or a name is unknown.
         """
-        program, names = self._compiled(), self._options.updatable_named_buffers
+        program, names = self._compiled(), self._options._Popart.options.get("updatableNamedBuffers")
         if not names:
             raise Error("No buffer may be updated: name them by options.updatableNamedBuffers before wrapping")
         if self._is_attached:
@@ -209,6 +210,8 @@ class PoplarExecutor(Measurements):
             raise Error("An inference model has no optimizer")
         values = extract(optimizer)
         self._attribute_checks.check(optimizer)
+        if self._program is None:
+            host_state.choose_reduction_strategy(optimizer, self._options)
         if isinstance(self._program, TrainingProgram):
             host_state.replace_optimizer(self._optimizer, optimizer, values, self._program)
         self._optimizer = optimizer
@@ -217,17 +220,22 @@ class PoplarExecutor(Measurements):
     def rng_state(self) -> List[int]:
         """The seed of the device's random numbers, and the micro-batches run by each replica.
 
-        Reading it before compilation raises Error; setting it then sets the initial state.
+        Reading it before compilation raises Error; setting it then sets the initial state. `[seed]` alone restarts the
+        random numbers.
         """
         return self._compiled().rng_state
 
     @rng_state.setter
     def rng_state(self, state: Sequence[int]) -> None:
-        if not isinstance(state, (list, tuple)) or len(state) != 2 or not all(map(is_integer, state)):
-            raise Error(f"The state of the random numbers is a seed and a number of micro-batches, not {state!r}")
-        self._initial_rng_state = list(state)
+        is_state = isinstance(state, (list, tuple)) and len(state) in (1, 2) and all(map(is_integer, state))
+        if not is_state:
+            raise Error(f"The state of the random numbers is [seed] or [seed, micro-batches], not {state!r}")
+        self._initial_rng_state = [*state, 0][:2]
         if self._program is not None:
             self._program.rng_state = self._initial_rng_state
+
+    def __repr__(self) -> str:
+        return module_repr(self._user_model)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -273,30 +281,6 @@ class PoplarExecutor(Measurements):
         if saved.rng_state is not None:
             self._compiled().rng_state = saved.rng_state
 
-    def emulatedReplicaState(self) -> Dict[str, Any]:
-        """Return the state of each replica of ALL processes after the last complete call; only the emulation has this.
-
-        With weights and optimizer state, which are the same in all processes, any process can continue the training.
-
-        Returns:
-            A copy: `buffers` has each floating point buffer of the module, of shape [total replicas, *shape], and
-            `rng_state` the state of the random numbers.
-
-        Raises Error unless the model is a compiled training model.
-        """
-        if self._loaded_replica_state is not None:
-            return self._loaded_replica_state
-        return self._training_program().replica_state()
-
-    def loadEmulatedReplicaState(self, state: Dict[str, Any]) -> None:
-        """Load a state of `emulatedReplicaState`: at once if attached, else with the next upload of the weights.
-
-        Raises Error at that time if its buffers or its number of replicas differ.
-        """
-        self._loaded_replica_state = state
-        if self._is_attached:
-            self._upload_replica_state()
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_user_model" not in vars(self):
             raise AttributeError(name)
@@ -309,6 +293,7 @@ class PoplarExecutor(Measurements):
         if self._training and executor_of(type(self._user_model)) is not self:
             wrap(self._user_model, self)  # again, after destroy()
         self._upload_trained()
+        validate(self._options._Popart.options)
         with caller_modes_disabled():
             self._compiled_for = self._describe()
             if self._training and self._optimizer is not None:
@@ -322,17 +307,6 @@ class PoplarExecutor(Measurements):
         self._is_attached = self._options.connection_type != ConnectionType.Never
         if self._is_attached:
             self._upload_replica_state()
-
-    def _training_program(self) -> TrainingProgram:
-        program = self._compiled()
-        if not isinstance(program, TrainingProgram):
-            raise Error("Only a training model with an optimizer has a state of its replicas")
-        return program
-
-    def _upload_replica_state(self) -> None:
-        state, self._loaded_replica_state = self._loaded_replica_state, None
-        if state is not None:
-            self._training_program().load_replica_state(state)
 
     def _fetch_trained(self) -> Tuple[int, ...]:
         """Make other executors that train these tensors fetch them, and return the versions that the host then has."""

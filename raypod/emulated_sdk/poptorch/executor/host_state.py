@@ -14,10 +14,11 @@ import torch
 
 from poptorch.device.memory import original_class
 from poptorch.device.program import Program, TrainingProgram
-from poptorch.enums import CommGroupType, VariableRetrievalMode
+from poptorch.enums import CommGroupType, MeanReductionStrategy, VariableRetrievalMode
 from poptorch.errors import Error
 from poptorch.optim import Optimizer
-from poptorch.optimizers.hyperparameters import Hyperparameters
+from poptorch.optimizers.hyperparameters import Hyperparameters, extract
+from poptorch.optimizers.ipu_param import decode, encode
 from poptorch.options import Options
 
 # Attributes whose value does not depend on the weights.
@@ -216,7 +217,7 @@ def fetch_optimizer(optimizer: Any, program: Program) -> None:
     """Copy the device's state to the host's object, unless it is an optimizer of torch itself."""
     if isinstance(optimizer, Optimizer) and isinstance(program, TrainingProgram) and not optimizer._host_is_newer:
         device = program.optimizer
-        optimizer._take(device.state(), device.hyperparameters.as_ipu_param())
+        optimizer._take(device.state(), encode(device.hyperparameters, device.group_names))
 
 
 def upload_optimizer_if_newer(optimizer: Any, program: Program) -> None:
@@ -242,6 +243,14 @@ def replace_optimizer(old: Any, new: torch.optim.Optimizer, values: Hyperparamet
     device.hyperparameters = values._replace(variable=device.hyperparameters.variable)
 
 
+def choose_reduction_strategy(optimizer: torch.optim.Optimizer, options: Options) -> None:
+    """Set the options' `MeanReductionStrategy` to Running if the optimizer needs it, although they are frozen."""
+    if extract(optimizer).needs_running_mean:
+        options._unfreeze()
+        options.Training.setMeanAccumulationAndReplicationReductionStrategy(MeanReductionStrategy.Running)
+        options._freeze()
+
+
 def mark_step(optimizer: Optional[torch.optim.Optimizer]) -> None:
     """Mark the optimizer as stepped for torch's schedulers, as no program calls its `step()`."""
     if optimizer is not None:
@@ -254,8 +263,10 @@ def _load_state(optimizer: Optimizer, program: TrainingProgram) -> Hyperparamete
     state, values = optimizer._ipu_state, optimizer._ipu_param
     assert state is not None, "the host is newer only after a state was loaded"
     assert values is not None, "ipu_state and ipu_param are loaded together"
-    saved = program.optimizer.hyperparameters.with_ipu_param(values)
-    program.optimizer.load_state(state, saved)
+    device = program.optimizer
+    host: Any = optimizer
+    saved = decode(device.hyperparameters, values, device.group_names, extract(host))
+    device.load_state(state, saved)
     optimizer._host_is_newer = False
     return saved
 
@@ -264,7 +275,7 @@ def _check_groups(optimizer: torch.optim.Optimizer, program: TrainingProgram) ->
     """Raise Error if the model's parameters are in other groups than in the compiled program."""
     given = program.group_names(optimizer)
     # The groups of another copy of the model's parameters are assumed to be the same.
-    if any(given) and given != program.optimizer.group_names:
+    if any(given) and given != [frozenset(group) for group in program.optimizer.group_names]:
         raise Error(
             "The optimizer has the model's parameters in other groups than the one that the model was compiled with"
         )

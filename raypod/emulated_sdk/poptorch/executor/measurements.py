@@ -49,7 +49,7 @@ class Measurements:
         Raises:
             Error: no call has run yet, or `options.logCycleCount(True)` is not set.
         """
-        if not self._options.log_cycle_count:
+        if not self._options._Popart.options["instrumentWithHardwareCycleCounter"]:
             raise Error("Cycle count logging is disabled. Please set option logCycleCount to True to enable.")
         if self._program is None or not self._program.micro_batch_times:
             raise Error("Please run the model at least once before obtaining cycle count.")
@@ -105,7 +105,7 @@ class Measurements:
 
     def getTensorNames(self) -> List[str]:
         """Return the names of all tensors that `options.anchorTensor` accepts; see `poptorch.device.outputs`."""
-        return list(self._compiled().traced.tensor_names)
+        return list(self._compiled().tensor_names)
 
     def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
         """Return an anchored tensor of the last call, by the output mode of its anchor.

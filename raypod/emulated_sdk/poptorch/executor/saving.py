@@ -164,7 +164,7 @@ def _of_options(options: Options) -> Description:
         "reduction": int(training.accumulation_and_replication_reduction_type),
         "replication factor": options.replication_factor,
         "number of processes": options.Distributed.numProcesses,
-        "input groups": (options.input_group_size, int(options.input_group_type)),
+        "input groups": (options.input_group_size, int(options.input_cgt)),
         "output mode": (int(options.output_mode), options.output_return_period),
         "execution strategy": options._execution_strategy._to_dict(),
         "broadcast of buffers": options.broadcast_buffers,

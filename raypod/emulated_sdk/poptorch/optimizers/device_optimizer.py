@@ -7,15 +7,16 @@ independent for each parameter, so the split does not affect results.
 from __future__ import annotations
 
 import inspect
-from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
 from poptorch.errors import Error
 from poptorch.optimizers.hyperparameters import Hyperparameters
-from poptorch.optimizers.rules import OWN_GROUP_ATTRIBUTES, PerParameter, lamb, tf_rmsprop
+from poptorch.optimizers.rules import OWN_GROUP_ATTRIBUTES, PerParameter, StateTensor, lamb, tf_rmsprop
 
 _Group = Dict[str, torch.nn.Parameter]
+_UPDATE_FACTOR = "lossScaleUpdateFactor"
 
 
 class DeviceOptimizer:
@@ -28,7 +29,7 @@ class DeviceOptimizer:
 
     def __init__(self, hyperparameters: Hyperparameters, groups: Sequence[_Group], parts: int) -> None:
         self._hyperparameters = hyperparameters
-        self.group_names = [frozenset(group) for group in groups]
+        self.group_names = [list(group) for group in groups]
         self.parameters = {name: parameter for group in groups for name, parameter in group.items()}
         self._group_of = {name: index for index, group in enumerate(groups) for name in group}
         self._parts = [
@@ -37,6 +38,13 @@ class DeviceOptimizer:
         ]
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._half_state = _half_state(hyperparameters)
+        self.loss_scale_update_factor: Optional[float] = None  # with automatic loss scaling, which does not adapt it
+
+    @property
+    def loss_scaling(self) -> float:
+        """Factor of the loss."""
+        factor = self.loss_scale_update_factor
+        return self._hyperparameters.loss_scaling * (1.0 if factor is None else factor)
 
     @property
     def hyperparameters(self) -> Hyperparameters:
@@ -70,17 +78,32 @@ class DeviceOptimizer:
             self._round_state(part)
 
     def state(self) -> Dict[str, torch.Tensor]:
-        """Return a copy of the state: one tensor for each parameter and state tensor, with the prefixes of `RULES`.
+        """Return a copy of the state: one tensor for each trained parameter and state tensor, by PopART's names.
 
         State tensors stored in half are half, and a velocity in half is scaled as on the device.
         """
         held = {self._names[id(parameter)]: part.state[parameter] for part in self._parts for parameter in part.state}
-        return {
-            stored.name: stored.encoded(held[name][stored.key])
-            for name in self.parameters
-            for stored in (self._stored(name) if name in held else ())
-            if held[name].get(stored.key) is not None
-        }
+        found = {}
+        for name in self.parameters:
+            for stored in self._stored(name):
+                value = held.get(name, {}).get(stored.key)
+                value = self._initial(name, stored.key) if value is None else value
+                if value is not None:
+                    found[stored.name] = stored.encoded(value)
+        if self.loss_scale_update_factor is not None:
+            found[_UPDATE_FACTOR] = torch.tensor(self.loss_scale_update_factor)
+        return found
+
+    def _initial(self, name: str, key: str) -> Any:
+        """Return a state tensor as it is before the first update; None if the parameter does not have it."""
+        values, parameter = self._hyperparameters, self.parameters[name]
+        has = {"momentum_buffer": values.has_momentum, "grad_avg": values.groups[0].get("centered", False)}
+        if not parameter.requires_grad or not has.get(key, True):
+            return None
+        is_tensorflow = bool(values.whole.get("use_tf_variant"))
+        if key == "step":
+            return None if is_tensorflow else torch.zeros(())
+        return torch.full_like(parameter.detach(), float(is_tensorflow and key == "square_avg"))
 
     def snapshot(self) -> List[Dict[Any, Dict[str, Any]]]:
         """Return a copy of the state in the emulation's representation, for `restore`."""
@@ -96,12 +119,15 @@ class DeviceOptimizer:
             part.state.update(states)
 
     def load_state(self, state: Dict[str, torch.Tensor], saved_with: Hyperparameters) -> None:
-        """Replace the state by a `state()`; Error if its tensors do not match the parameters.
+        """Replace the state by a `state()`, in which missing tensors stay; Error if its tensors do not match.
 
         Args:
             saved_with: the values at the time of `state()`, which determine the scaling of the velocity.
         """
         places = {stored.name: (name, stored) for name in self.parameters for stored in self._stored(name, saved_with)}
+        state = {**self.state(), **state}
+        if self.loss_scale_update_factor is not None:
+            self.loss_scale_update_factor = float(state.pop(_UPDATE_FACTOR))
         self._check_names(state, places)
         part_of = {id(p): part for part in self._parts for group in part.param_groups for p in group["params"]}
         for part in self._parts:
@@ -125,21 +151,13 @@ class DeviceOptimizer:
             expected = torch.Size() if stored.key == "step" else self.parameters[name].shape
             if tensor.shape != expected:
                 raise Error(f"{key} of the optimizer state has shape {list(tensor.shape)}, expected {list(expected)}")
-            missing = [prefix + name for prefix in self._needed if prefix + name not in state]
-            if missing:
-                raise Error(f"The optimizer state has {key}, but not {missing[0]}")
-
-    @property
-    def _needed(self) -> List[str]:
-        """The prefixes of the state tensors that each parameter with a state must have."""
-        return [tensor.prefix for tensor in self._hyperparameters.rule.state.values() if tensor.is_always_there]
 
     def _stored(self, name: str, values: Any = None) -> List[_Stored]:
         """Return how the state tensors of one parameter are stored."""
         values = values or self._hyperparameters
         group = values.groups[self._group_of[name]]
         return [
-            _Stored(f"{tensor.prefix}{name}", key, key in self._half_state, _velocity_scaling(values, group))
+            _Stored(f"{_prefix(tensor, values)}{name}", key, key in self._half_state, _velocity_scaling(values, group))
             for key, tensor in values.rule.state.items()
         ]
 
@@ -174,6 +192,10 @@ class _Stored(NamedTuple):
         """Return a copy as the emulation computes with it."""
         value = stored.detach().to(torch.float32, copy=True)
         return value.div_(self.scaling) if self.is_half else value
+
+
+def _prefix(tensor: StateTensor, values: Hyperparameters) -> str:
+    return tensor.combined_prefix if values.is_combined and tensor.combined_prefix else tensor.prefix
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> None:

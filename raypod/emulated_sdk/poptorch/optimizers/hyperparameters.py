@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from typing import Any, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Set
+from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, NamedTuple, Optional, Set
 
 import torch
 
@@ -14,7 +14,8 @@ from poptorch.errors import Error
 from poptorch.optim import LAMB, Optimizer
 from poptorch.optimizers.rules import RULES, Rule
 
-_OF_WHOLE = "whole"
+# Values of torch's optimizers that are always compile-time constants.
+_CONSTANT = frozenset(("betas", "alpha", "nesterov", "centered"))
 
 
 class Hyperparameters(NamedTuple):
@@ -25,12 +26,14 @@ class Hyperparameters(NamedTuple):
         groups: values of each parameter group.
         whole: values of the optimizer as a whole.
         variable: names of the values that may change after compilation.
+        loaded: `ipu_param` that these values were loaded from.
     """
 
     algorithm: str
     groups: List[Dict[str, Any]]
     whole: Dict[str, Any]
     variable: FrozenSet[str]
+    loaded: Mapping[str, torch.Tensor] = {}
 
     @property
     def rule(self) -> Rule:
@@ -57,24 +60,15 @@ class Hyperparameters(NamedTuple):
         """Whether gradients accumulate in the tensor of the velocity."""
         return bool(self.whole.get("use_combined_accum", False))
 
-    def as_ipu_param(self) -> Dict[str, torch.Tensor]:
-        """Return the values as tensors (float64 or bool), for `state_dict()["ipu_param"]`."""
-        numbers = {f"{name}___{index}": v for index, group in enumerate(self.groups) for name, v in group.items()}
-        numbers.update({f"{name}___{_OF_WHOLE}": self.whole[name] for name in self.rule.scalars})
-        return {name: _as_tensor(value) for name, value in numbers.items()}
+    @property
+    def needs_running_mean(self) -> bool:
+        """Whether a mean must divide before it adds, as sums in half may overflow."""
+        return self.accumulates_in_half and not self.is_combined
 
-    def with_ipu_param(self, ipu_param: Dict[str, torch.Tensor]) -> Hyperparameters:
-        """Return a copy with the values of an `as_ipu_param()`; Error for another algorithm or number of groups."""
-        missing = sorted(set(self.as_ipu_param()) ^ set(ipu_param))
-        if missing:
-            raise Error(
-                f"The optimizer state does not match: the model was compiled for {self.algorithm} with "
-                f"{len(self.groups)} parameter groups, and only one of the two has {', '.join(missing[:4])}"
-            )
-        values = {name: _as_number(tensor) for name, tensor in ipu_param.items()}
-        groups = [{name: values[f"{name}___{index}"] for name in group} for index, group in enumerate(self.groups)]
-        scalars = {name: values[f"{name}___{_OF_WHOLE}"] for name in self.rule.scalars}
-        return self._replace(groups=groups, whole={**self.whole, **scalars})
+    @property
+    def has_momentum(self) -> bool:
+        """Whether a momentum is not 0, or may change."""
+        return "momentum" in self.variable or any(group.get("momentum") for group in self.groups)
 
     def check_change(self, new: Hyperparameters) -> None:
         """Raise Error if the new values change a compile-time constant, the algorithm or the number of groups."""
@@ -140,13 +134,13 @@ def _algorithm(optimizer: torch.optim.Optimizer) -> str:
 def _variable(optimizer: torch.optim.Optimizer, groups: List[Dict[str, Any]], rule: Rule) -> FrozenSet[str]:
     """Return the names of the values that may change after compilation: lr, and the arguments passed explicitly.
 
-    A torch optimizer does not record its arguments; there the values that are not torch's defaults are variable
-    (inferred: the SDK's documentation does not state this).
+    A torch optimizer does not record its arguments; there the values that are not torch's defaults are variable, except
+    for those of `_CONSTANT`.
     """
     if isinstance(optimizer, Optimizer):
         names = (*rule.group, *rule.scalars)
         return frozenset(name for name in names if not optimizer.variable_attrs.isConstant(name))
-    changed = (name for group in groups for name, value in group.items() if value != rule.group[name])
+    changed = {name for group in groups for name, value in group.items() if value != rule.group[name]} - _CONSTANT
     return frozenset(("lr", *changed))
 
 
@@ -154,15 +148,6 @@ def _number(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item()
     return tuple(map(_number, value)) if isinstance(value, (tuple, list)) else value
-
-
-def _as_tensor(value: Any) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.bool if isinstance(value, bool) else torch.float64)
-
-
-def _as_number(value: torch.Tensor) -> Any:
-    number = torch.as_tensor(value).tolist()
-    return tuple(number) if isinstance(number, list) else number
 
 
 def _constant_changed(name: str, old: Any, new: Any) -> str:

@@ -17,12 +17,12 @@ class StateTensor(NamedTuple):
     Attributes:
         prefix: its name in `ipu_state` is this prefix and the parameter's name.
         dtype_option: attribute with its dtype; None for float32.
-        is_always_there: whether every parameter with a state has this tensor.
+        combined_prefix: the prefix with `use_combined_accum`, if it is another one.
     """
 
     prefix: str
     dtype_option: Any = None
-    is_always_there: bool = True
+    combined_prefix: str = ""
 
 
 class Rule(NamedTuple):
@@ -49,7 +49,7 @@ _MOMENTS: Dict[str, Any] = dict.fromkeys(
 _LOSS: Dict[str, float] = {"loss_scaling": 1.0}
 _LOSS_AND_NORM: Dict[str, float] = {**_LOSS, "max_grad_norm": math.inf}
 _ADAM: Dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0}
-# The prefixes are those of PopART's tensors (inferred: the SDK's documentation does not state them).
+# The prefixes are those of PopART's tensors.
 _ADAM_STATE = {
     "step": StateTensor("Step___"),
     "exp_avg": StateTensor("Accl1___", "first_order_momentum_accum_type"),
@@ -69,7 +69,7 @@ RULES: Dict[str, Rule] = {
         },
         scalars=_LOSS_AND_NORM,
         constants={"use_combined_accum": False, "accum_type": torch.float32, "velocity_accum_type": torch.float32},
-        state={"momentum_buffer": StateTensor("Accl___", "velocity_accum_type")},
+        state={"momentum_buffer": StateTensor("Accl1___", "velocity_accum_type", combined_prefix="Accl___")},
     ),
     "Adam": Rule(torch.optim.Adam, group=_ADAM, scalars=_LOSS_AND_NORM, constants=_MOMENTS, state=_ADAM_STATE),
     "AdamW": Rule(
@@ -85,10 +85,10 @@ RULES: Dict[str, Rule] = {
         scalars=_LOSS,
         constants={**_MOMENTS, "use_tf_variant": False},
         state={
-            "step": StateTensor("Step___", is_always_there=False),  # TensorFlow's rule has no step count
+            "step": StateTensor("Step___"),
             "square_avg": StateTensor("Accl1___", "second_order_momentum_accum_type"),
-            "grad_avg": StateTensor("Accl2___", "first_order_momentum_accum_type", is_always_there=False),
-            "momentum_buffer": StateTensor("Accl3___", "first_order_momentum_accum_type", is_always_there=False),
+            "grad_avg": StateTensor("Accl2___", "first_order_momentum_accum_type"),
+            "momentum_buffer": StateTensor("Accl3___", "first_order_momentum_accum_type"),
         },
     ),
     "LAMB": Rule(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import re
 from types import MappingProxyType
@@ -19,11 +18,11 @@ from poptorch.options.groups import (
     TensorLocationSettings,
     _DistributedOptions,
     _JitOptions,
-    _PopartOptions,
     _PrecisionOptions,
     _TensorLocationOptions,
     _TrainingOptions,
 )
+from poptorch.options.popart_options import _PopartOptions
 from poptorch.options.strategies import (
     Attribute,
     ParallelPhasedExecution,
@@ -66,10 +65,11 @@ class Options(DiagnosticOptions):
         super().__init__(
             replication_factor=1,
             input_group_size=1,
-            input_group_type=enums.CommGroupType.Consecutive,
+            input_cgt=enums.CommGroupType.Consecutive,
+            broadcast_buffers=True,
             device_iterations=1,
             log_dir=".",
-            model_name="",
+            max_repeat_logs=4,
             auto_round_num_ipus=False,
             anchored_tensors={},
             output_mode=enums.OutputMode.Default,
@@ -77,24 +77,18 @@ class Options(DiagnosticOptions):
             connection_type=enums.ConnectionType.Always,
             sync_pattern=enums.SyncPattern.Full,
             available_memory_proportion={},
-            broadcast_buffers=True,
-            show_compilation_progress_bar=True,
-            relax_optimizer_checks=False,
-            stable_norm=False,
-            enable_synthetic_data=False,
-            log_cycle_count=False,
-            module_namescope_enabled=True,
-            source_location_excludes=[],
-            updatable_named_buffers=[],
-            max_repeat_logs=4,
         )
-        self._training = _TrainingOptions()
-        self._precision = _PrecisionOptions()
+        self._popart = _PopartOptions()
+        self._training = _TrainingOptions(self._popart)
+        self._precision = _PrecisionOptions(self._popart)
         self._distributed = _DistributedOptions()
         self._tensor_locations = _TensorLocationOptions()
         self._jit = _JitOptions()
-        self._popart = _PopartOptions()
         self._execution_strategy: _IExecutionStrategy = PipelinedExecution()
+        self._show_compilation_progress_bar = True
+        self._relax_optimizer_checks = False
+        self._module_namescope_enabled = True
+        self._source_location_excludes: List[str] = []
         self._read_environment()
 
     def _read_environment(self) -> None:
@@ -150,18 +144,22 @@ class Options(DiagnosticOptions):
     def inputReplicaGrouping(self: _Self, input_group_size: int, input_group_type: enums.CommGroupType) -> _Self:
         """Let the replicas of a group read the same input. NoGrouping means size 1.
 
-        The size must divide the replication factor; this is checked on use, as the factor may still change.
-
         Raises:
-            ValueError: CommGroupType.All.
+            ValueError: CommGroupType.All, or a size that does not divide the present replication factor.
         """
         if input_group_type == enums.CommGroupType.All:
             raise ValueError(
                 "Input replica grouping takes Consecutive, Orthogonal or NoGrouping, not CommGroupType.All"
             )
-        no_grouping = input_group_type == enums.CommGroupType.NoGrouping
-        self._set_number(1, input_group_size=1 if no_grouping else input_group_size)
-        self.set(input_group_type=input_group_type)
+        if input_group_type == enums.CommGroupType.NoGrouping:
+            input_group_size, input_group_type = 1, enums.CommGroupType.Consecutive
+        is_size = is_integer(input_group_size) and input_group_size > 0
+        assert is_size, f"An input group has at least one replica, got {input_group_size!r}"
+        if self.replication_factor % input_group_size:
+            raise ValueError(
+                f"input_group_size {input_group_size} must be a factor of replication_factor {self.replication_factor}"
+            )
+        self.set(input_group_size=int(input_group_size), input_cgt=input_group_type)
         return self
 
     def outputMode(self: _Self, output_mode: enums.OutputMode, output_return_period: int | None = None) -> _Self:
@@ -188,8 +186,8 @@ class Options(DiagnosticOptions):
         self.checkIsFrozen("anchored_tensors")
         named = isinstance(short_name, str) and isinstance(long_name, str)
         assert named, f"The names of an anchor must be strings, got {short_name!r} and {long_name!r}"
-        mode = enums.OutputMode(enums.OutputMode.Default if output_mode is None else output_mode)
-        self.anchored_tensors[short_name] = [long_name, mode, _period(mode, output_return_period)]
+        mode = None if output_mode is None else enums.OutputMode(output_mode)
+        self.anchored_tensors[short_name] = [long_name, mode is None, mode, _period(mode, output_return_period)]
         return self
 
     def broadcastBuffers(self: _Self, broadcast_buffers: bool = True) -> _Self:
@@ -208,17 +206,17 @@ class Options(DiagnosticOptions):
 
     def enableStableNorm(self: _Self, enabled: bool) -> _Self:
         """No effect here: torch computes the norms."""
-        self.set(stable_norm=enabled)
+        self._popart.set("enableStableNorm", enabled)
         return self
 
     def enableSyntheticData(self: _Self, enabled: bool) -> _Self:
         """Run on data generated on the device: inputs are not read, and outputs are zeros of the right shapes."""
-        self.set(enable_synthetic_data=enabled)
+        self._popart.set("syntheticDataMode", 2 if enabled else 0)  # 2: random normal
         return self
 
     def updatableNamedBuffers(self: _Self, buffers: List[str]) -> _Self:
         """Set the names of the buffers that `copyNamedBuffersToDevice()` uploads."""
-        self.set(updatable_named_buffers=names("updatable_named_buffers", buffers))
+        self._popart.set("updatableNamedBuffers", names("updatable_named_buffers", buffers))
         return self
 
     # -- devices -----------------------------------------------------------------------------------------------------
@@ -247,7 +245,9 @@ class Options(DiagnosticOptions):
             assert re.fullmatch("IPU[0-9]+", str(ipu)), f"An IPU name must be 'IPU<number>', got {ipu!r}"
             is_share = isinstance(proportion, (int, float)) and 0 <= proportion <= 1
             assert is_share, f"A memory proportion must be between 0 and 1, got {proportion} for {ipu}"
-        self.set(available_memory_proportion=dict(available_memory_proportion))
+        self.set(
+            available_memory_proportion={int(ipu[3:]): share for ipu, share in available_memory_proportion.items()}
+        )
         return self
 
     def connectionType(self: _Self, connection_type: enums.ConnectionType) -> _Self:
@@ -262,7 +262,7 @@ class Options(DiagnosticOptions):
 
     def useIpuModel(self: _Self, use_model: bool) -> _Self:
         """No effect here: every device is emulated."""
-        self._set_typed(bool, use_model=use_model)
+        self.createOrSet(use_model=use_model)
         return self
 
     def useIpuId(self: _Self, ipu_id: int) -> _Self:
@@ -282,10 +282,9 @@ class Options(DiagnosticOptions):
         Compilation here is one forward of one micro-batch, and no cache key could detect a change of the model's
         Python code. A program that guarantees it can use `PoplarExecutor.save` and `loadExecutable` instead.
         """
-        if path is None:
-            self.deleteIfExists("cache_path")
-        else:
-            self.createOrSet(cache_path=path_text("cache_path", path))
+        if path is not None:
+            self._popart.set("cachePath", path_text("cachePath", path))
+        self._popart.set("enableEngineCaching", path is not None)
         return self
 
     # -- all options -------------------------------------------------------------------------------------------------
@@ -301,9 +300,12 @@ class Options(DiagnosticOptions):
         return self
 
     def toDict(self) -> Dict[str, Any]:
-        """Return all values as one flat dictionary of plain Python objects."""
-        own = {**super().toDict(), **self._execution_strategy._to_dict(), **self._replica_offsets()}
-        return functools.reduce(lambda merged, group: group.update(merged), self._groups().values(), own)
+        """Return all values as one flat dictionary of plain Python objects; AssertionError without an output mode."""
+        assert not self.defaultOutputMode(), "An output mode must be picked before serialisation"
+        merged = {**self._execution_strategy.backendOptions(), **self._popart.options, **self._replica_offsets()}
+        for group in (self._training, self._distributed, self._tensor_locations):
+            merged = group.update(merged)
+        return self.update(merged)
 
     def _replica_offsets(self) -> Dict[str, Any]:
         """Return the compiler options that several processes add."""
@@ -320,8 +322,14 @@ class Options(DiagnosticOptions):
         """Return an unfrozen deep copy."""
         return copy.deepcopy(self)
 
+    def __repr__(self) -> str:
+        groups = ("Distributed", "Jit", "Precision", "TensorLocations", "Training", "_Popart")
+        texts = [f"{name}={value!r}" for name, value in self._values.items()]
+        texts += [f"{name}={getattr(self, name)!r}" for name in groups]
+        return f"{type(self).__name__}({', '.join(texts)})"
 
-def _period(mode: enums.OutputMode, period: int | None) -> int:
+
+def _period(mode: enums.OutputMode | None, period: int | None) -> int:
     """Return the period of an output mode, 1 except for EveryN; AssertionError for an invalid period of EveryN."""
     if mode != enums.OutputMode.EveryN:
         return 1

@@ -62,12 +62,6 @@ class OptionsDict:
             assert value >= minimum, f"Option {name!r} must be at least {minimum}, got {value}"
             self.createOrSet(**{name: int(value)})
 
-    def _set_typed(self, kind: type, **kwargs: Any) -> None:
-        """Call `createOrSet` with values of one type; AssertionError for other values."""
-        for name, value in kwargs.items():
-            assert isinstance(value, kind), f"Unexpected type {type(value)} for option {name!r}: expected {kind}"
-            self.createOrSet(**{name: value})
-
     def exists(self, option: str) -> bool:
         """Return whether the option has a value."""
         return option in self._values
@@ -85,18 +79,17 @@ class OptionsDict:
 
     def update(self, other: Dict[str, Any]) -> Dict[str, Any]:
         """Return `other` merged with these values; AssertionError for a name that is in both."""
-        values = self.toDict()
+        values = {name: _plain(value) for name, value in self._values.items()}
         both = sorted(set(values) & set(other))
         assert not both, f"Duplicate options: {', '.join(both)}"
         return {**other, **values}
 
     def toDict(self) -> Dict[str, Any]:
         """Return the values as plain Python objects: enumeration members as their values, tuples as lists."""
-        return {name: _plain(value) for name, value in self._values.items()}
+        return self.update({})
 
     def __call__(self, option: str) -> Any:
-        assert self.exists(option), f"Invalid option {option!r}: it has no value"
-        return self._values[option]
+        return getattr(self, option)
 
     def __getattr__(self, option: str) -> Any:
         # Called only for names that are not ordinary attributes; copy and pickle call it before `_values` exists.
@@ -107,7 +100,7 @@ class OptionsDict:
         raise AttributeError(f"{type(self).__name__} has no option {option!r}{hint}")
 
     def __setattr__(self, option: str, value: Any) -> None:
-        if option in self.__dict__.get("_values", {}):
+        if not option.startswith("_"):
             self.set(**{option: value})
             return
         if option not in _INTERNAL:
@@ -115,17 +108,20 @@ class OptionsDict:
         object.__setattr__(self, option, value)
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{name}={value!r}" for name, value in sorted(self._values.items()))
+        values = ", ".join(f"{name}={value!r}" for name, value in self._values.items())
         return f"{type(self).__name__}({values})"
 
-    def _groups(self) -> Dict[str, OptionsDict]:
-        """Return the nested groups of options by attribute name."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, OptionsDict)}
-
     def _freeze(self) -> None:
-        for group in self._groups().values():
-            group._freeze()
-        self._is_frozen = True
+        self._set_frozen(True)
+
+    def _unfreeze(self) -> None:
+        self._set_frozen(False)
+
+    def _set_frozen(self, is_frozen: bool) -> None:
+        for group in vars(self).values():
+            if hasattr(group, "_is_frozen"):
+                group._is_frozen = is_frozen
+        self._is_frozen = is_frozen
 
     def __deepcopy__(self: _Self, memo: Dict[int, Any]) -> _Self:
         # A copy is not frozen, nor are its groups, which are copied in the same way.
@@ -206,19 +202,22 @@ def apply_file(options: OptionsDict, path: str) -> None:
     """Evaluate `options.<line>` for each line of a file; blank lines and lines that start with # are skipped.
 
     Raises:
-        ConfigFileError: a line cannot be applied; the message has the file, the line and the reason.
+        ConfigFileError: a line cannot be applied. The message has the file, the reason, and the line and its number
+            among those that are not skipped.
     """
     poptorch = importlib.import_module("poptorch")  # at call time, as poptorch imports this module
     names: Dict[str, Any] = {**vars(poptorch), "options": options, "torch": torch, "poptorch": poptorch}
-    for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
-        setter = line.strip()
-        if not setter or setter.startswith("#"):
-            continue
+    stripped = (line.strip() for line in Path(path).read_text().splitlines())
+    setters = [line for line in stripped if line and not line.startswith("#")]
+    for number, setter in enumerate(setters, start=1):  # the SDK, too, counts the lines that have a setter
         try:
             # The SDK evaluates the lines as Python: an options file is part of the program.
             eval(f"options.{setter}", {}, names)
         except (SyntaxError, AttributeError, NameError, TypeError, ValueError, AssertionError) as error:
-            raise ConfigFileError(f"{path}, line {number}: cannot apply {setter!r}: {error}") from error
+            detail = error.msg if isinstance(error, SyntaxError) else str(error)
+            raise ConfigFileError(
+                f"{type(error).__name__} at line {number} of {Path(path).name}: {detail}\n> options.{setter}"
+            ) from error
 
 
 def _enumerations() -> Dict[str, Any]:

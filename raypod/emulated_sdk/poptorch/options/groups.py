@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
-from typing import Any, Dict, List, TypeVar
+from typing import List, TypeVar
 
 import torch
 
 from poptorch import enums
+from poptorch.environment import logger
 from poptorch.options.base import OptionsDict, is_integer, names, path_text
+from poptorch.options.popart_options import _PopartOptions
 
 _Self = TypeVar("_Self", bound="DiagnosticOptions")
 
@@ -21,15 +22,13 @@ _Self = TypeVar("_Self", bound="DiagnosticOptions")
 class _TrainingOptions(OptionsDict):
     """How the gradients of micro-batches and replicas form a weight update."""
 
-    def __init__(self) -> None:
+    def __init__(self, popart: _PopartOptions) -> None:
         super().__init__(
             gradient_accumulation=1,
             accumulation_and_replication_reduction_type=enums.ReductionType.Mean,
-            mean_accumulation_and_replication_reduction_strategy=enums.MeanReductionStrategy.Post,
-            auto_loss_scaling=False,
-            convolution_dithering=False,
+            meanAccumulationAndReplicationReductionStrategy=enums.MeanReductionStrategy.Post,
         )
-        self.has_chosen_strategy = False
+        self._popart = popart
 
     def gradientAccumulation(self, gradient_accumulation: int) -> _TrainingOptions:
         """Set the number of micro-batches per replica and weight update, at least 1."""
@@ -40,10 +39,13 @@ class _TrainingOptions(OptionsDict):
         """Set the reduction of gradients over accumulation steps and the replicas of ALL processes: Sum or Mean.
 
         Raises:
-            ValueError: NoReduction.
+            ValueError: anything else.
         """
-        if reduction_type == enums.ReductionType.NoReduction:
-            raise ValueError("Gradients are reduced by ReductionType.Sum or ReductionType.Mean, not NoReduction")
+        if reduction_type not in (enums.ReductionType.Sum, enums.ReductionType.Mean):
+            raise ValueError(
+                "accumulationAndReplicationReductionType must be set to poptorch.ReductionType.Mean or "
+                f"poptorch.ReductionType.Sum, not {reduction_type!r}"
+            )
         self.set(accumulation_and_replication_reduction_type=reduction_type)
         return self
 
@@ -52,60 +54,58 @@ class _TrainingOptions(OptionsDict):
     ) -> _TrainingOptions:
         """Set when a mean divides. Affects results only where gradients accumulate in half (`accum_type=torch.half`).
 
-        By default the mean is a running mean there, and divides after the sum elsewhere.
+        An optimizer that accumulates in half sets it to Running, unless gradients and velocity share a tensor.
         """
-        self.set(mean_accumulation_and_replication_reduction_strategy=mean_reduction_strategy)
-        self.has_chosen_strategy = True
+        self.set(meanAccumulationAndReplicationReductionStrategy=mean_reduction_strategy)
         return self
 
     def setAutomaticLossScaling(self, enabled: bool) -> _TrainingOptions:
         """Let `loss_scaling` change after compilation. It is not adapted: the emulation's gradients are float32."""
-        self.set(auto_loss_scaling=enabled)
+        self._popart.set("automaticLossScalingSettings.enabled", enabled)
         return self
 
     def setConvolutionDithering(self, enabled: bool) -> _TrainingOptions:
         """Dither convolutions over the tiles. No effect here."""
-        self.set(convolution_dithering=enabled)
+        self._popart.set("convolutionOptions", {"enableConvDithering": enabled})
         return self
 
 
 class _PrecisionOptions(OptionsDict):
-    """Numerical modes of the device."""
+    """Numerical modes of the device, which are options of the graph compiler."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            enable_fp_exceptions=False,
-            enable_stochastic_rounding=False,
-            partials_type=torch.float,
-        )
+    def __init__(self, popart: _PopartOptions) -> None:
+        super().__init__()
+        self._popart = popart
 
     def enableFloatingPointExceptions(self, enabled: bool) -> _PrecisionOptions:
-        """Raise `poptorch.Error` if an output or a weight update has NaN or infinity."""
-        self.set(enable_fp_exceptions=enabled)
+        """Raise `poptorch.Error` if an output or a weight update has NaN or infinity; AssertionError unless a bool."""
+        assert isinstance(enabled, bool), "enableFloatingPointExceptions needs to be set to a bool"
+        self._popart.set("enableFloatingPointChecks", enabled)
         return self
 
     def enableStochasticRounding(self, enabled: bool) -> _PrecisionOptions:
         """Round half weights stochastically after each update (seeded by `randomSeed`) instead of to nearest."""
-        self.set(enable_stochastic_rounding=enabled)
+        self._popart.set("enableStochasticRounding", enabled)
         return self
 
     def setPartialsType(self, dtype: torch.dtype) -> _PrecisionOptions:
         """Set the dtype of partial sums: torch.float or torch.half (else ValueError). The emulation uses float32."""
         if dtype not in (torch.float, torch.half):
             raise ValueError(f"The partials type must be torch.float or torch.half, not {dtype}")
-        self.set(partials_type=dtype)
+        name = "float" if dtype == torch.float else "half"
+        self._popart.set("partialsTypeMatMuls", name).set("convolutionOptions", {"partialsType": name})
         return self
 
     def halfFloatCasting(self, half_float_casting: enums.HalfFloatCastingBehavior) -> _PrecisionOptions:
         """Deprecated; no effect."""
         _warn_deprecated("Precision.halfFloatCasting")
-        self.createOrSet(half_float_casting=half_float_casting)
         return self
 
     def runningStatisticsAlwaysFloat(self, value: bool) -> _PrecisionOptions:
-        """Deprecated; no effect."""
+        """Deprecated; no effect. ValueError unless a bool."""
+        if not isinstance(value, bool):
+            raise ValueError("runningStatisticsAlwaysFloat needs to be set to a bool")
         _warn_deprecated("Precision.runningStatisticsAlwaysFloat")
-        self.createOrSet(running_statistics_always_float=value)
         return self
 
 
@@ -170,24 +170,28 @@ class TensorLocationSettings(OptionsDict):
         self._set_number(0, minElementsForReplicatedTensorSharding=min_elements)
         return self
 
-    def useOnChipStorage(self, use: bool = True) -> TensorLocationSettings:
-        """Store on chip."""
-        self._set_typed(bool, onChip=use)
-        return self
+    def useOnChipStorage(self, use: bool | None = True) -> TensorLocationSettings:
+        """Store on chip; None removes the setting."""
+        if use is None:
+            self.deleteIfExists("onChip")
+            return self
+        return self._set_flag("onChip", use)
 
     def useReplicatedTensorSharding(self, use: bool = True) -> TensorLocationSettings:
         """Store only a shard on each replica."""
-        self._set_typed(bool, useReplicatedTensorSharding=use)
-        return self
+        return self._set_flag("useReplicatedTensorSharding", use)
 
     def useIOTilesToLoad(self, use: bool = True) -> TensorLocationSettings:
         """Load through the I/O tiles."""
-        self._set_typed(bool, useIOTilesToLoad=use)
-        return self
+        return self._set_flag("useIOTilesToLoad", use)
 
     def useIOTilesToStore(self, use: bool = True) -> TensorLocationSettings:
         """Store through the I/O tiles."""
-        self._set_typed(bool, useIOTilesToStore=use)
+        return self._set_flag("useIOTilesToStore", use)
+
+    def _set_flag(self, name: str, use: bool) -> TensorLocationSettings:
+        assert isinstance(use, bool), f"{name} takes a bool, got {use!r}"
+        self.createOrSet(**{name: int(use)})
         return self
 
 
@@ -198,9 +202,9 @@ class _TensorLocationOptions(OptionsDict):
         super().__init__()
 
     def numIOTiles(self, num_tiles: int) -> _TensorLocationOptions:
-        """Set the number of I/O tiles: 0, or an even number from 32 to 192 (else AssertionError)."""
-        valid = is_integer(num_tiles) and (num_tiles == 0 or 32 <= num_tiles <= 192 and num_tiles % 2 == 0)
-        assert valid, f"The number of IO tiles must be 0 or an even number from 32 to 192, got {num_tiles!r}"
+        """Set the number of I/O tiles: an even number from 32 to 192 (else AssertionError)."""
+        is_valid = is_integer(num_tiles) and 32 <= num_tiles <= 192 and num_tiles % 2 == 0
+        assert is_valid, f"numIOTiles must be an even number between 32 and 192. It is {num_tiles!r}"
         self.createOrSet(numIOTiles=num_tiles)
         return self
 
@@ -230,56 +234,29 @@ class _JitOptions(OptionsDict):
     """Options that are deprecated in the SDK."""
 
     def __init__(self) -> None:
-        super().__init__(trace_model=False)
+        super().__init__()
 
     def traceModel(self, trace_model: bool) -> _JitOptions:
-        """Deprecated; no effect."""
-        self.set(trace_model=trace_model)
+        """Deprecated; no effect. ValueError for True."""
         _warn_deprecated("Jit.traceModel")
-        return self
-
-
-class _PopartOptions(OptionsDict):
-    """Options of the graph compiler. Any key is accepted, as only the compiler could validate it."""
-
-    def __init__(self) -> None:
-        super().__init__(options={}, patterns={}, patterns_level=2)
-
-    def set(self, *args: Any, **kwargs: Any) -> Any:
-        """Set one compiler option: `set(key, value)`."""
-        if kwargs:
-            super().set(**kwargs)
-            return self
-        self.checkIsFrozen()
-        is_pair = len(args) == 2 and isinstance(args[0], str)
-        assert is_pair, f"Set a compiler option by set(name, value), got set{args!r}"
-        self.options[args[0]] = args[1]
-        return self
-
-    def setEngineOptions(self, engine_options: Dict[str, str]) -> _PopartOptions:
-        """Set options of the engine by name."""
-        assert isinstance(engine_options, dict), f"Engine options must be a dictionary, got {engine_options!r}"
-        return self.set("engineOptions", dict(engine_options))  # type: ignore[no-any-return]
-
-    def setPatterns(self, patterns: Dict[str, bool], level: int = 2) -> _PopartOptions:
-        """Enable or disable graph transformations by name."""
-        assert isinstance(patterns, dict), f"Patterns must be a dictionary of names and bools, got {patterns!r}"
-        self.patterns = dict(patterns)
-        self._set_number(0, patterns_level=level)
+        if trace_model:
+            raise ValueError("options.Jit.traceModel(True) is no longer supported")
         return self
 
 
 class DiagnosticOptions(OptionsDict):
     """The setters for logging, profiling and debug information: a mixin of `Options`, which defines the defaults."""
 
+    _popart: _PopartOptions
+
     def showCompilationProgressBar(self: _Self, show: bool = True) -> _Self:
         """Show a progress bar on stderr during compilation."""
-        self.set(show_compilation_progress_bar=show)
+        self._show_compilation_progress_bar = show
         return self
 
     def relaxOptimizerAttributesChecks(self: _Self, relax: bool = True) -> _Self:
         """Do not warn about optimizer attributes that the device ignores."""
-        self.set(relax_optimizer_checks=relax)
+        self._relax_optimizer_checks = relax
         return self
 
     def logDir(self: _Self, log_dir: str) -> _Self:
@@ -289,41 +266,44 @@ class DiagnosticOptions(OptionsDict):
 
     def modelName(self: _Self, name: str) -> _Self:
         """Set the name of the model in profiles."""
-        self.set(model_name=name)
+        assert isinstance(name, str), f"The name of a model must be a string, got {name!r}"
+        self.createOrSet(model_name=name)
         return self
 
     def maxRepeatLogs(self: _Self, max_lines: int | None) -> _Self:
         """Set how often a log line may repeat; None for no limit."""
-        is_limit = max_lines is None or (is_integer(max_lines) and max_lines >= 0)
-        assert is_limit, f"Option 'max_repeat_logs' must be a number of lines or None, got {max_lines!r}"
-        self.checkIsFrozen("max_repeat_logs")
-        self._values["max_repeat_logs"] = max_lines
+        self._set_number(0, max_repeat_logs=(1 << 64) - 1 if max_lines is None else max_lines)
         return self
 
     def logCycleCount(self: _Self, log_cycle_count: bool) -> _Self:
         """Enable `PoplarExecutor.cycleCount()`."""
-        self.set(log_cycle_count=log_cycle_count)
+        self._popart.set("instrumentWithHardwareCycleCounter", log_cycle_count)
         return self
 
     def enableProfiling(self: _Self, profile_dir: str | None = None) -> _Self:
         """Set the profile directory. No effect: the emulated device writes no profile."""
-        self.createOrSet(profile_dir=path_text("profile_dir", profile_dir or "."))
+        profile = {
+            "debug.allowOutOfMemory": "true",
+            "autoReport.directory": path_text("profile_dir", profile_dir or "."),
+            "autoReport.all": "true",
+        }
+        self._popart.setEngineOptions({**self._popart.options.get("engineOptions", {}), **profile})
         return self
 
     def disableModuleNamescope(self: _Self) -> _Self:
         """Leave module names out of debug names."""
-        self.set(module_namescope_enabled=False)
+        self._module_namescope_enabled = False
         return self
 
     def sourceLocationExcludes(self: _Self, excludes: List[str]) -> _Self:
         """Set the paths that are left out of source locations."""
-        self.set(source_location_excludes=names("source_location_excludes", excludes))
+        self._source_location_excludes = names("source_location_excludes", excludes)
         return self
 
     def appendToLocationExcludes(self: _Self, *excludes: str) -> _Self:
         """Add paths that are left out of source locations."""
         further = names("source_location_excludes", excludes)
-        self.set(source_location_excludes=[*self.source_location_excludes, *further])
+        self._source_location_excludes = [*self._source_location_excludes, *further]
         return self
 
 
@@ -336,4 +316,4 @@ def _from_environment(variable: str, default: str) -> int:
 
 
 def _warn_deprecated(setter: str) -> None:
-    warnings.warn(f"{setter} is deprecated and has no effect", DeprecationWarning, stacklevel=3)
+    logger.warning("[Deprecated] Do not call options.%s(): it has no effect", setter)

@@ -6,10 +6,12 @@ Phased execution is experimental in the SDK, and its documentation is incomplete
 from __future__ import annotations
 
 import operator
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from poptorch.enums import AutoStage, Liveness
 from poptorch.errors import Error
+
+BlockId = Union[str, int]
 
 
 class Attribute:
@@ -117,54 +119,44 @@ class _IExecutionStrategy:
 
     def __init__(self) -> None:
         self._auto_stage = AutoStage.SameAsIpu
-        self._slots: Dict[str, Slot] = {}
-        self._hints: Dict[str, Stage] = {}
+        self._slots: Dict[BlockId, Slot] = {}
 
     def stage(self, block_id: str) -> Stage:
-        """Return the stage of a block, e.g. to set its IPU: `strategy.stage("B1").ipu(0)`.
-
-        Without declared stages the block gets a new one.
+        """Return the declared stage of a block, e.g. to set its IPU: `strategy.stage("B1").ipu(0)`.
 
         Raises:
-            AssertionError: stages were declared, and none has the block.
+            AssertionError: no declared stage has the block.
         """
-        if self.is_explicit:
-            return self._slot(block_id).stage
-        return self._hints.setdefault(block_id, Stage(block_id))
+        return self._slot(block_id).stage
 
-    @property
-    def is_explicit(self) -> bool:
-        """Whether the program declared the stages."""
-        return bool(self._slots)
-
-    def _locate(self, block_id: str, ipu_id: Optional[int], number: int, present_ipu: int) -> Tuple[int, int]:
+    def _locate(self, block_id: BlockId, ipu_id: Optional[int], number: int) -> Tuple[int, int]:
         """Return phase and IPU of a block.
 
         Args:
             ipu_id: the block's own IPU, if it has one.
             number: the block is the `number`-th of the forward, from 0.
-            present_ipu: the IPU of the operations before the block.
         """
-        if self.is_explicit:
+        if self._slots:
             slot = self._slot(block_id)
             return slot.phase, _first_given(slot.stage._ipu_id, ipu_id, slot.ipu)
-        hint = self._hints[block_id]._ipu_id if block_id in self._hints else None
-        default = number if self._auto_stage == AutoStage.AutoIncrement else present_ipu
-        return 0, _first_given(hint, ipu_id, default)
+        is_known = ipu_id is not None or self._auto_stage == AutoStage.AutoIncrement
+        assert is_known, f"AutoStage.SameAsIpu was selected, but no IPU was specified for block {block_id!r}"
+        return 0, _first_given(ipu_id, number)
+
+    def backendOptions(self) -> Dict[str, Any]:
+        """Return the strategy's part of `Options.toDict`."""
+        return {"execution_mode": self._mode}
 
     def _to_dict(self) -> Dict[str, Any]:
-        """Return mode and stages as plain Python objects, for `Options.toDict`."""
+        """Return mode and stages as plain Python objects, which identify the strategy."""
         slots = {slot.stage: slot for slot in self._slots.values()}
-        declared = [[list(stage.blocks), slot.phase, stage._ipu_id] for stage, slot in slots.items()]
-        hints = [[list(stage.blocks), 0, stage._ipu_id] for stage in self._hints.values()]
         return {
-            "execution_mode": self._mode,
-            "execution_strategy": type(self).__name__,
+            **self.backendOptions(),
             "auto_stage": self._auto_stage.value,
-            "execution_stages": declared + hints,
+            "execution_stages": [[list(stage.blocks), slot.phase, stage._ipu_id] for stage, slot in slots.items()],
         }
 
-    def _slot(self, block_id: str) -> Slot:
+    def _slot(self, block_id: BlockId) -> Slot:
         known = ", ".join(map(repr, self._slots))
         assert block_id in self._slots, f"Unknown block {block_id!r}: the blocks of {type(self).__name__} are {known}"
         return self._slots[block_id]
@@ -180,8 +172,8 @@ class PipelinedExecution(_IExecutionStrategy):
     """Stages process successive micro-batches at the same time; the default strategy.
 
     Args:
-        args: stages, or block ids that each form a stage, in order. Without any, or with one `AutoStage`, blocks are
-            assigned to stages as they appear. AssertionError for anything else.
+        args: in order, a stage, or the id of its block, or a list of them. Without any, or with one `AutoStage`,
+            blocks are assigned to stages as they appear. AssertionError for anything else.
     """
 
     name = "pipelined"
@@ -193,9 +185,10 @@ class PipelinedExecution(_IExecutionStrategy):
             self._auto_stage = args[0]
             return
         for index, arg in enumerate(args):
-            is_stage = isinstance(arg, (Stage, str))
+            is_stage = isinstance(arg, (Stage, str, list, tuple))
             assert is_stage, f"{type(self).__name__} takes stages, block ids, or one AutoStage; got {arg!r}"
-            self._declare(Stage(arg) if isinstance(arg, str) else arg, 0, index)
+            blocks = [arg] if isinstance(arg, str) else arg
+            self._declare(blocks if isinstance(blocks, Stage) else Stage(*blocks), 0, index)
 
 
 class ShardedExecution(PipelinedExecution):
@@ -209,9 +202,8 @@ class _IPhasedExecution(_IExecutionStrategy):
     """Phases run one after the other; weights and activations of the other phases may be off chip.
 
     Args:
-        phases: `Phase` objects, or lists of stages or of block ids, each list a phase; AssertionError for anything
-            else. Without any, every block is a phase, in the order of execution (inferred: the SDK's documentation
-            does not state this).
+        phases: at least one `Phase`, or list of stages or of block ids, each list a phase; AssertionError for anything
+            else.
     """
 
     _mode = 2
@@ -219,7 +211,7 @@ class _IPhasedExecution(_IExecutionStrategy):
 
     def __init__(self, *phases: Any) -> None:
         super().__init__()
-        self._auto_stage = AutoStage.AutoIncrement
+        assert phases, "There is no AutoStage for phased execution: specify the phases"
         self._separate_backward_phase = False
         self._tensors_liveness = Liveness.AlwaysLive
         if len(phases) == 1 and isinstance(phases[0], (list, tuple)) and not _is_phase(phases[0]):
@@ -235,21 +227,17 @@ class _IPhasedExecution(_IExecutionStrategy):
 
     def useSeparateBackwardPhase(self, use: bool = True) -> _IPhasedExecution:
         """Run the end of the forward and the start of the backward pass as separate phases."""
-        self._separate_backward_phase = bool(use)
+        assert isinstance(use, bool), f"useSeparateBackwardPhase takes a bool, got {use!r}"
+        self._separate_backward_phase = use
         return self
 
     def _default_ipu(self, phase: int, index: int) -> int:
         return index
 
-    def _locate(self, block_id: str, ipu_id: Optional[int], number: int, present_ipu: int) -> Tuple[int, int]:
-        if self.is_explicit:
-            return super()._locate(block_id, ipu_id, number, present_ipu)
-        hint = self._hints[block_id]._ipu_id if block_id in self._hints else None
-        return number, _first_given(hint, ipu_id, self._default_ipu(number, 0))
-
-    def _to_dict(self) -> Dict[str, Any]:
+    def backendOptions(self) -> Dict[str, Any]:
+        """Return the strategy's part of `Options.toDict`."""
         return {
-            **super()._to_dict(),
+            **super().backendOptions(),
             "separate_backward_phase": self._separate_backward_phase,
             "serial_phases_execution": self._serial,
             "tensors_liveness": self._tensors_liveness.value,
@@ -276,14 +264,15 @@ class ParallelPhasedExecution(_IPhasedExecution):
 
     def sendTensorsOffChipAfterFwd(self, off_chip: bool = True) -> ParallelPhasedExecution:
         """Store tensors off chip after the forward pass; no effect on results."""
+        assert isinstance(off_chip, bool), f"sendTensorsOffChipAfterFwd takes a bool, got {off_chip!r}"
         self._tensors_liveness = Liveness.OffChipAfterFwd if off_chip else Liveness.AlwaysLive
         return self
 
     def _default_ipu(self, phase: int, index: int) -> int:
         return phase % 2 + 2 * index
 
-    def _locate(self, block_id: str, ipu_id: Optional[int], number: int, present_ipu: int) -> Tuple[int, int]:
-        phase, ipu = super()._locate(block_id, ipu_id, number, present_ipu)
+    def _locate(self, block_id: BlockId, ipu_id: Optional[int], number: int) -> Tuple[int, int]:
+        phase, ipu = super()._locate(block_id, ipu_id, number)
         if phase % 2 != ipu % 2:
             raise Error(
                 f"ParallelPhasedExecution runs even phases on even IPUs and odd phases on odd IPUs; block {block_id!r} "

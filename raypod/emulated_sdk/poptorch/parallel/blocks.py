@@ -11,7 +11,7 @@ from typing import Any, Callable, Optional, Tuple, TypeVar
 import torch
 
 from poptorch.errors import Error
-from poptorch.options.strategies import ipu_number
+from poptorch.options.strategies import BlockId, ipu_number
 from poptorch.parallel.tracing import active_recorder
 
 _ATTRIBUTE = "_poptorch_block"
@@ -21,11 +21,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class Block(torch.nn.Module):
     """Context manager that puts its operations on an IPU: `with poptorch.Block("encoder", ipu_id=1):`.
 
-    The end of a nested block continues the enclosing one. The end of an outermost block has no effect until the next
-    block starts, so a loss after the last block adds no stage (inferred: the SDK's documentation does not state this).
+    After its end, the next operation must be in another block (poptorch.Error "No active Block"); this also holds for
+    the operations of an enclosing block. `Block.start` and `BeginBlock` start blocks without an end.
 
     Args:
-        user_id: id of the block in stages; None for a number. AssertionError unless a string.
+        user_id: id of the block in stages; None for a number. AssertionError unless a string or an integer.
         ipu_id: IPU within the replica, from 0; None leaves it to the strategy. AssertionError for other values.
     """
 
@@ -37,30 +37,30 @@ class Block(torch.nn.Module):
             recorder.restart_auto_ids()
 
     @staticmethod
-    def start(user_id: Optional[str] = None, ipu_id: Optional[int] = None) -> None:
+    def start(user_id: Optional[BlockId] = None, ipu_id: Optional[int] = None) -> None:
         """Start a block that lasts until the next one starts."""
         _begin(_checked(user_id, ipu_id))
 
-    def __init__(self, user_id: Optional[str] = None, ipu_id: Optional[int] = None) -> None:
+    def __init__(self, user_id: Optional[BlockId] = None, ipu_id: Optional[int] = None) -> None:
         super().__init__()
         self._user_id, self._ipu_id = _checked(user_id, ipu_id)
 
     def __enter__(self) -> None:
         recorder = active_recorder()
         if recorder is not None:
-            recorder.open(self._user_id, self._ipu_id, self)
+            recorder.begin(self._user_id, self._ipu_id)
 
     def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
         recorder = active_recorder()
         if recorder is not None:
-            recorder.close()
+            recorder.end()
 
 
 class LegacyBeginBlockFn(torch.nn.Module):
     """A function whose call starts a block; `BeginBlock` returns it for a function."""
 
     def __init__(
-        self, layer_to_call: Callable[..., Any], user_id: Optional[str] = None, ipu_id: Optional[int] = None
+        self, layer_to_call: Callable[..., Any], user_id: Optional[BlockId] = None, ipu_id: Optional[int] = None
     ) -> None:
         super().__init__()
         if not callable(layer_to_call):
@@ -73,7 +73,7 @@ class LegacyBeginBlockFn(torch.nn.Module):
         return self._layer_to_call(*input, **kwargs)
 
 
-def BeginBlock(layer_to_call: Any, user_id: Optional[str] = None, ipu_id: Optional[int] = None) -> Any:
+def BeginBlock(layer_to_call: Any, user_id: Optional[BlockId] = None, ipu_id: Optional[int] = None) -> Any:
     """Start a block, which lasts until the next one starts, in every call of a layer.
 
     Returns:
@@ -95,7 +95,7 @@ def BeginBlock(layer_to_call: Any, user_id: Optional[str] = None, ipu_id: Option
     return layer_to_call
 
 
-def BlockFunction(user_id: Optional[str] = None, ipu_id: Optional[int] = None) -> Callable[[_Function], _Function]:
+def BlockFunction(user_id: Optional[BlockId] = None, ipu_id: Optional[int] = None) -> Callable[[_Function], _Function]:
     """Return a decorator that runs a function in a block."""
     block = _checked(user_id, ipu_id)
 
@@ -117,17 +117,18 @@ def removeBlocks(module: torch.nn.Module) -> None:
         vars(submodule).pop(_ATTRIBUTE, None)
 
 
-def block_of(module: torch.nn.Module) -> Optional[Tuple[Optional[str], Optional[int]]]:
+def block_of(module: torch.nn.Module) -> Optional[Tuple[Optional[BlockId], Optional[int]]]:
     """Return id and IPU of the block that `BeginBlock` added to a module; None if there is none."""
     return vars(module).get(_ATTRIBUTE)
 
 
-def _begin(block: Tuple[Optional[str], Optional[int]]) -> None:
+def _begin(block: Tuple[Optional[BlockId], Optional[int]]) -> None:
     recorder = active_recorder()
     if recorder is not None:
         recorder.begin(*block)
 
 
-def _checked(user_id: Any, ipu_id: Any) -> Tuple[Optional[str], Optional[int]]:
-    assert user_id is None or isinstance(user_id, str), f"A block id must be a string, got {user_id!r}"
+def _checked(user_id: Any, ipu_id: Any) -> Tuple[Optional[BlockId], Optional[int]]:
+    is_id = user_id is None or isinstance(user_id, (str, int))
+    assert is_id, f"A block id must be a string or an integer, got {user_id!r}"
     return user_id, None if ipu_id is None else ipu_number(ipu_id)

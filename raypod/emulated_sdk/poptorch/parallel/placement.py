@@ -15,6 +15,7 @@ from poptorch.enums import OutputMode
 from poptorch.environment import logger
 from poptorch.errors import Error
 from poptorch.options import Options, PipelinedExecution, ShardedExecution
+from poptorch.options.strategies import BlockId
 from poptorch.parallel.tracing import StageRecorder, StageUse
 
 IPUS_PER_PROCESS = 64
@@ -40,7 +41,7 @@ class StagePlacement:
     index: int
     ipu: int
     phase: int
-    blocks: Tuple[str, ...]
+    blocks: Tuple[BlockId, ...]
     modules: Tuple[str, ...]
     parameters: Tuple[str, ...]
     buffers: Tuple[str, ...]
@@ -196,8 +197,10 @@ def _reserved_ipus(ipus_per_replica: int, options: Options) -> int:
     what = f"{ipus_per_replica} IPUs per replica x {options.replication_factor} replicas = {needed} IPUs"
     if not options.auto_round_num_ipus:
         raise Error(
-            f"The model uses {what}, and PopTorch reserves a power of two: use another number, or reserve {reserved} "
-            "by poptorch.Options().autoRoundNumIPUs(True)"
+            f"{what}. The model specifies the use of {needed} IPUs, however PopTorch must reserve a minimum of "
+            f"{reserved} in order to allow the model to run, because PopTorch must reserve a power of 2 or maximum of "
+            f"{IPUS_PER_PROCESS} IPUs per process. Please reconfigure your model to use a different number of IPUs or "
+            "set poptorch.Options().autoRoundNumIPUs(True)."
         )
     logger.warning("The model uses %s; %d are reserved", what, reserved)
     return reserved

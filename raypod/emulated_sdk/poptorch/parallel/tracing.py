@@ -109,7 +109,7 @@ class StageRecorder(TorchDispatchMode):
         self._stages: List[_OpenStage] = []
         self._next_auto_id = 0
         self._auto_ids: Dict[int, Tuple[object, str]] = {}  # holds the owners, as a deleted object's id may be reused
-        self._numbers: Dict[str, int] = {}
+        self._numbers: Dict[BlockId, int] = {}
         self._hooks: List[Any] = []
 
     def stages(self) -> Tuple[StageUse, ...]:
