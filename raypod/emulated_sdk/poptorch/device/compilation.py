@@ -17,6 +17,7 @@ from poptorch.enums import OverlapMode
 from poptorch.errors import Error
 from poptorch.ops.annotations import check_transfers
 from poptorch.options.strategies import _IExecutionStrategy
+from poptorch.parallel.activations import ActivationRecorder, StageActivations
 from poptorch.parallel.blocks import block_of
 from poptorch.parallel.placement import Placement, Sizes, place
 from poptorch.parallel.tracing import StageRecorder
@@ -50,6 +51,7 @@ class Trace(NamedTuple):
         overlapped: "inputs", "outputs" or both, if overlap of their transfers with compute is requested.
         half_on_host: for each layer on the host, by its ID, which tensors it takes in half.
         tensor_names: the names of the tensors that can be anchored.
+        activations: the activations of each stage.
     """
 
     structure: TreeSpec
@@ -67,6 +69,7 @@ class Trace(NamedTuple):
     overlapped: FrozenSet[str]
     half_on_host: Dict[str, List[bool]]
     tensor_names: Tuple[str, ...]
+    activations: Tuple[StageActivations, ...]
 
 
 def trace(
@@ -84,6 +87,7 @@ def trace(
     recorder = StageRecorder(scratch.module, settings.strategy, block_of, settings.is_training)
     check = OperatorCheck(recorder, [*tensors, *scratch.parameters.values(), *scratch.buffers.values()])
     recorder.observers.append(check.observe)
+    activations = _record_activations(recorder, scratch, tensors, inputs)
     anchor_recorder = AnchorRecorder(scratch.module)
     args, kwargs = arguments.unflatten(tensors)
     python_state, checks = PythonState(scratch.module), _TensorChecks(scratch)
@@ -92,7 +96,7 @@ def trace(
     trained: FrozenSet[str] = frozenset()
     with torch.set_grad_enabled(settings.is_training), detect_random() as generator:
         anchor_recorder.begin(arguments.spec.names, tensors)
-        with recorder, mode, tracker, check.functions:
+        with recorder, mode, tracker, check.functions, activations.saving():
             outputs, structure = flatten(scratch.module(*args, **kwargs))
         check.report()
         check_transfers(mode.overlaps, tensors, outputs)
@@ -115,6 +119,7 @@ def trace(
         placement=place(settings.strategy.name, recorder, _sizes(scratch)),
         overlapped=_overlapped(mode),
         tensor_names=anchor_recorder.names,
+        activations=activations.stages(len(recorder.stages())),
         changed_modules=python_state.changed(),
         changed_inputs=tuple(index for index, tensor in enumerate(tensors) if tensor._version != versions[index]),
         half_on_host=mode.half_on_host,
@@ -128,6 +133,15 @@ def half_tensors(on_device: Sequence[torch.Tensor], given: Sequence[torch.Tensor
     """
     inputs = [tensor for tensor, from_host in zip(on_device, given) if from_host.dtype == torch.half]
     return [*inputs, *memory.half_tensors]
+
+
+def _record_activations(
+    recorder: StageRecorder, memory: ReplicaMemory, tensors: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+) -> ActivationRecorder:
+    """Return a recorder of activations; they are half if an input, a parameter or a buffer of the host is."""
+    weights: List[torch.Tensor] = [*memory.parameters.values(), *memory.buffers.values(), *memory.constants.values()]
+    float_bytes = 2 if half_tensors(tensors, given, memory) else 4
+    return ActivationRecorder(recorder, weights, tensors, float_bytes)
 
 
 def _overlapped(mode: DeviceMode) -> FrozenSet[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence
+from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
 from poptorch.device.arguments import Arguments, BatchLayout, synthetic_inputs
 from poptorch.device.compilation import Trace, TraceSettings, trace
 from poptorch.device.memory import DeviceMemory
+from poptorch.device.memory_estimate import IpuMemory, Usage, check_memory, estimate_memory
 from poptorch.device.outputs import FINAL_LOSS_SCALE, AnchorOutputs, OutputCollector, anchors_of, check_output_period
 from poptorch.device.replica import Forward, Replica, ReplicaThreads
 from poptorch.device.transaction import CallTransaction, NoTransaction, ReplicaBuffers
@@ -21,7 +22,6 @@ from poptorch.optimizers.device_optimizer import DeviceOptimizer
 from poptorch.optimizers.hyperparameters import Hyperparameters, extract
 from poptorch.options import Options
 from poptorch.parallel.placement import check_number, check_overlap, check_placement
-
 
 _AUTO_LOSS_SCALING = "automaticLossScalingSettings.enabled"
 
@@ -60,6 +60,7 @@ class Program:
     """
 
     is_training = False
+    optimizer: Optional[DeviceOptimizer] = None
 
     def __init__(
         self,
@@ -99,6 +100,8 @@ class Program:
         self.micro_batch_times: List[MicroBatchTimes] = []
         self.call_s = 0.0
         self.rng_state = [options.random_seed if options.exists("random_seed") else torch.initial_seed(), 0]
+        if not self.is_training:
+            check_memory(self.estimated_memory())
 
     def run(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Run one call on the tensors of the arguments and return what `forward` returns, by the output mode.
@@ -146,6 +149,13 @@ class Program:
     def rng_state(self, state: Sequence[int]) -> None:
         for replica in self._replicas:
             replica.seed, replica.micro_batches = state
+
+    def estimated_memory(self, micro_batch_factor: float = 1.0) -> Tuple[IpuMemory, ...]:
+        """Return the estimated memory of each IPU; the micro-batch is this factor times the compiled one."""
+        values = None if self.optimizer is None else self.optimizer.hyperparameters
+        replicas = placement_of(self._options).total_replicas
+        usage = Usage(self.memory.parameters, self.traced.trained, values, replicas)
+        return estimate_memory(self.traced.placement, self.traced.activations, self._options, usage, micro_batch_factor)
 
     def upload(self) -> None:
         """Copy the host's weights and buffers to the device."""
@@ -201,6 +211,7 @@ class TrainingProgram(Program):
     """Runs a weight update in every device iteration."""
 
     is_training = True
+    optimizer: DeviceOptimizer
 
     def __init__(
         self,
@@ -224,6 +235,7 @@ class TrainingProgram(Program):
         self._update = WeightUpdate(
             self.memory, self.optimizer, options, self.traced.trained, self._count_micro_batches, buffers
         )
+        check_memory(self.estimated_memory())
         has_several_updates = self.layout.device_iterations > 1
         self._transaction = CallTransaction(self.memory, self.optimizer, self._replicas, buffers, has_several_updates)
 

@@ -7,6 +7,7 @@ from typing import Dict, List, Optional, Tuple
 
 import torch
 
+from poptorch.device.memory_estimate import IpuMemory
 from poptorch.device.program import MicroBatchTimes, Program
 from poptorch.errors import Error
 from poptorch.options import Options
@@ -124,3 +125,11 @@ class Measurements:
     def emulatedPlacement(self) -> Placement:
         """Return the stages and tensors on each IPU. Only the emulation has this method."""
         return self._compiled().traced.placement
+
+    def emulatedMemory(self, micro_batch_factor: float = 1.0) -> Tuple[IpuMemory, ...]:
+        """Return an estimate of the memory of each IPU of a replica. Only the emulation has this method.
+
+        Args:
+            micro_batch_factor: the micro-batch is this factor times the compiled one.
+        """
+        return self._compiled().estimated_memory(micro_batch_factor)

@@ -15,6 +15,7 @@ from poptorch.device_mode import Overlap, active_mode, compiling_mode
 from poptorch.enums import MatMulSerializationMode, MultiConvPlanType, OverlapMode
 from poptorch.errors import Error
 from poptorch.ops.arguments import ArgumentError, checked_tensor
+from poptorch.parallel.tracing import active_recorder
 from poptorch.pytree import flatten
 
 _PARTIALS = (torch.float32, torch.float16)
@@ -75,7 +76,9 @@ def nop(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def recomputationCheckpoint(*tensors: Any) -> Any:
-    """Mark tensors to be stored for the backward pass instead of recomputed. No effect here: all are stored.
+    """Mark tensors to be stored for the backward pass instead of recomputed.
+
+    Affects the estimate of the memory only: the emulation stores all tensors.
 
     Returns:
         A tensor for one tensor, a tuple for several, and the same type of sequence for a single list or tuple.
@@ -196,6 +199,9 @@ def _check_factor(lhs: torch.Tensor, rhs: torch.Tensor, mode: MatMulSerializatio
 
 
 def _view(tensor: Any) -> torch.Tensor:
+    recorder = active_recorder()
+    for observer in recorder.checkpoint_observers if recorder is not None else ():
+        observer(checked_tensor("recomputationCheckpoint", "tensors", tensor))
     return checked_tensor("recomputationCheckpoint", "tensors", tensor).view_as(tensor)
 
 

@@ -81,6 +81,7 @@ class StageRecorder(TorchDispatchMode):
 
     Attributes:
         observers: called with each operator, its arguments and its result.
+        checkpoint_observers: called with each tensor that the program marks by `recomputationCheckpoint`.
 
     Raises:
         AssertionError: in the forward, a block that the strategy does not contain.
@@ -96,6 +97,7 @@ class StageRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_training = is_training
         self.observers: List[Callable[[Any, Tuple[Any, ...], Dict[str, Any], Any], None]] = []
+        self.checkpoint_observers: List[Callable[[torch.Tensor], None]] = []
         self._strategy = strategy
         self._block_of = block_of
         self._modules = {submodule: name for name, submodule in module.named_modules()}
@@ -115,6 +117,12 @@ class StageRecorder(TorchDispatchMode):
     def stages(self) -> Tuple[StageUse, ...]:
         """Return the forward stages in the order of execution; a single empty one if nothing was computed."""
         return tuple(stage.use() for stage in self._stages or [_OpenStage(self._place or _Place(None, 0, 0))])
+
+    @property
+    def stage_index(self) -> int:
+        """The index of the stage of the next operation."""
+        opens = not self._stages or (self._place is not None and self._stages[-1].place[1:] != self._place[1:])
+        return len(self._stages) - (0 if opens else 1)
 
     def describe_module(self) -> str:
         """Return the class of the running module, and its path in the model if it is a submodule."""

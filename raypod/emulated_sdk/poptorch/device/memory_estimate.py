@@ -1,0 +1,216 @@
+"""An estimate of the memory that a compiled model needs on each IPU, from its trace and its schedule.
+
+It is not the SDK's: code, exchange and the layout of tensors on the tiles are known to its compiler only, and are a
+fixed share of the memory here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+
+from poptorch.environment import logger
+from poptorch.optimizers.hyperparameters import Hyperparameters
+from poptorch.options import Options, PipelinedExecution, ShardedExecution
+from poptorch.parallel.activations import StageActivations
+from poptorch.parallel.placement import Placement, StagePlacement
+from poptorch.strict import reject
+
+MEMORY_BYTES = 918_000_000  # of a Mk2 IPU: 1472 tiles with 624 KiB each
+CODE_SHARE = 0.2  # of the memory, for code, exchange and buffers of streams: calibrated, see the documentation
+WARNING_SHARE = 0.85
+_RESIDENT_SIZE = 2**16  # tensors of fewer elements stay on the chip (inferred)
+
+# Values of PopART's `autoRecomputation`.
+_STANDARD, _NORM_ONLY, _PIPELINE, _ALL = 1, 2, 3, 4
+_SHARE_WITHOUT_NORMS = 0.5  # of the activations, if norms and nonlinearities are computed again (inferred)
+
+
+class IpuMemory(NamedTuple):
+    """The estimated bytes on one IPU, at the time of the largest need.
+
+    Attributes:
+        ipu: IPU within the replica.
+        weights: parameters and buffers.
+        gradients: accumulated gradients; without accumulation those of the largest parameter.
+        optimizer: state of the optimizer.
+        activations: activations of all micro-batches in flight, and the operands of the largest operator.
+        code: code, exchange and buffers of streams: a fixed share of the memory.
+    """
+
+    ipu: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    code: int
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return sum(self[1:])
+
+    @property
+    def share(self) -> float:
+        """The part of the memory of a Mk2 IPU that is in use; above 1 if it does not suffice."""
+        return self.total / MEMORY_BYTES
+
+
+class Usage(NamedTuple):
+    """What the memory depends on besides the options.
+
+    Attributes:
+        parameters: elements of each parameter on the device, by name.
+        trained: names of the parameters that are trained; empty for inference.
+        optimizer: the optimizer; None for inference.
+        replicas: number of replicas of all processes.
+    """
+
+    parameters: Mapping[str, torch.Tensor]
+    trained: FrozenSet[str]
+    optimizer: Optional[Hyperparameters]
+    replicas: int
+
+
+def estimate_memory(
+    placement: Placement,
+    activations: Sequence[StageActivations],
+    options: Options,
+    usage: Usage,
+    micro_batch_factor: float = 1.0,
+) -> Tuple[IpuMemory, ...]:
+    """Return the estimate for each IPU of a replica; the micro-batch is `micro_batch_factor` times the compiled one."""
+    scaled = [each.scaled(micro_batch_factor) for each in activations]
+    kept = _kept(placement, scaled, options, is_training=usage.optimizer is not None)
+    return tuple(
+        IpuMemory(
+            ipu,
+            _weights(stages, options, usage),
+            _gradients(stages, options, usage),
+            _optimizer(stages, options, usage),
+            sum(kept[stage.index] for stage in stages)
+            + max((2 * scaled[stage.index].operands for stage in stages), default=0),
+            round(CODE_SHARE * MEMORY_BYTES),
+        )
+        for ipu, stages in _by_ipu(placement).items()
+    )
+
+
+def check_memory(ipus: Sequence[IpuMemory]) -> None:
+    """Warn of IPUs that are nearly full, and of those whose memory does not suffice; an Error in strict mode."""
+    text = ", ".join(f"IPU {each.ipu}: {100 * each.share:.0f} %" for each in ipus if each.share > WARNING_SHARE)
+    if any(each.share > 1 for each in ipus):
+        reject(
+            "Out of memory: cannot fit all variable data onto one or more IPUs, according to an estimate for a Mk2 IPU "
+            f"({text} of {MEMORY_BYTES / 1e6:.0f} MB). Reduce the micro-batch, use recomputation, or use more IPUs."
+        )
+    elif text:
+        logger.warning("By an estimate for a Mk2 IPU the memory is nearly full: %s", text)
+
+
+def _by_ipu(placement: Placement) -> Dict[int, List[StagePlacement]]:
+    ipus = range(placement.ipus_per_replica)
+    return {ipu: [stage for stage in placement.stages if stage.ipu == ipu] for ipu in ipus}
+
+
+def _weights(stages: Sequence[StagePlacement], options: Options, usage: Usage) -> int:
+    buffers = sum(stage.buffer_bytes for stage in stages)
+    total = sum(stage.parameter_bytes for stage in stages)
+    return buffers + _stored(total, _elements(stages, usage), _location(options, "weight"), usage.replicas)
+
+
+def _gradients(stages: Sequence[StagePlacement], options: Options, usage: Usage) -> int:
+    if usage.optimizer is None:
+        return 0
+    elements = _elements(stages, usage, only_trained=True)
+    size = _item_size(usage.optimizer.whole["accum_type"])
+    if options.Training.gradient_accumulation == 1:
+        return size * max(elements, default=0)
+    return _stored(size * sum(elements), elements, _location(options, "accumulator"), usage.replicas)
+
+
+def _optimizer(stages: Sequence[StagePlacement], options: Options, usage: Usage) -> int:
+    """Return the bytes of the optimizer's state; the velocity of a combined SGD is the accumulated gradient."""
+    if usage.optimizer is None:
+        return 0
+    elements = _elements(stages, usage, only_trained=True)
+    total = sum(_state_sizes(usage.optimizer)) * sum(elements)
+    return _stored(total, elements, _location(options, "optimizer"), usage.replicas)
+
+
+def _state_sizes(values: Hyperparameters) -> List[int]:
+    """Return the bytes per element of each tensor of the optimizer's state."""
+    has_momentum = any(group.get("momentum", 1) for group in values.groups)
+    is_centered = any(group.get("centered") for group in values.groups)
+    absent = {"step": True, "momentum_buffer": values.is_combined or not has_momentum, "grad_avg": not is_centered}
+    return [
+        _item_size(values.whole.get(tensor.dtype_option))
+        for name, tensor in values.rule.state.items()
+        if not absent.get(name, False)
+    ]
+
+
+def _kept(
+    placement: Placement, activations: Sequence[StageActivations], options: Options, is_training: bool
+) -> List[int]:
+    """Return the bytes of activations that each stage keeps."""
+    if not is_training:
+        return [each.entering for each in activations]
+    strategy = options._execution_strategy
+    is_pipeline = isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution)
+    last = len(activations) - 1
+    default = _PIPELINE if is_pipeline and last > 0 else 0
+    recomputation = int(options._Popart.options.get("autoRecomputation", default))
+    kept = []
+    for index, stage in enumerate(activations):
+        stashed, once = _stash(stage, recomputation, is_last=index == last)
+        # The micro-batches between the forward and the backward of this stage.
+        in_flight = 2 * (last - index) + 1 if is_pipeline else 1
+        kept.append(stashed * in_flight + once)
+    return kept
+
+
+def _stash(stage: StageActivations, recomputation: int, is_last: bool) -> Tuple[int, int]:
+    """Return the bytes kept for each micro-batch in flight, and those needed once while recomputing."""
+    if recomputation == _ALL or (recomputation == _PIPELINE and not is_last):
+        return stage.entering + stage.checkpoints, max(stage.segments)
+    if recomputation == _STANDARD:
+        return stage.automatic_checkpoints, 0
+    if recomputation == _NORM_ONLY:
+        return round(_SHARE_WITHOUT_NORMS * stage.saved), 0
+    return stage.saved, 0
+
+
+def _elements(stages: Sequence[StagePlacement], usage: Usage, only_trained: bool = False) -> List[int]:
+    names = (name for stage in stages for name in stage.parameters)
+    return [usage.parameters[name].numel() for name in names if not only_trained or name in usage.trained]
+
+
+def _location(options: Options, name: str) -> Mapping[str, Any]:
+    locations = options.TensorLocations
+    key = f"location_{name}"
+    found: Mapping[str, Any] = locations(key) if locations.exists(key) else {}
+    return found
+
+
+def _stored(total: int, elements: Sequence[int], location: Mapping[str, Any], replicas: int) -> int:
+    """Return the bytes on the chip of tensors with these numbers of elements, which have `total` bytes together.
+
+    Off-chip tensors are loaded one after the other; small tensors stay on the chip.
+    """
+    count = sum(elements)
+    if not count:
+        return total
+    item = total / count
+    if location.get("useReplicatedTensorSharding"):
+        least = int(location.get("minElementsForReplicatedTensorSharding", _RESIDENT_SIZE))
+        total = round(sum(each * item / (replicas if each >= least else 1) for each in elements))
+    if not location.get("onChip", 1):
+        least = int(location.get("minElementsForOffChip", _RESIDENT_SIZE))
+        total = round(item * (sum(each for each in elements if each < least) + max(elements)))
+    return total
+
+
+def _item_size(dtype: Any) -> int:
+    return 2 if dtype == torch.half else 4

@@ -1,0 +1,148 @@
+"""Records the activations of a compilation's forward that each stage keeps for its backward pass.
+
+The tensors are those that torch's autograd saves, which is inferred to be what the SDK's compiler stores.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ContextManager, Dict, Iterable, NamedTuple, Sequence, Set, Tuple
+
+import torch
+
+from poptorch.parallel.tracing import StageRecorder, tensors_in
+
+_INPUT = -1  # the stage that makes the inputs of the model
+
+
+class StageActivations(NamedTuple):
+    """The activations of one stage for one micro-batch, in bytes.
+
+    Attributes:
+        segments: what the backward pass needs, in parts that end at the program's recomputation checkpoints.
+        entering: tensors from earlier stages, and inputs of the model.
+        checkpoints: tensors marked by `recomputationCheckpoint`.
+        tensors: number of tensors in the segments.
+        operands: operands and results of the largest operator.
+    """
+
+    segments: Tuple[int, ...] = (0,)
+    entering: int = 0
+    checkpoints: int = 0
+    tensors: int = 0
+    operands: int = 0
+
+    @property
+    def saved(self) -> int:
+        """What the backward pass needs without recomputation."""
+        return sum(self.segments)
+
+    @property
+    def automatic_checkpoints(self) -> int:
+        """The least memory with evenly spaced checkpoints, and recomputation from one to the next."""
+        mean = self.saved / max(1, self.tensors)
+        return min(self.saved, round(2 * math.sqrt(self.saved * mean)))
+
+    def scaled(self, factor: float) -> StageActivations:
+        """Return the activations of a micro-batch that is `factor` times as large."""
+        segments = tuple(round(factor * segment) for segment in self.segments)
+        sizes = (round(factor * size) for size in (self.entering, self.checkpoints))
+        entering, checkpoints = sizes
+        return StageActivations(segments, entering, checkpoints, self.tensors, round(factor * self.operands))
+
+
+class _OpenStage:
+    def __init__(self) -> None:
+        self.segments = [0]
+        self.entering: Dict[int, int] = {}
+        self.checkpoints = self.tensors = self.operands = 0
+
+    def activations(self) -> StageActivations:
+        sizes = (sum(self.entering.values()), self.checkpoints, self.tensors, self.operands)
+        return StageActivations(tuple(self.segments), *sizes)
+
+
+class ActivationRecorder:
+    """Observes the operators of one forward; enter `saving()` for it.
+
+    Args:
+        recorder: determines the stage of each operator.
+        weights: parameters and buffers, which are not activations.
+        inputs: the inputs of the model.
+        float_bytes: size of a floating point number of the model's activations.
+    """
+
+    def __init__(
+        self,
+        recorder: StageRecorder,
+        weights: Iterable[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        float_bytes: int,
+    ) -> None:
+        self._recorder = recorder
+        self._float_bytes = float_bytes
+        # Weights, what is computed from weights only, and random numbers.
+        self._not_stored: Set[int] = set(map(_address, weights))
+        self._made = {_address(tensor): _INPUT for tensor in inputs}  # the stage that made each tensor
+        self._stages: Dict[int, _OpenStage] = {}
+        self._saved: Set[int] = set()
+        recorder.observers.append(self._observe)
+        recorder.checkpoint_observers.append(self._end_segment)
+
+    def saving(self) -> ContextManager[Any]:
+        """Return the context that records what autograd saves."""
+        return torch.autograd.graph.saved_tensors_hooks(self._save, _unchanged)
+
+    def stages(self, count: int) -> Tuple[StageActivations, ...]:
+        """Return the activations of all stages, in the order of execution."""
+        return tuple(self._stages.get(index, _OpenStage()).activations() for index in range(count))
+
+    def _stage(self) -> _OpenStage:
+        return self._stages.setdefault(self._recorder.stage_index, _OpenStage())
+
+    def _observe(self, operator: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any], result: Any) -> None:
+        index, stage = self._recorder.stage_index, self._stage()
+        operands = {_address(tensor): tensor for tensor in tensors_in((args, kwargs))}
+        results = {_address(tensor): tensor for tensor in tensors_in(result)}
+        if operands and self._not_stored.issuperset(operands):
+            self._not_stored.update(results)
+            return
+        for address, tensor in operands.items():
+            if self._made.get(address, index) < index:
+                stage.entering[address] = self._size(tensor)
+        self._not_stored.difference_update(results.keys() - operands.keys())  # memory that was used before
+        if torch.Tag.nondeterministic_seeded in operator.tags:
+            # The SDK draws the numbers of a dropout again; the last result is the mask.
+            self._not_stored.update(list(results)[-1:])
+        self._made.update(dict.fromkeys(results, index))
+        together = {**operands, **results}
+        sizes = (self._size(tensor) for address, tensor in together.items() if address not in self._not_stored)
+        stage.operands = max(stage.operands, sum(sizes))
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        address = _address(tensor)
+        if address not in self._not_stored and address not in self._saved:
+            self._saved.add(address)
+            stage = self._stage()
+            stage.segments[-1] += self._size(tensor)
+            stage.tensors += 1
+        return tensor
+
+    def _end_segment(self, tensor: torch.Tensor) -> None:
+        stage = self._stage()
+        stage.segments.append(0)
+        stage.checkpoints += self._size(tensor)
+
+    def _size(self, tensor: torch.Tensor) -> int:
+        elements = min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.element_size())
+        if tensor.is_floating_point():
+            return elements * min(self._float_bytes, tensor.element_size())
+        return elements * min(4, tensor.element_size())  # the device has no integers of 64 bits
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

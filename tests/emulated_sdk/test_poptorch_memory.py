@@ -1,0 +1,149 @@
+"""The estimate of the memory of each IPU: what it depends on, its warning, and the Error in strict mode."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Callable, Optional
+
+import poptorch
+import pytest
+import torch
+from torch import nn
+
+WIDTH, SAMPLES = 64, 16
+
+
+class Layers(nn.Module):
+    """Linear layers, the first of each IPU's in a block of its own, and a loss."""
+
+    def __init__(self, ipus: int = 1, layers: int = 2, checkpoint: bool = False) -> None:
+        super().__init__()
+        self.ipus, self.checkpoint = ipus, checkpoint
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(ipus * layers))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        size = len(self.layers) // self.ipus
+        for ipu in range(self.ipus):
+            with poptorch.Block(ipu_id=ipu):
+                for layer in self.layers[ipu * size : (ipu + 1) * size]:
+                    x = layer(x).tanh()
+                    if self.checkpoint:
+                        x = poptorch.recomputationCheckpoint(x)
+                if ipu == self.ipus - 1:
+                    return poptorch.identity_loss(x.float(), "mean")
+        return x
+
+
+def memory(
+    model: nn.Module,
+    accumulation: int = 8,
+    optimizer: Callable[..., Any] = poptorch.optim.SGD,
+    change: Optional[Callable[[poptorch.Options], Any]] = None,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> Any:
+    options = poptorch.Options()
+    options.showCompilationProgressBar(False)
+    options.Training.gradientAccumulation(accumulation)
+    if change is not None:
+        change(options)
+    training = poptorch.trainingModel(model, options, optimizer(model.parameters(), lr=0.1, **settings))
+    training.compile(torch.zeros(1, WIDTH, dtype=dtype).expand(SAMPLES * accumulation, -1))
+    return training.emulatedMemory()
+
+
+PARAMETERS = 2 * (WIDTH * WIDTH + WIDTH)
+ACTIVATION = SAMPLES * WIDTH * 4
+
+
+def test_weights_gradients_and_state_are_counted_by_their_dtypes():
+    (one,) = memory(Layers(), momentum=0.9)
+    assert (one.weights, one.gradients, one.optimizer) == (4 * PARAMETERS, 4 * PARAMETERS, 4 * PARAMETERS)
+    (half,) = memory(Layers().half(), dtype=torch.half, momentum=0.9, accum_type=torch.half)
+    assert (half.weights, half.gradients, half.optimizer) == (2 * PARAMETERS, 2 * PARAMETERS, 4 * PARAMETERS)
+    assert 2 * half.activations == one.activations
+    (adam,) = memory(Layers(), optimizer=poptorch.optim.Adam, first_order_momentum_accum_type=torch.half)
+    assert adam.optimizer == 6 * PARAMETERS
+    (combined,) = memory(Layers(), momentum=0.9, use_combined_accum=True)
+    assert combined.optimizer == 0
+    (single,) = memory(Layers(), accumulation=1)
+    assert (single.gradients, single.optimizer) == (4 * WIDTH * WIDTH, 0)
+
+
+def off_chip(options: poptorch.Options) -> None:
+    settings = poptorch.TensorLocationSettings().useOnChipStorage(False).minElementsForOffChip(0)
+    options.TensorLocations.setOptimizerLocation(settings)
+
+
+def sharded(options: poptorch.Options) -> None:
+    options.replicationFactor(2)
+    settings = poptorch.TensorLocationSettings().useReplicatedTensorSharding().minElementsForReplicatedTensorSharding(0)
+    options.TensorLocations.setOptimizerLocation(settings)
+
+
+def test_tensor_locations_reduce_the_optimizer_state():
+    (one,) = memory(Layers(), momentum=0.9, change=off_chip)
+    assert one.optimizer == 4 * WIDTH * WIDTH  # the largest tensor, while it is used
+    training = Layers()
+    options = poptorch.Options()
+    options.showCompilationProgressBar(False)
+    sharded(options)
+    model = poptorch.trainingModel(training, options, poptorch.optim.SGD(training.parameters(), lr=0.1, momentum=0.9))
+    model.compile(torch.zeros(2 * SAMPLES, WIDTH))
+    assert model.emulatedMemory()[0].optimizer == 2 * PARAMETERS
+
+
+def recomputation(mode: int) -> Callable[[poptorch.Options], Any]:
+    return lambda options: options._Popart.set("autoRecomputation", mode)
+
+
+def test_a_pipeline_keeps_the_activations_of_the_micro_batches_in_flight():
+    kept = [each.activations for each in memory(Layers(ipus=2), change=recomputation(0))]
+    operands = 2 * 2 * ACTIVATION  # of the largest operator, and their gradients
+    # The first stage saves its input and the results of its two layers for 3 micro-batches, the last for 1.
+    assert [(each - operands) // ACTIVATION for each in kept] == [9, 2]
+
+
+def test_recomputation_keeps_the_inputs_of_stages_and_checkpoints():
+    plain, recomputed = memory(Layers(ipus=2), change=recomputation(0)), memory(Layers(ipus=2))  # the default
+    assert recomputed[0].activations < plain[0].activations
+    assert recomputed[1].activations == plain[1].activations  # the last stage computes its backward at once
+    checkpoints = memory(Layers(ipus=2, checkpoint=True))
+    # Two tensors more for each of 3 micro-batches, and two less to compute again at a time.
+    assert checkpoints[0].activations - recomputed[0].activations == (2 * 3 - 1) * ACTIVATION
+    (without,) = memory(Layers(layers=8), change=recomputation(0))
+    (standard,) = memory(Layers(layers=8), change=recomputation(1))
+    assert standard.activations < without.activations
+
+
+def test_activations_grow_with_the_micro_batch():
+    model = poptorch.inferenceModel(nn.Linear(WIDTH, WIDTH))
+    model.compile(torch.zeros(2, WIDTH))
+    (one,), (eight,) = model.emulatedMemory(), model.emulatedMemory(micro_batch_factor=8)
+    assert eight.activations == 8 * one.activations
+    assert eight.weights == one.weights == 4 * PARAMETERS // 2
+    assert (one.gradients, one.optimizer) == (0, 0)
+
+
+def test_a_nearly_full_ipu_is_a_warning_and_a_full_one_an_error_in_strict_mode(monkeypatch, caplog):
+    model = nn.Linear(WIDTH, WIDTH)
+    inputs = torch.zeros(1, WIDTH)
+    (needed,) = compiled_memory(model, inputs)
+    with caplog.at_level(logging.WARNING, "poptorch"):
+        for share, warning in ((0.84, ""), (0.9, "nearly full: IPU 0: 90 %"), (1.1, "Out of memory")):
+            # 20 % of the memory are code and exchange.
+            size = round((needed.total - needed.code) / (share - 0.2))
+            monkeypatch.setattr("poptorch.device.memory_estimate.MEMORY_BYTES", size)
+            compiled_memory(model, inputs)
+            assert (warning in caplog.text) if warning else not caplog.records
+    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
+    executor = poptorch.inferenceModel(model)
+    with pytest.raises(poptorch.Error, match=r"Out of memory.*IPU 0: 110 %"):
+        executor.compile(inputs)
+    assert not executor.isCompiled()
+
+
+def compiled_memory(model: nn.Module, inputs: torch.Tensor) -> Any:
+    executor = poptorch.inferenceModel(model)
+    executor.compile(inputs)
+    return executor.emulatedMemory()
