@@ -11,12 +11,13 @@ passes.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from pathlib import Path
 from typing import Callable, List, Optional
 
-from conformance import expected, runs, tables
+from conformance import expected, horovod, runs, tables
 from conformance.clone import CloneError
 from conformance.outcomes import FAILED, RunOptions, Suite
 
@@ -54,8 +55,6 @@ def main(arguments: Optional[List[str]] = None) -> int:
         if args.git_dir is not None:
             good &= _conforms("PopTorch", runs.run, args.git_dir, options, show=args.show)
         if args.horovod_git is not None:
-            from conformance import horovod
-
             good &= _conforms("Horovod", horovod.run, args.horovod_git, options, show=args.show)
     except (CloneError, expected.ListError) as error:
         return _refuse(str(error))
@@ -88,4 +87,5 @@ def _refuse(message: str) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the temporary folder is deleted
     sys.exit(main())

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Dict, List, Tuple
+from typing import Dict, List
 
 from conformance.clone import extract
+from conformance.forks import Forks
 from conformance.outcomes import EXCLUDED, FAILED, Outcome, RunOptions, Suite
 
 _SCRIPTS = Path(__file__).resolve().parents[1]
@@ -31,8 +30,25 @@ def run(git_dir: Path, folder: Path, options: RunOptions) -> Suite:
     found = {*(folder / "tests").rglob("*_test.py"), *(folder / "tests").rglob("test_*.py")}
     names = sorted(str(path.relative_to(folder / "tests")) for path in found)
     names = [name for name in names if options.only in name]
+    waiting = names[::-1]
+    suite: Suite = {}
+
+    def work(forks: Forks) -> None:
+        while waiting:
+            name = waiting.pop()
+            suite[name] = _outcomes(name, folder, options, forks)
+            print(f"{name}: {len(suite[name])} tests", file=sys.stderr)
+
+    processes = [Forks(folder, child_environment(folder)) for _ in range(min(options.jobs, len(names)))]
     with ThreadPoolExecutor(options.jobs) as pool:
-        return dict(zip(names, pool.map(lambda name: _outcomes(name, folder, options), names)))
+        try:
+            for worker in [pool.submit(work, forks) for forks in processes]:
+                worker.result()
+        finally:  # before the threads are joined: they wait for the processes
+            waiting.clear()
+            for forks in processes:
+                forks.close()
+    return suite
 
 
 def child_environment(folder: Path) -> Dict[str, str]:
@@ -57,13 +73,19 @@ def _write_libraries(tests: Path) -> None:
         source.with_name(f"lib{source.stem}.so").touch()
 
 
-def _outcomes(name: str, folder: Path, options: RunOptions) -> List[Outcome]:
+def _outcomes(name: str, folder: Path, options: RunOptions, forks: Forks) -> List[Outcome]:
     """The outcomes of one file; a test that ends the process is a failure, and the tests after it run in a new one."""
     report = folder / (name.replace("/", "__") + ".jsonl")
     report.touch()
+    log = report.with_suffix(".log")
+    log.touch()
+    arguments = ["-q", "--tb=short", "-c", str(folder / "pytest.ini"), "--extended-tests", "-p", "conformance.plugin"]
+    arguments += ["-p", "no:cacheprovider", f"tests/{name}", *(["-k", options.keyword] if options.keyword else [])]
+    environment = {"CONFORMANCE_REPORT": str(report), "CONFORMANCE_FOLDER": str(folder / "tests")}
     deadline = time.monotonic() + options.limit_s
     while True:
-        status, output = _run_child(name, folder, report, options, deadline - time.monotonic())
+        status = forks.run(arguments, environment, log, deadline - time.monotonic())
+        output = log.read_text(encoding="utf-8", errors="replace")
         progress = _Progress.read(report)
         outcomes = list(progress.outcomes.values())
         if status is None:
@@ -84,35 +106,6 @@ def _collection_outcome(output: str) -> Outcome:
     if missing and missing[1] not in _OWN_PACKAGES:
         return Outcome("(file)", EXCLUDED, f"the library {missing[1]} is not installed")
     return Outcome("(collection)", FAILED, output)
-
-
-def _run_child(name: str, folder: Path, report: Path, options: RunOptions, limit_s: float) -> Tuple[int | None, str]:
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-c", str(folder / "pytest.ini"), "--extended-tests"]
-    command += ["-p", "conformance.plugin", "-p", "no:cacheprovider"]
-    command += [f"tests/{name}", *(["-k", options.keyword] if options.keyword else [])]
-    environment = {
-        **child_environment(folder),
-        "CONFORMANCE_REPORT": str(report),
-        "CONFORMANCE_FOLDER": str(folder / "tests"),
-    }
-    with subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    ) as child:
-        try:
-            output = child.communicate(timeout=max(limit_s, 0))[0].decode(errors="replace")
-            return child.returncode, output
-        except subprocess.TimeoutExpired:
-            return None, ""
-        finally:
-            _end_group(child)
-
-
-def _end_group(child: subprocess.Popen[bytes]) -> None:
-    """Ends the child and the processes that its tests have left."""
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 class _Progress:
