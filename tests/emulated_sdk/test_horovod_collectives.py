@@ -6,6 +6,7 @@ import os
 from typing import Any, Dict, List
 
 import horovod.torch as hvd
+import numpy as np
 import pytest
 import torch
 from ranks import both, run_ranks, set_rank
@@ -77,6 +78,20 @@ def reduce(rank: int, size: int) -> Dict[str, Any]:
         "strided": error_of(lambda: hvd.allreduce(torch.zeros(2, 3).t())),
         "both": error_of(lambda: hvd.allreduce(torch.zeros(1), True, op=hvd.Sum)),
         "bad_op": error_of(lambda: hvd.allreduce(torch.zeros(1), op=9)),
+    }
+
+
+def factors(rank: int, size: int) -> Dict[str, Any]:
+    """Each rank has the same numbers, so that the sums are exact, in any order."""
+    given = {dtype: (100 * numbers(1, 12)).to(dtype) for dtype in REDUCED}
+    before, after = {"op": hvd.Sum, "prescale_factor": 0.37}, {"op": hvd.Sum, "postscale_factor": 0.37}
+    return {
+        "before": [hvd.allreduce(each, **before) for each in given.values()],
+        "after": [hvd.allreduce(each, **after) for each in given.values()],
+        "grouped": hvd.grouped_allreduce(list(given.values()), **before),
+        "scattered": [hvd.allgather(hvd.reducescatter(each, **before)) for each in given.values()],
+        "scattered_group": [hvd.allgather(part) for part in hvd.grouped_reducescatter(list(given.values()), **after)],
+        "mean": hvd.allreduce(given[torch.float32], op=hvd.Average, postscale_factor=3.0),
     }
 
 
@@ -152,7 +167,7 @@ def death_of_a_rank(rank: int, size: int) -> str:
     return error_of(lambda: hvd.allreduce(numbers(rank), name="death"))
 
 
-RANK_FUNCTIONS = ["start", "reduce", "gather", "copy", "disagreements", "restart", "death_of_a_rank"]
+RANK_FUNCTIONS = ["start", "reduce", "factors", "gather", "copy", "disagreements", "restart", "death_of_a_rank"]
 
 # ---- tests
 
@@ -226,6 +241,27 @@ def test_other_reductions_and_factors(pod: Dict[str, List[Any]]) -> None:
     assert common(pod["reduce"], "empty").shape == (0,)
 
 
+def in_numpy(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return the product in the tensor's dtype; half in float32, integers in float64."""
+    array = tensor.numpy()
+    wide = {"float16": np.float32, "int32": np.float64, "int64": np.float64}.get(array.dtype.name, array.dtype)
+    return torch.from_numpy((array.astype(wide) * np.dtype(wide).type(factor)).astype(array.dtype))
+
+
+@pytest.mark.parametrize("index", range(len(REDUCED)), ids=str)
+def test_factors_multiply_in_the_dtype_of_the_tensors(pod: Dict[str, List[Any]], index: int) -> None:
+    given = (100 * numbers(1, 12)).to(REDUCED[index])
+    for key in ("before", "grouped", "scattered"):
+        assert torch.equal(common(pod["factors"], key)[index], in_numpy(given, 0.37) * 4)
+    for key in ("after", "scattered_group"):
+        assert torch.equal(common(pod["factors"], key)[index], in_numpy(given * 4, 0.37))
+
+
+def test_the_average_is_a_factor_after_the_sum(pod: Dict[str, List[Any]]) -> None:
+    expected = in_numpy(100 * numbers(1, 12) * 4, 3.0 / 4)
+    assert torch.equal(common(pod["factors"], "mean"), expected)
+
+
 @pytest.mark.parametrize("key", ["compressed", "compressed_group"])
 def test_compression_rounds_to_float16(pod: Dict[str, List[Any]], key: str) -> None:
     compressed = common(pod["reduce"], key)
@@ -278,10 +314,22 @@ def test_broadcast_takes_parameters_tensors_and_objects(pod: Dict[str, List[Any]
         assert found["generator"].startswith("ValueError: invalid params of type: <class 'generator'>")
 
 
-@pytest.mark.parametrize("argument", ["shape", "dtype", "op", "factor", "root", "gather"])
+SENTENCES = {
+    "shape": "ALLREDUCE tensor shapes: One rank sent a tensor of shape [2], but another rank sent a tensor of shape"
+    " [3].",
+    "dtype": "data types: One rank had type float32, but another rank had type float64.",
+    "op": "reduction operation: One rank sent reduction op 3, but another rank sent reduction op 4.",
+    "factor": "prescale and/or postscale factors: One rank sent factors (1, 1), but another rank sent factors (2, 1).",
+    "root": "BROADCAST root ranks: One rank specified root rank 0, but another rank specified root rank 1.",
+    "gather": "ALLGATHER tensor shapes: One rank sent a tensor with dimension 1 equal to 1, but another rank sent a"
+    " tensor with dimension 1 equal to 2.",
+}
+
+
+@pytest.mark.parametrize("argument", SENTENCES)
 def test_a_disagreement_is_the_same_error_on_all_ranks(pod: Dict[str, List[Any]], argument: str) -> None:
     messages = [found[argument] for found in pod["disagreements"]]
-    assert messages[0].startswith("HorovodInternalError: Mismatched ")
+    assert messages[0].startswith("HorovodInternalError: Mismatched " + SENTENCES[argument])
     assert len(set(messages)) == 1
 
 

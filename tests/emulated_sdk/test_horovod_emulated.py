@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
+from pathlib import Path
 from typing import Any, Dict, List
 
 import horovod.torch as hvd
@@ -152,11 +154,7 @@ def test_a_single_rank_needs_no_rendezvous() -> None:
     ("call", "message"),
     [
         (lambda: hvd.allreduce(torch.zeros(1), op=hvd.Adasum), "no Adasum"),
-        (lambda: hvd.barrier(process_set=hvd.ProcessSet([0])), "one process set only"),
-        (lambda: hvd.allreduce(torch.zeros(1), process_set=None), "one process set only"),
-        (lambda: hvd.add_process_set([0]), "one process set only"),
-        (lambda: hvd.init(comm=[0]), "all ranks only"),
-        (lambda: hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), "x", hvd.Sum), "sparse"),
+        (lambda: hvd.init(comm=[0]), "joins all ranks"),
     ],
 )
 def test_unsupported_features_are_an_error(call: Any, message: str) -> None:
@@ -174,11 +172,64 @@ def test_unsupported_features_are_an_error(call: Any, message: str) -> None:
         (lambda: hvd.alltoall(torch.zeros(2), splits=[-1]), "do not fit"),
         (lambda: hvd.alltoall(torch.tensor(1.0)), "0-d"),
         (lambda: hvd.poll(10**9), "was not created"),
+        (lambda: hvd.barrier(process_set=hvd.ProcessSet([0])), "Barrier: Process set provided does not exist"),
+        (lambda: hvd.add_process_set([0]), "HOROVOD_DYNAMIC_PROCESS_SETS=1"),
+        (lambda: hvd.init(comm=5), "MPI"),
+        (lambda: hvd.ProcessSet(["a"]), "list of process ranks"),  # type: ignore[list-item]
     ],
 )
 def test_invalid_arguments_are_an_error(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_sparse_tensors_are_added_only() -> None:
+    matrix = torch.eye(2).to_sparse()
+    assert torch.equal(hvd.sparse_allreduce_async(matrix, "x", hvd.Average)().to_dense(), torch.eye(2))
+    with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="Average or Sum only, not Max"):
+        hvd.sparse_allreduce_async(matrix, "x", hvd.Max)
+
+
+def test_invalid_process_sets_of_init_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ranks, message in (([0], "entry number 0 is a duplicate"), ([0, 1], "invalid rank: 1"), ([0, 0], "rank: 0")):
+        with pytest.raises(ValueError, match=message):
+            hvd.init(process_sets=[hvd.ProcessSet(ranks)])
+        assert not hvd.is_initialized()
+
+
+def test_ineffective_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "0")
+    monkeypatch.setenv("HOROVOD_CONTROLLER", "mpi")
+    with pytest.warns(UserWarning, match="the emulated Horovod ignores") as found:
+        hvd.init()
+    hvd.shutdown()
+    texts = [str(each.message) for each in found]
+    assert any("ignores HOROVOD_FUSION_THRESHOLD:" in text for text in texts)
+    assert any("ignores HOROVOD_CONTROLLER=mpi" in text for text in texts)
+
+
+def test_the_timeline_of_a_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "timeline.json"))
+    monkeypatch.setenv("HOROVOD_TIMELINE_MARK_CYCLES", "1")
+    hvd.init()
+    hvd.allreduce(torch.ones(1), name="x")
+    events = json.loads((tmp_path / "timeline.json").read_text())  # valid at any time
+    hvd.shutdown()
+    names = [(event["ph"], event.get("name")) for event in events]
+    assert names == [
+        ("M", "process_name"),
+        ("M", "process_name"),
+        ("M", "process_sort_index"),
+        ("B", "NEGOTIATE_ALLREDUCE"),
+        ("X", "0"),
+        ("i", "CYCLE_START"),
+        ("E", None),
+        ("B", "ALLREDUCE"),
+        ("E", None),
+    ]
+    assert events[0]["args"]["start_time_since_epoch_in_micros"] > 0
+    assert events[1]["args"]["name"] == "allreduce.x"
 
 
 def test_elastic_mode_is_an_error() -> None:

@@ -90,6 +90,23 @@ def branches(rank: int, size: int) -> List[Any]:
     return found
 
 
+def sparse(rank: int, size: int) -> List[Any]:
+    """Train an embedding with sparse gradients; then reduce one in which the ranks have different rows."""
+    found: List[Any] = []
+    for sparse_as_dense in (False, True):
+        table = torch.nn.Embedding(4, 2, sparse=True)
+        torch.nn.init.zeros_(table.weight)
+        inner = torch.optim.SGD(table.parameters(), lr=1.0)
+        hvd.broadcast_optimizer_state(inner, 0, table)
+        optimizer = hvd.DistributedOptimizer(inner, table.named_parameters(), sparse_as_dense=sparse_as_dense)
+        table(torch.tensor([rank, 3] if rank else [0])).sum().backward()
+        optimizer.step()
+        found += [table.weight[:, 0].tolist(), table.weight.grad.is_sparse]
+    matrix = torch.diag(torch.tensor([1.0, float(rank)])).to_sparse()
+    total = hvd.sparse_allreduce_async(matrix, name="matrix", op=hvd.Sum)()
+    return [*found, total.to_dense().tolist()]
+
+
 def misuse(rank: int, size: int) -> List[str]:
     def error_of(call: Any) -> str:
         try:
@@ -106,7 +123,10 @@ def misuse(rank: int, size: int) -> List[str]:
         error_of(lambda: hvd.DistributedOptimizer(inner, list(model.parameters()))),
         error_of(lambda: hvd.DistributedOptimizer(inner, backward_passes_per_step=0)),
         error_of(lambda: hvd.DistributedOptimizer(inner, op=hvd.Sum, gradient_predivide_factor=2.0)),
+        error_of(lambda: hvd.DistributedOptimizer(inner, groups=[[model[0].weight], [model[0].weight]])),
     ]
+    unnamed = hvd.DistributedOptimizer(torch.optim.SGD(network().parameters(), lr=0.1))
+    assert list(unnamed._parameter_names.values()) == [f"allreduce.noname.0.{index}" for index in range(4)]
     optimizer = hvd.DistributedOptimizer(inner, model.named_parameters())
     model(batches()[0]).sum().backward()
     found.append(error_of(optimizer.zero_grad))
@@ -137,7 +157,9 @@ def broadcast_state(rank: int, size: int) -> Dict[str, Any]:
 
 @pytest.fixture(scope="module", params=both())
 def pod(request: pytest.FixtureRequest) -> Dict[str, List[Any]]:
-    return run_ranks(__file__, ["start", "train", "branches", "misuse", "broadcast_state"], 2, horovod=request.param)
+    return run_ranks(
+        __file__, ["start", "train", "branches", "sparse", "misuse", "broadcast_state"], 2, horovod=request.param
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -152,13 +174,19 @@ def test_a_missing_gradient_counts_as_zero(pod: Dict[str, List[Any]]) -> None:
     assert pod["branches"] == [[0.5, 0.5]] * 2
 
 
+def test_sparse_gradients_are_averaged(pod: Dict[str, List[Any]]) -> None:
+    weights = [-0.5, -0.5, 0.0, -0.5]
+    assert pod["sparse"] == [[weights, True, weights, True, [[2.0, 0.0], [0.0, 1.0]]]] * 2
+
+
 def test_misuse_is_an_error(pod: Dict[str, List[Any]]) -> None:
-    unnamed, duplicate, no_tuples, passes, predivide, early_zero_grad, extra_backward = pod["misuse"][0]
+    unnamed, duplicate, no_tuples, passes, predivide, twice, early_zero_grad, extra_backward = pod["misuse"][0]
     assert "were not named" in unnamed
     assert "must be unique. Found duplicates: a" in duplicate
     assert "sequence of tuples" in no_tuples
     assert "backward_passes_per_step must be > 0" in passes
     assert "gradient_predivide_factor not supported" in predivide
+    assert "A parameter can only appear once in groups" in twice
     assert early_zero_grad.startswith("AssertionError: optimizer.zero_grad() was called after loss.backward()")
     assert extra_backward.startswith("AssertionError: Gradients were computed more than backward_passes_per_step times")
 

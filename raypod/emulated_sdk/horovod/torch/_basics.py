@@ -1,16 +1,17 @@
-"""Initialization, the position of this rank, the timeline and process sets."""
+"""Initialization, the position of this rank and the timeline."""
 
 from __future__ import annotations
 
 import atexit
 import os
-import warnings
-from typing import Any, List, Optional, Sequence, Union
+from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 
 from _pod import wires
 
-from horovod.torch import _engine
+from horovod.torch import _process_sets, _variables
 from horovod.torch._position import GROUP, Position, determine_position
+from horovod.torch._process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from horovod.torch._timeline import Timeline
 
 __all__ = [
     "ProcessSet",
@@ -32,28 +33,72 @@ __all__ = [
 ]
 
 _position: Optional[Position] = None
+_timeline = Timeline()
 
 
-def init(comm: Any = None, process_sets: Any = None) -> None:
+def init(comm: Any = None, process_sets: Union[None, str, Iterable[ProcessSet]] = None) -> None:
     """Join all other ranks; no effect if already initialized. All ranks must call it.
 
+    Args:
+        process_sets: the process sets to register, the same on all ranks, besides `global_process_set`; or "dynamic",
+            which allows `add_process_set` and `remove_process_set` as HOROVOD_DYNAMIC_PROCESS_SETS=1 does.
+
     Raises:
-        NotImplementedError: `comm` or `process_sets` selects a part of the ranks.
+        NotImplementedError: `comm` selects a part of the ranks.
         RuntimeError: an environment variable is invalid, or a rank (named) has not joined in time.
+        ValueError: a process set is invalid or a duplicate; `comm` is no list of ranks.
     """
     global _position
-    if comm or (process_sets and process_sets != "dynamic"):
-        raise NotImplementedError("the emulated Horovod supports all ranks only: omit comm and process_sets")
-    if _position is None:
-        _position = determine_position()
-    _engine.start(wires.connect(GROUP, _position.rank, _position.size))
+    _check_comm(comm)
+    if _position is not None:
+        return
+    is_dynamic = _variables.is_set("HOROVOD_DYNAMIC_PROCESS_SETS")
+    if isinstance(process_sets, str):
+        is_dynamic = is_dynamic or process_sets.lower() == "dynamic"
+        process_sets = None
+    position = determine_position()
+    checked = _checked_sets(list(process_sets or []), position.size)
+    _position = position
+    timeline = os.environ.get("HOROVOD_TIMELINE", "")
+    if position.rank == 0:
+        _variables.warn_of_ignored()
+        if timeline not in ("", "DYNAMIC"):
+            _timeline.start(timeline, _variables.is_set("HOROVOD_TIMELINE_MARK_CYCLES"))
+    _process_sets.start(position.rank, position.size, is_dynamic, _timeline)
+    for process_set, ranks in checked:
+        _process_sets.register(process_set, ranks)
+
+
+def _check_comm(comm: Any) -> None:
+    if comm is None or (isinstance(comm, (list, tuple, range)) and not comm):
+        return
+    if not isinstance(comm, (list, tuple, range)):
+        raise ValueError("Horovod has not been built with MPI support: comm is a list of ranks")
+    raise NotImplementedError("the emulated Horovod joins all ranks: omit comm, and use process sets")
+
+
+def _checked_sets(process_sets: List[ProcessSet], size: int) -> List[Tuple[ProcessSet, List[int]]]:
+    """Return the sets with their ranks; ValueError if one is invalid or has the ranks of another one."""
+    checked: List[Tuple[ProcessSet, List[int]]] = []
+    seen = [list(range(size))]
+    for index, process_set in enumerate(process_sets):
+        ranks = _process_sets.checked_ranks(process_set, size)
+        if ranks in seen:
+            raise ValueError(
+                f"Horovod could not be initialized because process_sets entry number {index} is a duplicate:"
+                f" {process_set}"
+            )
+        seen.append(ranks)
+        checked.append((process_set, ranks))
+    return checked
 
 
 def shutdown() -> None:
     """Disconnect from the other ranks, whose later collectives fail. `init` may be called again."""
     global _position
-    _engine.stop()
-    wires.disconnect(GROUP)
+    _process_sets.stop()
+    wires.disconnect(GROUP)  # `init` may have failed after it has connected
+    _timeline.stop()
     _position = None
 
 
@@ -108,75 +153,25 @@ def is_homogeneous() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Warn that no timeline is written.
+    """Write a timeline of the operations to a new file, on rank 0; no effect while one is being written.
 
     Raises:
+        OSError: the file cannot be opened.
         ValueError: before `init`, or without HOROVOD_TIMELINE=DYNAMIC.
     """
-    _initialized()
+    position = _initialized()
     if os.environ.get("HOROVOD_TIMELINE") != "DYNAMIC":
         raise ValueError("Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage.")
-    warnings.warn(f"the emulated Horovod writes no timeline; {file_path} is not created", stacklevel=2)
+    if position.rank == 0:
+        _timeline.start(file_path, mark_cycles)
 
 
 def stop_timeline() -> None:
-    """Do nothing; ValueError before `init`."""
+    """Close the file of the timeline; ValueError before `init`."""
     _initialized()
+    _timeline.stop()
 
 
-_ONE_PROCESS_SET = "the emulated Horovod has one process set only, hvd.global_process_set"
-
-
-class ProcessSet:
-    """A set of ranks. Sets other than `global_process_set` can be created, but not used."""
-
-    process_set_id: Optional[int] = None
-    mpi_comm: Any = None
-
-    def __init__(self, ranks_or_comm: Sequence[int]) -> None:
-        """Raise ValueError unless all elements are integers."""
-        ranks = sorted(ranks_or_comm)
-        if any(not isinstance(rank, int) for rank in ranks):
-            raise ValueError(f"a ProcessSet takes ranks, which are integers; got {ranks_or_comm!r}")
-        self._ranks = ranks
-
-    @property
-    def ranks(self) -> Optional[List[int]]:
-        """The ranks, sorted."""
-        return list(range(size())) if self.process_set_id == 0 and is_initialized() else self._ranks
-
-    def size(self) -> Optional[int]:
-        """Return the number of ranks; None if the set is not in use, ValueError before `init`."""
-        return None if self.process_set_id is None else size()
-
-    def rank(self) -> Optional[int]:
-        """Return this process's rank in the set; None if the set is not in use, ValueError before `init`."""
-        return None if self.process_set_id is None else rank()
-
-    def included(self) -> Optional[bool]:
-        """Return whether this process belongs to the set; ValueError before `init`."""
-        return rank() in (self.ranks or [])
-
-    def __str__(self) -> str:
-        """Return Horovod's text."""
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
-
-
-global_process_set = ProcessSet([])
-global_process_set.process_set_id = 0
-
-
-def add_process_set(process_set: Union[ProcessSet, Sequence[int]]) -> ProcessSet:
-    """Raise NotImplementedError."""
-    raise NotImplementedError(f"{_ONE_PROCESS_SET}; {process_set} cannot be added")
-
-
-def remove_process_set(process_set: ProcessSet) -> bool:
-    """Return False: `global_process_set` cannot be removed, and there is no other."""
-    return False
-
-
-def check_process_set(process_set: Any) -> None:
-    """Raise NotImplementedError for any process set except `global_process_set`."""
-    if process_set is not global_process_set:
-        raise NotImplementedError(f"{_ONE_PROCESS_SET}; got {process_set}")
+def _get_process_set_ids_and_ranks() -> Dict[int, List[int]]:
+    """Return the ranks of all process sets by id, under the name that Horovod's own tests use."""
+    return _process_sets.ids_and_ranks()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, FrozenSet, List, Optional
+from typing import Any, FrozenSet, List, Optional, Sequence
 
 import torch
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.torch._basics import size
-from horovod.torch._engine import engine
 from horovod.torch._operations import ReduceOp, Tensors
 
 REDUCED = frozenset([torch.int32, torch.int64, torch.float16, torch.float32, torch.float64])
@@ -18,7 +16,6 @@ MOVED = REDUCED | {torch.uint8, torch.int8, torch.int16}
 
 def check_tensors(tensors: Tensors, dtypes: FrozenSet[torch.dtype], rows_for: str = "") -> None:
     """Raise ValueError for tensors that Horovod does not take; `rows_for` needs at least one, and no 0-d tensor."""
-    engine()
     if not tensors and rows_for:
         raise ValueError(f"{rows_for} needs at least one tensor")
     for tensor in tensors:
@@ -58,16 +55,16 @@ def checked_op(op: int) -> ReduceOp:
     return ReduceOp(op)
 
 
-def checked_root(root_rank: int) -> int:
-    """Return the rank; ValueError if there is no such rank."""
-    if not 0 <= root_rank < size():
-        raise ValueError(f"broadcast received invalid root rank {root_rank}: there are {size()} ranks")
-    return root_rank
+def checked_root(root_rank: int, ranks: Sequence[int]) -> int:
+    """Return the index of the rank among those of the process set; ValueError if it does not belong to it."""
+    if root_rank not in ranks:
+        raise ValueError(f"broadcast received invalid root rank {root_rank} for provided process set {list(ranks)}")
+    return ranks.index(root_rank)
 
 
-def checked_splits(tensor: torch.Tensor, splits: Any) -> List[int]:
-    """Return the number of rows for each rank; ValueError if they do not fit the tensor."""
-    ranks, rows = size(), tensor.shape[0]
+def checked_splits(tensor: torch.Tensor, splits: Any, ranks: int) -> List[int]:
+    """Return the number of rows for each of `ranks` ranks; ValueError if they do not fit the tensor."""
+    rows = tensor.shape[0]
     if splits is None:
         if rows % ranks:
             raise ValueError(

@@ -11,13 +11,12 @@ HorovodInternalError before `init`, if the ranks disagree, and if a rank is lost
 from __future__ import annotations
 
 import inspect
-from typing import Any, Callable, FrozenSet, Optional, Sequence, Tuple, Type
+from typing import Any, Callable, FrozenSet, List, Optional, Sequence, Tuple, Type
 
 import torch
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import _operations as operations
-from horovod.torch._basics import check_process_set, global_process_set, rank, size
 from horovod.torch._checks import (
     MOVED,
     REDUCED,
@@ -27,9 +26,12 @@ from horovod.torch._checks import (
     checked_splits,
     chosen_op,
 )
-from horovod.torch._engine import submit, synchronize
+from horovod.torch._handles import submit, synchronize
 from horovod.torch._operations import ReduceOp, Tensors
+from horovod.torch._process_sets import engine_of, global_process_set
 from horovod.torch.compression import Compression
+
+_Make = Callable[[str], operations.Operation]
 
 
 class Collective:
@@ -52,12 +54,16 @@ class Collective:
 
     def submit(self, inputs: Tensors, outputs: Optional[Tensors] = None) -> int:
         """Check the arguments, submit the operation and return its handle; `outputs` None: new tensors."""
-        check_process_set(self.process_set)
+        engine = engine_of(self.process_set, self.operation)
         check_tensors(inputs, self.dtypes, self.kind if self.needs_rows else "")
-        return submit(self.kind, self.name, self.make(inputs, outputs), tuple if self.returns_tuple else _first)
+        make = self.make(inputs, outputs, engine.ranks)
+        return submit(engine, self.kind, self.name, make, tuple if self.returns_tuple else _first)
 
-    def make(self, inputs: Tensors, outputs: Optional[Tensors]) -> Callable[[str], operations.Operation]:
-        """Check the arguments further, and return the constructor of the operation from its key."""
+    def make(self, inputs: Tensors, outputs: Optional[Tensors], ranks: List[int]) -> _Make:
+        """Check the arguments further, and return the constructor of the operation from its key.
+
+        `ranks` are those of the process set.
+        """
         raise NotImplementedError
 
     def backward(self, gradients: Tensors) -> Tensors:
@@ -102,15 +108,15 @@ class Allreduce(Collective):
         process_set: Any = global_process_set,
     ) -> None:
         super().__init__(kind, name, process_set, compression)
-        self.op, self.scales = chosen_op(op, average), (prescale_factor, postscale_factor)
+        self.op, self.factors = chosen_op(op, average), (prescale_factor, postscale_factor)
 
-    def make(self, inputs: Tensors, outputs: Optional[Tensors]) -> Callable[[str], operations.Operation]:
+    def make(self, inputs: Tensors, outputs: Optional[Tensors], ranks: List[int]) -> _Make:
         op = checked_op(self.op)
         outputs = [torch.empty_like(tensor) for tensor in inputs] if outputs is None else outputs
-        return lambda key: operations.Allreduce(key, inputs, outputs, op, self.scales)
+        return lambda key: operations.Allreduce(key, inputs, outputs, op, self.factors)
 
     def backward(self, gradients: Tensors) -> Tensors:
-        call = Allreduce(self.kind, None, None, None, self.op, *self.scales, self.process_set)
+        call = Allreduce(self.kind, None, None, None, self.op, *self.factors, self.process_set)
         return list(call.run(gradients))
 
 
@@ -128,7 +134,7 @@ class Allgather(Collective):
     def __init__(self, kind: str, name: Optional[str] = None, process_set: Any = global_process_set) -> None:
         super().__init__(kind, name, process_set)
 
-    def make(self, inputs: Tensors, outputs: Optional[Tensors]) -> Callable[[str], operations.Operation]:
+    def make(self, inputs: Tensors, outputs: Optional[Tensors], ranks: List[int]) -> _Make:
         self.lengths = [tensor.shape[0] for tensor in inputs]
         return lambda key: operations.Allgather(key, inputs)
 
@@ -138,9 +144,9 @@ class Allgather(Collective):
         return super().run(tensors)
 
     def backward(self, gradients: Tensors) -> Tensors:
-        means = Allreduce("grouped_allreduce").run(gradients)
-        (lengths,) = Allgather("allgather").run([torch.tensor([self.lengths])])
-        starts = lengths[: rank()].sum(dim=0).tolist()
+        means = Allreduce("grouped_allreduce", process_set=self.process_set).run(gradients)
+        (lengths,) = Allgather("allgather", process_set=self.process_set).run([torch.tensor([self.lengths])])
+        starts = lengths[: self.process_set.rank()].sum(dim=0).tolist()
         return [mean.narrow(0, *rows) for mean, *rows in zip(means, starts, self.lengths)]
 
 
@@ -158,14 +164,16 @@ class Broadcast(Collective):
         super().__init__(kind, name, process_set)
         self.root_rank = root_rank
 
-    def make(self, inputs: Tensors, outputs: Optional[Tensors]) -> Callable[[str], operations.Operation]:
-        root = checked_root(self.root_rank)
+    def make(self, inputs: Tensors, outputs: Optional[Tensors], ranks: List[int]) -> _Make:
+        root = checked_root(self.root_rank, ranks)
         outputs = [torch.empty_like(tensor) for tensor in inputs] if outputs is None else outputs
         return lambda key: operations.Broadcast(key, inputs, outputs, root)
 
     def backward(self, gradients: Tensors) -> Tensors:
-        means = Allreduce("allreduce").run(gradients)
-        return means if rank() == self.root_rank else [torch.zeros_like(mean) for mean in means]
+        means = Allreduce("allreduce", process_set=self.process_set).run(gradients)
+        ranks = engine_of(self.process_set, self.operation).ranks
+        is_root = ranks[self.process_set.rank()] == self.root_rank
+        return means if is_root else [torch.zeros_like(mean) for mean in means]
 
 
 class Alltoall(Collective):
@@ -186,9 +194,9 @@ class Alltoall(Collective):
         self.returns_tuple = True  # of rows and their number
         self.splits = splits
 
-    def make(self, inputs: Tensors, outputs: Optional[Tensors]) -> Callable[[str], operations.Operation]:
+    def make(self, inputs: Tensors, outputs: Optional[Tensors], ranks: List[int]) -> _Make:
         (tensor,) = inputs
-        self.rows, splits = tensor.shape[0], checked_splits(tensor, self.splits)
+        self.rows, splits = tensor.shape[0], checked_splits(tensor, self.splits, len(ranks))
         return lambda key: operations.Alltoall(key, tensor, splits)
 
     def run(self, tensors: Tensors) -> Any:
@@ -197,7 +205,7 @@ class Alltoall(Collective):
         return results
 
     def backward(self, gradients: Tensors) -> Tensors:
-        returned = Alltoall(self.kind, self.received).run(gradients[:1])[0]
+        returned = Alltoall(self.kind, self.received, process_set=self.process_set).run(gradients[:1])[0]
         unsent = returned.new_zeros(self.rows - returned.shape[0], *returned.shape[1:])
         return [torch.cat([returned, unsent])]
 
@@ -227,17 +235,18 @@ class Reducescatter(Collective):
         postscale_factor: float = 1.0,
     ) -> None:
         super().__init__(kind, name, process_set, compression)
-        self.op, self.scales = op, (prescale_factor, postscale_factor)
+        self.op, self.factors = op, (prescale_factor, postscale_factor)
 
-    def make(self, inputs: Tensors, outputs: Optional[Tensors]) -> Callable[[str], operations.Operation]:
+    def make(self, inputs: Tensors, outputs: Optional[Tensors], ranks: List[int]) -> _Make:
         op = checked_op(self.op)
         if op not in (ReduceOp.Average, ReduceOp.Sum):
             raise HorovodInternalError(f"Reducescatter currently only supports AVERAGE and SUM; got {op.name}")
-        return lambda key: operations.Reducescatter(key, inputs, op, self.scales)
+        return lambda key: operations.Reducescatter(key, inputs, op, self.factors)
 
     def backward(self, gradients: Tensors) -> Tensors:
-        factor = self.scales[0] * self.scales[1] * (size() if self.op == ReduceOp.Sum else 1)
-        return list(Allgather("grouped_allgather").run([gradient * factor for gradient in gradients]))
+        factor = self.factors[0] * self.factors[1] * (self.process_set.size() if self.op == ReduceOp.Sum else 1)
+        gather = Allgather("grouped_allgather", process_set=self.process_set)
+        return list(gather.run([gradient * factor for gradient in gradients]))
 
 
 class _Differentiable(torch.autograd.Function):
@@ -307,9 +316,12 @@ def collective_function(
 
 def broadcast_all(tensors: Tensors, names: Sequence[str], root_rank: int) -> int:
     """Submit a broadcast of several tensors, in place, as one operation; the names must agree too."""
+    engine = engine_of(global_process_set, "broadcast")
     check_tensors(tensors, MOVED)
-    root = checked_root(root_rank)
-    return submit("broadcast_parameters", None, lambda key: operations.Broadcast(key, tensors, tensors, root, names))
+    root = checked_root(root_rank, engine.ranks)
+    return submit(
+        engine, "broadcast_parameters", None, lambda key: operations.Broadcast(key, tensors, tensors, root, names)
+    )
 
 
 def _first(results: Tuple[torch.Tensor, ...]) -> torch.Tensor:

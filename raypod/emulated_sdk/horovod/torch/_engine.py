@@ -1,4 +1,4 @@
-"""The engine: a thread that runs the operations of this rank in the background.
+"""The engine of a process set: a thread that runs the operations of this rank in the background.
 
 An operation is identified by its key. In each round the engines of all ranks exchange the keys that their programs
 have submitted, and run those that all ranks have submitted: ranks may submit in any order. A round takes place when
@@ -6,29 +6,30 @@ every rank has a pending operation, so that an idle engine sends nothing.
 
 If the ranks disagree about an operation, it fails on all ranks with the same error, and the others run. If no operation
 can run and the programs of all ranks are waiting, all pending operations fail: no rank could make progress.
+
+The engine numbers the ranks of its process set from 0; errors name the ranks among all.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
 import threading
 import time
 from itertools import groupby
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set
 
 import torch
 from _pod.wires import Group, timeout_s
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.torch._agreement import Description, disagreement
+from horovod.torch._agreement import Description, disagreement, join_error
 from horovod.torch._operations import Allreduce, Join, Operation, run_together
+from horovod.torch._timeline import Timeline
 
 _INLINE_BYTES = 2048  # of a rank's status in the first message; longer ones need a second message
 _PAUSE_S = 0.001  # between rounds in which no operation could run
 _GRACE_S = 5.0
-_SHUT_DOWN = "Horovod has been shut down, here or by a rank that has ended or failed"
+SHUT_DOWN = "Horovod has been shut down, here or by a rank that has ended or failed"
 _DUPLICATE = (
     "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is currently"
     " being processed. If you want to request another tensor, use a different tensor name."
@@ -43,15 +44,40 @@ class _Status(NamedTuple):
     pending: Dict[str, Description]
 
 
+class Numbering:
+    """Numbers the operations of all engines of this process, in the order of their submission, as Horovod does.
+
+    The number is the name of an unnamed operation: ranks must submit equally many operations before it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = 0
+
+    def take(self) -> int:
+        """Return the next number."""
+        with self._lock:
+            self._next += 1
+            return self._next - 1
+
+    def restart(self) -> None:
+        """Number from 0 again."""
+        with self._lock:
+            self._next = 0
+
+
 class Engine:
     """Runs this rank's operations. Thread-safe."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, ranks: Sequence[int], numbering: Numbering, timeline: Timeline) -> None:
+        """Start the thread. `ranks` are those of the process set among all ranks, sorted."""
+        self.ranks = list(ranks)
         self._group = group
+        self._numbering = numbering
+        self._timeline = timeline
         self._changed = threading.Condition()
         self._inline_round = threading.Lock()  # a single rank runs its rounds in the calling threads
         self._pending: Dict[str, Operation] = {}
-        self._unnamed = 0
         self._users: Set[threading.Thread] = set()
         self._waiting: Dict[threading.Thread, Operation] = {}
         self._joined: Set[int] = set()
@@ -72,13 +98,14 @@ class Engine:
         with self._changed:
             if self._ended:
                 raise HorovodInternalError(self._ended)
-            operation = make(f"{kind}.{name}" if name else f"{kind}.noname.{self._unnamed}")
+            number = self._numbering.take()
+            operation = make(f"{kind}.{name}" if name else f"{kind}.noname.{number}")
             key = operation.description.key
             if key in self._pending:
                 raise ValueError(f"{_DUPLICATE} [{key}]")
-            self._unnamed += 1
             self._pending[key] = operation
             self._users = {each for each in self._users if each.is_alive()} | {threading.current_thread()}
+            self._timeline.ready(operation.description, [self.ranks[self._group.rank]])
             self._changed.notify_all()
         if self._thread is None:
             with self._inline_round:
@@ -99,19 +126,19 @@ class Engine:
             raise HorovodInternalError(str(operation.error)) from operation.error
         return operation.result
 
-    def close(self) -> None:
+    def close(self, reason: str = SHUT_DOWN) -> None:
         """End the thread; pending operations fail, here and on the other ranks."""
         with self._changed:
             is_busy = bool(self._pending)
-            self._ended = self._ended or _SHUT_DOWN
+            self._ended = self._ended or reason
             self._changed.notify_all()
         if self._thread is not None:
             if is_busy:
-                self._group.abandon(_SHUT_DOWN)
+                self._group.abandon(reason)
             self._thread.join(_GRACE_S)
 
     def _serve(self) -> None:
-        reason = _SHUT_DOWN
+        reason = SHUT_DOWN
         try:
             while self._wait_for_work():
                 if not self._run_round():
@@ -129,6 +156,7 @@ class Engine:
     def _run_round(self) -> bool:
         """Run one round with all ranks; return whether any operation was completed."""
         statuses = self._exchange(self._own_status())
+        self._timeline.mark_cycle()
         self._update_joined(statuses)
         active = [rank for rank, status in enumerate(statuses) if not status.has_joined]
         if not active:
@@ -136,7 +164,7 @@ class Engine:
         ready = [key for key in statuses[active[0]].pending if all(key in statuses[rank].pending for rank in active)]
         self._run([self._checked(key, statuses, active) for key in ready])
         if not ready and all(status.is_waiting for status in statuses):
-            calls = "; ".join(f"rank {rank}: {_calls(status)}" for rank, status in enumerate(statuses))
+            calls = "; ".join(f"rank {rank}: {_calls(status)}" for rank, status in zip(self.ranks, statuses))
             error = RuntimeError(f"the ranks are out of step, they do not call the same: {calls}")
             own = [self._pending[key] for key in statuses[self._group.rank].pending]
             self._finish([operation for operation in own if not isinstance(operation, Join)], error)
@@ -173,8 +201,7 @@ class Engine:
         for operation in joins:
             operation.result = self._last_joined
         self._joined, self._last_joined = set(), -1
-        with self._changed:
-            self._unnamed = 0  # the ranks have submitted different numbers of operations
+        self._numbering.restart()  # the ranks have submitted different numbers of operations
         self._finish(joins)
         return True
 
@@ -184,21 +211,21 @@ class Engine:
         first = descriptions[active[0]]
         operation = self._pending[key] if self._group.rank in descriptions else _of_joined_rank(first)
         operation.owns = [descriptions[rank].own if rank in descriptions else [] for rank in range(len(statuses))]
-        if len(descriptions) < len(statuses) and first.kind != Allreduce.kind:
-            operation.error = RuntimeError(
-                f"{first.kind.capitalize()} is not supported with Join: rank"
-                f" {', '.join(str(rank) for rank in range(len(statuses)) if rank not in descriptions)} has joined"
-            )
-        elif any(first.differences(other) != ("", "") for other in descriptions.values()):
-            operation.error = RuntimeError(f"Mismatched {first.kind} of {key!r}: {disagreement(descriptions)}")
+        joined = [self.ranks[rank] for rank in range(len(statuses)) if rank not in descriptions]
+        self._timeline.ready(first, [self.ranks[rank] for rank in descriptions])
+        problem = disagreement({self.ranks[rank]: each for rank, each in descriptions.items()})
+        if joined and first.kind != Allreduce.kind:
+            problem = join_error(first.kind, joined)
+        operation.error = RuntimeError(problem) if problem else None
         return operation
 
     def _run(self, operations: Sequence[Operation]) -> None:
         for operation in [each for each in operations if each.error is not None]:
             self._finish([operation], operation.error)
         valid = [operation for operation in operations if operation.error is None]
-        for _, members in groupby(valid, key=lambda each: (each.kind, each.description.how)):
+        for _, members in groupby(valid, key=lambda each: (each.kind, each.description.op, each.description.factors)):
             together = list(members)
+            self._timeline.begin(together)
             fusable = [each for each in together if isinstance(each, Allreduce)]
             if fusable:
                 run_together(self._group, fusable)
@@ -212,6 +239,7 @@ class Engine:
 
     def _finish(self, operations: Sequence[Operation], error: Optional[Exception] = None) -> None:
         with self._changed:
+            self._timeline.end(operations)
             for operation in operations:
                 operation.error, operation.is_done = error, True
                 self._pending.pop(operation.description.key, None)
@@ -227,7 +255,7 @@ def _of_joined_rank(description: Description) -> Operation:
     """Return the operation by which a rank that has joined takes part in one of the others."""
     if description.kind == Allreduce.kind:
         return Allreduce.of_zeros(description)
-    return Operation(description.key, description.how, description.tensors)
+    return Operation(description.key, description.tensors)
 
 
 def _gather_bytes(group: Group, content: bytes) -> List[bytes]:
@@ -247,73 +275,3 @@ def _gather_bytes(group: Group, content: bytes) -> List[bytes]:
 
 def _calls(status: _Status) -> str:
     return "join" if status.has_joined else ", ".join(status.pending)
-
-
-_engine: Optional[Engine] = None
-_handles: Dict[int, Tuple[Operation, Callable[[Any], Any]]] = {}
-_next_handle = itertools.count()
-
-
-def start(group: Group) -> None:
-    """Start this process's engine; no effect if it runs."""
-    global _engine
-    if _engine is None:
-        _engine = Engine(group)
-
-
-def stop() -> None:
-    """End this process's engine. Idempotent; must be called before the process ends."""
-    global _engine
-    if _engine is not None:
-        _engine.close()
-        _engine = None
-
-
-def engine() -> Engine:
-    """Return this process's engine; HorovodInternalError if none runs."""
-    if _engine is None:
-        raise HorovodInternalError("Horovod has not been initialized; use hvd.init().")
-    return _engine
-
-
-def submit(
-    kind: str,
-    name: Optional[str],
-    make: Callable[[str], Operation],
-    convert: Callable[[Any], Any] = lambda result: result,
-) -> int:
-    """Start the operation that `make` constructs from its key; return its handle. `convert` is applied to the result.
-
-    Raises:
-        HorovodInternalError: Horovod is not initialized or has been shut down.
-        ValueError: an operation of that name is pending.
-    """
-    handle = next(_next_handle)
-    _handles[handle] = engine().submit(make, kind, name), convert
-    return handle
-
-
-def poll(handle: int) -> bool:
-    """Return whether `synchronize` would return at once; ValueError for a handle that is not pending."""
-    if handle not in _handles:
-        raise ValueError(f"Handle {handle} was not created or has been cleared.")
-    return _handles[handle][0].is_done
-
-
-def synchronize(handle: int) -> Any:
-    """Wait for the operation and return its tensor, or its tuple of tensors; None if the handle was used before.
-
-    Raises:
-        HorovodInternalError: the operation failed; on all ranks, if they disagree about it.
-    """
-    operation, convert = _handles.pop(handle, (None, None))
-    return None if operation is None or convert is None else convert(engine().wait(operation))
-
-
-def _reset_in_forked_child() -> None:
-    """A child has no engine thread, and the connections belong to its parent."""
-    global _engine
-    _engine = None
-
-
-os.register_at_fork(after_in_child=_reset_in_forked_child)

@@ -1,7 +1,11 @@
 """The collective operations as the engine runs them: what the ranks must agree on, and the transfers.
 
 An allreduce computes every element on one rank, in the order of the ranks, so that all ranks get the same bits.
-float16 and bfloat16 are reduced in float32 and rounded once, integers in int64.
+float16 and bfloat16 are reduced in float32 and rounded once, integers in int64. As in Horovod, each rank multiplies its
+own tensor by the prescale factor and rounds it to its dtype before the reduction, and the postscale factor, divided by
+the number of ranks for Average, multiplies the rounded result.
+
+The ranks in this module are those of the process set, 0 to its size - 1.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from _pod.wires import Group, as_bytes, even_slices, wait_all
 from horovod.torch._agreement import Description
 
 Tensors = Sequence[torch.Tensor]
-Scales = Tuple[float, float]  # prescale and postscale factor
+Factors = Tuple[float, float]  # prescale and postscale factor
 
 
 class ReduceOp(enum.IntEnum):
@@ -34,8 +38,17 @@ class Operation:
 
     kind = ""
 
-    def __init__(self, key: str, how: str, tensors: List[List[Any]], own: Sequence[int] = ()) -> None:
-        self.description = Description(key, self.kind, how, tensors, list(own))
+    def __init__(
+        self,
+        key: str,
+        tensors: List[List[Any]],
+        own: Sequence[int] = (),
+        *,
+        op: int = -1,
+        factors: Factors = (1.0, 1.0),
+        root: int = -1,
+    ) -> None:
+        self.description = Description(key, self.kind, op, [float(each) for each in factors], root, tensors, list(own))
         self.result: Any = None
         self.owns: List[List[int]] = []  # `Description.own` of each rank, once exchanged
         self.error: Optional[Exception] = None
@@ -51,19 +64,18 @@ class Allreduce(Operation):
 
     kind = "ALLREDUCE"
 
-    def __init__(self, key: str, inputs: Tensors, outputs: Tensors, op: ReduceOp, scales: Scales) -> None:
-        self.op, self.prescale, self.postscale = op, float(scales[0]), float(scales[1])
-        how = f"{op.name} * {self.prescale!r} * {self.postscale!r}"
-        super().__init__(key, how, [[dtype_name(tensor), list(tensor.shape)] for tensor in inputs])
+    def __init__(self, key: str, inputs: Tensors, outputs: Tensors, op: ReduceOp, factors: Factors) -> None:
+        tensors = [[dtype_name(tensor), list(tensor.shape)] for tensor in inputs]
+        super().__init__(key, tensors, op=op, factors=factors)
         self.inputs, self.outputs = inputs, outputs
         self.result = outputs
 
     @classmethod
     def of_zeros(cls, description: Description) -> Allreduce:
         """Return what a rank that has joined contributes to an operation of the others."""
-        name, prescale, postscale = description.how.split(" * ")
         zeros = [torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in description.tensors]
-        return cls(description.key, zeros, zeros, ReduceOp[name], (float(prescale), float(postscale)))
+        prescale, postscale = description.factors
+        return cls(description.key, zeros, zeros, ReduceOp(description.op), (prescale, postscale))
 
     def run(self, group: Group) -> None:
         """See `run_together`."""
@@ -71,56 +83,59 @@ class Allreduce(Operation):
 
 
 def run_together(group: Group, operations: Sequence[Allreduce]) -> None:
-    """Run allreduces of the same `how` with one transfer per dtype."""
-    first = operations[0]
+    """Run allreduces of the same op and factors with one transfer per dtype."""
+    description = operations[0].description
+    op, (prescale, postscale) = ReduceOp(description.op), description.factors
     by_dtype: Dict[torch.dtype, List[Tuple[torch.Tensor, torch.Tensor]]] = {}
     for operation in operations:
         for pair in zip(operation.inputs, operation.outputs):
             by_dtype.setdefault(pair[0].dtype, []).append(pair)
     for pairs in by_dtype.values():
-        flat = scaled(torch.cat([tensor.data.reshape(-1) for tensor, _ in pairs]), first.prescale)
-        reduce_(group, flat, first.op)
-        pieces = scaled(flat, first.postscale).split_with_sizes([tensor.numel() for tensor, _ in pairs])
+        flat = scaled(torch.cat([tensor.data.reshape(-1) for tensor, _ in pairs]), prescale)
+        reduce_(group, flat, op, postscale)
+        pieces = flat.split_with_sizes([tensor.numel() for tensor, _ in pairs])
         for (_, output), piece in zip(pairs, pieces):
             output.data.copy_(piece.view(output.shape))
 
 
-def reduce_(group: Group, flat: torch.Tensor, op: ReduceOp) -> None:
+def reduce_(group: Group, flat: torch.Tensor, op: ReduceOp, postscale: float = 1.0) -> None:
     """Reduce the flat contiguous tensors of all ranks in place: each rank reduces one slice and sends it to all."""
     slices = even_slices(0, flat.numel(), group.size)
     own = slices[group.rank]
     parts = [flat.new_empty(own.stop - own.start) for _ in range(group.size)]
     parts[group.rank] = flat[own]
     _exchange(group, [flat[each] for each in slices], parts)
-    flat[own] = reduced(parts, op)
+    flat[own] = scaled(reduced(parts, op), postscale / group.size if op is ReduceOp.Average else postscale)
     _exchange(group, [flat[own]] * group.size, [flat[each] for each in slices])
 
 
 def reduced(parts: Tensors, op: ReduceOp) -> torch.Tensor:
-    """Return the reduction of the parts, first to last, computed in a wider dtype where needed; a new tensor."""
+    """Return the reduction (for Average, the sum) of the parts, first to last, in their dtype; a new tensor."""
     dtype = parts[0].dtype
-    if not dtype.is_floating_point and not dtype.is_complex:
-        dtype = torch.int64
-    elif dtype in (torch.float16, torch.bfloat16):
-        dtype = torch.float32
-    total = parts[0].to(dtype, copy=True)
+    wide = _WIDE.get(dtype, dtype)
+    total = parts[0].to(wide, copy=True)
     for part in parts[1:]:
         if op in (ReduceOp.Sum, ReduceOp.Average):
-            total += part.to(dtype)
+            total += part.to(wide)
         elif op is ReduceOp.Product:
-            total *= part.to(dtype)
+            total *= part.to(wide)
         elif op is ReduceOp.Min:
-            torch.minimum(total, part.to(dtype), out=total)
+            torch.minimum(total, part.to(wide), out=total)
         else:
-            torch.maximum(total, part.to(dtype), out=total)
-    if op is ReduceOp.Average:
-        total.div_(len(parts), rounding_mode="trunc" if dtype is torch.int64 else None)
-    return total.to(parts[0].dtype)
+            torch.maximum(total, part.to(wide), out=total)
+    return total.to(dtype)
+
+
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.int32: torch.int64}
 
 
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return the tensor times the factor in its dtype; integers are rounded towards zero."""
-    return tensor if factor == 1.0 else (tensor.to(torch.float64) * factor).to(tensor.dtype)
+    """Return the tensor times the factor: in its dtype, half in float32, integers in float64, rounded towards zero."""
+    if factor == 1.0:
+        return tensor
+    dtype = tensor.dtype
+    wide = _WIDE.get(dtype, dtype) if dtype.is_floating_point else torch.float64
+    return (tensor.to(wide) * factor).to(dtype)
 
 
 class Allgather(Operation):
@@ -130,7 +145,7 @@ class Allgather(Operation):
 
     def __init__(self, key: str, inputs: Tensors) -> None:
         lengths = [tensor.shape[0] for tensor in inputs]
-        super().__init__(key, "", [_without_length(tensor) for tensor in inputs], lengths)
+        super().__init__(key, [_without_length(tensor) for tensor in inputs], lengths)
         self.inputs = inputs
 
     def run(self, group: Group) -> None:
@@ -156,7 +171,7 @@ class Broadcast(Operation):
         tensors: List[List[Any]] = [[dtype_name(tensor), list(tensor.shape)] for tensor in inputs]
         for description, name in zip(tensors, names):
             description.append(name)
-        super().__init__(key, f"from rank {root}", tensors)
+        super().__init__(key, tensors, root=root)
         self.inputs, self.outputs, self._root = inputs, outputs, root
         self.result = outputs
 
@@ -178,7 +193,7 @@ class Alltoall(Operation):
     kind = "ALLTOALL"
 
     def __init__(self, key: str, tensor: torch.Tensor, splits: List[int]) -> None:
-        super().__init__(key, "", [_without_length(tensor)], splits)
+        super().__init__(key, [_without_length(tensor)], splits)
         self._tensor = tensor
 
     def run(self, group: Group) -> None:
@@ -198,10 +213,10 @@ class Reducescatter(Operation):
 
     kind = "REDUCESCATTER"
 
-    def __init__(self, key: str, inputs: Tensors, op: ReduceOp, scales: Scales) -> None:
+    def __init__(self, key: str, inputs: Tensors, op: ReduceOp, factors: Factors) -> None:
         outputs = [torch.empty_like(tensor) for tensor in inputs]
-        self._reduction = Allreduce(key, inputs, outputs, op, scales)
-        super().__init__(key, self._reduction.description.how, self._reduction.description.tensors)
+        self._reduction = Allreduce(key, inputs, outputs, op, factors)
+        super().__init__(key, self._reduction.description.tensors, op=op, factors=factors)
 
     def run(self, group: Group) -> None:
         """See the class."""
@@ -220,8 +235,8 @@ class Barrier(Operation):
 
     kind = "BARRIER"
 
-    def __init__(self) -> None:
-        super().__init__("barrier", "", [])
+    def __init__(self, key: str) -> None:
+        super().__init__(key, [])
 
     def run(self, group: Group) -> None:
         """Do nothing: all ranks have submitted it."""
@@ -233,7 +248,7 @@ class Join(Operation):
     kind = "JOIN"
 
     def __init__(self) -> None:
-        super().__init__("join", "", [])
+        super().__init__("join", [])
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

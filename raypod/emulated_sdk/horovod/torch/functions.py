@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple, Union
 
 import torch
 
-from horovod.torch._basics import global_process_set, rank
+from horovod.torch._basics import rank
 from horovod.torch._collectives import broadcast_all
-from horovod.torch.mpi_ops import allgather, broadcast_, synchronize
+from horovod.torch._handles import synchronize
+from horovod.torch._process_sets import ProcessSet, global_process_set
+from horovod.torch.mpi_ops import allgather, broadcast_
 
 Named = Union[Dict[str, torch.Tensor], List[Union[torch.Tensor, Tuple[str, torch.Tensor]]]]
 
@@ -39,7 +41,7 @@ def broadcast_optimizer_state(
     """Overwrite the optimizers of all ranks with root's: parameter state and options of the parameter groups.
 
     An optimizer without state first creates it by a step with zero gradients; the parameters are restored, and their
-    `grad` is zero afterwards. `model` is unused (in Horovod it identifies sparse parameters).
+    `grad` is zero afterwards. SparseAdam gets sparse ones, and SGD for the embeddings of `model` with `sparse=True`.
 
     Raises:
         ValueError: the optimizer is LBFGS.
@@ -47,7 +49,7 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     if not optimizer.state_dict()["state"]:
-        _create_state(optimizer)
+        _create_state(optimizer, model)
     own = optimizer.state_dict()
     if not own["state"]:
         return  # the optimizer has no state
@@ -71,7 +73,7 @@ def broadcast_optimizer_state(
 
 
 def broadcast_object(
-    obj: Any, root_rank: int = 0, name: Optional[str] = None, process_set: Any = global_process_set
+    obj: Any, root_rank: int = 0, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Return root's object on all ranks, transferred by pickle; root gets the object itself.
 
@@ -106,14 +108,24 @@ def _setter(target: Dict[str, Any], key: str) -> Callable[[Any], None]:
     return lambda value: target.__setitem__(key, value)
 
 
-def _create_state(optimizer: torch.optim.Optimizer) -> None:
+def _create_state(optimizer: torch.optim.Optimizer, model: Optional[torch.nn.Module]) -> None:
     """Take a step with zero gradients, and restore the parameters, which weight decay changes."""
     parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     before = [parameter.detach().clone() for parameter in parameters]
+    sparse = _sparse_parameters(model) if isinstance(optimizer, torch.optim.SGD) else set()
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
+        if isinstance(optimizer, torch.optim.SparseAdam) or id(parameter) in sparse:
+            parameter.grad = parameter.grad.to_sparse()
     # A DistributedOptimizer's own `step` would need all ranks.
     local_class = getattr(optimizer, "_local_class", type(optimizer))
     local_class.step(optimizer)
     for parameter, content in zip(parameters, before):
         parameter.data.copy_(content)
+
+
+def _sparse_parameters(model: Optional[torch.nn.Module]) -> Set[int]:
+    """Return the ids of the parameters whose gradients are sparse."""
+    modules = model.modules() if model is not None else ()
+    embeddings = [each for each in modules if isinstance(each, torch.nn.Embedding) and each.sparse]
+    return {id(parameter) for embedding in embeddings for parameter in embedding.parameters()}

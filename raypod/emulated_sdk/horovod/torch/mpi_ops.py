@@ -9,7 +9,6 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import _basics, _build
 from horovod.torch._basics import *  # noqa: F403  # every name of its __all__
-from horovod.torch._basics import check_process_set, global_process_set
 from horovod.torch._build import *  # noqa: F403
 from horovod.torch._collectives import (
     Allgather,
@@ -19,8 +18,9 @@ from horovod.torch._collectives import (
     Reducescatter,
     collective_function,
 )
-from horovod.torch._engine import poll, submit, synchronize
+from horovod.torch._handles import poll, submit, synchronize
 from horovod.torch._operations import Barrier, Join, ReduceOp
+from horovod.torch._process_sets import ProcessSet, engine_of, global_process_set
 
 __all__ = [
     *_basics.__all__,
@@ -98,12 +98,25 @@ grouped_reducescatter_async: _Async = collective_function(Reducescatter, grouped
 
 
 def sparse_allreduce_async(
-    tensor: torch.Tensor, name: str, op: int, process_set: Any = global_process_set
+    tensor: torch.Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Raise NotImplementedError."""
-    raise NotImplementedError(
-        "the emulated Horovod does not reduce sparse tensors; use DistributedOptimizer(sparse_as_dense=True)"
-    )
+    """Start to sum a sparse tensor over all ranks; return the function that waits and returns the sum, uncoalesced.
+
+    The indices and values of all ranks are gathered, whose numbers may differ; with Average the values are divided by
+    the number of ranks. Other reductions are HorovodInternalError.
+    """
+    if op not in (Average, Sum):
+        raise HorovodInternalError(f"sparse tensors are reduced by Average or Sum only, not {ReduceOp(op).name}")
+    indices = allgather_async(tensor._indices().t().contiguous(), name=f"{name}.indices", process_set=process_set)
+    values = allgather_async(tensor._values().contiguous(), name=f"{name}.values", process_set=process_set)
+
+    def result() -> torch.Tensor:
+        all_values, all_indices = synchronize(values), synchronize(indices)
+        if op == Average:
+            all_values = all_values / process_set.size()
+        return torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape, check_invariants=False)
+
+    return result
 
 
 def join(device: int = -1) -> int:
@@ -111,10 +124,9 @@ def join(device: int = -1) -> int:
 
     Until then this rank contributes zeros to the others' allreduces; their other collectives fail. `device` is unused.
     """
-    return int(synchronize(submit("join", None, lambda key: Join())))
+    return int(synchronize(submit(engine_of(global_process_set, "join"), "join", None, lambda key: Join())))
 
 
-def barrier(process_set: Any = global_process_set) -> None:
-    """Wait until all ranks have called it."""
-    check_process_set(process_set)
-    synchronize(submit("barrier", None, lambda key: Barrier()))
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks of the process set have called it."""
+    synchronize(submit(engine_of(process_set, "barrier"), "barrier", None, lambda key: Barrier("barrier")))

@@ -8,23 +8,29 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 import torch
 
-from horovod.torch._basics import check_process_set, global_process_set, size
+from horovod.torch._basics import ProcessSet, global_process_set, size
 from horovod.torch._checks import reject_adasum
 from horovod.torch.compression import Compression
 from horovod.torch.functions import broadcast_object
-from horovod.torch.mpi_ops import Average, grouped_allreduce_async_, synchronize
+from horovod.torch.mpi_ops import (
+    Average,
+    allreduce_async_,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+    synchronize,
+)
 
 _Parameters = Tuple[torch.Tensor, ...]
 
 
 class _Pending(NamedTuple):
-    """An allreduce in progress, and the context of each tensor for decompression."""
+    """The reduction of a group of gradients in progress, and the context of each tensor for decompression."""
 
-    handle: int
+    wait: Callable[[], Sequence[torch.Tensor]]
     contexts: Sequence[Any]
 
 
@@ -34,6 +40,7 @@ class _Settings(NamedTuple):
     gradient_predivide_factor: float
     groups: Any
     sparse_as_dense: bool
+    process_set: ProcessSet
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
@@ -44,8 +51,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def _distribute(
         self, named: List[Tuple[str, torch.Tensor]], backward_passes_per_step: int, settings: _Settings
     ) -> None:
-        self._names = {parameter: name for name, parameter in named}
+        self._parameter_names = {parameter: name for name, parameter in named}
         self._settings = settings
+        self.op, self.process_set = settings.op, settings.process_set
+        self.gradient_predivide_factor = settings.gradient_predivide_factor
+        self.sparse_as_dense = settings.sparse_as_dense
         self.backward_passes_per_step = backward_passes_per_step
         self._passes_left: Dict[torch.Tensor, int] = {}
         self._pending: Dict[int, _Pending] = {}  # by group
@@ -53,9 +63,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._groups: List[_Parameters] = []
         self._group_of: Dict[torch.Tensor, int] = {}
         self._accumulators: List[Any] = []  # a hook exists as long as its gradient accumulator
-        if size() > 1:
+        if size() > 1 and self.process_set.included():
             trained = [each for group in self.param_groups for each in group["params"] if each.requires_grad]
-            self._groups = _grouped(trained, self._names, settings.groups)
+            self._groups = _grouped(trained, self._parameter_names, settings)
             for number, members in enumerate(self._groups):
                 self._group_of.update(dict.fromkeys(members, number))
             for parameter in trained:
@@ -65,7 +75,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set the number of backward passes whose gradients are accumulated before the reduction."""
         self.backward_passes_per_step = passes
-        self._passes_left = dict.fromkeys(self._names, passes)
+        self._passes_left = dict.fromkeys(self._parameter_names, passes)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load the user's optimizer, and discard the gradients accumulated so far."""
@@ -83,12 +93,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             if number not in self._pending:
                 self._start(number)
         for number, pending in self._pending.items():
-            for parameter, result, context in zip(self._groups[number], synchronize(pending.handle), pending.contexts):
+            for parameter, result, context in zip(self._groups[number], pending.wait(), pending.contexts):
                 self._passes_left[parameter] = self.backward_passes_per_step
                 reduced = self._settings.compression.decompress(result, context)
                 assert parameter.grad is not None, "`_start` sets it"
                 if parameter.grad.is_sparse:
-                    parameter.grad = reduced.to_sparse()
+                    parameter.grad = reduced if reduced.is_sparse else reduced.to_sparse()
                 else:
                     parameter.grad.data = reduced
         self._pending.clear()
@@ -146,29 +156,34 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def _start(self, number: int) -> None:
         """Start the reduction of a group of gradients."""
-        members = self._groups[number]
-        packed = [self._settings.compression.compress(self._gradient(member)) for member in members]
-        factor = self._settings.gradient_predivide_factor
-        handle = grouped_allreduce_async_(
-            [tensor for tensor, _ in packed],
-            name="gradient of " + self._names[members[0]],
-            op=self._settings.op,
-            prescale_factor=1.0 / factor,
-            postscale_factor=factor,
+        members, settings = self._groups[number], self._settings
+        gradients = [self._gradient(member) for member in members]
+        name = self._parameter_names[members[0]]
+        common: Any = {"name": name, "op": settings.op, "process_set": settings.process_set}
+        if settings.groups is None and gradients[0].is_sparse:
+            wait = sparse_allreduce_async(gradients[0], **common)
+            self._pending[number] = _Pending(lambda: [wait()], [None])
+            return
+        packed = [settings.compression.compress(gradient) for gradient in gradients]
+        tensors = [tensor for tensor, _ in packed]
+        if settings.groups is None:
+            factor = settings.gradient_predivide_factor
+            common.update(prescale_factor=1.0 / factor, postscale_factor=factor)
+            handle = allreduce_async_(tensors[0], **common)
+        else:  # As Horovod, which does not predivide groups.
+            handle = grouped_allreduce_async_(tensors, **common)
+        self._pending[number] = _Pending(
+            lambda: (synchronize(handle),) if settings.groups is None else synchronize(handle),
+            [context for _, context in packed],
         )
-        self._pending[number] = _Pending(handle, [context for _, context in packed])
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the tensor to reduce. A rank without a gradient contributes zeros."""
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if not parameter.grad.is_sparse:
-            return parameter.grad.contiguous()
-        if not self._settings.sparse_as_dense:
-            raise NotImplementedError(
-                f"the gradient of {self._names[parameter]} is sparse, which the emulated Horovod does not reduce;"
-                " use DistributedOptimizer(sparse_as_dense=True)"
-            )
-        return parameter.grad.to_dense()
+        if parameter.grad.is_sparse:
+            return parameter.grad.to_dense() if self._settings.sparse_as_dense else parameter.grad
+        return parameter.grad.contiguous()
 
 
 def DistributedOptimizer(  # noqa: PLR0913  # Horovod's
@@ -181,23 +196,23 @@ def DistributedOptimizer(  # noqa: PLR0913  # Horovod's
     num_groups: int = 0,
     groups: Union[None, int, List[List[torch.Tensor]]] = None,
     sparse_as_dense: bool = False,
-    process_set: Any = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Return the optimizer with gradients reduced by `op` over all ranks before each step. The class keeps its name.
 
     Args:
         named_parameters: (name, parameter) pairs for all parameters, usually `model.named_parameters()`; the names must
-            be unique, and the same on all ranks.
+            be unique, and the same on all ranks. By default "allreduce.noname.<group>.<index>".
         backward_passes_per_step: number of backward passes whose gradients are accumulated before the reduction.
         gradient_predivide_factor: with Average, divide by it before the sum, and multiply by it afterwards.
         groups: the number of groups of gradients that are reduced together, or the groups themselves.
-        sparse_as_dense: reduce sparse gradients as dense ones.
+        sparse_as_dense: reduce sparse gradients as dense ones; otherwise their indices and values are gathered.
+        process_set: the ranks whose gradients are reduced. On other ranks the optimizer is local.
 
     Raises:
-        NotImplementedError: Adasum, or another process set; in `backward`, a sparse gradient without `sparse_as_dense`.
+        NotImplementedError: Adasum.
         ValueError: another argument is invalid.
     """
-    check_process_set(process_set)
     reject_adasum(op)
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
@@ -217,7 +232,7 @@ def DistributedOptimizer(  # noqa: PLR0913  # Horovod's
     # A scheduler created before has replaced `step` in the instance, which would hide the class's own.
     wrapped.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     named = _checked_names(optimizer, named_parameters)
-    settings = _Settings(compression, op, gradient_predivide_factor, groups, sparse_as_dense)
+    settings = _Settings(compression, op, gradient_predivide_factor, groups, sparse_as_dense, process_set)
     wrapped._distribute(named, backward_passes_per_step, settings)
     return wrapped
 
@@ -256,15 +271,23 @@ def _check_groups(groups: Any) -> None:
         return
     if not (isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
         raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
-    if isinstance(groups, list) and not all(torch.is_tensor(each) for members in groups for each in members):
-        raise ValueError("groups must consist of torch.Tensor.")
+    if isinstance(groups, list):
+        grouped: Set[int] = set()
+        for parameter in [each for members in groups for each in members]:
+            if not torch.is_tensor(parameter):
+                raise ValueError("groups must consist of torch.Tensor.")
+            if id(parameter) in grouped:
+                raise ValueError("A parameter can only appear once in groups.")
+            grouped.add(id(parameter))
 
 
-def _grouped(trained: List[torch.Tensor], names: Dict[torch.Tensor, str], groups: Any) -> List[_Parameters]:
+def _grouped(trained: List[torch.Tensor], names: Dict[torch.Tensor, str], settings: _Settings) -> List[_Parameters]:
     """Return the groups of parameters that are reduced together, in root's order; by default one per parameter."""
+    groups, process_set = settings.groups, settings.process_set
     if groups is None:
         return [(parameter,) for parameter in trained]
-    order = broadcast_object([names[parameter] for parameter in trained], 0, "order of parameters")
+    root = (process_set.ranks or [0])[0]
+    order = broadcast_object([names[parameter] for parameter in trained], root, "order of parameters", process_set)
     trained = sorted(trained, key=lambda parameter: order.index(names[parameter]))
     if isinstance(groups, int):
         edges = [len(trained) * number // groups for number in range(groups + 1)]
