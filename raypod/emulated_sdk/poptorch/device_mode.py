@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any, Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +26,9 @@ API_DTYPE: Dict[torch.dtype, torch.dtype] = {
     torch.bfloat16: torch.float32,
 }
 
-# The dtype of the same tensor on the emulated device. CPU kernels for half are missing or slow, so the device computes
-# in float32; 32-bit integers are stored in 64 bits, as torch's losses and indexing take nothing else.
+# The dtype of the same tensor on the emulated device. 32-bit integers are stored in 64 bits, as torch's losses and
+# indexing take nothing else.
 DEVICE_DTYPE: Dict[torch.dtype, torch.dtype] = {
-    torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
     torch.float64: torch.float32,
     torch.int32: torch.int64,
@@ -61,6 +60,32 @@ _LOSS_NAMES = (
     "soft_margin_loss",
     "triplet_margin_loss",
     "triplet_margin_with_distance_loss",
+)
+
+
+# Functions of layers: PopTorch casts their weights to the dtype of the input.
+_LAYER_NAMES = (
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "convolution",
+    "group_norm",
+    "gru",
+    "gru_cell",
+    "layer_norm",
+    "linear",
+    "lstm",
+    "lstm_cell",
+    "multi_head_attention_forward",
+    "prelu",
+    "rms_norm",
+    "rnn_relu",
+    "rnn_relu_cell",
+    "rnn_tanh",
+    "rnn_tanh_cell",
 )
 
 
@@ -143,19 +168,16 @@ class DeviceMode(TorchFunctionMode):
         has_replaced: whether a dtype or a tensor of the host was replaced in any forward so far.
         uses_originals: whether a tensor of the host was replaced.
         is_compiling: whether this is the forward of a compilation.
-        half_on_host: for each layer on the host, by its ID, which tensors it takes in half; set by the compilation.
     """
 
     def __init__(
         self,
         is_compiling: bool = False,
-        half_on_host: Optional[Dict[str, List[bool]]] = None,
         originals: Optional[Dict[int, Tuple[torch.Tensor, torch.Tensor]]] = None,
     ) -> None:
         """`originals` holds, by its `id`, each tensor of the host and the device's that replaces it."""
         super().__init__()
         self.is_compiling = is_compiling
-        self.half_on_host = {} if half_on_host is None else half_on_host
         self.has_replaced = self.uses_originals = False
         self._originals = originals
         self._begin()
@@ -232,19 +254,24 @@ def _loss(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwa
 def _convert(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
     if any(isinstance(value, str) and value == "cpu" for value in (*args[1:], kwargs.get("device"))):
         return _reject_cpu(mode, func, args, kwargs)
-    result = func(*map(mode.replaced, args), **{name: mode.replaced(value) for name, value in kwargs.items()})
-    casts_to_half = any(value is torch.half for value in (*args, *kwargs.values()))
-    return _rounded(result) if casts_to_half else result
+    return func(*map(mode.replaced, args), **{name: mode.replaced(value) for name, value in kwargs.items()})
 
 
-def _rounded(tensor: torch.Tensor) -> torch.Tensor:
-    """Round to values that half can represent, as the program casts to half."""
-    return tensor.half().to(tensor.dtype)
+def _weights_like_input(
+    mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
+) -> Any:
+    """Call a layer's function with its weights cast to the dtype of its input, half or float32."""
+    dtype = next(value.dtype for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
 
+    def cast(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.dtype == dtype or not value.is_floating_point() or any(value is each for each in mode.statistics):
+                return value
+            mode.has_replaced = True
+            return value.to(dtype)
+        return type(value)(map(cast, value)) if type(value) in (list, tuple) else value
 
-def _to_half(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
-    mode.has_replaced = True
-    return _rounded(args[0].float())
+    return func(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
 
 
 def _reject_cpu(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
@@ -260,7 +287,7 @@ def _norm(first_statistic: int) -> _Handler:
     def norm(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         given = [*args[first_statistic : first_statistic + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
         mode.statistics += [value for value in given if isinstance(value, torch.Tensor)]
-        return func(*args, **kwargs)
+        return _weights_like_input(mode, func, args, kwargs)
 
     return norm
 
@@ -274,20 +301,20 @@ def _replaced_by(replacement: Callable[..., Any]) -> _Handler:
 
 
 def _handlers() -> Dict[Callable[..., Any], _Handler]:
-    handlers: Dict[Callable[..., Any], _Handler] = dict.fromkeys(_loss_functions(), _loss)
+    handlers: Dict[Callable[..., Any], _Handler] = dict.fromkeys(_functions(_LOSS_NAMES), _loss)
+    handlers.update(dict.fromkeys(_functions(_LAYER_NAMES), _weights_like_input))
     # functional.batch_norm(input, running_mean, ...), but torch.batch_norm(input, weight, bias, running_mean, ...)
     handlers.update(dict.fromkeys((F.batch_norm, F.instance_norm), _norm(1)))
     handlers.update(dict.fromkeys((torch.batch_norm, torch.instance_norm, torch.native_batch_norm), _norm(3)))
     handlers.update(dict.fromkeys((torch.Tensor.to, torch.Tensor.type), _convert))
     handlers.update(dict.fromkeys((torch.Tensor.double, torch.Tensor.bfloat16), _replaced_by(torch.Tensor.float)))
-    handlers[torch.Tensor.half] = _to_half
     handlers[torch.Tensor.int] = _replaced_by(torch.Tensor.long)
     handlers[torch.Tensor.cpu] = _reject_cpu
     return handlers
 
 
-def _loss_functions() -> FrozenSet[Callable[..., Any]]:
-    found = [getattr(module, name, None) for module in (F, torch, torch._C._nn) for name in _LOSS_NAMES]
+def _functions(names: Sequence[str]) -> FrozenSet[Callable[..., Any]]:
+    found = [getattr(module, name, None) for module in (F, torch, torch._C._nn) for name in names]
     return frozenset(function for function in found if function is not None)
 
 

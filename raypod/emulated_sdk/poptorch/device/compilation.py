@@ -8,11 +8,12 @@ from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, S
 import torch
 
 from poptorch.device.arguments import Arguments
+from poptorch.device.half import HalfMode
 from poptorch.device.memory import PythonState, ReplicaMemory
-from poptorch.device.numerics import DrawKernelDetector, HalfTracker, detect_random
+from poptorch.device.numerics import DrawKernelDetector, detect_random
 from poptorch.device.operator_check import OperatorCheck
-from poptorch.device.outputs import AnchorRecorder, api_dtypes
-from poptorch.device_mode import DeviceMode, to_device
+from poptorch.device.outputs import AnchorRecorder
+from poptorch.device_mode import API_DTYPE, DeviceMode, to_device
 from poptorch.enums import OverlapMode
 from poptorch.errors import Error
 from poptorch.ops.annotations import check_transfers
@@ -42,14 +43,13 @@ class Trace(NamedTuple):
         backward_draws: whether the backward pass draws random numbers, as it recomputes part of the forward.
         is_plain: whether the forward computes the same without a `DeviceMode`.
         uses_originals: whether the forward uses tensors of the host's module.
-        reads_half_dtype: whether the forward reads the dtype of a tensor that would be half.
+        has_half: whether any tensor is half.
         loss_output: the index of the output that is the final loss itself; None if there is none.
         trained: the parameters that the loss depends on; empty for inference.
         changed_modules: the names of the modules whose Python attributes the forward changes.
         changed_inputs: the indices of the input tensors that the forward changes in place.
         placement: the stages and tensors on each IPU.
         overlapped: "inputs", "outputs" or both, if overlap of their transfers with compute is requested.
-        half_on_host: for each layer on the host, by its ID, which tensors it takes in half.
         tensor_names: the names of the tensors that can be anchored.
         activations: the activations of each stage.
     """
@@ -60,14 +60,13 @@ class Trace(NamedTuple):
     backward_draws: bool
     is_plain: bool
     uses_originals: bool
-    reads_half_dtype: bool
+    has_half: bool
     loss_output: Optional[int]
     trained: FrozenSet[str]
     changed_modules: Tuple[str, ...]
     changed_inputs: Tuple[int, ...]
     placement: Placement
     overlapped: FrozenSet[str]
-    half_on_host: Dict[str, List[bool]]
     tensor_names: Tuple[str, ...]
     activations: Tuple[StageActivations, ...]
 
@@ -83,11 +82,11 @@ def trace(
     """
     tensors = [to_device(tensor) for tensor in inputs]
     mode = DeviceMode(is_compiling=True, originals=scratch.originals)
-    tracker = HalfTracker(half_tensors(tensors, inputs, scratch))
+    half = HalfMode()
     recorder = StageRecorder(scratch.module, settings.strategy, block_of, settings.is_training)
     check = OperatorCheck(recorder, [*tensors, *scratch.parameters.values(), *scratch.buffers.values()])
     recorder.observers.append(check.observe)
-    activations = _record_activations(recorder, scratch, tensors, inputs)
+    activations = _record_activations(recorder, scratch, tensors)
     anchor_recorder = AnchorRecorder(scratch.module)
     args, kwargs = arguments.unflatten(tensors)
     python_state, checks = PythonState(scratch.module), _TensorChecks(scratch)
@@ -96,7 +95,7 @@ def trace(
     trained: FrozenSet[str] = frozenset()
     with torch.set_grad_enabled(settings.is_training), detect_random() as generator:
         anchor_recorder.begin(arguments.spec.names, tensors)
-        with recorder, mode, tracker, check.functions, activations.saving():
+        with half, recorder, mode, check.functions, activations.saving():
             outputs, structure = flatten(scratch.module(*args, **kwargs))
         check.report()
         check_transfers(mode.overlaps, tensors, outputs)
@@ -104,16 +103,17 @@ def trace(
         if settings.is_training:
             loss = _final_loss(mode.marks)
             trained = _trained(scratch, loss)
-            backward_draws = generator.has_drawn_so_far() and _backward_draws(loss)
+            with half:
+                backward_draws = generator.has_drawn_so_far() and _backward_draws(loss)
     loss_output = _loss_output(outputs, mode)
     return Trace(
         structure=structure,
-        dtypes=api_dtypes(outputs, [tracker.is_half(output) for output in outputs]),
+        dtypes=[API_DTYPE.get(output.dtype, output.dtype) for output in outputs],
         draws=generator.has_drawn,
         backward_draws=backward_draws,
         is_plain=not mode.has_replaced and (loss_output is not None or not settings.is_training),
         uses_originals=mode.uses_originals,
-        reads_half_dtype=tracker.has_read_dtype,
+        has_half=half.has_half or any(parameter.dtype == torch.half for parameter in scratch.parameters.values()),
         loss_output=loss_output,
         trained=trained,
         placement=place(settings.strategy.name, recorder, _sizes(scratch)),
@@ -122,26 +122,14 @@ def trace(
         activations=activations.stages(len(recorder.stages())),
         changed_modules=python_state.changed(),
         changed_inputs=tuple(index for index, tensor in enumerate(tensors) if tensor._version != versions[index]),
-        half_on_host=mode.half_on_host,
     )
 
 
-def half_tensors(on_device: Sequence[torch.Tensor], given: Sequence[torch.Tensor], memory: ReplicaMemory) -> List[Any]:
-    """Return the inputs, parameters and buffers of a replica that would be half.
-
-    `given` are the inputs of the host that `on_device` are copied from.
-    """
-    inputs = [tensor for tensor, from_host in zip(on_device, given) if from_host.dtype == torch.half]
-    return [*inputs, *memory.half_tensors]
-
-
 def _record_activations(
-    recorder: StageRecorder, memory: ReplicaMemory, tensors: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+    recorder: StageRecorder, memory: ReplicaMemory, tensors: Sequence[torch.Tensor]
 ) -> ActivationRecorder:
-    """Return a recorder of activations; they are half if an input, a parameter or a buffer of the host is."""
     weights: List[torch.Tensor] = [*memory.parameters.values(), *memory.buffers.values(), *memory.constants.values()]
-    float_bytes = 2 if half_tensors(tensors, given, memory) else 4
-    return ActivationRecorder(recorder, weights, tensors, float_bytes)
+    return ActivationRecorder(recorder, weights, tensors)
 
 
 def _overlapped(mode: DeviceMode) -> FrozenSet[str]:
@@ -150,7 +138,7 @@ def _overlapped(mode: DeviceMode) -> FrozenSet[str]:
 
 
 def _sizes(memory: ReplicaMemory) -> Sizes:
-    return Sizes(memory.parameters, memory.buffers, frozenset(map(id, memory.half_tensors)))
+    return Sizes(memory.parameters, memory.buffers)
 
 
 class _Fingerprint(NamedTuple):
@@ -166,7 +154,7 @@ class _Fingerprint(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Fingerprint:
         with torch.no_grad():
-            return cls(tensor._version, tensor.data_ptr(), str(tensor.sum().item()))
+            return cls(tensor._version, tensor.data_ptr(), str(tensor.float().sum().item()))
 
 
 class _TensorChecks:

@@ -27,15 +27,16 @@ _TENSORS = ("_parameters", "_buffers")
 class ReplicaMemory(NamedTuple):
     """One replica: its module and, by name, its parameters, floating point buffers and constant buffers.
 
-    `half_tensors` are the parameters and buffers that are half on the host, and the host's own. `originals` holds
-    by the `id` of each of the host's tensors that tensor, which keeps its `id` from being reused, and its copy.
+    `updated` are the parameters as the optimizer updates them: float32 copies of those in half, the others themselves.
+    `originals` holds by the `id` of each of the host's tensors that tensor, which keeps its `id` from being reused, and
+    its copy.
     """
 
     module: torch.nn.Module
     parameters: Dict[str, torch.nn.Parameter]
     buffers: Dict[str, torch.Tensor]
     constants: Dict[str, torch.Tensor]
-    half_tensors: List[torch.Tensor]
+    updated: Dict[str, torch.nn.Parameter]
     originals: Dict[int, Tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -53,13 +54,24 @@ class DeviceMemory:
         self._user_model = model if user_model is None else user_model
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._weights = {name: _device_copy(tensor) for name, tensor in model.named_parameters()}
+            self._half = {name: weight for name, weight in self._weights.items() if weight.dtype == torch.half}
+            self._copies = {name: weight.float() for name, weight in self._half.items()}
             self.replicas = [self._replica(self._weights) for _ in range(replicas)]
-        self.half_parameters = [name for name, tensor in model.named_parameters() if tensor.dtype == torch.half]
 
     @property
     def parameters(self) -> Dict[str, torch.nn.Parameter]:
         """The shared weights, as the parameters of replica 0."""
         return self.replicas[0].parameters
+
+    @property
+    def updated(self) -> Dict[str, torch.nn.Parameter]:
+        """The shared weights as the optimizer updates them: those in half as float32 copies."""
+        return self.replicas[0].updated
+
+    @property
+    def half_weights(self) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+        """The shared weights in half, each with its float32 copy."""
+        return [(weight, self._copies[name]) for name, weight in self._half.items()]
 
     def scratch(self) -> ReplicaMemory:
         """Return another replica with the same weights, on which a forward can be traced without side effects."""
@@ -71,6 +83,7 @@ class DeviceMemory:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for name, tensor in self._model.named_parameters():
                 self.parameters[name].copy_(tensor)
+                self.updated[name].copy_(tensor)
             for name, buffer in self._model.named_buffers():
                 for replica in self.replicas:
                     if name in replica.buffers:
@@ -105,6 +118,12 @@ class DeviceMemory:
         parameters = {
             name: torch.nn.Parameter(weight, requires_grad=host[name].requires_grad) for name, weight in weights.items()
         }
+        updated = {
+            name: torch.nn.Parameter(self._copies[name], requires_grad=parameter.requires_grad)
+            if name in self._copies
+            else parameter
+            for name, parameter in parameters.items()
+        }
         host_buffers = dict(self._model.named_buffers())
         buffers = {name: _device_copy(buffer) for name, buffer in host_buffers.items()}
         pairs: List[Tuple[torch.Tensor, torch.Tensor]] = [(host[name], parameters[name]) for name in parameters]
@@ -115,7 +134,7 @@ class DeviceMemory:
             parameters=parameters,
             buffers=floating,
             constants={name: buffer for name, buffer in buffers.items() if name not in floating},
-            half_tensors=[each for pair in pairs if pair[0].dtype == torch.half for each in pair],
+            updated=updated,
             originals={id(pair[0]): pair for pair in pairs},
         )
 

@@ -1,7 +1,6 @@
-"""The numerics of the emulated device: its random numbers, and half precision although it computes in float32.
+"""The numerics of the emulated device: its random numbers, and what a weight update rounds to half.
 
-Random numbers are a function of seed, global replica and micro-batch, not of thread or process. `HalfTracker` tracks
-which tensors of a forward would be half; `HalfWeights` and `HalfAccumulator` round what the device stores in half.
+Random numbers are a function of seed, global replica and micro-batch, not of thread or process.
 """
 
 from __future__ import annotations
@@ -10,31 +9,17 @@ import contextlib
 import hashlib
 import struct
 import threading
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Set, Tuple
+from typing import Any, Callable, Iterator, List, Tuple
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from poptorch.device.half import round_stochastically
 from poptorch.device.memory import DeviceMemory
 from poptorch.options import Options
 
 # torch's CPU generator belongs to the process, so forwards that draw numbers run one after the other.
 _generator_lock = threading.Lock()
-
-_TO_FLOAT = (torch.Tensor.float, torch.Tensor.double, torch.Tensor.bfloat16)
-_CONVERSIONS = (*_TO_FLOAT, torch.Tensor.half, torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as)
-_LIKE_OTHER = (torch.Tensor.to, torch.Tensor.type_as)
-_GET_DTYPE: Any = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
-# What functions that read the dtype return for a half tensor.
-_DTYPE_READS: Dict[Any, Any] = {
-    _GET_DTYPE: torch.half,
-    torch.Tensor.type: "torch.HalfTensor",
-    torch.Tensor.element_size: 2,
-}
-
-# The mantissa bits of a float32 that half does not have.
-_EXTRA_BITS = 13
 
 
 @contextlib.contextmanager
@@ -93,70 +78,13 @@ def mixed_seed(seed: int, replica: int, micro_batch: int) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
-class HalfTracker(TorchFunctionMode):
-    """Tracks which tensors would be half: half with half gives half, half with float32 gives float32.
-
-    Active in the forward of the compilation, and in later forwards if the program reads the dtype of such a tensor,
-    which then reads as half. Enter it after the `DeviceMode`, so that it intercepts the user's calls first.
-
-    Attributes:
-        has_read_dtype: whether the program read the dtype of a tensor that would be half.
-    """
-
-    def __init__(self, half_tensors: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.has_read_dtype = False
-        # References to the tensors, so that Python does not reuse their ids.
-        self._tensors: List[torch.Tensor] = list(half_tensors)
-        self._half: Set[int] = {id(tensor) for tensor in self._tensors}
-
-    def is_half(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor would be half."""
-        return id(tensor) in self._half
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _DTYPE_READS and self.is_half(args[0]) and len(args) == 1 and not kwargs:
-            self.has_read_dtype = True
-            return _DTYPE_READS[func]
-        result = func(*args, **kwargs)
-        if args and result is args[0]:
-            if func not in _CONVERSIONS:
-                return result  # in place: the dtype stays
-            result = result.view_as(result)  # no conversion in float32, but on a device this is another tensor
-        if self._gives_half(func, args, kwargs):
-            for tensor in _floating_point_tensors(result):
-                self._tensors.append(tensor)
-                self._half.add(id(tensor))
-        return result
-
-    def _gives_half(self, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> bool:
-        dtypes = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
-        if func is torch.Tensor.half or dtypes:
-            return not dtypes or dtypes[-1] == torch.half
-        if func in _TO_FLOAT:
-            return False
-        operands = list(_floating_point_tensors((args, kwargs)))
-        if func in _LIKE_OTHER:
-            operands = operands[-1:]
-        return bool(operands) and all(map(self.is_half, operands))
-
-
-def _floating_point_tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _floating_point_tensors(item)
-    elif isinstance(value, dict):
-        yield from _floating_point_tensors(tuple(value.values()))
+def rounds_stochastically(options: Options) -> bool:
+    """Return whether `options.Precision.enableStochasticRounding` is set."""
+    return bool(options._Popart.options.get("enableStochasticRounding"))
 
 
 class HalfWeights:
-    """Rounds the parameters that are half on the host after every update.
+    """Rounds the float32 copies of the half weights after every update, and stores them in half.
 
     With `Precision.enableStochasticRounding` values round up or down at random, so that many small updates count on
     average. The random numbers are a function of `options.random_seed` (0 if unset) and of the micro-batches that a
@@ -164,30 +92,20 @@ class HalfWeights:
     """
 
     def __init__(self, memory: DeviceMemory, options: Options, count_micro_batches: Callable[[], int]) -> None:
-        self._parameters = [memory.parameters[name] for name in memory.half_parameters]
-        self._is_stochastic = bool(options._Popart.options.get("enableStochasticRounding"))
+        self._weights = memory.half_weights
+        self._is_stochastic = rounds_stochastically(options)
         self._seed = int(options.random_seed) if options.exists("random_seed") else 0
         self._count_micro_batches = count_micro_batches
         self._generator = torch.Generator()
 
     def round(self) -> None:
-        """Round every such parameter to values that half can represent."""
-        if self._parameters and self._is_stochastic:
+        """Round every such weight to values that half can represent."""
+        if self._weights and self._is_stochastic:
             self._generator.manual_seed(mixed_seed(self._seed, -1, self._count_micro_batches()))
         with torch.no_grad():
-            for parameter in self._parameters:
-                value = _round_stochastically(parameter, self._generator) if self._is_stochastic else parameter
-                parameter.copy_(value.half())
-
-
-def _round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Round float32 values to the mantissa of half, up or down with probabilities that keep the mean.
-
-    Below the normal numbers of half (6e-5) the remaining bits round to nearest.
-    """
-    noise = torch.randint(2**_EXTRA_BITS, values.shape, generator=generator, dtype=torch.int32)
-    bits = values.contiguous().view(torch.int32).add(noise)
-    return bits.bitwise_and_(-(2**_EXTRA_BITS)).view(torch.float32)
+            for weight, copy in self._weights:
+                weight.copy_(round_stochastically(copy, self._generator) if self._is_stochastic else copy)
+                copy.copy_(weight)
 
 
 class HalfAccumulator:

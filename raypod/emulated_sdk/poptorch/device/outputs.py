@@ -92,14 +92,6 @@ def _joined(pieces: List[torch.Tensor]) -> torch.Tensor:
     return torch.stack(pieces) if len(pieces) > 1 else pieces[0].clone()
 
 
-def api_dtypes(outputs: Sequence[torch.Tensor], is_half: Sequence[bool]) -> List[torch.dtype]:
-    """Return the dtypes of the outputs at the API."""
-    return [
-        torch.half if half and output.dtype == torch.float32 else API_DTYPE.get(output.dtype, output.dtype)
-        for output, half in zip(outputs, is_half)
-    ]
-
-
 def check_output_period(mode: OutputMode, period: int, device_iterations: int) -> None:
     """Raise Error if this mode would return nothing of a call."""
     if mode == OutputMode.EveryN and period > device_iterations:

@@ -12,6 +12,7 @@ from poptorch.device.arguments import Arguments, BatchLayout, synthetic_inputs
 from poptorch.device.compilation import Trace, TraceSettings, trace
 from poptorch.device.memory import DeviceMemory
 from poptorch.device.memory_estimate import IpuMemory, Usage, check_memory, estimate_memory
+from poptorch.device.numerics import rounds_stochastically
 from poptorch.device.outputs import FINAL_LOSS_SCALE, AnchorOutputs, OutputCollector, anchors_of, check_output_period
 from poptorch.device.replica import Forward, Replica, ReplicaThreads
 from poptorch.device.transaction import CallTransaction, NoTransaction, ReplicaBuffers
@@ -93,7 +94,7 @@ class Program:
         self._anchors = anchors_of(options, self.tensor_names)
         anchored = [anchor.name for anchor in self._anchors]
         self._replicas = [
-            Replica(memory, arguments, self.traced, first + index, anchored)
+            Replica(memory, arguments, self.traced, first + index, anchored, rounds_stochastically(options))
             for index, memory in enumerate(self.memory.replicas)
         ]
         self.anchored: Dict[str, torch.Tensor] = {}
@@ -180,8 +181,8 @@ class Program:
     def _run_micro_batches(self, iteration: int, call: _Call, index: int) -> None:
         """Run one replica's micro-batches of one device iteration."""
         replica = self._replicas[index]
-        with torch.set_grad_enabled(self.is_training):
-            for step in range(self.layout.accumulation_steps):
+        for step in range(self.layout.accumulation_steps):
+            with torch.set_grad_enabled(self.is_training), replica.arithmetic():
                 started = time.perf_counter()
                 forward = replica.forward(self._inputs(call.inputs, iteration, step, index))
                 if self._checks_numbers:

@@ -14,9 +14,10 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 
 from poptorch.device.arguments import Arguments
-from poptorch.device.compilation import Trace, half_tensors
+from poptorch.device.compilation import Trace
+from poptorch.device.half import HalfMode
 from poptorch.device.memory import PythonState, ReplicaMemory
-from poptorch.device.numerics import HalfTracker, device_random
+from poptorch.device.numerics import device_random, mixed_seed
 from poptorch.device.outputs import AnchorRecorder
 from poptorch.device_mode import DeviceMode, OnDevice, to_device
 from poptorch.errors import Error
@@ -42,6 +43,7 @@ class Replica:
         traced: the trace of the forward.
         index: the global index of the replica.
         anchored: the names of the anchored tensors.
+        is_stochastic: round to half stochastically.
 
     Attributes:
         anchor_recorder: records the anchored tensors; None if there are none.
@@ -50,7 +52,13 @@ class Replica:
     """
 
     def __init__(
-        self, memory: ReplicaMemory, arguments: Arguments, traced: Trace, index: int, anchored: Sequence[str] = ()
+        self,
+        memory: ReplicaMemory,
+        arguments: Arguments,
+        traced: Trace,
+        index: int,
+        anchored: Sequence[str],
+        is_stochastic: bool,
     ) -> None:
         self.memory = memory
         self.anchor_recorder = AnchorRecorder(memory.module, anchored) if anchored else None
@@ -63,7 +71,8 @@ class Replica:
         originals = memory.originals if traced.uses_originals else None
         self._mode = None
         if not traced.is_plain:
-            self._mode = DeviceMode(half_on_host=traced.half_on_host, originals=originals)
+            self._mode = DeviceMode(originals=originals)
+        self._half_mode = HalfMode(is_stochastic) if traced.has_half else None
         self._python_state = PythonState(memory.module, traced.changed_modules)
         self.save_constants()
         groups: List[Dict[str, Any]] = [memory.parameters, memory.buffers, memory.constants]
@@ -79,11 +88,8 @@ class Replica:
             self.anchor_recorder.begin(self._arguments.spec.names, on_device)
         args, kwargs = self._arguments.unflatten(on_device)
         self._restore_constants()
-        track_half: ContextManager[Any] = _NO_CONTEXT
-        if self._traced.reads_half_dtype:
-            track_half = HalfTracker(half_tensors(on_device, inputs, self.memory))
         try:
-            with self._random(self._traced.draws), self._mode or _ON_DEVICE, track_half:
+            with self._random(self._traced.draws), self._mode or _ON_DEVICE:
                 tensors, structure = flatten(self.memory.module(*args, **kwargs))
         finally:
             self._python_state.restore()
@@ -101,6 +107,13 @@ class Replica:
     def backward_random(self) -> ContextManager[Any]:
         """Return the context for the backward pass of the last micro-batch."""
         return self._random(self._traced.backward_draws)
+
+    def arithmetic(self) -> ContextManager[Any]:
+        """Return the context for the forward and backward pass of the next micro-batch."""
+        if self._half_mode is None:
+            return _NO_CONTEXT
+        self._half_mode.seed(mixed_seed(self.seed, self._index, self.micro_batches))
+        return self._half_mode
 
     def _random(self, draws: bool) -> ContextManager[Any]:
         if draws:

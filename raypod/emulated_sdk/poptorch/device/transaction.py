@@ -66,7 +66,7 @@ class CallTransaction(NoTransaction):
         self._micro_batches = [replica.micro_batches for replica in self._replicas]
         if self._saves_weights:
             with torch.no_grad():
-                self._weights = [parameter.clone() for parameter in self._memory.parameters.values()]
+                self._weights = [weight.clone() for weight in self._memory.updated.values()]
             self._optimizer_state = self._optimizer.snapshot()
 
     def roll_back(self) -> None:
@@ -76,8 +76,9 @@ class CallTransaction(NoTransaction):
             replica.micro_batches = micro_batches
         if self._saves_weights:
             with torch.no_grad():
-                for parameter, value in zip(self._memory.parameters.values(), self._weights):
-                    parameter.copy_(value)
+                for name, value in zip(self._memory.updated, self._weights):
+                    self._memory.updated[name].copy_(value)
+                    self._memory.parameters[name].copy_(value)
             self._optimizer.restore(self._optimizer_state)
 
     def commit(self) -> None:

@@ -79,7 +79,15 @@ class WeightUpdate(NoUpdate):
         self._accumulators = _half_accumulators(memory, optimizer.hyperparameters, options)
         self.loss_terms, self._gradient_terms = _terms(options, placement, self._accumulators)
         names = [name for name, parameter in optimizer.parameters.items() if parameter.requires_grad]
-        self._trained = [[replica.parameters[name] for name in names] for replica in memory.replicas]
+        self._trained = [[replica.updated[name] for name in names] for replica in memory.replicas]
+        self._half = [
+            [
+                (parameter, updated)
+                for parameter, updated in zip(replica.parameters.values(), replica.updated.values())
+                if updated is not parameter
+            ]
+            for replica in memory.replicas
+        ]
         self._is_in_graph = torch.tensor([float(name in in_graph) for name in names])
         # Besides the gradients the reduction counts the replicas that have a gradient of each parameter, and those that
         # changed each buffer. A single replica needs no reduction.
@@ -100,6 +108,7 @@ class WeightUpdate(NoUpdate):
         scaling = self.optimizer.loss_scaling / self.loss_terms
         with self._accumulators[replica] if self._accumulators else contextlib.nullcontext():
             torch.autograd.backward(loss, None if scaling == 1.0 else torch.full_like(loss, scaling))
+            self._accumulate_half(replica)
 
     def apply(self, threads: ReplicaThreads, is_last: bool) -> None:
         """Reduce the gradients over all replicas and update the weights; in a call's last update exchange buffers, too.
@@ -136,8 +145,15 @@ class WeightUpdate(NoUpdate):
         for accumulator in self._accumulators:
             accumulator.reset()
         for memory in self._memory.replicas:
-            for parameter in memory.parameters.values():
+            for parameter in (*memory.parameters.values(), *memory.updated.values()):
                 parameter.grad = None
+
+    def _accumulate_half(self, replica: int) -> None:
+        """Add the half gradients of a replica's last micro-batch to the gradients of the float32 copies."""
+        for parameter, updated in self._half[replica]:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                updated.grad = gradient.float() if updated.grad is None else updated.grad.add_(gradient)
 
     def _complete(self) -> None:
         for parameter, is_in_graph in zip(self._trained[0], self._is_in_graph.tolist()):
@@ -196,7 +212,7 @@ def _half_accumulators(memory: DeviceMemory, values: Hyperparameters, options: O
         return []
     is_mean = training.accumulation_and_replication_reduction_type == ReductionType.Mean
     is_running = is_mean and training.meanAccumulationAndReplicationReductionStrategy == MeanReductionStrategy.Running
-    return [HalfAccumulator(list(replica.parameters.values()), is_running) for replica in memory.replicas]
+    return [HalfAccumulator(list(replica.updated.values()), is_running) for replica in memory.replicas]
 
 
 def _terms(options: Options, placement: Placement, accumulators: List[HalfAccumulator]) -> Tuple[int, int]:
@@ -223,6 +239,6 @@ def device_groups(
     """
     names = {id(parameter): name for name, parameter in host.named_parameters()}
     return [
-        {names[id(p)]: memory.parameters[names[id(p)]] for p in group["params"] if id(p) in names}
+        {names[id(p)]: memory.updated[names[id(p)]] for p in group["params"] if id(p) in names}
         for group in optimizer.param_groups
     ]

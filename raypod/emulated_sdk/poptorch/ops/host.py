@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 import torch
 
-from poptorch.device_mode import active_mode, compiling_mode, is_on_device, off_device, to_device
+from poptorch.device_mode import compiling_mode, is_on_device, off_device, to_device
 from poptorch.errors import Error
 from poptorch.ops.arguments import checked_callable, checked_tensor
 from poptorch.pytree import flatten
@@ -75,28 +75,14 @@ class CPU:
 
     def _call_from_device(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         tensors, arguments = flatten((args, kwargs))
-        is_half = self._half_inputs(tensors)
         with _host_lock, off_device(), torch.no_grad():
-            on_host = [_to_host(tensor, half) for tensor, half in zip(tensors, is_half)]
+            on_host = [_to_host(tensor) for tensor in tensors]
             args, kwargs = arguments.unflatten(on_host)
             returned, spec = flatten(self._layer_to_call(*args, **kwargs))
             if not returned:
                 raise Error(f"poptorch.CPU {self._ID!r}: the layer returned {spec}, but no tensor")
             self.inputs, self.outputs = on_host, returned
-            on_device = [to_device(tensor) for tensor in returned]
-        # The device stores half as float32; during compilation this call of half() is recorded.
-        pairs = zip(on_device, returned)
-        return spec.unflatten([tensor.half() if _is_half(on_host) else tensor for tensor, on_host in pairs])
-
-    def _half_inputs(self, tensors: List[torch.Tensor]) -> List[bool]:
-        """Return which of the inputs are half; the compilation records it for later forwards."""
-        mode = active_mode()
-        if mode is not None and mode.is_compiling:
-            mode.half_on_host[self._ID] = [_is_half(tensor) for tensor in tensors]
-            mode.has_replaced |= any(mode.half_on_host[self._ID])
-        # A model without a mode has no half tensors.
-        known = [] if mode is None else mode.half_on_host.get(self._ID, [])
-        return known if len(known) == len(tensors) else [False] * len(tensors)
+            return spec.unflatten([to_device(tensor) for tensor in returned])
 
 
 def _stored(target: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -104,13 +90,8 @@ def _stored(target: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     return target.copy_(result) if same else result.clone()
 
 
-def _is_half(tensor: torch.Tensor) -> bool:
-    return tensor.dtype == torch.half
-
-
-def _to_host(tensor: torch.Tensor, is_half: bool) -> torch.Tensor:
-    dtype = torch.half if is_half else _TO_HOST.get(tensor.dtype, tensor.dtype)
-    return tensor.detach().to(dtype, copy=True)
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(_TO_HOST.get(tensor.dtype, tensor.dtype), copy=True)
 
 
 def ipu_print_tensor(  # noqa: PLR0913  # the SDK's signature

@@ -69,7 +69,6 @@ class ActivationRecorder:
         recorder: determines the stage of each operator.
         weights: parameters and buffers, which are not activations.
         inputs: the inputs of the model.
-        float_bytes: size of a floating point number of the model's activations.
     """
 
     def __init__(
@@ -77,10 +76,8 @@ class ActivationRecorder:
         recorder: StageRecorder,
         weights: Iterable[torch.Tensor],
         inputs: Sequence[torch.Tensor],
-        float_bytes: int,
     ) -> None:
         self._recorder = recorder
-        self._float_bytes = float_bytes
         # Weights, what is computed from weights only, and random numbers.
         self._not_stored: Set[int] = set(map(_address, weights))
         self._made = {_address(tensor): _INPUT for tensor in inputs}  # the stage that made each tensor
@@ -135,8 +132,6 @@ class ActivationRecorder:
 
     def _size(self, tensor: torch.Tensor) -> int:
         elements = min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.element_size())
-        if tensor.is_floating_point():
-            return elements * min(self._float_bytes, tensor.element_size())
         return elements * min(4, tensor.element_size())  # the device has no integers of 64 bits
 
 

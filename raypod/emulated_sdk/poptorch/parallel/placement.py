@@ -103,15 +103,10 @@ class Placement:
 
 
 class Sizes(NamedTuple):
-    """Parameters and buffers of a replica by name, and the ids of those that the device stores in half precision."""
+    """Parameters and buffers of a replica by name."""
 
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
-    half: Collection[int]
-
-    def bytes_of(self, tensor: torch.Tensor) -> int:
-        """Return the bytes of a tensor on the device."""
-        return tensor.numel() * (2 if id(tensor) in self.half else tensor.element_size())
 
 
 def place(strategy: str, recorder: StageRecorder, sizes: Sizes) -> Placement:
@@ -132,10 +127,14 @@ def _place_stage(index: int, use: StageUse, sizes: Sizes) -> StagePlacement:
         parameters=tuple(parameters),
         buffers=tuple(buffers),
         parameter_elements=sum(tensor.numel() for tensor in parameters.values()),
-        parameter_bytes=sum(map(sizes.bytes_of, parameters.values())),
-        buffer_bytes=sum(map(sizes.bytes_of, buffers.values())),
+        parameter_bytes=sum(map(_bytes, parameters.values())),
+        buffer_bytes=sum(map(_bytes, buffers.values())),
         forward_operations=use.operations,
     )
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def check_number(ipus: int) -> None:
