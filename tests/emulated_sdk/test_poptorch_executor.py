@@ -375,20 +375,6 @@ def test_attributes_that_cannot_be_copied_are_shared():
     poptorch.trainingModel(WithHandle(), options(2))(*batch(4))
 
 
-def test_replica_grouping_accepts_all_replicas_only():
-    model, training = train_line(replicas=2)
-    one_per_group = poptorch.VariableRetrievalMode.OnePerGroup
-    training.weight.replicaGrouping(poptorch.CommGroupType.All, 0, one_per_group)
-    training.weight.replicaGrouping(poptorch.CommGroupType.Consecutive, 2, one_per_group)
-    with pytest.raises(poptorch.Error, match="groups of 1 of the 2 replicas"):
-        training.weight.replicaGrouping(poptorch.CommGroupType.NoGrouping, 0, one_per_group)
-    with pytest.raises(AssertionError, match="not a CommGroupType"):
-        training.weight.replicaGrouping("All", 0)
-    training(torch.ones(2))
-    with pytest.raises(poptorch.Error, match="before the model is compiled"):
-        model.weight.replicaGrouping(poptorch.CommGroupType.All, 0, one_per_group)
-
-
 @pytest.mark.parametrize("connection", list(poptorch.ConnectionType))
 def test_compiling_attaches_except_with_connection_type_never(connection):
     training = poptorch.trainingModel(Line(), options().connectionType(connection))

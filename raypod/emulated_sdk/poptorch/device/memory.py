@@ -1,6 +1,7 @@
 """The device's copies of the user's module: shared weights, buffers of each replica, and their exchange with the host.
 
-All local replicas share one copy of the weights, as they are equal.
+All local replicas share one copy of the weights, as they are equal. A parameter of which groups of replicas have their
+own values is one tensor with the values of all groups, and the parameter of a replica is a view into it.
 """
 
 from __future__ import annotations
@@ -10,17 +11,36 @@ import functools
 import pickle
 import types
 from collections import OrderedDict
-from typing import Any, Collection, Dict, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
+from typing import (
+    Any,
+    Collection,
+    Dict,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    TypeVar,
+)
 
 import torch
 
+from poptorch.device.replica_groups import ReplicaGroups
 from poptorch.device_mode import DEVICE_DTYPE
 from poptorch.errors import Error
 
 _Class = TypeVar("_Class", bound=type)
 
 # What copying an arbitrary Python object may raise: such attributes are shared instead.
-_UNCOPYABLE = (TypeError, RuntimeError, AttributeError, ValueError, pickle.PickleError, copy.Error)
+_UNCOPYABLE = (
+    TypeError,
+    RuntimeError,
+    AttributeError,
+    ValueError,
+    pickle.PickleError,
+    copy.Error,
+)
 _TENSORS = ("_parameters", "_buffers")
 
 
@@ -46,27 +66,68 @@ class DeviceMemory:
     Args:
         model: the host's module. Every exchange looks up its tensors by name, as a program may replace them.
         replicas: the number of local replicas.
+        groups: the parameters of which groups of replicas have their own values.
+        first_replica: the position of the first local replica among those of all processes.
         user_model: the module that the program holds, if `model` is a shallow copy of it.
+
+    Attributes:
+        parameters: the weights, as the parameters of replica 0; of a grouped parameter the values of all groups.
+        updated: the same as the optimizer updates them: those in half as float32 copies.
     """
 
-    def __init__(self, model: torch.nn.Module, replicas: int, user_model: Optional[torch.nn.Module] = None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        replicas: int,
+        user_model: Optional[torch.nn.Module] = None,
+        groups: Optional[Mapping[str, ReplicaGroups]] = None,
+        first_replica: int = 0,
+    ) -> None:
         self._model = model
+        self.groups: Mapping[str, ReplicaGroups] = groups or {}
+        self._first_replica = first_replica
         self._user_model = model if user_model is None else user_model
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            self._weights = {name: _device_copy(tensor) for name, tensor in model.named_parameters()}
-            self._half = {name: weight for name, weight in self._weights.items() if weight.dtype == torch.half}
+            self._weights = {
+                name: _device_copy(
+                    self.groups[name].to_device(tensor)
+                    if name in self.groups
+                    else tensor
+                )
+                for name, tensor in model.named_parameters()
+            }
+            self._half = {
+                name: weight
+                for name, weight in self._weights.items()
+                if weight.dtype == torch.half
+            }
             self._copies = {name: weight.float() for name, weight in self._half.items()}
-            self.replicas = [self._replica(self._weights) for _ in range(replicas)]
+            self.replicas = [
+                self._replica(first_replica + index) for index in range(replicas)
+            ]
+        self.parameters = {
+            **self.replicas[0].parameters,
+            **self._of_groups(self._weights),
+        }
+        of_groups = {name: self.parameters[name] for name in self.groups}
+        self.updated = {
+            **self.replicas[0].updated,
+            **of_groups,
+            **self._of_groups(self._copies),
+        }
 
-    @property
-    def parameters(self) -> Dict[str, torch.nn.Parameter]:
-        """The shared weights, as the parameters of replica 0."""
-        return self.replicas[0].parameters
-
-    @property
-    def updated(self) -> Dict[str, torch.nn.Parameter]:
-        """The shared weights as the optimizer updates them: those in half as float32 copies."""
-        return self.replicas[0].updated
+    def _of_groups(
+        self, weights: Mapping[str, torch.Tensor]
+    ) -> Dict[str, torch.nn.Parameter]:
+        """Return those of the weights of which groups have their own values, with the values of all groups."""
+        own = self.replicas[0].parameters
+        return {
+            name: torch.nn.Parameter(
+                weights[name], requires_grad=own[name].requires_grad
+            )
+            for name in self.groups
+            if name in weights
+        }
 
     @property
     def half_weights(self) -> List[Tuple[torch.Tensor, torch.Tensor]]:
@@ -76,14 +137,18 @@ class DeviceMemory:
     def scratch(self) -> ReplicaMemory:
         """Return another replica with the same weights, on which a forward can be traced without side effects."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            return self._replica(self._weights)
+            return self._replica(self._first_replica)
 
     def upload(self) -> None:
         """Copy the host's weights and floating point buffers to every replica; other buffers are constants."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for name, tensor in self._model.named_parameters():
-                self.parameters[name].copy_(tensor)
-                self.updated[name].copy_(tensor)
+                self.parameters[name].copy_(
+                    self.groups[name].to_device(tensor)
+                    if name in self.groups
+                    else tensor
+                )
+                self.updated[name].copy_(self.parameters[name])
             for name, buffer in self._model.named_buffers():
                 for replica in self.replicas:
                     if name in replica.buffers:
@@ -94,11 +159,17 @@ class DeviceMemory:
         host = dict(self._model.named_buffers())
         unknown = [name for name in names if name not in host]
         if unknown:
-            raise Error(f"The model has no buffer {unknown[0]!r}: there are {', '.join(sorted(host)) or 'none'}")
+            raise Error(
+                f"The model has no buffer {unknown[0]!r}: there are {', '.join(sorted(host)) or 'none'}"
+            )
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for replica in self.replicas:
                 for name in names:
-                    buffer = replica.buffers[name] if name in replica.buffers else replica.constants[name]
+                    buffer = (
+                        replica.buffers[name]
+                        if name in replica.buffers
+                        else replica.constants[name]
+                    )
                     buffer.copy_(host[name])
 
     def download(self) -> None:
@@ -106,34 +177,67 @@ class DeviceMemory:
 
         Replica 0 is inferred: the SDK's documentation does not state whose buffers are read.
         """
-        values: Dict[str, torch.Tensor] = {**self.parameters, **self.replicas[0].buffers}
+        values: Dict[str, torch.Tensor] = {
+            **self.parameters,
+            **self.replicas[0].buffers,
+        }
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            for tensors in (self._model.named_parameters(), self._model.named_buffers()):
+            for tensors in (
+                self._model.named_parameters(),
+                self._model.named_buffers(),
+            ):
                 for name, tensor in tensors:
                     if name in values:
-                        tensor.copy_(values[name])
+                        tensor.copy_(
+                            self.groups[name].to_host(values[name])
+                            if name in self.groups
+                            else values[name]
+                        )
 
-    def _replica(self, weights: Dict[str, torch.Tensor]) -> ReplicaMemory:
+    def _replica(self, replica: int) -> ReplicaMemory:
         host = dict(self._model.named_parameters())
+        weights, copies = dict(self._weights), dict(self._copies)
+        for values in (weights, copies):
+            own = {
+                name: groups.group_of[replica]
+                for name, groups in self.groups.items()
+                if name in values
+            }
+            values.update({name: values[name][group] for name, group in own.items()})
         parameters = {
-            name: torch.nn.Parameter(weight, requires_grad=host[name].requires_grad) for name, weight in weights.items()
+            name: torch.nn.Parameter(weight, requires_grad=host[name].requires_grad)
+            for name, weight in weights.items()
         }
         updated = {
-            name: torch.nn.Parameter(self._copies[name], requires_grad=parameter.requires_grad)
-            if name in self._copies
+            name: torch.nn.Parameter(
+                copies[name], requires_grad=parameter.requires_grad
+            )
+            if name in copies
             else parameter
             for name, parameter in parameters.items()
         }
         host_buffers = dict(self._model.named_buffers())
         buffers = {name: _device_copy(buffer) for name, buffer in host_buffers.items()}
-        pairs: List[Tuple[torch.Tensor, torch.Tensor]] = [(host[name], parameters[name]) for name in parameters]
+        pairs: List[Tuple[torch.Tensor, torch.Tensor]] = [
+            (host[name], parameters[name]) for name in parameters
+        ]
         pairs += [(host_buffers[name], buffers[name]) for name in buffers]
-        floating = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
+        floating = {
+            name: buffer
+            for name, buffer in buffers.items()
+            if buffer.is_floating_point()
+        }
         return ReplicaMemory(
-            module=_copy_module(self._model, {id(tensor): copy for tensor, copy in pairs}, self._user_model),
+            module=_copy_module(
+                self._model,
+                {id(tensor): copy for tensor, copy in pairs},
+                self._user_model,
+            ),
             parameters=parameters,
             buffers=floating,
-            constants={name: buffer for name, buffer in buffers.items() if name not in floating},
+            constants={
+                name: buffer for name, buffer in buffers.items() if name not in floating
+            },
             updated=updated,
             originals={id(pair[0]): pair for pair in pairs},
         )
@@ -141,7 +245,11 @@ class DeviceMemory:
 
 def _device_copy(tensor: torch.Tensor) -> torch.Tensor:
     # Integer buffers are constants that no kernel writes, so they keep their dtype.
-    dtype = DEVICE_DTYPE.get(tensor.dtype, tensor.dtype) if tensor.is_floating_point() else tensor.dtype
+    dtype = (
+        DEVICE_DTYPE.get(tensor.dtype, tensor.dtype)
+        if tensor.is_floating_point()
+        else tensor.dtype
+    )
     return tensor.detach().to(dtype, copy=True)
 
 
@@ -152,7 +260,9 @@ class PythonState:
     assignments of one forward must not affect the next.
     """
 
-    def __init__(self, module: torch.nn.Module, names: Optional[Collection[str]] = None) -> None:
+    def __init__(
+        self, module: torch.nn.Module, names: Optional[Collection[str]] = None
+    ) -> None:
         self._saved: List[Tuple[str, Dict[str, Any], Dict[str, Any]]] = [
             (name, vars(submodule), dict(vars(submodule)))
             for name, submodule in module.named_modules()
@@ -161,7 +271,11 @@ class PythonState:
 
     def changed(self) -> Tuple[str, ...]:
         """Return the names of the modules in which an attribute was added, removed or assigned."""
-        return tuple(name for name, attributes, before in self._saved if not _are_identical(attributes, before))
+        return tuple(
+            name
+            for name, attributes, before in self._saved
+            if not _are_identical(attributes, before)
+        )
 
     def restore(self) -> None:
         """Restore the values of all attributes."""
@@ -172,7 +286,9 @@ class PythonState:
 
 
 def _are_identical(attributes: Dict[str, Any], before: Dict[str, Any]) -> bool:
-    return attributes.keys() == before.keys() and all(attributes[name] is value for name, value in before.items())
+    return attributes.keys() == before.keys() and all(
+        attributes[name] is value for name, value in before.items()
+    )
 
 
 def original_class(kind: _Class) -> _Class:
@@ -193,9 +309,13 @@ def _copy_module(
     for module in modules:
         memo[id(module)] = object.__new__(original_class(type(module)))
     memo[id(user_model)] = memo[id(root)]
-    memo.update({id(copied): copied for copied in memo.values()})  # a copy is not copied again
+    memo.update(
+        {id(copied): copied for copied in memo.values()}
+    )  # a copy is not copied again
     for module in modules:
-        attributes = {name: _copied(name, value, memo) for name, value in vars(module).items()}
+        attributes = {
+            name: _copied(name, value, memo) for name, value in vars(module).items()
+        }
         vars(memo[id(module)]).update(attributes)
     copied: torch.nn.Module = memo[id(root)]
     return copied
@@ -203,8 +323,13 @@ def _copy_module(
 
 def _copied(name: str, value: Any, memo: Dict[int, Any]) -> Any:
     if name in _TENSORS or name == "_modules":
-        return type(value)((key, memo.get(id(item), item)) for key, item in value.items())
-    if name.endswith("_hooks") and type(value) in (dict, OrderedDict):  # the user's own may be anything
+        return type(value)(
+            (key, memo.get(id(item), item)) for key, item in value.items()
+        )
+    if name.endswith("_hooks") and type(value) in (
+        dict,
+        OrderedDict,
+    ):  # the user's own may be anything
         return type(value)((key, _rebound(hook, memo)) for key, hook in value.items())
     value = _rebound(value, memo)
     try:
@@ -230,20 +355,34 @@ def _rebound(value: Any, memo: Dict[int, Any]) -> Any:
         return _rebound_partial(value, memo)
     if type(value) in (list, tuple):
         items = [_rebound(item, memo) for item in value]
-        return value if all(new is old for new, old in zip(items, value)) else type(value)(items)
+        return (
+            value
+            if all(new is old for new, old in zip(items, value))
+            else type(value)(items)
+        )
     if type(value) is dict:
         rebound = {key: _rebound(item, memo) for key, item in value.items()}
-        return value if all(rebound[key] is item for key, item in value.items()) else rebound
+        return (
+            value
+            if all(rebound[key] is item for key, item in value.items())
+            else rebound
+        )
     return value
 
 
 def _rebound_function(function: types.FunctionType, memo: Dict[int, Any]) -> Any:
-    memo[id(function)] = function  # ends the recursion of a function that refers to itself
+    memo[id(function)] = (
+        function  # ends the recursion of a function that refers to itself
+    )
     cells = [_rebound_cell(cell, memo) for cell in function.__closure__ or ()]
     if all(new is old for new, old in zip(cells, function.__closure__ or ())):
         return function
     rebound = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        tuple(cells),
     )
     rebound.__kwdefaults__ = function.__kwdefaults__
     vars(rebound).update(vars(function))

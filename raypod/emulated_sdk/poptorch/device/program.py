@@ -11,12 +11,29 @@ import torch
 from poptorch.device.arguments import Arguments, BatchLayout, synthetic_inputs
 from poptorch.device.compilation import Trace, TraceSettings, trace
 from poptorch.device.memory import DeviceMemory
-from poptorch.device.memory_estimate import IpuMemory, Usage, check_memory, estimate_memory
+from poptorch.device.memory_estimate import (
+    IpuMemory,
+    Usage,
+    check_memory,
+    estimate_memory,
+)
 from poptorch.device.numerics import rounds_stochastically
-from poptorch.device.outputs import FINAL_LOSS_SCALE, AnchorOutputs, OutputCollector, anchors_of, check_output_period
+from poptorch.device.outputs import (
+    FINAL_LOSS_SCALE,
+    AnchorOutputs,
+    OutputCollector,
+    anchors_of,
+    check_output_period,
+)
 from poptorch.device.replica import Forward, Replica, ReplicaThreads
+from poptorch.device.replica_groups import Groupings, groups_of
 from poptorch.device.transaction import CallTransaction, NoTransaction, ReplicaBuffers
-from poptorch.device.weight_update import NoUpdate, WeightUpdate, device_groups, placement_of
+from poptorch.device.weight_update import (
+    NoUpdate,
+    WeightUpdate,
+    device_groups,
+    placement_of,
+)
 from poptorch.enums import MeanReductionStrategy
 from poptorch.errors import Error
 from poptorch.optimizers.device_optimizer import DeviceOptimizer
@@ -69,38 +86,71 @@ class Program:
         options: Options,
         arguments: Arguments,
         user_model: Optional[torch.nn.Module] = None,
+        groupings: Optional[Groupings] = None,
     ) -> None:
-        check_output_period(options.output_mode, options.output_return_period, options.device_iterations)
+        check_output_period(
+            options.output_mode, options.output_return_period, options.device_iterations
+        )
         self.arguments = arguments
         self.layout = BatchLayout.of(options)
         check_number(self.layout.replicas)  # before the replicas are created
-        self.memory = DeviceMemory(model, self.layout.replicas, user_model)
+        placement = placement_of(options)
+        groups = groups_of(
+            groupings or {}, dict(model.named_parameters()), placement.total_replicas
+        )
+        self.memory = DeviceMemory(
+            model, self.layout.replicas, user_model, groups, placement.first_replica
+        )
         self._options = options
         self._update = NoUpdate()
         self._transaction = NoTransaction()
         compiler = options._Popart.options
         self._checks_numbers = compiler.get("enableFloatingPointChecks")
         self._threads = ReplicaThreads(self.layout.replicas)
-        self._synthetic = synthetic_inputs(arguments.spec, self.layout) if compiler.get("syntheticDataMode") else None
-        reject_changed_buffers = self.layout.input_groups > 1 and options.broadcast_buffers
-        settings = TraceSettings(self.is_training, reject_changed_buffers, options._execution_strategy)
+        self._synthetic = (
+            synthetic_inputs(arguments.spec, self.layout)
+            if compiler.get("syntheticDataMode")
+            else None
+        )
+        reject_changed_buffers = (
+            self.layout.input_groups > 1 and options.broadcast_buffers
+        )
+        settings = TraceSettings(
+            self.is_training, reject_changed_buffers, options._execution_strategy
+        )
         example_inputs = self._synthetic or arguments.example_inputs
-        self.traced: Trace = trace(self.memory.scratch(), arguments, example_inputs, settings)
+        self.traced: Trace = trace(
+            self.memory.scratch(), arguments, example_inputs, settings
+        )
         check_placement(self.traced.placement, options, self.is_training)
         check_overlap(options, self.traced.overlapped)
-        first = placement_of(options).first_replica
         adapts_loss_scaling = self.is_training and compiler.get(_AUTO_LOSS_SCALING)
-        self.tensor_names = (*self.traced.tensor_names, *([FINAL_LOSS_SCALE] if adapts_loss_scaling else []))
+        self.tensor_names = (
+            *self.traced.tensor_names,
+            *([FINAL_LOSS_SCALE] if adapts_loss_scaling else []),
+        )
         self._anchors = anchors_of(options, self.tensor_names)
         anchored = [anchor.name for anchor in self._anchors]
         self._replicas = [
-            Replica(memory, arguments, self.traced, first + index, anchored, rounds_stochastically(options))
+            Replica(
+                memory,
+                arguments,
+                self.traced,
+                placement.first_replica + index,
+                anchored,
+                rounds_stochastically(options),
+            )
             for index, memory in enumerate(self.memory.replicas)
         ]
         self.anchored: Dict[str, torch.Tensor] = {}
         self.micro_batch_times: List[MicroBatchTimes] = []
         self.call_s = 0.0
-        self.rng_state = [options.random_seed if options.exists("random_seed") else torch.initial_seed(), 0]
+        self.rng_state = [
+            options.random_seed
+            if options.exists("random_seed")
+            else torch.initial_seed(),
+            0,
+        ]
         if not self.is_training:
             check_memory(self.estimated_memory())
 
@@ -122,7 +172,9 @@ class Program:
         self._transaction.begin()
         try:
             for iteration in range(self.layout.device_iterations):
-                self._threads.each(functools.partial(self._run_micro_batches, iteration, call))
+                self._threads.each(
+                    functools.partial(self._run_micro_batches, iteration, call)
+                )
                 self._update.apply(self._threads, iteration == last)
                 call.anchors.add_updated(iteration, self.memory.parameters)
                 if self._checks_numbers and self.is_training:
@@ -151,12 +203,20 @@ class Program:
         for replica in self._replicas:
             replica.seed, replica.micro_batches = state
 
-    def estimated_memory(self, micro_batch_factor: float = 1.0) -> Tuple[IpuMemory, ...]:
+    def estimated_memory(
+        self, micro_batch_factor: float = 1.0
+    ) -> Tuple[IpuMemory, ...]:
         """Return the estimated memory of each IPU; the micro-batch is this factor times the compiled one."""
         values = None if self.optimizer is None else self.optimizer.hyperparameters
         replicas = placement_of(self._options).total_replicas
         usage = Usage(self.memory.parameters, self.traced.trained, values, replicas)
-        return estimate_memory(self.traced.placement, self.traced.activations, self._options, usage, micro_batch_factor)
+        return estimate_memory(
+            self.traced.placement,
+            self.traced.activations,
+            self._options,
+            usage,
+            micro_batch_factor,
+        )
 
     def upload(self) -> None:
         """Copy the host's weights and buffers to the device."""
@@ -184,7 +244,9 @@ class Program:
         for step in range(self.layout.accumulation_steps):
             with torch.set_grad_enabled(self.is_training), replica.arithmetic():
                 started = time.perf_counter()
-                forward = replica.forward(self._inputs(call.inputs, iteration, step, index))
+                forward = replica.forward(
+                    self._inputs(call.inputs, iteration, step, index)
+                )
                 if self._checks_numbers:
                     _check_numbers(forward)
                 with replica.backward_random():
@@ -192,12 +254,25 @@ class Program:
                 computed = time.perf_counter()
                 call.outputs.add(iteration, step, index, forward.outputs)
                 if replica.anchor_recorder is not None:
-                    call.anchors.add(iteration, step, index, replica.anchor_recorder, self._update.scales)
+                    call.anchors.add(
+                        iteration,
+                        step,
+                        index,
+                        replica.anchor_recorder,
+                        self._update.scales,
+                    )
                 if index == 0:
-                    times = MicroBatchTimes(started, replica.inputs_complete_s, computed, time.perf_counter())
+                    times = MicroBatchTimes(
+                        started,
+                        replica.inputs_complete_s,
+                        computed,
+                        time.perf_counter(),
+                    )
                     self.micro_batch_times.append(times)
 
-    def _inputs(self, inputs: Sequence[torch.Tensor], iteration: int, step: int, index: int) -> List[torch.Tensor]:
+    def _inputs(
+        self, inputs: Sequence[torch.Tensor], iteration: int, step: int, index: int
+    ) -> List[torch.Tensor]:
         if self._synthetic is not None:
             return self._synthetic
         return self.layout.select(inputs, self.layout.index(iteration, step, index))
@@ -205,7 +280,9 @@ class Program:
     def _check_weights(self) -> None:
         for name, parameter in self.memory.parameters.items():
             if not torch.isfinite(parameter).all():
-                raise Error(f"Floating point exception: the parameter {name!r} has NaN or infinity after the update")
+                raise Error(
+                    f"Floating point exception: the parameter {name!r} has NaN or infinity after the update"
+                )
 
 
 class TrainingProgram(Program):
@@ -221,24 +298,37 @@ class TrainingProgram(Program):
         arguments: Arguments,
         optimizer: torch.optim.Optimizer,
         user_model: Optional[torch.nn.Module] = None,
+        groupings: Optional[Groupings] = None,
     ) -> None:
-        super().__init__(model, options, arguments, user_model)
+        super().__init__(model, options, arguments, user_model, groupings)
         self._host = model
         groups = device_groups(optimizer, model, self.memory)
         values = extract(optimizer)
         adapts_loss_scaling = options._Popart.options.get(_AUTO_LOSS_SCALING)
         if adapts_loss_scaling:
             values = values._replace(variable=values.variable | {"loss_scaling"})
-        self.optimizer = DeviceOptimizer(values, groups, parts=self.layout.replicas)
+        replica_groups = {
+            name: found.count for name, found in self.memory.groups.items()
+        }
+        self.optimizer = DeviceOptimizer(
+            values, groups, self.layout.replicas, replica_groups
+        )
         if adapts_loss_scaling:
             self.optimizer.loss_scale_update_factor = 1.0
         buffers = self._buffers = ReplicaBuffers(self.memory, placement_of(options))
         self._update = WeightUpdate(
-            self.memory, self.optimizer, options, self.traced.trained, self._count_micro_batches, buffers
+            self.memory,
+            self.optimizer,
+            options,
+            self.traced.trained,
+            self._count_micro_batches,
+            buffers,
         )
         check_memory(self.estimated_memory())
         has_several_updates = self.layout.device_iterations > 1
-        self._transaction = CallTransaction(self.memory, self.optimizer, self._replicas, buffers, has_several_updates)
+        self._transaction = CallTransaction(
+            self.memory, self.optimizer, self._replicas, buffers, has_several_updates
+        )
 
     def replica_state(self) -> Dict[str, Any]:
         """Return a copy of the state of each replica of all processes after the last complete call."""
@@ -256,7 +346,9 @@ class TrainingProgram(Program):
             ValueError: they accumulate in half, and the options have another `MeanReductionStrategy` than Running.
             Error: a compile-time constant differs.
         """
-        compiled = MeanReductionStrategy(self._options.Training.meanAccumulationAndReplicationReductionStrategy)
+        compiled = MeanReductionStrategy(
+            self._options.Training.meanAccumulationAndReplicationReductionStrategy
+        )
         if values.needs_running_mean and compiled != MeanReductionStrategy.Running:
             raise ValueError(
                 f"The model was compiled with MeanReductionStrategy.{compiled.name}, but an optimizer that accumulates "
@@ -266,7 +358,10 @@ class TrainingProgram(Program):
 
     def group_names(self, optimizer: torch.optim.Optimizer) -> List[FrozenSet[str]]:
         """Return for every parameter group of a host optimizer the names of the parameters that are the model's."""
-        return [frozenset(group) for group in device_groups(optimizer, self._host, self.memory)]
+        return [
+            frozenset(group)
+            for group in device_groups(optimizer, self._host, self.memory)
+        ]
 
     def _count_micro_batches(self) -> int:
         return self._replicas[0].micro_batches
@@ -274,5 +369,11 @@ class TrainingProgram(Program):
 
 def _check_numbers(forward: Forward) -> None:
     for tensor in (*forward.outputs, forward.loss):
-        if tensor is not None and tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise Error("Floating point exception: an output or the loss has NaN or infinity")
+        if (
+            tensor is not None
+            and tensor.is_floating_point()
+            and not torch.isfinite(tensor).all()
+        ):
+            raise Error(
+                "Floating point exception: an output or the loss has NaN or infinity"
+            )

@@ -53,6 +53,7 @@ class PoplarExecutor(ReplicaState):
         self._initial_rng_state: Optional[List[int]] = None
         self._device_is_newer = False
         self._weights_version = 0
+        self.per_replica_params: Dict[str, Any] = {}  # arguments of `replicaGrouping` by parameter
         self._uploaded: Tuple[int, ...] = ()
         self._attribute_checks = AttributeChecks(options._relax_optimizer_checks)
         if training and optimizer is not None:
@@ -284,10 +285,13 @@ class PoplarExecutor(ReplicaState):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_user_model" not in vars(self):
             raise AttributeError(name)
-        return getattr(self._user_model, name)
+        value = getattr(self._user_model, name)
+        if isinstance(value, torch.nn.Parameter) and not self._training:
+            return host_state.GroupedParameter(value, self)
+        return value
 
     def _describe(self) -> saving.Description:
-        return saving.describe(self._model, self._options, self._optimizer, self._training)
+        return saving.describe(self._model, self._options, self._optimizer, self._training, self.per_replica_params)
 
     def _build(self, arguments: Arguments) -> None:
         if self._training and executor_of(type(self._user_model)) is not self:
@@ -297,11 +301,15 @@ class PoplarExecutor(ReplicaState):
         with caller_modes_disabled():
             self._compiled_for = self._describe()
             if self._training and self._optimizer is not None:
-                program = TrainingProgram(self._model, self._options, arguments, self._optimizer, self._user_model)
+                program = TrainingProgram(
+                    self._model, self._options, arguments, self._optimizer, self._user_model, self.per_replica_params
+                )
                 host_state.bind_optimizer(self._optimizer, program)
                 self._program = program
             else:
-                self._program = Program(self._model, self._options, arguments, self._user_model)
+                self._program = Program(
+                    self._model, self._options, arguments, self._user_model, self.per_replica_params
+                )
         if self._initial_rng_state is not None:
             self._program.rng_state = self._initial_rng_state
         self._is_attached = self._options.connection_type != ConnectionType.Never

@@ -28,6 +28,12 @@ _METADATA = frozenset(("requires_grad", "is_leaf", "shape", "dtype", "device", "
 class Executor(Protocol):
     """The part of `PoplarExecutor` that a wrapped module uses."""
 
+    per_replica_params: Dict[str, Any]
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The user's module."""
+
     @property
     def options(self) -> Options:
         """The frozen options."""
@@ -53,33 +59,56 @@ class _HostParameter:
         shards: int,
         variable_retrieval_mode: VariableRetrievalMode = VariableRetrievalMode.OnePerGroup,
     ) -> None:
-        """Set which replicas share this parameter, before compilation; the emulation supports all of them only.
+        """Let groups of replicas have their own values of this parameter, which dimension 0 enumerates.
+
+        Each replica computes with the value of its group, without dimension 0, and the gradients are summed in the
+        group. Call it before the compilation, which raises Error if the shape does not fit.
 
         Args:
-            shards: the number of replicas in a group; ignored for `All` and `NoGrouping`.
+            shards: the number of replicas in a group; ignored for `All`, which has no effect, and `NoGrouping`.
+            variable_retrieval_mode: whether the host has one value for each group, or for each replica.
 
         Raises:
-            Error: a group is not all replicas, as the emulated replicas share one copy of the weights, or the model is
-                compiled already.
+            Error: the model is compiled already.
             AssertionError: an argument has another type.
         """
-        assert isinstance(comm_group_type, CommGroupType), f"{comm_group_type!r} is not a CommGroupType"
-        assert isinstance(variable_retrieval_mode, VariableRetrievalMode), (
-            f"{variable_retrieval_mode!r} is not a VariableRetrievalMode"
-        )
-        _check_grouping(self._poptorch_executor, comm_group_type, shards)
+        group_parameter(self._poptorch_executor, self, comm_group_type, shards, variable_retrieval_mode)
 
 
-def _check_grouping(executor: Executor, comm_group_type: CommGroupType, shards: int) -> None:
+def group_parameter(
+    executor: Executor, parameter: Any, comm_group_type: CommGroupType, shards: int, mode: VariableRetrievalMode
+) -> None:
+    """Set the groups of replicas with their own values of a parameter; see `replicaGrouping`."""
+    assert isinstance(comm_group_type, CommGroupType), f"{comm_group_type!r} is not a CommGroupType"
+    assert isinstance(mode, VariableRetrievalMode), f"{mode!r} is not a VariableRetrievalMode"
     if executor.isCompiled():
         raise Error("replicaGrouping must be called before the model is compiled")
-    replicas = executor.options.replication_factor * executor.options.Distributed.numProcesses
-    size = {CommGroupType.All: replicas, CommGroupType.NoGrouping: 1}.get(comm_group_type, shards)
-    if size != replicas:
-        raise Error(
-            f"replicaGrouping: groups of {size} of the {replicas} replicas need weights of their own, but the "
-            "emulated replicas share one copy of the weights: use CommGroupType.All"
-        )
+    names = [name for name, each in executor.model.named_parameters() if each is parameter]
+    executor.per_replica_params.update(dict.fromkeys(names, (comm_group_type, shards, mode)))
+
+
+class GroupedParameter:
+    """A parameter of an inference model: has `replicaGrouping`, and all else of the parameter."""
+
+    def __init__(self, parameter: torch.nn.Parameter, executor: Executor) -> None:
+        self._parameter, self._executor = parameter, executor
+
+    def replicaGrouping(
+        self,
+        comm_group_type: CommGroupType,
+        shards: int,
+        variable_retrieval_mode: VariableRetrievalMode = VariableRetrievalMode.OnePerGroup,
+    ) -> None:
+        """Let groups of replicas have their own values of this parameter; see `PoptorchParameter.replicaGrouping`."""
+        group_parameter(self._executor, self._parameter, comm_group_type, shards, variable_retrieval_mode)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parameter, name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        plain = [each._parameter if isinstance(each, cls) else each for each in args]
+        return func(*plain, **(kwargs or {}))
 
 
 class _HostTensor:

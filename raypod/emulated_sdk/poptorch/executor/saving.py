@@ -150,10 +150,19 @@ def _unpickled(what: str, data: bytes) -> Any:
 
 
 def describe(
-    model: torch.nn.Module, options: Options, optimizer: Optional[torch.optim.Optimizer], is_training: bool
+    model: torch.nn.Module,
+    options: Options,
+    optimizer: Optional[torch.optim.Optimizer],
+    is_training: bool,
+    groupings: Dict[str, Any],
 ) -> Description:
     """Return what an executable depends on, by name: neither the process id nor the values of the weights."""
-    return {"kind": "training" if is_training else "inference", **_of_options(options), **_of_model(model, optimizer)}
+    return {
+        "kind": "training" if is_training else "inference",
+        **_of_options(options),
+        "groups of replicas": groupings,
+        **_of_model(model, optimizer),
+    }
 
 
 def _of_options(options: Options) -> Description:

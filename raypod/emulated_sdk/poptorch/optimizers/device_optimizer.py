@@ -7,7 +7,7 @@ independent for each parameter, so the split does not affect results.
 from __future__ import annotations
 
 import inspect
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -25,9 +25,25 @@ class DeviceOptimizer:
     Args:
         groups: for each parameter group of the host optimizer, the device's parameters by name.
         parts: number of parts.
+        replica_groups: the number of groups of replicas with their own values, for the parameters that have such.
+
+    Raises:
+        Error: `max_grad_norm` or LAMB with such parameters, as the emulation has no norms of one group.
     """
 
-    def __init__(self, hyperparameters: Hyperparameters, groups: Sequence[_Group], parts: int) -> None:
+    def __init__(
+        self,
+        hyperparameters: Hyperparameters,
+        groups: Sequence[_Group],
+        parts: int,
+        replica_groups: Optional[Mapping[str, int]] = None,
+    ) -> None:
+        self._replica_groups = replica_groups or {}
+        has_norm = hyperparameters.algorithm == "LAMB" or hyperparameters.max_grad_norm != float("inf")
+        if self._replica_groups and has_norm:
+            raise Error(
+                "replicaGrouping: the emulation supports neither LAMB nor max_grad_norm with grouped parameters"
+            )
         self._hyperparameters = hyperparameters
         self.group_names = [list(group) for group in groups]
         self.parameters = {name: parameter for group in groups for name, parameter in group.items()}
@@ -89,7 +105,7 @@ class DeviceOptimizer:
                 value = held.get(name, {}).get(stored.key)
                 value = self._initial(name, stored.key) if value is None else value
                 if value is not None:
-                    found[stored.name] = stored.encoded(value)
+                    found[stored.name] = stored.encoded(value).expand(self._shape(name, stored.key)).clone()
         if self.loss_scale_update_factor is not None:
             found[_UPDATE_FACTOR] = torch.tensor(self.loss_scale_update_factor)
         return found
@@ -134,7 +150,8 @@ class DeviceOptimizer:
             part.state.clear()
         for key, tensor in state.items():
             name, stored = places[key]
-            parameter, value = self.parameters[name], stored.decoded(tensor)
+            is_step = stored.key == "step" and tensor.dim() == 1
+            parameter, value = self.parameters[name], stored.decoded(tensor[0] if is_step else tensor)
             if value.dim():
                 # With the strides of the parameter, as fused kernels require.
                 value = torch.empty_like(parameter, requires_grad=False).copy_(value)
@@ -148,9 +165,15 @@ class DeviceOptimizer:
             raise Error(f"The optimizer state has unknown tensors: {', '.join(unknown[:4])}")
         for key, tensor in state.items():
             name, stored = places[key]
-            expected = torch.Size() if stored.key == "step" else self.parameters[name].shape
+            expected = self._shape(name, stored.key)
             if tensor.shape != expected:
                 raise Error(f"{key} of the optimizer state has shape {list(tensor.shape)}, expected {list(expected)}")
+
+    def _shape(self, name: str, key: str) -> torch.Size:
+        """Return the shape of a state tensor."""
+        if key != "step":
+            return self.parameters[name].shape
+        return torch.Size([self._replica_groups[name]] if name in self._replica_groups else [])
 
     def _stored(self, name: str, values: Any = None) -> List[_Stored]:
         """Return how the state tensors of one parameter are stored."""

@@ -1,7 +1,7 @@
 """`ipu_param` of an optimizer's state_dict: the scalars that the host may change, by the names of PopART's tensors.
 
 There is a tensor for each parameter and each scalar of which an attribute is variable, and one for the loss scaling.
-Some scalars combine several attributes. The tensors are float64, so that a resumed training continues with equal values.
+Some scalars combine several attributes. The tensors are float64: a resumed training continues with equal values.
 """
 
 from __future__ import annotations
