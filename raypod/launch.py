@@ -53,6 +53,8 @@ def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> i
     arguments = parse_mpi_arguments(request)
     sdk, sdk_path = sdk_for_programs(request.device)
     threads = 0 if sdk.has_ipus else 1  # emulated results depend on the thread count; 0: all cores of a host
+    if request.strict and sdk.has_ipus:
+        _say("--strict has no effect: the programs use the real SDK")
     _check(request, request.host_subnet or arguments.network)
     check_files(request)
     sizes = Sizes(request.num_replicas, request.num_instances, request.ipus_per_replica)

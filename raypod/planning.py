@@ -1,16 +1,17 @@
 """From a command line to a plan, and the plan with its pipeline as a table or as plain data.
 
-`plan.tables` renders a plan without its pipeline, whose schedule requires the model and therefore torch.
+`plan.tables` renders a plan without its pipeline and its memory, which require the model and therefore torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any, Dict, Sequence, Tuple
+from typing import Any, Callable, Dict, Sequence, Tuple
 
 from raypod import datasets
 from raypod.cli import FlagParser
+from raypod.errors import UserError
 from raypod.host import sdk, torchvision_import
 from raypod.host.lease_file import EXPIRES_AFTER_S
 from raypod.plan import resolve, tables, user_code
@@ -94,18 +95,36 @@ def check_host(plan: Plan) -> None:
 
 
 def render_with_pipeline(plan: Plan) -> str:
-    """Return `tables.render(plan)`, followed by the pipeline if a replica has several IPUs."""
-    if plan.geometry.ipus_per_replica == 1:
-        return tables.render(plan)
+    """Return `tables.render(plan)`, the pipeline if a replica has several IPUs, and the estimated memory."""
+    from raypod.model.memory_bars import render_memory
     from raypod.model.pipeline_table import inspect_pipeline, render_pipeline
 
-    return f"{tables.render(plan)}\n\n{render_pipeline(inspect_pipeline(plan), plan.config.training.execution)}"
+    parts = [tables.render(plan)]
+    found = _inspected(plan, inspect_pipeline)
+    if isinstance(found, str):
+        return f"{parts[0]}\n\n{'memory':>12}  no estimate: {found}"
+    if plan.geometry.ipus_per_replica > 1:
+        parts.append(render_pipeline(found, plan.config.training.execution))
+    return "\n\n".join([*parts, render_memory(found.memory)])
 
 
 def describe_with_pipeline(plan: Plan) -> Dict[str, Any]:
-    """Return `tables.describe(plan)`, with the key `pipeline` if a replica has several IPUs."""
-    if plan.geometry.ipus_per_replica == 1:
-        return tables.describe(plan)
+    """Return `tables.describe(plan)` with the estimated memory, and the pipeline if a replica has several IPUs."""
+    from raypod.model.memory_bars import describe_memory
     from raypod.model.pipeline_table import describe_pipeline, inspect_pipeline
 
-    return {**tables.describe(plan), "pipeline": describe_pipeline(inspect_pipeline(plan))}
+    found = _inspected(plan, inspect_pipeline)
+    if isinstance(found, str):
+        return {**tables.describe(plan), "memory": {"error": found}}
+    pipeline = {"pipeline": describe_pipeline(found)} if plan.geometry.ipus_per_replica > 1 else {}
+    return {**tables.describe(plan), **pipeline, "memory": describe_memory(found.memory)}
+
+
+def _inspected(plan: Plan, inspect: Callable[[Plan], Any]) -> Any:
+    """Return the pipeline of a plan; the reason if the model of a plan without pipeline cannot be compiled here."""
+    try:
+        return inspect(plan)
+    except UserError as error:
+        if plan.geometry.ipus_per_replica > 1:
+            raise
+        return str(error)

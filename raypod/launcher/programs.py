@@ -16,7 +16,7 @@ from raypod.launcher.mpi_arguments import MpiArguments
 from raypod.launcher.options import Request
 from raypod.launcher.output import tag
 from raypod.launcher.records import STDERR, HostFacts, Program
-from raypod.plan.environment import STARTUP_DIR, cache_environment, join_path, placement_environment
+from raypod.plan.environment import STARTUP_DIR, cache_environment, join_path, placement_environment, strict_environment
 from raypod.plan.placement import InstanceSpec, Placement
 
 # Valid only on the host and in the session where they were set.
@@ -59,6 +59,7 @@ class Programs:
         placed = placement_environment(self.placement, spec)
         env.update({name: value for name, value in placed.items() if name not in _THREADS or name not in env})
         env.update(cache_environment(self.request.executable_cache_path))
+        env.update(strict_environment(self.request.strict))
         if self.sdk_path:
             env["PYTHONPATH"] = join_path(STARTUP_DIR, *self.sdk_path, env.get("PYTHONPATH", ""))
         if self.on_terminal:  # for progress bars: a pipe has no width

@@ -12,6 +12,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 from raypod import datasets
 from raypod.errors import ConfigError
 from raypod.host import sdk
+from raypod.model.memory_bars import MemoryEstimate
 from raypod.model.schedule import StageCost, compare_strategies
 from raypod.plan.plan import Plan
 
@@ -37,10 +38,12 @@ class Pipeline:
     """The stages of a model in execution order, and their schedules.
 
     `schedules[accumulation]["pipelined" or "sharded"]` is the emulated SDK's; the first accumulation is the plan's.
+    `memory` is the estimate for a replica.
     """
 
     stages: Tuple[Stage, ...]
     schedules: Mapping[int, Mapping[str, Any]]
+    memory: MemoryEstimate
 
 
 def inspect_pipeline(plan: Plan) -> Pipeline:
@@ -50,7 +53,7 @@ def inspect_pipeline(plan: Plan) -> Pipeline:
         ConfigError: the model cannot be built or compiled.
     """
     sdk.select("emulated")
-    placement, optimizer_bytes = _placement(plan)
+    placement, memory, optimizer_bytes = _placement(plan)
     scale = plan.config.training.batch_size / _SAMPLES
     costs = [
         dataclasses.replace(cost, forward=scale * cost.forward, backward=scale * cost.backward)
@@ -60,6 +63,7 @@ def inspect_pipeline(plan: Plan) -> Pipeline:
     return Pipeline(
         _stages(placement.stages, optimizer_bytes),
         {accumulation * factor: compare_strategies(costs, accumulation * factor) for factor in _FACTORS},
+        memory,
     )
 
 
@@ -83,8 +87,8 @@ def render_pipeline(pipeline: Pipeline, execution: str) -> str:
     return "\n".join([*lines, "", *_accumulation_lines(pipeline.schedules, order)])
 
 
-def _placement(plan: Plan) -> Tuple[Any, int]:
-    """Return the emulated SDK's placement, and `program.optimizer_bytes`."""
+def _placement(plan: Plan) -> Tuple[Any, MemoryEstimate, int]:
+    """Return the emulated SDK's placement and estimate of the memory, and `program.optimizer_bytes`."""
     import poptorch
     import torch
 
@@ -106,7 +110,9 @@ def _placement(plan: Plan) -> Tuple[Any, int]:
         model.compile(images, torch.zeros(samples, dtype=torch.int64))
     except poptorch.Error as error:
         raise ConfigError(f"{config.training.model}: {error}") from None
-    return model.emulatedPlacement(), program.optimizer_bytes(config.training)
+    ipus = model.emulatedMemory(config.training.batch_size / _SAMPLES)
+    memory = MemoryEstimate(round(ipus[0].total / ipus[0].share), ipus)
+    return model.emulatedPlacement(), memory, program.optimizer_bytes(config.training)
 
 
 def _cost(stage: Any) -> StageCost:

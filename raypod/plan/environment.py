@@ -30,6 +30,7 @@ def instance_environment(plan: Plan, spec: InstanceSpec, python_path: str = "") 
     # Host collectives and gradient exchanges use the coordinator's timeout.
     env["EMULATED_POD_TIMEOUT_S"] = str(plan.config.run.report_timeout_s)
     env.update(cache_environment(plan.config.pod.executable_cache_path))
+    env.update(strict_environment(plan.config.run.strict))
     if plan.config.run.collectives == "gloo":
         env["EMULATED_POD_HOROVOD"] = "emulated"
     return env
@@ -71,6 +72,11 @@ def device_environment(placement: Placement, spec: InstanceSpec) -> Dict[str, st
 def cache_environment(path: Optional[str]) -> Dict[str, str]:
     """Return the variables of the executable cache, for popdist and for PopTorch (inferred); empty without a path."""
     return {"POPTORCH_CACHE_DIR": path, "POPDIST_EXECUTABLE_CACHE_PATH": path} if path is not None else {}
+
+
+def strict_environment(is_strict: bool) -> Dict[str, str]:
+    """Return the variable of the emulated SDK's strict mode; empty without strict mode."""
+    return {"EMULATED_POD_STRICT": "1"} if is_strict else {}
 
 
 def join_path(*entries: str) -> str:

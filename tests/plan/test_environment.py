@@ -77,3 +77,10 @@ def test_another_sitecustomize_still_runs(make: Callable[..., Plan], tmp_path: P
         [sys.executable, "-c", "print(from_the_environment)"], env=env, capture_output=True, timeout=60
     )
     assert done.stdout.strip() == b"42", done.stderr
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_strict_mode_is_a_variable_of_the_emulated_sdk(make: Callable[..., Plan], strict: bool) -> None:
+    plan = make(run={"strict": strict})
+    found = instance_environment(plan, plan.placement.instances[1]).get("EMULATED_POD_STRICT")
+    assert found == ("1" if strict else None)
