@@ -271,3 +271,15 @@ def test_floating_point_exceptions_are_raised_when_enabled():
     opts.Precision.enableFloatingPointExceptions(True)
     with pytest.raises(poptorch.Error, match="NaN or infinity"):
         on_device(lambda x: x / 0, torch.ones(1), opts=opts)
+
+
+def test_int64_and_int32_are_two_data_types_of_an_argument():
+    model = with_signature(lambda x: x)
+    model(torch.ones(2, dtype=torch.int64))
+    with pytest.raises(poptorch.Error, match="Data type mismatch for x: expected torch.int64 but got torch.int32"):
+        model(torch.ones(2, dtype=torch.int32))
+
+
+def test_a_tensor_without_elements_is_an_error():
+    with pytest.raises(poptorch.Error, match=r"Zero-sized tensors are unsupported \(Got shape \[2, 0\]\)"):
+        on_device(lambda x: x, torch.zeros(2, 0))

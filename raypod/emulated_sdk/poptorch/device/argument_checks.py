@@ -15,7 +15,7 @@ _HINT = (
 )
 
 
-Description = Tuple[torch.dtype, torch.Size]  # of a tensor, with its dtype at the API
+Description = Tuple[torch.dtype, torch.Size]  # of a tensor; the SDK tells int64 from int32, which are one on the device
 
 
 def check_arguments(

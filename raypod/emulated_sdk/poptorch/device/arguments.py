@@ -65,12 +65,18 @@ class BatchLayout:
         return [_select(tensor, index, self.micro_batches) for tensor in tensors]
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise AssertionError unless dimension 0 of every tensor is a multiple of the number of micro-batches."""
+        """Check the shape of every tensor.
+
+        Raises:
+            Error: a tensor has no elements.
+            AssertionError: dimension 0 of a tensor is no multiple of the number of micro-batches.
+        """
         for index, tensor in enumerate(tensors):
+            if tensor.numel() == 0:
+                raise Error(f"Zero-sized tensors are unsupported (Got shape {list(tensor.shape)})")
             size = tensor.shape[0] if tensor.dim() else 1
-            fits = size > 0 and size % self.micro_batches == 0
-            assert fits, (
-                f"Invalid batch dimension: tensor {index} of the arguments has {size} samples, no positive multiple of "
+            assert size % self.micro_batches == 0, (
+                f"Invalid batch dimension: tensor {index} of the arguments has {size} samples, no multiple of "
                 f"{self.micro_batches} = {self.device_iterations} device iterations x {self.accumulation_steps} "
                 f"gradient accumulation x {self.input_groups} replicas or input groups"
             )
@@ -98,7 +104,7 @@ class ArgumentSpec(NamedTuple):
 
     Attributes:
         tree: how the arguments nest, and their constants.
-        tensors: the dtype at the API and the shape of each tensor.
+        tensors: the dtype and the shape of each tensor.
         names: the name of each tensor: its parameter of `forward`, with the position if that holds several tensors.
     """
 
@@ -196,7 +202,7 @@ def _names(bound: inspect.BoundArguments) -> List[str]:
 
 
 def _describe(tensor: torch.Tensor) -> Tuple[torch.dtype, torch.Size]:
-    return API_DTYPE.get(tensor.dtype, tensor.dtype), tensor.shape
+    return tensor.dtype, tensor.shape
 
 
 def synthetic_inputs(spec: ArgumentSpec, layout: BatchLayout) -> List[torch.Tensor]:
@@ -209,7 +215,7 @@ def synthetic_inputs(spec: ArgumentSpec, layout: BatchLayout) -> List[torch.Tens
     for dtype, shape in spec.tensors:
         micro_batch = (shape[0] // layout.micro_batches, *shape[1:]) if shape else ()
         if dtype.is_floating_point:
-            inputs.append(torch.randn(micro_batch, generator=generator).to(dtype))
+            inputs.append(torch.randn(micro_batch, generator=generator).to(API_DTYPE.get(dtype, dtype)))
         else:
-            inputs.append(torch.zeros(micro_batch, dtype=dtype))
+            inputs.append(torch.zeros(micro_batch, dtype=API_DTYPE.get(dtype, dtype)))
     return inputs
