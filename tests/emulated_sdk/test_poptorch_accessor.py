@@ -144,7 +144,7 @@ def test_registered_types_are_elements(access, monkeypatch, strategy):
 
 @pytest.mark.parametrize("element", [(torch.ones(1), (torch.ones(1),)), {"x": "text"}, 3, [[torch.ones(1)]]])
 def test_unsupported_elements_raise_error(access, element):
-    with pytest.raises(AssertionError, match="(?s)An error occurred in the data fetcher.*supports tensors, flat"):
+    with pytest.raises(AssertionError, match="(?s)worker thread failed to start. An error .*supports tensors, flat"):
         access([element])
 
 

@@ -287,3 +287,15 @@ def test_a_parameter_outside_of_the_model_is_described_if_forward_is_no_function
         poptorch.Error, match=r"forward uses a parameter of shape \[.*\], which is not part of the model"
     ):
         poptorch.trainingModel(model, options())(torch.ones(1, 1))
+
+
+def test_the_device_has_the_name_ipu():
+    class Model(nn.Module):
+        def forward(self, x):
+            assert poptorch._impl.isDispatchTracing() != model.isCompiled()
+            return x.to("ipu") + torch.ones(2, device="ipu") + torch.ones(2, device=torch.device("ipu", 0))
+
+    model = poptorch.inferenceModel(Model(), options())
+    assert model(torch.ones(2)).tolist() == [3, 3]
+    assert model(torch.zeros(2)).tolist() == [2, 2]
+    assert not poptorch._impl.isDispatchTracing()

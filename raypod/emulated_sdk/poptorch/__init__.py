@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from poptorch import _impl as _impl  # programs read it as an attribute of the package
 from poptorch import enums, environment, ops, optim, options, poptorch_core, printing, profiling, testing
 from poptorch.data.accessor import AsynchronousDataAccessor
 from poptorch.data.loader import DataLoader

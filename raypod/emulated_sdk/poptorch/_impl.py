@@ -10,7 +10,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from poptorch.device.memory import original_class
-from poptorch.device_mode import isRunningOnIpu
+from poptorch.device_mode import compiling_mode, isRunningOnIpu
 from poptorch.errors import Error
 from poptorch.torch_operators import internal_cast as _cast
 from poptorch.torch_operators import pop_name_scope, push_name_scope
@@ -19,6 +19,7 @@ __all__ = [
     "NameScopeHook",
     "createPoptorchError",
     "internal_cast",
+    "isDispatchTracing",
     "isRunningOnIpu",
     "isWrapped",
     "rewrapModelIfNecessary",
@@ -33,6 +34,11 @@ _wrapped_classes: Any = WeakIdKeyDictionary()
 def createPoptorchError(msg: str) -> Error:
     """Return a `poptorch.Error` with this message."""
     return Error(msg)
+
+
+def isDispatchTracing() -> bool:
+    """Return whether this thread compiles a model; `device="ipu"` then stands for the device."""
+    return compiling_mode() is not None
 
 
 def isWrapped(obj: Any) -> bool:

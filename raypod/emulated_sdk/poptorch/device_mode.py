@@ -210,10 +210,13 @@ class DeviceMode(TorchFunctionMode):
         return self.loss_copies[-1]
 
     def replaced(self, value: Any) -> Any:
-        """Return the value, or the device's dtype if it is a dtype that the device does not have."""
+        """Return the value, the device's dtype if it is a dtype that the device does not have, or "cpu" for "ipu"."""
         if isinstance(value, torch.dtype) and value in DEVICE_DTYPE:
             self.has_replaced = True
             return DEVICE_DTYPE[value]
+        if isinstance(value, (str, torch.device)) and str(value).split(":")[0] == "ipu":
+            self.has_replaced = True
+            return "cpu"
         return value
 
     def _on_device(self, value: Any) -> Any:
@@ -241,8 +244,8 @@ class DeviceMode(TorchFunctionMode):
         if handler is not None:
             return handler(self, func, args, kwargs or {})
         if kwargs:
-            if "dtype" in kwargs:
-                kwargs = {**kwargs, "dtype": self.replaced(kwargs["dtype"])}
+            named = {name: self.replaced(kwargs[name]) for name in ("dtype", "device") if name in kwargs}
+            kwargs = {**kwargs, **named}
             return func(*args, **kwargs)
         return func(*args)
 

@@ -26,6 +26,7 @@ _METHODS = {
     SharingStrategy.Fork: "fork",
     SharingStrategy.ForkServer: "forkserver",
 }
+_NOT_STARTED = "The worker thread failed to start. "
 _POLL_INTERVAL_S = 0.1  # a waiting reader checks this often whether the fetcher is alive
 _GRACE_S = 10.0  # timeout of each step of a shutdown
 
@@ -59,11 +60,11 @@ class FetcherProcess:
         """Wait for the first element; DataFetcherError if the fetcher fails or exits first."""
         while not self._reports.poll(_POLL_INTERVAL_S):
             if not self._process.is_alive() and not self._reports.poll():
-                raise self._exited()
+                raise self._exited(_NOT_STARTED)
         report = self._receive()
         if isinstance(report, fetcher.Ready):
             return report
-        raise self._failed(report)
+        raise self._failed(report, _NOT_STARTED)
 
     def wait_for_data(self) -> None:
         """Wait until the fetcher publishes an entry or fails, at most 0.1 s."""
@@ -112,15 +113,15 @@ class FetcherProcess:
         except EOFError:
             return None
 
-    def _failed(self, report: Optional[fetcher.Failure]) -> DataFetcherError:
+    def _failed(self, report: Optional[fetcher.Failure], prefix: str = "") -> DataFetcherError:
         if report is None:
-            return self._exited()
-        return DataFetcherError(f"An error occurred in the data fetcher:\n{report.message}")
+            return self._exited(prefix)
+        return DataFetcherError(f"{prefix}An error occurred in the data fetcher:\n{report.message}")
 
-    def _exited(self) -> DataFetcherError:
+    def _exited(self, prefix: str = "") -> DataFetcherError:
         self._process.join(_GRACE_S)
         return DataFetcherError(
-            f"An error occurred in the data fetcher: process {self._process.pid} ended with exit code "
+            f"{prefix}An error occurred in the data fetcher: process {self._process.pid} ended with exit code "
             f"{self._process.exitcode} (negative: killed by that signal). If it failed to start, its error is above: a "
             'program that loads asynchronously needs `if __name__ == "__main__":`, or SharingStrategy.Fork'
         )
