@@ -55,9 +55,13 @@ def child_environment(folder: Path) -> Dict[str, str]:
     """The environment of a child: the emulated SDK first, and nothing is written outside of `folder`."""
     private = folder / "home"
     private.mkdir(exist_ok=True)
+    python = private / "python3"  # tests that start a program name the interpreter so
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
     paths = [str(SDK), str(folder / "packages"), str(_SCRIPTS)]
     return {
         **{key: value for key, value in os.environ.items() if not key.startswith("POPTORCH_")},
+        "PATH": os.pathsep.join([str(private), os.environ.get("PATH", os.defpath)]),
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONDONTWRITEBYTECODE": "1",
         "HOME": str(private),
