@@ -150,7 +150,7 @@ def test_popdist_takes_precedence_over_mpi_in_options(environment: pytest.Monkey
 
 def test_to_dict_selects_the_device(environment: pytest.MonkeyPatch) -> None:
     set_all(environment, instance(8, 2, 4, 2))
-    options = popdist.poptorch.Options()
+    options = popdist.poptorch.Options().outputMode(poptorch.OutputMode.All)
     assert not options.exists("ipu_id")
     values = options.toDict()
     assert (values["ipu_id"], values["replication_factor"]) == (26, 2)

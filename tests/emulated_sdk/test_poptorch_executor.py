@@ -191,7 +191,7 @@ def test_a_call_attaches():
 
 def test_attaching_or_detaching_twice_is_rejected():
     _, training = train_line()
-    with pytest.raises(poptorch.Error, match="not compiled"):
+    with pytest.raises(poptorch.Error, match="not been compiled"):
         training.attachToDevice()
     training.compile(torch.ones(1))
     assert training.isCompiled()
@@ -204,9 +204,9 @@ def test_attaching_or_detaching_twice_is_rejected():
 
 def test_copying_weights_needs_a_compiled_model():
     _, training = train_line()
-    with pytest.raises(poptorch.Error, match="not compiled"):
+    with pytest.raises(poptorch.Error, match="not been compiled"):
         training.copyWeightsToHost()
-    with pytest.raises(poptorch.Error, match="not compiled"):
+    with pytest.raises(poptorch.Error, match="not been compiled"):
         training.copyWeightsToDevice()
 
 
@@ -245,7 +245,10 @@ def test_inference_uses_weights_trained_on_the_same_module():
 
 def test_an_executor_can_be_wrapped_for_inference():
     model, training = train_line()
-    assert poptorch.inferenceModel(training, options()).model is model
+    inference = poptorch.inferenceModel(training, options())
+    assert inference.model.weight is model.weight
+    inference.model.eval()  # a shallow copy: the mode of the module itself is its own
+    assert (inference.training, model.training) == (False, True)
 
 
 def test_training_mode_is_fixed_by_wrapping_and_compiling():

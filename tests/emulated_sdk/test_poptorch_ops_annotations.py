@@ -150,8 +150,16 @@ def test_overlap_of_nested_tensors():
     ],
 )
 def test_overlap_of_other_tensors_raises_error(function, what):
-    with pytest.raises(poptorch.Error, match=f"set_overlap_for_{what} was applied to .* not an {what} of the model"):
+    with pytest.raises(
+        poptorch.Error, match=f"set_overlap_for_{what} applied on a node which is not a tensor {what} to"
+    ):
         poptorch.inferenceModel(Calls(function), overlapping())(torch.ones(2))
+
+
+def test_overlapped_output_that_is_returned_twice_raises_error():
+    model = Calls(lambda x: [poptorch.set_overlap_for_output(x + 1, LOOP)] * 2)
+    with pytest.raises(poptorch.Error, match="returned twice"):
+        poptorch.inferenceModel(model, overlapping())(torch.ones(2))
 
 
 def test_no_overlap_is_allowed_for_all_tensors():

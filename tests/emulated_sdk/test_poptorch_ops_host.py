@@ -228,6 +228,8 @@ def test_printing_on_the_host_is_the_identity(capsys):
         (torch.tensor([0.5]), {"float_format": "none"}, "(0.5)"),
         (torch.arange(9), {"summarise_threshold": 8, "edge_items": 2}, "(0, 1, ..., 7, 8)"),
         (torch.arange(5), {"max_line_width": 8}, "(0, 1,\n 2, 3,\n 4)"),
+        (torch.arange(50), {"max_line_width": 0}, f"({', '.join(f'{number:2}' for number in range(50))})"),
+        (torch.arange(3), {"summarise_threshold": 0, "edge_items": 1}, "(0, 1, 2)"),
         (torch.arange(2), {"separator": " ", "open_bracket": "[", "close_bracket": "]"}, "[0 1]"),
     ],
 )

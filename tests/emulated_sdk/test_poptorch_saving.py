@@ -126,7 +126,7 @@ def test_an_executable_of_another_model_or_options_is_rejected(tmp_path, other, 
 
 
 def test_save_needs_a_compiled_model(tmp_path):
-    with pytest.raises(poptorch.Error, match="not compiled"):
+    with pytest.raises(poptorch.Error, match="not been compiled"):
         train_classifier()[1].save(tmp_path / "model")
     assert not list(tmp_path.iterdir())
 

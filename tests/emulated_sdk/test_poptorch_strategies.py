@@ -248,7 +248,7 @@ def test_matrix_products_and_convolutions_are_counted():
 
 def test_placement_before_compilation_raises_error():
     training = poptorch.trainingModel(seeded(Pipeline, ipus=(0, 1)), options(accumulation=4))
-    with pytest.raises(poptorch.Error, match="not compiled"):
+    with pytest.raises(poptorch.Error, match="not been compiled"):
         training.emulatedPlacement()
 
 

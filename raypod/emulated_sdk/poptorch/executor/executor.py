@@ -236,12 +236,12 @@ class PoplarExecutor(ReplicaState):
             self._program.rng_state = self._initial_rng_state
 
     def __repr__(self) -> str:
-        return module_repr(self._user_model)
+        return module_repr(self.model)
 
     @property
     def model(self) -> torch.nn.Module:
-        """The user's module."""
-        return self._user_model
+        """The user's module; of an inference model a shallow copy of it, with the same tensors and submodules."""
+        return self._user_model if self._training else self._model
 
     def save(self, filename: saving.Filename, export_model: bool = True, save_rng_state: bool = True) -> None:
         """Write the executable to a file, and with `export_model` the model, its weights, optimizer and options.
@@ -285,7 +285,7 @@ class PoplarExecutor(ReplicaState):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_user_model" not in vars(self):
             raise AttributeError(name)
-        value = getattr(self._user_model, name)
+        value = getattr(self.model, name)
         if isinstance(value, torch.nn.Parameter) and not self._training:
             return host_state.GroupedParameter(value, self)
         return value

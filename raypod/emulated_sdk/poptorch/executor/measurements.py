@@ -41,7 +41,7 @@ class Measurements:
 
     def _compiled(self) -> Program:
         if self._program is None:
-            raise Error("The model is not compiled yet: call it, or compile(), first")
+            raise Error("Model has not been compiled or has been destroyed. Call it, or compile(), first")
         return self._program
 
     def cycleCount(self) -> int:
@@ -105,22 +105,26 @@ class Measurements:
         return (min(spans), max(spans), sum(spans) / len(spans)) if spans else (0.0, 0.0, 0.0)
 
     def getTensorNames(self) -> List[str]:
-        """Return the names of all tensors that `options.anchorTensor` accepts; see `poptorch.device.outputs`."""
-        return list(self._compiled().tensor_names)
+        """Return the names of all tensors that `options.anchorTensor` accepts; see `poptorch.device.outputs`.
+
+        Raises AssertionError before the compilation.
+        """
+        assert self._program is not None, "Model must be compiled before calling getTensorNames"
+        return list(self._program.tensor_names)
 
     def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
         """Return an anchored tensor of the last call, by the output mode of its anchor.
 
         Raises:
-            Error: the options do not anchor this name, or no call has run yet.
+            AssertionError: the options do not anchor this name, or no call has run yet.
         """
-        program = self._compiled()
-        if short_name not in self._options.anchored_tensors:
-            known = ", ".join(sorted(self._options.anchored_tensors)) or "none"
-            raise Error(f"No tensor is anchored as {short_name!r}; there are: {known}. See options.anchorTensor")
-        if short_name not in program.anchored:
-            raise Error(f"The anchored tensor {short_name!r} is available after a call, and there has been none yet")
-        return program.anchored[short_name]
+        known = ", ".join(sorted(self._options.anchored_tensors)) or "none"
+        anchored = {} if self._program is None else self._program.anchored
+        assert short_name in anchored, (
+            f"No tensor with name {short_name!r} found: tensors are available after a call, and anchored are {known}. "
+            "See options.anchorTensor"
+        )
+        return anchored[short_name]
 
     def emulatedPlacement(self) -> Placement:
         """Return the stages and tensors on each IPU. Only the emulation has this method."""

@@ -164,10 +164,14 @@ def check_transfers(
         tensors, what = (inputs, "input") if overlap.is_input else (outputs, "output")
         is_transferred = any(overlap.tensor is tensor for tensor in tensors)
         if overlap.mode != OverlapMode.NoOverlap and not is_transferred:
-            where = "to an argument of forward" if overlap.is_input else "to what forward returns"
             raise Error(
-                f"poptorch.set_overlap_for_{what} was applied to a tensor of shape {list(overlap.tensor.shape)} that "
-                f"is not an {what} of the model: only transfers can overlap with compute. Apply it {where}"
+                f"poptorch.set_overlap_for_{what} applied on a node which is not a tensor {what} to the model. "
+                f"The shape of the tensor is {list(overlap.tensor.shape)}"
+            )
+        if not overlap.is_input and sum(overlap.tensor is output for output in outputs) > 1:
+            raise Error(
+                "poptorch.set_overlap_for_output cannot be used with a tensor that is returned twice. Please check all "
+                "returned tensors including those nested in tuples/lists."
             )
 
 

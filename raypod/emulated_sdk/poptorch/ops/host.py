@@ -115,9 +115,9 @@ def ipu_print_tensor(  # noqa: PLR0913  # the SDK's signature
         title: printed before the values; the title of the gradient is "<title>_gradient" (inferred: the SDK's
             documentation does not state this).
         print_gradient: print the gradient in the backward pass.
-        summarise_threshold: with more elements, print only the first and last of each dimension.
+        summarise_threshold: with more elements, print only the first and last of each dimension; 0 prints all.
         edge_items: number of elements at each end of a dimension in a summary.
-        max_line_width: characters per line.
+        max_line_width: characters per line; 0 for any number.
         digits: digits after the decimal point.
         float_format: "auto", "fixed", "scientific" or "none" (all digits).
         separator: printed between values.
@@ -170,7 +170,7 @@ class PrintFormat(NamedTuple):
         write = self._writer(tensor)
         if tensor.dim() == 0:
             return write(tensor.item())
-        is_summary = tensor.numel() > self.summarise_threshold
+        is_summary = 0 < self.summarise_threshold < tensor.numel()
         shown = [self._shown(size, is_summary) for size in tensor.shape]
         width = max((len(write(value)) for value in _values(tensor, shown)), default=0)
         return self._nested(tensor, shown, lambda value: write(value).rjust(width), indent=1)
@@ -190,8 +190,8 @@ class PrintFormat(NamedTuple):
     def _row(self, words: List[str], indent: int) -> str:
         lines: List[str] = []
         for word in words:
-            fits = bool(lines) and len(lines[-1]) + len(self.separator) + len(word) < self.max_line_width - indent
-            if fits:
+            length = len(lines[-1]) + len(self.separator) + len(word) if lines else 0
+            if lines and (length < self.max_line_width - indent or not self.max_line_width):
                 lines[-1] += self.separator + word
             else:
                 lines.append(word)

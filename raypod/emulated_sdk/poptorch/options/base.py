@@ -89,7 +89,7 @@ class OptionsDict:
         return self.update({})
 
     def __call__(self, option: str) -> Any:
-        return getattr(self, option)
+        return self._values[option] if option in self._values else getattr(self, option)  # a setter may have the name
 
     def __getattr__(self, option: str) -> Any:
         # Called only for names that are not ordinary attributes; copy and pickle call it before `_values` exists.

@@ -171,14 +171,14 @@ def check_overlap(options: Options, overlapped: Collection[str]) -> None:
     strategy = options._execution_strategy
     if isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution):
         raise Error(
-            "Overlapped host IO is not possible with poptorch.PipelinedExecution: call "
-            "options.setExecutionStrategy(poptorch.ShardedExecution())"
+            "Overlapped IO is not supported with poptorch.PipelinedExecution. If you are using only one IPU, please "
+            "switch to poptorch.ShardedExecution."
         )
     tiles = _io_tiles(options)
     if tiles < _MIN_IO_TILES:
         raise Error(
-            f"Overlapped host IO needs at least {_MIN_IO_TILES} IO tiles, got {tiles}: call "
-            f"options.TensorLocations.numIOTiles({_MIN_IO_TILES})"
+            f"No IO tiles allocated. You must allocate at least {_MIN_IO_TILES} IO tiles using "
+            "poptorch.Options().TensorLocations.numIOTiles."
         )
     if "outputs" in overlapped and options.output_mode not in (OutputMode.All, OutputMode.Sum):
         raise Error(
