@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Dict, Optional, Union
+from typing import Dict, Optional, Tuple, Union
 
 from poptorch.errors import Error
 
@@ -19,38 +19,39 @@ logger = logging.getLogger("poptorch::python")
 _IPUS = "EMULATED_POD_IPUS"
 _MK2 = 2
 
-# In the order of the SDK's numbers, 0 to 6.
-_LEVELS: Dict[str, int] = {
-    "TRACE": 5,
-    "DEBUG": logging.DEBUG,
-    "INFO": logging.INFO,
-    "WARN": logging.WARNING,
-    "ERR": logging.ERROR,
-    "CRITICAL": logging.CRITICAL,
-    "OFF": logging.CRITICAL + 10,
+# The SDK's numbers, and the severities of Python's `logging`.
+_LEVELS: Dict[str, Tuple[int, int]] = {
+    "TRACE": (0, 5),
+    "DEBUG": (1, logging.DEBUG),
+    "INFO": (2, logging.INFO),
+    "WARN": (3, logging.WARNING),
+    "ERR": (4, logging.ERROR),
+    "OFF": (6, logging.CRITICAL + 10),
 }
-_SYNONYMS = {"WARNING": "WARN", "ERROR": "ERR"}
 
 
 def setLogLevel(level: Union[str, int]) -> None:
     """Set the minimum severity of log messages.
 
     Args:
-        level: "TRACE", "DEBUG", "INFO", "WARN", "ERR", "CRITICAL" or "OFF", or their numbers 0 to 6.
+        level: "TRACE", "DEBUG", "INFO", "WARN", "ERR" or "OFF", or their numbers 0 to 4 and 6.
 
     Raises:
         ValueError: any other level.
     """
     severity = _severity(level)
+    if severity is None and isinstance(level, int):
+        raise ValueError(f"Invalid log level integer: {level}")
     if severity is None:
-        raise ValueError(f"Unknown log level {level!r}: use {', '.join(_LEVELS)} or 0 to {len(_LEVELS) - 1}")
+        *names, last = sorted(_LEVELS)
+        raise ValueError(f"Unknown log level: {level}. Valid values are {', '.join(names)} and {last}")
     logger.setLevel(severity)
 
 
 def set_level_from_environment() -> None:
     """Set the level to POPTORCH_LOG_LEVEL, a name or a number; WARN if it is unset or unknown."""
     text = os.environ.get("POPTORCH_LOG_LEVEL", "WARN")
-    severity = _severity(int(text) if text.isascii() and text.isdigit() else text)
+    severity = _severity(int(text) if text.isascii() and text.isdigit() else text.upper())
     logger.setLevel(logging.WARNING if severity is None else severity)
     if severity is None:
         logger.warning("Unknown POPTORCH_LOG_LEVEL=%r: using WARN. Valid levels: %s", text, ", ".join(_LEVELS))
@@ -58,12 +59,10 @@ def set_level_from_environment() -> None:
 
 def _severity(level: Union[str, int]) -> Optional[int]:
     """Return the level of Python's `logging`; None for an unknown level."""
-    if isinstance(level, str):
-        name = level.upper()
-        return _LEVELS.get(_SYNONYMS.get(name, name))
-    if isinstance(level, int) and not isinstance(level, bool) and 0 <= level < len(_LEVELS):
-        return list(_LEVELS.values())[level]
-    return None
+    numbers: Dict[Union[str, int], int] = dict(_LEVELS.values())
+    names: Dict[Union[str, int], int] = {name: severity for name, (_, severity) in _LEVELS.items()}
+    is_number = isinstance(level, int) and not isinstance(level, bool)
+    return numbers.get(level) if is_number else names.get(level) if isinstance(level, str) else None
 
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
