@@ -88,40 +88,24 @@ class Program:
         user_model: Optional[torch.nn.Module] = None,
         groupings: Optional[Groupings] = None,
     ) -> None:
-        check_output_period(
-            options.output_mode, options.output_return_period, options.device_iterations
-        )
+        check_output_period(options.output_mode, options.output_return_period, options.device_iterations)
         self.arguments = arguments
         self.layout = BatchLayout.of(options)
         check_number(self.layout.replicas)  # before the replicas are created
         placement = placement_of(options)
-        groups = groups_of(
-            groupings or {}, dict(model.named_parameters()), placement.total_replicas
-        )
-        self.memory = DeviceMemory(
-            model, self.layout.replicas, user_model, groups, placement.first_replica
-        )
+        groups = groups_of(groupings or {}, dict(model.named_parameters()), placement.total_replicas)
+        self.memory = DeviceMemory(model, self.layout.replicas, user_model, groups, placement.first_replica)
         self._options = options
         self._update = NoUpdate()
         self._transaction = NoTransaction()
         compiler = options._Popart.options
         self._checks_numbers = compiler.get("enableFloatingPointChecks")
         self._threads = ReplicaThreads(self.layout.replicas)
-        self._synthetic = (
-            synthetic_inputs(arguments.spec, self.layout)
-            if compiler.get("syntheticDataMode")
-            else None
-        )
-        reject_changed_buffers = (
-            self.layout.input_groups > 1 and options.broadcast_buffers
-        )
-        settings = TraceSettings(
-            self.is_training, reject_changed_buffers, options._execution_strategy
-        )
+        self._synthetic = synthetic_inputs(arguments.spec, self.layout) if compiler.get("syntheticDataMode") else None
+        reject_changed_buffers = self.layout.input_groups > 1 and options.broadcast_buffers
+        settings = TraceSettings(self.is_training, reject_changed_buffers, options._execution_strategy)
         example_inputs = self._synthetic or arguments.example_inputs
-        self.traced: Trace = trace(
-            self.memory.scratch(), arguments, example_inputs, settings
-        )
+        self.traced: Trace = trace(self.memory.scratch(), arguments, example_inputs, settings)
         check_placement(self.traced.placement, options, self.is_training)
         check_overlap(options, self.traced.overlapped)
         adapts_loss_scaling = self.is_training and compiler.get(_AUTO_LOSS_SCALING)
@@ -146,9 +130,7 @@ class Program:
         self.micro_batch_times: List[MicroBatchTimes] = []
         self.call_s = 0.0
         self.rng_state = [
-            options.random_seed
-            if options.exists("random_seed")
-            else torch.initial_seed(),
+            options.random_seed if options.exists("random_seed") else torch.initial_seed(),
             0,
         ]
         if not self.is_training:
@@ -172,9 +154,7 @@ class Program:
         self._transaction.begin()
         try:
             for iteration in range(self.layout.device_iterations):
-                self._threads.each(
-                    functools.partial(self._run_micro_batches, iteration, call)
-                )
+                self._threads.each(functools.partial(self._run_micro_batches, iteration, call))
                 self._update.apply(self._threads, iteration == last)
                 call.anchors.add_updated(iteration, self.memory.parameters)
                 if self._checks_numbers and self.is_training:
@@ -203,9 +183,7 @@ class Program:
         for replica in self._replicas:
             replica.seed, replica.micro_batches = state
 
-    def estimated_memory(
-        self, micro_batch_factor: float = 1.0
-    ) -> Tuple[IpuMemory, ...]:
+    def estimated_memory(self, micro_batch_factor: float = 1.0) -> Tuple[IpuMemory, ...]:
         """Return the estimated memory of each IPU; the micro-batch is this factor times the compiled one."""
         values = None if self.optimizer is None else self.optimizer.hyperparameters
         replicas = placement_of(self._options).total_replicas
@@ -244,9 +222,7 @@ class Program:
         for step in range(self.layout.accumulation_steps):
             with torch.set_grad_enabled(self.is_training), replica.arithmetic():
                 started = time.perf_counter()
-                forward = replica.forward(
-                    self._inputs(call.inputs, iteration, step, index)
-                )
+                forward = replica.forward(self._inputs(call.inputs, iteration, step, index))
                 if self._checks_numbers:
                     _check_numbers(forward)
                 with replica.backward_random():
@@ -270,9 +246,7 @@ class Program:
                     )
                     self.micro_batch_times.append(times)
 
-    def _inputs(
-        self, inputs: Sequence[torch.Tensor], iteration: int, step: int, index: int
-    ) -> List[torch.Tensor]:
+    def _inputs(self, inputs: Sequence[torch.Tensor], iteration: int, step: int, index: int) -> List[torch.Tensor]:
         if self._synthetic is not None:
             return self._synthetic
         return self.layout.select(inputs, self.layout.index(iteration, step, index))
@@ -280,9 +254,7 @@ class Program:
     def _check_weights(self) -> None:
         for name, parameter in self.memory.parameters.items():
             if not torch.isfinite(parameter).all():
-                raise Error(
-                    f"Floating point exception: the parameter {name!r} has NaN or infinity after the update"
-                )
+                raise Error(f"Floating point exception: the parameter {name!r} has NaN or infinity after the update")
 
 
 class TrainingProgram(Program):
@@ -307,12 +279,8 @@ class TrainingProgram(Program):
         adapts_loss_scaling = options._Popart.options.get(_AUTO_LOSS_SCALING)
         if adapts_loss_scaling:
             values = values._replace(variable=values.variable | {"loss_scaling"})
-        replica_groups = {
-            name: found.count for name, found in self.memory.groups.items()
-        }
-        self.optimizer = DeviceOptimizer(
-            values, groups, self.layout.replicas, replica_groups
-        )
+        replica_groups = {name: found.number for name, found in self.memory.groups.items()}
+        self.optimizer = DeviceOptimizer(values, groups, self.layout.replicas, replica_groups)
         if adapts_loss_scaling:
             self.optimizer.loss_scale_update_factor = 1.0
         buffers = self._buffers = ReplicaBuffers(self.memory, placement_of(options))
@@ -326,9 +294,7 @@ class TrainingProgram(Program):
         )
         check_memory(self.estimated_memory())
         has_several_updates = self.layout.device_iterations > 1
-        self._transaction = CallTransaction(
-            self.memory, self.optimizer, self._replicas, buffers, has_several_updates
-        )
+        self._transaction = CallTransaction(self.memory, self.optimizer, self._replicas, buffers, has_several_updates)
 
     def replica_state(self) -> Dict[str, Any]:
         """Return a copy of the state of each replica of all processes after the last complete call."""
@@ -346,9 +312,7 @@ class TrainingProgram(Program):
             ValueError: they accumulate in half, and the options have another `MeanReductionStrategy` than Running.
             Error: a compile-time constant differs.
         """
-        compiled = MeanReductionStrategy(
-            self._options.Training.meanAccumulationAndReplicationReductionStrategy
-        )
+        compiled = MeanReductionStrategy(self._options.Training.meanAccumulationAndReplicationReductionStrategy)
         if values.needs_running_mean and compiled != MeanReductionStrategy.Running:
             raise ValueError(
                 f"The model was compiled with MeanReductionStrategy.{compiled.name}, but an optimizer that accumulates "
@@ -358,10 +322,7 @@ class TrainingProgram(Program):
 
     def group_names(self, optimizer: torch.optim.Optimizer) -> List[FrozenSet[str]]:
         """Return for every parameter group of a host optimizer the names of the parameters that are the model's."""
-        return [
-            frozenset(group)
-            for group in device_groups(optimizer, self._host, self.memory)
-        ]
+        return [frozenset(group) for group in device_groups(optimizer, self._host, self.memory)]
 
     def _count_micro_batches(self) -> int:
         return self._replicas[0].micro_batches
@@ -369,11 +330,5 @@ class TrainingProgram(Program):
 
 def _check_numbers(forward: Forward) -> None:
     for tensor in (*forward.outputs, forward.loss):
-        if (
-            tensor is not None
-            and tensor.is_floating_point()
-            and not torch.isfinite(tensor).all()
-        ):
-            raise Error(
-                "Floating point exception: an output or the loss has NaN or infinity"
-            )
+        if tensor is not None and tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise Error("Floating point exception: an output or the loss has NaN or infinity")
