@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import poptorch
@@ -60,7 +61,95 @@ def test_half_with_half_is_half_and_half_with_float_is_float(function, dtype):
     assert on_device(function).dtype == dtype
 
 
-def test_half_inputs_with_float_weights_compute_in_float():
+LAYERS = [
+    (nn.Linear(4, 3), (2, 4)),
+    (nn.Linear(4, 3), (4,)),
+    (nn.Conv1d(4, 5, 2), (1, 4, 4)),
+    (nn.Conv2d(3, 4, 3), (1, 3, 5, 5)),
+    (nn.ConvTranspose2d(3, 4, 3), (1, 3, 5, 5)),
+    (nn.GroupNorm(2, 4), (2, 4, 3)),
+    (nn.LayerNorm(4), (2, 4)),
+    (nn.BatchNorm1d(4), (3, 4)),
+    (nn.InstanceNorm2d(4, affine=True), (3, 4, 2, 2)),
+    (nn.PReLU(), (2, 3)),
+    (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (2, 3, 8)),
+]
+
+
+@pytest.mark.parametrize(("weights", "inputs"), [(torch.float32, HALF), (HALF, torch.float32), (HALF, HALF)])
+@pytest.mark.parametrize(("layer", "shape"), LAYERS, ids=lambda value: type(value).__name__)
+def test_the_weights_of_a_layer_are_cast_to_the_dtype_of_its_input(layer, shape, weights, inputs):
+    layer, x = copy.deepcopy(layer), torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    expected = copy.deepcopy(layer)(x)
+    found = poptorch.inferenceModel(layer.to(weights), options())(x.to(inputs))
+    assert (found.dtype, found.shape) == (inputs, expected.shape)
+    torch.testing.assert_close(found.float(), expected, atol=1e-2, rtol=1e-2)
+
+
+def test_an_operator_rounds_operands_and_result_but_adds_in_float():
+    layer, x = nn.Linear(300, 5), torch.randn(4, 300).half()
+    expected = F.linear(x.float(), layer.weight.half().float(), layer.bias.half().float()).half()
+    assert torch.equal(poptorch.inferenceModel(layer, options())(x), expected)
+
+
+def test_half_overflows_in_the_middle_of_a_forward():
+    assert on_device(lambda x, w: (x * 300 * 300) / 300).isinf().all()
+    assert torch.equal(on_device(lambda x, w: x.type_as(w) + 1e-4), torch.ones(2, 4, dtype=HALF))
+
+
+def test_in_place_operators_change_half_tensors():
+    def program(x, w):
+        y = x.clone().unsqueeze(0)
+        y.add_(1.0).mul_(torch.full((4,), 0.5))
+        return y.squeeze_(0)
+
+    assert torch.equal(on_device(program), torch.ones(2, 4, dtype=HALF))
+
+
+def test_gradients_of_float_weights_of_a_half_program_are_float_and_train():
+    layer = nn.Linear(4, 3)
+
+    class Training(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return poptorch.identity_loss(self.layer(x), "sum")
+
+    opts = options().anchorTensor("gradient", "Gradient___layer.weight").anchorTensor("out", "layer/Linear:0")
+    training = poptorch.trainingModel(Training(), opts, poptorch.optim.SGD(layer.parameters(), lr=1e-5))
+    before = layer.weight.detach().clone()
+    assert training(torch.ones(2, 4, dtype=HALF)).dtype == HALF
+    assert training.getAnchoredTensor("gradient").dtype == torch.float32
+    assert training.getAnchoredTensor("out").dtype == HALF
+    torch.testing.assert_close(layer.weight.detach(), before - 2e-5, atol=1e-7, rtol=0)
+
+
+def test_stochastic_rounding_rounds_every_result():
+    opts = options().randomSeed(3)
+    opts.Precision.enableStochasticRounding(True)
+    ones = torch.ones(20000, dtype=HALF)
+    found = [poptorch.inferenceModel(Function(lambda x, w: x * 1.0001), opts)(ones) for _ in range(2)]
+    assert set(found[0].unique().tolist()) == {1.0, 1.0009765625}
+    assert found[0].float().mean().item() == pytest.approx(1.0001, abs=2e-5)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("precision", ["16.16", "16.32"])
+def test_replicas_do_not_change_a_half_training(precision):
+    images, labels = batch(16)
+    weights = []
+    for replicas, accumulation in ((1, 4), (4, 1)):
+        model = seeded().eval()
+        model = model.half() if precision == "16.16" else model
+        optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, loss_scaling=64.0)
+        poptorch.trainingModel(model, options(replicas, accumulation), optimizer)(images.half(), labels)
+        weights.append(model.conv.weight.detach().float().clone())
+    torch.testing.assert_close(*weights, atol=1e-3, rtol=1e-3)
+
+
+def test_half_operands_with_float_operands_compute_in_float():
     assert on_device(lambda x, w: x * w, is_half_model=False).dtype == torch.float32
     assert on_device(lambda x, w: x + x, is_half_model=False).dtype == HALF
 

@@ -275,9 +275,9 @@ def test_half_weights_are_rounded_after_every_update():
     assert model.weight.item() == 1
 
 
-def test_half_inputs_with_float_weights_return_float():
+def test_half_inputs_with_float_weights_return_half():
     model = poptorch.inferenceModel(Classifier(), options())
-    assert model(torch.ones(2, 3, 6, 6, dtype=torch.half)).dtype == torch.float32
+    assert model(torch.ones(2, 3, 6, 6, dtype=torch.half)).dtype == torch.half
 
 
 def test_casting_to_the_dtype_of_the_weights_keeps_half():
