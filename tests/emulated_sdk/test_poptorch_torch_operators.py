@@ -78,6 +78,10 @@ def test_an_unwrapped_model_is_plain_until_it_is_wrapped_again():
     assert not isWrapped(model)
 
 
+def test_the_executor_is_found_under_its_module():
+    assert poptorch._poplar_executor.PoplarExecutor is poptorch.PoplarExecutor
+
+
 def test_name_scope_hooks_are_removed():
     model = Scoped()
     hooks = NameScopeHook(model)

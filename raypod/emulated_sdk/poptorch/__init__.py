@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from poptorch import _impl as _impl  # programs read it as an attribute of the package
+from poptorch import _impl as _impl  # programs read these two as attributes of the package
+from poptorch import _poplar_executor as _poplar_executor
 from poptorch import enums, environment, ops, optim, options, poptorch_core, printing, profiling, testing
 from poptorch.data.accessor import AsynchronousDataAccessor
 from poptorch.data.loader import DataLoader

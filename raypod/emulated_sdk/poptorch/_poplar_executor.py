@@ -1,0 +1,7 @@
+"""`poptorch._poplar_executor`: the module of PopTorch that published programs import `PoplarExecutor` from."""
+
+from __future__ import annotations
+
+from poptorch.executor.executor import PoplarExecutor
+
+__all__ = ["PoplarExecutor"]
