@@ -34,12 +34,12 @@ def write(folder: Path, train: int, test: int, classes: int, seed: int = 0) -> P
     coarse = random.integers(0, 256, (classes, PATTERNS, 3, COARSE, COARSE)).astype(np.float32)
     patterns = coarse.repeat(SIDE // COARSE, axis=3).repeat(SIDE // COARSE, axis=4)
     if classes == 10:
-        name, key = "cifar-10-batches-py", "labels"
+        name, key, meta, names = "cifar-10-batches-py", "labels", "batches.meta", "label_names"
         sizes = [len(part) for part in np.array_split(np.arange(train), 5)]
         files: List[Tuple[str, int]] = [(f"data_batch_{number}", size) for number, size in enumerate(sizes, start=1)]
         files.append(("test_batch", test))
     else:
-        name, key = "cifar-100-python", "fine_labels"
+        name, key, meta, names = "cifar-100-python", "fine_labels", "meta", "fine_label_names"
         files = [("train", train), ("test", test)]
     target = folder / name
     target.mkdir(parents=True, exist_ok=True)
@@ -47,6 +47,7 @@ def write(folder: Path, train: int, test: int, classes: int, seed: int = 0) -> P
         labels = random.integers(0, classes, samples)
         content = {"data": images_of(labels, patterns, random), key: labels.tolist()}
         (target / file).write_bytes(pickle.dumps(content, protocol=4))
+    (target / meta).write_bytes(pickle.dumps({names: [f"class {index}" for index in range(classes)]}, protocol=4))
     return target
 
 
