@@ -11,18 +11,7 @@ import functools
 import pickle
 import types
 from collections import OrderedDict
-from typing import (
-    Any,
-    Collection,
-    Dict,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-    TypeVar,
-)
+from typing import Any, Collection, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 import torch
 
@@ -33,14 +22,7 @@ from poptorch.errors import Error
 _Class = TypeVar("_Class", bound=type)
 
 # What copying an arbitrary Python object may raise: such attributes are shared instead.
-_UNCOPYABLE = (
-    TypeError,
-    RuntimeError,
-    AttributeError,
-    ValueError,
-    pickle.PickleError,
-    copy.Error,
-)
+_UNCOPYABLE = (TypeError, RuntimeError, AttributeError, ValueError, pickle.PickleError, copy.Error)
 _TENSORS = ("_parameters", "_buffers")
 
 
@@ -89,42 +71,21 @@ class DeviceMemory:
         self._user_model = model if user_model is None else user_model
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._weights = {
-                name: _device_copy(
-                    self.groups[name].to_device(tensor)
-                    if name in self.groups
-                    else tensor
-                )
+                name: _device_copy(self.groups[name].to_device(tensor) if name in self.groups else tensor)
                 for name, tensor in model.named_parameters()
             }
-            self._half = {
-                name: weight
-                for name, weight in self._weights.items()
-                if weight.dtype == torch.half
-            }
+            self._half = {name: weight for name, weight in self._weights.items() if weight.dtype == torch.half}
             self._copies = {name: weight.float() for name, weight in self._half.items()}
-            self.replicas = [
-                self._replica(first_replica + index) for index in range(replicas)
-            ]
-        self.parameters = {
-            **self.replicas[0].parameters,
-            **self._of_groups(self._weights),
-        }
+            self.replicas = [self._replica(first_replica + index) for index in range(replicas)]
+        self.parameters = {**self.replicas[0].parameters, **self._of_groups(self._weights)}
         of_groups = {name: self.parameters[name] for name in self.groups}
-        self.updated = {
-            **self.replicas[0].updated,
-            **of_groups,
-            **self._of_groups(self._copies),
-        }
+        self.updated = {**self.replicas[0].updated, **of_groups, **self._of_groups(self._copies)}
 
-    def _of_groups(
-        self, weights: Mapping[str, torch.Tensor]
-    ) -> Dict[str, torch.nn.Parameter]:
+    def _of_groups(self, weights: Mapping[str, torch.Tensor]) -> Dict[str, torch.nn.Parameter]:
         """Return those of the weights of which groups have their own values, with the values of all groups."""
         own = self.replicas[0].parameters
         return {
-            name: torch.nn.Parameter(
-                weights[name], requires_grad=own[name].requires_grad
-            )
+            name: torch.nn.Parameter(weights[name], requires_grad=own[name].requires_grad)
             for name in self.groups
             if name in weights
         }
@@ -143,11 +104,7 @@ class DeviceMemory:
         """Copy the host's weights and floating point buffers to every replica; other buffers are constants."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for name, tensor in self._model.named_parameters():
-                self.parameters[name].copy_(
-                    self.groups[name].to_device(tensor)
-                    if name in self.groups
-                    else tensor
-                )
+                self.parameters[name].copy_(self.groups[name].to_device(tensor) if name in self.groups else tensor)
                 self.updated[name].copy_(self.parameters[name])
             for name, buffer in self._model.named_buffers():
                 for replica in self.replicas:
@@ -159,17 +116,11 @@ class DeviceMemory:
         host = dict(self._model.named_buffers())
         unknown = [name for name in names if name not in host]
         if unknown:
-            raise Error(
-                f"The model has no buffer {unknown[0]!r}: there are {', '.join(sorted(host)) or 'none'}"
-            )
+            raise Error(f"The model has no buffer {unknown[0]!r}: there are {', '.join(sorted(host)) or 'none'}")
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for replica in self.replicas:
                 for name in names:
-                    buffer = (
-                        replica.buffers[name]
-                        if name in replica.buffers
-                        else replica.constants[name]
-                    )
+                    buffer = replica.buffers[name] if name in replica.buffers else replica.constants[name]
                     buffer.copy_(host[name])
 
     def download(self) -> None:
@@ -177,67 +128,38 @@ class DeviceMemory:
 
         Replica 0 is inferred: the SDK's documentation does not state whose buffers are read.
         """
-        values: Dict[str, torch.Tensor] = {
-            **self.parameters,
-            **self.replicas[0].buffers,
-        }
+        values: Dict[str, torch.Tensor] = {**self.parameters, **self.replicas[0].buffers}
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            for tensors in (
-                self._model.named_parameters(),
-                self._model.named_buffers(),
-            ):
+            for tensors in (self._model.named_parameters(), self._model.named_buffers()):
                 for name, tensor in tensors:
                     if name in values:
-                        tensor.copy_(
-                            self.groups[name].to_host(values[name])
-                            if name in self.groups
-                            else values[name]
-                        )
+                        tensor.copy_(self.groups[name].to_host(values[name]) if name in self.groups else values[name])
 
     def _replica(self, replica: int) -> ReplicaMemory:
         host = dict(self._model.named_parameters())
         weights, copies = dict(self._weights), dict(self._copies)
         for values in (weights, copies):
-            own = {
-                name: groups.group_of[replica]
-                for name, groups in self.groups.items()
-                if name in values
-            }
+            own = {name: groups.group_of[replica] for name, groups in self.groups.items() if name in values}
             values.update({name: values[name][group] for name, group in own.items()})
         parameters = {
-            name: torch.nn.Parameter(weight, requires_grad=host[name].requires_grad)
-            for name, weight in weights.items()
+            name: torch.nn.Parameter(weight, requires_grad=host[name].requires_grad) for name, weight in weights.items()
         }
         updated = {
-            name: torch.nn.Parameter(
-                copies[name], requires_grad=parameter.requires_grad
-            )
+            name: torch.nn.Parameter(copies[name], requires_grad=parameter.requires_grad)
             if name in copies
             else parameter
             for name, parameter in parameters.items()
         }
         host_buffers = dict(self._model.named_buffers())
         buffers = {name: _device_copy(buffer) for name, buffer in host_buffers.items()}
-        pairs: List[Tuple[torch.Tensor, torch.Tensor]] = [
-            (host[name], parameters[name]) for name in parameters
-        ]
+        pairs: List[Tuple[torch.Tensor, torch.Tensor]] = [(host[name], parameters[name]) for name in parameters]
         pairs += [(host_buffers[name], buffers[name]) for name in buffers]
-        floating = {
-            name: buffer
-            for name, buffer in buffers.items()
-            if buffer.is_floating_point()
-        }
+        floating = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
         return ReplicaMemory(
-            module=_copy_module(
-                self._model,
-                {id(tensor): copy for tensor, copy in pairs},
-                self._user_model,
-            ),
+            module=_copy_module(self._model, {id(tensor): copy for tensor, copy in pairs}, self._user_model),
             parameters=parameters,
             buffers=floating,
-            constants={
-                name: buffer for name, buffer in buffers.items() if name not in floating
-            },
+            constants={name: buffer for name, buffer in buffers.items() if name not in floating},
             updated=updated,
             originals={id(pair[0]): pair for pair in pairs},
         )
@@ -245,11 +167,7 @@ class DeviceMemory:
 
 def _device_copy(tensor: torch.Tensor) -> torch.Tensor:
     # Integer buffers are constants that no kernel writes, so they keep their dtype.
-    dtype = (
-        DEVICE_DTYPE.get(tensor.dtype, tensor.dtype)
-        if tensor.is_floating_point()
-        else tensor.dtype
-    )
+    dtype = DEVICE_DTYPE.get(tensor.dtype, tensor.dtype) if tensor.is_floating_point() else tensor.dtype
     return tensor.detach().to(dtype, copy=True)
 
 
@@ -260,9 +178,7 @@ class PythonState:
     assignments of one forward must not affect the next.
     """
 
-    def __init__(
-        self, module: torch.nn.Module, names: Optional[Collection[str]] = None
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, names: Optional[Collection[str]] = None) -> None:
         self._saved: List[Tuple[str, Dict[str, Any], Dict[str, Any]]] = [
             (name, vars(submodule), dict(vars(submodule)))
             for name, submodule in module.named_modules()
@@ -271,11 +187,7 @@ class PythonState:
 
     def changed(self) -> Tuple[str, ...]:
         """Return the names of the modules in which an attribute was added, removed or assigned."""
-        return tuple(
-            name
-            for name, attributes, before in self._saved
-            if not _are_identical(attributes, before)
-        )
+        return tuple(name for name, attributes, before in self._saved if not _are_identical(attributes, before))
 
     def restore(self) -> None:
         """Restore the values of all attributes."""
@@ -286,9 +198,7 @@ class PythonState:
 
 
 def _are_identical(attributes: Dict[str, Any], before: Dict[str, Any]) -> bool:
-    return attributes.keys() == before.keys() and all(
-        attributes[name] is value for name, value in before.items()
-    )
+    return attributes.keys() == before.keys() and all(attributes[name] is value for name, value in before.items())
 
 
 def original_class(kind: _Class) -> _Class:
@@ -309,13 +219,9 @@ def _copy_module(
     for module in modules:
         memo[id(module)] = object.__new__(original_class(type(module)))
     memo[id(user_model)] = memo[id(root)]
-    memo.update(
-        {id(copied): copied for copied in memo.values()}
-    )  # a copy is not copied again
+    memo.update({id(copied): copied for copied in memo.values()})  # a copy is not copied again
     for module in modules:
-        attributes = {
-            name: _copied(name, value, memo) for name, value in vars(module).items()
-        }
+        attributes = {name: _copied(name, value, memo) for name, value in vars(module).items()}
         vars(memo[id(module)]).update(attributes)
     copied: torch.nn.Module = memo[id(root)]
     return copied
@@ -323,13 +229,8 @@ def _copy_module(
 
 def _copied(name: str, value: Any, memo: Dict[int, Any]) -> Any:
     if name in _TENSORS or name == "_modules":
-        return type(value)(
-            (key, memo.get(id(item), item)) for key, item in value.items()
-        )
-    if name.endswith("_hooks") and type(value) in (
-        dict,
-        OrderedDict,
-    ):  # the user's own may be anything
+        return type(value)((key, memo.get(id(item), item)) for key, item in value.items())
+    if name.endswith("_hooks") and type(value) in (dict, OrderedDict):  # the user's own may be anything
         return type(value)((key, _rebound(hook, memo)) for key, hook in value.items())
     value = _rebound(value, memo)
     try:
@@ -355,34 +256,20 @@ def _rebound(value: Any, memo: Dict[int, Any]) -> Any:
         return _rebound_partial(value, memo)
     if type(value) in (list, tuple):
         items = [_rebound(item, memo) for item in value]
-        return (
-            value
-            if all(new is old for new, old in zip(items, value))
-            else type(value)(items)
-        )
+        return value if all(new is old for new, old in zip(items, value)) else type(value)(items)
     if type(value) is dict:
         rebound = {key: _rebound(item, memo) for key, item in value.items()}
-        return (
-            value
-            if all(rebound[key] is item for key, item in value.items())
-            else rebound
-        )
+        return value if all(rebound[key] is item for key, item in value.items()) else rebound
     return value
 
 
 def _rebound_function(function: types.FunctionType, memo: Dict[int, Any]) -> Any:
-    memo[id(function)] = (
-        function  # ends the recursion of a function that refers to itself
-    )
+    memo[id(function)] = function  # ends the recursion of a function that refers to itself
     cells = [_rebound_cell(cell, memo) for cell in function.__closure__ or ()]
     if all(new is old for new, old in zip(cells, function.__closure__ or ())):
         return function
     rebound = types.FunctionType(
-        function.__code__,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        tuple(cells),
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
     )
     rebound.__kwdefaults__ = function.__kwdefaults__
     vars(rebound).update(vars(function))

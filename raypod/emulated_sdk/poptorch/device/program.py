@@ -11,29 +11,13 @@ import torch
 from poptorch.device.arguments import Arguments, BatchLayout, synthetic_inputs
 from poptorch.device.compilation import Trace, TraceSettings, trace
 from poptorch.device.memory import DeviceMemory
-from poptorch.device.memory_estimate import (
-    IpuMemory,
-    Usage,
-    check_memory,
-    estimate_memory,
-)
+from poptorch.device.memory_estimate import IpuMemory, Usage, check_memory, estimate_memory
 from poptorch.device.numerics import rounds_stochastically
-from poptorch.device.outputs import (
-    FINAL_LOSS_SCALE,
-    AnchorOutputs,
-    OutputCollector,
-    anchors_of,
-    check_output_period,
-)
+from poptorch.device.outputs import FINAL_LOSS_SCALE, AnchorOutputs, OutputCollector, anchors_of, check_output_period
 from poptorch.device.replica import Forward, Replica, ReplicaThreads
 from poptorch.device.replica_groups import Groupings, groups_of
 from poptorch.device.transaction import CallTransaction, NoTransaction, ReplicaBuffers
-from poptorch.device.weight_update import (
-    NoUpdate,
-    WeightUpdate,
-    device_groups,
-    placement_of,
-)
+from poptorch.device.weight_update import NoUpdate, WeightUpdate, device_groups, placement_of
 from poptorch.enums import MeanReductionStrategy
 from poptorch.errors import Error
 from poptorch.optimizers.device_optimizer import DeviceOptimizer
@@ -109,10 +93,7 @@ class Program:
         check_placement(self.traced.placement, options, self.is_training)
         check_overlap(options, self.traced.overlapped)
         adapts_loss_scaling = self.is_training and compiler.get(_AUTO_LOSS_SCALING)
-        self.tensor_names = (
-            *self.traced.tensor_names,
-            *([FINAL_LOSS_SCALE] if adapts_loss_scaling else []),
-        )
+        self.tensor_names = (*self.traced.tensor_names, *([FINAL_LOSS_SCALE] if adapts_loss_scaling else []))
         self._anchors = anchors_of(options, self.tensor_names)
         anchored = [anchor.name for anchor in self._anchors]
         self._replicas = [
@@ -129,10 +110,7 @@ class Program:
         self.anchored: Dict[str, torch.Tensor] = {}
         self.micro_batch_times: List[MicroBatchTimes] = []
         self.call_s = 0.0
-        self.rng_state = [
-            options.random_seed if options.exists("random_seed") else torch.initial_seed(),
-            0,
-        ]
+        self.rng_state = [options.random_seed if options.exists("random_seed") else torch.initial_seed(), 0]
         if not self.is_training:
             check_memory(self.estimated_memory())
 
@@ -188,13 +166,7 @@ class Program:
         values = None if self.optimizer is None else self.optimizer.hyperparameters
         replicas = placement_of(self._options).total_replicas
         usage = Usage(self.memory.parameters, self.traced.trained, values, replicas)
-        return estimate_memory(
-            self.traced.placement,
-            self.traced.activations,
-            self._options,
-            usage,
-            micro_batch_factor,
-        )
+        return estimate_memory(self.traced.placement, self.traced.activations, self._options, usage, micro_batch_factor)
 
     def upload(self) -> None:
         """Copy the host's weights and buffers to the device."""
@@ -230,20 +202,9 @@ class Program:
                 computed = time.perf_counter()
                 call.outputs.add(iteration, step, index, forward.outputs)
                 if replica.anchor_recorder is not None:
-                    call.anchors.add(
-                        iteration,
-                        step,
-                        index,
-                        replica.anchor_recorder,
-                        self._update.scales,
-                    )
+                    call.anchors.add(iteration, step, index, replica.anchor_recorder, self._update.scales)
                 if index == 0:
-                    times = MicroBatchTimes(
-                        started,
-                        replica.inputs_complete_s,
-                        computed,
-                        time.perf_counter(),
-                    )
+                    times = MicroBatchTimes(started, replica.inputs_complete_s, computed, time.perf_counter())
                     self.micro_batch_times.append(times)
 
     def _inputs(self, inputs: Sequence[torch.Tensor], iteration: int, step: int, index: int) -> List[torch.Tensor]:
@@ -285,12 +246,7 @@ class TrainingProgram(Program):
             self.optimizer.loss_scale_update_factor = 1.0
         buffers = self._buffers = ReplicaBuffers(self.memory, placement_of(options))
         self._update = WeightUpdate(
-            self.memory,
-            self.optimizer,
-            options,
-            self.traced.trained,
-            self._count_micro_batches,
-            buffers,
+            self.memory, self.optimizer, options, self.traced.trained, self._count_micro_batches, buffers
         )
         check_memory(self.estimated_memory())
         has_several_updates = self.layout.device_iterations > 1

@@ -77,29 +77,17 @@ class WeightUpdate(NoUpdate):
         self._buffers = buffers
         placement = placement_of(options)
         self._half_weights = HalfWeights(memory, options, count_micro_batches)
-        self._accumulators = _half_accumulators(
-            memory, optimizer.hyperparameters, options
-        )
-        self.loss_terms, self._gradient_terms = _terms(
-            options, placement, self._accumulators
-        )
-        names = [
-            name
-            for name, parameter in optimizer.parameters.items()
-            if parameter.requires_grad
-        ]
+        self._accumulators = _half_accumulators(memory, optimizer.hyperparameters, options)
+        self.loss_terms, self._gradient_terms = _terms(options, placement, self._accumulators)
+        names = [name for name, parameter in optimizer.parameters.items() if parameter.requires_grad]
         self._names = names
         self._first_replica = placement.first_replica
         self._weights = [memory.updated[name] for name in names]
-        self._trained = [
-            [replica.updated[name] for name in names] for replica in memory.replicas
-        ]
+        self._trained = [[replica.updated[name] for name in names] for replica in memory.replicas]
         self._half = [
             [
                 (parameter, updated)
-                for parameter, updated in zip(
-                    replica.parameters.values(), replica.updated.values()
-                )
+                for parameter, updated in zip(replica.parameters.values(), replica.updated.values())
                 if updated is not parameter
             ]
             for replica in memory.replicas
@@ -108,9 +96,7 @@ class WeightUpdate(NoUpdate):
         # Besides the gradients the reduction counts the replicas that have a gradient of each parameter, and those that
         # changed each buffer. A single replica needs no reduction.
         like = [*self._weights, self._is_in_graph, buffers.changed(0, is_last=False)]
-        self._sum = (
-            GradientSum(like, placement) if placement.total_replicas > 1 else None
-        )
+        self._sum = GradientSum(like, placement) if placement.total_replicas > 1 else None
 
     @property
     def scales(self) -> Scales:
@@ -120,20 +106,12 @@ class WeightUpdate(NoUpdate):
     def backward(self, replica: int, loss: Optional[torch.Tensor]) -> None:
         """Accumulate the gradients of one micro-batch's final loss."""
         if loss is None:
-            raise Error(
-                "Couldn't find a loss in graph! forward marked one when it was compiled, but not in this call"
-            )
+            raise Error("Couldn't find a loss in graph! forward marked one when it was compiled, but not in this call")
         if not loss.requires_grad:
             return
         scaling = self.optimizer.loss_scaling / self.loss_terms
-        with (
-            self._accumulators[replica]
-            if self._accumulators
-            else contextlib.nullcontext()
-        ):
-            torch.autograd.backward(
-                loss, None if scaling == 1.0 else torch.full_like(loss, scaling)
-            )
+        with self._accumulators[replica] if self._accumulators else contextlib.nullcontext():
+            torch.autograd.backward(loss, None if scaling == 1.0 else torch.full_like(loss, scaling))
             self._accumulate_half(replica)
 
     def apply(self, threads: ReplicaThreads, is_last: bool) -> None:
@@ -144,9 +122,7 @@ class WeightUpdate(NoUpdate):
         if self._sum is None:
             self._complete()
             if is_last:
-                self._buffers.exchange(
-                    self._buffers.changed(0, is_last).tolist(), _gather_single_process
-                )
+                self._buffers.exchange(self._buffers.changed(0, is_last).tolist(), _gather_single_process)
         else:
             self._reduce(self._sum, is_last)
         if self.optimizer.hyperparameters.max_grad_norm == float("inf"):
@@ -183,43 +159,26 @@ class WeightUpdate(NoUpdate):
         for parameter, updated in self._half[replica]:
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
-                updated.grad = (
-                    gradient.float()
-                    if updated.grad is None
-                    else updated.grad.add_(gradient)
-                )
+                updated.grad = gradient.float() if updated.grad is None else updated.grad.add_(gradient)
 
     def _complete(self) -> None:
-        for parameter, gradient, is_in_graph in zip(
-            self._weights, self._gradients(0), self._is_in_graph.tolist()
-        ):
-            parameter.grad = (
-                torch.zeros_like(parameter)
-                if gradient is None and is_in_graph
-                else gradient
-            )
+        for parameter, gradient, is_in_graph in zip(self._weights, self._gradients(0), self._is_in_graph.tolist()):
+            parameter.grad = torch.zeros_like(parameter) if gradient is None and is_in_graph else gradient
 
     def _reduce(self, gradient_sum: GradientSum, is_last: bool) -> None:
         """Set the sums as gradients of replica 0, whose parameters the optimizer updates."""
         with torch.no_grad():
             *sums, replicas, changed = gradient_sum(
                 [
-                    [
-                        *_with_flags(self._gradients(index)),
-                        self._buffers.changed(index, is_last),
-                    ]
+                    [*_with_flags(self._gradients(index)), self._buffers.changed(index, is_last)]
                     for index in range(len(self._trained))
                 ]
             )
             if is_last:
                 self._buffers.exchange(changed.tolist(), gradient_sum.gather)
-            if (
-                self._is_scaled
-            ):  # scaling works in place, and the sums may be in shared memory
+            if self._is_scaled:  # scaling works in place, and the sums may be in shared memory
                 sums = [total.clone() for total in sums]
-        for parameter, total, having in zip(
-            self._weights, sums, (replicas + self._is_in_graph).tolist()
-        ):
+        for parameter, total, having in zip(self._weights, sums, (replicas + self._is_in_graph).tolist()):
             parameter.grad = total if having else None
 
     def _gradients(self, index: int) -> List[Optional[torch.Tensor]]:
@@ -236,15 +195,10 @@ class WeightUpdate(NoUpdate):
     @property
     def _is_scaled(self) -> bool:
         values = self.optimizer.hyperparameters
-        return (
-            self._gradient_terms * self.optimizer.loss_scaling != 1.0
-            or values.max_grad_norm != float("inf")
-        )
+        return self._gradient_terms * self.optimizer.loss_scaling != 1.0 or values.max_grad_norm != float("inf")
 
     def _scale(self, part: int) -> None:
-        self.optimizer.scale(
-            part, 1.0 / (self._gradient_terms * self.optimizer.loss_scaling)
-        )
+        self.optimizer.scale(part, 1.0 / (self._gradient_terms * self.optimizer.loss_scaling))
 
     def _scale_and_step(self, part: int) -> None:
         self._scale(part)
@@ -255,46 +209,28 @@ def _gather_single_process(row: torch.Tensor) -> torch.Tensor:
     return row.unsqueeze(0)
 
 
-def _with_flags(
-    gradients: List[Optional[torch.Tensor]],
-) -> List[Optional[torch.Tensor]]:
+def _with_flags(gradients: List[Optional[torch.Tensor]]) -> List[Optional[torch.Tensor]]:
     """Return a replica's gradients, followed by a tensor of flags that are 1 for the gradients that exist."""
-    return [
-        *gradients,
-        torch.tensor([float(gradient is not None) for gradient in gradients]),
-    ]
+    return [*gradients, torch.tensor([float(gradient is not None) for gradient in gradients])]
 
 
 def placement_of(options: Options) -> Placement:
     """Return the position of the local replicas among all replicas."""
     distributed = options.Distributed
-    return Placement(
-        options.replication_factor, distributed.processId, distributed.numProcesses
-    )
+    return Placement(options.replication_factor, distributed.processId, distributed.numProcesses)
 
 
-def _half_accumulators(
-    memory: DeviceMemory, values: Hyperparameters, options: Options
-) -> List[HalfAccumulator]:
+def _half_accumulators(memory: DeviceMemory, values: Hyperparameters, options: Options) -> List[HalfAccumulator]:
     """Return one accumulator for each replica if gradients are accumulated in half, else none."""
     training: Any = options.Training
     if not values.accumulates_in_half or training.gradient_accumulation == 1:
         return []
     is_mean = training.accumulation_and_replication_reduction_type == ReductionType.Mean
-    is_running = (
-        is_mean
-        and training.meanAccumulationAndReplicationReductionStrategy
-        == MeanReductionStrategy.Running
-    )
-    return [
-        HalfAccumulator(list(replica.updated.values()), is_running)
-        for replica in memory.replicas
-    ]
+    is_running = is_mean and training.meanAccumulationAndReplicationReductionStrategy == MeanReductionStrategy.Running
+    return [HalfAccumulator(list(replica.updated.values()), is_running) for replica in memory.replicas]
 
 
-def _terms(
-    options: Options, placement: Placement, accumulators: List[HalfAccumulator]
-) -> Tuple[int, int]:
+def _terms(options: Options, placement: Placement, accumulators: List[HalfAccumulator]) -> Tuple[int, int]:
     """Return the divisors of the loss and of the gradients for an update's mean; 1 and 1 for a sum."""
     training: Any = options.Training
     if training.accumulation_and_replication_reduction_type == ReductionType.Sum:
@@ -318,10 +254,6 @@ def device_groups(
     """
     names = {id(parameter): name for name, parameter in host.named_parameters()}
     return [
-        {
-            names[id(p)]: memory.updated[names[id(p)]]
-            for p in group["params"]
-            if id(p) in names
-        }
+        {names[id(p)]: memory.updated[names[id(p)]] for p in group["params"] if id(p) in names}
         for group in optimizer.param_groups
     ]
