@@ -342,6 +342,13 @@ def test_values_that_differ_within_a_group_warn(caplog):
     assert optimizer.state_dict()["ipu_param"][second] == 0.5
 
 
+def test_model_compiled_offline_has_no_optimizer_state():
+    model = Line()
+    optimizer = sgd(model)
+    poptorch.trainingModel(model, options().useOfflineIpuTarget(), optimizer).compile(torch.ones(1))
+    assert optimizer.state_dict()["ipu_state"] is None
+
+
 def test_betas_of_a_torch_optimizer_are_constants():
     model = Line()
     optimizer = torch.optim.Adam(model.parameters(), betas=(0.8, 0.9))

@@ -304,7 +304,8 @@ class PoplarExecutor(ReplicaState):
                 program = TrainingProgram(
                     self._model, self._options, arguments, self._optimizer, self._user_model, self.per_replica_params
                 )
-                host_state.bind_optimizer(self._optimizer, program)
+                if self._options.connection_type != ConnectionType.Never:
+                    host_state.bind_optimizer(self._optimizer, program)
                 self._program = program
             else:
                 self._program = Program(
