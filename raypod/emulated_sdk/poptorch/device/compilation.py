@@ -84,9 +84,9 @@ def trace(
     mode = DeviceMode(is_compiling=True, originals=scratch.originals)
     half = HalfMode()
     recorder = StageRecorder(scratch.module, settings.strategy, block_of, settings.is_training)
-    check = OperatorCheck(recorder, [*tensors, *scratch.parameters.values(), *scratch.buffers.values()])
+    check = OperatorCheck(recorder, [*tensors, *_weights(scratch)])
     recorder.observers.append(check.observe)
-    activations = _record_activations(recorder, scratch, tensors)
+    activations = ActivationRecorder(recorder, _weights(scratch), tensors)
     anchor_recorder = AnchorRecorder(scratch.module)
     args, kwargs = arguments.unflatten(tensors)
     python_state, checks = PythonState(scratch.module), _TensorChecks(scratch)
@@ -125,11 +125,8 @@ def trace(
     )
 
 
-def _record_activations(
-    recorder: StageRecorder, memory: ReplicaMemory, tensors: Sequence[torch.Tensor]
-) -> ActivationRecorder:
-    weights: List[torch.Tensor] = [*memory.parameters.values(), *memory.buffers.values(), *memory.constants.values()]
-    return ActivationRecorder(recorder, weights, tensors)
+def _weights(memory: ReplicaMemory) -> List[torch.Tensor]:
+    return [*memory.parameters.values(), *memory.buffers.values(), *memory.constants.values()]
 
 
 def _overlapped(mode: DeviceMode) -> FrozenSet[str]:

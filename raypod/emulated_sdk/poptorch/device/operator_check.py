@@ -20,10 +20,11 @@ from poptorch.parallel.supported_operators import base_name, is_supported
 from poptorch.parallel.tracing import StageRecorder, tensors_in
 from poptorch.strict import reject
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
-_OWN_OPS = f"{_PACKAGE}/ops/"
-_TORCH = str(Path(torch.__file__).resolve().parent)
-_DISTRIBUTIONS = f"{_TORCH}/distributions/"  # validates its arguments, which PopTorch disables
+_PACKAGE = f"{Path(__file__).resolve().parent.parent}/"
+_OWN_OPS = f"{_PACKAGE}ops/"
+_COMPILATION = f"{_PACKAGE}device/compilation.py"
+_TORCH = f"{Path(torch.__file__).resolve().parent}/"
+_DISTRIBUTIONS = f"{_TORCH}distributions/"  # validates its arguments, which PopTorch disables
 
 # What PopTorch lowers as a whole, and a CPU computes by operators that PopTorch does not have.
 _WHOLE = (
@@ -128,7 +129,7 @@ class OperatorCheck:
         line = _line_of_program()
         if line is None or not is_on_device():
             return
-        place = f"{self._recorder.describe_module()}, {line}"
+        place = f"{self._recorder.describe_module()}{line}"
         places = found.setdefault(what, [])
         if place not in places:
             places.append(place)
@@ -148,16 +149,19 @@ class _FunctionCheck(TorchFunctionMode):
 
 
 def _line_of_program() -> Optional[str]:
-    """Return file and line of the call in the program; None if an op of this package, or torch's own check, calls."""
+    """Return file and line of the call in the program, after a comma; empty if only torch's modules are between.
+
+    None if an op of this package, or a check of torch's own, makes the call.
+    """
     frame: Any = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_code.co_filename != _COMPILATION:
         file = frame.f_code.co_filename
         if file.startswith((_OWN_OPS, _DISTRIBUTIONS)):
             return None
-        if not file.startswith((_PACKAGE, _TORCH)) and not file.startswith("<"):
-            return f"{Path(file).name}:{frame.f_lineno}"
+        if not file.startswith((_PACKAGE, _TORCH, "<")):
+            return f", {Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
-    return "torch"
+    return ""
 
 
 def _places(places: List[str]) -> str:
