@@ -148,12 +148,17 @@ def test_unsupported_elements_raise_error(access, element):
         access([element])
 
 
-@pytest.mark.parametrize("second", [torch.ones(3), torch.ones(2, 2), torch.ones(2).double(), [torch.ones(2)]])
+@pytest.mark.parametrize("second", [torch.ones(3), torch.ones(2, 2), [torch.ones(2)]])
 def test_elements_that_do_not_match_the_first_raise_error(access, second):
     accessor = access([torch.ones(2), second])
     next(iter(accessor))
     with pytest.raises(AssertionError, match="first"):
         next(accessor)
+
+
+def test_an_element_is_converted_to_the_dtype_of_the_first(access):
+    batches = access([torch.ones(2), torch.tensor([3, 4])])
+    assert [(batch.dtype, batch.tolist()) for batch in batches] == [(torch.float32, [1, 1]), (torch.float32, [3, 4])]
 
 
 def test_shorter_element_keeps_its_size(access):

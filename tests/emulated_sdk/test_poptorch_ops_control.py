@@ -198,3 +198,15 @@ def test_dynamic_ops_reject_invalid_arguments(call, message):
     with pytest.raises(poptorch.Error, match=message) as error:
         call(torch.ones(4))
     assert isinstance(error.value, ValueError)
+
+
+def test_a_model_is_compiled_whatever_the_start_of_its_slices_is():
+    class Slice(torch.nn.Module):
+        def forward(self, x, start):
+            return poptorch.dynamic_slice(x, 0, start, 2, 1)
+
+    model = poptorch.inferenceModel(Slice())
+    model.compile(torch.zeros(4), torch.tensor([20]))
+    assert model(torch.arange(4.0), torch.tensor([1])).tolist() == [1, 2]
+    with pytest.raises(poptorch.Error, match="exceeds dimension 0"):
+        model(torch.arange(4.0), torch.tensor([3]))

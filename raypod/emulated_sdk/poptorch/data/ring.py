@@ -148,8 +148,8 @@ def memory_size(layout: SlotLayout, slots: int) -> int:
 class SlotWriter:
     """Copies elements into slots: each into one slot, or with `rebatched_size` joined into slots of that many samples.
 
-    All elements must have the spec, dtypes and shapes of the first, except that dimension 0 may be shorter, or with
-    `rebatched_size` of any size.
+    All elements must have the spec and the shapes of the first, except that dimension 0 may be shorter, or with
+    `rebatched_size` of any size. Tensors of other dtypes are converted to those of the first element.
 
     Raises:
         Error: with `rebatched_size`, the tensors of the first element differ in dimension 0.
@@ -219,16 +219,16 @@ class SlotWriter:
     def _check(self, tensors: List[torch.Tensor], spec: ElementSpec) -> None:
         if spec != self._spec or len(tensors) != len(self.layout.tensors):
             raise Error(f"An element is {spec}, but the first element is {self._spec}")
-        for index, (tensor, (dtype, shape)) in enumerate(zip(tensors, self.layout.tensors)):
+        for index, (tensor, (_, shape)) in enumerate(zip(tensors, self.layout.tensors)):
             fits = tensor.shape == shape or (
                 tensor.dim() > 0
                 and tensor.shape[1:] == shape[1:]
                 and (self._rebatched_size is not None or tensor.shape[0] < shape[0])
             )
-            if tensor.dtype != dtype or not fits:
+            if not fits:
                 raise Error(
-                    f"Tensor {index} of an element is {tensor.dtype} {list(tensor.shape)}, but the slots of the ring "
-                    f"buffer are {dtype} {list(shape)}: all elements must match the first"
+                    f"Tensor {index} of an element is {list(tensor.shape)}, but the slots of the ring buffer are "
+                    f"{list(shape)}: all elements must match the first"
                 )
 
 

@@ -177,6 +177,8 @@ def _slice_start(op: str, tensor: torch.Tensor, dim: int, start: _Start, size: i
         raise ArgumentError(f"poptorch.{op}: `dim` is {dim}, but the tensor has {tensor.dim()} dimensions")
     dim %= tensor.dim()
     begin = _checked_start(op, start)
+    if compiling_mode() is not None:  # the values of the compiling call do not count: the start is known at run time
+        begin = max(0, min(begin, tensor.shape[dim] - size))
     if not 0 <= begin <= tensor.shape[dim] - size:
         raise ArgumentError(
             f"poptorch.{op}: the slice [{begin} : {begin + size}] exceeds dimension {dim}, which has "
