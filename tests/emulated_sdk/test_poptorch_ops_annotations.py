@@ -258,3 +258,9 @@ def test_multi_conv_none_restores_the_default():
     multi = poptorch.MultiConv().availableMemoryProportions([0.1, 0.2, 0.3]).partialsTypes(torch.half)
     multi = multi.availableMemoryProportions(None).partialsTypes(None).enableConvDithering(None)
     assert poptorch.trainingModel(TwoConvolutions(multi), options())(image()).dim() == 0
+
+
+def test_overlapped_input_may_have_other_uses():
+    model = Calls(lambda x: (x + 1, poptorch.set_overlap_for_input(x, LOOP) + 2))
+    results = poptorch.inferenceModel(model, overlapping())(torch.ones(2))
+    assert [result.tolist() for result in results] == [[2.0, 2.0], [3.0, 3.0]]

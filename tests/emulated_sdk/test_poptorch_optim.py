@@ -363,3 +363,9 @@ def test_betas_of_a_torch_optimizer_are_constants():
 def test_invalid_values_raise_error_in_the_constructor(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         sgd(Line(), **arguments)
+
+
+def test_first_update_of_sgd_is_not_dampened():
+    model = Line()
+    poptorch.trainingModel(model, options(), sgd(model, momentum=0.9, dampening=0.5))(torch.ones(1))
+    assert model.weight.item() == pytest.approx(0.9)
