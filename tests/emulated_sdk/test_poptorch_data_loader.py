@@ -207,3 +207,8 @@ def test_model_takes_the_batches():
     data = loader(16, 2, opts=options(replicas=2, iterations=2))
     model = poptorch.inferenceModel(torch.nn.Identity(), data.options)
     assert [model(batch).tolist() for batch in data] == [list(range(8)), list(range(8, 16))]
+
+
+def test_a_sampler_of_the_whole_data_set_counts_from_the_start_of_the_process():
+    second = loader(4, 2, process=1, processes=2, sampler=SequentialSampler(Numbers(4)))
+    assert epoch(second) == [2, 3, 4, 5]

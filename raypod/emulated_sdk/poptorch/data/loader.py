@@ -302,8 +302,7 @@ class Partition(torch.utils.data.Dataset):  # type: ignore[type-arg]  # not gene
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < self._length:
-            raise IndexError(f"Sample {index} is not one of this process's {self._length} samples")
+        # Not limited to the length, as in the SDK: a program may bring a sampler of the whole data set.
         position = int(self._offset) + index
         return self._dataset[position if self._order is None else int(self._order[position])]
 
