@@ -42,6 +42,8 @@ class Generated(torch.utils.data.Dataset):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> Dict[str, torch.Tensor]:
+        # IPUTrainer samples from the whole data set; an instance's loader adds the start of its share to the indices.
+        index %= len(self)
         return {"labels": self.labels[index], **{name: value[index] for name, value in self.inputs.items()}}
 
 
