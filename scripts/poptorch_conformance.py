@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-j", "--jobs", type=int, default=2, help="files that run at once (default: %(default)s)")
     parser.add_argument(
-        "--limit", type=float, default=900, metavar="SECONDS", help="time for one file (default: %(default)g)"
+        "--limit", type=float, default=1800, metavar="SECONDS", help="time for one file (default: %(default)g)"
     )
     parser.add_argument("--only", default="", metavar="NAME", help="run the files with NAME in their name")
     parser.add_argument("-k", dest="keyword", default="", help="run the tests that match, as pytest -k")

@@ -25,7 +25,7 @@ class RunOptions:
     """What is run: `only` selects files by a part of the name, `keyword` tests as `pytest -k`."""
 
     jobs: int = 2
-    limit_s: float = 900.0  # of one file
+    limit_s: float = 1800.0  # of one file
     only: str = ""
     keyword: str = ""
 
