@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.machinery
+import os
 import sys
 from pathlib import Path
 from typing import Iterator, List, Optional, Tuple
@@ -47,7 +48,8 @@ def select(device: str) -> Sdk:
     if has_ipus:
         # The emulated Horovod is the fallback for hosts without one: last in the path, an installed one has priority.
         sys.path.append(EMULATED_SDK)
-        return Sdk("ipu", f"Poplar SDK (poptorch {version})")
+        strict = ", on which --strict has no effect" if os.environ.get("EMULATED_POD_STRICT") else ""
+        return Sdk("ipu", f"Poplar SDK (poptorch {version}){strict}")
     if device == "ipu":
         raise SdkError("--device ipu: poptorch is installed but finds no IPU here; configure a partition")
     _remove_modules()

@@ -73,10 +73,7 @@ class Progress:
         """Return the line of an event; None for an event that is not shown."""
         if isinstance(event, RunStarted):
             resumed = f", from update {event.first_update} on" if event.first_update else ""
-            strict = (
-                "; --strict has no effect on IPUs" if self._plan.config.run.strict and event.device == "ipu" else ""
-            )
-            return f"{event.device_line}{strict}; {event.parameters:,} parameters, the same in all instances{resumed}"
+            return f"{event.device_line}; {event.parameters:,} parameters, the same in all instances{resumed}"
         if isinstance(event, EpochDone):
             return f"[Epoch {event.epoch:02d}] loss: {event.loss:.3f}, acc: {event.accuracy:.1f}"
         if isinstance(event, EvaluationDone):

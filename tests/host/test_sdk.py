@@ -56,6 +56,11 @@ def test_a_real_sdk_with_ipus_is_used(tmp_path: Path, device: str) -> None:
     assert str(tmp_path) in output
 
 
+def test_strict_mode_without_effect_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
+    assert "on which --strict has no effect" in select(tmp_path, "auto", "with_ipus").stdout
+
+
 def test_auto_without_ipus_reports_it_and_emulates(tmp_path: Path) -> None:
     output = select(tmp_path, "auto", "without_ipus").stdout
     assert output.startswith("emulated | emulated SDK on CPU (poptorch 3.4 finds no IPU here)")

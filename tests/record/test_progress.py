@@ -93,12 +93,3 @@ def test_a_repair_names_the_damaged_checkpoints(shown: Callable[..., Any]) -> No
     warning, line = shown(io.StringIO(), repaired)[0].splitlines()
     assert warning == f"warning: {damaged[0]}"
     assert line.startswith("Repaired in 2.0 s: new instance 0 on a, instance 1 on b, with the state of checkpoints/")
-
-
-@pytest.mark.parametrize(
-    ("device", "strict", "noted"), [("ipu", True, True), ("ipu", False, False), ("emulated", True, False)]
-)
-def test_strict_mode_without_effect_is_noted(shown: Callable[..., Any], device: str, strict: bool, noted: bool) -> None:
-    started = RunStarted(device, f"the {device} SDK", 0, 10, ())
-    out, _ = shown(io.StringIO(), started, strict=strict)
-    assert ("--strict has no effect on IPUs" in out) == noted

@@ -244,9 +244,9 @@ class DeviceMode(TorchFunctionMode):
         if handler is not None:
             return handler(self, func, args, kwargs or {})
         if kwargs:
-            kwargs = dict(kwargs)
-            for name in {"dtype", "device"} & kwargs.keys():
-                kwargs[name] = self.replaced(kwargs[name])
+            for name in ("dtype", "device"):
+                if name in kwargs:
+                    kwargs = {**kwargs, name: self.replaced(kwargs[name])}
             return func(*args, **kwargs)
         return func(*args)
 
