@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import threading
 import time
 from pathlib import Path
@@ -78,9 +79,21 @@ def shutdown_of_rank_0(rank: int, size: int) -> str:
     return error_of(lambda: hvd.synchronize(handle))
 
 
+def sets_that_wait_for_each_other(rank: int, size: int) -> str:
+    """Rank 0 waits in a process set for rank 1, which waits with all others for rank 0."""
+    hvd.shutdown()
+    os.environ["EMULATED_POD_TIMEOUT_S"] = "2"
+    pair = hvd.ProcessSet([0, 1])
+    hvd.init(process_sets=[pair])
+    return error_of(
+        lambda: hvd.allreduce(torch.ones(1), name="x", process_set=hvd.global_process_set if rank else pair)
+    )
+
+
 @pytest.fixture(scope="module")
 def pod() -> Dict[str, List[Any]]:
     functions = ["start", "out_of_step", "two_threads", "same_name_twice", "shutdown_of_rank_0"]
+    functions.append("sets_that_wait_for_each_other")
     return run_ranks(__file__, functions, 4)
 
 
@@ -119,6 +132,10 @@ def test_a_name_is_in_use_until_its_operation_is_done(pod: Dict[str, List[Any]])
 def test_shutdown_fails_the_pending_operations_of_all_ranks(pod: Dict[str, List[Any]]) -> None:
     assert "not been initialized" in pod["shutdown_of_rank_0"][0]
     assert all(message.startswith("HorovodInternalError: ") for message in pod["shutdown_of_rank_0"][1:])
+
+
+def test_process_sets_that_wait_for_each_other_fail_at_the_timeout(pod: Dict[str, List[Any]]) -> None:
+    assert all(each.startswith("HorovodInternalError: ") for each in pod["sets_that_wait_for_each_other"])
 
 
 # ---- one rank
@@ -260,3 +277,10 @@ def test_an_invalid_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_SIZE", "many")
     with pytest.raises(RuntimeError, match="HOROVOD_SIZE='many'"):
         hvd.init()
+
+
+def test_objects_are_pickled(single_rank: Any) -> None:
+    hvd.init()
+    assert hvd.broadcast_object({"a": 1}) == {"a": 1}
+    with pytest.raises((pickle.PicklingError, AttributeError), match="[Cc]an't pickle|Can't get local"):
+        hvd.broadcast_object(lambda: 0)

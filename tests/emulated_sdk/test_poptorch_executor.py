@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import io
 import os
 import subprocess
 import sys
 import warnings
+import weakref
 
 import poptorch
 import pytest
@@ -457,3 +459,12 @@ def test_a_destroyed_model_can_be_called_again():
 def test_options_of_another_type_are_rejected(wrap):
     with pytest.raises(poptorch.Error, match="options must be a poptorch.Options, not dict"):
         wrap(Line(), {"device_iterations": 1})
+
+
+def test_a_model_that_is_no_longer_used_is_collected():
+    model, training = train_line()
+    training(torch.ones(1))
+    references = [weakref.ref(model), weakref.ref(training)]
+    del model, training
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]

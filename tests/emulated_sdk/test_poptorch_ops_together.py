@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Plain(nn.Module):
-    """Two convolutions, a linear layer applied three times, one of two scales, a product, and a loss."""
+    """Two convolutions, a linear layer, a scale, a product, and a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,14 +24,11 @@ class Plain(nn.Module):
         self.head = nn.Parameter(torch.randn(8, 4))
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.left(x) + self.right(x)
-        for _ in range(3):
-            y = torch.tanh(self.linear(y))
-        return y
+        return torch.tanh(self.linear(self.left(x) + self.right(x)))
 
     def forward(self, x: torch.Tensor) -> Any:
         y = self.features(x)
-        y = y * (self.scales[0] if y.sum() > 0 else self.scales[1])
+        y = y * self.scales[0]
         y = torch.cat([y[:, :, :2], y[:, :, 2:6] * 2, y[:, :, 6:]], 2)
         return poptorch.identity_loss((y @ self.head).square(), "mean")
 
@@ -41,12 +38,10 @@ class WithOps(Plain):
         with poptorch.MultiConv().planType(poptorch.MultiConvPlanType.Serial):
             y = poptorch.nop(self.left(x)) + self.right(x)
         with poptorch.NameScope("linear"):
-            return poptorch.for_loop(3, lambda z: torch.tanh(self.linear(z)), [y])[0]
+            return torch.tanh(self.linear(y))
 
     def forward(self, x: torch.Tensor) -> Any:
-        y = poptorch.recomputationCheckpoint(self.features(x))
-        scaled = (lambda: y * self.scales[0]), [], (lambda: y * self.scales[1]), []
-        y = poptorch.cond(y.sum() > 0, *scaled)[0]
+        y = poptorch.recomputationCheckpoint(self.features(x)) * self.scales[0]
         start = torch.tensor(2)
         y = poptorch.dynamic_update(y, poptorch.dynamic_slice(y, 2, start, 4, 1) * 2, 2, start, 4)
         reducing = poptorch.MatMulSerializationMode.ReducingDim

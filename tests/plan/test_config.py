@@ -48,7 +48,7 @@ def test_all_keys() -> None:
         "lr_schedule lr_steps lr_gamma warmup_updates momentum weight_decay loss_scaling reduction "
         "label_smoothing evaluate_every evaluation_iterations seed "
         "replicas num_instances ipus_per_replica num_ipus threads_per_replica cluster wait_hosts executable_cache_path "
-        "device fleet collectives run_dir resume resume_anyway checkpoint_every keep_checkpoints on_nonfinite "
+        "device fleet collectives strict run_dir resume resume_anyway checkpoint_every keep_checkpoints on_nonfinite "
         "tensorboard save_timeout_s start_timeout_s report_timeout_s stop_timeout_s "
         "max_restarts dead_after_s silent_after_s stuck_after_s"
     )

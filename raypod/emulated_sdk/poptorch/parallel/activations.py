@@ -5,8 +5,9 @@ The tensors are those that torch's autograd saves, which is inferred to be what 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Any, ContextManager, Dict, Iterable, NamedTuple, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Sequence, Set, Tuple
 
 import torch
 
@@ -86,9 +87,24 @@ class ActivationRecorder:
         recorder.observers.append(self._observe)
         recorder.checkpoint_observers.append(self._end_segment)
 
-    def saving(self) -> ContextManager[Any]:
-        """Return the context that records what autograd saves."""
-        return torch.autograd.graph.saved_tensors_hooks(self._save, _unchanged)
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Context that records what autograd saves.
+
+        Autograd's graph holds the hooks, so these neither refer to this recorder afterwards, which refers to the model,
+        nor return tensors with a graph: the garbage collector does not see such cycles.
+        """
+        saved: List[Callable[[torch.Tensor], None]] = [self._save]
+
+        def save(tensor: torch.Tensor) -> torch.Tensor:
+            saved[0](tensor)
+            return tensor.detach()
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(save, _unchanged):
+                yield
+        finally:
+            saved.clear()
 
     def stages(self, count: int) -> Tuple[StageActivations, ...]:
         """Return the activations of all stages, in the order of execution."""
@@ -116,14 +132,13 @@ class ActivationRecorder:
         sizes = (self._size(tensor) for address, tensor in together.items() if address not in self._not_stored)
         stage.operands = max(stage.operands, sum(sizes))
 
-    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _save(self, tensor: torch.Tensor) -> None:
         address = _address(tensor)
         if address not in self._not_stored and address not in self._saved:
             self._saved.add(address)
             stage = self._stage()
             stage.segments[-1] += self._size(tensor)
             stage.tensors += 1
-        return tensor
 
     def _end_segment(self, tensor: torch.Tensor) -> None:
         stage = self._stage()
