@@ -11,6 +11,8 @@ from typing import Any, Dict, List
 
 import poptorch
 import pytest
+import torch
+from poptorch_models import options
 
 
 @pytest.fixture
@@ -92,3 +94,11 @@ def test_pvti_options_must_be_a_json_object(monkeypatch, text):
 def test_instrumenting_a_missing_method_is_rejected():
     with pytest.raises(AttributeError, match="walk"):
         poptorch.profiling.Channel("app").instrument(Program(), "walk")
+
+
+def test_an_executor_records_its_compilation_and_execution(folder):
+    model = poptorch.inferenceModel(torch.nn.Linear(1, 1), options())
+    model(torch.ones(1, 1))
+    model.destroy()
+    assert {span["cat"] for span in spans(folder)} == {"poptorch.inferenceModel"}
+    assert [span["name"] for span in spans(folder)] == ["compile", "modelExecution", "destroy"]

@@ -23,7 +23,9 @@ from poptorch.options import Options
 from poptorch.options.base import is_integer
 from poptorch.options.popart_options import validate
 from poptorch.printing import module_repr
+from poptorch.profiling import Channel
 
+_PROFILED = ("copyWeightsToHost", "copyWeightsToDevice", "setOptimizer", "compile", "destroy", "save")
 _versions = itertools.count(1)  # of the host's weights, over all executors
 
 
@@ -61,6 +63,8 @@ class PoplarExecutor(ReplicaState):
             warn_ignored(optimizer)
             self._attribute_checks.check(optimizer)
             host_state.choose_reduction_strategy(optimizer, options)
+        self._profiling = Channel("poptorch.trainingModel" if training else "poptorch.inferenceModel")
+        self._profiling.instrument(self, *_PROFILED)
         if training:
             wrap(self._user_model, self)
 
@@ -89,7 +93,7 @@ class PoplarExecutor(ReplicaState):
             self._device_is_newer = True
         else:
             self._upload_trained()
-        with caller_modes_disabled():
+        with caller_modes_disabled(), self._profiling.tracepoint("modelExecution"):
             result = program.run(tensors)
         host_state.mark_step(self._optimizer)
         return result
