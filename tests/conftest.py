@@ -35,30 +35,29 @@ from raypod.plan.resolve import from_values
 SET_BY_AN_IMPORT = {"PYTEST_CURRENT_TEST", "RDMAV_FORK_SAFE", "TORCHINDUCTOR_CACHE_DIR"}
 
 
-# The files that take longest begin first when several processes share the files; xdist begins with those of most tests.
-SLOW_FILES = (
-    "end_to_end/test_pod",
-    "faults/",
-    "test_train_convergence",
-    "fleet/test_ray",
-    "test_detached",
-    "test_launch",
-)
+# Tests that start Ray clusters run in two processes at most: on few cores more of them exceed Ray's time limits.
+CLUSTERS = {
+    "pods": ("tests/end_to_end/", "tests/test_launch"),
+    "Ray": ("tests/faults/", "tests/fleet/", "tests/test_detached", "tests/checkpoint/test_verification"),
+}
 
 
-class SlowFilesFirst(LoadFileScheduling):  # type: ignore[misc]
-    """xdist's `loadfile`, with the slow files at the head of the queue."""
+class ClustersTogether(LoadFileScheduling):  # type: ignore[misc]
+    """xdist's `loadfile`, with the files of each group of `CLUSTERS` in one process, which begins with them."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        groups = [group for group, starts in CLUSTERS.items() if nodeid.startswith(starts)]
+        return groups[0] if groups else str(super()._split_scope(nodeid))
 
     def schedule(self) -> None:
         super().schedule()
-        for part in reversed(SLOW_FILES):
-            for file in [each for each in self.workqueue if part in each]:
-                self.workqueue.move_to_end(file, last=False)
+        for group in CLUSTERS.keys() & self.workqueue.keys():
+            self.workqueue.move_to_end(group, last=False)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    return SlowFilesFirst(config, log) if config.getvalue("dist") == "loadfile" else None
+    return ClustersTogether(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_unconfigure() -> None:
