@@ -21,7 +21,7 @@ def summary_of(folder: Path, *flags: str) -> Dict[str, Any]:
     return summary
 
 
-@pytest.mark.parametrize("precision", ["16.16", "16.32", "32.32"])
+@pytest.mark.parametrize("precision", ["16.16", "16.32"])  # .ci/run trains in 32.32
 def test_the_digits_recipe_reaches_97_percent(tmp_path: Path, precision: str) -> None:
     recipe = str(HOME / "configs" / "digits.yaml")
     assert summary_of(tmp_path / "run", "--config", recipe, "--precision", precision)["test_accuracy"] >= 97
