@@ -35,10 +35,10 @@ from raypod.plan.resolve import from_values
 SET_BY_AN_IMPORT = {"PYTEST_CURRENT_TEST", "RDMAV_FORK_SAFE", "TORCHINDUCTOR_CACHE_DIR"}
 
 
-# Tests that start Ray clusters run in two processes at most: on few cores more of them exceed Ray's time limits.
+# Most tests that start Ray clusters run in two processes: on few cores more clusters at once exceed Ray's time limits.
 CLUSTERS = {
     "pods": ("tests/end_to_end/", "tests/test_launch"),
-    "Ray": ("tests/faults/", "tests/fleet/", "tests/test_detached", "tests/checkpoint/test_verification"),
+    "Ray": ("tests/faults/", "tests/fleet/"),
 }
 
 
