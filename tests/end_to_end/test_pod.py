@@ -65,7 +65,7 @@ def pod(shared: Path) -> Iterator[EmulatedPod]:
 
 def train(shared: Path, name: str, *flags: str) -> str:
     """Return the command line of a run on the head."""
-    flags = ("--cluster", str(shared / CLUSTER), "--run-dir", str(shared / name), "--wait-hosts", "90", *flags)
+    flags = ("--cluster", str(shared / CLUSTER), "--run-dir", str(shared / name), "--wait-hosts", "150", *flags)
     return f"cd {REPOSITORY} && exec python -m raypod.train {shlex.join((*TRAINING, *flags))}"
 
 
@@ -181,7 +181,7 @@ class LongRun:
     def start(self) -> None:
         """Start or resume the run by the same command; wait until it makes progress."""
         before = self.updates()
-        output = self.pod.run("on", "1", "bash", "-lc", self._command, within_s=200)
+        output = self.pod.run("on", "1", "bash", "-lc", self._command, within_s=300)
         assert wait_until(lambda: self.updates() > before + 5, 60), f"{output}\n{self.output()}"
 
     def state(self) -> RunState:
