@@ -21,6 +21,7 @@ from raypod.fleet import ray_admission
 from raypod.fleet.ray_head import HeadWatch
 from raypod.fleet.ray_processes import RayProcesses
 from raypod.host.abort import abort
+from raypod.host.signals import postponed_signals
 from raypod.plan.placement import Placement
 
 _CONNECT_S = 2.0
@@ -136,15 +137,21 @@ class RaySession:
         """Disconnect, and end a session that `open` started."""
         if self._started_here:
             self._started_here = False
-            if self._head is not None:
-                self._head.close()
-            ray = sys.modules.get("ray")  # None if its import was interrupted
             try:
-                if ray is not None:
-                    ray.shutdown()
+                if self._head is not None:
+                    self._head.close()
             finally:
-                if self._processes is not None:
-                    self._processes.close()
+                with postponed_signals():  # it takes seconds; what Ray does at exit after half of it is undefined
+                    self._shut_down()
+
+    def _shut_down(self) -> None:
+        ray = sys.modules.get("ray")  # None if its import was interrupted
+        try:
+            if ray is not None:
+                ray.shutdown()
+        finally:
+            if self._processes is not None:
+                self._processes.close()
 
 
 def _is_connected() -> bool:

@@ -7,8 +7,10 @@ import math
 import os
 import signal
 import stat
+import threading
 import time
-from typing import List
+from types import FrameType
+from typing import Iterator, List, Optional
 
 _COPY_S = 0.25  # copies arrive within milliseconds; a user needs longer to press Ctrl-C again
 
@@ -17,6 +19,27 @@ def stop_signals() -> List[signal.Signals]:
     """Return SIGINT, SIGTERM and SIGHUP; without SIGHUP if it is ignored, as under nohup."""
     numbers = [signal.SIGINT, signal.SIGTERM]
     return numbers if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*numbers, signal.SIGHUP]
+
+
+@contextlib.contextmanager
+def postponed_signals() -> Iterator[None]:
+    """Within this context, signals that request a stop have no effect; the first of them is delivered at its end."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
+        yield
+        return
+    received: List[int] = []
+
+    def on_signal(number: int, frame: Optional[FrameType]) -> None:
+        received.append(number)
+
+    before = {number: signal.signal(number, on_signal) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if received:
+            signal.raise_signal(received[0])
 
 
 def leave_terminal() -> None:

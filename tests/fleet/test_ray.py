@@ -372,6 +372,34 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     assert are_gone(processes)
 
 
+def test_ctrl_c_while_ray_shuts_down_takes_effect_after_it() -> None:
+    program = """
+import os, signal, sys
+from raypod.cli import report_errors
+from raypod.fleet.ray_session import RaySession
+from raypod.plan.cluster import LOCAL
+from raypod.plan.plan import make_plan
+from raypod.plan.resolve import from_values
+from raypod.datasets import dataset_size
+
+def disconnect(*arguments, **options):
+    ray._private.worker.disconnect = ray_disconnect
+    ray_disconnect(*arguments, **options)
+    os.kill(os.getpid(), signal.SIGINT)
+
+config = from_values({"run": {"device": "emulated"}})
+session = RaySession(make_plan(config, LOCAL, dataset_size(config), "unused").placement)
+ray = session.open()
+ray_disconnect, ray._private.worker.disconnect = ray._private.worker.disconnect, disconnect
+code = report_errors(session.close)
+print("the node is", ray._private.worker._global_node)
+sys.exit(code)
+"""
+    command = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=90)
+    assert (command.returncode, command.stderr) == (130, "raypod: interrupted\n")
+    assert command.stdout == "the node is None\n"
+
+
 def test_a_run_resumes_under_ray_with_another_placement(tmp_path: Path) -> None:
     constant = ("--lr-schedule", "constant")
     for flags in (("--updates", "6"), ("--updates", "12", "--resume", str(tmp_path / "run"), "--num-instances", "1")):

@@ -29,6 +29,21 @@ def test_copies_of_a_signal_are_one_request(monkeypatch: pytest.MonkeyPatch) -> 
     assert found == [False, True, True, False, True]
 
 
+def test_a_postponed_signal_is_delivered_at_the_end_of_the_context() -> None:
+    done = []
+
+    def work() -> None:
+        with signals.postponed_signals():
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+            done.append("all of it")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["all of it"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_an_ignored_sighup_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
