@@ -18,7 +18,7 @@ import traceback
 from contextlib import closing, suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Tuple
 
 SDK = Path(__file__).resolve().parents[2] / "raypod" / "emulated_sdk"
 
@@ -35,6 +35,15 @@ def both() -> List[Any]:
 
     skip = pytest.mark.skipif(not has_real_horovod(), reason="no Horovod is installed (scripts/install_horovod.sh)")
     return ["emulated", pytest.param("real", marks=skip)]
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """Return the class and message of the error that a call raises, or "no error"."""
+    try:
+        call()
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def set_rank(rank: int, hosts: List[Tuple[str, int]]) -> None:

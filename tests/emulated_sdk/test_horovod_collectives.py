@@ -9,20 +9,12 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
-from ranks import both, run_ranks, set_rank
+from ranks import both, error_of, run_ranks, set_rank
 
 LARGE = 5001  # not a multiple of the number of ranks
 REDUCED = [torch.float32, torch.float64, torch.float16, torch.int64, torch.int32]
 UNSUPPORTED = [torch.bool, torch.bfloat16, torch.uint8, torch.complex64]
 MOVED = [*REDUCED, torch.uint8, torch.int8, torch.int16]
-
-
-def error_of(call: Any) -> str:
-    try:
-        call()
-    except (RuntimeError, ValueError, IndexError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def numbers(rank: int, length: int = LARGE) -> torch.Tensor:

@@ -14,15 +14,7 @@ import horovod.torch as hvd
 import pytest
 import torch
 from horovod.torch import _position
-from ranks import run_ranks
-
-
-def error_of(call: Any) -> str:
-    try:
-        call()
-    except (RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+from ranks import error_of, run_ranks
 
 
 def start(rank: int, size: int) -> Any:

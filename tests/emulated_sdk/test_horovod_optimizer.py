@@ -7,7 +7,7 @@ from typing import Any, Dict, List
 import horovod.torch as hvd
 import pytest
 import torch
-from ranks import both, run_ranks, set_rank
+from ranks import both, error_of, run_ranks, set_rank
 
 STEPS, SAMPLES = 3, 8
 
@@ -108,13 +108,6 @@ def sparse(rank: int, size: int) -> List[Any]:
 
 
 def misuse(rank: int, size: int) -> List[str]:
-    def error_of(call: Any) -> str:
-        try:
-            call()
-        except (AssertionError, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
-        return "no error"
-
     model = network()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     found = [

@@ -8,17 +8,9 @@ from typing import Any, Dict, List
 import horovod.torch as hvd
 import pytest
 import torch
-from ranks import both, run_ranks, set_rank
+from ranks import both, error_of, run_ranks, set_rank
 
 # ---- run by 4 ranks, 2 on each of 2 hosts
-
-
-def error_of(call: Any) -> str:
-    try:
-        call()
-    except (RuntimeError, ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def start(rank: int, size: int) -> Dict[str, Any]:

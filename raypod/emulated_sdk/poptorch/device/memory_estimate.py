@@ -17,7 +17,7 @@ from poptorch.parallel.activations import StageActivations
 from poptorch.parallel.placement import Placement, StagePlacement
 from poptorch.strict import reject
 
-MEMORY_BYTES = 918_000_000  # of a Mk2 IPU: 1472 tiles with 624 KiB each
+MEMORY_BYTES = 918_000_000  # of a Mk2 IPU: 1472 tiles with 624 kB each, in decimal units
 CODE_SHARE = 0.2  # of the memory, for code, exchange and buffers of streams: calibrated, see the documentation
 WARNING_SHARE = 0.85
 _RESIDENT_SIZE = 2**16  # tensors of fewer elements stay on the chip (inferred)

@@ -48,10 +48,11 @@ class Executor(Protocol):
         """Fetch the weights and unwrap the module."""
 
 
-class _HostParameter:
-    """Mixin for the class of a host parameter."""
+class _Groupable:
+    """Mixin for parameters that have `replicaGrouping`."""
 
-    _poptorch_executor: Executor
+    def _executor_and_parameter(self) -> Tuple[Executor, Any]:
+        raise NotImplementedError
 
     def replicaGrouping(
         self,
@@ -72,7 +73,16 @@ class _HostParameter:
             Error: the model is compiled already.
             AssertionError: an argument has another type.
         """
-        group_parameter(self._poptorch_executor, self, comm_group_type, shards, variable_retrieval_mode)
+        group_parameter(*self._executor_and_parameter(), comm_group_type, shards, variable_retrieval_mode)
+
+
+class _HostParameter(_Groupable):
+    """Mixin for the class of a host parameter."""
+
+    _poptorch_executor: Executor
+
+    def _executor_and_parameter(self) -> Tuple[Executor, Any]:
+        return self._poptorch_executor, self
 
 
 def group_parameter(
@@ -87,20 +97,14 @@ def group_parameter(
     executor.per_replica_params.update(dict.fromkeys(names, (comm_group_type, shards, mode)))
 
 
-class GroupedParameter:
+class GroupedParameter(_Groupable):
     """A parameter of an inference model: has `replicaGrouping`, and all else of the parameter."""
 
     def __init__(self, parameter: torch.nn.Parameter, executor: Executor) -> None:
         self._parameter, self._executor = parameter, executor
 
-    def replicaGrouping(
-        self,
-        comm_group_type: CommGroupType,
-        shards: int,
-        variable_retrieval_mode: VariableRetrievalMode = VariableRetrievalMode.OnePerGroup,
-    ) -> None:
-        """Let groups of replicas have their own values of this parameter; see `PoptorchParameter.replicaGrouping`."""
-        group_parameter(self._executor, self._parameter, comm_group_type, shards, variable_retrieval_mode)
+    def _executor_and_parameter(self) -> Tuple[Executor, Any]:
+        return self._executor, self._parameter
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._parameter, name)
