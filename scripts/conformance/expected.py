@@ -7,6 +7,7 @@ An entry: `tests`, one pattern or several on "file::test", in which `*` stands f
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import Any, Dict, List
 import yaml
 from packaging.requirements import Requirement
 
-from conformance.outcomes import FAILED, PASSED, Suite
+from conformance.outcomes import EXCLUDED, FAILED, PASSED, SKIPPED, Suite
+
+PASSED_LIMIT, EXCLUDED_LIMIT = 97.0, 15.0  # percent: at least, of what is not excluded; at most, of what is not skipped
 
 
 class ListError(Exception):
@@ -35,16 +38,28 @@ class Entry:
 
 @dataclass
 class Verdict:
-    """What the list says about a suite; `unlisted`, `passing` and `idle` make the run fail."""
+    """The comparison of a suite with the list; `unlisted`, `passing`, `idle` and `missed` make the run fail."""
 
+    counts: Counter[str]  # tests by result
     expected: Dict[str, str] = field(default_factory=dict)  # test: the reason
     unlisted: List[str] = field(default_factory=list)
     passing: List[str] = field(default_factory=list)
     idle: List[str] = field(default_factory=list)  # patterns without a test
+    missed: List[str] = field(default_factory=list)  # limits of a whole run
 
     @property
     def good(self) -> bool:
-        return not (self.unlisted or self.passing or self.idle)
+        return not (self.unlisted or self.passing or self.idle or self.missed)
+
+    @property
+    def run(self) -> int:
+        """The tests that are neither excluded nor skipped."""
+        return self.counts[PASSED] + self.counts[FAILED]
+
+    @property
+    def semantic(self) -> int:
+        """The tests that are not skipped."""
+        return sum(self.counts.values()) - self.counts[SKIPPED]
 
 
 def read_list(path: Path) -> List[Entry]:
@@ -59,8 +74,8 @@ def read_list(path: Path) -> List[Entry]:
 
 
 def judge(suite: Suite, entries: List[Entry], *, whole: bool) -> Verdict:
-    """Compares the outcomes with the list; `whole`: every pattern has to match a test."""
-    verdict = Verdict()
+    """Compares the outcomes with the list; `whole`: every pattern has to match a test, and the two limits hold."""
+    verdict = Verdict(Counter(outcome.result for tests in suite.values() for outcome in tests))
     outcomes = {f"{file}::{outcome.test}": outcome for file, tests in suite.items() for outcome in tests}
     for name, outcome in outcomes.items():
         entry = next((entry for entry in entries if entry.matches(name)), None)
@@ -74,6 +89,10 @@ def judge(suite: Suite, entries: List[Entry], *, whole: bool) -> Verdict:
         ran = [name for name, outcome in outcomes.items() if outcome.result in (FAILED, PASSED)]
         patterns = [pattern for entry in entries for pattern in entry.patterns]
         verdict.idle = [pattern for pattern in patterns if not any(_matches(pattern, name) for name in ran)]
+        if 100 * verdict.counts[PASSED] < PASSED_LIMIT * verdict.run:
+            verdict.missed.append(f"less than {PASSED_LIMIT:g} % passed")
+        if 100 * verdict.counts[EXCLUDED] > EXCLUDED_LIMIT * verdict.semantic:
+            verdict.missed.append(f"more than {EXCLUDED_LIMIT:g} % are excluded")
     return verdict
 
 

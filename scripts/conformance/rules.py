@@ -1,4 +1,4 @@
-"""Decides from the source of a test whether it looks into the C++ backend or outside of the machine.
+"""Decides from the source of a test whether it uses the C++ backend, or downloads data.
 
 The source of a test is its function, and the functions and classes of the tests' folder that it reaches by name.
 Decorators do not count: those of PopTorch's tests set log levels and print what was captured.

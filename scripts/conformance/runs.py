@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -15,9 +16,12 @@ from conformance.clone import extract
 from conformance.forks import Forks
 from conformance.outcomes import EXCLUDED, FAILED, Outcome, RunOptions, Suite
 
+_INTERRUPTED = 2  # pytest's status after an error while it collects, and after a KeyboardInterrupt
 _SCRIPTS = Path(__file__).resolve().parents[1]
 SDK = _SCRIPTS.parent / "raypod" / "emulated_sdk"
-_OWN_PACKAGES = ("poptorch", "popart", "popdist", "poptorch_geometric")
+# What PopTorch's tests import besides the packages of raypod; requirements.txt has those that `pip` installs anywhere.
+LIBRARIES = ("expecttest", "nbconvert", "nbformat", "torch_cluster", "torch_geometric", "torch_scatter", "torch_sparse")
+LIBRARIES += ("torch_spline_conv", "transformers")
 
 
 def run(git_dir: Path, folder: Path, options: RunOptions) -> Suite:
@@ -95,10 +99,11 @@ def _outcomes(name: str, folder: Path, options: RunOptions, forks: Forks) -> Lis
         if status is None:
             reason = f"not finished within {options.limit_s:g} s"
             return [*outcomes, *(Outcome(test, FAILED, reason) for test in progress.waiting or ["(collection)"])]
-        if status == 2 or not progress.is_collected:
+        if not progress.is_collected:
             return [*outcomes, _collection_outcome(output)]
         if not progress.waiting:
-            return outcomes
+            interrupted = [_collection_outcome(output)] if status == _INTERRUPTED else []
+            return [*outcomes, *interrupted]
         test = progress.started if progress.started in progress.waiting else progress.waiting[0]
         event = {"event": "end", "test": test, "result": FAILED, "reason": f"the process ended: {status}\n{output}"}
         with report.open("a", encoding="utf-8") as file:
@@ -106,9 +111,10 @@ def _outcomes(name: str, folder: Path, options: RunOptions, forks: Forks) -> Lis
 
 
 def _collection_outcome(output: str) -> Outcome:
-    missing = re.search(r"No module named '(\w+)", output)
-    if missing and missing[1] not in _OWN_PACKAGES:
-        return Outcome("(file)", EXCLUDED, f"the library {missing[1]} is not installed")
+    """The outcome of a file that pytest cannot import; only a missing library of LIBRARIES excludes it."""
+    missing = re.findall(r"ModuleNotFoundError: No module named '(\w+)", output)
+    if missing and missing[-1] in LIBRARIES and importlib.util.find_spec(missing[-1]) is None:
+        return Outcome("(file)", EXCLUDED, f"the library {missing[-1]} is not installed")
     return Outcome("(collection)", FAILED, output)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Dict, Iterator, List
 
-from conformance.expected import Verdict
+from conformance.expected import EXCLUDED_LIMIT, PASSED_LIMIT, Verdict
 from conformance.outcomes import EXCLUDED, FAILED, PASSED, SKIPPED, Suite
 
 _HEADER = ["collected", "skipped", "excluded", "run", "passed", "expected", "failed", "passed %"]
@@ -22,11 +22,16 @@ def report(title: str, suite: Suite, verdict: Verdict) -> Iterator[str]:
         totals.update(counts)
         yield _row(file.ljust(width), counts)
     yield _row("total".ljust(width), totals)
-    semantic = totals["collected"] - totals["skipped"]
+    excluded, passed = verdict.counts[EXCLUDED], verdict.counts[PASSED]
     yield ""
-    yield f"excluded: {totals['excluded']} of {semantic} semantic tests ({_percent(totals['excluded'], semantic)} %)"
-    passed, run = totals["passed"], totals["run"]
-    yield f"passed: {passed} of {run} that are not excluded ({_percent(passed, run)} %)"
+    yield (
+        f"excluded: {excluded} of {verdict.semantic} semantic tests ({_percent(excluded, verdict.semantic)} %), "
+        f"limit: at most {EXCLUDED_LIMIT:g} %"
+    )
+    yield (
+        f"passed: {passed} of {verdict.run} that are not excluded ({_percent(passed, verdict.run)} %), "
+        f"limit: at least {PASSED_LIMIT:g} %"
+    )
     yield from _grouped("Excluded", _by_reason(suite, EXCLUDED))
     yield from _grouped("Skipped by the tests themselves", _by_reason(suite, SKIPPED))
     expected: Dict[str, List[str]] = {}
@@ -36,6 +41,7 @@ def report(title: str, suite: Suite, verdict: Verdict) -> Iterator[str]:
     yield from _listed("Failures that are not listed", verdict.unlisted)
     yield from _listed("Listed tests that pass: remove them from the list", verdict.passing)
     yield from _listed("Patterns of the list that match no test", verdict.idle)
+    yield from _listed("Limits of a whole run that do not hold", verdict.missed)
 
 
 def _counts(file: str, suite: Suite, verdict: Verdict) -> Counter[str]:

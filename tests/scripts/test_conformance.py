@@ -9,9 +9,9 @@ from typing import Any, Dict, List
 
 import poptorch_conformance
 import pytest
-from conformance import expected, rules, runs, tables
+from conformance import expected, horovod, rules, runs, tables
 from conformance.clone import CloneError, extract
-from conformance.outcomes import EXCLUDED, FAILED, PASSED, Outcome
+from conformance.outcomes import EXCLUDED, FAILED, PASSED, SKIPPED, Outcome
 
 OUTCOMES = [
     Outcome("test_good", PASSED),
@@ -106,7 +106,56 @@ def test_outcomes_are_judged_against_the_list(
     entries = [expected.Entry([pattern], "because") for pattern in listed]
     verdict = expected.judge({"a_test.py": OUTCOMES}, entries, whole=True)
     assert (verdict.unlisted, verdict.passing, verdict.idle) == (unlisted, passing, idle)
-    assert verdict.good == (not unlisted and not passing and not idle)
+    assert not expected.judge({"a_test.py": OUTCOMES}, entries, whole=False).idle
+
+
+@pytest.mark.parametrize(
+    ("passed", "failed", "excluded", "missed"),
+    [
+        (97, 3, 17, []),  # 17 of 117 are 14.5 %
+        (96, 4, 17, ["less than 97 % passed"]),
+        (97, 3, 18, ["more than 15 % are excluded"]),
+    ],
+)
+def test_a_whole_run_has_limits(passed: int, failed: int, excluded: int, missed: List[str]) -> None:
+    results = [PASSED] * passed + [FAILED] * failed + [EXCLUDED] * excluded + [SKIPPED] * 50
+    suite = {"a_test.py": [Outcome(f"test_{number}_{result}", result) for number, result in enumerate(results)]}
+    entries = [expected.Entry(["*_failed"], "known")]
+    verdict = expected.judge(suite, entries, whole=True)
+    assert (verdict.missed, verdict.good) == (missed, not missed)
+    assert expected.judge(suite, entries, whole=False).good
+    report = "\n".join(tables.report("PopTorch", suite, verdict))
+    assert f"({passed}.0 %), limit: at least 97 %" in report
+    assert " %), limit: at most 15 %" in report
+    assert all(f"  {line}" in report for line in missed)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "result"),
+    [
+        ([PASSED, PASSED], PASSED),
+        ([PASSED, SKIPPED], SKIPPED),
+        ([SKIPPED, PASSED], SKIPPED),
+        ([EXCLUDED, EXCLUDED], EXCLUDED),
+        ([SKIPPED, FAILED], FAILED),
+        ([PASSED, ""], FAILED),
+    ],
+)
+def test_a_horovod_test_passes_if_it_passes_on_every_rank(ranks: List[str], result: str) -> None:
+    assert horovod.combined("test", [Outcome("test", rank) for rank in ranks], "the end").result == result
+
+
+def test_a_run_in_which_one_suite_selects_a_test_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("poptorch", "horovod"):
+        (tmp_path / f"{name}_expected.yaml").touch()
+    monkeypatch.setattr(poptorch_conformance, "LISTS", tmp_path)
+    monkeypatch.setattr(runs, "run", lambda clone, folder, options: {"a_test.py": [Outcome("test", PASSED)]})
+    monkeypatch.setattr(horovod, "run", lambda clone, folder, options: {})
+    assert poptorch_conformance.main(["clone", "--horovod-git", "other", "--only", "a_test"]) == 0
+    assert poptorch_conformance.main(["--horovod-git", "other", "--only", "a_test"]) == 1
+    assert "no test was selected" in capsys.readouterr().out
 
 
 def test_an_entry_counts_in_its_environment_only(tmp_path: Path) -> None:
@@ -126,7 +175,7 @@ def test_the_report_has_counts_percentages_and_reasons() -> None:
     verdict = expected.judge(suite, [expected.Entry(["a_test.py::test_bad*"], "half")], whole=True)
     lines = list(tables.report("PopTorch", suite, verdict))
     assert lines[2].split() == ["a_test.py", "3", "0", "1", "2", "1", "1", "0", "50.0"]
-    assert "excluded: 1 of 3 semantic tests (33.3 %)" in lines
+    assert "excluded: 1 of 3 semantic tests (33.3 %), limit: at most 15 %" in lines
     assert "  reads the IR of PopART: a_test.py::test_ir" in lines
     assert "  half: a_test.py::test_bad[a]" in lines
 
@@ -144,10 +193,12 @@ def clone(tmp_path: Path) -> Path:
             def test_good(): assert poptorch
             def test_bad(): assert False
             def test_end(): os._exit(3)
+            def test_interrupt(): raise KeyboardInterrupt
             def test_after(): pass
             def test_ir(): print(poptorch.model._debugGetPopartIR())
             """,
         "tests/gnn/test_second.py": "import no_such_library",
+        "tests/gnn/test_third.py": "import json.no_such_module",
         "poptorch_geometric/python/__init__.py": "",
     }
     for name, text in files.items():
@@ -168,7 +219,10 @@ def clone(tmp_path: Path) -> Path:
 def test_the_tests_of_a_clone_run_in_child_processes(
     clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    listed = "- {tests: ['first_test.py::test_bad', 'first_test.py::test_end'], reason: known}\n"
+    listed = (
+        "- {tests: ['first_test.py::test_bad', 'first_test.py::test_end', 'first_test.py::test_interrupt',"
+        " '*test_third.py::(collection)'], reason: known}\n"
+    )
     (tmp_path / "poptorch_expected.yaml").write_text(listed)
     monkeypatch.setattr(poptorch_conformance, "LISTS", tmp_path)
     sdk = tmp_path / "sdk" / "poptorch"  # without torch, whose import takes seconds
@@ -176,12 +230,16 @@ def test_the_tests_of_a_clone_run_in_child_processes(
     (sdk / "__init__.py").touch()
     (sdk / "poptorch_core.py").touch()
     monkeypatch.setattr(runs, "SDK", sdk.parent)
-    assert poptorch_conformance.main([str(clone), "--show"]) == 0
+    monkeypatch.setattr(runs, "LIBRARIES", ("json", "no_such_library"))
+    assert poptorch_conformance.main([str(clone), "--show"]) == 1
     output = capfd.readouterr().out
     rows = {line.split()[0]: line.split()[1:] for line in output.splitlines() if "_" in line.split("  ")[0]}
-    assert rows["first_test.py"] == ["5", "0", "1", "4", "2", "2", "0", "50.0"]
+    assert rows["first_test.py"] == ["6", "0", "1", "5", "2", "3", "0", "40.0"]
+    assert rows["gnn/test_third.py"] == ["1", "0", "0", "1", "0", "1", "0", "0.0"]  # json is installed
     assert "the library no_such_library is not installed: gnn/test_second.py" in output
     assert "the process ended: 3" in output
+    assert "KeyboardInterrupt" in output
+    assert "less than 97 % passed" in output
 
 
 @pytest.mark.parametrize(
