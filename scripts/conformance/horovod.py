@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Dict, List
 
+from conformance import process_group
 from conformance.clone import extract
 from conformance.outcomes import FAILED, PASSED, Outcome, RunOptions, Suite
 
@@ -21,6 +21,7 @@ _RELEASE = "v0.28.1"  # the release that the emulated Horovod follows
 _FILE = "test_torch.py"
 _SCRIPTS = Path(__file__).resolve().parents[1]
 _WAIT_S = "60"  # of a rank for the others, so that a hang costs one test only
+_GRACE_S = 30.0  # of the launcher, which ends its instances
 
 # What the tests take from Horovod's test/utils/common.py, which needs Horovod's launcher.
 _COMMON = """
@@ -86,22 +87,12 @@ def _run_row(place: Path, python: str, instances: int, which: str, options: RunO
         except subprocess.TimeoutExpired:
             end = f"not finished within {options.limit_s:g} s"
         finally:
-            _end(launch)
+            process_group.end(launch, _GRACE_S)
     ranks = [_read(place / f"rank-{rank}.jsonl") for rank in range(instances)]
     names = list(dict.fromkeys(name for rank in ranks for name in rank))
     if not names:
         return [Outcome("(collection)", FAILED, f"{end}\n{(place / 'output').read_text(errors='replace')}")]
     return [combined(name, [rank.get(name) for rank in ranks], end) for name in names]
-
-
-def _end(launch: subprocess.Popen[bytes]) -> None:
-    """End the launcher, which ends its instances."""
-    launch.send_signal(signal.SIGTERM)
-    try:
-        launch.wait(30)
-    except subprocess.TimeoutExpired:
-        os.killpg(launch.pid, signal.SIGKILL)
-        launch.wait()
 
 
 def _read(report: Path) -> Dict[str, Outcome]:
