@@ -9,7 +9,9 @@ data. A missing clone, package or library is the row's result.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.metadata
+import math
 import os
 import re
 import shlex
@@ -17,16 +19,20 @@ import signal
 import struct
 import subprocess
 import sys
-import tarfile
 import tempfile
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional
 
 import numpy as np
 import yaml
+from conformance import process_group
+from conformance.clone import CloneError, extract
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = Path(__file__).with_name("published_programs.yaml")
+LIBRARIES = {"examples-utils": "examples_utils", "optimum": "optimum"}  # repository: package
+_NUMBER = r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?i:inf(?:inity)?|nan))"
+GRACE_S = 15.0  # of a program whose time is up
 # torchvision compares CIFAR-10's files with the published ones; these are generated.
 ANY_CIFAR = (
     "import runpy, sys, torchvision; torchvision.datasets.cifar.check_integrity = lambda *_: True; "
@@ -41,7 +47,7 @@ class Program(NamedTuple):
         folder: where the command runs, in its repository.
         extract: the folder that is extracted; default: `folder`.
         command: words after the interpreter.
-        loss: a pattern whose group 1 is a loss in the output.
+        loss: a pattern of the losses in the output, in which LOSS stands for the number.
         cifar: (training, test) images of a generated CIFAR-10, and where the program expects it.
         instances: 2 or more run under `python -m raypod.launch`.
         ipus: the IPUs of each replica, an option of `raypod.launch`.
@@ -78,34 +84,18 @@ def write_mnist(folder: Path, train: int = 1000, test: int = 160) -> None:
                 (raw / f"{kind}-{file}").write_bytes(header + values.astype(np.uint8).tobytes())
 
 
-def extract(git: str, folder: str, target: Path) -> None:
-    """Extract a folder of the newest commit of a clone, bare or not."""
-    target.mkdir(parents=True, exist_ok=True)
-    # The tree of the folder: with a path, git archive needs the files outside of it, too.
-    words = ["git", "-C", git, "archive", f"--prefix={folder}/", f"HEAD:{folder}"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE) as archive:
-        assert archive.stdout is not None
-        with tarfile.open(fileobj=archive.stdout, mode="r|") as tar:
-            tar.extractall(target)
-    if archive.returncode:
-        raise SystemExit(f"git archive of {folder} in {git} failed: is the clone complete?")
-
-
-class Workplace:
+class Workspace:
     """A temporary folder with generated data and the environment that the programs run in.
 
     Args:
         clones: the clone of each repository, as far as given.
     """
 
-    def __init__(self, folder: Path, clones: Dict[str, str]) -> None:
+    def __init__(self, folder: Path, clones: Dict[str, Path]) -> None:
         self._folder, self._clones = folder, clones
         write_mnist(folder / "home" / ".torch" / "datasets")
-        self._libraries: List[Path] = []
-        for name, package in (("examples-utils", "examples_utils"), ("optimum", "optimum")):
-            if name in clones:
-                extract(clones[name], package, folder / name)
-                self._libraries.append(folder / name)
+        self._libraries = [name for name in LIBRARIES if name in clones]
+        self._pending = list(self._libraries)  # to be extracted
 
     def run(self, program: Program, timeout_s: float) -> str:
         """Run a program and return its result in one line: the losses, or why it does not run."""
@@ -114,11 +104,12 @@ class Workplace:
         if program.repository != "raypod" and program.repository not in self._clones:
             return f"not run: no clone of {program.repository} is given"
         package, _, version = program.requires.partition("==")
-        if package and importlib.metadata.version(package) != version:
-            return f"not run: needs {program.requires}"
-        copy = ROOT if program.repository == "raypod" else self._folder / f"copy-{program.name}"
-        if copy is not ROOT:
-            extract(self._clones[program.repository], program.extract or program.folder, copy)
+        if package and _installed_version(package) != version:
+            return f"not run: needs {program.requires}, found {_installed_version(package) or 'none'}"
+        try:
+            copy = self._copy(program)
+        except CloneError as error:
+            return f"failed: {error}"
         if program.cifar:
             self._write_cifar(program.cifar, copy / program.folder)
         log = self._folder / f"{program.name}.log"
@@ -130,10 +121,22 @@ class Workplace:
             try:
                 process.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGTERM)  # with its data loaders
-                process.wait()
-                return f"failed: not finished after {timeout_s:.0f} s"
+                return f"failed: not finished after {timeout_s:g} s"
+            finally:
+                process_group.end(process, GRACE_S)  # with its data loaders
         return result_of(program, log.read_text(errors="replace"), process.returncode)
+
+    def _copy(self, program: Program) -> Path:
+        """Extract the libraries and the program's folder, and return the copy of its repository."""
+        while self._pending:
+            name = self._pending[0]
+            extract(self._clones[name], [LIBRARIES[name]], self._folder / name)
+            del self._pending[0]
+        if program.repository == "raypod":
+            return ROOT
+        copy = self._folder / f"copy-{program.name}"
+        extract(self._clones[program.repository], [program.extract or program.folder], copy)
+        return copy
 
     def _write_cifar(self, sizes: str, folder: Path) -> None:
         train, test, where = sizes.split()
@@ -150,7 +153,8 @@ class Workplace:
         return [sys.executable, *launch, str(program.ipus), *words]
 
     def _environment(self, program: Program) -> Dict[str, str]:
-        paths = [*([ROOT] if program.instances > 1 else []), ROOT / "raypod/emulated_sdk", *self._libraries]
+        paths = [*([ROOT] if program.instances > 1 else []), ROOT / "raypod/emulated_sdk"]
+        paths += [self._folder / name for name in self._libraries]
         changes = {
             "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
             "HOME": str(self._folder / "home"),
@@ -167,13 +171,25 @@ def result_of(program: Program, output: str, code: int) -> str:
     lines = [line for line in output.replace("\r", "\n").splitlines() if line.strip()]
     if code:
         return f"failed with exit code {code}: {lines[-1][:160] if lines else 'no output'}"
-    losses = [float(value) for value in re.findall(program.loss, "\n".join(lines))] if program.loss else []
     if not program.loss:
         return "runs to its end"
+    losses = [float(value) for value in re.findall(program.loss.replace("LOSS", _NUMBER), "\n".join(lines))]
     if not losses:
         return "failed: no loss in its output"
-    falls = "falls" if losses[-1] < losses[0] else "does NOT fall"
-    return f"loss {losses[0]:g} -> {losses[-1]:g} ({falls}; {len(losses)} values)"
+    summary = f"loss {losses[0]:g} -> {losses[-1]:g}"
+    if not all(map(math.isfinite, losses)):
+        return f"failed: {summary} (not finite; {len(losses)} values)"
+    if losses[-1] >= losses[0]:
+        return f"failed: {summary} (does not fall; {len(losses)} values)"
+    return f"{summary} (falls; {len(losses)} values)"
+
+
+def _installed_version(package: str) -> str:
+    """Return the version of a package, or an empty text."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def programs() -> List[Program]:
@@ -192,19 +208,25 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument("names", nargs="*", help="rows to run; default: all")
     flags = vars(parser.parse_args(argv))
     clones = {name: flags[name.replace("-", "_")] for name in ("examples", "examples-utils", "optimum")}
+    known = [program.name for program in programs()]
+    for name in flags["names"]:
+        if name not in known:
+            near = difflib.get_close_matches(name, known) or known
+            parser.error(f"no program {name!r}; did you mean {' or '.join(near)}?")
     chosen = [program for program in programs() if not flags["names"] or program.name in flags["names"]]
     failed = 0
     print("| program | command | instances | result |\n|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(flags["keep"] or temporary).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        place = Workplace(folder, {name: path for name, path in clones.items() if path})
+        workspace = Workspace(folder, {name: Path(path) for name, path in clones.items() if path})
         for program in chosen:
-            result = place.run(program, flags["timeout"])
+            result = workspace.run(program, flags["timeout"])
             failed += result.startswith("failed")
             print(f"| {program.name} | `{program.command}` | {program.instances} | {result} |", flush=True)
     return int(failed > 0)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the program and deletes the temporary folder
     sys.exit(main())
