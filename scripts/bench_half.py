@@ -1,4 +1,4 @@
-"""Error of half precision on the emulated SDK: `python scripts/bench_half.py [--models transformer,resnet18]`.
+"""Error of half precision on the emulated SDK: `python scripts/bench_half.py [--models transformer resnet18]`.
 
 One training step in 16.32 and in 16.16 runs on the emulated SDK and, with half weights, in torch: by torch's CPU
 kernels for half for matrix products and convolutions; other operators run in float64 and their results are rounded.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Type, Union
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "raypod" / "emulated_sdk")]
@@ -128,24 +128,26 @@ def errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return ((found.double() - expected.double()).abs() / step).flatten()
 
 
-def main() -> None:
+MODELS: Dict[str, Type[Union[ResNet18, Transformer]]] = {"transformer": Transformer, "resnet18": ResNet18}
+
+
+def main(argv: Optional[List[str]] = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--micro-batch", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--loss-scaling", type=float, default=128.0)
-    parser.add_argument("--models", default="transformer,resnet18")
-    args = parser.parse_args()
-    makers = {"resnet18": ResNet18, "transformer": Transformer}
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    args = parser.parse_args(argv)
     print(
         f"torch {torch.__version__}, micro-batch {args.micro_batch}, loss scaling {args.loss_scaling:g}; errors in ULP"
     )
     print("| model | precision | quantity | median | 99 % | max |\n|---|---|---|---|---|---|")
-    for name in args.models.split(","):
+    for name in args.models:
         for precision in ("16.32", "16.16"):
             models = []
             for _ in range(2):
                 torch.manual_seed(0)
-                models.append(makers[name]().train())
+                models.append(MODELS[name]().train())
             inputs = models[0].batch(args.micro_batch).half()
             labels = torch.arange(args.micro_batch) % 10
             device = models[0].half() if precision == "16.16" else models[0]
