@@ -69,9 +69,12 @@ class Numbering:
 class Engine:
     """Runs this rank's operations. Thread-safe."""
 
-    def __init__(self, group: Group, ranks: Sequence[int], numbering: Numbering, timeline: Timeline) -> None:
+    def __init__(
+        self, group: Group, process_set_id: int, ranks: Sequence[int], numbering: Numbering, timeline: Timeline
+    ) -> None:
         """Start the thread. `ranks` are those of the process set among all ranks, sorted."""
         self.ranks = list(ranks)
+        self._id = process_set_id
         self._group = group
         self._numbering = numbering
         self._timeline = timeline
@@ -105,7 +108,7 @@ class Engine:
                 raise ValueError(f"{_DUPLICATE} [{key}]")
             self._pending[key] = operation
             self._users = {each for each in self._users if each.is_alive()} | {threading.current_thread()}
-            self._timeline.ready(operation.description, [self.ranks[self._group.rank]])
+            self._timeline.ready(self._id, operation.description, [self.ranks[self._group.rank]])
             self._changed.notify_all()
         if self._thread is None:
             with self._inline_round:
@@ -212,7 +215,7 @@ class Engine:
         operation = self._pending[key] if self._group.rank in descriptions else _of_joined_rank(first)
         operation.owns = [descriptions[rank].own if rank in descriptions else [] for rank in range(len(statuses))]
         joined = [self.ranks[rank] for rank in range(len(statuses)) if rank not in descriptions]
-        self._timeline.ready(first, [self.ranks[rank] for rank in descriptions])
+        self._timeline.ready(self._id, first, [self.ranks[rank] for rank in descriptions])
         problem = disagreement({self.ranks[rank]: each for rank, each in descriptions.items()})
         if joined and first.kind != Allreduce.kind:
             problem = join_error(first.kind, joined)
@@ -225,7 +228,7 @@ class Engine:
         valid = [operation for operation in operations if operation.error is None]
         for _, members in groupby(valid, key=lambda each: (each.kind, each.description.op, each.description.factors)):
             together = list(members)
-            self._timeline.begin(together)
+            self._timeline.advance(self._id, together, is_running=True)
             fusable = [each for each in together if isinstance(each, Allreduce)]
             if fusable:
                 run_together(self._group, fusable)
@@ -239,7 +242,7 @@ class Engine:
 
     def _finish(self, operations: Sequence[Operation], error: Optional[Exception] = None) -> None:
         with self._changed:
-            self._timeline.end(operations)
+            self._timeline.advance(self._id, operations, is_running=False)
             for operation in operations:
                 operation.error, operation.is_done = error, True
                 self._pending.pop(operation.description.key, None)

@@ -77,10 +77,10 @@ class _Table:
 
     def _register(self, ranks: List[int], group: str) -> int:
         engine = None
+        number = self._free_ids.pop(0) if self._free_ids else len(self._registered)
         if self.rank in ranks:
             connected = wires.connect(group, ranks.index(self.rank), len(ranks))
-            engine = Engine(connected, ranks, self._numbering, self._timeline)
-        number = self._free_ids.pop(0) if self._free_ids else len(self._registered)
+            engine = Engine(connected, number, ranks, self._numbering, self._timeline)
         self._registered[number] = _Registered(ranks, group, engine)
         return number
 

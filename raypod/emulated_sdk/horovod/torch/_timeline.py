@@ -11,10 +11,12 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any, BinaryIO, Dict, Optional, Sequence, Set
+from typing import Any, BinaryIO, Dict, Optional, Sequence, Set, Tuple
 
 from horovod.torch._agreement import Description
 from horovod.torch._operations import Operation
+
+_Row = Tuple[int, str]  # the id of a process set, and the key of an operation, which is unique in the set only
 
 
 class Timeline:
@@ -25,16 +27,19 @@ class Timeline:
         self._file: Optional[BinaryIO] = None
         self._marks_cycles = False
         self._start = 0
-        self._pids: Dict[str, int] = {}
-        self._waiting: Dict[str, Set[int]] = {}  # ranks that have submitted an operation, until it runs
-        self._running: Set[str] = set()
+        self._pids: Dict[_Row, int] = {}
+        self._open: Dict[_Row, Set[int]] = {}  # rows whose last event has not ended; the ranks that have submitted
 
     def start(self, path: str, mark_cycles: bool) -> None:
-        """Write to a new file from now on; OSError if it cannot be opened. No effect while a file is being written."""
+        """Write to a new file from now on; a warning if it cannot be opened. No effect while one is being written."""
         with self._lock:
             if self._file is not None:
                 return
-            self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115  # `stop` closes it
+            try:
+                self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115  # `stop` closes it
+            except OSError as error:
+                warnings.warn(f"the Horovod timeline is not written: {error}", stacklevel=3)
+                return
             self._marks_cycles, self._start = mark_cycles, time.monotonic_ns()
             epoch = {"start_time_since_epoch_in_micros": time.time_ns() // 1000}
             self._file.write(b"[\n" + json.dumps({"name": "process_name", "ph": "M", "pid": 0, "args": epoch}).encode())
@@ -46,7 +51,7 @@ class Timeline:
             if self._file is not None:
                 self._file.close()
             self._file = None
-            self._pids, self._waiting, self._running = {}, {}, set()
+            self._pids, self._open = {}, {}
 
     def mark_cycle(self) -> None:
         """Write a marker for a round of the engine, if asked for."""
@@ -54,50 +59,43 @@ class Timeline:
             with self._lock:
                 self._write({"ph": "i", "name": "CYCLE_START", "s": "g"})
 
-    def ready(self, description: Description, ranks: Sequence[int]) -> None:
+    def ready(self, process_set_id: int, description: Description, ranks: Sequence[int]) -> None:
         """Write that the ranks have submitted an operation."""
         if self._file is None:
             return
+        row = process_set_id, description.key
         with self._lock:
-            if description.key not in self._waiting:
-                self._waiting[description.key] = set()
-                self._event(description.key, "B", f"NEGOTIATE_{description.kind}")
-            for rank in sorted(set(ranks) - self._waiting[description.key]):
-                self._waiting[description.key].add(rank)
-                self._event(description.key, "X", str(rank), dur=0)
+            if row not in self._open:
+                self._begin(row, f"NEGOTIATE_{description.kind}")
+            for rank in sorted(set(ranks) - self._open[row]):
+                self._open[row].add(rank)
+                self._event(row, "X", str(rank), dur=0)
 
-    def begin(self, operations: Sequence[Operation]) -> None:
-        """Write that operations, which all ranks have submitted, run now."""
+    def advance(self, process_set_id: int, operations: Sequence[Operation], is_running: bool) -> None:
+        """Write that operations run now, which all ranks have submitted; else that they are complete or have failed."""
         if self._file is None:
             return
         with self._lock:
             for operation in operations:
-                self._end_waiting(operation.description.key)
-                self._running.add(operation.description.key)
-                self._event(operation.description.key, "B", operation.description.kind)
+                row = process_set_id, operation.description.key
+                if self._open.pop(row, None) is not None:
+                    self._event(row, "E")
+                if is_running:
+                    self._begin(row, operation.description.kind)
 
-    def end(self, operations: Sequence[Operation]) -> None:
-        """Write that operations are complete or have failed."""
-        if self._file is None:
-            return
-        with self._lock:
-            for operation in operations:
-                self._end_waiting(operation.description.key)
-                if operation.description.key in self._running:
-                    self._running.remove(operation.description.key)
-                    self._event(operation.description.key, "E")
+    def _begin(self, row: _Row, name: str) -> None:
+        self._open[row] = set()
+        self._event(row, "B", name)
 
-    def _end_waiting(self, key: str) -> None:
-        if self._waiting.pop(key, None) is not None:
-            self._event(key, "E")
-
-    def _event(self, key: str, phase: str, name: Optional[str] = None, **more: Any) -> None:
-        if key not in self._pids:
-            self._pids[key] = pid = len(self._pids) + 1
-            self._write({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": key}})
+    def _event(self, row: _Row, phase: str, name: Optional[str] = None, **more: Any) -> None:
+        if row not in self._pids:
+            self._pids[row] = pid = len(self._pids) + 1
+            process_set_id, key = row
+            shown = f"{key} (process set {process_set_id})" if process_set_id else key
+            self._write({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": shown}})
             self._write({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}})
         named = {} if name is None else {"name": name}
-        self._write({"ph": phase, **named, "pid": self._pids[key], **more})
+        self._write({"ph": phase, **named, "pid": self._pids[row], **more})
 
     def _write(self, event: Dict[str, Any]) -> None:
         """Replace the closing bracket by the event and a new one."""
