@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any, Dict, List
 import horovod.torch as hvd
 import pytest
 import torch
-from horovod.torch import _position
 from ranks import error_of, run_ranks
 
 
@@ -71,6 +71,35 @@ def shutdown_of_rank_0(rank: int, size: int) -> str:
     return error_of(lambda: hvd.synchronize(handle))
 
 
+def failed_init(rank: int, size: int) -> Any:
+    """The ranks pass different process sets; the next `init` works."""
+    hvd.shutdown()
+    different = hvd.ProcessSet([0, 2 if rank else 1])
+    message = error_of(lambda: hvd.init(process_sets=[different]))
+    state = hvd.is_initialized(), different.process_set_id
+    hvd.init()
+    return message, state, hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+
+
+def timeline_of_two_sets(rank: int, size: int) -> List[Any]:
+    """Operations of the same name in two process sets; return the rows and the events, by row."""
+    hvd.shutdown()
+    os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
+    pair = hvd.ProcessSet([0, 1])
+    hvd.init(process_sets=[pair])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "timeline.json")
+        hvd.start_timeline(str(path))
+        handles = [hvd.allreduce_async(torch.ones(1), name="x", process_set=pair)] if rank < 2 else []
+        handles.append(hvd.allreduce_async(torch.ones(1), name="x"))
+        for handle in handles:
+            hvd.synchronize(handle)
+        hvd.stop_timeline()
+        events = json.loads(path.read_text()) if rank == 0 else []
+    names = {event["pid"]: event["args"]["name"] for event in events[1:] if event.get("name") == "process_name"}
+    return [(names[each], [event["ph"] for event in events if event.get("pid") == each]) for each in sorted(names)]
+
+
 def sets_that_wait_for_each_other(rank: int, size: int) -> str:
     """Rank 0 waits in a process set for rank 1, which waits with all others for rank 0."""
     hvd.shutdown()
@@ -85,7 +114,7 @@ def sets_that_wait_for_each_other(rank: int, size: int) -> str:
 @pytest.fixture(scope="module")
 def pod() -> Dict[str, List[Any]]:
     functions = ["start", "out_of_step", "two_threads", "same_name_twice", "shutdown_of_rank_0"]
-    functions.append("sets_that_wait_for_each_other")
+    functions += ["failed_init", "timeline_of_two_sets", "sets_that_wait_for_each_other"]
     return run_ranks(__file__, functions, 4)
 
 
@@ -124,6 +153,19 @@ def test_a_name_is_in_use_until_its_operation_is_done(pod: Dict[str, List[Any]])
 def test_shutdown_fails_the_pending_operations_of_all_ranks(pod: Dict[str, List[Any]]) -> None:
     assert "not been initialized" in pod["shutdown_of_rank_0"][0]
     assert all(message.startswith("HorovodInternalError: ") for message in pod["shutdown_of_rank_0"][1:])
+
+
+def test_an_init_that_fails_is_undone_on_all_ranks(pod: Dict[str, List[Any]]) -> None:
+    for message, state, total in pod["failed_init"]:
+        assert message.startswith("HorovodInternalError: the ranks are out of step")
+        assert state == (False, None)
+        assert total == 4.0
+
+
+def test_the_timeline_has_a_row_per_process_set_and_name(pod: Dict[str, List[Any]]) -> None:
+    phases = ["M", "M", "B", *"XXXX", "E", "B", "E"]  # the row, its place, negotiation with an event per rank, the run
+    of_pair = [phase for index, phase in enumerate(phases) if index not in (3, 4)]
+    assert pod["timeline_of_two_sets"][0] == [("allreduce.x (process set 1)", of_pair), ("allreduce.x", phases)]
 
 
 def test_process_sets_that_wait_for_each_other_fail_at_the_timeout(pod: Dict[str, List[Any]]) -> None:
@@ -208,14 +250,19 @@ def test_invalid_process_sets_of_init_are_an_error(monkeypatch: pytest.MonkeyPat
 
 
 def test_ineffective_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "0")
+    given = ["FUSION_THRESHOLD", "LOG_LEVEL", "GLOO_TIMEOUT_SECONDS", "GLOO_IFACE", "GLOO_RENDEZVOUS_ADDR"]
+    given += ["GLOO_RENDEZVOUS_PORT", "HOSTNAME"]
+    for name in given:
+        monkeypatch.setenv(f"HOROVOD_{name}", "0")
     monkeypatch.setenv("HOROVOD_CONTROLLER", "mpi")
+    monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "Gloo")
     with pytest.warns(UserWarning, match="the emulated Horovod ignores") as found:
         hvd.init()
     hvd.shutdown()
-    texts = [str(each.message) for each in found]
-    assert any("ignores HOROVOD_FUSION_THRESHOLD:" in text for text in texts)
-    assert any("ignores HOROVOD_CONTROLLER=mpi" in text for text in texts)
+    (text,) = [str(each.message) for each in found]
+    assert all(f"HOROVOD_{name}" in text for name in given)
+    assert "HOROVOD_CONTROLLER=mpi" in text
+    assert "CPU_OPERATIONS" not in text
 
 
 def test_the_timeline_of_a_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -246,29 +293,6 @@ def test_elastic_mode_is_an_error() -> None:
         hvd.elastic  # noqa: B018
     with pytest.raises(ImportError, match="no elastic mode"):
         from horovod.torch import elastic  # noqa: F401
-
-
-@pytest.mark.parametrize(
-    ("variables", "position"),
-    [
-        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "4"}, (0, 1, 0, 1, 0, 1)),
-        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "HOROVOD_CROSS_SIZE": "3"}, (0, 1, 0, 1, 0, 3)),
-        ({"POPDIST_NUM_TOTAL_REPLICAS": "2", "POPDIST_NUM_LOCAL_REPLICAS": "2"}, (0, 1, 0, 1, 0, 1)),
-    ],
-)
-def test_rank_and_size_come_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch, variables: Dict[str, str], position: Any
-) -> None:
-    for name, text in variables.items():
-        monkeypatch.setenv(name, text)
-    assert tuple(_position.determine_position()) == position
-    hvd.shutdown()
-
-
-def test_an_invalid_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOROVOD_SIZE", "many")
-    with pytest.raises(RuntimeError, match="HOROVOD_SIZE='many'"):
-        hvd.init()
 
 
 def test_objects_are_pickled(single_rank: Any) -> None:

@@ -52,21 +52,28 @@ def init(comm: Any = None, process_sets: Union[None, str, Iterable[ProcessSet]] 
     _check_comm(comm)
     if _position is not None:
         return
-    is_dynamic = _variables.is_set("HOROVOD_DYNAMIC_PROCESS_SETS")
+    is_dynamic = _variables.number("HOROVOD_DYNAMIC_PROCESS_SETS") != 0
     if isinstance(process_sets, str):
         is_dynamic = is_dynamic or process_sets.lower() == "dynamic"
         process_sets = None
-    position = determine_position()
-    checked = _checked_sets(list(process_sets or []), position.size)
-    _position = position
-    timeline = os.environ.get("HOROVOD_TIMELINE", "")
-    if position.rank == 0:
-        _variables.warn_of_ignored()
-        if timeline not in ("", "DYNAMIC"):
-            _timeline.start(timeline, _variables.is_set("HOROVOD_TIMELINE_MARK_CYCLES"))
-    _process_sets.start(position.rank, position.size, is_dynamic, _timeline)
-    for process_set, ranks in checked:
-        _process_sets.register(process_set, ranks)
+    checked: List[Tuple[ProcessSet, List[int]]] = []
+    try:
+        position = determine_position()
+        checked = _checked_sets(list(process_sets or []), position.size)
+        if position.rank == 0:
+            _variables.warn_of_ignored()
+            timeline = os.environ.get("HOROVOD_TIMELINE", "")
+            if timeline not in ("", "DYNAMIC"):
+                _timeline.start(timeline, _variables.number("HOROVOD_TIMELINE_MARK_CYCLES") > 0)
+        _process_sets.start(position.rank, position.size, is_dynamic, _timeline)
+        for process_set, ranks in checked:
+            _process_sets.register(process_set, ranks)
+        _position = position
+    finally:
+        if _position is None:
+            shutdown()
+            for process_set, _ in checked:
+                process_set.process_set_id = None
 
 
 def _check_comm(comm: Any) -> None:
@@ -97,7 +104,7 @@ def shutdown() -> None:
     """Disconnect from the other ranks, whose later collectives fail. `init` may be called again."""
     global _position
     _process_sets.stop()
-    wires.disconnect(GROUP)  # `init` may have failed after it has connected
+    wires.disconnect(GROUP)  # `init` may fail after it has connected
     _timeline.stop()
     _position = None
 
@@ -155,9 +162,7 @@ def is_homogeneous() -> bool:
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Write a timeline of the operations to a new file, on rank 0; no effect while one is being written.
 
-    Raises:
-        OSError: the file cannot be opened.
-        ValueError: before `init`, or without HOROVOD_TIMELINE=DYNAMIC.
+    A warning if the file cannot be opened; ValueError before `init`, or without HOROVOD_TIMELINE=DYNAMIC.
     """
     position = _initialized()
     if os.environ.get("HOROVOD_TIMELINE") != "DYNAMIC":
