@@ -29,6 +29,20 @@ import dataclasses
 from typing import Dict, Tuple
 
 
+def summarize_exception(error: BaseException) -> str:
+    """Return an exception in one line. The message of a data loader worker's exception is its whole traceback."""
+    kind = type(error)
+    name = (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    text = f"{name}: {error}"
+    head, is_of_worker, traceback = text.partition("Original Traceback (most recent call last)")
+    if is_of_worker:
+        where = head.rpartition(" in ")[2].strip().rstrip(".")
+        text = f"{traceback.strip().splitlines()[-1]} (in {where})"
+    return " ".join(text.split())
+
+
 class RaypodError(Exception):
     """Base class of the errors that raypod raises."""
 

@@ -48,3 +48,15 @@ def test_the_message_names_instance_host_cause_and_log() -> None:
     assert str(EXAMPLES[errors.InstanceFailed]) == (
         "instance 3 on host h1 failed: it died; its log: logs/instance-3.log"
     )
+
+
+def test_an_exception_is_summarized_in_one_line_with_its_class() -> None:
+    assert errors.summarize_exception(ValueError("no sample\n  7")) == "ValueError: no sample 7"
+    assert errors.summarize_exception(pickle.PicklingError("x")) == "_pickle.PicklingError: x"
+
+
+def test_an_exception_of_a_loader_worker_is_summarized_without_its_traceback() -> None:
+    text = "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File x\n"
+    assert errors.summarize_exception(ValueError(f"{text}ValueError: no sample 7\n")) == (
+        "ValueError: no sample 7 (in DataLoader worker process 0)"
+    )

@@ -11,7 +11,7 @@ import dataclasses
 import time
 from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
-from raypod.errors import CollectiveBroken, PeerLost, RaypodError, WaitTimedOut
+from raypod.errors import CollectiveBroken, PeerLost, RaypodError, WaitTimedOut, summarize_exception
 from raypod.events import FailureKind, HeartbeatReport, InstanceLost
 from raypod.fleet.base import FleetBroken
 from raypod.fleet.death_cause import death_causes
@@ -292,13 +292,3 @@ class Watch:
 def _is_cause(error: Exception) -> bool:
     """Return whether an error of Ray is not the consequence of another instance's failure."""
     return not isinstance(getattr(error, "cause", None), _CONSEQUENCES)
-
-
-def summarize_exception(cause: BaseException) -> str:
-    """Return an exception in one line. The message of a data loader worker's exception is its whole traceback."""
-    text = f"{type(cause).__name__}: {cause}"
-    head, is_of_worker, traceback = text.partition("Original Traceback (most recent call last)")
-    if not is_of_worker:
-        return text
-    where = head.rpartition(" in ")[2].strip().rstrip(".")
-    return f"{traceback.strip().splitlines()[-1]} (in {where})"

@@ -10,7 +10,7 @@ from scripted_ray import NEVER, ActorDied, Ref, ScriptedActor, ScriptedRay, Stre
 from raypod.errors import CollectiveBroken
 from raypod.events import HeartbeatReport
 from raypod.fleet.base import FleetBroken
-from raypod.fleet.ray_watch import Watch, summarize_exception
+from raypod.fleet.ray_watch import Watch
 from raypod.instance.control import IDLE
 from raypod.plan.plan import Plan
 
@@ -183,11 +183,3 @@ def test_the_death_of_an_instance_is_the_cause_of_the_errors_of_the_others(fleet
     fleet.streams[3].items.append((1000.8, ActorDied("its process ended")))
     _, broken = fleet.follow()
     assert lost(broken) == [(3, "died")]
-
-
-def test_an_exception_of_a_loader_worker_is_summarized_without_its_traceback() -> None:
-    text = "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File x\n"
-    assert summarize_exception(ValueError(f"{text}ValueError: no sample 7\n")) == (
-        "ValueError: no sample 7 (in DataLoader worker process 0)"
-    )
-    assert summarize_exception(ValueError("no sample 7")) == "ValueError: no sample 7"
