@@ -48,7 +48,7 @@ def select(device: str) -> Sdk:
     if has_ipus:
         # The emulated Horovod is the fallback for hosts without one: last in the path, an installed one has priority.
         sys.path.append(EMULATED_SDK)
-        strict = ", on which --strict has no effect" if os.environ.get("EMULATED_POD_STRICT") else ""
+        strict = ", on which --strict has no effect" if is_strict() else ""
         return Sdk("ipu", f"Poplar SDK (poptorch {version}){strict}")
     if device == "ipu":
         raise SdkError("--device ipu: poptorch is installed but finds no IPU here; configure a partition")
@@ -87,6 +87,11 @@ def importable(device: str) -> Iterator[None]:
         yield
     finally:
         sys.path[:] = before
+
+
+def is_strict() -> bool:
+    """Return whether the environment enables the emulated SDK's strict mode, by its rule, without importing it."""
+    return os.environ.get("EMULATED_POD_STRICT", "0") not in ("", "0")
 
 
 def make_store_importable() -> None:

@@ -91,7 +91,12 @@ OPTIONS: Tuple[Option, ...] = (
     Option("export-config", TEXT, None, "write the options to a YAML file, then launch"),
     Option("overwrite-config", YES_NO, False, "let --export-config overwrite a file"),
     Option("device", TEXT, "auto", "auto, ipu or emulated: the SDK that the programs import"),
-    Option("strict", YES_NO, False, "emulated SDK: what an IPU rejects is an error, not a warning"),
+    Option(
+        "strict",
+        YES_NO,
+        None,
+        "emulated SDK: what an IPU rejects is an error, not a warning; default: EMULATED_POD_STRICT of the caller",
+    ),
     Option("run-dir", TEXT, None, "new or empty run folder for the log files; default: runs/<time>-launch-<program>"),
     Option(
         "grace",

@@ -221,8 +221,10 @@ class RunSection(Section):
     collectives: Literal["auto", "horovod", "gloo"] = Field(
         "auto", description="backend between instances; auto: Horovod if it is installed"
     )
-    strict: bool = Field(
-        False, description="emulated SDK: what an IPU rejects, or has no memory for, is an error instead of a warning"
+    strict: Optional[bool] = Field(
+        None,
+        description="emulated SDK: what an IPU rejects, or has no memory for, is an error instead of a warning "
+        "(default: the variable EMULATED_POD_STRICT)",
     )
     run_dir: Optional[str] = Field(None, description="run folder (default runs/<time>-<name>)")
     resume: Optional[str] = Field(None, description="run folder or checkpoint to resume from")

@@ -74,9 +74,9 @@ def cache_environment(path: Optional[str]) -> Dict[str, str]:
     return {"POPTORCH_CACHE_DIR": path, "POPDIST_EXECUTABLE_CACHE_PATH": path} if path is not None else {}
 
 
-def strict_environment(is_strict: bool) -> Dict[str, str]:
-    """Return the variable of the emulated SDK's strict mode; empty without strict mode."""
-    return {"EMULATED_POD_STRICT": "1"} if is_strict else {}
+def strict_environment(is_strict: Optional[bool]) -> Dict[str, str]:
+    """Return the variable of the emulated SDK's strict mode; empty for None, which keeps the inherited value."""
+    return {} if is_strict is None else {"EMULATED_POD_STRICT": str(int(is_strict))}
 
 
 def join_path(*entries: str) -> str:

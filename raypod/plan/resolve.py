@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices = get_args(field.annotation) if isinstance(field.default, str) else ()
         help_text = f"{field.description} [{field.default}]".replace("%", "%%")
         target = f"{section}.{key}"
-        if isinstance(field.default, bool):
+        if field.annotation in (bool, Optional[bool]):
             parser.add_argument(*names, dest=target, action="store_true", default=None, help=help_text)
             parser.add_argument("--no-" + names[0][2:], dest=target, action="store_false", help=argparse.SUPPRESS)
         else:

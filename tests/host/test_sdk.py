@@ -6,8 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Optional
 
 import pytest
+from poptorch import strict
+
+from raypod.host import sdk
 
 FAKE = {
     "with_ipus": "__version__ = '3.4'\ndef ipuHardwareIsAvailable(n=1): return True\n",
@@ -56,9 +60,24 @@ def test_a_real_sdk_with_ipus_is_used(tmp_path: Path, device: str) -> None:
     assert str(tmp_path) in output
 
 
-def test_strict_mode_without_effect_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
-    assert "on which --strict has no effect" in select(tmp_path, "auto", "with_ipus").stdout
+@pytest.mark.parametrize(("value", "is_strict"), [("1", True), ("0", False)])
+def test_strict_mode_without_effect_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, is_strict: bool
+) -> None:
+    monkeypatch.setenv("EMULATED_POD_STRICT", value)
+    output = select(tmp_path, "auto", "with_ipus").stdout
+    assert output.startswith("ipu |")
+    assert ("on which --strict has no effect" in output) is is_strict
+
+
+@pytest.mark.parametrize("value", [None, "", "0", "1", "yes"])
+def test_strict_mode_has_the_same_rule_as_in_the_emulated_sdk(
+    monkeypatch: pytest.MonkeyPatch, value: Optional[str]
+) -> None:
+    monkeypatch.delenv("EMULATED_POD_STRICT", raising=False)
+    if value is not None:
+        monkeypatch.setenv("EMULATED_POD_STRICT", value)
+    assert sdk.is_strict() is strict.is_strict() is (value in ("1", "yes"))
 
 
 def test_auto_without_ipus_reports_it_and_emulates(tmp_path: Path) -> None:
