@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-from typing import Any, Callable, Dict, Sequence, Tuple
+import os
+from typing import Any, Callable, Dict, Iterator, Sequence, Tuple
 
 from raypod import datasets
 from raypod.cli import FlagParser
@@ -17,6 +19,7 @@ from raypod.host.lease_file import EXPIRES_AFTER_S
 from raypod.plan import resolve, tables, user_code
 from raypod.plan.cluster import LOCAL, read_cluster
 from raypod.plan.config import Config
+from raypod.plan.environment import strict_environment
 from raypod.plan.plan import Plan, make_plan
 from raypod.record import run_folder
 from raypod.record.sinks import check_packages
@@ -121,10 +124,29 @@ def describe_with_pipeline(plan: Plan) -> Dict[str, Any]:
 
 
 def _inspected(plan: Plan, inspect: Callable[[Plan], Any]) -> Any:
-    """Return the pipeline of a plan; the reason if the model of a plan without pipeline cannot be compiled here."""
+    """Return the pipeline of a plan; the reason if the model of a plan without pipeline cannot be compiled here.
+
+    In strict mode that is an error, too: the run would end with it.
+    """
+    with _variables(strict_environment(plan.config.run.strict)):
+        try:
+            return inspect(plan)
+        except (UserError, ImportError) as error:  # the other numbers of a plan need no torch
+            if plan.geometry.ipus_per_replica > 1 or sdk.is_strict():
+                raise
+            return str(error)
+
+
+@contextlib.contextmanager
+def _variables(changed: Dict[str, str]) -> Iterator[None]:
+    """Set environment variables within the context."""
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
     try:
-        return inspect(plan)
-    except (UserError, ImportError) as error:  # the other numbers of a plan need no torch
-        if plan.geometry.ipus_per_replica > 1:
-            raise
-        return str(error)
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

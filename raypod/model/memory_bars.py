@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, List, Sequence
 
 _WIDTH = 40  # characters of a bar, which stand for the memory of an IPU
 _PARTS = (
@@ -14,40 +14,32 @@ _PARTS = (
 )
 
 
-class MemoryEstimate(NamedTuple):
-    """The memory of an IPU, and the emulated SDK's estimates of what is used of it."""
-
-    bytes_per_ipu: int
-    ipus: Tuple[Any, ...]
-
-
-def describe_memory(memory: MemoryEstimate) -> Dict[str, Any]:
-    """Return the estimate as JSON data."""
-    ipus = [{**each._asdict(), "total": each.total, "share": round(each.share, 4)} for each in memory.ipus]
-    return {"is_estimate": True, "bytes_per_ipu": memory.bytes_per_ipu, "ipus": ipus}
+def describe_memory(ipus: Sequence[Any]) -> Dict[str, Any]:
+    """Return the emulated SDK's estimate for each IPU as JSON data."""
+    described = [{**each._asdict(), "total": each.total, "share": round(each.share, 4)} for each in ipus]
+    return {"is_estimate": True, "bytes_per_ipu": ipus[0].available, "ipus": described}
 
 
-def render_memory(memory: MemoryEstimate) -> str:
-    """Return a bar for each IPU; a bar that is longer than the memory ends with `!`."""
+def render_memory(ipus: Sequence[Any]) -> str:
+    """Return a bar for each IPU; the bar of an IPU whose memory does not suffice ends with `!`."""
     legend = ", ".join(f"{letter} {name}" for name, letter in _PARTS)
-    title = f"an estimate for Mk2 IPUs with {memory.bytes_per_ipu / 1e6:.0f} MB, per replica"
+    title = f"an estimate for Mk2 IPUs with {ipus[0].available / 1e6:.0f} MB, per replica"
     lines = [f"{'memory':>12}  {title}", f"{'':>12}  ({legend} and exchange)"]
-    return "\n".join([*lines, *(_line(each, memory.bytes_per_ipu) for each in memory.ipus)])
+    return "\n".join([*lines, *map(_line, ipus)])
 
 
-def _line(ipu: Any, available: int) -> str:
-    sizes = [(letter, getattr(ipu, name)) for name, letter in _PARTS]
-    parts = ", ".join(f"{letter} {size / 1e6:.1f}" for letter, size in sizes)
-    note = ": DOES NOT FIT" if ipu.share > 1 else ": nearly full" if ipu.share > 0.85 else ""
-    return f"{f'IPU {ipu.ipu}':>12}  [{_bar(sizes, available)}] {100 * ipu.share:3.0f} % ({parts} MB){note}"
+def _line(ipu: Any) -> str:
+    parts = ", ".join(f"{letter} {getattr(ipu, name) / 1e6:.1f}" for name, letter in _PARTS)
+    note = ": DOES NOT FIT" if ipu.share > 1 else ": nearly full" if ipu.is_nearly_full else ""
+    return f"{f'IPU {ipu.ipu}':>12}  [{_bar(ipu)}] {100 * ipu.share:3.0f} % ({parts} MB){note}"
 
 
-def _bar(sizes: Sequence[Tuple[str, int]], available: int) -> str:
+def _bar(ipu: Any) -> str:
     text: List[str] = []
     used = 0
-    for letter, size in sizes:
-        used += size
-        text += [letter] * (round(_WIDTH * used / available) - len(text))
-    if len(text) > _WIDTH:
+    for name, letter in _PARTS:
+        used += getattr(ipu, name)
+        text += [letter] * (round(_WIDTH * used / ipu.available) - len(text))
+    if ipu.share > 1:  # also if the bar is longer by less than a character
         return "".join(text[: _WIDTH - 1]) + "!"
     return "".join(text).ljust(_WIDTH, ".")

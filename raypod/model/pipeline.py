@@ -19,6 +19,7 @@ from raypod import datasets
 from raypod.cli import nearest
 from raypod.errors import ConfigError
 from raypod.model import networks
+from raypod.plan import user_code
 from raypod.plan.config import Config
 
 _SAMPLES = 2  # BatchNorm needs more than one
@@ -37,7 +38,8 @@ def find_splits(config: Config) -> Optional[Tuple[str, ...]]:
     """Return the splits of a config's model; None for one IPU, or if the user's model has its own `BeginBlock`s.
 
     Raises:
-        ConfigError: a split is not a module of the model, or the model has fewer modules than IPUs.
+        ConfigError: a split is not a module of the model, or the model has fewer modules than IPUs, or raises an
+            exception.
     """
     training, stages = config.training, config.pod.ipus_per_replica
     is_user_model = ":" in training.model
@@ -48,9 +50,10 @@ def find_splits(config: Config) -> Optional[Tuple[str, ...]]:
         return training.pipeline_splits
     if stages == 1 or (is_user_model and training.pipeline_balance is None):
         return None
-    network = _network(config)
     find_units = units_by_time if training.pipeline_balance == "time" else units_by_parameters
-    return balanced_splits(find_units(network, _images(config)), stages)
+    with user_code.reported(training.model):
+        units = find_units(_network(config), _images(config))
+    return balanced_splits(units, stages)
 
 
 def check_splits(network: nn.Module, splits: Sequence[str]) -> None:

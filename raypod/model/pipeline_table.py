@@ -10,10 +10,9 @@ import dataclasses
 from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 from raypod import datasets
-from raypod.errors import ConfigError
 from raypod.host import sdk
-from raypod.model.memory_bars import MemoryEstimate
 from raypod.model.schedule import StageCost, compare_strategies
+from raypod.plan import user_code
 from raypod.plan.plan import Plan
 
 _SAMPLES = 2  # BatchNorm needs more than one
@@ -38,19 +37,19 @@ class Pipeline:
     """The stages of a model in execution order, and their schedules.
 
     `schedules[accumulation]["pipelined" or "sharded"]` is the emulated SDK's; the first accumulation is the plan's.
-    `memory` is the estimate for a replica.
+    `memory` is the emulated SDK's estimate for each IPU of a replica.
     """
 
     stages: Tuple[Stage, ...]
     schedules: Mapping[int, Mapping[str, Any]]
-    memory: MemoryEstimate
+    memory: Tuple[Any, ...]
 
 
 def inspect_pipeline(plan: Plan) -> Pipeline:
     """Compile the plan's model for the emulated device and return its stages and schedules.
 
     Raises:
-        ConfigError: the model cannot be built or compiled.
+        ConfigError: the model cannot be built or compiled; in strict mode also if an IPU rejects it.
     """
     sdk.select("emulated")
     placement, memory, optimizer_bytes = _placement(plan)
@@ -87,31 +86,31 @@ def render_pipeline(pipeline: Pipeline, execution: str) -> str:
     return "\n".join([*lines, "", *_accumulation_lines(pipeline.schedules, order)])
 
 
-def _placement(plan: Plan) -> Tuple[Any, MemoryEstimate, int]:
+def _placement(plan: Plan) -> Tuple[Any, Tuple[Any, ...], int]:
     """Return the emulated SDK's placement and estimate of the memory, and `program.optimizer_bytes`."""
     import poptorch
     import torch
+    from poptorch.device.memory_estimate import check_memory
 
     from raypod.datasets.transforms import activation_dtype
     from raypod.model import program
 
     config, shape = plan.config, datasets.image_shape(plan.config)
-    network = program.build_network(plan, shape.channels, shape.side, shape.classes)
     options = poptorch.Options()
     options.Training.gradientAccumulation(plan.geometry.gradient_accumulation)
     options.setExecutionStrategy(program.execution_strategy(config.training.execution))
     options.showCompilationProgressBar(False)
-    step = program.TrainingStep(network, torch.nn.Identity(), config.training.label_smoothing).train()
-    model = poptorch.trainingModel(step, options, program.build_optimizer(config, network))
     samples = _SAMPLES * plan.geometry.gradient_accumulation
     dtype = activation_dtype(config.training.precision)
     images = torch.zeros(1, shape.channels, shape.side, shape.side, dtype=dtype).expand(samples, -1, -1, -1)
-    try:
+    with user_code.reported(config.training.model):
+        network = program.build_network(plan, shape.channels, shape.side, shape.classes)
+        step = program.TrainingStep(network, torch.nn.Identity(), config.training.label_smoothing).train()
+        model = poptorch.trainingModel(step, options, program.build_optimizer(config, network))
         model.compile(images, torch.zeros(samples, dtype=torch.int64))
-    except poptorch.Error as error:
-        raise ConfigError(f"{config.training.model}: {error}") from None
-    ipus = model.emulatedMemory(config.training.batch_size / _SAMPLES)
-    memory = MemoryEstimate(round(ipus[0].total / ipus[0].share), ipus)
+        memory = model.emulatedMemory(config.training.batch_size / _SAMPLES)
+        if sdk.is_strict():  # otherwise the table says that the model does not fit
+            check_memory(memory)
     return model.emulatedPlacement(), memory, program.optimizer_bytes(config.training)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import sys
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Iterator, Sequence
 
-from raypod.errors import ConfigError
+from raypod.errors import ConfigError, RaypodError, summarize_exception
 
 _SDKS = ("poptorch", "popdist", "popart", "horovod")
 
@@ -48,6 +49,17 @@ def check(name: str, key: str, parameters: Sequence[str]) -> None:
     _check_signature(function, name, key, parameters)
 
 
+@contextlib.contextmanager
+def reported(name: str) -> Iterator[None]:
+    """Convert any exception of the code `name` within the context to a ConfigError in one line, except raypod's own."""
+    try:
+        yield
+    except RaypodError:
+        raise
+    except Exception as error:  # a user's code can raise any exception
+        raise ConfigError(f"{name}: {summarize_exception(error)}") from error
+
+
 class _SdkMissing(ConfigError):
     """Raised if a module imports an SDK that is not installed."""
 
@@ -80,7 +92,7 @@ def _import_function(name: str, key: str) -> Any:
     except AttributeError:
         raise ConfigError(f"{key} = {name!r}: the module {module_name} has no {attribute!r}") from None
     except Exception as error:  # importing the user's code can raise any exception
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        cause = summarize_exception(error)
         raise ConfigError(f"{key} = {name!r}: importing {module_name} raised {cause}") from error
     if not callable(function):
         raise ConfigError(f"{key} = {name!r}: {type(function).__name__} is not callable")

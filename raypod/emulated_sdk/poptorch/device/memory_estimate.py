@@ -54,7 +54,17 @@ class IpuMemory(NamedTuple):
     @property
     def share(self) -> float:
         """The part of the memory of a Mk2 IPU that is in use; above 1 if it does not suffice."""
-        return self.total / MEMORY_BYTES
+        return self.total / self.available
+
+    @property
+    def available(self) -> int:
+        """The bytes of a Mk2 IPU."""
+        return MEMORY_BYTES
+
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether the share is one of which the compilation warns."""
+        return self.share > WARNING_SHARE
 
 
 class Usage(NamedTuple):
@@ -99,7 +109,7 @@ def estimate_memory(
 
 def check_memory(ipus: Sequence[IpuMemory]) -> None:
     """Warn of IPUs that are nearly full, and of those whose memory does not suffice; an Error in strict mode."""
-    text = ", ".join(f"IPU {each.ipu}: {100 * each.share:.0f} %" for each in ipus if each.share > WARNING_SHARE)
+    text = ", ".join(f"IPU {each.ipu}: {100 * each.share:.0f} %" for each in ipus if each.is_nearly_full)
     if any(each.share > 1 for each in ipus):
         reject(
             "Out of memory: cannot fit all variable data onto one or more IPUs, according to an estimate for a Mk2 IPU "
