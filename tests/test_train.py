@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, List
 import pytest
 import torch
 from bounded import wait_until
+from torch import nn
 
 from raypod import train
 from raypod.__main__ import main
@@ -202,6 +203,27 @@ def test_verify_data_over_two_generations(
         out = capsys.readouterr().out
         assert "update-00000008 (generation 2) is newer" in out
         assert "metrics.jsonl reaches update 8" in out
+
+
+def test_a_model_that_an_ipu_rejects_ends_a_strict_run_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, folder = command(tmp_path, "--strict", "--model", f"{__name__}:reads_a_value")
+    assert code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    log_file = folder / "logs" / "instance-0.log"
+    assert "raypod: error: instance 0 on host localhost failed: poptorch.errors.Error: aten::item" in line
+    assert line.endswith(f"its log: {log_file}")
+    assert "Traceback" in log_file.read_text()
+
+
+def reads_a_value(channels: int, classes: int) -> nn.Module:
+    class ReadsAValue(nn.Linear):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            logits = super().forward(images.flatten(1))
+            return logits if logits.sum() < 1e9 else logits + 1
+
+    return ReadsAValue(64 * channels, classes)
 
 
 def test_verify_data_detects_another_sample_order(tmp_path: Path) -> None:

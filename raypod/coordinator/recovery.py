@@ -6,7 +6,8 @@ weights are those of a run without a failure.
 | what happened | emulated SDK | IPUs |
 |---|---|---|
 | an instance `died`, is `silent` or `stuck` | replace it; the others keep their state | same; see note 1 |
-| its program `raised` | replace it; the same exception at the same update a second time ends the run | same |
+| its program `raised` before the first complete call | end the run: a replacement would raise the same | same |
+| it `raised` later | replace it; the same exception at the same update a second time ends the run | same |
 | the instances lost their connections, all alive | form the process group again | same |
 | no instance has a state | continue from the newest valid checkpoint, or from the beginning | same |
 | Ray drains a host | move its instances (not counted); if that is impossible, save a checkpoint and end | same |
@@ -169,6 +170,8 @@ class Recovery:
         """
         began_s = time.monotonic()
         while True:
+            if self._metrics.last is None and broken.losses and broken.losses[0].kind == "raised":
+                raise failure_of(broken.losses[0]) from broken
             yield from broken.losses
             decision = self._policy.decide(broken, self._metrics.position, time.monotonic())
             if decision.error is not None:

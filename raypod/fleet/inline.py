@@ -1,12 +1,15 @@
-"""A fleet of one instance in this process, without Ray: breakpoints, tracebacks and output work as in a script."""
+"""A fleet of one instance in this process, without Ray: breakpoints and output work as in a script."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from raypod.checkpoint.transfer import Server
-from raypod.errors import RunError
+from raypod.errors import InstanceFailed, RaypodError, RunError, summarize_exception
 from raypod.events import CallReport, InstanceStarted
 from raypod.host import sdk, torchvision_import
 from raypod.instance import collectives
@@ -37,22 +40,25 @@ class InlineFleet:
         collectives.check_available(self._plan.config.run.collectives)
         from raypod.instance.instance import Instance  # after the environment is set: it imports torch and the SDK
 
-        self._instance = Instance(self._plan, 0, found)
-        started = self._instance.build()
-        self._instance.join({})
+        with self._failures():
+            self._instance = Instance(self._plan, 0, found)
+            started = self._instance.build()
+            self._instance.join({})
         return [started]
 
     def call(self, method: str, *arguments: Any) -> List[Any]:
         """See `Fleet.call`."""
-        return [getattr(self._instance, method)(*arguments)]
+        with self._failures():
+            return [getattr(self._instance, method)(*arguments)]
 
     def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
         """See `Fleet.run`."""
         assert self._instance is not None
-        for report in self._instance.run(leg):
-            yield report
-            if stop_requested():
-                return
+        with self._failures():
+            for report in self._instance.run(leg):
+                yield report
+                if stop_requested():
+                    return
 
     def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
         """Not supported, and not called: this fleet does not raise FleetBroken."""
@@ -83,6 +89,22 @@ class InlineFleet:
             os.environ.clear()
             os.environ.update(self._environment_before)
             self._environment_before = None
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Raise an exception of the instance as InstanceFailed, with its traceback in the log file, as under Ray."""
+        try:
+            yield
+        except RaypodError:
+            raise
+        except Exception as error:  # the SDK and the user's code can raise any exception
+            log_file = Path(self._plan.log_file(0))
+            with contextlib.suppress(OSError):  # the disk is full, for example; the message has the cause
+                log_file.parent.mkdir(parents=True, exist_ok=True)
+                with log_file.open("a") as log:
+                    traceback.print_exc(file=log)
+            host = self._plan.placement.instances[0].host
+            raise InstanceFailed(0, host, summarize_exception(error), str(log_file)) from error
 
 
 class InlineServer:

@@ -208,6 +208,39 @@ def test_a_run_without_restarts_left_ends_with_its_first_failure(make: Callable[
     assert caught.value.instance == 0
 
 
+class FailsOnce(ScriptedFleet):
+    """Instance 1 fails before it reports the update `at`."""
+
+    kind, at = "raised", 0
+
+    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+        for report in super().run(leg, stop_requested):
+            if (report.first_update, report.instance) == (self.at, 1) and "failed" not in self.called:
+                self.called.append("failed")
+                raise broken(lost(1, self.kind, "ValueError: no such layer"), lost(0, self.kind))
+            yield report
+
+    def repair(self, lost_instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+        return {}
+
+
+@pytest.mark.parametrize(("kind", "at", "restarts"), [("raised", 0, None), ("raised", 1, 1), ("died", 0, 1)])
+def test_an_exception_before_the_first_call_is_complete_ends_the_run(
+    make: Callable[..., Plan], kind: str, at: int, restarts: Optional[int]
+) -> None:
+    plan = make(training={"updates": 3}, pod={"num_instances": 2})
+    fleet, events = FailsOnce(plan), []
+    fleet.kind, fleet.at = kind, at
+    run = coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0))
+    if restarts is None:
+        with pytest.raises(InstanceFailed, match="instance 1 on host h1 failed: ValueError: no such layer; its log"):
+            events += run
+        assert not any(isinstance(event, InstanceLost) for event in events)
+        return
+    events += run
+    assert only(events, Repaired).restarts == restarts
+
+
 class LosesAReport(ScriptedFleet):
     """Instance 1 is lost after the others have completed an update and before it reports that."""
 

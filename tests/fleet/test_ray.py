@@ -23,7 +23,7 @@ from raypod.checkpoint import resume
 from raypod.coordinator import coordinator
 from raypod.datasets import dataset_size
 from raypod.errors import ClusterError, InstanceFailed, WaitTimedOut
-from raypod.events import Event, RunEnded, UpdateDone
+from raypod.events import Event, InstanceLost, Repaired, RunEnded, UpdateDone
 from raypod.fleet.inline import InlineFleet
 from raypod.fleet.ray import RayFleet
 from raypod.fleet.ray_nodes import match_hosts, wait_for_nodes
@@ -175,6 +175,30 @@ def test_an_instance_that_raises_is_named_with_its_error(
     with pytest.raises(InstanceFailed, match="instance 1 on host localhost failed: ValueError: no such layer"):
         run(plan)
     assert "bad_model.py" in Path(plan.log_file(1)).read_text()
+    assert wait_until(lambda: nothing_is_left(pod))
+
+
+def test_a_model_that_the_sdk_rejects_ends_the_run_without_a_restart(
+    pod: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rejected_model.py").write_text(
+        "import torch\n"
+        "class Model(torch.nn.Linear):\n"
+        "    def forward(self, images):\n"
+        "        logits = super().forward(images.flatten(1))\n"
+        "        return logits if logits.sum() < 1e9 else logits + 1\n"
+        "def make(channels, classes): return Model(64, classes)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    training = {"model": "rejected_model:make", "updates": 4}
+    plan = plan_for(tmp_path, pod={"num_instances": 2}, training=training, run={"strict": True})
+    events: List[Event] = []
+    with pytest.raises(
+        InstanceFailed, match=r"on host localhost failed: poptorch\.errors\.Error: aten::item"
+    ) as caught:
+        events.extend(coordinator.run(plan, RayFleet(plan), MetricsAggregator(plan, 0.0)))
+    assert not any(isinstance(event, (InstanceLost, Repaired)) for event in events)
+    assert "aten::item" in Path(caught.value.log_file).read_text()
     assert wait_until(lambda: nothing_is_left(pod))
 
 
