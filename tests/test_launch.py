@@ -335,6 +335,17 @@ def test_an_uncaught_exception_is_reported_as_the_cause(launch: Launch) -> None:
     assert re.search(r"failed: exit code 1 \(ValueError: broken\); its log: \S+$", found.err.strip())
 
 
+def test_strict_mode_rejects_what_an_ipu_rejects(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = launch("--strict", *program("reads_a_value.py"))
+    assert found.code == 1
+    assert re.search(
+        r"instance 0 on host \S+ failed: exit code 1 \(\S*Error: aten::item.*\); its log: \S+$", found.err.strip()
+    )
+    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
+    found = launch("--strict", "no", *program("reads_a_value.py"))
+    assert (found.code, found.lines(0)) == (0, ["[1.0, 1.0]"])
+
+
 def test_an_uncaught_cpp_exception_is_reported_as_the_cause(launch: Launch) -> None:
     throw = "import ctypes; ctypes.CDLL('libstdc++.so.6')['_ZSt21__throw_runtime_errorPKc'](b'no device')"
     found = launch(*TWO, sys.executable, "-c", throw)
