@@ -113,8 +113,8 @@ def sets_that_wait_for_each_other(rank: int, size: int) -> str:
 
 @pytest.fixture(scope="module")
 def pod() -> Dict[str, List[Any]]:
-    functions = ["start", "out_of_step", "two_threads", "same_name_twice", "shutdown_of_rank_0"]
-    functions += ["failed_init", "timeline_of_two_sets", "sets_that_wait_for_each_other"]
+    functions = ["start", "out_of_step", "two_threads", "same_name_twice", "shutdown_of_rank_0", "failed_init"]
+    functions += ["timeline_of_two_sets", "sets_that_wait_for_each_other"]
     return run_ranks(__file__, functions, 4)
 
 

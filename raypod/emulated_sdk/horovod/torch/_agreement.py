@@ -21,6 +21,11 @@ class Description(NamedTuple):
     tensors: List[Tensor]
     own: List[int]  # this rank's lengths of the first dimensions that may differ, or its splits
 
+    @property
+    def is_absent(self) -> bool:
+        """Whether this rank has no tensor to reduce and submitted zeros, whose length is given as 0."""
+        return self.kind == "ALLREDUCE" and self.own == [0]
+
     def agrees_with(self, other: Description) -> bool:
         """Return whether the two ranks submitted the same."""
         return self[:-1] == other[:-1]
@@ -34,6 +39,15 @@ class Description(NamedTuple):
         index = _first_difference(self.tensors, other.tensors)
         prefix = f"tensor {index} of {len(self.tensors)}: " if len(self.tensors) > 1 else ""
         return prefix + _text(self.tensors[index])
+
+
+def settled(descriptions: Dict[int, Description]) -> Dict[int, Description]:
+    """Return the descriptions by rank; if a rank gathers, those without a tensor as allgathers of no rows."""
+    gather = next((each for each in descriptions.values() if each.kind == "ALLGATHER"), None)
+    if gather is None:
+        return descriptions
+    nothing = gather._replace(own=[0] * len(gather.own))
+    return {rank: nothing if each.is_absent else each for rank, each in descriptions.items()}
 
 
 def disagreement(descriptions: Dict[int, Description]) -> Optional[str]:
@@ -53,6 +67,8 @@ def disagreement(descriptions: Dict[int, Description]) -> Optional[str]:
 def _sentence(one: Description, other: Description) -> str:
     """Return Horovod's sentence for the first difference of two descriptions."""
     kind = one.kind
+    if kind != other.kind:
+        return _differ("operations", "did an {}", kind, other.kind)
     if len(one.tensors) != len(other.tensors):
         return _differ("group sizes", "submitted a group of {}", len(one.tensors), len(other.tensors), " tensors")
     if one.tensors != other.tensors:

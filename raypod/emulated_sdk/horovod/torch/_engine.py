@@ -22,7 +22,7 @@ import torch
 from _pod.wires import Group, timeout_s
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.torch._agreement import Description, disagreement, join_error
+from horovod.torch._agreement import Description, disagreement, join_error, settled
 from horovod.torch._operations import Allreduce, Join, Operation, run_together
 from horovod.torch._timeline import Timeline
 
@@ -210,9 +210,10 @@ class Engine:
 
     def _checked(self, key: str, statuses: Sequence[_Status], active: Sequence[int]) -> Operation:
         """Return an operation that all active ranks have submitted; with its error if they disagree about it."""
-        descriptions = {rank: each.pending[key] for rank, each in enumerate(statuses) if key in each.pending}
+        descriptions = settled({rank: each.pending[key] for rank, each in enumerate(statuses) if key in each.pending})
         first = descriptions[active[0]]
         operation = self._pending[key] if self._group.rank in descriptions else _of_joined_rank(first)
+        operation.description = descriptions.get(self._group.rank, first)
         operation.owns = [descriptions[rank].own if rank in descriptions else [] for rank in range(len(statuses))]
         joined = [self.ranks[rank] for rank in range(len(statuses)) if rank not in descriptions]
         self._timeline.ready(self._id, first, [self.ranks[rank] for rank in descriptions])
@@ -229,7 +230,7 @@ class Engine:
         for _, members in groupby(valid, key=lambda each: (each.kind, each.description.op, each.description.factors)):
             together = list(members)
             self._timeline.advance(self._id, together, is_running=True)
-            fusable = [each for each in together if isinstance(each, Allreduce)]
+            fusable = [each for each in together if isinstance(each, Allreduce) and each.description.kind == each.kind]
             if fusable:
                 run_together(self._group, fusable)
             for operation in together[len(fusable) :]:

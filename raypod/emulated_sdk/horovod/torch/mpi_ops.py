@@ -21,6 +21,7 @@ from horovod.torch._collectives import (
 from horovod.torch._handles import poll, submit, synchronize
 from horovod.torch._operations import Barrier, Join, ReduceOp
 from horovod.torch._process_sets import ProcessSet, engine_of, global_process_set
+from horovod.torch._sparse import sparse_allreduce_async
 
 __all__ = [
     *_basics.__all__,
@@ -95,28 +96,6 @@ reducescatter: _Function = collective_function(Reducescatter)
 reducescatter_async: _Async = collective_function(Reducescatter, asynchronous=True)
 grouped_reducescatter: _Grouped = collective_function(Reducescatter, grouped=True)
 grouped_reducescatter_async: _Async = collective_function(Reducescatter, grouped=True, asynchronous=True)
-
-
-def sparse_allreduce_async(
-    tensor: torch.Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
-) -> Callable[[], torch.Tensor]:
-    """Start to sum a sparse tensor over all ranks; return the function that waits and returns the sum, uncoalesced.
-
-    The indices and values of all ranks are gathered, whose numbers may differ; with Average the values are divided by
-    the number of ranks. Other reductions are HorovodInternalError.
-    """
-    if op not in (Average, Sum):
-        raise HorovodInternalError(f"sparse tensors are reduced by Average or Sum only, not {ReduceOp(op).name}")
-    indices = allgather_async(tensor._indices().t().contiguous(), name=f"{name}.indices", process_set=process_set)
-    values = allgather_async(tensor._values().contiguous(), name=f"{name}.values", process_set=process_set)
-
-    def result() -> torch.Tensor:
-        all_values, all_indices = synchronize(values), synchronize(indices)
-        if op == Average:
-            all_values = all_values / process_set.size()
-        return torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape, check_invariants=False)
-
-    return result
 
 
 def join(device: int = -1) -> int:

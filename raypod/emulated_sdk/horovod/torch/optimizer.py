@@ -14,6 +14,7 @@ import torch
 
 from horovod.torch._basics import ProcessSet, global_process_set, size
 from horovod.torch._checks import reject_adasum
+from horovod.torch._sparse import absent_allreduce_async_
 from horovod.torch.compression import Compression
 from horovod.torch.functions import broadcast_object
 from horovod.torch.mpi_ops import (
@@ -85,7 +86,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._local_class.load_state_dict(self, *args, **kwargs)
 
     def synchronize(self) -> None:
-        """Wait until all gradients are reduced. A rank without a gradient contributes zeros.
+        """Wait until all gradients are reduced. A rank without a gradient contributes zeros, to a sparse one no rows.
 
         Use it with `skip_synchronize` to read or clip the reduced gradients before `step`.
         """
@@ -97,7 +98,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 self._passes_left[parameter] = self.backward_passes_per_step
                 reduced = self._settings.compression.decompress(result, context)
                 assert parameter.grad is not None, "`_start` sets it"
-                if parameter.grad.is_sparse:
+                if parameter.grad.is_sparse or reduced.is_sparse:
                     parameter.grad = reduced if reduced.is_sparse else reduced.to_sparse()
                 else:
                     parameter.grad.data = reduced
@@ -157,6 +158,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def _start(self, number: int) -> None:
         """Start the reduction of a group of gradients."""
         members, settings = self._groups[number], self._settings
+        is_absent = members[0].grad is None and not settings.sparse_as_dense
         gradients = [self._gradient(member) for member in members]
         name = self._parameter_names[members[0]]
         common: Any = {"name": name, "op": settings.op, "process_set": settings.process_set}
@@ -165,25 +167,31 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._pending[number] = _Pending(lambda: [wait()], [None])
             return
         packed = [settings.compression.compress(gradient) for gradient in gradients]
-        tensors = [tensor for tensor, _ in packed]
-        if settings.groups is None:
-            factor = settings.gradient_predivide_factor
-            common.update(prescale_factor=1.0 / factor, postscale_factor=factor)
-            handle = allreduce_async_(tensors[0], **common)
-        else:  # As Horovod, which does not predivide groups.
+        tensors, contexts = [tensor for tensor, _ in packed], [context for _, context in packed]
+        if settings.groups is not None:  # As Horovod, which does not predivide groups.
             handle = grouped_allreduce_async_(tensors, **common)
-        self._pending[number] = _Pending(
-            lambda: (synchronize(handle),) if settings.groups is None else synchronize(handle),
-            [context for _, context in packed],
-        )
+            self._pending[number] = _Pending(lambda: synchronize(handle), contexts)
+            return
+        factor = settings.gradient_predivide_factor
+        common.update(prescale_factor=1.0 / factor, postscale_factor=factor)
+        start = absent_allreduce_async_ if is_absent else allreduce_async_
+        handle = start(tensors[0], **common)
+        self._pending[number] = _Pending(lambda: [synchronize(handle)], contexts)
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the tensor to reduce. A rank without a gradient contributes zeros."""
+        """Return the tensor to reduce, zeros if there is no gradient; ValueError for a sparse one in a group."""
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if parameter.grad.is_sparse:
-            return parameter.grad.to_dense() if self._settings.sparse_as_dense else parameter.grad
-        return parameter.grad.contiguous()
+        if not parameter.grad.is_sparse:
+            return parameter.grad.contiguous()
+        if self._settings.sparse_as_dense:
+            return parameter.grad.to_dense()
+        if self._settings.groups is not None:
+            raise ValueError(
+                f"Tensor type {parameter.grad.type()} is not supported in groups of gradients:"
+                f" {self._parameter_names[parameter]} has a sparse gradient. Specify sparse_as_dense=True."
+            )
+        return parameter.grad
 
 
 def DistributedOptimizer(  # noqa: PLR0913  # Horovod's
@@ -206,12 +214,13 @@ def DistributedOptimizer(  # noqa: PLR0913  # Horovod's
         backward_passes_per_step: number of backward passes whose gradients are accumulated before the reduction.
         gradient_predivide_factor: with Average, divide by it before the sum, and multiply by it afterwards.
         groups: the number of groups of gradients that are reduced together, or the groups themselves.
-        sparse_as_dense: reduce sparse gradients as dense ones; otherwise their indices and values are gathered.
+        sparse_as_dense: reduce sparse gradients as dense ones; otherwise their indices and values are gathered. Horovod
+            then waits forever if a rank has no gradient; here that rank contributes no rows. Groups need it.
         process_set: the ranks whose gradients are reduced. On other ranks the optimizer is local.
 
     Raises:
         NotImplementedError: Adasum.
-        ValueError: another argument is invalid.
+        ValueError: another argument is invalid. In `backward`: a sparse gradient in a group, without `sparse_as_dense`.
     """
     reject_adasum(op)
     if gradient_predivide_factor != 1.0 and op != Average:
