@@ -25,7 +25,7 @@ def images_of(labels: np.ndarray, patterns: np.ndarray, random: np.random.Genera
     shifted = chosen[each, rows[:, :, None] % SIDE, columns[:, None, :] % SIDE]
     strength = random.uniform(0.3, 0.7, (len(labels), 1, 1, 1))
     noisy = 128 + strength * (shifted - 128) + random.normal(0, 20, shifted.shape)
-    return noisy.clip(0, 255).astype(np.uint8).transpose(0, 3, 1, 2).reshape(len(labels), -1)
+    return noisy.clip(0, 255).astype(np.uint8).transpose(0, 3, 1, 2).reshape(len(labels), 3 * SIDE * SIDE)
 
 
 def write(folder: Path, train: int, test: int, classes: int, seed: int = 0) -> Path:
