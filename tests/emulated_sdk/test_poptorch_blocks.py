@@ -199,3 +199,28 @@ def test_attribute_takes_dictionaries_of_strings():
         assert context is None
     with pytest.raises(AssertionError, match="__outline"):
         poptorch.Attribute(__outline="embedding")
+
+
+@pytest.mark.parametrize("is_closure", [False, True])
+def test_a_layer_starts_its_block_however_forward_reaches_it(is_closure):
+    base = nn.Sequential(poptorch.BeginBlock(nn.Linear(2, 2), ipu_id=0), poptorch.BeginBlock(nn.Linear(2, 2), ipu_id=1))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = base
+
+        def forward(self, x):
+            return base(x) if is_closure else self.base(x)
+
+    model = poptorch.inferenceModel(Model(), options(iterations=8))
+    model.compile(torch.ones(8, 2))
+    stages = model.emulatedPlacement().stages
+    assert [(stage.ipu, stage.modules) for stage in stages] == [(0, ("base.0",)), (1, ("base.1",))]
+
+
+def test_layers_with_the_same_id_0_are_in_one_block():
+    layers = [poptorch.BeginBlock(nn.Linear(2, 2), user_id=0) for _ in range(2)]
+    strategy = poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement)
+    placement = placed(lambda x: layers[1](layers[0](x)), strategy=strategy)
+    assert [stage.blocks for stage in placement.stages] == [(0,)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import io
 
+import numpy
 import poptorch
 import pytest
 import torch
@@ -152,6 +153,19 @@ def test_keyword_and_default_arguments():
     assert model(torch.ones(2), y=torch.full((2,), 3.0), factor=5).tolist() == [15, 15]
     with pytest.raises(poptorch.Error, match="Missing arguments: factor, y"):
         model(torch.ones(2))
+
+
+@pytest.mark.parametrize("other", [numpy.ones(3), numpy.ones((2, 2)), None])
+def test_an_array_of_another_shape_is_another_constant(other):
+    class Sum(nn.Module):
+        def forward(self, x, constant):
+            return x + float(numpy.sum(constant))
+
+    model = poptorch.inferenceModel(Sum(), options())
+    assert model(torch.zeros(2), numpy.ones(2)).tolist() == [2, 2]
+    assert model(torch.zeros(2), numpy.ones(2)).tolist() == [2, 2]
+    with pytest.raises(poptorch.Error, match="mismatch for constant"):
+        model(torch.zeros(2), other)
 
 
 def test_constant_arguments_are_fixed_by_compiling():

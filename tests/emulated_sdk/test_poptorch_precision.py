@@ -126,14 +126,74 @@ def test_gradients_of_float_weights_of_a_half_program_are_float_and_train():
     torch.testing.assert_close(layer.weight.detach(), before - 2e-5, atol=1e-7, rtol=0)
 
 
-def test_stochastic_rounding_rounds_every_result():
+def rounded_stochastically(function, x):
     opts = options().randomSeed(3)
     opts.Precision.enableStochasticRounding(True)
+    return poptorch.inferenceModel(Function(function), opts)(x)
+
+
+def test_stochastic_rounding_rounds_every_result():
     ones = torch.ones(20000, dtype=HALF)
-    found = [poptorch.inferenceModel(Function(lambda x, w: x * 1.0001), opts)(ones) for _ in range(2)]
+    found = [rounded_stochastically(lambda x, w: x * 1.0001, ones) for _ in range(2)]
     assert set(found[0].float().unique().tolist()) == {1.0, 1.0009765625}
     assert found[0].float().mean().item() == pytest.approx(1.0001, abs=2e-5)
     assert torch.equal(*found)
+
+
+def test_stochastic_rounding_keeps_nan():
+    found = rounded_stochastically(lambda x, w: torch.log1p(x), torch.full((16,), -2.0, dtype=HALF))
+    assert found.isnan().all()
+
+
+def test_stochastic_rounding_is_independent_of_the_numbers_of_the_model():
+    def draw_and_round(x, w):
+        return torch.randint(0, 2**13, x.shape), x * (1 + 2**-12)
+
+    drawn, rounded = rounded_stochastically(draw_and_round, torch.ones(20000, dtype=HALF))
+    rises = rounded > 1
+    assert 0.2 < rises.float().mean() < 0.3
+    assert drawn[rises].float().mean().item() == pytest.approx(drawn[~rises].float().mean().item(), rel=0.05)
+
+
+def test_a_layer_on_the_host_rounds_to_nearest():
+    class Layer(nn.Module):
+        def forward(self, x):
+            return (x.float() * (1 + 2**-12)).half()
+
+    on_host = poptorch.CPU(Layer(), "layer")
+    assert (rounded_stochastically(lambda x, w: on_host(x), torch.ones(1000, dtype=HALF)) == 1).all()
+
+
+@pytest.mark.parametrize("accumulation", [1023, 1024])
+def test_a_mean_over_many_terms_does_not_underflow(accumulation):
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self, x):
+            return poptorch.identity_loss((self.linear(x).float() * 2e-4).sum(), "sum")
+
+    model = seeded(Small)
+    before = model.linear.weight.detach().clone()
+    optimizer = poptorch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+    x = torch.full((accumulation, 4), 1e-2, dtype=HALF)
+    poptorch.trainingModel(model, options(accumulation=accumulation), optimizer)(x)
+    torch.testing.assert_close(before - model.linear.weight, torch.full((1, 4), 0.1), atol=2e-3, rtol=0)
+
+
+def test_a_layer_with_an_integer_input_is_an_error_as_in_torch():
+    with pytest.raises(RuntimeError):
+        poptorch.inferenceModel(nn.Linear(4, 3), options())(torch.full((2, 4), 3))
+
+
+def test_the_input_of_a_layer_can_be_a_keyword_argument():
+    assert on_device(lambda x, w: F.linear(weight=w[None].float(), input=x)).dtype == HALF
+
+
+def test_a_product_of_half_and_float_matrices_is_float():
+    x = torch.ones(4, 4, dtype=HALF)
+    assert on_device(lambda x, w: x @ torch.ones(4, 4), x).dtype == torch.float32
 
 
 @pytest.mark.parametrize("precision", ["16.16", "16.32"])

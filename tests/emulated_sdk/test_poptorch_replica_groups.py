@@ -86,6 +86,9 @@ def test_inference_model_has_groups():
     model = Product(torch.arange(4.0).reshape(2, 2, 1))
     inference = poptorch.inferenceModel(model, options(2))
     inference.weight.replicaGrouping(CONSECUTIVE, 1, EACH_GROUP)
+    assert torch.cat([inference.weight, inference.weight]).shape == (4, 2, 1)
+    inference.weight.requires_grad = False
+    assert not model.weight.requires_grad
     assert inference(torch.ones(2, 2))[0].flatten().tolist() == [1, 5]
 
 

@@ -58,6 +58,12 @@ REJECTED = [
     pytest.param(
         lambda x, _: F.cross_entropy(x, torch.zeros(3).long(), torch.ones(4)), None, '"weight"', id="class weights"
     ),
+    pytest.param(
+        lambda x, _: F.cross_entropy(x, torch.zeros(3).long(), label_smoothing=0.1),
+        None,
+        "masked_select",
+        id="label smoothing",
+    ),
     pytest.param(lambda x, _: x * x.sum().item(), None, "aten::item is only supported in eager", id="item"),
     pytest.param(lambda x, _: x if x.sum() > 0 else -x, None, "aten::item is only supported", id="if"),
     pytest.param(lambda x, _: x * int(x.sum()), None, "aten::item is only supported", id="int"),

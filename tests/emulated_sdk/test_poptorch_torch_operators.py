@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
 import poptorch
 import pytest
 import torch
 import torch.fx
 from poptorch._impl import NameScopeHook, internal_cast, isWrapped, rewrapModelIfNecessary, unwrapModelIfNecessary
+from poptorch._utils import combine_batch_tensors_gen
 from poptorch_models import options
 from torch import nn
 
@@ -78,6 +86,17 @@ def test_an_unwrapped_model_is_plain_until_it_is_wrapped_again():
     assert not isWrapped(model)
 
 
+def test_an_unwrapped_model_does_not_keep_its_executor():
+    model = Scoped()
+    training = poptorch.trainingModel(model, options(), torch.optim.SGD(model.parameters(), lr=0.1))
+    training(torch.ones(4, 2), torch.ones(4, 1))
+    unwrapModelIfNecessary(model)
+    executor = weakref.ref(training)
+    del model, training
+    gc.collect()
+    assert executor() is None
+
+
 def test_the_executor_is_found_under_its_module():
     assert poptorch._poplar_executor.PoplarExecutor is poptorch.PoplarExecutor
 
@@ -136,3 +155,49 @@ def test_modules_with_own_attributes_named_hooks_train_on_two_replicas(make):
     )
     losses = [training(torch.ones(4, 2), torch.ones(4, 1)).mean().item() for _ in range(5)]
     assert losses[-1] < losses[0] / 2
+
+
+class Substitute:
+    """A manager that replaces `torch.relu` by a function of another result."""
+
+    def replace(self) -> None:
+        self.original, torch.relu = torch.relu, lambda x: x * 0 + 7
+
+    def restore(self) -> None:
+        torch.relu = self.original
+
+
+def test_registered_functions_are_replaced_on_the_device_only(monkeypatch):
+    class Relu(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(x)
+
+    manager = poptorch._poplar_executor._OverwriteContextManager
+    monkeypatch.setattr(manager, "_subsitution_manager_types", [])
+    for _ in range(2):
+        manager.registerSubsitutionManager(Substitute)
+    original = torch.relu
+    model = poptorch.inferenceModel(Relu(), options())
+    assert [model(torch.ones(1)).item() for _ in range(2)] == [7, 7]
+    assert torch.relu is original
+
+
+@pytest.mark.parametrize(
+    ("types", "logged"), [("def registerCustomArgParsers(): print('registered')", ""), ("import absent", "absent")]
+)
+def test_importing_poptorch_registers_the_parsers_of_poptorch_geometric(tmp_path, types, logged):
+    package = tmp_path / "poptorch_geometric"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "types.py").write_text(types)
+    sdk = str(Path(poptorch.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([sdk, str(tmp_path)])}
+    command = [sys.executable, "-c", "import poptorch"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == ("" if logged else "registered")
+    assert logged in result.stderr
+
+
+def test_batches_of_tensors_are_combined_column_by_column():
+    batches = [[torch.ones(1), torch.zeros(2)], [torch.ones(2), torch.ones(1)]]
+    assert [each.tolist() for each in combine_batch_tensors_gen(batches)] == [[1, 1, 1], [0, 0, 1]]

@@ -25,6 +25,7 @@ from poptorch.ops import *  # noqa: F403
 from poptorch.options import *  # noqa: F403
 from poptorch.printing import *  # noqa: F403
 from poptorch.pytree import ICustomArgParser, registerCustomArgParser
+from poptorch.substitutions import register_geometric
 
 __all__ = [
     "AsynchronousDataAccessor",
@@ -61,6 +62,7 @@ __all__.sort()
 
 os.environ.setdefault("RDMAV_FORK_SAFE", "1")
 environment.set_level_from_environment()
+register_geometric()
 
 
 def __getattr__(name: str) -> Any:

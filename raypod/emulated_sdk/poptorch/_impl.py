@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from itertools import chain
 from typing import Any, Iterator, List
 
@@ -27,7 +28,7 @@ __all__ = [
     "unwrapModelIfNecessary",
 ]
 
-# The class that each unwrapped module, parameter or buffer had while it was wrapped.
+# Weak references, as they refer to the executor, to the class that each unwrapped object had while it was wrapped.
 _wrapped_classes: Any = WeakIdKeyDictionary()
 
 
@@ -60,14 +61,15 @@ def unwrapModelIfNecessary(model: torch.nn.Module) -> None:
     """
     for each in _objects(model):
         if isWrapped(each):
-            _wrapped_classes[each] = type(each)
+            _wrapped_classes[each] = weakref.ref(type(each))
             unwrapIfWrapped(each)
 
 
 def rewrapModelIfNecessary(model: torch.nn.Module) -> None:
     """Wrap a module and its tensors again that `unwrapModelIfNecessary` has unwrapped."""
     for each in _objects(model):
-        wrapped_class = _wrapped_classes.pop(each, None)
+        reference = _wrapped_classes.pop(each, None)
+        wrapped_class = reference and reference()
         if wrapped_class is not None:
             each.__class__ = wrapped_class
 

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from poptorch.executor.executor import PoplarExecutor
+from poptorch.substitutions import _OverwriteContextManager
 
-__all__ = ["PoplarExecutor"]
+__all__ = ["PoplarExecutor", "_OverwriteContextManager"]

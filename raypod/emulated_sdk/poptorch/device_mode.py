@@ -100,6 +100,11 @@ def is_on_device() -> bool:
     return getattr(_active, "is_on_device", False)
 
 
+def is_in_host_layer() -> bool:
+    """Return whether this thread runs a layer on the host that a forward on the device has called."""
+    return getattr(_active, "is_in_host_layer", False)
+
+
 def isRunningOnIpu() -> bool:
     """Return whether the caller runs inside the forward of a wrapped model."""
     return is_on_device()
@@ -120,7 +125,7 @@ def compiling_mode() -> Optional[DeviceMode]:
 def off_device() -> Iterator[None]:
     """Context in which this thread runs on the host: `DeviceMode` and the modes above it are inactive."""
     mode, was_on_device = active_mode(), is_on_device()
-    _active.mode, _active.is_on_device = None, False
+    _active.mode, _active.is_on_device, _active.is_in_host_layer = None, False, was_on_device
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     above = len(stack) - next((index for index, each in enumerate(stack) if each is mode), len(stack))
     try:
@@ -129,7 +134,7 @@ def off_device() -> Iterator[None]:
                 popped.enter_context(_pop_mode_temporarily())
             yield
     finally:
-        _active.mode, _active.is_on_device = mode, was_on_device
+        _active.mode, _active.is_on_device, _active.is_in_host_layer = mode, was_on_device, False
 
 
 @contextlib.contextmanager
@@ -264,8 +269,11 @@ def _convert(mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], 
 def _weights_like_input(
     mode: DeviceMode, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
 ) -> Any:
-    """Call a layer's function with its weights cast to the dtype of its input, half or float32."""
-    dtype = next(value.dtype for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    """Call a layer's function with its weights cast to the dtype of its input, if that is half or float32."""
+    given = (*args, kwargs.get("input"), kwargs.get("query"), *kwargs.values())
+    dtype = next(value.dtype for value in given if isinstance(value, torch.Tensor))
+    if not dtype.is_floating_point:
+        return func(*args, **kwargs)
 
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -74,14 +74,16 @@ def _check_keys(name: str, compiled: TreeSpec, given: TreeSpec) -> None:
 
 
 def _is_same(compiled: Any, value: Any) -> bool:
-    """Return whether two constants are equal; constants that cannot be compared count as equal."""
+    """Return whether two constants are equal; different objects that cannot be compared are not."""
     if compiled is value:
         return True
+    if getattr(compiled, "shape", None) != getattr(value, "shape", None):  # arrays are compared with broadcasting
+        return False
     try:
         equal = compiled == value
         return bool(equal.all()) if hasattr(equal, "all") else bool(equal)  # arrays compare item by item
     except (TypeError, ValueError, RuntimeError):
-        return True
+        return False
 
 
 def _mismatch(what: str, name: str, expected: Any, found: Any) -> Error:

@@ -83,7 +83,7 @@ def trace(
     tensors = [to_device(tensor) for tensor in inputs]
     mode = DeviceMode(is_compiling=True, originals=scratch.originals)
     half = HalfMode()
-    recorder = StageRecorder(scratch.module, settings.strategy, block_of, settings.is_training)
+    recorder = StageRecorder(scratch.module, scratch.host_module, settings.strategy, block_of, settings.is_training)
     check = OperatorCheck(recorder, [*tensors, *_weights(scratch)])
     recorder.observers.append(check.observe)
     activations = ActivationRecorder(recorder, _weights(scratch), tensors)

@@ -11,6 +11,8 @@ from typing import Any, Dict, FrozenSet, Iterator, Optional, Tuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from poptorch.device_mode import is_in_host_layer
+
 _aten: Any = torch.ops.aten
 _Replaced = Dict[int, Tuple[torch.Tensor, torch.Tensor]]
 
@@ -130,16 +132,22 @@ class HalfMode(TorchDispatchMode):
         return value
 
     def _rounded(self, value: torch.Tensor) -> torch.Tensor:
-        return (value if self._generator is None else round_stochastically(value, self._generator)).half()
+        generator = self._noise()
+        return (value if generator is None else round_stochastically(value, generator)).half()
+
+    def _noise(self) -> Optional[torch.Generator]:
+        """Return the generator of the numbers that round; None to round to nearest, as layers on the host do."""
+        return None if is_in_host_layer() else self._generator
 
     def _rounded_source(self, func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Any, ...]:
         """Return the arguments of an operator; if it converts float32 to half, with stochastically rounded values."""
-        if self._generator is None:
+        generator = self._noise()
+        if generator is None:
             return args
         if func is _aten._to_copy.default and kwargs.get("dtype") is torch.half and args[0].dtype is torch.float32:
-            return (round_stochastically(args[0], self._generator), *args[1:])
+            return (round_stochastically(args[0], generator), *args[1:])
         if func is _aten.copy_.default and args[0].dtype is torch.half and args[1].dtype is torch.float32:
-            return (args[0], round_stochastically(args[1], self._generator), *args[2:])
+            return (args[0], round_stochastically(args[1], generator), *args[2:])
         return args
 
 
@@ -150,7 +158,8 @@ def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> to
     """
     noise = torch.randint(2**_EXTRA_BITS, values.shape, generator=generator, dtype=torch.int32)
     bits = values.contiguous().view(torch.int32).add(noise)
-    return bits.bitwise_and_(-(2**_EXTRA_BITS)).view(torch.float32)
+    rounded = bits.bitwise_and_(-(2**_EXTRA_BITS)).view(torch.float32)
+    return torch.where(values.isnan(), values, rounded)  # the noise can carry from a NaN's mantissa into its sign
 
 
 def _floating_point(value: Any) -> Iterator[torch.Tensor]:

@@ -30,11 +30,13 @@ class ReplicaMemory(NamedTuple):
     """One replica: its module and, by name, its parameters, floating point buffers and constant buffers.
 
     `updated` are the parameters as the optimizer updates them: float32 copies of those in half, the others themselves.
+    `host_module` is the module of which `module` is a copy.
     `originals` holds by the `id` of each of the host's tensors that tensor, which keeps its `id` from being reused, and
     its copy.
     """
 
     module: torch.nn.Module
+    host_module: torch.nn.Module
     parameters: Dict[str, torch.nn.Parameter]
     buffers: Dict[str, torch.Tensor]
     constants: Dict[str, torch.Tensor]
@@ -111,12 +113,17 @@ class DeviceMemory:
                     if name in replica.buffers:
                         replica.buffers[name].copy_(buffer)
 
-    def upload_buffers(self, names: Sequence[str]) -> None:
-        """Copy these buffers of the host to every replica, constants too. Raises Error for an unknown name."""
+    def check_buffers(self, names: Sequence[str]) -> None:
+        """Raise Error if a name is not that of a buffer."""
         host = dict(self._model.named_buffers())
         unknown = [name for name in names if name not in host]
         if unknown:
             raise Error(f"The model has no buffer {unknown[0]!r}: there are {', '.join(sorted(host)) or 'none'}")
+
+    def upload_buffers(self, names: Sequence[str]) -> None:
+        """Copy these buffers of the host to every replica, constants too. Raises Error for an unknown name."""
+        self.check_buffers(names)
+        host = dict(self._model.named_buffers())
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for replica in self.replicas:
                 for name in names:
@@ -157,6 +164,7 @@ class DeviceMemory:
         floating = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
         return ReplicaMemory(
             module=_copy_module(self._model, {id(tensor): copy for tensor, copy in pairs}, self._user_model),
+            host_module=self._model,
             parameters=parameters,
             buffers=floating,
             constants={name: buffer for name, buffer in buffers.items() if name not in floating},

@@ -95,11 +95,11 @@ class OperatorCheck:
             if id(args[0]) in self._known:
                 self._reject(reason)
             return function(*args, **kwargs)
-        if function not in _WHOLE:
-            return function(*args, **kwargs)
         limit = function_limit(function, args, kwargs)
         if limit is not None:
             self._reject(limit)
+        if function not in _WHOLE:
+            return function(*args, **kwargs)
         self._depth += 1
         try:
             return function(*args, **kwargs)

@@ -86,6 +86,7 @@ class Program:
         self._checks_numbers = compiler.get("enableFloatingPointChecks")
         self._threads = ReplicaThreads(self.layout.replicas)
         self._synthetic = synthetic_inputs(arguments.spec, self.layout) if compiler.get("syntheticDataMode") else None
+        self.memory.check_buffers(compiler.get("updatableNamedBuffers") or ())
         reject_changed_buffers = self.layout.input_groups > 1 and options.broadcast_buffers
         settings = TraceSettings(self.is_training, reject_changed_buffers, options._execution_strategy)
         example_inputs = self._synthetic or arguments.example_inputs
@@ -203,7 +204,7 @@ class Program:
                 call.outputs.add(iteration, step, index, forward.outputs)
                 if replica.anchor_recorder is not None:
                     call.anchors.add(iteration, step, index, replica.anchor_recorder, self._update.scales)
-                if index == 0:
+                if index == 0 and self._synthetic is None:  # synthetic data is not transferred
                     times = MicroBatchTimes(started, replica.inputs_complete_s, computed, time.perf_counter())
                     self.micro_batch_times.append(times)
 
@@ -246,7 +247,13 @@ class TrainingProgram(Program):
             self.optimizer.loss_scale_update_factor = 1.0
         buffers = self._buffers = ReplicaBuffers(self.memory, placement_of(options))
         self._update = WeightUpdate(
-            self.memory, self.optimizer, options, self.traced.trained, self._count_micro_batches, buffers
+            self.memory,
+            self.optimizer,
+            options,
+            self.traced.trained,
+            self._count_micro_batches,
+            buffers,
+            self.traced.has_half,
         )
         check_memory(self.estimated_memory())
         has_several_updates = self.layout.device_iterations > 1

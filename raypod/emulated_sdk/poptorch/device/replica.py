@@ -112,7 +112,8 @@ class Replica:
         """Return the context for the forward and backward pass of the next micro-batch."""
         if self._half_mode is None:
             return _NO_CONTEXT
-        self._half_mode.seed(mixed_seed(self.seed, self._index, self.micro_batches))
+        # Not the numbers that the model draws (`_index`), nor those that round the weights (-1).
+        self._half_mode.seed(mixed_seed(self.seed, -2 - self._index, self.micro_batches))
         return self._half_mode
 
     def _random(self, draws: bool) -> ContextManager[Any]:

@@ -60,7 +60,8 @@ class WeightUpdate(NoUpdate):
 
     Every parameter that requires a gradient takes part in the reduction, in every process alike. If no replica computed
     a gradient of a parameter in this update, it is zero if the parameter is in `in_graph` (the compilation found it in
-    the graph, so a branch was not taken), else None, as in torch.
+    the graph, so a branch was not taken), else None, as in torch. If the model `has_half` tensors, a mean divides the
+    gradients: half gradients of a divided loss can underflow.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class WeightUpdate(NoUpdate):
         in_graph: FrozenSet[str],
         count_micro_batches: Callable[[], int],
         buffers: ReplicaBuffers,
+        has_half: bool,
     ) -> None:
         self.optimizer = optimizer
         self._memory = memory
@@ -78,7 +80,7 @@ class WeightUpdate(NoUpdate):
         placement = placement_of(options)
         self._half_weights = HalfWeights(memory, options, count_micro_batches)
         self._accumulators = _half_accumulators(memory, optimizer.hyperparameters, options)
-        self.loss_terms, self._gradient_terms = _terms(options, placement, self._accumulators)
+        self.loss_terms, self._gradient_terms = _terms(options, placement, self._accumulators, has_half)
         names = [name for name, parameter in optimizer.parameters.items() if parameter.requires_grad]
         self._names = names
         self._first_replica = placement.first_replica
@@ -230,7 +232,9 @@ def _half_accumulators(memory: DeviceMemory, values: Hyperparameters, options: O
     return [HalfAccumulator(list(replica.updated.values()), is_running) for replica in memory.replicas]
 
 
-def _terms(options: Options, placement: Placement, accumulators: List[HalfAccumulator]) -> Tuple[int, int]:
+def _terms(
+    options: Options, placement: Placement, accumulators: List[HalfAccumulator], has_half: bool
+) -> Tuple[int, int]:
     """Return the divisors of the loss and of the gradients for an update's mean; 1 and 1 for a sum."""
     training: Any = options.Training
     if training.accumulation_and_replication_reduction_type == ReductionType.Sum:
@@ -240,8 +244,8 @@ def _terms(options: Options, placement: Placement, accumulators: List[HalfAccumu
         steps = 1 if accumulators[0].is_running else int(training.gradient_accumulation)
         return 1, steps * placement.total_replicas
     terms = int(training.gradient_accumulation) * placement.total_replicas
-    # Division by a power of two is exact anywhere; dividing the loss saves a pass over the gradients.
-    is_exact = terms & (terms - 1) == 0
+    # In float32 division by a power of two is exact anywhere, and dividing the loss saves a pass over the gradients.
+    is_exact = terms & (terms - 1) == 0 and not has_half
     return (terms, 1) if is_exact else (1, terms)
 
 

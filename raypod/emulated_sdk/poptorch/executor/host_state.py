@@ -8,9 +8,10 @@ that it is bound to.
 from __future__ import annotations
 
 import copy
-from typing import Any, Callable, Dict, Iterator, Optional, Protocol, Tuple, Type
+from typing import Any, Callable, Dict, Iterator, List, Optional, Protocol, Tuple, Type
 
 import torch
+from torch.utils._pytree import tree_map
 
 from poptorch.device.memory import original_class
 from poptorch.device.program import Program, TrainingProgram
@@ -29,6 +30,7 @@ class Executor(Protocol):
     """The part of `PoplarExecutor` that a wrapped module uses."""
 
     per_replica_params: Dict[str, Any]
+    host_classes: List[type]
 
     @property
     def model(self) -> torch.nn.Module:
@@ -101,7 +103,7 @@ class GroupedParameter(_Groupable):
     """A parameter of an inference model: has `replicaGrouping`, and all else of the parameter."""
 
     def __init__(self, parameter: torch.nn.Parameter, executor: Executor) -> None:
-        self._parameter, self._executor = parameter, executor
+        vars(self).update(_parameter=parameter, _executor=executor)
 
     def _executor_and_parameter(self) -> Tuple[Executor, Any]:
         return self._executor, self._parameter
@@ -109,10 +111,16 @@ class GroupedParameter(_Groupable):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._parameter, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._parameter, name, value)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        plain = [each._parameter if isinstance(each, cls) else each for each in args]
-        return func(*plain, **(kwargs or {}))
+        def parameter(value: Any) -> Any:
+            return value._parameter if isinstance(value, cls) else value
+
+        args, kwargs = tree_map(parameter, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class _HostTensor:
@@ -172,8 +180,8 @@ def wrap(model: torch.nn.Module, executor: Executor) -> None:
     """Replace the classes of the model and its tensors. Raises RuntimeError if any of them is wrapped already."""
     if any(executor_of(type(wrapped)) is not None for wrapped in (model, *host_tensors(model))):
         raise RuntimeError(
-            "model has already been wrapped in 'poptorch.trainingModel'. Call model.destroy() on the model to unwrap "
-            f"before wrapping again (a {original_class(type(model)).__name__}, or a part of it)"
+            "Model has already been wrapped in 'poptorch.trainingModel'. Call model.destroy() on the model to unwrap "
+            f"before wrapping again. (It is a {original_class(type(model)).__name__}, or a part of it)"
         )
     classes: Dict[type, type] = {}
     for tensor in list(host_tensors(model)):
@@ -186,6 +194,7 @@ def wrap(model: torch.nn.Module, executor: Executor) -> None:
         tensor.__class__ = classes[kind]
     own = type(model)
     model.__class__ = _derived(f"Poptorch{own.__name__}", (_HostModule, own), executor, own)
+    executor.host_classes = [*classes.values(), type(model)]
 
 
 def unwrap(model: torch.nn.Module) -> None:

@@ -52,13 +52,14 @@ class Measurements:
         """
         if not self._options._Popart.options["instrumentWithHardwareCycleCounter"]:
             raise Error("Cycle count logging is disabled. Please set option logCycleCount to True to enable.")
-        if self._program is None or not self._program.micro_batch_times:
+        if self._program is None or not self._program.call_s:
             raise Error("Please run the model at least once before obtaining cycle count.")
         return round(self._program.call_s * _CLOCK_HZ)
 
     def compilationTime(self) -> datetime.timedelta:
         """Return the duration of the compilation. Raises Error before it."""
-        self._compiled()
+        if self._program is None:
+            raise Error("Please compile the model before obtaining compilation time.")
         return datetime.timedelta(seconds=self._compilation_s)
 
     @property
@@ -71,7 +72,8 @@ class Measurements:
 
         The keys are "input" and "input_complete", with one list per tensor of the arguments, and "output" and
         "output_complete", with one list per output tensor. Each list has one time per micro-batch; the tensors of a
-        micro-batch are transferred together. Before the first call the lists are empty, one per key before compilation.
+        micro-batch are transferred together. The lists are empty before the first call and with synthetic data; before
+        the compilation there is one per key.
         """
         program = self._program
         if program is None:

@@ -22,7 +22,7 @@ def kernel_limit(operator: str, args: Arguments) -> Optional[str]:
 
 
 def function_limit(function: Any, args: Arguments, kwargs: Dict[str, Any]) -> Optional[str]:
-    """Return why PopTorch rejects a call of a torch function that it takes as a whole; None if it does not."""
+    """Return why PopTorch rejects a call of a torch function; None if it does not."""
     if function in _RECURRENT:
         reason = _recurrent(_RECURRENT[function], args)
         return None if reason is None else f"aten::{function.__name__}: {reason}"
@@ -30,6 +30,14 @@ def function_limit(function: Any, args: Arguments, kwargs: Dict[str, Any]) -> Op
         return 'CTCLoss with reduction="none" is currently not supported'
     if function is F.one_hot and (kwargs.get("num_classes", -1) if len(args) < 2 else args[1]) == -1:
         return "OneHot num classes must be specified and must be constant"
+    if function is F.cross_entropy:
+        reduction, smoothing = (
+            kwargs.get(name, _argument(args, index, default)) for name, index, default in _SMOOTHING
+        )
+        if smoothing and reduction == "mean":
+            return (
+                "cross_entropy with label_smoothing uses aten::masked_select, whose shape is determined by the values"
+            )
     return None
 
 
@@ -86,6 +94,7 @@ def _triangle(name: str) -> _Limit:
     return lambda args: f"torch.{name} is only supported within constant expressions"
 
 
+_SMOOTHING = (("reduction", 6, "mean"), ("label_smoothing", 7, 0.0))  # name, position and default
 _RECURRENT = {torch.lstm: "LSTM", torch.gru: "GRU", torch.rnn_tanh: "RNN", torch.rnn_relu: "RNN"}
 _KERNELS: Dict[str, _Limit] = {
     "aten::nonzero": lambda args: _NONZERO,

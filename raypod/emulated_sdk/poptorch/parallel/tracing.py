@@ -13,6 +13,7 @@ import threading
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from poptorch.errors import Error
@@ -76,6 +77,7 @@ class StageRecorder(TorchDispatchMode):
     """Records the stages of one forward of `module`, according to its blocks and the strategy.
 
     Args:
+        host_module: the module of which `module` is a copy: a forward may reach its submodules through a closure.
         block_of: returns id and IPU of the block that a layer starts.
         is_training: whether the model is compiled for training.
 
@@ -90,6 +92,7 @@ class StageRecorder(TorchDispatchMode):
     def __init__(
         self,
         module: torch.nn.Module,
+        host_module: torch.nn.Module,
         strategy: _IExecutionStrategy,
         block_of: Callable[[torch.nn.Module], Optional[Tuple[Optional[BlockId], Optional[int]]]],
         is_training: bool = False,
@@ -100,7 +103,8 @@ class StageRecorder(TorchDispatchMode):
         self.checkpoint_observers: List[Callable[[torch.Tensor], None]] = []
         self._strategy = strategy
         self._block_of = block_of
-        self._modules = {submodule: name for name, submodule in module.named_modules()}
+        both = (host_module.named_modules(), module.named_modules())
+        self._modules = {submodule: name for named in both for name, submodule in named}
         # By id of the tensor, not by memory: the first operation on a parameter takes the tensor itself. Buffers of
         # other dtypes are constants on the device.
         named = [*module.named_parameters(), *module.named_buffers()]
@@ -110,7 +114,7 @@ class StageRecorder(TorchDispatchMode):
         self._module_stack: List[torch.nn.Module] = []
         self._stages: List[_OpenStage] = []
         self._next_auto_id = 0
-        self._auto_ids: Dict[int, Tuple[object, str]] = {}  # holds the owners, as a deleted object's id may be reused
+        self._auto_ids: Dict[object, str] = {}  # by the name of a module of the model, or another module
         self._numbers: Dict[BlockId, int] = {}
         self._hooks: List[Any] = []
 
@@ -129,7 +133,7 @@ class StageRecorder(TorchDispatchMode):
         if not self._module_stack:
             return "the model"
         module = self._module_stack[-1]
-        name, kind = self._modules[module], type(module).__name__
+        name, kind = self._modules.get(module), type(module).__name__
         return f"{name} ({kind})" if name else kind
 
     def unused(self) -> Tuple[str, ...]:
@@ -140,7 +144,7 @@ class StageRecorder(TorchDispatchMode):
 
     def begin(self, user_id: Optional[BlockId], ipu_id: Optional[int], owner: object = None) -> None:
         """Start a block. An `owner` without an id keeps the number of its first call."""
-        block = user_id or self._auto_id(owner)
+        block = self._auto_id(owner) if user_id is None else user_id
         number = self._numbers.setdefault(block, len(self._numbers))
         phase, ipu = self._strategy._locate(block, self._located.get(block) if ipu_id is None else ipu_id, number)
         self._located.setdefault(block, ipu)
@@ -155,20 +159,20 @@ class StageRecorder(TorchDispatchMode):
         self._next_auto_id = 0
 
     def _auto_id(self, owner: object) -> str:
-        if id(owner) in self._auto_ids:
-            return self._auto_ids[id(owner)][1]
+        if owner in self._auto_ids:
+            return self._auto_ids[owner]
         number = str(self._next_auto_id)
         self._next_auto_id += 1
         if owner is not None:
-            self._auto_ids[id(owner)] = owner, number
+            self._auto_ids[owner] = number
         return number
 
     # -- called by the forward ---------------------------------------------------------------------------------------
 
     def __enter__(self) -> StageRecorder:
-        for module in self._modules:
-            self._hooks.append(module.register_forward_pre_hook(self._enter_module, prepend=True))
-            self._hooks.append(module.register_forward_hook(self._leave_module))
+        # Hooks of all modules: a forward may call one that is not part of the model.
+        self._hooks.append(register_module_forward_pre_hook(self._enter_module))
+        self._hooks.append(register_module_forward_hook(self._leave_module))
         _active.recorder = self
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -198,13 +202,16 @@ class StageRecorder(TorchDispatchMode):
         return result
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
+        if active_recorder() is not self:  # another thread runs it
+            return
         block = self._block_of(module)
         if block is not None:
-            self.begin(*block, owner=module)
+            self.begin(*block, owner=self._modules.get(module, module))
         self._module_stack.append(module)
 
     def _leave_module(self, module: torch.nn.Module, args: Any, result: Any) -> None:
-        self._module_stack.pop()
+        if active_recorder() is self:
+            self._module_stack.pop()
 
     def _record(self, operations: int, tensors: List[torch.Tensor]) -> None:
         if self._place is None:
@@ -213,7 +220,7 @@ class StageRecorder(TorchDispatchMode):
         stage.operations += operations
         if self._place.block is not None:
             stage.blocks[self._place.block] = None
-        name = self._modules[self._module_stack[-1]] if self._module_stack else ""
+        name = self._modules.get(self._module_stack[-1]) if self._module_stack else None
         if name:
             stage.modules[name] = None
         for tensor in tensors:
