@@ -1,11 +1,12 @@
 """Judges outcomes against a list of expected failures, a YAML file of patterns with one reason each.
 
 An entry: `tests`, one pattern or several on "file::test", in which `*` stands for any text; `reason`; and optionally
-`where`, requirements such as "torch<2.1" that all have to hold for the entry to count.
+`where`, requirements such as "torch<2.1" or "not torch_cluster" that all have to hold for the entry to count.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -101,7 +102,9 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _holds(text: str) -> bool:
-    """Whether an installed package satisfies a requirement; a package that is not installed does not."""
+    """Whether an installed package satisfies a requirement; "not NAME" holds for a package that is not installed."""
+    if text.startswith("not "):
+        return importlib.util.find_spec(text[len("not ") :]) is None
     requirement = Requirement(text)
     try:
         version = metadata.version(requirement.name)

@@ -30,6 +30,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: List[pytest.Item
             continue
         function = item.function  # type: ignore[attr-defined]
         reason = None if _skips_itself(item) else rules.reason_of(function, _fixtures(item), _FOLDER)
+        uses_benchmark = "benchmark" in item.fixturenames  # type: ignore[attr-defined]
+        if uses_benchmark and not config.pluginmanager.hasplugin("pytest_benchmark.plugin"):
+            reason = "the library pytest_benchmark is not installed"
         if reason is not None:
             _write(event="end", test=_id(item.nodeid), result=EXCLUDED, reason=reason)
         else:

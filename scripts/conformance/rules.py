@@ -23,6 +23,7 @@ _DOWNLOAD = "downloads weights, data or pages"
 _RULES: List[Tuple[str, str]] = [
     (r"(.*\.)?_debugGetPopartIR", "reads the IR of PopART"),
     (rf"(.*\.)?poptorch_core\.(?!({'|'.join(vars(poptorch_core))})\b).*", "calls the private C++ module"),
+    (r"(.*\.)?_impl\._.*", "uses the private module poptorch._impl"),
     (r"POPTORCH_EXPORT_PROTO_FILE", "exports a protobuf file"),
     (r"(.*\.)?LogChecker|(capfd|caplog)\..*", "checks captured log lines"),
     (r"(.*\.)?external_datasets_dir|(.*\.)?from_pretrained|requests\..*", _DOWNLOAD),

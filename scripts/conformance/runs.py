@@ -88,6 +88,8 @@ def _outcomes(name: str, folder: Path, options: RunOptions, forks: Forks) -> Lis
     log = report.with_suffix(".log")
     log.touch()
     arguments = ["-q", "--tb=short", "-c", str(folder / "pytest.ini"), "--extended-tests", "-p", "conformance.plugin"]
+    if importlib.util.find_spec("pytest_benchmark") is not None:
+        arguments += ["-p", "pytest_benchmark.plugin"]
     arguments += ["-p", "no:cacheprovider", f"tests/{name}", *(["-k", options.keyword] if options.keyword else [])]
     environment = {"CONFORMANCE_REPORT": str(report), "CONFORMANCE_FOLDER": str(folder / "tests")}
     deadline = time.monotonic() + options.limit_s
