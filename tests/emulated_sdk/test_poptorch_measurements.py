@@ -38,7 +38,7 @@ def test_counters_have_a_list_for_every_tensor_and_a_time_for_every_micro_batch(
 
 
 def test_compilation_time_and_cycle_count():
-    _, training = trained_classifier(options().logCycleCount(True))
+    _, training = trained_classifier(options().logCycleCount(True).showCompilationProgressBar(True))
     training.compile(*batch(4))
     assert datetime.timedelta() < training.compilationTime() < datetime.timedelta(seconds=60)
     with pytest.raises(poptorch.Error, match="run the model at least once"):
@@ -49,6 +49,8 @@ def test_compilation_time_and_cycle_count():
     not_logging(*batch(4))
     with pytest.raises(poptorch.Error, match="logCycleCount"):
         not_logging.cycleCount()
+    with pytest.raises(poptorch.Error, match="showCompilationProgressBar"):
+        not_logging.compilationTime()
 
 
 @pytest.mark.parametrize("query", ["compilationTime", "rng_state"])

@@ -57,9 +57,15 @@ class Measurements:
         return round(self._program.call_s * _CLOCK_HZ)
 
     def compilationTime(self) -> datetime.timedelta:
-        """Return the duration of the compilation. Raises Error before it."""
+        """Return the duration of the compilation.
+
+        Raises:
+            Error: the model is not compiled, or `options.showCompilationProgressBar(False)` is set.
+        """
         if self._program is None:
             raise Error("Please compile the model before obtaining compilation time.")
+        if not self._options._show_compilation_progress_bar:
+            raise Error("Please set showCompilationProgressBar option to obtain compilation time.")
         return datetime.timedelta(seconds=self._compilation_s)
 
     @property
