@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import os
-from typing import Any, Callable, Dict, Iterator, Sequence, Tuple
+from typing import Any, Callable, Dict, Sequence, Tuple
 
 from raypod import datasets
 from raypod.cli import FlagParser
 from raypod.errors import UserError
 from raypod.host import sdk, torchvision_import
 from raypod.host.lease_file import EXPIRES_AFTER_S
+from raypod.host.process import environment_variables
 from raypod.plan import resolve, tables, user_code
 from raypod.plan.cluster import LOCAL, read_cluster
 from raypod.plan.config import Config
@@ -128,25 +127,10 @@ def _inspected(plan: Plan, inspect: Callable[[Plan], Any]) -> Any:
 
     In strict mode that is an error, too: the run would end with it.
     """
-    with _variables(strict_environment(plan.config.run.strict)):
+    with environment_variables(strict_environment(plan.config.run.strict)):
         try:
             return inspect(plan)
         except (UserError, ImportError) as error:  # the other numbers of a plan need no torch
             if plan.geometry.ipus_per_replica > 1 or sdk.is_strict():
                 raise
             return str(error)
-
-
-@contextlib.contextmanager
-def _variables(changed: Dict[str, str]) -> Iterator[None]:
-    """Set environment variables within the context."""
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

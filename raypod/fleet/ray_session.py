@@ -21,6 +21,7 @@ from raypod.fleet import ray_admission
 from raypod.fleet.ray_head import HeadWatch
 from raypod.fleet.ray_processes import RayProcesses
 from raypod.host.abort import abort
+from raypod.host.process import environment_variables
 from raypod.host.signals import postponed_signals
 from raypod.plan.placement import Placement
 
@@ -95,7 +96,7 @@ class RaySession:
         variables = ray_admission.join_environment(address) if re.fullmatch(r"[^/]+:\d+", address) else {}
         self._started_here = True
         try:
-            with _environment(variables), _keep_sigterm_handler(), _exit_after(self._join_timeout_s, address):
+            with environment_variables(variables), _keep_sigterm_handler(), _exit_after(self._join_timeout_s, address):
                 ray = importlib.import_module("ray")
                 ray.init(address=address, **_INIT_OPTIONS)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -104,7 +105,7 @@ class RaySession:
 
     def _start_local(self) -> Any:
         self._started_here = True
-        with _environment(self._variables()), _keep_sigterm_handler():
+        with environment_variables(self._variables()), _keep_sigterm_handler():
             ray = importlib.import_module("ray")
             self._processes = RayProcesses()
             try:
@@ -183,20 +184,6 @@ def _accepts_connections(address: str) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-@contextlib.contextmanager
-def _environment(variables: Dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager

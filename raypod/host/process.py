@@ -1,4 +1,4 @@
-"""This process and its host: CPU binding and time, memory allocation, durations, and versions of packages."""
+"""This process and its host: CPU binding and time, memory, environment, durations, and versions of packages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import platform
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 _NUMA_NODES = Path("/sys/devices/system/node")
 _PACKAGES = ("raypod", "torch", "numpy", "ray", "poptorch")
@@ -129,3 +129,18 @@ def _cpu_ticks(task: str) -> int:
 def _stat_fields(pid: Union[int, str]) -> List[str]:
     """Fields of /proc/PID/stat from the third on: the second, the name, may contain spaces and parentheses."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+@contextlib.contextmanager
+def environment_variables(changed: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables of this process within the context."""
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
