@@ -142,7 +142,9 @@ class RaySession:
                 if self._head is not None:
                     self._head.close()
             finally:
-                with postponed_signals():  # it takes seconds; what Ray does at exit after half of it is undefined
+                # If it is interrupted (it takes seconds), dropping an object reference later makes Ray exit the process
+                # with code 1, without a message.
+                with postponed_signals():
                     self._shut_down()
 
     def _shut_down(self) -> None:
