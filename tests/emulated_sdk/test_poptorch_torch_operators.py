@@ -182,6 +182,20 @@ def test_registered_functions_are_replaced_on_the_device_only(monkeypatch):
     assert torch.relu is original
 
 
+def test_functions_are_restored_if_a_later_manager_raises(monkeypatch):
+    class Broken(Substitute):
+        def replace(self) -> None:
+            super().replace()
+            raise ValueError("no such function")
+
+    manager = poptorch._poplar_executor._OverwriteContextManager
+    monkeypatch.setattr(manager, "_subsitution_manager_types", [Substitute, Broken])
+    original = torch.relu
+    with pytest.raises(ValueError, match="no such function"):
+        poptorch.inferenceModel(nn.ReLU(), options())(torch.ones(1))
+    assert torch.relu is original
+
+
 @pytest.mark.parametrize(
     ("types", "logged"), [("def registerCustomArgParsers(): print('registered')", ""), ("import absent", "absent")]
 )

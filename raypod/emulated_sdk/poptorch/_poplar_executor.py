@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from poptorch.executor.executor import PoplarExecutor
-from poptorch.substitutions import _OverwriteContextManager
+from poptorch.substitutions import Substitutions
 
-__all__ = ["PoplarExecutor", "_OverwriteContextManager"]
+__all__ = ["PoplarExecutor"]
+
+_OverwriteContextManager = Substitutions  # the SDK's name, by which poptorch_geometric registers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 from typing import Any, ClassVar, List, Protocol
@@ -19,7 +20,7 @@ class SubstitutionManager(Protocol):
         """Restore the original functions."""
 
 
-class _OverwriteContextManager:
+class Substitutions:
     """Context in which the functions of all registered managers are replaced.
 
     The SDK enters it when it compiles. The emulation also enters it for every call, as it runs the forward again.
@@ -27,26 +28,22 @@ class _OverwriteContextManager:
 
     _subsitution_manager_types: ClassVar[List[Any]] = []
 
-    def __init__(self) -> None:
-        self.substitution_managers: List[SubstitutionManager] = [kind() for kind in self._subsitution_manager_types]
-
-    def __enter__(self) -> _OverwriteContextManager:
-        for manager in self.substitution_managers:
-            manager.replace()
-        return self
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as restores:  # also if a later manager raises an exception
+            for kind in self._subsitution_manager_types:
+                manager: SubstitutionManager = kind()
+                restores.callback(manager.restore)
+                manager.replace()
+            self._restores = restores.pop_all()
 
     def __exit__(self, *exc_info: Any) -> None:
-        for manager in reversed(self.substitution_managers):
-            manager.restore()
+        self._restores.close()
 
     @classmethod
     def registerSubsitutionManager(cls, type: Any) -> None:
-        """Register a class of managers, once."""
+        """Register a class of managers, once. Its objects have the methods of `SubstitutionManager`."""
         if type not in cls._subsitution_manager_types:
             cls._subsitution_manager_types.append(type)
-
-
-substituted = _OverwriteContextManager
 
 
 def register_geometric() -> None:

@@ -24,7 +24,7 @@ from poptorch.options.base import is_integer
 from poptorch.options.popart_options import validate
 from poptorch.printing import module_repr
 from poptorch.profiling import Channel
-from poptorch.substitutions import substituted
+from poptorch.substitutions import Substitutions
 
 _PROFILED = ("copyWeightsToHost", "copyWeightsToDevice", "setOptimizer", "compile", "destroy", "save")
 _versions = itertools.count(1)  # of the host's weights, over all executors
@@ -95,7 +95,7 @@ class PoplarExecutor(ReplicaState):
             self._device_is_newer = True
         else:
             self._upload_trained()
-        with caller_modes_disabled(), substituted(), self._profiling.tracepoint("modelExecution"):
+        with caller_modes_disabled(), Substitutions(), self._profiling.tracepoint("modelExecution"):
             result = program.run(tensors)
         host_state.mark_step(self._optimizer)
         return result
@@ -304,7 +304,7 @@ class PoplarExecutor(ReplicaState):
             wrap(self._user_model, self)  # again, after destroy()
         self._upload_trained()
         validate(self._options._Popart.options)
-        with caller_modes_disabled(), substituted():
+        with caller_modes_disabled(), Substitutions():
             self._compiled_for = self._describe()
             if self._training and self._optimizer is not None:
                 program = TrainingProgram(
