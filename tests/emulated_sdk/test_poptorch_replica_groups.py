@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import poptorch
 import pytest
 import torch
@@ -87,6 +90,8 @@ def test_inference_model_has_groups():
     inference = poptorch.inferenceModel(model, options(2))
     inference.weight.replicaGrouping(CONSECUTIVE, 1, EACH_GROUP)
     assert torch.cat([inference.weight, inference.weight]).shape == (4, 2, 1)
+    for copied in (copy.copy(inference.weight), pickle.loads(pickle.dumps(inference.weight))):
+        assert torch.equal(copied, model.weight)
     inference.weight.requires_grad = False
     assert not model.weight.requires_grad
     assert inference(torch.ones(2, 2))[0].flatten().tolist() == [1, 5]

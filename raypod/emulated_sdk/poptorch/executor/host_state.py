@@ -114,6 +114,9 @@ class GroupedParameter(_Groupable):
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._parameter, name, value)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._parameter.__reduce_ex__(protocol)  # copies and pickles are plain parameters
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         def parameter(value: Any) -> Any:
