@@ -13,7 +13,7 @@ from typing import Any, Dict, Iterator, List
 
 import psutil
 import pytest
-from bounded import wait_until
+from bounded import COMMAND_S, wait_until
 
 from raypod import detached as commands
 from raypod.__main__ import main
@@ -27,7 +27,7 @@ FLAGS = ["--fleet", "inline", "--device", "emulated", "--lr-schedule", "constant
 
 def train(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "raypod.train", *FLAGS, "--run-dir", str(folder), *flags]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(line, capture_output=True, text=True, timeout=COMMAND_S, check=False)
 
 
 def state_of(folder: Path) -> RunState:

@@ -18,7 +18,7 @@ from typing import Any, Callable, Iterator, List, NamedTuple, Tuple
 
 import psutil
 import pytest
-from bounded import wait_until
+from bounded import COMMAND_S, GONE_WITHIN_S, wait_until
 from ray_cluster import SECOND_HOST, SIZES, THIRD_HOST, ray_cluster
 
 from raypod.launch import main
@@ -253,13 +253,13 @@ def command(cluster: Any, tmp_path: Path) -> Iterator[Callable[..., subprocess.P
     yield start
     for each in started:
         each.kill()
-        each.communicate(timeout=15)
+        each.communicate(timeout=GONE_WITHIN_S)
     assert wait_until(all_is_cleaned_up)
 
 
 def test_stdin_goes_to_instance_0(command: Callable[..., subprocess.Popen[bytes]]) -> None:
     launched = command(*TWO, "sh", "-c", "cat; echo end")
-    out, _ = launched.communicate(b"a\nb\n", timeout=60)
+    out, _ = launched.communicate(b"a\nb\n", timeout=COMMAND_S)
     assert sorted(out.splitlines()) == [
         *(b"[1,0]<stdout>:a", b"[1,0]<stdout>:b", b"[1,0]<stdout>:end"),
         b"[1,1]<stdout>:end",
@@ -270,7 +270,7 @@ def test_programs_run_in_the_environment_of_the_launch_even_if_it_is_not_activat
     command: Callable[..., subprocess.Popen[bytes]], other_environment: Path
 ) -> None:
     own = f"{other_environment}/bin"
-    out, _ = command("python", *SAY_FOLDER, python=f"{own}/python", PATH="/usr/bin:/bin").communicate(timeout=60)
+    out, _ = command("python", *SAY_FOLDER, python=f"{own}/python", PATH="/usr/bin:/bin").communicate(timeout=COMMAND_S)
     assert out.decode() == f"[1,0]<stdout>:{own}\n"
 
 
@@ -376,7 +376,7 @@ def test_a_script_of_this_folder_is_not_found_on_the_path(launch: Launch, tmp_pa
 
 def interrupt_after(seconds: float, *numbers: int) -> None:
     def interrupt() -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + COMMAND_S
         while not list(Path("runs").glob("*/logs/instance-1.log")) and time.monotonic() < deadline:
             time.sleep(0.05)
         for number in numbers:
@@ -430,7 +430,7 @@ def test_a_lost_host_is_reported_in_time(launch: Launch, cluster: Any) -> None:
     thread.join()
     assert found.code == 1
     assert f"host {THIRD_HOST} is lost, with instance 1: " in found.err
-    assert reported_s - lost_at_s[0] < 15
+    assert reported_s - lost_at_s[0] < GONE_WITHIN_S
 
 
 def test_a_launch_that_was_stopped_for_long_continues(
@@ -448,7 +448,7 @@ def test_a_launch_that_was_stopped_for_long_continues(
         time.sleep(STOPPED_S)
         launched.send_signal(signal.SIGCONT)
         (tmp_path / "continue").touch()
-        out, _ = launched.communicate(timeout=60)
+        out, _ = launched.communicate(timeout=COMMAND_S)
         assert launched.returncode == 0
         assert sorted([*ready, *out.splitlines(keepends=True)]) == sorted(
             f"[1,{index}]<stdout>:{word}\n".encode() for index in range(3) for word in ("ready", "done")

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
-from bounded import wait_until
+from bounded import COMMAND_S, wait_until
 from torch import nn
 
 from raypod import train
@@ -112,7 +112,7 @@ def test_a_signal_ends_an_inline_run_with_a_checkpoint_and_exit_code_130(tmp_pat
     metrics = tmp_path / "run" / "metrics.jsonl"
     assert wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 3, 60)
     command.send_signal(number)
-    out, err = command.communicate(timeout=60)
+    out, err = command.communicate(timeout=COMMAND_S)
     assert command.returncode == 130, err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["interrupted"]
@@ -170,7 +170,7 @@ def test_a_used_run_folder_is_not_overwritten(tmp_path: Path, capsys: pytest.Cap
 def test_a_mistake_is_one_line_and_exit_code_2(flags: List[str], tmp_path: Path) -> None:
     fleet = [] if "--num-instances" in flags else ["--fleet", "inline"]
     line = [sys.executable, "-m", "raypod.train", *fleet, "--run-dir", str(tmp_path / "run"), *flags]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=COMMAND_S, check=False)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("raypod: error: ")
     assert len(done.stderr.splitlines()) == 1

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from bounded import wait_until
+from bounded import COMMAND_S, GONE_WITHIN_S, wait_until
 
 from raypod.errors import RunError
 from raypod.fleet.ray_session import RaySession
@@ -28,9 +28,9 @@ def test_sigterm_while_ray_starts_exits_with_130_and_leaves_no_process(tmp_path:
     assert wait_until(lambda: len(of_ray[0].children()) > 0, 60)  # inside ray.init
     started = of_ray[0].children(recursive=True)
     command.send_signal(signal.SIGTERM)
-    _, err = command.communicate(timeout=60)
+    _, err = command.communicate(timeout=COMMAND_S)
     assert command.returncode == 130, err
-    _, alive = psutil.wait_procs(started, timeout=15)
+    _, alive = psutil.wait_procs(started, timeout=GONE_WITHIN_S)
     assert not alive
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

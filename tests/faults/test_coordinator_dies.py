@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Dict
 
 import psutil
-from bounded import GONE_WITHIN_S, wait_until
+from bounded import COMMAND_S, GONE_WITHIN_S, wait_until
 
 from raypod.__main__ import main
 from raypod.record import run_state
@@ -19,7 +19,7 @@ FLAGS = ["--device", "emulated", "--lr-schedule", "constant", "--checkpoint-ever
 
 def train(folder: Path, *flags: str) -> None:
     line = [sys.executable, "-m", "raypod.train", *FLAGS, "--run-dir", str(folder), *flags]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=COMMAND_S, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -16,7 +16,7 @@ from typing import Any, Callable, Dict, Iterator, List
 
 import psutil
 import pytest
-from bounded import wait_until
+from bounded import COMMAND_S, GONE_WITHIN_S, wait_until
 from ray_cluster import SECOND_HOST, ray_cluster
 
 from raypod.checkpoint import resume
@@ -150,7 +150,7 @@ def test_a_killed_instance_is_named_and_nothing_is_left(pod: Any, tmp_path: Path
 
     with pytest.raises(InstanceFailed) as caught:
         kill_one_after_three_updates()
-    assert time.monotonic() - killed_at_s[0] < 15
+    assert time.monotonic() - killed_at_s[0] < GONE_WITHIN_S
     assert (caught.value.instance, caught.value.host) == (1, "localhost")
     assert caught.value.log_file == plan.log_file(1)
     assert wait_until(lambda: nothing_is_left(pod))
@@ -238,7 +238,7 @@ def test_more_ipus_than_the_pod_has_are_rejected_at_once(pod: Any, tmp_path: Pat
     began = time.monotonic()
     with pytest.raises(ClusterError, match=r"localhost has 4 IPUs and the plan puts 16 on it \(the pod has 8 in all"):
         run(plan)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < GONE_WITHIN_S
 
 
 def test_a_host_without_ipus_in_a_pod_with_ipus_is_named(tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def start_command(folder: Path, *flags: str) -> subprocess.Popen[str]:
 
 
 def wait_for_lines(folder: Path, condition: Callable[[str], bool]) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + COMMAND_S
     path = folder / "run" / "metrics.jsonl"
     while not (path.is_file() and condition(path.read_text())):
         assert time.monotonic() < deadline, "no update within 90 s"
@@ -332,7 +332,7 @@ def session_processes(command: subprocess.Popen[str]) -> List[psutil.Process]:
 
 
 def are_gone(processes: List[psutil.Process]) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=15)
+    _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN_S)
     return not alive
 
 
@@ -345,7 +345,7 @@ def test_a_signal_to_the_process_group_ends_a_run_with_a_checkpoint_and_exit_cod
     processes = session_processes(command)
     command.send_signal(number)
     os.killpg(command.pid, number)  # `timeout` sends its signal to the process and to its group
-    out, err = command.communicate(timeout=60)
+    out, err = command.communicate(timeout=COMMAND_S)
     assert command.returncode == 130, err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["interrupted"]
@@ -364,7 +364,7 @@ def test_a_sigterm_during_the_start_ends_the_run_with_130(tmp_path: Path) -> Non
     assert wait_until(lambda: logs.is_dir() and any(logs.iterdir()), 90)  # the first instance has its process
     processes = session_processes(command)
     command.send_signal(signal.SIGTERM)
-    _, err = command.communicate(timeout=60)
+    _, err = command.communicate(timeout=COMMAND_S)
     assert command.returncode == 130, err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert are_gone(processes)
@@ -375,7 +375,7 @@ def test_a_killed_instance_ends_the_command_with_1_and_one_line(tmp_path: Path) 
     wait_for_lines(tmp_path, lambda text: text.count("\n") > 3)
     processes = session_processes(command)
     os.kill(_pid_in(str(tmp_path / "run" / "logs" / "instance-1.log")), signal.SIGKILL)
-    _, err = command.communicate(timeout=60)
+    _, err = command.communicate(timeout=COMMAND_S)
     assert command.returncode == 1
     (line,) = err.strip().splitlines()
     assert line.startswith("raypod: error: instance 1 on host localhost failed: ")
@@ -390,7 +390,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     for _ in range(2):
         os.killpg(command.pid, signal.SIGINT)
         time.sleep(0.5)  # an earlier signal is a copy of the first
-    _, err = command.communicate(timeout=30)
+    _, err = command.communicate(timeout=COMMAND_S)
     assert command.returncode == 130, err
     assert err.strip() in ("", "raypod: interrupted")
     assert are_gone(processes)
@@ -419,7 +419,7 @@ code = report_errors(session.close)
 print("the node is", ray._private.worker._global_node)
 sys.exit(code)
 """
-    command = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=90)
+    command = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=COMMAND_S)
     assert (command.returncode, command.stderr) == (130, "raypod: interrupted\n")
     assert command.stdout == "the node is None\n"
 
@@ -428,10 +428,10 @@ def test_a_run_resumes_under_ray_with_another_placement(tmp_path: Path) -> None:
     constant = ("--lr-schedule", "constant")
     for flags in (("--updates", "6"), ("--updates", "12", "--resume", str(tmp_path / "run"), "--num-instances", "1")):
         command = start_command(tmp_path, *constant, *flags)
-        _, err = command.communicate(timeout=90)
+        _, err = command.communicate(timeout=COMMAND_S)
         assert command.returncode == 0, err
     whole = start_command(tmp_path / "whole", *constant, "--updates", "12", "--num-instances", "4")
-    assert whole.wait(timeout=90) == 0
+    assert whole.wait(timeout=COMMAND_S) == 0
     for pipe in (whole.stdout, whole.stderr):
         assert pipe is not None
         pipe.close()

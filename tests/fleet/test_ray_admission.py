@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Iterator, Tuple
 
 import pytest
-from bounded import wait_until
+from bounded import COMMAND_S, wait_until
 
 from raypod.errors import ClusterError
 from raypod.fleet import gcs, ray_admission
@@ -46,7 +46,7 @@ def head(folder: Path) -> Iterator[str]:
     ]
     arguments += ["--object-store-memory=80000000", "--disable-usage-stats", "--dashboard-agent-listen-port=0"]
     command = [sys.executable, "-m", "ray.scripts.scripts", *arguments]
-    started = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    started = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=COMMAND_S, check=False)
     try:
         assert started.returncode == 0, started.stdout + started.stderr
         yield (folder / "ray" / "ray_current_cluster").read_text().strip()
@@ -139,6 +139,8 @@ from raypod.fleet import ray_session
 with ray_session._exit_after(0.5, "h:1"):
     time.sleep(60)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=COMMAND_S, check=False
+    )
     assert done.returncode == 1
     assert done.stderr.startswith("raypod: error: cannot join the Ray cluster at h:1 within 0.5 s")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List
 
 import pytest
+from bounded import COMMAND_S
 from ray_cluster import SECOND_HOST, ray_cluster
 
 from raypod.checkpoint import resume
@@ -41,7 +42,7 @@ def drain(ray: Any, address: str) -> None:
     reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test", "--node-id", node]
     command = [str(Path(sys.executable).parent / "ray"), "drain-node", *reason, "--deadline-remaining-seconds", "600"]
     command += ["--address", ray.get_runtime_context().gcs_address]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=COMMAND_S)
 
 
 def events_of(plan: Plan, fleet: Fleet, react: Callable[[Event], None] = lambda event: None) -> List[Event]:

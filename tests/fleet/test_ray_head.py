@@ -10,7 +10,7 @@ from typing import Iterator, List
 
 import psutil
 import pytest
-from bounded import wait_until
+from bounded import COMMAND_S, wait_until
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.resume import newest_valid
@@ -45,7 +45,7 @@ def test_the_loss_of_the_head_ends_a_run_with_one_line(head: List[psutil.Process
         assert wait_until((folder / "checkpoints" / "LATEST").is_file, 120)
         (gcs,) = (process for process in head if "gcs_server" in process.name())
         gcs.kill()
-        _, err = command.communicate(timeout=60)
+        _, err = command.communicate(timeout=COMMAND_S)
     finally:
         command.kill()
     assert command.returncode == 1
@@ -70,7 +70,9 @@ try:
 finally:
     watch.close()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=COMMAND_S, check=False
+    )
     assert done.returncode == 1
     assert done.stderr == (
         "raypod: error: host a is lost: its GCS at 127.0.0.1:9 does not respond (Connection refused), and Ray cannot "

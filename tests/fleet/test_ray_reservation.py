@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Dict, Iterator, List
 
 import pytest
+from bounded import COMMAND_S
 from ray_cluster import ray_cluster
 
 from raypod.errors import ClusterError, WaitTimedOut
@@ -47,7 +48,7 @@ def nodes_of_actors(ray: Any, reservation: Reservation) -> List[str]:
 
     actor_class = ray.remote(Probe)
     actors = [actor_class.options(**reservation.options(host, 1)).remote() for host in range(len(reservation.indexes))]
-    found: List[str] = ray.get([actor.node_id.remote() for actor in actors], timeout=60)
+    found: List[str] = ray.get([actor.node_id.remote() for actor in actors], timeout=COMMAND_S)
     for actor in actors:
         ray.kill(actor)
     return found
@@ -88,7 +89,7 @@ def test_all_or_none_is_reserved(ray: Any, nodes: List[Dict[str, Any]]) -> None:
     def take(node: Dict[str, Any]) -> Any:
         """All IPUs of a node."""
         guest = ray.remote(Guest).options(**node_affinity(node), resources={"IPU": 4}).remote()
-        assert ray.get(guest.is_here.remote(), timeout=60)
+        assert ray.get(guest.is_here.remote(), timeout=COMMAND_S)
         return guest
 
     guests = [take(nodes[1])]

@@ -9,6 +9,7 @@ import time
 from typing import Any, Iterator
 
 import pytest
+from bounded import COMMAND_S
 from ray_cluster import ray_cluster
 
 from raypod.fleet.ray_server import RayServer
@@ -57,13 +58,13 @@ def ray() -> Iterator[Any]:
 def test_an_instance_uses_an_object_on_the_coordinators_host(ray: Any) -> None:
     server = RayServer(ray, disk_class(), "ab")
     use = ray.remote(lambda copy: [copy.result(copy.request("append", bytes(3 << 20)), 60) for _ in range(2)])
-    assert ray.get(use.remote(server), timeout=60) == [2 + (3 << 20), 2 + 2 * (3 << 20)]
+    assert ray.get(use.remote(server), timeout=COMMAND_S) == [2 + (3 << 20), 2 + 2 * (3 << 20)]
     with pytest.raises(OSError, match="No space left") as caught:
         server.result(server.request("fill"), 60)
     assert caught.value.errno == errno.ENOSPC
     with pytest.raises(ConnectionError, match="^no connection to the coordinator's host: .*$"):
         server.result(server.request("die"), 60)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + COMMAND_S
     size = 0
     while not size:  # the actor starts again, empty
         assert time.monotonic() < deadline
