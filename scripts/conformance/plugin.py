@@ -9,7 +9,7 @@ from typing import Any, Dict, List
 
 import pytest
 
-from conformance import rules, stand_ins
+from conformance import rules, stand_ins, torch_2_0
 from conformance.outcomes import EXCLUDED, FAILED, PASSED, SKIPPED
 
 _REPORT = Path(os.environ["CONFORMANCE_REPORT"])
@@ -17,8 +17,9 @@ _FOLDER = Path(os.environ["CONFORMANCE_FOLDER"]).resolve()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Puts stand-ins for the compiled libraries in place, so that every file can be collected."""
+    """Puts stand-ins for what the installed libraries lack in place, so that every file can be collected."""
     stand_ins.install()
+    torch_2_0.restore()
 
 
 @pytest.hookimpl(trylast=True)

@@ -62,7 +62,8 @@ def child_environment(folder: Path) -> Dict[str, str]:
     python = private / "python3"  # tests that start a program name the interpreter so
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
-    paths = [str(SDK), str(folder / "packages"), str(_SCRIPTS)]
+    # The startup folder makes torchvision importable with a CPU-only torch.
+    paths = [str(SDK), str(SDK.parent / "host" / "startup"), str(folder / "packages"), str(_SCRIPTS)]
     return {
         **{key: value for key, value in os.environ.items() if not key.startswith("POPTORCH_")},
         "PATH": os.pathsep.join([str(private), os.environ.get("PATH", os.defpath)]),
@@ -72,6 +73,7 @@ def child_environment(folder: Path) -> Dict[str, str]:
         "TMPDIR": str(private),
         "OMP_NUM_THREADS": "1",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",  # since torch 2.6, `torch.load` rejects whole models by default
     }
 
 
