@@ -32,6 +32,41 @@ def test_a_loaded_model_continues_exactly(tmp_path):
     assert torch.equal(loaded.model.linear.weight, training.model.linear.weight)
 
 
+def test_a_model_in_half_continues_exactly_after_it_is_loaded_and_from_a_checkpoint(tmp_path):
+    def make():
+        model = seeded(Classifier, dropout=0.5).half()
+        chosen = {"accum_type": torch.half, "first_order_momentum_accum_type": torch.half, "loss_scaling": 64.0}
+        optimizer = poptorch.optim.AdamW(model.parameters(), lr=0.01, **chosen)
+        return model, optimizer, poptorch.trainingModel(model, options().randomSeed(3), optimizer)
+
+    def half_losses(training):
+        found = []
+        for index in range(3):
+            images, labels = batch(4, seed=index)
+            found.append(training(images.half(), labels)[1].item())
+        return found
+
+    model, optimizer, training = make()
+    half_losses(training)
+    training.save(tmp_path / "model")
+    saved = {"optimizer": optimizer.state_dict(), "model": model.state_dict(), "rng_state": training.rng_state}
+    torch.save(saved, tmp_path / "checkpoint")
+    expected = half_losses(training)
+    loaded = poptorch.load(tmp_path / "model")
+    checkpoint = torch.load(tmp_path / "checkpoint")
+    other, its_optimizer, its_training = make()
+    other.load_state_dict(checkpoint["model"])
+    its_optimizer.load_state_dict(checkpoint["optimizer"])
+    images, labels = batch(4)
+    its_training.compile(images.half(), labels)
+    its_training.rng_state = checkpoint["rng_state"]
+    for continued, its_model in ((loaded, loaded.model), (its_training, other)):
+        assert half_losses(continued) == expected
+        for found, weight in zip(its_model.parameters(), model.parameters()):
+            assert found.dtype == torch.half
+            assert torch.equal(found, weight)
+
+
 def test_save_without_rng_state(tmp_path):
     _, training = train_classifier(options().randomSeed(3))
     losses(training, 2)
