@@ -69,6 +69,18 @@ def test_times_before_compilation_are_empty():
     assert training._executable is not None
 
 
+def test_the_batch_size_that_a_model_is_compiled_for():
+    training = trained_classifier(options(1, 2))[1]
+    assert training._executable_inputs is None
+    images, labels = batch(4)
+    training.compile(images, labels=labels)
+    found = training._executable_inputs
+    assert [(arg.shape, arg.dtype) for arg in found.args] == [(each.shape, each.dtype) for each in (images, labels)]
+    assert found.kwargs == {}
+    training.destroy()
+    assert training._executable_inputs is None
+
+
 def test_names_of_tensors():
     _, training = trained_classifier(options())
     training.compile(*batch(4))

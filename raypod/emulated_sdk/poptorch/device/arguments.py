@@ -113,6 +113,13 @@ class ArgumentSpec(NamedTuple):
     names: List[str]
 
 
+class CompiledInputs(NamedTuple):
+    """The arguments of the call that compiled a model, in the order of `forward`; tensors are without their values."""
+
+    args: List[Any]
+    kwargs: Dict[str, Any]
+
+
 class Arguments:
     """Binds calls to the signature of `forward` and checks them against the compiled ones.
 
@@ -157,6 +164,12 @@ class Arguments:
             message = "inputs that require a gradient are detached: outputs of the device cannot be differentiated"
             warnings.warn(f"poptorch: {message}", stacklevel=4)
         return tensors
+
+    def compiled_inputs(self) -> CompiledInputs:
+        """Return the arguments to compile for, with tensors on the meta device in place of those of the call."""
+        shapes = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in self.spec.tensors]
+        args, kwargs = self.unflatten(shapes)
+        return CompiledInputs(list(args), kwargs)
 
     def unflatten(self, tensors: List[torch.Tensor]) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
         """Return the arguments of `forward` with these tensors and the compile-time constants."""

@@ -7,6 +7,7 @@ from typing import Dict, List, Optional, Tuple
 
 import torch
 
+from poptorch.device.arguments import CompiledInputs
 from poptorch.device.memory_estimate import IpuMemory
 from poptorch.device.program import MicroBatchTimes, Program
 from poptorch.errors import Error
@@ -72,6 +73,11 @@ class Measurements:
     def _executable(self) -> Optional[Program]:
         # Published programs test whether it is None, to find out whether the model is compiled.
         return self._program
+
+    @property
+    def _executable_inputs(self) -> Optional[CompiledInputs]:
+        # Published programs read the batch size from it that the model is compiled for.
+        return None if self._program is None else self._program.arguments.compiled_inputs()
 
     def getPerfCounters(self) -> Dict[str, List[List[float]]]:
         """Return the times in seconds of the last call's events on replica 0; only their differences are meaningful.
