@@ -67,6 +67,24 @@ def test_python_attributes_keep_their_traced_values():
     assert not hasattr(model, "calls")
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_tensor_that_is_no_buffer_keeps_its_value_of_the_compilation(replicas):
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = torch.tensor([0.0])
+
+        def forward(self, x):
+            self.calls += 1
+            return self.calls + x
+
+    model = Counter()
+    with torch.inference_mode(replicas == 1):
+        inference = poptorch.inferenceModel(model, options(replicas=replicas))
+        assert [inference(torch.zeros(replicas)).tolist() for _ in range(3)] == [[1] * replicas] * 3
+    assert model.calls.tolist() == [1], "the forward that is traced changes the host's tensor"
+
+
 def test_tensors_that_forward_assigns_to_attributes_are_released():
     seen = []
 

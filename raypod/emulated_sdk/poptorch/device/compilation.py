@@ -108,6 +108,7 @@ def trace(
     loss_output = _loss_output(outputs, mode)
     return Trace(
         structure=structure,
+    python_state.copy_changed_tensors(scratch.host_module)  # the SDK traces the host's module itself
         dtypes=[API_DTYPE.get(output.dtype, output.dtype) for output in outputs],
         draws=generator.has_drawn,
         backward_draws=backward_draws,

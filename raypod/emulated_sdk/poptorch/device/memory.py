@@ -183,30 +183,70 @@ class PythonState:
     """The Python attributes of a module and its submodules, or of those in `names`, at construction time.
 
     A program is traced once, so on the device an attribute that forward assigns keeps its value of that time: the
-    assignments of one forward must not affect the next.
+    assignments of one forward must not affect the next. A tensor that is neither a parameter nor a buffer is a
+    constant, so that forward's changes in place must not either; only with `names` are the values of tensors stored.
     """
 
     def __init__(self, module: torch.nn.Module, names: Optional[Collection[str]] = None) -> None:
-        self._saved: List[Tuple[str, Dict[str, Any], Dict[str, Any]]] = [
-            (name, vars(submodule), dict(vars(submodule)))
+        self._saved = [
+            _Attributes(name, submodule, stores_tensors=names is not None)
             for name, submodule in module.named_modules()
             if names is None or name in names
         ]
 
     def changed(self) -> Tuple[str, ...]:
-        """Return the names of the modules in which an attribute was added, removed or assigned."""
-        return tuple(name for name, attributes, before in self._saved if not _are_identical(attributes, before))
+        """Return the names of the modules in which an attribute was added, removed, assigned or changed in place."""
+        return tuple(attributes.name for attributes in self._saved if attributes.has_changed())
+
+    def copy_changed_tensors(self, module: torch.nn.Module) -> None:
+        """Copy the tensors that were changed in place to those of `module`, of which the module is a copy."""
+        targets = dict(module.named_modules())
+        for attributes in self._saved:
+            attributes.copy_changed_tensors(targets[attributes.name])
 
     def restore(self) -> None:
         """Restore the values of all attributes."""
-        for _, attributes, before in self._saved:
-            if not _are_identical(attributes, before):
-                attributes.clear()
-                attributes.update(before)
+        for attributes in self._saved:
+            if attributes.has_changed():
+                attributes.restore()
 
 
-def _are_identical(attributes: Dict[str, Any], before: Dict[str, Any]) -> bool:
-    return attributes.keys() == before.keys() and all(attributes[name] is value for name, value in before.items())
+class _Attributes:
+    """The attributes of one module at construction time, and with `stores_tensors` the values of tensors."""
+
+    def __init__(self, name: str, module: torch.nn.Module, stores_tensors: bool) -> None:
+        self.name = name
+        self._present, self._before = vars(module), dict(vars(module))
+        self._versions = {key: value._version for key, value in self._before.items() if _has_version(value)}
+        self._values = {key: self._before[key].detach().clone() for key in self._versions if stores_tensors}
+
+    def has_changed(self) -> bool:
+        present, before = self._present, self._before
+        return (
+            present.keys() != before.keys()
+            or any(present[key] is not value for key, value in before.items())
+            or any(before[key]._version != version for key, version in self._versions.items())
+        )
+
+    def restore(self) -> None:
+        for key, version in self._versions.items():
+            if self._before[key]._version != version:  # a new tensor, as the changed one may be an output
+                with torch.inference_mode(False):
+                    self._before[key] = self._values[key].clone()
+                self._versions[key] = self._before[key]._version
+        self._present.clear()
+        self._present.update(self._before)
+
+    def copy_changed_tensors(self, target: torch.nn.Module) -> None:
+        for key, version in self._versions.items():
+            host: Any = vars(target)[key] if key in vars(target) else None
+            is_own = host is not self._before[key] and _has_version(host)
+            if is_own and self._before[key]._version != version:
+                host.detach().copy_(self._before[key].detach())
+
+
+def _has_version(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_inference()
 
 
 def original_class(kind: _Class) -> _Class:
