@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Callable, List
 
+import numpy
 import poptorch
 import pytest
 import torch
@@ -167,3 +168,43 @@ def test_own_ops_and_layers_on_the_host_are_accepted(monkeypatch):
         return sampled, loop, poptorch.cond(x.sum() > 0, abs, [x], abs, [x])[0], layer(x)
 
     compiled(Calls(call))
+
+
+HOST = torch.ones(4)
+ON_HOST = [
+    lambda x: x + HOST,
+    lambda x: torch.cat([x, HOST[None] * 2]),
+    lambda x: x.index_select(0, torch.LongTensor([1, 0])),
+    lambda x: x * torch.from_numpy(numpy.ones(4, "f")),
+]
+
+
+@pytest.mark.parametrize("function", ON_HOST)
+def test_an_operand_on_the_host_is_rejected(function, monkeypatch, caplog):
+    calls = Calls(lambda x, _: function(x))
+    compiled(calls)
+    assert "Expected an IPU tensor but got tensor(device=cpu, shape=[" in caplog.text
+    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
+    with pytest.raises(poptorch.Error, match="Expected an IPU tensor"):
+        compiled(calls)
+
+
+ON_DEVICE = [
+    lambda x: x + HOST.to(x.device) + HOST.to("ipu") + HOST.to(x) + HOST.type_as(x),
+    lambda x: x + torch.tensor([1.0, 2, 3, 4]) * torch.arange(4) + torch.zeros_like(HOST) + x.new_tensor([1.0]),
+    lambda x: x[[1, 0, 2]] + x[:, numpy.arange(4)] * numpy.float32(2) + sum(row for row in x) + x.data.T.mT,
+    lambda x: x.expand_as(HOST[None].repeat(3, 1)) + x.clone().copy_(HOST),
+    lambda x: poptorch.CPU(lambda y: torch.from_numpy(y.numpy()), "host")(x) + x,
+]
+
+
+@pytest.mark.parametrize("function", ON_DEVICE)
+def test_tensors_that_are_moved_or_constructed_are_on_the_device(function, monkeypatch):
+    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
+    compiled(Calls(lambda x, _: function(x)))
+
+
+def test_an_output_on_the_host_warns():
+    model = poptorch.inferenceModel(Calls(lambda x, _: (x, HOST)), options(iterations=2))
+    with pytest.warns(UserWarning, match="Output expected to be on the IPU but is on cpu"):
+        assert model(torch.ones(2, 4))[1].shape == (8,)  # in the SDK (4,): the tensor itself

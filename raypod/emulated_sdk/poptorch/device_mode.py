@@ -95,6 +95,12 @@ def to_device(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(DEVICE_DTYPE.get(tensor.dtype, tensor.dtype), copy=True)
 
 
+def from_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that a forward has computed in `off_device`, as a tensor of the device."""
+    # The compilation takes the result of this call for one; the device's memory is the host's.
+    return torch.as_tensor(tensor, device="cpu")
+
+
 def is_on_device() -> bool:
     """Return whether this thread runs a forward on the device."""
     return getattr(_active, "is_on_device", False)

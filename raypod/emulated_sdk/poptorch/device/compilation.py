@@ -84,7 +84,8 @@ def trace(
     mode = DeviceMode(is_compiling=True, originals=scratch.originals)
     half = HalfMode()
     recorder = StageRecorder(scratch.module, scratch.host_module, settings.strategy, block_of, settings.is_training)
-    check = OperatorCheck(recorder, [*tensors, *_weights(scratch)])
+    originals = [host for host, _ in (scratch.originals or {}).values()]
+    check = OperatorCheck(recorder, [*tensors, *_weights(scratch)], originals)
     recorder.observers.append(check.observe)
     activations = ActivationRecorder(recorder, _weights(scratch), tensors)
     anchor_recorder = AnchorRecorder(scratch.module)
@@ -98,6 +99,7 @@ def trace(
         with half, recorder, mode, check.functions, activations.saving():
             outputs, structure = flatten(scratch.module(*args, **kwargs))
         check.report()
+        check.check_outputs(outputs)
         check_transfers(mode.overlaps, tensors, outputs)
         checks.check(scratch.module, mode, settings.reject_changed_buffers)
         if settings.is_training:
@@ -106,9 +108,9 @@ def trace(
             with half:
                 backward_draws = generator.has_drawn_so_far() and _backward_draws(loss)
     loss_output = _loss_output(outputs, mode)
+    python_state.copy_changed_tensors(scratch.host_module)  # the SDK traces the host's module itself
     return Trace(
         structure=structure,
-    python_state.copy_changed_tensors(scratch.host_module)  # the SDK traces the host's module itself
         dtypes=[API_DTYPE.get(output.dtype, output.dtype) for output in outputs],
         draws=generator.has_drawn,
         backward_draws=backward_draws,

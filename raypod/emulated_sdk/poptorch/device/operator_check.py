@@ -1,4 +1,4 @@
-"""Checks the operators of a compilation's forward: those that PopTorch does not lower, and reads of tensors' values.
+"""Checks the operators of a compilation's forward: unsupported ones, reads of values, and operands on the host.
 
 The findings are reported once per compilation, with the module that called the operator and the line in its code.
 """
@@ -6,6 +6,7 @@ The findings are reported once per compilation, with the module that called the 
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
@@ -48,6 +49,25 @@ _READS: Dict[Any, str] = {
     torch.Tensor.numpy: _MOVE.format("numpy()"),
     torch.Tensor.__array__: _MOVE.format("numpy()"),
 }
+_ON_HOST = (
+    "Expected an IPU tensor but got tensor(device=cpu, shape={}, dtype={}). Constant tensors should be moved "
+    'explicitly to the IPU, via cpu_tensor.to("ipu"), or be buffers of the model'
+)
+# What copies a tensor to the device, or reads only the shape of its second operand.
+_MOVES = frozenset((torch.Tensor.to, torch.Tensor.type_as, torch.as_tensor, torch.asarray))
+_ALWAYS_MOVES = frozenset((torch.zeros_like, torch.full_like))  # whose results PopTorch forces to the device
+_TAKES_HOST = frozenset(
+    (
+        *_MOVES,
+        torch.Tensor.copy_,
+        torch.Tensor.__setitem__,
+        torch.Tensor.expand_as,
+        torch.Tensor.reshape_as,
+        torch.Tensor.view_as,
+    )
+)
+
+_References = Dict[int, Any]  # weak references to tensors, by id
 
 
 class OperatorCheck:
@@ -58,24 +78,34 @@ class OperatorCheck:
     Args:
         recorder: names the module that is running.
         inputs: the tensors that are known only at run time: inputs, parameters and buffers.
+        originals: tensors of the host that stand for tensors of the device.
     """
 
-    def __init__(self, recorder: StageRecorder, inputs: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self, recorder: StageRecorder, inputs: Iterable[torch.Tensor], originals: Iterable[torch.Tensor] = ()
+    ) -> None:
         self._recorder = recorder
-        self._known: Dict[int, Any] = {}  # weak references to the tensors known only at run time, by id
+        self._known: _References = {}  # the tensors known only at run time
+        self._on_device: _References = {}  # the tensors on the device; those that forward finds elsewhere are not
         self._unsupported: Dict[str, List[str]] = {}  # places by operator
         self._rejected: Dict[str, List[str]] = {}  # places by reason
         self._depth = 0
         self.functions = _FunctionCheck(self)
         for tensor in inputs:
-            self._track(tensor)
+            _track(self._known, tensor)
+            _track(self._on_device, tensor)
+        for tensor in originals:
+            _track(self._on_device, tensor)
 
     def observe(self, operator: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any], result: Any) -> None:
         """Check one call of an operator, an overload of `torch.ops`."""
-        if not any(id(tensor) in self._known for tensor in tensors_in((args, kwargs))):
+        operands = tensors_in((args, kwargs))
+        if operands:  # other constructors of tensors are functions, or create tensors of the host
+            self._place(operands, result)
+        if not any(id(tensor) in self._known for tensor in operands):
             return
         for tensor in tensors_in(result):
-            self._track(tensor)
+            _track(self._known, tensor)
         if self._depth:
             return
         name = operator._schema.name
@@ -90,6 +120,19 @@ class OperatorCheck:
 
     def call(self, function: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         """Check and run one call of a torch function."""
+        if isinstance(function, torch._ops.OpOverload):  # an operator that `observe` checks
+            return function(*args, **kwargs)
+        operands = tensors_in((args, kwargs))
+        on_host = [tensor for tensor in operands if id(tensor) not in self._on_device]
+        if on_host and len(on_host) < len(operands) and function not in _TAKES_HOST:
+            self._reject(_ON_HOST.format(list(on_host[0].shape), str(on_host[0].dtype).replace("torch.", "")))
+        result = self._run(function, args, kwargs)
+        to = (*args[1:], *kwargs.values())
+        is_moved = function in _MOVES and any(isinstance(value, (str, torch.device, torch.Tensor)) for value in to)
+        self._place([] if is_moved or function in _ALWAYS_MOVES else operands, result)
+        return result
+
+    def _run(self, function: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         reason = _READS.get(function)
         if reason is not None:
             if id(args[0]) in self._known:
@@ -106,6 +149,11 @@ class OperatorCheck:
         finally:
             self._depth -= 1
 
+    def check_outputs(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Warn of outputs that are not computed on the device."""
+        if any(id(output) not in self._on_device for output in outputs):
+            warnings.warn("Output expected to be on the IPU but is on cpu", stacklevel=2)
+
     def report(self) -> None:
         """Warn of what was found; in strict mode raise Error."""
         messages = [f"{reason}. {_places(places)}." for reason, places in self._rejected.items()]
@@ -118,9 +166,11 @@ class OperatorCheck:
         if messages:
             reject(" ".join(messages))
 
-    def _track(self, tensor: torch.Tensor) -> None:
-        known, key = self._known, id(tensor)
-        known[key] = weakref.ref(tensor, lambda reference: known.pop(key, None))
+    def _place(self, operands: List[torch.Tensor], result: Any) -> None:
+        """Track the results as tensors of the device, unless there are operands and all are on the host."""
+        if not operands or any(id(tensor) in self._on_device for tensor in operands):
+            for tensor in tensors_in(result):
+                _track(self._on_device, tensor)
 
     def _reject(self, reason: str) -> None:
         self._add(self._rejected, reason)
@@ -146,6 +196,11 @@ class _FunctionCheck(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None
     ) -> Any:
         return self._check.call(func, args, kwargs or {})
+
+
+def _track(references: _References, tensor: torch.Tensor) -> None:
+    key = id(tensor)
+    references[key] = weakref.ref(tensor, lambda reference: references.pop(key, None))
 
 
 def _line_of_program() -> Optional[str]:

@@ -10,7 +10,7 @@ from typing import Dict, List, NamedTuple, Tuple
 
 import torch
 
-from poptorch.device_mode import is_on_device, off_device
+from poptorch.device_mode import from_host, is_on_device, off_device
 from poptorch.ops.arguments import ArgumentError, Signature, checked_int, checked_tensor
 
 _IMPOSSIBLE = float("-inf")
@@ -55,7 +55,7 @@ def ctc_beam_search_decoder(
             for rank, (path, score) in enumerate(found):
                 scores[sample, rank], sizes[sample, rank] = score, len(path)
                 labels[sample, rank, : len(path)] = torch.tensor(path, dtype=integer)
-    return scores.to(probs.dtype), sizes, labels
+    return from_host(scores.to(probs.dtype)), from_host(sizes), from_host(labels)
 
 
 class _Beams(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 import torch
 
-from poptorch.device_mode import compiling_mode, is_on_device, off_device, to_device
+from poptorch.device_mode import compiling_mode, from_host, is_on_device, off_device, to_device
 from poptorch.errors import Error
 from poptorch.ops.arguments import checked_callable, checked_tensor
 from poptorch.pytree import flatten
@@ -82,7 +82,8 @@ class CPU:
             if not returned:
                 raise Error(f"poptorch.CPU {self._ID!r}: the layer returned {spec}, but no tensor")
             self.inputs, self.outputs = on_host, returned
-            return spec.unflatten([to_device(tensor) for tensor in returned])
+            results = [to_device(tensor) for tensor in returned]
+        return spec.unflatten(list(map(from_host, results)))
 
 
 def _stored(target: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
