@@ -369,3 +369,10 @@ def test_first_update_of_sgd_is_not_dampened():
     model = Line()
     poptorch.trainingModel(model, options(), sgd(model, momentum=0.9, dampening=0.5))(torch.ones(1))
     assert model.weight.item() == pytest.approx(0.9)
+
+
+def test_a_parameter_that_is_not_the_models_raises_error():
+    model = seeded()
+    optimizer = poptorch.optim.SGD([*model.parameters(), torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(poptorch.Error, match="1 parameters of the optimizer are not parameters of the model"):
+        poptorch.trainingModel(model, options(), optimizer)(*batch(2))
