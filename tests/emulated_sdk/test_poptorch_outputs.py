@@ -82,6 +82,15 @@ def test_a_period_longer_than_the_call_is_rejected():
         on_device(lambda x: x, torch.zeros(2), opts=options(iterations=2).outputMode(EveryN, 3))
 
 
+def test_a_period_that_does_not_divide_the_call_is_rejected_in_strict_mode(monkeypatch, caplog):
+    call = lambda: on_device(lambda x: x, torch.arange(3.0), opts=options(iterations=3).outputMode(EveryN, 2))  # noqa: E731
+    assert call().tolist() == [1.0]
+    assert "The period 2 of OutputMode.EveryN is no factor of the 3 device iterations" in caplog.text
+    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
+    with pytest.raises(poptorch.Error, match="no factor"):
+        call()
+
+
 @pytest.mark.parametrize(
     ("given", "returned"),
     [

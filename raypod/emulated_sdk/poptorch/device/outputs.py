@@ -28,6 +28,7 @@ from poptorch.device_mode import API_DTYPE
 from poptorch.enums import OutputMode
 from poptorch.errors import Error
 from poptorch.options import Options
+from poptorch.strict import reject
 
 _GRADIENT = "Gradient___"
 _UPDATED = "UpdatedVar___"
@@ -93,11 +94,13 @@ def _joined(pieces: List[torch.Tensor]) -> torch.Tensor:
 
 
 def check_output_period(mode: OutputMode, period: int, device_iterations: int) -> None:
-    """Raise Error if this mode would return nothing of a call."""
+    """Raise Error if this mode would return nothing of a call, and reject a period that does not divide the call."""
     if mode == OutputMode.EveryN and period > device_iterations:
         raise Error(
             f"OutputMode.EveryN returns every {period} device iterations, but a call runs only {device_iterations}"
         )
+    if mode == OutputMode.EveryN and device_iterations % period:  # inferred: PopART's check of its data flow
+        reject(f"The period {period} of OutputMode.EveryN is no factor of the {device_iterations} device iterations.")
 
 
 class _NoBackward:
