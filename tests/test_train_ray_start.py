@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, List
 
 import psutil
 import pytest
@@ -47,12 +47,36 @@ def test_a_session_can_be_closed_after_an_interrupted_import_of_ray(monkeypatch:
     session.close()
 
 
+UTILS = SimpleNamespace(set_sigterm_handler=lambda handler: signal.signal(signal.SIGTERM, handler))
+
+
+def test_ray_does_not_replace_the_sigterm_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    during: List[Any] = []
+
+    def start(**options: Any) -> None:
+        UTILS.set_sigterm_handler(lambda number, frame: sys.exit(number))
+        during.append(signal.getsignal(signal.SIGTERM))
+        raise Exception("this Ray starts nothing")
+
+    services = SimpleNamespace(ConsolePopen=subprocess.Popen)
+    ray = SimpleNamespace(_private=SimpleNamespace(services=services, utils=UTILS), init=start)
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.setattr(importlib, "import_module", lambda name: ray)
+    before = signal.getsignal(signal.SIGTERM)
+    session = RaySession(place(LOCAL, Sizes(1, 1, 1)))
+    with pytest.raises(RunError, match="this Ray starts nothing"):
+        session.open()
+    session.close()
+    assert during == [before]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_a_session_whose_processes_do_not_start_is_an_error_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(**options: Any) -> None:
         raise Exception("The current node timed out during startup.\nSee the logs.")
 
     services = SimpleNamespace(ConsolePopen=subprocess.Popen)
-    ray = SimpleNamespace(_private=SimpleNamespace(services=services), init=start)
+    ray = SimpleNamespace(_private=SimpleNamespace(services=services, utils=UTILS), init=start)
     monkeypatch.delitem(sys.modules, "ray", raising=False)
     monkeypatch.setattr(importlib, "import_module", lambda name: ray)
     session = RaySession(place(LOCAL, Sizes(1, 1, 1)))

@@ -49,6 +49,7 @@ def run(
     first_update = resumed.update if resumed else 0
     with _stop_on_signal() as stop, contextlib.closing(fleet):
         started = fleet.start()
+        stop.check()
         _check_data(plan, started, resumed)
         seed(fleet, resumed)
         metrics.begin_at(first_update)
@@ -203,17 +204,23 @@ class _Stop:
     def __init__(self) -> None:
         self.requested = False
         self.cause = ""
-        self._is_deferred = self._signalled = False
+        self._is_deferred = self._signalled = self._interrupted = False
         self._filter = SignalFilter()
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
         """Within this context a signal takes effect after the calls in progress are done and saved."""
+        self.check()
         self._is_deferred = True
         try:
             yield
         finally:
             self._is_deferred = False
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a signal has: Python ignores exceptions in finalizers and other callbacks."""
+        if self._interrupted:
+            raise KeyboardInterrupt
 
     def request(self, cause: str) -> None:
         """Stop without a signal; `cause` is the reason."""
@@ -226,6 +233,7 @@ class _Stop:
         if self._filter.is_copy():
             return
         if self._signalled or not self._is_deferred:
+            self._interrupted = True
             raise KeyboardInterrupt
         self.requested = self._signalled = True
 

@@ -7,7 +7,6 @@ import importlib
 import os
 import re
 import secrets
-import signal
 import socket
 import sys
 import tempfile
@@ -96,20 +95,21 @@ class RaySession:
         variables = ray_admission.join_environment(address) if re.fullmatch(r"[^/]+:\d+", address) else {}
         self._started_here = True
         try:
-            with environment_variables(variables), _keep_sigterm_handler(), _exit_after(self._join_timeout_s, address):
+            with environment_variables(variables), _exit_after(self._join_timeout_s, address):
                 ray = importlib.import_module("ray")
-                ray.init(address=address, **_INIT_OPTIONS)
+                with _keep_sigterm_handler(ray):
+                    ray.init(address=address, **_INIT_OPTIONS)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ClusterError(f"cannot join the Ray cluster at {address}: {' '.join(str(error).split())}") from error
         return ray
 
     def _start_local(self) -> Any:
         self._started_here = True
-        with environment_variables(self._variables()), _keep_sigterm_handler():
+        with environment_variables(self._variables()):
             ray = importlib.import_module("ray")
             self._processes = RayProcesses()
             try:
-                with self._processes.started_by(ray._private.services):
+                with _keep_sigterm_handler(ray), self._processes.started_by(ray._private.services):
                     ray.init(
                         address="local",
                         include_dashboard=False,
@@ -189,20 +189,15 @@ def _accepts_connections(address: str) -> bool:
 
 
 @contextlib.contextmanager
-def _keep_sigterm_handler() -> Iterator[None]:
-    """Restore the SIGTERM handler that Ray replaces with `sys.exit(15)`."""
-    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
+def _keep_sigterm_handler(ray: Any) -> Iterator[None]:
+    """Prevent Ray from replacing the SIGTERM handler: the SystemExit of Ray's own may be raised where it is ignored."""
+    utils = ray._private.utils
+    replaced = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
     try:
         yield
-    except SystemExit as end:
-        if end.code == signal.SIGTERM:
-            raise KeyboardInterrupt from None
-        raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        utils.set_sigterm_handler = replaced
 
 
 @contextlib.contextmanager

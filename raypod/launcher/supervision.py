@@ -60,6 +60,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.received: List[int] = []
+        self._raised: Optional[int] = None
         self._is_recording = False
         self._filter = SignalFilter()
 
@@ -67,6 +68,7 @@ class Signals:
         if self._filter.is_copy():
             return
         if not self._is_recording:
+            self._raised = number
             raise Interrupted(number)
         self.received.append(number)
 
@@ -79,6 +81,8 @@ class Signals:
         before = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
         self._is_recording, was_recording = record, self._is_recording
         try:
+            if self._raised is not None:  # Python ignores exceptions in finalizers and other callbacks
+                raise Interrupted(self._raised)
             yield self
         finally:
             self._is_recording = was_recording

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import pytest
@@ -10,7 +11,16 @@ import pytest
 from raypod.coordinator import coordinator
 from raypod.coordinator.recovery import REFILL_S, FailurePolicy, newest, receivers
 from raypod.errors import InstanceFailed
-from raypod.events import CallReport, CheckpointSaved, Event, InstanceLost, Repaired, RunEnded, UpdateDone
+from raypod.events import (
+    CallReport,
+    CheckpointSaved,
+    Event,
+    InstanceLost,
+    InstanceStarted,
+    Repaired,
+    RunEnded,
+    UpdateDone,
+)
 from raypod.fleet.base import FleetBroken
 from raypod.fleet.scripted import ScriptedFleet
 from raypod.plan.plan import Leg, Plan
@@ -323,3 +333,24 @@ def test_a_drained_host_costs_no_restart_and_no_update(make: Callable[..., Plan]
     ended = only(events, RunEnded)
     assert ended.checkpoint == f"update-{len(updates)}"
     assert ended.cause == ("" if room else "Ray drains host b")
+
+
+class IgnoresAnException(ScriptedFleet):
+    """A fleet that receives a signal in a finalizer, whose exceptions Python ignores, while it starts."""
+
+    def start(self) -> List[InstanceStarted]:
+        class Finalized:
+            def __del__(self) -> None:
+                signal.raise_signal(signal.SIGTERM)
+
+        Finalized()
+        return super().start()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_whose_exception_is_ignored_ends_the_run(make: Callable[..., Plan]) -> None:
+    plan = make()
+    fleet = IgnoresAnException(plan)
+    with pytest.raises(KeyboardInterrupt):
+        list(coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)))
+    assert fleet.called == []
