@@ -186,6 +186,7 @@ def broadcast_state(rank: int, size: int) -> Dict[str, Any]:
         "moments": torch.cat([each.reshape(-1) for each in moments]),
         "steps": steps,
         "unchanged": torch.equal(before, weights(model)),
+        "taken_over": dict(hvd.DistributedOptimizer(optimizer, model.named_parameters()).state),
     }
 
 
@@ -252,3 +253,7 @@ def test_broadcast_optimizer_state_copies_state_and_options(pod: Dict[str, List[
     assert first["moments"].abs().sum() > 0
     assert first["steps"] == second["steps"] == {1.0}
     assert first["unchanged"]
+
+
+def test_the_state_of_the_optimizer_is_not_taken_over(pod: Dict[str, List[Any]]) -> None:
+    assert [values["taken_over"] for values in pod["broadcast_state"]] == [{}, {}]

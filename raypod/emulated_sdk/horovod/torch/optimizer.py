@@ -208,6 +208,8 @@ def DistributedOptimizer(  # noqa: PLR0913  # Horovod's
 ) -> Any:
     """Return the optimizer with gradients reduced by `op` over all ranks before each step. The class keeps its name.
 
+    As in Horovod, the state of the optimizer, as of momentum or `broadcast_optimizer_state`, is not taken over.
+
     Args:
         named_parameters: (name, parameter) pairs for all parameters, usually `model.named_parameters()`; the names must
             be unique, and the same on all ranks. By default "allreduce.noname.<group>.<index>".
@@ -235,11 +237,11 @@ def DistributedOptimizer(  # noqa: PLR0913  # Horovod's
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
     _check_groups(groups)
-    local_class = type(optimizer)
+    local_class: Any = type(optimizer)
     distributed: Any = type(local_class.__name__, (_DistributedOptimizer, local_class), {"_local_class": local_class})
     wrapped = distributed.__new__(distributed)
-    # A scheduler created before has replaced `step` in the instance, which would hide the class's own.
-    wrapped.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    # As in Horovod: the groups of parameters are those of the optimizer, the defaults those of its class, no state.
+    local_class.__init__(wrapped, optimizer.param_groups)
     named = _checked_names(optimizer, named_parameters)
     settings = _Settings(compression, op, gradient_predivide_factor, groups, sparse_as_dense, process_set)
     wrapped._distribute(named, backward_passes_per_step, settings)
