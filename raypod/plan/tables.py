@@ -186,7 +186,7 @@ def _reproducibility(plan: Plan) -> str:
     if not plan.config.pod.threads_per_replica:
         return "specific to this placement: the threads per replica depend on the host's cores"
     if plan.geometry.is_aligned:
-        return "the same for every placement of these replicas (32.32, emulated SDK)"
+        return "the same for every placement of these replicas (emulated SDK)"
     return "the same for every placement; instances are not aligned with the reduction tree, which costs bandwidth"
 
 
