@@ -237,7 +237,7 @@ def test_invalid_arguments_raise_error(access, wrong):
 
 
 def test_loader_with_short_last_batch_needs_rebatched_size(access):
-    with pytest.raises(poptorch.Error, match="rebatched_size=2"):
+    with pytest.raises(AssertionError, match="rebatched_size=2"):
         access(loader(5, 2, drop_last=False))
 
 
@@ -246,3 +246,5 @@ def test_asynchronous_loader_cannot_be_wrapped(access):
     with pytest.raises(poptorch.Error, match="already"):
         access(data)
     data.terminate()
+    with pytest.raises(AssertionError, match="terminated"):
+        iter(data)

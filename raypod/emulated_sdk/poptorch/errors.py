@@ -59,7 +59,7 @@ class UnrecoverableError(Error):
 
 
 class DataFetcherError(Error, AssertionError):
-    """The data fetcher process failed.
+    """The data fetcher process failed, was terminated, or cannot run with the given arguments.
 
     The SDK raises AssertionError for an error of the data set and Error for a failed start. A data set whose first
     element fails is both.

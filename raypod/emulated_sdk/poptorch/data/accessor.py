@@ -12,7 +12,7 @@ from poptorch.data.fetcher import Ready, Settings
 from poptorch.data.fetcher_process import FetcherProcess
 from poptorch.data.ring import END, WHOLE, Entry, map_slots
 from poptorch.enums import SharingStrategy
-from poptorch.errors import Error
+from poptorch.errors import DataFetcherError, Error
 
 
 class AsynchronousDataAccessor:
@@ -120,7 +120,7 @@ class AsynchronousDataAccessor:
 
     def _running(self) -> FetcherProcess:
         if self._fetcher is None:
-            raise Error("The asynchronous data accessor was terminated: create a new one to load more data")
+            raise DataFetcherError("The asynchronous data accessor was terminated: create a new one to load more data")
         return self._fetcher
 
     def _wait_for_entry(self, fetcher: FetcherProcess) -> Entry:
@@ -163,10 +163,10 @@ def _check_source(dataset: Any, rebatched_size: Optional[int]) -> None:
     if getattr(dataset, "is_asynchronous", False):
         raise Error("The data loader is already asynchronous (DataLoaderMode): iterate over the loader itself")
     if rebatched_size is not None and (not isinstance(rebatched_size, int) or rebatched_size < 2):
-        raise Error(f"rebatched_size must be None or an integer greater than 1, got {rebatched_size!r}")
+        raise DataFetcherError(f"rebatched_size must be None or an integer greater than 1, got {rebatched_size!r}")
     combined = getattr(dataset, "combinedBatchSize", None)
     if rebatched_size is None and combined is not None and combined > 1 and not dataset.rebatched_drop_last:
-        raise Error(
+        raise DataFetcherError(
             f"A loader with drop_last=False that combines {combined} samples needs rebatched_size={combined}: the last "
             "batch may not fill a slot of the ring buffer"
         )
