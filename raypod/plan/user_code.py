@@ -22,11 +22,14 @@ def call(name: str, key: str, *arguments: Any) -> Any:
         key: the config key whose value is `name`, for messages.
 
     Raises:
-        ConfigError: the function does not exist or does not accept the arguments.
+        ConfigError: the function does not exist, does not accept the arguments, or calls `sys.exit`.
     """
     function = _import_function(name, key)
     _check_signature(function, name, key, [repr(each) for each in arguments])
-    return function(*arguments)
+    try:
+        return function(*arguments)
+    except SystemExit as end:
+        raise ConfigError(f"{key} = {name!r} raised SystemExit({end.code!r}); raise another exception") from end
 
 
 def check(name: str, key: str, parameters: Sequence[str]) -> None:
@@ -91,7 +94,7 @@ def _import_function(name: str, key: str) -> Any:
         raise (_SdkMissing if is_sdk else ConfigError)(f"{key} = {name!r}: {' '.join(str(error).split())}") from None
     except AttributeError:
         raise ConfigError(f"{key} = {name!r}: the module {module_name} has no {attribute!r}") from None
-    except Exception as error:  # importing the user's code can raise any exception
+    except (Exception, SystemExit) as error:  # importing the user's code can raise any exception
         cause = summarize_exception(error)
         raise ConfigError(f"{key} = {name!r}: importing {module_name} raised {cause}") from error
     if not callable(function):

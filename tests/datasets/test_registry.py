@@ -92,6 +92,8 @@ def test_the_crop_padding_is_smaller_than_the_images() -> None:
         ("broken_data:make", "broken_data.py, line 1"),
         ("own_data:wrong", "must return"),
         ("own_data:no_length", "test split is not a map-style data set"),
+        ("own_data:exits", r"'own_data:exits' raised SystemExit\(3\)"),
+        ("exiting_data:make", "importing exiting_data raised SystemExit: 3"),
     ],
 )
 def test_the_error_explains_why_a_data_set_cannot_be_used(
@@ -99,8 +101,9 @@ def test_the_error_explains_why_a_data_set_cannot_be_used(
 ) -> None:
     (tmp_path / "own_data.py").write_text(
         "def wrong(folder): return 3\ndef no_length(folder): return [(1, 2)], iter([])\n"
-        "def takes_nothing(): return 3\ndef classes(folder): return [], [], 'ten'\n"
+        "def takes_nothing(): return 3\ndef classes(folder): return [], [], 'ten'\ndef exits(folder): raise SystemExit(3)\n"
     )
+    (tmp_path / "exiting_data.py").write_text("raise SystemExit(3)\n")
     (tmp_path / "broken_data.py").write_text("def make(folder:\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
