@@ -101,7 +101,8 @@ def test_the_error_explains_why_a_data_set_cannot_be_used(
 ) -> None:
     (tmp_path / "own_data.py").write_text(
         "def wrong(folder): return 3\ndef no_length(folder): return [(1, 2)], iter([])\n"
-        "def takes_nothing(): return 3\ndef classes(folder): return [], [], 'ten'\ndef exits(folder): raise SystemExit(3)\n"
+        "def takes_nothing(): return 3\ndef classes(folder): return [], [], 'ten'\n"
+        "def exits(folder): raise SystemExit(3)\n"
     )
     (tmp_path / "exiting_data.py").write_text("raise SystemExit(3)\n")
     (tmp_path / "broken_data.py").write_text("def make(folder:\n")

@@ -239,7 +239,7 @@ class _Attributes:
 
     def copy_changed_tensors(self, target: torch.nn.Module) -> None:
         for key, version in self._versions.items():
-            host: Any = vars(target)[key] if key in vars(target) else None
+            host: Any = vars(target).get(key)
             is_own = host is not self._before[key] and _has_version(host)
             if is_own and self._before[key]._version != version:
                 host.detach().copy_(self._before[key].detach())
