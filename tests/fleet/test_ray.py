@@ -391,7 +391,8 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
         os.killpg(command.pid, signal.SIGINT)
         time.sleep(0.5)  # an earlier signal is a copy of the first
     _, err = command.communicate(timeout=COMMAND_S)
-    assert command.returncode == 130, err
+    # On a slow machine the second signal may come while the interpreter exits; a shell reports 130 for both.
+    assert command.returncode in (130, -signal.SIGINT), err
     assert "error:" not in err  # Python may report an exception in a finalizer, which it ignores
     assert are_gone(processes)
 
