@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,11 @@ class ClustersTogether(LoadFileScheduling):  # type: ignore[misc]
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ClustersTogether(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def pytest_configure() -> None:
+    # A shell that starts the tests in the background ignores SIGINT in them, and so in the commands that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure() -> None:
