@@ -86,7 +86,7 @@ def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
         hosts = RayHosts(needed, request.cluster, request.start_timeout)
         stack.callback(hosts.close)
         hosts.join()
-        stack.enter_context(signals.handled())  # Ray replaced the handlers
+        stack.enter_context(signals.handled())  # a signal may have been lost while Ray started
         hosts.open()
         # Not before `join`, which ends this process without cleanup if Ray hangs, and only on reserved hosts.
         variables = stack.enter_context(partition(request, placement, sdk.has_ipus, programs.caller, _say))

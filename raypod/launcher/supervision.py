@@ -76,7 +76,7 @@ class Signals:
     def handled(self, record: bool = False) -> Iterator[Signals]:
         """Install the handlers; record signals instead of raising if `record`.
 
-        Ray installs handlers of its own: call this again after `ray.init()`.
+        Entering it again, as after `ray.init()`, raises a signal whose exception Python has ignored.
         """
         before = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
         self._is_recording, was_recording = record, self._is_recording

@@ -10,7 +10,7 @@ from torch.utils.data import Sampler
 
 
 def restore() -> None:
-    """Adds to the installed torch what it lacks; without effect on torch 2.0."""
+    """Adds to the installed torch what it lacks."""
     if "__init__" not in vars(Sampler):
         Sampler.__init__ = _init_sampler  # type: ignore[method-assign]
     for name in typing.__all__:  # torch_geometric takes them from this module
