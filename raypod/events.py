@@ -1,12 +1,12 @@
 """Immutable records: reports of instances, failures (`InstanceLost.kind`) and events of the run.
 
-Their fields are plain Python numbers, strings and tuples, so that records can be pickled and written as JSON.
+Their fields are plain Python numbers, strings, tuples and dicts, so that records can be pickled and written as JSON.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Optional, Tuple, Union
+from typing import Any, Dict, Optional, Tuple, Type, TypeVar, Union
 
 from typing_extensions import Literal
 
@@ -42,14 +42,13 @@ class SaveReport:
 class CallReport:
     """The results of one call of one instance.
 
-    `losses[u][r]` is the mean loss over the micro-batches of local replica r in update u of the call;
-    `correct[u][r]` is the number of its correct predictions.
+    `sums[u][r]` holds numerator and denominator of each metric, over the micro-batches of local replica r in update u
+    of the call.
     """
 
     instance: int
     first_update: int
-    losses: Tuple[Tuple[float, ...], ...]
-    correct: Tuple[Tuple[int, ...], ...]
+    sums: Tuple[Tuple[Tuple[float, ...], ...], ...]
     saves: Tuple[SaveReport, ...] = ()  # finished since the previous report
     data_wait_s: float = 0.0  # time that the call waited for data
     call_s: float = 0.0  # duration of the call, including the wait for data
@@ -58,12 +57,14 @@ class CallReport:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationReport:
-    """The results of one instance on its share of the test split."""
+    """The results of one instance on its share of the test split.
+
+    `sums` holds numerator and denominator of each metric, each as parts whose sum is exact (`metric.exact_parts`).
+    """
 
     instance: int
     samples: int
-    correct: int
-    loss_sum: float
+    sums: Tuple[Tuple[float, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,31 +115,34 @@ class CallDone:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateDone:
-    """One weight update of the whole pod; a line of metrics.jsonl. `accuracy` is in percent."""
+    """One weight update of the whole pod; a line of metrics.jsonl."""
 
     update: int  # 1-based: the number of finished updates
     epoch: int  # 1-based
-    loss: float
-    accuracy: float
+    metrics: Dict[str, float]  # value by name; the loss comes first
     samples: int  # since the start of the training, over all replicas
     samples_per_s: float
     time_s: float  # since the run started
     data_wait_share: float = 0.0  # fraction of the call's duration that was spent waiting for data
-    missing_reports: Tuple[int, ...] = ()  # of these instances: they were lost; then loss and accuracy are NaN
+    missing_reports: Tuple[int, ...] = ()  # of these instances: they were lost; then all metrics are NaN
 
     @property
     def has_results(self) -> bool:
-        """Whether loss and accuracy are those of the training; a NaN then is one of the training, too."""
+        """Whether the metrics are those of the training; a NaN then is one of the training, too."""
         return not self.missing_reports
+
+    @property
+    def loss(self) -> float:
+        """The loss."""
+        return self.metrics["loss"]
 
 
 @dataclasses.dataclass(frozen=True)
 class EpochDone:
-    """Mean loss and accuracy (percent) over the updates of an epoch in this run that have results; NaN if none has."""
+    """Mean metrics over the updates of an epoch in this run that have results; NaN if none has."""
 
     epoch: int
-    loss: float
-    accuracy: float
+    metrics: Dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,11 +173,10 @@ class CheckpointFailed:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationDone:
-    """The test split was evaluated; `accuracy` is in percent."""
+    """The test split was evaluated."""
 
     samples: int
-    loss: float
-    accuracy: float
+    metrics: Dict[str, float]
     update: int  # the number of finished updates
     epoch: int  # 1-based
 
@@ -201,6 +204,24 @@ class RunEnded:
     weights_sha256: str
     checkpoint: Optional[str]
     cause: str = ""  # of an interruption without a signal
+
+
+_Measured = TypeVar("_Measured", UpdateDone, EvaluationDone)
+
+
+def flat_record(event: Union[UpdateDone, EvaluationDone]) -> Dict[str, Any]:
+    """Return the fields of an event with its metrics among them, as a line of a file holds them."""
+    record = dataclasses.asdict(event)
+    metrics = record.pop("metrics")
+    return {**metrics, **record}
+
+
+def from_flat_record(event_type: Type[_Measured], record: Dict[str, Any]) -> _Measured:
+    """Return the event of a `flat_record`. TypeError if a field is missing."""
+    names = {field.name for field in dataclasses.fields(event_type)}
+    fields = {name: value for name, value in record.items() if name in names}
+    metrics = {name: value for name, value in record.items() if name not in names}
+    return event_type(metrics=metrics, **fields)
 
 
 Event = Union[

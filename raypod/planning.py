@@ -22,6 +22,7 @@ from raypod.plan.environment import strict_environment
 from raypod.plan.plan import Plan, make_plan
 from raypod.record import run_folder
 from raypod.record.sinks import check_packages
+from raypod.tasks.registry import facts_of, task_of
 
 _SWITCHES = {
     "--dry-run": "print the plan and exit; nothing is written or downloaded",
@@ -62,16 +63,16 @@ def plan_of(argv: Sequence[str], prog: str, switches: Sequence[str] = ()) -> Tup
     _check_model(config)
     run_dir = run_folder.choose(config)
     if getattr(args, "dry_run", True):
-        size = datasets.dataset_size_or_published(config)
+        task = facts_of(config, may_be_missing=True)
     else:
         datasets.download(config)
-        size = datasets.dataset_size(config)
-    plan = make_plan(config, cluster, size, run_dir)
+        task = facts_of(config)
+    plan = make_plan(config, cluster, task, run_dir)
     if plan.geometry.ipus_per_replica > 1:
         # Imports torch, which the plan of a model on one IPU does not need.
         from raypod.model.pipeline import find_splits
 
-        plan = dataclasses.replace(plan, pipeline_splits=find_splits(config) or ())
+        plan = dataclasses.replace(plan, pipeline_splits=find_splits(config, task_of(config)) or ())
     return plan, args
 
 
@@ -122,14 +123,14 @@ def describe_with_pipeline(plan: Plan) -> Dict[str, Any]:
     return {**tables.describe(plan), **pipeline, "memory": describe_memory(found.memory)}
 
 
-def _inspected(plan: Plan, inspect: Callable[[Plan], Any]) -> Any:
+def _inspected(plan: Plan, inspect: Callable[[Plan, Any], Any]) -> Any:
     """Return the pipeline of a plan; the reason if the model of a plan without pipeline cannot be compiled here.
 
     In strict mode that is an error, too: the run would end with it.
     """
     with environment_variables(strict_environment(plan.config.run.strict)):
         try:
-            return inspect(plan)
+            return inspect(plan, task_of(plan.config))
         except (UserError, ImportError) as error:  # the other numbers of a plan need no torch
             if plan.geometry.ipus_per_replica > 1 or sdk.is_strict():
                 raise

@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
+from raypod.plan.metric import LOSS, Metric
+
 WEIGHTS, OPTIMIZER, REPLICAS = "weights.safetensors", "optimizer.safetensors", "replicas.safetensors"
 TENSOR_FILES = (WEIGHTS, OPTIMIZER, REPLICAS)
 _FORMAT = 1
@@ -35,7 +37,9 @@ class Manifest:
     geometry: Dict[str, int]
     versions: Dict[str, str]
     weights_sha256: str = ""
-    test_accuracy: Optional[float] = None  # percent; None if the test split was not evaluated at this update
+    tested: Dict[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # test metrics; empty: not evaluated at this update
     files: Dict[str, FileRecord] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> bytes:
@@ -62,11 +66,26 @@ def manifest_from_json(text: bytes) -> Manifest:
     if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
         raise ValueError(f"it is not a manifest of format {_FORMAT}")
     files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
+    accuracy = content.pop("test_accuracy", None)  # of manifests before tasks had their own metrics
+    if accuracy is not None:
+        content["tested"] = {"accuracy": accuracy}
     return Manifest(files=files, **content)
 
 
-def checkpoints_to_remove(newest_first: Sequence[Checkpoint], keep: int) -> List[Checkpoint]:
-    """Return all but the newest `keep` checkpoints and the one with the best test accuracy, oldest first."""
-    tested = [each for each in newest_first if each.manifest.test_accuracy is not None]
-    best = max(tested, key=lambda each: each.manifest.test_accuracy or 0.0, default=None)  # the newest of equals
-    return [each for each in reversed(newest_first[keep:]) if each is not best]
+@dataclasses.dataclass(frozen=True)
+class Retention:
+    """Which checkpoints of a run are kept: the `newest`, and the one with the best test result by `metric`."""
+
+    newest: int
+    metric: Metric = LOSS
+
+
+def checkpoints_to_remove(newest_first: Sequence[Checkpoint], kept: Retention) -> List[Checkpoint]:
+    """Return the checkpoints that are not kept, oldest first."""
+    metric = kept.metric
+    best: Optional[Checkpoint] = None
+    for each in newest_first:  # the newest of equals is kept
+        value = each.manifest.tested.get(metric.name)
+        if value is not None and (best is None or metric.is_better(value, best.manifest.tested[metric.name])):
+            best = each
+    return [each for each in reversed(newest_first[kept.newest :]) if each is not best]

@@ -120,7 +120,7 @@ def manifest_of(
     generation: int,
     data_fingerprint: str,
     versions: Dict[str, str],
-    test_accuracy: Optional[float] = None,
+    tested: Optional[Dict[str, float]] = None,
 ) -> Manifest:
     """Return the manifest of a run after `update` updates. The writer adds the files and the hash of the weights."""
     epoch, update_of_epoch = divmod(update, plan.updates_per_epoch)
@@ -132,7 +132,7 @@ def manifest_of(
         settings={**settings_of(plan), FINGERPRINT: data_fingerprint},
         geometry=dataclasses.asdict(plan.geometry),
         versions=versions,
-        test_accuracy=test_accuracy,
+        tested=tested or {},
     )
 
 

@@ -15,7 +15,7 @@ import shutil
 from pathlib import Path
 from typing import ContextManager, Iterator, List, Optional, Tuple, Union
 
-from raypod.checkpoint.format import Checkpoint, Manifest, checkpoints_to_remove, manifest_from_json
+from raypod.checkpoint.format import Checkpoint, Manifest, Retention, checkpoints_to_remove, manifest_from_json
 from raypod.errors import CheckpointDamaged
 from raypod.host import files
 from raypod.plan.config import CHECKPOINTS, MANIFEST
@@ -190,10 +190,10 @@ def write_manifest(partial: Path, manifest: Manifest) -> None:
             file.write(content)
 
 
-def remove_old(checkpoints: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints and the best one."""
+def remove_old(checkpoints: Path, kept: Retention) -> None:
+    """Remove the checkpoints that are not kept."""
     readable, _ = list_checkpoints(checkpoints)
-    for old in checkpoints_to_remove(readable, keep):
+    for old in checkpoints_to_remove(readable, kept):
         files.remove_folder(old.path)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Deque, Dict, Generator, Iterator, List, Tuple, Union
 from typing_extensions import Protocol
 
 from raypod.checkpoint import storage
-from raypod.checkpoint.format import TENSOR_FILES, Checkpoint, FileRecord, Manifest
+from raypod.checkpoint.format import TENSOR_FILES, Checkpoint, FileRecord, Manifest, Retention
 from raypod.errors import CheckpointDamaged
 from raypod.host.files import HashedFile, new_file
 
@@ -58,14 +58,14 @@ class CheckpointReceiver:
         """
         self._receiving.send((name, data))
 
-    def commit(self, manifest: Manifest, keep: int) -> Path:
-        """Make the checkpoint the latest one, and remove old ones, keeping `keep`. Return its folder.
+    def commit(self, manifest: Manifest, kept: Retention) -> Path:
+        """Make the checkpoint the latest one, and remove those that are not kept. Return its folder.
 
         Raises:
             OSError: the file system's own, or the files differ from their records. The checkpoint is discarded.
         """
         self._receiving.send(manifest)
-        storage.remove_old(self._checkpoints, keep)
+        storage.remove_old(self._checkpoints, kept)
         return storage.checkpoint_path(self._checkpoints, manifest.update)
 
 
@@ -131,9 +131,9 @@ class CheckpointSender:
         if pending:
             self._requests.add("write", name, bytes(pending))
 
-    def commit(self, manifest: Manifest, keep: int) -> Checkpoint:
-        """Wait until the checkpoint is written, with `manifest`, and old ones are removed, keeping `keep`."""
-        self._requests.add("commit", manifest, keep)
+    def commit(self, manifest: Manifest, kept: Retention) -> Checkpoint:
+        """Wait until the checkpoint is written, with `manifest`, and those that are not kept are removed."""
+        self._requests.add("commit", manifest, kept)
         return Checkpoint(self._requests.finish()[-1], manifest)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional,
 import torch
 
 from raypod.checkpoint import storage, tensors
-from raypod.checkpoint.format import OPTIMIZER, REPLICAS, WEIGHTS, Checkpoint, FileRecord, Manifest
+from raypod.checkpoint.format import OPTIMIZER, REPLICAS, WEIGHTS, Checkpoint, FileRecord, Manifest, Retention
 from raypod.checkpoint.transfer import CheckpointSender, Server, fetch
 from raypod.errors import WaitTimedOut
 from raypod.events import SaveReport
@@ -32,8 +32,8 @@ class State:
     replicas: Any = None  # per-replica statistics and random states; None if the SDK does not expose them
 
 
-def write_checkpoint(checkpoints: Path, manifest: Manifest, state: State, keep: int) -> Checkpoint:
-    """Write a checkpoint of CPU tensors that do not change meanwhile, and remove old ones, keeping `keep`.
+def write_checkpoint(checkpoints: Path, manifest: Manifest, state: State, kept: Retention) -> Checkpoint:
+    """Write a checkpoint of CPU tensors that do not change meanwhile, and remove those that are not kept.
 
     Raises:
         OSError: the file system's own, for example on a full disk. Partial files are removed.
@@ -41,18 +41,18 @@ def write_checkpoint(checkpoints: Path, manifest: Manifest, state: State, keep: 
     with storage.new_checkpoint(checkpoints, manifest.update) as partial:
         manifest = _write_files(lambda name: storage.new_file(partial, name), manifest, state)
         storage.write_manifest(partial, manifest)
-    storage.remove_old(checkpoints, keep)
+    storage.remove_old(checkpoints, kept)
     return Checkpoint(storage.checkpoint_path(checkpoints, manifest.update), manifest)
 
 
-def send_checkpoint(server: Server, manifest: Manifest, state: State, keep: int, timeout_s: float) -> Checkpoint:
+def send_checkpoint(server: Server, manifest: Manifest, state: State, kept: Retention, timeout_s: float) -> Checkpoint:
     """Do the same on the host of a `CheckpointReceiver`, within a timeout.
 
     Raises:
         OSError: that of the other host's file system, or the host does not respond. No checkpoint is left there.
     """
     sender = CheckpointSender(server, manifest.update, timeout_s)
-    return sender.commit(_write_files(sender.new_file, manifest, state), keep)
+    return sender.commit(_write_files(sender.new_file, manifest, state), kept)
 
 
 def load_checkpoint(path: Union[str, Path]) -> Dict[str, Any]:
@@ -95,7 +95,7 @@ class BackgroundWriter:
     def __init__(self, plan: Plan) -> None:
         self._checkpoints = storage.checkpoints_folder(plan.run_dir)
         run = plan.config.run
-        self._keep, self._timeout_s = run.keep_checkpoints, run.save_timeout_s
+        self._kept, self._timeout_s = Retention(run.keep_checkpoints, plan.best_metric), run.save_timeout_s
         self._close_timeout_s = run.stop_timeout_s
         # A checkpoint with NaN weights must not replace the finite one before it.
         self._require_finite = run.on_nonfinite == "stop"
@@ -152,9 +152,9 @@ class BackgroundWriter:
                 self._reports.append(SaveReport(manifest.update, path, "", f"{nonfinite} is not finite"))
                 return
             if self._server is None:
-                written = write_checkpoint(self._checkpoints, manifest, state, self._keep)
+                written = write_checkpoint(self._checkpoints, manifest, state, self._kept)
             else:
-                written = send_checkpoint(self._server, manifest, state, self._keep, self._timeout_s)
+                written = send_checkpoint(self._server, manifest, state, self._kept, self._timeout_s)
             self._reports.append(SaveReport(manifest.update, str(written.path), written.manifest.weights_sha256, None))
         except Exception as error:  # noqa: BLE001 - the thread's top level: every error becomes a report
             cause = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"

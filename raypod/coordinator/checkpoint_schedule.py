@@ -7,7 +7,7 @@ import dataclasses
 import math
 import time
 from pathlib import Path
-from typing import Iterable, Iterator, Optional
+from typing import Dict, Iterable, Iterator, Optional
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint
@@ -55,30 +55,29 @@ class CheckpointSchedule:
         every = self._plan.save_every_updates
         return every > 0 and update > 0 and update % every == 0
 
-    def begin(self, fleet: Fleet, update: int, test_accuracy: Optional[float] = None) -> Iterator[Event]:
+    def begin(self, fleet: Fleet, update: int, tested: Optional[Dict[str, float]] = None) -> Iterator[Event]:
         """Make instance 0 copy its state and write it in the background, unless that was begun at this update.
 
-        `test_accuracy` is in percent, None if it is unknown.
+        `tested` holds the test metrics of this update, if they are known.
         """
         if update == self._begun_update:
             self._begun_s = time.monotonic()
             return
         started = self._started
         manifest = manifest_of(
-            self._plan, update, self.generation, started.data_fingerprint, dict(started.versions), test_accuracy
+            self._plan, update, self.generation, started.data_fingerprint, dict(started.versions), tested
         )
         yield CheckpointBegun(update)
         fleet.call("save", manifest)
         self._begun_update, self._begun_s = update, time.monotonic()
 
-    def add_accuracy(self, update: int, test_accuracy: float) -> None:
-        """Add the test accuracy (percent) to the checkpoint of `update`, if it was written before the evaluation."""
+    def add_evaluation(self, update: int, tested: Dict[str, float]) -> None:
+        """Add the test metrics to the checkpoint of `update`, if it was written before the evaluation."""
         if self.last is not None and self.last.update == update:
-            # If the disk is full, the accuracy is still in evaluations.jsonl.
+            # If the disk is full, they are still in evaluations.jsonl.
             with contextlib.suppress(OSError, CheckpointDamaged):
                 checkpoint = storage.read_manifest(Path(self.last.path))
-                tested = dataclasses.replace(checkpoint.manifest, test_accuracy=test_accuracy)
-                storage.replace_manifest(checkpoint, tested)
+                storage.replace_manifest(checkpoint, dataclasses.replace(checkpoint.manifest, tested=tested))
 
     def rollback_to(self, checkpoint: Optional[Checkpoint]) -> None:
         """Continue from a checkpoint, or from the beginning (None): later checkpoints become due again."""

@@ -7,7 +7,7 @@ coordinator performs no collective and no file operation.
 from __future__ import annotations
 
 import contextlib
-import math
+import itertools
 import signal
 import time
 from functools import partial
@@ -29,6 +29,7 @@ from raypod.events import (
 )
 from raypod.fleet.base import Fleet
 from raypod.host.signals import SignalFilter, leave_terminal, stop_signals
+from raypod.plan.metric import sum_exactly, values_of
 from raypod.plan.plan import Leg, Plan
 from raypod.record.metrics import MetricsAggregator
 
@@ -105,13 +106,13 @@ class _Training:
             yield self._metrics.end_epoch(leg.epoch)
         if not is_last and not self._stop.requested:
             yield from self._evaluate(update)
-        accuracy = self._evaluations.accuracy_after(update)
+        tested = self._evaluations.metrics_after(update)
         draining = [] if is_last or self._stop.requested else self._fleet.draining()
         if draining and not self._recovery.can_move_away_from(draining):
             self._stop.request(f"Ray drains host {', '.join(draining)}")
             draining = []
-        if self._schedule.is_due(update) or accuracy is not None or self._stop.requested or draining:
-            yield from self._recovery.until_done(update, partial(self._schedule.begin, self._fleet, update, accuracy))
+        if self._schedule.is_due(update) or tested or self._stop.requested or draining:
+            yield from self._recovery.until_done(update, partial(self._schedule.begin, self._fleet, update, tested))
         if draining:
             yield from self._finish_save(update)
             yield from self._recovery.move_away_from(draining)
@@ -161,17 +162,17 @@ class Evaluations:
             return
         reports: List[EvaluationReport] = self._fleet.call("evaluate")
         samples = sum(report.samples for report in reports)
-        loss = math.fsum(report.loss_sum for report in reports) / samples
-        accuracy = 100.0 * sum(report.correct for report in reports) / samples
+        sums = [sum_exactly(itertools.chain(*parts)) for parts in zip(*(report.sums for report in reports))]
         epoch = (update - 1) // self._plan.updates_per_epoch + 1
-        self._evaluations[update] = EvaluationDone(samples, loss, accuracy, update, epoch)
-        self._schedule.add_accuracy(update, accuracy)
-        yield self._evaluations[update]
+        done = EvaluationDone(samples, values_of(self._plan.task.metrics, sums), update, epoch)
+        self._evaluations[update] = done
+        self._schedule.add_evaluation(update, done.metrics)
+        yield done
 
-    def accuracy_after(self, update: int) -> Optional[float]:
-        """Return the test accuracy after `update` updates in percent; None if it is unknown."""
+    def metrics_after(self, update: int) -> Dict[str, float]:
+        """Return the test metrics after `update` updates; empty if they are unknown."""
         found = self._evaluations.get(update)
-        return found.accuracy if found else None
+        return found.metrics if found else {}
 
 
 def _check_data(plan: Plan, started: List[InstanceStarted], resumed: Optional[Checkpoint]) -> None:

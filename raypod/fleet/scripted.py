@@ -42,7 +42,7 @@ class ScriptedFleet:
             "seed_weights": lambda index: _WEIGHTS_SHA256,
             "has_file": lambda index: True,
             "load_checkpoint": lambda index: True,
-            "evaluate": lambda index: EvaluationReport(index, 1, 1, 0.5),
+            "evaluate": lambda index: EvaluationReport(index, 1, ((0.5,), (1.0,)) * len(self._plan.task.metrics)),
             "finish_saves": lambda index: self._saves if index == 0 else (),
         }
         script = scripts.get(method)
@@ -80,5 +80,5 @@ class ScriptedFleet:
 
     def _report(self, instance: int, update: int) -> CallReport:
         replicas, iterations = self._plan.geometry.local_replicas, self._plan.geometry.device_iterations
-        losses = tuple((1.0 / (1 + instance),) * replicas for _ in range(iterations))
-        return CallReport(instance, update, losses, ((1,) * replicas,) * iterations)
+        of_replica = (1.0 / (1 + instance), 1.0) * len(self._plan.task.metrics)
+        return CallReport(instance, update, ((of_replica,) * replicas,) * iterations)

@@ -18,7 +18,6 @@ import popdist
 import poptorch
 import torch
 
-from raypod import datasets
 from raypod.checkpoint import tensors
 from raypod.checkpoint.format import Checkpoint, Manifest
 from raypod.checkpoint.transfer import Server
@@ -30,10 +29,11 @@ from raypod.host.process import StepTimer, versions
 from raypod.host.sdk import Sdk
 from raypod.instance.control import LOADING, Heartbeat, StopGate
 from raypod.instance.process_group import ProcessGroup
-from raypod.instance.replica_model import ReplicaModel
+from raypod.instance.replica_model import EvaluationSums, ReplicaModel
 from raypod.instance.seeding import Endpoint, Seeding, SeedingPeer
 from raypod.model import program
 from raypod.plan.plan import Leg, Plan
+from raypod.tasks.registry import task_of
 
 
 class Instance:
@@ -57,13 +57,14 @@ class Instance:
         plan = self._plan
         torch.set_num_threads(self._spec.threads_per_replica)
         self._timer.begin()
-        splits = datasets.load(plan.config)
-        self._feed = Feed(plan, self._spec, splits)
+        task = task_of(plan.config)
+        source = task.load()
+        self._feed = Feed(plan, self._spec, source)
         self._timer.end("load data")
         if self._spec.index == 0:
             torch.manual_seed(plan.config.training.seed)
             self._saves = BackgroundWriter(plan)
-        self._model = model = ReplicaModel(plan, splits, self._feed)
+        self._model = model = ReplicaModel(plan, task, self._feed.first_batch())
         self._training = poptorch.trainingModel(
             model.training_step, options=program.training_options(plan), optimizer=model.optimizer
         )
@@ -78,7 +79,7 @@ class Instance:
             device_line=self._sdk.line,
             parameters=model.num_parameters(),
             seconds=tuple(self._timer.steps),
-            data_fingerprint=splits.fingerprint,
+            data_fingerprint=source.fingerprint,
             versions=versions(),
         )
 
@@ -172,7 +173,7 @@ class Instance:
         first_call = leg.first_update // device_iterations
         self._update = leg.first_update
         batches = self._feed.timed_calls(leg, lambda: self.heartbeat.set_activity(LOADING))
-        for number, ((images, labels), wait_s) in enumerate(batches):
+        for number, (batch, wait_s) in enumerate(batches):
             if not self._gate.enter(first_call + number):
                 return
             update = leg.first_update + number * device_iterations
@@ -180,7 +181,7 @@ class Instance:
             began = time.monotonic()
             with self.heartbeat.in_call(first_call + number):
                 digest = self._feed.samples_digest()
-                outputs = self._training(images, labels, *self._model.call_words(update, digest))
+                outputs = self._training(*batch, *self._model.call_words(update, digest))
             self._update = update + device_iterations
             call_s = wait_s + time.monotonic() - began
             yield dataclasses.replace(self._report(update, outputs, digest), data_wait_s=wait_s, call_s=call_s)
@@ -208,11 +209,11 @@ class Instance:
         program.load_replica_state(self._training, state)
         # PopTorch compiles a model in the mode (train or eval) that its network has then, and both share the network.
         network.eval()
-        sums = self._model.evaluation_sums()
-        for images, labels, valid in self._feed.evaluation_calls():
+        sums = EvaluationSums(2 * len(self._plan.task.metrics))
+        for batch, valid in self._feed.evaluation_calls():
             if self._gate.is_closed:  # a long evaluation must not delay the repair; it is repeated afterwards
                 raise CollectiveBroken(self._spec.index, "the evaluation was aborted")
-            sums.add(self._inference(images)[:valid], labels[:valid])
+            sums.add(self._inference(*batch)[:valid])
         self._detach()
         network.train()
         return sums.report(self._spec.index)
@@ -272,7 +273,7 @@ class Instance:
         return CallReport(
             instance=self._spec.index,
             first_update=update,
-            **self._model.results(outputs),
+            sums=self._model.sums(outputs),
             saves=self._saves.take_reports() if self._saves is not None else (),
             samples_digest=samples_digest,
         )

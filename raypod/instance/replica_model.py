@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
 from raypod.checkpoint import tensors
-from raypod.datasets.arrays import Splits
-from raypod.datasets.feed import Feed
-from raypod.datasets.transforms import activation_dtype, device_input
-from raypod.events import CallReport
-from raypod.model import classification, program, recent_results
+from raypod.datasets.source import Batch
+from raypod.events import CallReport, EvaluationReport
+from raypod.model import program, recent_results
+from raypod.plan.metric import exact_parts
 from raypod.plan.plan import Plan
+from raypod.tasks.task import Task
 
 
 class ReplicaModel:
     """Network and optimizer on the host. Both steps share the network."""
 
-    def __init__(self, plan: Plan, splits: Splits, feed: Feed) -> None:
-        config = plan.config
-        channels, side = feed.sample_shape()
-        self.network = program.build_network(plan, channels, side, splits.classes)
-        dtype = activation_dtype(config.training.precision)
-        prepare = device_input(dtype, splits.mean, splits.std, feed.sent_shape()[1:], config.data.image_size)
-        self._geometry = plan.geometry
+    def __init__(self, plan: Plan, task: Task, first_batch: Batch) -> None:
+        metrics = plan.task.metrics
+        self.network = program.finish_network(plan, task.network(first_batch))
+        prepare = task.device_input(first_batch)
+        self._geometry, self._num_sums = plan.geometry, 2 * len(metrics)
         self._keeps_results = program.keeps_recent_results(plan)
-        recent = recent_results.RecentResults(plan.geometry) if self._keeps_results else None
-        step = program.TrainingStep(self.network, prepare, config.training.label_smoothing, recent)
-        self.training_step = step.train()
-        self.evaluation_step = program.EvaluationStep(self.network, prepare)
-        self.optimizer = program.build_optimizer(config, self.network)
+        recent = recent_results.RecentResults(plan.geometry, self._num_sums) if self._keeps_results else None
+        self.training_step = program.TrainingStep(task, metrics, self.network, prepare, recent).train()
+        self.evaluation_step = program.EvaluationStep(task, metrics, self.network, prepare)
+        groups = task.parameter_groups(self.network, plan.config.training.weight_decay)
+        self.optimizer = program.build_optimizer(plan.config, groups)
 
     def state(self) -> Dict[str, Any]:
         """Return `weights` and `optimizer`, the state dicts. Their tensors are not copied."""
@@ -53,18 +51,14 @@ class ReplicaModel:
         """Return the further input of a call after `update` updates if the device keeps its results."""
         return (recent_results.call_words(self._geometry, update, samples_digest),) if self._keeps_results else ()
 
-    def results(self, outputs: Tuple[torch.Tensor, torch.Tensor]) -> Dict[str, Any]:
-        """Return the fields of a `CallReport` that hold the results of a call of the training step."""
-        return classification.replica_results(outputs, self._geometry.call_shape)
+    def sums(self, outputs: Tuple[torch.Tensor, torch.Tensor]) -> Tuple[Tuple[Tuple[float, ...], ...], ...]:
+        """Return the `CallReport.sums` of the outputs of a call of the training step."""
+        return recent_results.replica_sums(outputs[1], self._geometry.call_shape)
 
     def lost_reports(self, training: Any, missing: Sequence[Tuple[int, int]]) -> Iterator[CallReport]:
         """Yield the missing reports whose results the device of `training` has; see `recent_results.lost_reports`."""
         if self._keeps_results:
             yield from recent_results.lost_reports(program.read_replica_state(training), self._geometry, missing)
-
-    def evaluation_sums(self) -> classification.EvaluationSums:
-        """Return empty sums for an evaluation."""
-        return classification.EvaluationSums()
 
     def replica_state(self, training: Any) -> Optional[Dict[str, Any]]:
         """Return the state of the replicas as a checkpoint contains it; None if the SDK has none."""
@@ -73,5 +67,21 @@ class ReplicaModel:
     def load_replica_state(self, training: Any, state: Optional[Dict[str, Any]]) -> None:
         """Load a state of `replica_state`."""
         if self._keeps_results:
-            state = recent_results.with_empty_rows(state, self._geometry)
+            state = recent_results.with_empty_rows(state, self._geometry, self._num_sums)
         program.load_replica_state(training, state)
+
+
+class EvaluationSums:
+    """The sums over the test samples of one instance."""
+
+    def __init__(self, num_sums: int) -> None:
+        self._columns: List[List[float]] = [[] for _ in range(num_sums)]
+
+    def add(self, outputs: torch.Tensor) -> None:
+        """Add the outputs of the evaluation step: float32 [samples, num_sums]."""
+        for column, values in zip(self._columns, outputs.T.tolist()):
+            column.extend(values)
+
+    def report(self, instance: int) -> EvaluationReport:
+        """Return the sums over all samples."""
+        return EvaluationReport(instance, len(self._columns[0]), tuple(map(exact_parts, self._columns)))

@@ -13,12 +13,9 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from raypod import datasets
 from raypod.cli import nearest
 from raypod.errors import ConfigError
-from raypod.model import networks
 from raypod.plan import user_code
 from raypod.plan.config import Config
 
@@ -34,7 +31,7 @@ class Unit:
     cost: float
 
 
-def find_splits(config: Config) -> Optional[Tuple[str, ...]]:
+def find_splits(config: Config, task: Any) -> Optional[Tuple[str, ...]]:
     """Return the splits of a config's model; None for one IPU, or if the user's model has its own `BeginBlock`s.
 
     Raises:
@@ -46,13 +43,13 @@ def find_splits(config: Config) -> Optional[Tuple[str, ...]]:
     if training.pipeline_splits:
         # The user's module may import the SDK, which is available in instances only.
         if not is_user_model:
-            check_splits(_network(config), training.pipeline_splits)
+            check_splits(_network(task), training.pipeline_splits)
         return training.pipeline_splits
     if stages == 1 or (is_user_model and training.pipeline_balance is None):
         return None
     find_units = units_by_time if training.pipeline_balance == "time" else units_by_parameters
     with user_code.reported(training.model):
-        units = find_units(_network(config), _images(config))
+        units = find_units(_network(task), _inputs(task))
     return balanced_splits(units, stages)
 
 
@@ -97,22 +94,22 @@ def balanced_splits(units: Sequence[Unit], stages: int) -> Tuple[str, ...]:
     return tuple(units[cut].name for cut in cuts[1:])
 
 
-def units_by_parameters(network: nn.Module, images: torch.Tensor) -> List[Unit]:
+def units_by_parameters(network: nn.Module, inputs: torch.Tensor) -> List[Unit]:
     """Return the units in the order of their calls, with their numbers of parameters."""
-    return [Unit(name, float(_parameters(module))) for name, module in _called(network, images)]
+    return [Unit(name, float(_parameters(module))) for name, module in _called(network, inputs)]
 
 
-def units_by_time(network: nn.Module, images: torch.Tensor) -> List[Unit]:
+def units_by_time(network: nn.Module, inputs: torch.Tensor) -> List[Unit]:
     """Return the units in the order of their calls, with the seconds of their forward and backward on this host's CPU.
 
     The time is the minimum of several rounds. Times on an IPU differ.
     """
-    called = _called(network, images)
-    rounds = [_time_round(network, images, called) for _ in range(_ROUNDS)]
+    called = _called(network, inputs)
+    rounds = [_time_round(network, inputs, called) for _ in range(_ROUNDS)]
     return [Unit(name, min(times[name] for times in rounds)) for name, _ in called]
 
 
-def _time_round(network: nn.Module, images: torch.Tensor, called: List[Tuple[str, nn.Module]]) -> Dict[str, float]:
+def _time_round(network: nn.Module, inputs: torch.Tensor, called: List[Tuple[str, nn.Module]]) -> Dict[str, float]:
     """Return the seconds from the start of each unit to the start of the next one, forward plus backward."""
     marks: List[Tuple[str, float]] = []
     backward: List[Tuple[str, float]] = []
@@ -129,9 +126,9 @@ def _time_round(network: nn.Module, images: torch.Tensor, called: List[Tuple[str
 
     hooks = [module.register_forward_pre_hook(forward_mark(name)) for name, module in called]
     try:
-        logits = network(images)
+        outputs = network(inputs)
         ended = time.perf_counter()
-        functional.cross_entropy(logits, torch.zeros(len(images), dtype=torch.int64)).backward()  # type: ignore[no-untyped-call]
+        outputs.sum().backward()
         done = time.perf_counter()
     finally:
         for hook in hooks:
@@ -148,7 +145,7 @@ def _time_round(network: nn.Module, images: torch.Tensor, called: List[Tuple[str
     return seconds
 
 
-def _called(network: nn.Module, images: torch.Tensor) -> List[Tuple[str, nn.Module]]:
+def _called(network: nn.Module, inputs: torch.Tensor) -> List[Tuple[str, nn.Module]]:
     """Return the units that have parameters and are called exactly once, in the order of their calls."""
     calls: List[str] = []
 
@@ -159,7 +156,7 @@ def _called(network: nn.Module, images: torch.Tensor) -> List[Tuple[str, nn.Modu
     hooks = [module.register_forward_pre_hook(note(name)) for name, module in units.items()]
     try:
         with torch.no_grad():
-            network(images)
+            network(inputs)
     finally:
         for hook in hooks:
             hook.remove()
@@ -199,11 +196,11 @@ def _siblings(split: str, names: Sequence[str]) -> List[str]:
     return beside[:8]
 
 
-def _network(config: Config) -> nn.Module:
-    shape = datasets.image_shape(config)
-    return networks.build_model(config, shape.channels, shape.side, shape.classes).train()
+def _network(task: Any) -> nn.Module:
+    network: nn.Module = task.network(task.example(_SAMPLES))
+    return network.train()
 
 
-def _images(config: Config) -> torch.Tensor:
-    shape = datasets.image_shape(config)
-    return torch.zeros(_SAMPLES, shape.channels, shape.side, shape.side)
+def _inputs(task: Any) -> torch.Tensor:
+    inputs: torch.Tensor = task.example(_SAMPLES)[0]
+    return inputs.float() if inputs.is_floating_point() else inputs

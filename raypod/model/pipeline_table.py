@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
-from raypod import datasets
 from raypod.host import sdk
 from raypod.model.schedule import StageCost, compare_strategies
 from raypod.plan import user_code
@@ -45,14 +44,14 @@ class Pipeline:
     memory: Tuple[Any, ...]
 
 
-def inspect_pipeline(plan: Plan) -> Pipeline:
+def inspect_pipeline(plan: Plan, task: Any) -> Pipeline:
     """Compile the plan's model for the emulated device and return its stages and schedules.
 
     Raises:
         ConfigError: the model cannot be built or compiled; in strict mode also if an IPU rejects it.
     """
     sdk.select("emulated")
-    placement, memory, optimizer_bytes = _placement(plan)
+    placement, memory, optimizer_bytes = _placement(plan, task)
     scale = plan.config.training.batch_size / _SAMPLES
     costs = [
         dataclasses.replace(cost, forward=scale * cost.forward, backward=scale * cost.backward)
@@ -86,28 +85,27 @@ def render_pipeline(pipeline: Pipeline, execution: str) -> str:
     return "\n".join([*lines, "", *_accumulation_lines(pipeline.schedules, order)])
 
 
-def _placement(plan: Plan) -> Tuple[Any, Tuple[Any, ...], int]:
+def _placement(plan: Plan, task: Any) -> Tuple[Any, Tuple[Any, ...], int]:
     """Return the emulated SDK's placement and estimate of the memory, and `program.optimizer_bytes`."""
     import poptorch
     import torch
     from poptorch.device.memory_estimate import check_memory
 
-    from raypod.datasets.transforms import activation_dtype
     from raypod.model import program
 
-    config, shape = plan.config, datasets.image_shape(plan.config)
+    config = plan.config
     options = poptorch.Options()
     options.Training.gradientAccumulation(plan.geometry.gradient_accumulation)
     options.setExecutionStrategy(program.execution_strategy(config.training.execution))
     options.showCompilationProgressBar(False)
     samples = _SAMPLES * plan.geometry.gradient_accumulation
-    dtype = activation_dtype(config.training.precision)
-    images = torch.zeros(1, shape.channels, shape.side, shape.side, dtype=dtype).expand(samples, -1, -1, -1)
     with user_code.reported(config.training.model):
-        network = program.build_network(plan, shape.channels, shape.side, shape.classes)
-        step = program.TrainingStep(network, torch.nn.Identity(), config.training.label_smoothing).train()
-        model = poptorch.trainingModel(step, options, program.build_optimizer(config, network))
-        model.compile(images, torch.zeros(samples, dtype=torch.int64))
+        batch = task.example(samples)
+        network = program.finish_network(plan, task.network(batch))
+        step = program.TrainingStep(task, plan.task.metrics, network, torch.nn.Identity()).train()
+        groups = task.parameter_groups(network, config.training.weight_decay)
+        model = poptorch.trainingModel(step, options, program.build_optimizer(config, groups))
+        model.compile(*batch)
         memory = model.emulatedMemory(config.training.batch_size / _SAMPLES)
         if sdk.is_strict():  # otherwise the table says that the model does not fit
             check_memory(memory)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterable, NamedTuple, Optional, Sequence, Tuple
 
 import popdist.poptorch
 import poptorch
 import torch
 from torch import nn
+from typing_extensions import Protocol
 
-from raypod.model import classification
-from raypod.model.networks import build_model
 from raypod.model.recent_results import RecentResults
 from raypod.plan.config import Config, TrainingSection
+from raypod.plan.metric import Metric
 from raypod.plan.plan import Plan
 
+Ratios = Dict[str, Tuple[Any, Any]]  # numerator and denominator by the name of the metric
 _REDUCTIONS = {"sum": poptorch.ReductionType.Sum, "mean": poptorch.ReductionType.Mean}
 
 
@@ -35,59 +36,81 @@ _OPTIMIZERS = {
 _FLOAT32_STATES = {"second_order_momentum"}  # half precision would underflow
 
 
-class TrainingStep(nn.Module):
-    """Network and loss for one micro-batch of training; `prepare` transforms the images on the device.
+class TaskOutputs(Protocol):
+    """What the steps need of a task; see `tasks.task.Task`."""
 
-    With `recent_results`, `forward` takes a row of `recent_results.call_words` as third argument.
+    def training_outputs(self, network: Any, *batch: torch.Tensor) -> Tuple[torch.Tensor, Ratios]:
+        """Return the loss and the other metrics of a micro-batch."""
+
+    def evaluation_outputs(self, network: Any, *batch: torch.Tensor) -> Ratios:
+        """Return all metrics per sample."""
+
+
+class _Step(nn.Module):
+    """The network of one micro-batch; `prepare` transforms the first tensor of the batch on the device."""
+
+    def __init__(self, task: TaskOutputs, metrics: Sequence[Metric], network: nn.Module, prepare: nn.Module) -> None:
+        super().__init__()
+        self.network, self.prepare = network, prepare
+        self._task, self._names = task, [metric.name for metric in metrics]
+
+    def _run_network(self, first: torch.Tensor, *others: torch.Tensor) -> Any:
+        return self.network(self.prepare(first), *others)
+
+
+class TrainingStep(_Step):
+    """Network and loss for one micro-batch of training.
+
+    With `recent_results`, the last argument of `forward` is a row of `recent_results.call_words`.
     """
 
     def __init__(
         self,
+        task: TaskOutputs,
+        metrics: Sequence[Metric],
         network: nn.Module,
         prepare: nn.Module,
-        label_smoothing: float = 0.0,
         recent_results: Optional[RecentResults] = None,
     ) -> None:
-        super().__init__()
-        self.network, self.prepare, self.label_smoothing = network, prepare, label_smoothing
+        super().__init__(task, metrics, network, prepare)
         self.recent_results = recent_results
 
-    def forward(
-        self, images: torch.Tensor, labels: torch.Tensor, call: Optional[torch.Tensor] = None
-    ) -> Tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss and the metric of the task, both 0-d."""
-        logits = self.network(self.prepare(images)).float()
-        loss, metric = classification.training_outputs(logits, labels, self.label_smoothing, _mark_loss)
+    def forward(self, *arguments: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss, 0-d, and numerator and denominator of each metric, float32 [2 x metrics]."""
+        batch = arguments if self.recent_results is None else arguments[:-1]
+        loss, ratios = self._task.training_outputs(self._run_network, *batch)
+        ratios = {"loss": (loss.detach(), 1), **ratios}
+        sums = torch.stack([_scalar(each, loss) for name in self._names for each in ratios[name]])
         if self.recent_results is not None:
-            self.recent_results(loss, metric, call)
-        return loss, metric
+            self.recent_results(sums, arguments[-1])
+        return loss, sums
 
 
-def _mark_loss(loss: torch.Tensor) -> torch.Tensor:
-    """Mark the tensor at which PopTorch's backward pass starts; a torch loss as the last operator needs no mark."""
-    return poptorch.identity_loss(loss, reduction="mean")
+def _scalar(value: Any, like: torch.Tensor) -> torch.Tensor:
+    """Return a 0-d float32 tensor on the device of another one."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(torch.float32)
+    return torch.full((), float(value), dtype=torch.float32, device=like.device)
 
 
-class EvaluationStep(nn.Module):
-    """Network for one micro-batch of the test split; `prepare` transforms the images on the device."""
+class EvaluationStep(_Step):
+    """Network and metrics for one micro-batch of the test split."""
 
-    def __init__(self, network: nn.Module, prepare: nn.Module) -> None:
-        super().__init__()
-        self.network, self.prepare = network, prepare
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return logits [n, classes], float32."""
-        logits: torch.Tensor = self.network(self.prepare(images)).float()
-        return logits
+    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
+        """Return numerator and denominator of each metric per sample: float32 [samples, 2 x metrics]."""
+        ratios = self._task.evaluation_outputs(self._run_network, *batch)
+        columns = [_column(each, batch[0]) for name in self._names for each in ratios[name]]
+        return torch.stack(columns, dim=1)
 
 
-def build_network(plan: Plan, channels: int, side: int, classes: int) -> nn.Module:
-    """Return the network of a plan, with its pipeline splits and in the precision of the stored weights.
+def _column(value: Any, batch: torch.Tensor) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.to(torch.float32)
+    return torch.full((batch.shape[0],), float(value), dtype=torch.float32, device=batch.device)
 
-    Raises:
-        ConfigError: as `networks.build_model`.
-    """
-    network = build_model(plan.config, channels, side, classes)
+
+def finish_network(plan: Plan, network: nn.Module) -> nn.Module:
+    """Return a task's network with the plan's pipeline splits, in the precision of the stored weights."""
     for ipu, name in enumerate(plan.pipeline_splits, start=1):
         poptorch.BeginBlock(network.get_submodule(name), user_id=name, ipu_id=ipu)
     if plan.config.training.precision.endswith(".16"):
@@ -102,7 +125,7 @@ def training_options(plan: Plan) -> Any:
     options.deviceIterations(training.device_iterations)
     options.Training.gradientAccumulation(training.gradient_accumulation)
     options.Training.accumulationAndReplicationReductionType(_REDUCTIONS[training.reduction])
-    # A micro-batch returns two scalars, so returning all of them costs little.
+    # A micro-batch returns a few scalars, so returning all of them costs little.
     options.outputMode(poptorch.OutputMode.All)
     if keeps_recent_results(plan):
         options.broadcastBuffers(False)  # PopTorch accepts changed buffers only if they may differ between replicas
@@ -137,21 +160,15 @@ def execution_strategy(execution: str) -> Any:
     return poptorch.PipelinedExecution() if execution == "pipelined" else poptorch.ShardedExecution()
 
 
-def build_optimizer(config: Config, model: nn.Module) -> Any:
-    """Return the poptorch optimizer of a config. Biases and norms (dimension 1) have no weight decay."""
+def build_optimizer(config: Config, groups: Sequence[Dict[str, Any]]) -> Any:
+    """Return the poptorch optimizer of a config for a task's parameter groups."""
     training = config.training
-    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    groups: List[Dict[str, Any]] = [
-        {"params": decayed, "weight_decay": training.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
     chosen = _OPTIMIZERS[training.optimizer]
     accumulator, states = _optimizer_dtypes(training)
     options: Dict[str, Any] = {f"{state}_accum_type": dtype for state, dtype in states.items()}
     options.update({name: getattr(training, name) for name in chosen.settings})
     common: Dict[str, Any] = {"lr": training.learning_rate, "loss_scaling": training.loss_scaling}
-    return chosen.create(groups, accum_type=accumulator, **common, **options)
+    return chosen.create(list(groups), accum_type=accumulator, **common, **options)
 
 
 def optimizer_bytes(training: TrainingSection) -> int:

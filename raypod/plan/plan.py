@@ -11,6 +11,7 @@ from typing import List, Sequence, Tuple
 from raypod.errors import ConfigError
 from raypod.plan.cluster import Cluster
 from raypod.plan.config import VISION_TRANSFORMERS, Config, parse_interval
+from raypod.plan.metric import LOSS, Metric
 from raypod.plan.placement import Placement, Sizes, place
 
 
@@ -112,15 +113,42 @@ class DatasetSize:
 
 
 @dataclasses.dataclass(frozen=True)
+class TaskFacts:
+    """What is known about a task before its data is loaded.
+
+    Attributes:
+        size: the numbers of samples.
+        metrics: what it measures; the first is the loss.
+        best: the name of the metric by which the best checkpoint is kept.
+        samples_are: what a sample is, in the plural, as in "images".
+    """
+
+    size: DatasetSize
+    metrics: Tuple[Metric, ...] = (LOSS,)
+    best: str = LOSS.name
+    samples_are: str = "samples"
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """Everything that is known about a run before it starts."""
 
     config: Config
     placement: Placement
     geometry: Geometry
-    dataset_size: DatasetSize
+    task: TaskFacts
     run_dir: str
     pipeline_splits: Tuple[str, ...] = ()  # names of the modules with which IPUs 1, 2, ... of a replica begin
+
+    @property
+    def dataset_size(self) -> DatasetSize:
+        """The numbers of samples."""
+        return self.task.size
+
+    @property
+    def best_metric(self) -> Metric:
+        """The metric by which the best checkpoint is kept."""
+        return next(metric for metric in self.task.metrics if metric.name == self.task.best)
 
     @property
     def updates_per_epoch(self) -> int:
@@ -166,7 +194,7 @@ class Plan:
         return f"{self.run_dir}/logs/instance-{instance}.log"
 
 
-def make_plan(config: Config, cluster: Cluster, size: DatasetSize, run_dir: str) -> Plan:
+def make_plan(config: Config, cluster: Cluster, task: TaskFacts, run_dir: str) -> Plan:
     """Return the plan of a run, with the pipeline splits of the config.
 
     Raises:
@@ -183,7 +211,7 @@ def make_plan(config: Config, cluster: Cluster, size: DatasetSize, run_dir: str)
         ipus_per_replica=pod.ipus_per_replica,
         evaluation_iterations=training.evaluation_iterations or pipeline_stages(config),
     )
-    _check_against_data(geometry, size, config)
+    _check_against_data(geometry, task.size, config)
     _check_compatible_settings(config)
     if config.run.fleet == "inline" and geometry.num_instances > 1:
         raise ConfigError(
@@ -193,7 +221,7 @@ def make_plan(config: Config, cluster: Cluster, size: DatasetSize, run_dir: str)
     placement = place(cluster, geometry, pod.threads_per_replica)
     splits = tuple(training.pipeline_splits or ())
     _check_pipeline(config, geometry, splits)
-    return Plan(config, placement, geometry, size, run_dir, splits)
+    return Plan(config, placement, geometry, task, run_dir, splits)
 
 
 def pipeline_stages(config: Config) -> int:

@@ -7,9 +7,10 @@ are distributed over instances. `metrics.jsonl` holds every update; the progress
 from __future__ import annotations
 
 import math
-from typing import Dict, Iterable, List, Optional, Tuple
+from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 
 from raypod.events import CallDone, CallReport, EpochDone, UpdateDone
+from raypod.plan.metric import add_sums, sum_exactly, values_of
 from raypod.plan.plan import Plan
 
 
@@ -65,7 +66,7 @@ class MetricsAggregator:
     def rollback_to(self, update: int, now_s: float) -> List[UpdateDone]:
         """Continue after `update`: emit pending updates before it, discard later ones.
 
-        Updates that lack a report have no loss and no accuracy (NaN): those of the other instances are not theirs.
+        Updates that lack a report have no metrics (NaN): those of the other instances are not theirs.
         """
         updates = [each for first in self._calls_until(update) for each in self._complete(first, now_s)]
         self.begin_at(update)
@@ -105,13 +106,11 @@ class MetricsAggregator:
         updates = []
         for index in range(self._plan.geometry.device_iterations):
             update = first_update + index + 1
-            loss, accuracy = (math.nan, math.nan) if missing else self._results(reports, index)
             updates.append(
                 UpdateDone(
                     update=update,
                     epoch=(update - 1) // self._plan.updates_per_epoch + 1,
-                    loss=loss,
-                    accuracy=accuracy,
+                    metrics=self._values(() if missing else reports, index),
                     samples=update * self._plan.geometry.global_batch_size,
                     samples_per_s=rate,
                     time_s=now_s - self._started_at_s,
@@ -129,7 +128,8 @@ class MetricsAggregator:
         """Return the means over the updates since the previous epoch ended. `epoch` is 0-based."""
         done = [update for update in self._epoch if update.has_results]
         self._epoch, self.epochs_done = [], epoch + 1
-        return EpochDone(epoch + 1, _mean([each.loss for each in done]), _mean([each.accuracy for each in done]))
+        names = [metric.name for metric in self._plan.task.metrics]
+        return EpochDone(epoch + 1, {name: _mean([each.metrics[name] for each in done]) for name in names})
 
     @property
     def samples_per_s(self) -> float:
@@ -141,15 +141,15 @@ class MetricsAggregator:
         """The share of the calls' time that they wait for data (0..1), without the first call."""
         return self._data_wait_s / self._call_s if self._call_s > 0 else 0.0
 
-    def _results(self, reports: List[CallReport], index: int) -> Tuple[float, float]:
-        """Return loss and accuracy (percent) of update `index` of a call."""
-        losses = [loss for report in reports for loss in report.losses[index]]
-        correct = sum(sum(report.correct[index]) for report in reports)
-        return _mean(losses), 100.0 * correct / (len(losses) * self._plan.geometry.replica_samples)
+    def _values(self, reports: Sequence[CallReport], index: int) -> Dict[str, float]:
+        """Return the metrics of update `index` of a call; NaN without reports."""
+        metrics = self._plan.task.metrics
+        sums = add_sums([of_replica for report in reports for of_replica in report.sums[index]])
+        return values_of(metrics, sums or [0.0] * 2 * len(metrics))
 
 
 def _mean(values: List[float]) -> float:
-    return math.fsum(values) / len(values) if values else math.nan
+    return sum_exactly(values) / len(values) if values else math.nan
 
 
 def _data_wait_share(reports: List[CallReport]) -> float:

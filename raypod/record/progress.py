@@ -75,17 +75,33 @@ class Progress:
             resumed = f", from update {event.first_update} on" if event.first_update else ""
             return f"{event.device_line}; {event.parameters:,} parameters, the same in all instances{resumed}"
         if isinstance(event, EpochDone):
-            return f"[Epoch {event.epoch:02d}] loss: {event.loss:.3f}, acc: {event.accuracy:.1f}"
+            shown = ", ".join(metric.shown(event.metrics[metric.name]) for metric in self._plan.task.metrics)
+            return f"[Epoch {event.epoch:02d}] {shown}"
         if isinstance(event, EvaluationDone):
-            if event.update < self._plan.total_updates:
-                return f"[Epoch {event.epoch:02d}] test loss: {event.loss:.3f}, test acc: {event.accuracy:.2f}"
-            return f"Test accuracy: {event.accuracy:.2f} % of {event.samples} images (loss {event.loss:.3f})"
+            return self._evaluation_line(event)
         if isinstance(event, (CheckpointFailed, InstanceLost, Repaired)):
             return _failure_line(event)
         if isinstance(event, RunEnded) and event.interrupted:
             cause = f" ({event.cause})" if event.cause else ""
             return f"Interrupted after update {event.updates}; continue with --resume {self._plan.run_dir}{cause}"
         return None
+
+    def _evaluation_line(self, event: EvaluationDone) -> str:
+        task, best = self._plan.task, self._plan.best_metric
+        if event.update < self._plan.total_updates:
+            shown = ", ".join(f"test {metric.shown(event.metrics[metric.name], 1)}" for metric in task.metrics)
+            return f"[Epoch {event.epoch:02d}] {shown}"
+        others = [metric for metric in task.metrics if metric is not best]
+        shown = ", ".join(f"{metric.name} {metric.text(event.metrics[metric.name])}" for metric in others)
+        value = best.text(event.metrics[best.name])
+        return f"Test {best.name}: {value} of {event.samples} {task.samples_are}{f' ({shown})' if shown else ''}"
+
+    def _figures(self, event: UpdateDone) -> str:
+        task = self._plan.task
+        results = ", ".join(metric.shown(event.metrics[metric.name], 0, "=") for metric in task.metrics)
+        if not event.has_results:
+            results = f"{' and '.join(metric.label or metric.name for metric in task.metrics)} unknown"
+        return f"{results}, {event.samples_per_s:.0f} {task.samples_are}/s"
 
     def _show_update(self, event: UpdateDone) -> None:
         if not self._warned_nonfinite and event.has_results and not math.isfinite(event.loss):
@@ -96,7 +112,7 @@ class Progress:
             self.warn(f"the loss became {event.loss} at update {event.update}; {consequence}")
         if not self._is_terminal:
             if time.monotonic() - self._last_line_s > _LINE_INTERVAL_S:
-                self.print_line(f"update {event.update}/{self._plan.total_updates}: {_figures(event)}")
+                self.print_line(f"update {event.update}/{self._plan.total_updates}: {self._figures(event)}")
             return
         if self._bar is None:
             done = (event.update - 1) % self._plan.updates_per_epoch
@@ -104,18 +120,13 @@ class Progress:
             total = min(self._plan.updates_per_epoch, left)
             label = f"[Epoch {event.epoch:02d}]"
             self._bar = tqdm(desc=label, total=total, initial=done, file=self._err, unit="update", dynamic_ncols=True)
-        self._bar.set_postfix_str(_figures(event), refresh=False)
+        self._bar.set_postfix_str(self._figures(event), refresh=False)
         self._bar.update(1)
 
     def _close_bar(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-
-def _figures(event: UpdateDone) -> str:
-    results = f"loss={event.loss:.3f}, acc={event.accuracy:.1f}" if event.has_results else "loss and acc unknown"
-    return f"{results}, {event.samples_per_s:.0f} images/s"
 
 
 def _failure_line(event: Union[CheckpointFailed, InstanceLost, Repaired]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -12,7 +11,15 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
 from raypod.errors import ConfigError, RunError
-from raypod.events import EvaluationDone, Repaired, RunEnded, RunStarted, UpdateDone
+from raypod.events import (
+    EvaluationDone,
+    Repaired,
+    RunEnded,
+    RunStarted,
+    UpdateDone,
+    flat_record,
+    from_flat_record,
+)
 from raypod.host.files import replace_file, strict_json
 from raypod.host.lease_file import is_lease
 from raypod.plan.config import Config
@@ -88,13 +95,13 @@ def write_summary(
     ended: RunEnded = last_events[RunEnded]
     repaired: Optional[Repaired] = last_events.get(Repaired)
     last = metrics.last or last_update(Path(plan.run_dir))
+    names = [metric.name for metric in plan.task.metrics]
     summary = {
         "updates": ended.updates,
         "epochs": ended.updates / plan.updates_per_epoch,
-        "loss": last.loss if last else None,
-        "accuracy": last.accuracy if last else None,
-        "test_accuracy": evaluations[-1].accuracy if evaluations else None,
-        "evaluations": [dataclasses.asdict(each) for each in evaluations],
+        **(last.metrics if last else dict.fromkeys(names)),
+        **{f"test_{name}": evaluations[-1].metrics.get(name) if evaluations else None for name in names},
+        "evaluations": [flat_record(each) for each in evaluations],
         "samples_per_s": metrics.samples_per_s,
         "data_wait_share": metrics.data_wait_share,
         "seconds_to_first_update": metrics.first_update_s,
@@ -115,14 +122,14 @@ def write_summary(
 
 def evaluations_until(plan: Plan, update: int) -> List[EvaluationDone]:
     """Return the evaluations that the run in this folder made up to `update`."""
-    found = [EvaluationDone(**each) for each in _records(Path(plan.run_dir) / EVALUATIONS)]
+    found = [from_flat_record(EvaluationDone, each) for each in _records(Path(plan.run_dir) / EVALUATIONS)]
     return [each for each in found if each.update <= update]
 
 
 def last_update(run_dir: Path) -> Optional[UpdateDone]:
     """Return the newest update in the metrics of a run folder; None if there is none."""
     records = _records(run_dir / METRICS)
-    return UpdateDone(**records[-1]) if records else None
+    return from_flat_record(UpdateDone, records[-1]) if records else None
 
 
 def _records(path: Path) -> List[Dict[str, Any]]:

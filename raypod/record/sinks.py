@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import importlib.util
 import json
@@ -14,7 +13,7 @@ from typing import Any, Iterator, List, Optional, Tuple, Type, Union
 from typing_extensions import Protocol
 
 from raypod.errors import ConfigError, RunError
-from raypod.events import CheckpointBegun, EvaluationDone, Event, RunStarted, UpdateDone
+from raypod.events import CheckpointBegun, EvaluationDone, Event, RunStarted, UpdateDone, flat_record
 from raypod.host.files import AppendOnlyFile, replace_file, strict_json
 from raypod.plan.config import Config
 from raypod.plan.plan import Plan
@@ -107,7 +106,7 @@ class JsonLines:
     def handle(self, event: Event) -> None:
         """Append the line of an event of the type."""
         if isinstance(event, self._event_type):
-            self._file.write_line(strict_json(dataclasses.asdict(event)))
+            self._file.write_line(strict_json(flat_record(event)))
 
     def sync(self) -> None:
         """Flush all lines to the disk, if there is space."""
@@ -152,11 +151,10 @@ class TensorBoardWriter:
         """Add the points of an event, if it has any."""
         points: List[Tuple[str, float, int]] = []
         if isinstance(event, UpdateDone):
-            results = {"loss": event.loss, "accuracy": event.accuracy} if event.has_results else {}
-            values = {**results, "samples_per_s": event.samples_per_s}
+            values = {**(event.metrics if event.has_results else {}), "samples_per_s": event.samples_per_s}
             points = [(f"training/{name}", value, event.update) for name, value in values.items()]
         elif isinstance(event, EvaluationDone):
-            points = [("test/loss", event.loss, event.update), ("test/accuracy", event.accuracy, event.update)]
+            points = [(f"test/{name}", value, event.update) for name, value in event.metrics.items()]
         self._points += points
         if self._writer is not None:
             try:

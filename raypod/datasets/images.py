@@ -1,0 +1,102 @@
+"""Images and labels as batches: checked, augmented, resized, normalized and cast, on the host or for the device."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Tuple
+
+import numpy as np
+import torch
+
+from raypod.datasets.arrays import ArrayDataset, Splits
+from raypod.datasets.source import Batch, Source
+from raypod.datasets.transforms import activation_dtype, gather, normalize, resize
+from raypod.errors import ConfigError
+from raypod.plan.config import VISION_TRANSFORMERS, Config
+
+
+class ImageSource(Source):
+    """The splits of an image data set. A batch is (images [n, channels, height, width], labels int64 [n])."""
+
+    def __init__(self, config: Config, splits: Splits) -> None:
+        self._config, self._splits = config, splits
+        self.train, self.test, self.fingerprint = splits.train, splits.test, splits.fingerprint
+        self.is_in_memory = isinstance(splits.train, ArrayDataset)
+        self._host_size = _host_size(splits, config.data.eight_bit_io, config.data.image_size)
+
+    def gather(self, split: Any, samples: np.ndarray, seed_and_epoch: Optional[Tuple[int, int]]) -> Batch:
+        """See `Source.gather`."""
+        images, labels = gather(split, samples, self._splits.augmentation, seed_and_epoch, self._host_size)
+        return self.to_device_format((torch.from_numpy(images), torch.from_numpy(labels)))
+
+    def check_sample(self, sample: Any) -> None:
+        """See `Source.check_sample`."""
+        name = self._config.data.dataset
+        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+            raise ConfigError(
+                f"{name}: a sample must be (image, label), but the first one is a {type(sample).__name__}"
+            )
+        if not isinstance(sample[0], (torch.Tensor, np.ndarray)):
+            kind = type(sample[0]).__name__
+            raise ConfigError(f"{name}: images must be torch tensors or NumPy arrays, but the first one is a {kind}")
+        if sample[0].ndim != 3:
+            raise ConfigError(f"{name}: images must be [channels, height, width], not {list(sample[0].shape)}")
+
+    def to_device_format(self, batch: Any) -> Batch:
+        """Check the labels; resize, normalize and cast the images, except for what the device does with 8-bit IO."""
+        images, labels = batch
+        self._check_labels(labels)
+        data, size = self._config.data, self._host_size
+        if size is not None and images.shape[-2:] != (size, size):
+            images = self._resized(images, size)
+        if data.eight_bit_io:
+            if images.dtype != torch.uint8:
+                raise ConfigError(f"--eight-bit-io needs uint8 images, but those of {data.dataset} are {images.dtype}")
+            return images, labels
+        dtype = activation_dtype(self._config.training.precision)
+        if images.dtype == torch.uint8:
+            return normalize(images, self._splits.mean, self._splits.std, dtype), labels
+        return images.to(dtype), labels
+
+    def _check_labels(self, labels: torch.Tensor) -> None:
+        """Raise a ConfigError for invalid labels, which would fail as an IndexError in each replica."""
+        name, classes = self._config.data.dataset, self._splits.classes
+        if labels.dim() != 1 or labels.is_floating_point():
+            raise ConfigError(f"{name}: labels must be integers, one per image")
+        low, high = int(labels.min()), int(labels.max())
+        if low < 0 or high >= classes:
+            raise ConfigError(
+                f"{name}: found label {low if low < 0 else high}, but labels of {classes} classes are 0 to "
+                f"{classes - 1}; your own data set returns (train, test, number of classes)"
+            )
+
+    def _resized(self, images: torch.Tensor, size: int) -> torch.Tensor:
+        if images.dtype != torch.uint8:
+            name = self._config.data.dataset
+            raise ConfigError(f"--image-size {size} needs uint8 images, but those of {name} are {images.dtype}")
+        return torch.from_numpy(resize(images.numpy(), (size, size)))
+
+
+def input_shape(config: Config, sent: torch.Tensor) -> Tuple[int, int]:
+    """Return (channels, height) of the network's input.
+
+    Args:
+        sent: images as the host sends them.
+
+    Raises:
+        ConfigError: a vision transformer's images are not square.
+    """
+    channels, height, width = sent.shape[1:]
+    if config.data.image_size is None and height != width and config.training.model in VISION_TRANSFORMERS:
+        raise ConfigError(f"{config.training.model} needs square images, not {height}x{width}: add --resize {height}")
+    return channels, config.data.image_size or height
+
+
+def _host_size(splits: Splits, eight_bit_io: bool, size: Optional[int]) -> Optional[int]:
+    """Return the size to resize to on the host; None if the host does not resize.
+
+    With 8-bit IO arrays are enlarged on the device instead.
+    """
+    is_enlarged = (
+        size is not None and isinstance(splits.train, ArrayDataset) and size >= max(splits.train.images.shape[2:])
+    )
+    return None if eight_bit_io and is_enlarged else size

@@ -1,0 +1,69 @@
+"""Image classification by cross-entropy; the metric is the accuracy."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Tuple
+
+import poptorch
+import torch
+from torch import nn
+from torch.nn import functional
+
+from raypod import datasets
+from raypod.datasets.arrays import Splits
+from raypod.datasets.images import ImageSource, input_shape
+from raypod.datasets.source import Batch, Source
+from raypod.datasets.transforms import activation_dtype, device_input
+from raypod.model.networks import build_model
+from raypod.plan.config import Config
+from raypod.tasks.task import Ratios, Task
+
+
+class ImageClassification(Task):
+    """Classifies images: batches of (images [n, channels, height, width], labels int64 [n])."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._splits: Optional[Splits] = None
+
+    def load(self) -> Source:
+        """See `Task.load`."""
+        self._splits = datasets.load(self.config)
+        return ImageSource(self.config, self._splits)
+
+    def network(self, first_batch: Batch) -> nn.Module:
+        """See `Task.network`."""
+        channels, side = input_shape(self.config, first_batch[0])
+        classes = datasets.image_shape(self.config).classes if self._splits is None else self._splits.classes
+        return build_model(self.config, channels, side, classes)
+
+    def device_input(self, first_batch: Batch) -> nn.Module:
+        """See `Task.device_input`."""
+        assert self._splits is not None, "call load first"
+        height, width = first_batch[0].shape[2:]
+        dtype = activation_dtype(self.config.training.precision)
+        return device_input(dtype, self._splits.mean, self._splits.std, (height, width), self.config.data.image_size)
+
+    def example(self, samples: int) -> Batch:
+        """See `Task.example`."""
+        shape, dtype = datasets.image_shape(self.config), activation_dtype(self.config.training.precision)
+        images = torch.zeros(1, shape.channels, shape.side, shape.side, dtype=dtype).expand(samples, -1, -1, -1)
+        return images, torch.zeros(samples, dtype=torch.int64)
+
+    def training_outputs(self, network: Any, *batch: torch.Tensor) -> Tuple[torch.Tensor, Ratios]:
+        """Return the mean cross-entropy, with the label smoothing of the config, and the accuracy."""
+        images, labels = batch
+        smoothing, logits = self.config.training.label_smoothing, network(images).float()
+        loss = functional.cross_entropy(logits, labels)
+        if smoothing:
+            of_all_classes = -functional.log_softmax(logits, dim=1).mean()
+            # PopTorch's backward pass starts at a marked tensor; a torch loss as the last operator needs no mark.
+            loss = poptorch.identity_loss((1 - smoothing) * loss + smoothing * of_all_classes, reduction="mean")
+        return loss, {"accuracy": ((logits.argmax(dim=1) == labels).sum(), len(labels))}
+
+    def evaluation_outputs(self, network: Any, *batch: torch.Tensor) -> Ratios:
+        """Return cross-entropy and accuracy."""
+        images, labels = batch
+        logits, targets = network(images).float(), labels.to(torch.int64)
+        losses = functional.cross_entropy(logits, targets, reduction="none")
+        return {"loss": (losses, 1), "accuracy": (logits.argmax(dim=1) == targets, 1)}
