@@ -211,9 +211,10 @@ _Measured = TypeVar("_Measured", UpdateDone, EvaluationDone)
 
 def flat_record(event: Union[UpdateDone, EvaluationDone]) -> Dict[str, Any]:
     """Return the fields of an event with its metrics among them, as a line of a file holds them."""
-    record = dataclasses.asdict(event)
-    metrics = record.pop("metrics")
-    return {**metrics, **record}
+    record: Dict[str, Any] = {}
+    for name, value in dataclasses.asdict(event).items():
+        record.update(value if name == "metrics" else {name: value})
+    return record
 
 
 def from_flat_record(event_type: Type[_Measured], record: Dict[str, Any]) -> _Measured:

@@ -27,7 +27,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from raypod import datasets
 from raypod.checkpoint import resume, writer
 from raypod.checkpoint.resume import manifest_of
 from raypod.checkpoint.storage import checkpoint_path, checkpoints_folder
@@ -38,13 +37,14 @@ from raypod.plan.cluster import LOCAL
 from raypod.plan.plan import Plan, make_plan
 from raypod.plan.resolve import from_values
 from raypod.record.metrics import MetricsAggregator
+from raypod.tasks.registry import facts_of
 
 SAMPLES_PER_EPOCH = 512
 
 
 def plan_in(where: str, **sections: Dict[str, Any]) -> Plan:
     config = from_values({"run": {"fleet": "inline", "device": "emulated", **sections.pop("run", {})}, **sections})
-    return make_plan(config, LOCAL, datasets.dataset_size(config), f"{where}/run")
+    return make_plan(config, LOCAL, facts_of(config), f"{where}/run")
 
 
 def timed(action: Callable[[], Any]) -> float:

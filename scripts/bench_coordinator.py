@@ -16,12 +16,12 @@ import time
 from typing import Dict, List
 
 from raypod.coordinator import coordinator
-from raypod.datasets import dataset_size
 from raypod.fleet.scripted import ScriptedFleet
 from raypod.plan.cluster import LOCAL
 from raypod.plan.plan import make_plan
 from raypod.plan.resolve import from_values
 from raypod.record.metrics import MetricsAggregator
+from raypod.tasks.registry import facts_of
 
 
 def seconds(instances: int, updates: int) -> float:
@@ -34,7 +34,7 @@ def seconds(instances: int, updates: int) -> float:
         }
     )
     with tempfile.TemporaryDirectory() as folder:
-        plan = make_plan(config, LOCAL, dataset_size(config), f"{folder}/run")
+        plan = make_plan(config, LOCAL, facts_of(config), f"{folder}/run")
         fleet, metrics = ScriptedFleet(plan), MetricsAggregator(plan, time.monotonic())
         began = time.perf_counter()
         for _ in coordinator.run(plan, fleet, metrics):

@@ -58,7 +58,7 @@ from raypod.coordinator import coordinator
 from raypod.record import run_folder
 from raypod.plan.cluster import LOCAL
 from raypod.plan.resolve import from_values
-from raypod.datasets import dataset_size
+from raypod.tasks.registry import facts_of
 from raypod.events import Repaired, UpdateDone
 from raypod.fleet.ray import RayFleet
 from raypod.record.metrics import MetricsAggregator
@@ -67,7 +67,7 @@ from raypod.plan.plan import make_plan
 training = {"batch_size": 16, "epochs": 1000, "lr_schedule": "constant", "updates": 4000}
 pod = {"replicas": 2, "num_instances": 2}
 config = from_values({"run": {"device": "emulated"}, "training": training, "pod": pod})
-plan = make_plan(config, LOCAL, dataset_size(config), sys.argv[1])
+plan = make_plan(config, LOCAL, facts_of(config), sys.argv[1])
 run_folder.create(plan)
 killed_s = repaired = None
 updates = []

@@ -39,7 +39,7 @@ class Instance:
         """Yield a report per call, at times that are the same for all instances."""
         for call in range(calls):
             time.sleep(max(0.0, first_s + call * interval_s - time.time()))
-            yield [CallReport(0, call, ((1.0,),), ((1,),))]
+            yield [CallReport(0, call, (((1.0, 1.0),),))]
 
 
 def one_message_per_wait(streams: List[Any]) -> int:

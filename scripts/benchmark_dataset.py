@@ -42,12 +42,14 @@ from raypod.datasets import (  # noqa: E402
     transforms,
 )
 from raypod.datasets.feed import Feed  # noqa: E402
+from raypod.datasets.images import ImageSource  # noqa: E402
 from raypod.datasets.loading import timed  # noqa: E402
 from raypod.datasets.order import augmentation_integers, epoch_order  # noqa: E402
 from raypod.host import torchvision_import  # noqa: E402
 from raypod.plan.cluster import LOCAL  # noqa: E402
 from raypod.plan.plan import make_plan  # noqa: E402
 from raypod.plan.resolve import from_values  # noqa: E402
+from raypod.tasks.registry import facts_of  # noqa: E402
 
 torchvision_import.install()
 from torchvision import transforms as theirs  # noqa: E402
@@ -125,8 +127,8 @@ def feed_of(args: argparse.Namespace, data_dir: str) -> Iterator[Any]:
     data = {"dataset": "cifar10", "data_dir": data_dir, "eight_bit_io": True, "image_size": SIZE}
     sizes = {name: getattr(args, name) for name in names}
     config = from_values({"data": data, "training": sizes, "pod": {"replicas": 1, "num_instances": 1}})
-    plan = make_plan(config, LOCAL, datasets.dataset_size(config), "none")
-    feed = Feed(plan, plan.placement.instances[0], datasets.load(config))
+    plan = make_plan(config, LOCAL, facts_of(config), "none")
+    feed = Feed(plan, plan.placement.instances[0], ImageSource(config, datasets.load(config)))
     try:
         for leg in plan.legs():
             yield from feed.calls(leg)

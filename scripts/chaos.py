@@ -26,7 +26,6 @@ sys.path.insert(0, str(ROOT))
 from chaos_faults import KINDS, FaultInjector, FaultyFleet, render_table  # noqa: E402 - the checkout's own
 
 from raypod.coordinator import coordinator  # noqa: E402
-from raypod.datasets import dataset_size  # noqa: E402
 from raypod.events import Event, InstanceLost, Repaired, RunEnded, RunStarted, UpdateDone  # noqa: E402
 from raypod.fleet.inline import InlineFleet  # noqa: E402
 from raypod.fleet.ray import RayFleet  # noqa: E402
@@ -36,6 +35,7 @@ from raypod.plan.resolve import from_values  # noqa: E402
 from raypod.record import run_folder, verify_data  # noqa: E402
 from raypod.record.metrics import MetricsAggregator  # noqa: E402
 from raypod.record.sinks import Sinks  # noqa: E402
+from raypod.tasks.registry import facts_of  # noqa: E402
 
 INSTANCES = 4
 FAULTY_SHARE = 0.7  # of the time; the rest is for the faster run without faults
@@ -50,7 +50,7 @@ def plan_for(folder: Path, fleet: str, updates: int) -> Plan:
     pod = {"replicas": 4, "num_instances": 1 if fleet == "inline" else INSTANCES}
     bounds = {"silent_after_s": 8, "start_timeout_s": 600}  # a machine with other load starts processes slowly
     config = from_values({"run": {**run, **bounds}, "training": {**training, "evaluate_every": 1}, "pod": pod})
-    plan = make_plan(config, LOCAL, dataset_size(config), str(folder / "run"))
+    plan = make_plan(config, LOCAL, facts_of(config), str(folder / "run"))
     run_folder.create(plan)
     return plan
 

@@ -26,11 +26,11 @@ os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="r")
 
 from bounded import wait_until
 
-from raypod.datasets import dataset_size
 from raypod.plan.cluster import LOCAL
 from raypod.plan.config import Config
 from raypod.plan.plan import Plan, make_plan
 from raypod.plan.resolve import from_values
+from raypod.tasks.registry import facts_of
 
 # Set by pytest, by importing poptorch, and by torch's compiler, which torch's own optimizers import.
 SET_BY_AN_IMPORT = {"PYTEST_CURRENT_TEST", "RDMAV_FORK_SAFE", "TORCHINDUCTOR_CACHE_DIR"}
@@ -99,7 +99,7 @@ def make(tmp_path: object) -> Callable[..., Plan]:
 
     def build(**sections: dict[str, object]) -> Plan:
         config: Config = from_values(sections)
-        return make_plan(config, LOCAL, dataset_size(config), f"{tmp_path}/run")
+        return make_plan(config, LOCAL, facts_of(config), f"{tmp_path}/run")
 
     return build
 

@@ -8,7 +8,7 @@ from typing import Callable, List, Optional
 import torch
 
 from raypod.checkpoint import resume, writer
-from raypod.checkpoint.format import Checkpoint
+from raypod.checkpoint.format import Checkpoint, Retention
 from raypod.checkpoint.resume import manifest_of
 from raypod.checkpoint.storage import checkpoints_folder
 from raypod.coordinator import coordinator
@@ -25,8 +25,10 @@ def save(
     """Write a checkpoint of a small state whose values are `update`."""
     optimizer = {"param_groups": [{"lr": 0.1, "params": [0]}], "momentum": torch.full((3,), float(update))}
     state = writer.State({"layer.weight": torch.full((2, 3), float(update))}, optimizer)
-    manifest = manifest_of(plan, update, generation, "", {}, test_accuracy)
-    return writer.write_checkpoint(checkpoints_folder(plan.run_dir), manifest, state, keep)
+    manifest = manifest_of(
+        plan, update, generation, "", {}, None if test_accuracy is None else {"accuracy": test_accuracy}
+    )
+    return writer.write_checkpoint(checkpoints_folder(plan.run_dir), manifest, state, Retention(keep, plan.best_metric))
 
 
 def run(plan: Plan, react: Callable[[Event], object] = lambda event: None) -> List[Event]:

@@ -22,7 +22,7 @@ from raypod.checkpoint.storage import checkpoints_folder
 from raypod.errors import ConfigError
 from raypod.events import CheckpointSaved, Event, RunEnded, UpdateDone
 from raypod.plan.cluster import LOCAL
-from raypod.plan.plan import DatasetSize, Plan, make_plan
+from raypod.plan.plan import DatasetSize, Plan, TaskFacts, make_plan
 from raypod.plan.resolve import from_values
 
 Make = Callable[..., Plan]
@@ -278,7 +278,7 @@ def test_legs_from_any_update_cover_the_rest_of_the_run_once(
     every = f"{int(count) * iterations} {unit}" if unit == "updates" else every
     training = {"epochs": epochs, "batch_size": 1, "device_iterations": iterations}
     values = {"training": training, "pod": {"replicas": 1, "num_instances": 1}, "run": {"checkpoint_every": every}}
-    plan = make_plan(from_values(values), LOCAL, DatasetSize(per_epoch * iterations, 0), "run")
+    plan = make_plan(from_values(values), LOCAL, TaskFacts(DatasetSize(per_epoch * iterations, 0)), "run")
     update = min(start * iterations, plan.total_updates)
     for leg in plan.legs(update):
         assert leg.first_update == update

@@ -287,8 +287,8 @@ def test_a_lost_report_is_recovered_or_its_update_has_no_loss(make: Callable[...
     unknown = [] if is_recovered else [3]
     assert [event.update for event in found if event.missing_reports == (1,)] == unknown
     assert [event.update for event in found if math.isnan(event.loss)] == unknown
-    same = [(event.update, event.loss, event.accuracy) for event in found if event.has_results]
-    assert same == [(each.update, each.loss, each.accuracy) for each in undisturbed if each.update not in unknown]
+    same = [(event.update, event.metrics) for event in found if event.has_results]
+    assert same == [(each.update, each.metrics) for each in undisturbed if each.update not in unknown]
     assert isinstance(events[-1], RunEnded)
 
 

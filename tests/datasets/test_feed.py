@@ -11,6 +11,7 @@ from bounded import wait_until
 
 from raypod import datasets
 from raypod.datasets.feed import Feed
+from raypod.datasets.images import ImageSource, input_shape
 from raypod.datasets.order import epoch_order
 from raypod.errors import ConfigError
 from raypod.plan.plan import Plan
@@ -67,8 +68,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def feeds(plan: Plan) -> List[Feed]:
-    splits = datasets.load(plan.config)
-    return [Feed(plan, spec, splits) for spec in plan.placement.instances]
+    source = ImageSource(plan.config, datasets.load(plan.config))
+    return [Feed(plan, spec, source) for spec in plan.placement.instances]
 
 
 def calls(plan: Plan, leg: int = 0) -> List[List[Any]]:
@@ -144,17 +145,17 @@ def test_the_error_of_a_sample_is_raised(make: Callable[..., Plan], own: str, se
 def test_invalid_samples_are_config_errors(make: Callable[..., Plan], own: str, kind: str, message: str) -> None:
     plan = make(data={"dataset": "feed_own:samples", "data_dir": kind}, training={"batch_size": 2})
     with pytest.raises(ConfigError, match=message):
-        feeds(plan)[0].sent_shape()
+        feeds(plan)[0].first_batch()
 
 
 def test_vision_transformers_need_square_images(make: Callable[..., Plan]) -> None:
     sections = {"dataset": "synthetic", "samples": 64, "image": "3x16x8"}
-    (feed,) = feeds(make(data=sections, training={"model": "vit_tiny", "batch_size": 2}, pod={"num_instances": 1}))
+    plan = make(data=sections, training={"model": "vit_tiny", "batch_size": 2}, pod={"num_instances": 1})
     with pytest.raises(ConfigError, match="vit_tiny needs square images, not 16x8: add --resize 16"):
-        feed.sample_shape()
+        input_shape(plan.config, feeds(plan)[0].first_batch()[0])
     sections["image_size"] = 16  # type: ignore[assignment]
-    (feed,) = feeds(make(data=sections, training={"model": "vit_tiny", "batch_size": 2}, pod={"num_instances": 1}))
-    assert feed.sample_shape() == (3, 16)
+    plan = make(data=sections, training={"model": "vit_tiny", "batch_size": 2}, pod={"num_instances": 1})
+    assert input_shape(plan.config, feeds(plan)[0].first_batch()[0]) == (3, 16)
 
 
 def test_closing_in_the_middle_of_a_leg_leaves_no_workers(make: Callable[..., Plan], own: str) -> None:
@@ -185,7 +186,7 @@ def test_evaluation_covers_the_test_split_once(make: Callable[..., Plan], instan
     splits = datasets.load(plan.config)
     shapes, labels = set(), []
     for feed in feeds(plan):
-        for images, wanted, valid in feed.evaluation_calls():
+        for (images, wanted), valid in feed.evaluation_calls():
             shapes.add(tuple(images.shape))
             labels.extend(wanted[:valid].tolist())
     assert shapes == {(plan.geometry.evaluation_batch_size, 1, 8, 8)}
@@ -198,7 +199,7 @@ def test_evaluation_of_a_user_data_set_draws_the_same_numbers(make: Callable[...
         section = {"dataset": own, "num_workers": workers}
         (feed,) = feeds(make(data=section, training={"batch_size": 2}, pod={"num_instances": 1}))
         for _ in range(2):
-            passes.append(torch.cat([images[:valid] for images, _, valid in feed.evaluation_calls()]))
+            passes.append(torch.cat([images[:valid] for (images, _), valid in feed.evaluation_calls()]))
         feed.close()
     assert all(torch.equal(passes[0], other) for other in passes[1:])
     assert len(set(passes[0][:, 0, 0, 0].frac().tolist())) == 10  # each sample draws its own number
@@ -227,16 +228,16 @@ def test_images_are_enlarged_on_the_host_or_with_eight_bit_io_on_the_device(
 ) -> None:
     plan = make(data={"image_size": 20, "eight_bit_io": eight_bit_io})
     (feed, _) = feeds(plan)
-    assert feed.sent_shape() == ((1, 8, 8) if eight_bit_io else (1, 20, 20))
-    assert feed.sample_shape() == (1, 20)
+    assert feed.first_batch()[0].shape[1:] == ((1, 8, 8) if eight_bit_io else (1, 20, 20))
+    assert input_shape(plan.config, feed.first_batch()[0]) == (1, 20)
     images, _ = next(iter(feed.calls(plan.legs()[0])))
-    assert tuple(images.shape[1:]) == feed.sent_shape()
+    assert tuple(images.shape[1:]) == feed.first_batch()[0].shape[1:]
     feed.close()
 
 
 def test_images_are_always_reduced_on_the_host(make: Callable[..., Plan]) -> None:
     feed = feeds(make(data={"image_size": 6, "eight_bit_io": True}))[0]
-    assert feed.sent_shape() == (1, 6, 6)
+    assert feed.first_batch()[0].shape[1:] == (1, 6, 6)
 
 
 def test_arrays_do_not_depend_on_async_loading(make: Callable[..., Plan]) -> None:

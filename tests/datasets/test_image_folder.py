@@ -11,6 +11,7 @@ from PIL import Image
 
 from raypod import datasets
 from raypod.datasets.feed import Feed
+from raypod.datasets.images import ImageSource
 from raypod.errors import ConfigError
 from raypod.plan.config import Config
 from raypod.plan.plan import DatasetSize, Plan
@@ -84,10 +85,10 @@ def test_training_crops_are_a_function_of_seed_epoch_and_sample(
     def fed(leg: int, instances: int, **section: object) -> torch.Tensor:
         own = {"dataset": "imagefolder", "data_dir": str(folder), "image_size": 16, **section}
         plan = make(data=own, training={"batch_size": 2, "epochs": 3}, pod={"replicas": 2, "num_instances": instances})
-        splits = datasets.load(plan.config)
+        source = ImageSource(plan.config, datasets.load(plan.config))
         calls = []
         for spec in plan.placement.instances:
-            feed = Feed(plan, spec, splits)
+            feed = Feed(plan, spec, source)
             calls.append([images for images, _ in feed.calls(plan.legs()[leg])])
             feed.close()
         return torch.cat([torch.cat(call) for call in zip(*calls)])

@@ -12,7 +12,6 @@ from typing import Any, Callable, Dict, List, Sequence, Tuple
 from event_files import scalars
 
 from raypod.coordinator import coordinator
-from raypod.datasets import dataset_size
 from raypod.events import EvaluationDone, Event, InstanceLost, Repaired, RunEnded, UpdateDone
 from raypod.fleet.inline import InlineFleet
 from raypod.fleet.ray import RayFleet
@@ -22,6 +21,7 @@ from raypod.plan.resolve import from_values
 from raypod.record import ledger, run_folder, verify_data
 from raypod.record.metrics import MetricsAggregator
 from raypod.record.sinks import Sinks
+from raypod.tasks.registry import facts_of
 
 UPDATES = 24
 _CALLS_BETWEEN = 3
@@ -32,7 +32,7 @@ def plan_for(folder: Path, cluster: Cluster = LOCAL, **sections: Dict[str, Any])
     run = {"device": "emulated", "max_restarts": 9, "tensorboard": True, **sections.get("run", {})}
     training = {"updates": UPDATES, **sections.get("training", {})}
     config = from_values({**sections, "run": run, "training": training})
-    plan = make_plan(config, cluster, dataset_size(config), str(folder / "run"))
+    plan = make_plan(config, cluster, facts_of(config), str(folder / "run"))
     run_folder.create(plan)
     return plan
 
@@ -111,7 +111,7 @@ def assert_undisturbed(plan: Plan, outcome: Outcome, undisturbed: Outcome) -> No
     assert outcome.sha256 == undisturbed.sha256
     assert outcome.updates == list(range(1, plan.total_updates + 1))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    expected = [(event.update, event.loss, event.accuracy) for event in undisturbed.of(UpdateDone)]
+    expected = [(event.update, event.metrics) for event in undisturbed.of(UpdateDone)]
     assert [(line["update"], line["loss"], line["accuracy"]) for line in lines] == expected
     assert outcome.of(EvaluationDone) == undisturbed.of(EvaluationDone)
     assert [step for step, _ in scalars(folder)["training/loss"]] == outcome.updates

@@ -57,7 +57,7 @@ def plan_of(folder: Path, name: str, **run_section: Any) -> Plan:
 
 
 def results(outcome: Outcome) -> List[Tuple[int, float, float]]:
-    return [(event.update, event.loss, event.accuracy) for event in outcome.of(UpdateDone)]
+    return [(event.update, event.metrics) for event in outcome.of(UpdateDone)]
 
 
 def assert_undisturbed_but_for_the_frozen_one(plan: Plan, outcome: Outcome, undisturbed: Outcome) -> None:

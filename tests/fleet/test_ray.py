@@ -21,7 +21,6 @@ from ray_cluster import SECOND_HOST, ray_cluster
 
 from raypod.checkpoint import resume
 from raypod.coordinator import coordinator
-from raypod.datasets import dataset_size
 from raypod.errors import ClusterError, InstanceFailed, WaitTimedOut
 from raypod.events import Event, InstanceLost, Repaired, RunEnded, UpdateDone
 from raypod.fleet.inline import InlineFleet
@@ -33,6 +32,7 @@ from raypod.plan.plan import Plan, make_plan
 from raypod.plan.resolve import from_values
 from raypod.record import run_state
 from raypod.record.metrics import MetricsAggregator
+from raypod.tasks.registry import facts_of
 
 # Ray's own code leaves sockets and files to the garbage collector.
 pytestmark = [
@@ -62,7 +62,7 @@ def plan_for(folder: Path, cluster: Cluster = LOCAL, **sections: Dict[str, Any])
     sections = {**sections, "training": {"updates": UPDATES, **sections.get("training", {})}}
     sections = {**sections, "run": {"device": "emulated", **sections.get("run", {})}}
     config: Config = from_values(sections)
-    return make_plan(config, cluster, dataset_size(config), str(folder / "run"))
+    return make_plan(config, cluster, facts_of(config), str(folder / "run"))
 
 
 def run(plan: Plan) -> List[Event]:
@@ -88,9 +88,7 @@ def test_the_weights_are_bitwise_equal_for_every_placement(
     cluster = two_hosts if hosts == 2 else LOCAL
     events = run(plan_for(tmp_path, cluster, pod={"num_instances": instances}))
     assert sha256(events) == sha256(inline_events)
-    updates = [
-        [(e.update, e.loss, e.accuracy) for e in each if isinstance(e, UpdateDone)] for each in (events, inline_events)
-    ]
+    updates = [[(e.update, e.metrics) for e in each if isinstance(e, UpdateDone)] for each in (events, inline_events)]
     assert updates[0] == updates[1]
     assert len(updates[0]) == UPDATES
 
@@ -405,7 +403,7 @@ from raypod.fleet.ray_session import RaySession
 from raypod.plan.cluster import LOCAL
 from raypod.plan.plan import make_plan
 from raypod.plan.resolve import from_values
-from raypod.datasets import dataset_size
+from raypod.tasks.registry import facts_of
 
 def disconnect(*arguments, **options):
     ray._private.worker.disconnect = ray_disconnect
@@ -413,7 +411,7 @@ def disconnect(*arguments, **options):
     os.kill(os.getpid(), signal.SIGINT)
 
 config = from_values({"run": {"device": "emulated"}})
-session = RaySession(make_plan(config, LOCAL, dataset_size(config), "unused").placement)
+session = RaySession(make_plan(config, LOCAL, facts_of(config), "unused").placement)
 ray = session.open()
 ray_disconnect, ray._private.worker.disconnect = ray._private.worker.disconnect, disconnect
 code = report_errors(session.close)

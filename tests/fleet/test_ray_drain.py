@@ -13,7 +13,6 @@ from ray_cluster import SECOND_HOST, ray_cluster
 
 from raypod.checkpoint import resume
 from raypod.coordinator import coordinator
-from raypod.datasets import dataset_size
 from raypod.events import Event, Repaired, RunEnded, UpdateDone
 from raypod.fleet.base import Fleet
 from raypod.fleet.inline import InlineFleet
@@ -22,6 +21,7 @@ from raypod.plan.cluster import LOCAL, Cluster, Host
 from raypod.plan.plan import Plan, make_plan
 from raypod.plan.resolve import from_values
 from raypod.record.metrics import MetricsAggregator
+from raypod.tasks.registry import facts_of
 
 # Ray's own code leaves sockets and files to the garbage collector.
 pytestmark = [
@@ -67,7 +67,7 @@ def test_instances_leave_a_drained_host_and_without_another_one_the_run_ends(pod
         training = {"updates": updates, "epochs": 400, "lr_schedule": "constant"}
         run = {"device": "emulated", **run}
         config = from_values({"run": run, "training": training, "pod": {"num_instances": instances}})
-        return make_plan(config, cluster, dataset_size(config), str(tmp_path / name))
+        return make_plan(config, cluster, facts_of(config), str(tmp_path / name))
 
     def drain_hosts(event: Event) -> None:
         if isinstance(event, UpdateDone) and event.update == 3:

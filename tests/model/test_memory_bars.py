@@ -10,7 +10,9 @@ import pytest
 from raypod import planning
 from raypod.model.memory_bars import render_memory
 from raypod.model.pipeline_table import inspect_pipeline
+from raypod.plan.config import Config
 from raypod.plan.plan import Plan
+from raypod.tasks.registry import task_of
 
 
 def test_the_plan_shows_a_bar_for_each_ipu(make: Callable[..., Plan]) -> None:
@@ -26,7 +28,7 @@ def test_the_plan_shows_a_bar_for_each_ipu(make: Callable[..., Plan]) -> None:
 
 
 def test_activations_are_those_of_the_plans_micro_batch(make: Callable[..., Plan]) -> None:
-    memory = [inspect_pipeline(make(training={"batch_size": size})).memory[0] for size in (8, 16)]
+    memory = [inspect_pipeline(make(training={"batch_size": size}), task_of(Config())).memory[0] for size in (8, 16)]
     assert memory[1].activations == 2 * memory[0].activations
     assert memory[1].weights == memory[0].weights
 
@@ -42,7 +44,7 @@ def test_json_has_the_estimate(make: Callable[..., Plan]) -> None:
 def test_a_bar_that_is_longer_than_the_memory_says_so(
     make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (ipu,) = inspect_pipeline(make()).memory
+    (ipu,) = inspect_pipeline(make(), task_of(Config())).memory
 
     def line(share: float) -> str:
         monkeypatch.setattr("poptorch.device.memory_estimate.MEMORY_BYTES", ipu.total / share)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Callable, Dict, List, Tuple
+from typing import Callable, Dict, List, Optional, Tuple
 
 import poptorch
 import pytest
@@ -18,11 +18,12 @@ from raypod.events import RunEnded
 from raypod.fleet.inline import InlineFleet
 from raypod.model import pipeline
 from raypod.model.pipeline import Unit
-from raypod.model.pipeline_table import describe_pipeline, inspect_pipeline, render_pipeline
+from raypod.model.pipeline_table import Pipeline, describe_pipeline, inspect_pipeline, render_pipeline
 from raypod.plan.config import Config
 from raypod.plan.plan import Plan
 from raypod.plan.resolve import from_values
 from raypod.record.metrics import MetricsAggregator
+from raypod.tasks.registry import task_of
 
 INLINE = {"run": {"fleet": "inline", "device": "emulated"}}
 
@@ -30,6 +31,14 @@ INLINE = {"run": {"fleet": "inline", "device": "emulated"}}
 def config(model: str, ipus: int, **training: object) -> Config:
     sections = {"training": {"model": model, **training}, "pod": {"ipus_per_replica": ipus}}
     return from_values({"data": {"dataset": "synthetic"}, **sections})
+
+
+def find_splits(found: Config) -> Optional[Tuple[str, ...]]:
+    return pipeline.find_splits(found, task_of(found))
+
+
+def inspect(plan: Plan) -> Pipeline:
+    return inspect_pipeline(plan, task_of(plan.config))
 
 
 @given(costs=st.lists(st.integers(0, 50), min_size=1, max_size=7), stages=st.integers(1, 4))
@@ -51,12 +60,12 @@ def test_balanced_splits_minimize_the_cost_of_the_most_expensive_stage(costs: Li
 
 def test_a_resnet_is_split_between_its_blocks() -> None:
     # 14,575,168 parameters on IPU 0 and 8,945,674 on IPU 1; splitting one block earlier: 8,536,128 and 14,984,714.
-    assert pipeline.find_splits(config("resnet50", 2)) == ("layer4.1",)
+    assert find_splits(config("resnet50", 2)) == ("layer4.1",)
 
 
 def test_residual_blocks_and_transformer_layers_are_the_units() -> None:
-    assert pipeline.find_splits(config("resnet8", 4)) == ("features.4", "features.5", "head")
-    splits = pipeline.find_splits(config("vit_tiny", 2))
+    assert find_splits(config("resnet8", 4)) == ("features.4", "features.5", "head")
+    splits = find_splits(config("vit_tiny", 2))
     assert splits == ("encoder.layers.encoder_layer_3",)
 
 
@@ -90,13 +99,13 @@ def test_splits_by_time_differ_from_splits_by_parameters() -> None:
 def test_an_unknown_split_is_an_error_with_similar_names(splits: str, words: str) -> None:
     ipus = splits.count(",") + 2
     with pytest.raises(ConfigError, match=words):
-        pipeline.find_splits(config("resnet8", ipus, pipeline_splits=splits))
+        find_splits(config("resnet8", ipus, pipeline_splits=splits))
 
 
 def test_a_user_model_is_split_only_with_pipeline_balance() -> None:
     own = f"{__name__}:build"
-    assert pipeline.find_splits(config(own, 2)) is None
-    assert pipeline.find_splits(config(own, 2, pipeline_balance="parameters")) == ("last",)
+    assert find_splits(config(own, 2)) is None
+    assert find_splits(config(own, 2, pipeline_balance="parameters")) == ("last",)
 
 
 def build(channels: int, classes: int) -> nn.Module:
@@ -121,7 +130,7 @@ def test_pipelined_sharded_and_single_ipu_models_train_to_the_same_bits(make: Ca
 
 def test_the_pipeline_table_shows_stages_and_cycles(make: Callable[..., Plan]) -> None:
     sizes: Dict[str, object] = {"gradient_accumulation": 8, "batch_size": 2, "pipeline_splits": "features.5"}
-    pipeline_of_plan = inspect_pipeline(make(training={**sizes, "precision": "16.16"}, pod={"ipus_per_replica": 2}))
+    pipeline_of_plan = inspect(make(training={**sizes, "precision": "16.16"}, pod={"ipus_per_replica": 2}))
     first, second = pipeline_of_plan.stages
     assert (first.modules[0], second.modules[0]) == ("features.0", "features.5.conv1")
     # Weights, gradient and momentum in half precision.
@@ -143,7 +152,7 @@ def test_the_pipeline_table_shows_stages_and_cycles(make: Callable[..., Plan]) -
 def test_invalid_blocks_of_a_user_model_are_an_error_of_the_plan(make: Callable[..., Plan]) -> None:
     own: Dict[str, object] = {"model": f"{__name__}:build_there_and_back", "gradient_accumulation": 3}
     with pytest.raises(ConfigError, match=r"number of pipeline stages \(5\)"):
-        inspect_pipeline(make(training=own, pod={"ipus_per_replica": 2}))
+        inspect(make(training=own, pod={"ipus_per_replica": 2}))
 
 
 def build_there_and_back(channels: int, classes: int) -> nn.Module:

@@ -12,7 +12,9 @@ from torch.nn import functional
 
 from raypod.model import program
 from raypod.plan.config import Config
+from raypod.plan.metric import LOSS
 from raypod.plan.resolve import from_values
+from raypod.tasks.registry import task_of
 
 
 def config(**training: object) -> Config:
@@ -29,7 +31,7 @@ def test_the_training_step_has_the_loss_and_gradients_of_torch(smoothing: float)
         name: parameter.grad.clone() for name, parameter in network.named_parameters() if parameter.grad is not None
     }
     before = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
-    step = program.TrainingStep(network, nn.Identity(), smoothing)
+    step = program.TrainingStep(task_of(config(label_smoothing=smoothing)), (LOSS,), network, nn.Identity())
     trained = poptorch.trainingModel(step, optimizer=poptorch.optim.SGD(network.parameters(), lr=1.0))
     loss, _ = trained(images, labels)
     torch.testing.assert_close(loss, expected.detach())
@@ -44,7 +46,9 @@ def test_the_training_step_has_the_loss_and_gradients_of_torch(smoothing: float)
 def test_optimizer_states_have_the_precision_of_the_weights_except_second_moments(
     name: str, precision: str, dtype: torch.dtype
 ) -> None:
-    optimizer: Any = program.build_optimizer(config(optimizer=name, precision=precision), nn.Linear(2, 2))
+    optimizer: Any = program.build_optimizer(
+        config(optimizer=name, precision=precision), [{"params": nn.Linear(2, 2).parameters()}]
+    )
     assert type(optimizer).__name__.lower() == name
     assert optimizer.accum_type == dtype
     if name == "sgd":

@@ -13,7 +13,7 @@ from raypod.plan import resolve
 from raypod.plan.cluster import LOCAL, Cluster, Host, VipuPartition
 from raypod.plan.environment import device_environment, instance_environment
 from raypod.plan.placement import Sizes, place
-from raypod.plan.plan import DatasetSize, Plan, make_plan
+from raypod.plan.plan import DatasetSize, Plan, TaskFacts, make_plan
 from raypod.plan.resolve import from_values
 
 
@@ -22,7 +22,7 @@ def test_the_variables_are_those_of_poprun() -> None:
     pod = {"replicas": 8, "num_instances": 4, "ipus_per_replica": 2}
     config = from_values({"pod": pod, "training": {"model": "own:build", "gradient_accumulation": 3}})
     hosts = tuple(Host(f"h{index}", f"10.0.0.{index}") for index in range(2))
-    plan = make_plan(config, Cluster("pod", hosts), DatasetSize(1000, 10), "run")
+    plan = make_plan(config, Cluster("pod", hosts), TaskFacts(DatasetSize(1000, 10)), "run")
     env = [instance_environment(plan, spec) for spec in plan.placement.instances]
     assert [each["POPDIST_REPLICA_INDEX_OFFSET"] for each in env] == ["0", "2", "4", "6"]
     assert [each["POPDIST_LOCAL_INSTANCE_INDEX"] for each in env] == ["0", "1", "0", "1"]

@@ -14,14 +14,16 @@ from raypod.record.metrics import MetricsAggregator
 
 
 def report(instance: int, losses: list[list[float]], correct: list[list[int]], first: int = 0) -> CallReport:
-    return CallReport(instance, first, tuple(map(tuple, losses)), tuple(map(tuple, correct)))
+    """A report of mean losses and numbers of correct predictions, of 8 samples per replica and update."""
+    rows = (zip(*each) for each in zip(losses, correct))
+    return CallReport(instance, first, tuple(tuple((loss, 1.0, right, 8.0) for loss, right in row) for row in rows))
 
 
 def test_an_update_is_emitted_once_all_instances_have_reported(make: Callable[..., Plan]) -> None:
     metrics = MetricsAggregator(make(), started_at_s=100.0)
     assert metrics.add(report(1, [[3.0, 4.0]], [[8, 8]]), 101.0) == []
     (update,) = metrics.add(report(0, [[1.0, 2.0]], [[0, 8]]), 102.0)
-    assert (update.update, update.epoch, update.loss, update.accuracy) == (1, 1, 2.5, 75.0)
+    assert (update.update, update.epoch, update.loss, update.metrics["accuracy"]) == (1, 1, 2.5, 75.0)
     assert (update.samples, update.samples_per_s, update.time_s) == (32, 16.0, 2.0)
 
 
@@ -36,8 +38,8 @@ def test_an_instance_may_be_ahead(make: Callable[..., Plan]) -> None:
 def test_a_call_of_several_updates_emits_each(make: Callable[..., Plan]) -> None:
     metrics = MetricsAggregator(make(training={"device_iterations": 2}, pod={"num_instances": 1, "replicas": 1}), 0.0)
     updates = metrics.add(report(0, [[1.0], [3.0]], [[8], [4]]), 1.0)
-    assert [(u.update, u.loss, u.accuracy) for u in updates] == [(1, 1.0, 100.0), (2, 3.0, 50.0)]
-    assert metrics.end_epoch(0).loss == 2.0
+    assert [(u.update, u.loss, u.metrics["accuracy"]) for u in updates] == [(1, 1.0, 100.0), (2, 3.0, 50.0)]
+    assert metrics.end_epoch(0).metrics["loss"] == 2.0
 
 
 @pytest.mark.parametrize("instances", [1, 2, 4])
@@ -81,7 +83,7 @@ def test_after_a_repair_every_update_is_emitted_once(make: Callable[..., Plan]) 
     assert metrics.missing_reports(2) == [(1, 1)]
     metrics.add_lost_reports([report(1, [[6.0, 8.0]], [[0, 4]], first=1)])
     (pending,) = metrics.rollback_to(2, 3.0)
-    assert (pending.update, pending.loss, pending.accuracy, pending.missing_reports) == (2, 5.0, 50.0, ())
+    assert (pending.update, pending.loss, pending.metrics["accuracy"], pending.missing_reports) == (2, 5.0, 50.0, ())
     assert metrics.position == 2
     for instance in (0, 1):
         done = metrics.add(report(instance, [[5.0, 5.0]], [[8, 8]], first=2), 4.0)
@@ -100,10 +102,10 @@ def test_an_update_without_the_report_of_an_instance_has_no_results(make: Callab
     for each in (partial, unreported):
         assert not each.has_results
         assert math.isnan(each.loss)
-        assert math.isnan(each.accuracy)
+        assert math.isnan(each.metrics["accuracy"])
     assert [call.first_update for call in metrics.take_calls()] == [0, 1, 2]
-    assert metrics.end_epoch(0) == EpochDone(1, 2.0, 50.0)  # of the update that has results
-    assert math.isnan(metrics.end_epoch(1).loss)
+    assert metrics.end_epoch(0) == EpochDone(1, {"loss": 2.0, "accuracy": 50.0})  # of the update that has results
+    assert math.isnan(metrics.end_epoch(1).metrics["loss"])
 
 
 def test_after_a_rollback_no_update_is_emitted_again(make: Callable[..., Plan]) -> None:

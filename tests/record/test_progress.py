@@ -13,6 +13,8 @@ from raypod.events import EpochDone, EvaluationDone, Repaired, RunEnded, RunStar
 from raypod.plan.plan import Plan
 from raypod.record.progress import Progress
 
+UNKNOWN = {"loss": math.nan, "accuracy": math.nan}
+
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
@@ -20,7 +22,9 @@ class Terminal(io.StringIO):
 
 
 def update(number: int) -> UpdateDone:
-    return UpdateDone(number, (number - 1) // 44 + 1, 1.25, 50.0, number * 32, 1000.0, float(number))
+    return UpdateDone(
+        number, (number - 1) // 44 + 1, {"loss": 1.25, "accuracy": 50.0}, number * 32, 1000.0, float(number)
+    )
 
 
 @pytest.fixture
@@ -39,7 +43,9 @@ def shown(make: Callable[..., Plan]) -> Callable[..., tuple[str, str]]:
 
 
 def test_a_terminal_shows_a_bar_of_the_updates_of_an_epoch(shown: Callable[..., Any]) -> None:
-    _, err = shown(Terminal(), *(update(number) for number in range(1, 45)), EpochDone(1, 1.25, 50.0))
+    _, err = shown(
+        Terminal(), *(update(number) for number in range(1, 45)), EpochDone(1, {"loss": 1.25, "accuracy": 50.0})
+    )
     assert "[Epoch 01]" in err
     assert "44/44" in err
     assert "loss=1.250, acc=50.0, 1000 images/s" in err
@@ -53,14 +59,19 @@ def test_a_resumed_bar_starts_inside_the_epoch(shown: Callable[..., Any]) -> Non
 
 
 def test_without_a_terminal_plain_lines_are_printed(shown: Callable[..., Any]) -> None:
-    out, err = shown(io.StringIO(), *(update(number) for number in range(1, 45)), EpochDone(1, 1.835, 32.3))
+    out, err = shown(
+        io.StringIO(), *(update(number) for number in range(1, 45)), EpochDone(1, {"loss": 1.835, "accuracy": 32.3})
+    )
     assert out == "[Epoch 01] loss: 1.835, acc: 32.3\n"
     assert err == ""
 
 
 def test_the_result_and_an_interruption_are_printed(shown: Callable[..., Any]) -> None:
     started = RunStarted("emulated", "emulated SDK on CPU", 44, 77754, ())
-    intermediate, last = EvaluationDone(360, 0.5, 91.94, 44, 1), EvaluationDone(360, 0.05, 98.61, 88, 2)
+    intermediate, last = (
+        EvaluationDone(360, {"loss": loss, "accuracy": accuracy}, number, number // 44)
+        for loss, accuracy, number in ((0.5, 91.94, 44), (0.05, 98.61, 88))
+    )
     out, _ = shown(io.StringIO(), started, intermediate, last, RunEnded(50, True, "ab", None))
     assert "emulated SDK on CPU; 77,754 parameters, the same in all instances, from update 44 on" in out
     assert "[Epoch 01] test loss: 0.500, test acc: 91.94\n" in out
@@ -75,13 +86,13 @@ def test_the_result_and_an_interruption_are_printed(shown: Callable[..., Any]) -
 def test_a_nonfinite_loss_is_a_warning_with_its_consequence(
     shown: Callable[..., Any], on_nonfinite: str, consequence: str
 ) -> None:
-    updates = [dataclasses.replace(update(number), loss=math.nan) for number in (3, 4)]
+    updates = [dataclasses.replace(update(number), metrics=UNKNOWN) for number in (3, 4)]
     out, _ = shown(io.StringIO(), *updates, on_nonfinite=on_nonfinite)
     assert out == f"warning: the loss became nan at update 3; {consequence}\n"
 
 
 def test_unknown_results_are_no_warning(shown: Callable[..., Any]) -> None:
-    unknown = dataclasses.replace(update(3), loss=math.nan, accuracy=math.nan, missing_reports=(1,))
+    unknown = dataclasses.replace(update(3), metrics=UNKNOWN, missing_reports=(1,))
     out, err = shown(Terminal(), unknown)
     assert out == ""
     assert "loss and acc unknown" in err

@@ -118,7 +118,7 @@ def accuracies(folder: Path) -> Dict[int, Optional[float]]:
     """The test accuracy of each checkpoint, by update."""
     readable, damaged = list_checkpoints(folder / "checkpoints")
     assert not damaged
-    return {each.update: each.manifest.test_accuracy for each in readable}
+    return {each.update: each.manifest.tested.get("accuracy") for each in readable}
 
 
 EPOCHS = (*QUICK, "--dataset", "synthetic", "--samples", "96", "--image", "1x8x8", "--evaluate-every", "1")

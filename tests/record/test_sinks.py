@@ -21,7 +21,7 @@ FLAGS = ["--fleet", "inline", "--device", "emulated", "--lr-schedule", "constant
 
 
 def update(number: int, loss: float = 0.5) -> UpdateDone:
-    return UpdateDone(number, 7, loss, 75.0, 32 * number, 1000.0, 2.0)
+    return UpdateDone(number, 7, {"loss": loss, "accuracy": 75.0}, 32 * number, 1000.0, 2.0)
 
 
 def test_a_resumed_run_has_no_duplicate_lines(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_line_has_the_documented_keys(tmp_path: Path) -> None:
 
 
 def test_unknown_results_are_null_with_the_instances_whose_report_is_missing(tmp_path: Path) -> None:
-    unknown = dataclasses.replace(update(1), loss=math.nan, accuracy=math.nan, missing_reports=(1, 3))
+    unknown = dataclasses.replace(update(1), metrics={"loss": math.nan, "accuracy": math.nan}, missing_reports=(1, 3))
     lines, writer = JsonLines(tmp_path / "metrics.jsonl", UpdateDone, 0), TensorBoardWriter(tmp_path, 0)
     for sink in (lines, writer):
         sink.handle(unknown)
@@ -61,7 +61,7 @@ def test_unknown_results_are_null_with_the_instances_whose_report_is_missing(tmp
 def test_updates_and_evaluations_become_scalars(tmp_path: Path) -> None:
     writer = TensorBoardWriter(tmp_path, 300)
     writer.handle(update(301))
-    writer.handle(EvaluationDone(360, 0.25, 99.0, 301, 7))
+    writer.handle(EvaluationDone(360, {"loss": 0.25, "accuracy": 99.0}, 301, 7))
     writer.close()
     assert scalars(tmp_path) == {
         "training/loss": [(301, 0.5)],
