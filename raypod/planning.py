@@ -57,23 +57,35 @@ def plan_of(argv: Sequence[str], prog: str, switches: Sequence[str] = ()) -> Tup
         parser.add_argument("--lease", help=argparse.SUPPRESS)
     args = resolve.parse_arguments(parser, argv)
     values, source = resolve.merge(args)
+    return plan_from(values, source, may_be_missing=getattr(args, "dry_run", True)), args
+
+
+def plan_from(values: resolve.Values, source: str, may_be_missing: bool = False) -> Plan:
+    """Return the plan of the values of a config, and download the data set where the config asks for it.
+
+    Args:
+        values: section -> key -> value.
+        source: where the values come from, for messages.
+        may_be_missing: download nothing; a missing data set counts with its published size.
+
+    Raises:
+        UserError: the config, the cluster file or the data set is wrong.
+    """
     path = values.get("pod", {}).get("cluster")
     cluster = LOCAL if path is None else read_cluster(str(path))
     config = resolve.from_values(values, source, None if path is None else cluster.num_instances)
     _check_model(config)
     run_dir = run_folder.choose(config)
-    if getattr(args, "dry_run", True):
-        task = facts_of(config, may_be_missing=True)
-    else:
+    if not may_be_missing:
         datasets.download(config)
-        task = facts_of(config)
+    task = facts_of(config, may_be_missing)
     plan = make_plan(config, cluster, task, run_dir)
     if plan.geometry.ipus_per_replica > 1:
         # Imports torch, which the plan of a model on one IPU does not need.
         from raypod.model.pipeline import find_splits
 
         plan = dataclasses.replace(plan, pipeline_splits=find_splits(config, task_of(config)) or ())
-    return plan, args
+    return plan
 
 
 def _check_model(config: Config) -> None:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import signal
 import time
 from functools import partial
-from types import FrameType
 from typing import Dict, Generator, Iterator, List, Optional, Sequence
 
 from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.resume import check_data
 from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
 from raypod.coordinator.recovery import Recovery, seed
+from raypod.coordinator.stop import Stop, stop_on_signal
 from raypod.errors import ConfigError
 from raypod.events import (
     EvaluationDone,
@@ -28,7 +27,6 @@ from raypod.events import (
     RunStarted,
 )
 from raypod.fleet.base import Fleet
-from raypod.host.signals import SignalFilter, leave_terminal, stop_signals
 from raypod.plan.metric import sum_exactly, values_of
 from raypod.plan.plan import Leg, Plan
 from raypod.record.metrics import MetricsAggregator
@@ -42,13 +40,20 @@ def run(
     metrics: MetricsAggregator,
     resumed: Optional[Checkpoint] = None,
     earlier_evaluations: Sequence[EvaluationDone] = (),
+    stop: Optional[Stop] = None,
 ) -> Events:
     """Run a plan on a fleet; yield the events of the run as they happen.
 
-    `earlier_evaluations` holds the evaluations that a resumed run had made before.
+    Args:
+        plan: what to run.
+        fleet: the instances; they are started, and ended.
+        metrics: folds the reports of the instances.
+        resumed: the checkpoint from which the run continues.
+        earlier_evaluations: the evaluations that a resumed run had made before.
+        stop: with which the caller can request a stop.
     """
-    first_update = resumed.update if resumed else 0
-    with _stop_on_signal() as stop, contextlib.closing(fleet):
+    first_update, stop = resumed.update if resumed else 0, stop or Stop()
+    with stop_on_signal(stop), contextlib.closing(fleet):
         started = fleet.start()
         stop.check()
         _check_data(plan, started, resumed)
@@ -78,7 +83,7 @@ class _Training:
         schedule: CheckpointSchedule,
         recovery: Recovery,
         evaluations: Evaluations,
-        stop: _Stop,
+        stop: Stop,
     ) -> None:
         self._plan, self._fleet, self._metrics, self._schedule = plan, fleet, metrics, schedule
         self._recovery, self._evaluations, self._stop = recovery, evaluations, stop
@@ -197,55 +202,3 @@ def _run_started(started: List[InstanceStarted], fleet: Fleet, first_update: int
             slowest[what] = max(seconds, slowest.get(what, 0.0))
     steps = (*fleet.start_seconds, *((f"in the instances: {what}", value) for what, value in slowest.items()))
     return RunStarted(first.device, first.device_line, first_update, first.parameters, steps, generation)
-
-
-class _Stop:
-    """Whether a stop of the run was requested, by a signal or because Ray drains a host."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self.cause = ""
-        self._is_deferred = self._signalled = self._interrupted = False
-        self._filter = SignalFilter()
-
-    @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Within this context a signal takes effect after the calls in progress are done and saved."""
-        self.check()
-        self._is_deferred = True
-        try:
-            yield
-        finally:
-            self._is_deferred = False
-
-    def check(self) -> None:
-        """Raise KeyboardInterrupt if a signal has: Python ignores exceptions in finalizers and other callbacks."""
-        if self._interrupted:
-            raise KeyboardInterrupt
-
-    def request(self, cause: str) -> None:
-        """Stop without a signal; `cause` is the reason."""
-        self.requested, self.cause = True, cause
-
-    def on_signal(self, number: int, frame: Optional[FrameType]) -> None:
-        """Handle a signal that requests a stop."""
-        if number == signal.SIGHUP:
-            leave_terminal()
-        if self._filter.is_copy():
-            return
-        if self._signalled or not self._is_deferred:
-            self._interrupted = True
-            raise KeyboardInterrupt
-        self.requested = self._signalled = True
-
-
-@contextlib.contextmanager
-def _stop_on_signal() -> Iterator[_Stop]:
-    """End the run on a stop signal: during training after a checkpoint; otherwise, or if repeated, at once."""
-    stop = _Stop()
-    before = {number: signal.signal(number, stop.on_signal) for number in stop_signals()}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

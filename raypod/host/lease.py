@@ -132,7 +132,13 @@ class Lease:
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Raise LeaseLost in the main thread, which enters this context, as soon as another process takes over."""
+        """Raise LeaseLost in the main thread, if it enters this context, as soon as another process takes over.
+
+        In another thread, which no signal reaches, the context has no effect: `check` raises it.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
 
         def on_signal(number: int, frame: Optional[FrameType]) -> None:
             if self._interrupts and self._lost is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, get_args
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union, get_args
 
 import pydantic
 import yaml
@@ -61,21 +61,38 @@ def merge(args: argparse.Namespace) -> Tuple[Values, str]:
     Raises:
         ConfigError: an override or the file cannot be read, a key is unknown, or is given twice with two values.
     """
-    given = _given(args)
+    return combine(_given(args), args.config)
+
+
+def combine(given: Mapping[str, Any], config: Union[str, Values, None]) -> Tuple[Values, str]:
+    """Return the values of a config, replaced by given ones, and the name of the config for messages.
+
+    Args:
+        given: values by section.key.
+        config: the path of a YAML file, or its content. None with `run.resume` among the given values: `config.yaml` of
+            the resumed run.
+
+    Raises:
+        ConfigError: the file cannot be read, or a given key is unknown.
+    """
     for name in given:
         section, _, key = name.partition(".")
         check_keys({section: {key: None}}, "the command line")
     resumed = run_folder_of(str(given["run.resume"])) if given.get("run.resume") else None
-    own = resumed / "config.yaml" if resumed and not args.config else None
-    source = str(own) if own and own.is_file() else args.config
-    values = read_yaml(Path(source)) if source else {}
-    if source != args.config:
+    own = resumed / "config.yaml" if resumed and not config else None
+    source = str(own) if own and own.is_file() else config
+    values = read_yaml(Path(source)) if isinstance(source, str) else _copied(source or {})
+    if source is not config:
         for key in ("run_dir", "resume_anyway"):
             values.get("run", {}).pop(key, None)
     for name, value in given.items():
         section, _, key = name.partition(".")
         values.setdefault(section, {})[key] = value
-    return values, source or "the command line"
+    return values, source if isinstance(source, str) else "the command line" if source is None else "config"
+
+
+def _copied(values: Values) -> Values:
+    return {section: dict(entries) for section, entries in values.items()}
 
 
 def _given(args: argparse.Namespace) -> Dict[str, Any]:
