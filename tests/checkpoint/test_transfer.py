@@ -13,6 +13,7 @@ from other_disks import DirectServer, Request
 from saved_runs import save
 
 from raypod.checkpoint import resume, transfer, writer
+from raypod.checkpoint.format import Retention
 from raypod.checkpoint.resume import manifest_of
 from raypod.checkpoint.storage import checkpoint_path, checkpoints_folder
 from raypod.checkpoint.transfer import CheckpointFiles, CheckpointReceiver
@@ -31,7 +32,8 @@ def send(plan: Plan, server: Any, update: int, keep: int = 3) -> None:
     """Send the checkpoint that `save` writes."""
     optimizer = {"param_groups": [{"lr": 0.1, "params": [0]}], "momentum": torch.full((3,), float(update))}
     state = writer.State({"layer.weight": torch.full((2, 3), float(update))}, optimizer)
-    writer.send_checkpoint(server, manifest_of(plan, update, 1, "", {}), state, keep, 60)
+    kept = Retention(keep, plan.best_metric)
+    writer.send_checkpoint(server, manifest_of(plan, update, 1, "", {}), state, kept, 60)
 
 
 def contents(folder: Path) -> Dict[str, bytes]:
