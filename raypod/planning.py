@@ -9,20 +9,18 @@ import argparse
 import dataclasses
 from typing import Any, Callable, Dict, Sequence, Tuple
 
-from raypod import datasets
 from raypod.cli import FlagParser
 from raypod.errors import UserError
-from raypod.host import sdk, torchvision_import
+from raypod.host import sdk
 from raypod.host.lease_file import EXPIRES_AFTER_S
 from raypod.host.process import environment_variables
-from raypod.plan import resolve, tables, user_code
+from raypod.plan import resolve, tables
 from raypod.plan.cluster import LOCAL, read_cluster
-from raypod.plan.config import Config
 from raypod.plan.environment import strict_environment
 from raypod.plan.plan import Plan, make_plan
 from raypod.record import run_folder
 from raypod.record.sinks import check_packages
-from raypod.tasks.registry import facts_of, task_of
+from raypod.tasks.registry import facts_of, schema_for, schema_of, task_of_plan
 
 _SWITCHES = {
     "--dry-run": "print the plan and exit; nothing is written or downloaded",
@@ -50,51 +48,40 @@ def plan_of(argv: Sequence[str], prog: str, switches: Sequence[str] = ()) -> Tup
         UserError: a flag, the config, the cluster file or the data set is wrong.
     """
     parser = FlagParser(prog=prog, description="Train a model on a pod. Without flags: a ResNet on digits.")
-    resolve.add_flags(parser)
+    schema = schema_for(argv)
+    resolve.add_flags(parser, schema)
     for switch in switches:
         parser.add_argument(switch, action="store_true", help=_SWITCHES[switch])
     if "--detach" in switches:  # of the background process
         parser.add_argument("--lease", help=argparse.SUPPRESS)
     args = resolve.parse_arguments(parser, argv)
-    values, source = resolve.merge(args)
-    return plan_from(values, source, may_be_missing=getattr(args, "dry_run", True)), args
+    values, source = resolve.merge(args, schema)
+    return plan_from(values, source, is_dry=getattr(args, "dry_run", True)), args
 
 
-def plan_from(values: resolve.Values, source: str, may_be_missing: bool = False) -> Plan:
+def plan_from(values: resolve.Values, source: str, is_dry: bool = False) -> Plan:
     """Return the plan of the values of a config, and download the data set where the config asks for it.
 
     Args:
         values: section -> key -> value.
         source: where the values come from, for messages.
-        may_be_missing: download nothing; a missing data set counts with its published size.
+        is_dry: download nothing; a missing data set counts with its published size.
 
     Raises:
         UserError: the config, the cluster file or the data set is wrong.
     """
     path = values.get("pod", {}).get("cluster")
     cluster = LOCAL if path is None else read_cluster(str(path))
-    config = resolve.from_values(values, source, None if path is None else cluster.num_instances)
-    _check_model(config)
+    schema = schema_of(resolve.task_of_values(values))
+    config = resolve.from_values(values, source, None if path is None else cluster.num_instances, schema)
     run_dir = run_folder.choose(config)
-    if not may_be_missing:
-        datasets.download(config)
-    task = facts_of(config, may_be_missing)
-    plan = make_plan(config, cluster, task, run_dir)
+    plan = make_plan(config, cluster, facts_of(config, is_dry), run_dir)
     if plan.geometry.ipus_per_replica > 1:
         # Imports torch, which the plan of a model on one IPU does not need.
         from raypod.model.pipeline import find_splits
 
-        plan = dataclasses.replace(plan, pipeline_splits=find_splits(config, task_of(config)) or ())
+        plan = dataclasses.replace(plan, pipeline_splits=find_splits(config, task_of_plan(plan)) or ())
     return plan
-
-
-def _check_model(config: Config) -> None:
-    """Raise ConfigError if the user's model cannot be imported; instances import it after they have started."""
-    name = config.training.model
-    if ":" in name:
-        torchvision_import.install()  # the user's module may import torchvision
-        with sdk.importable(config.run.device):
-            user_code.check(name, "training.model", ("channels", "classes"))
 
 
 def check_host(plan: Plan) -> None:
@@ -142,7 +129,7 @@ def _inspected(plan: Plan, inspect: Callable[[Plan, Any], Any]) -> Any:
     """
     with environment_variables(strict_environment(plan.config.run.strict)):
         try:
-            return inspect(plan, task_of(plan.config))
+            return inspect(plan, task_of_plan(plan))
         except (UserError, ImportError) as error:  # the other numbers of a plan need no torch
             if plan.geometry.ipus_per_replica > 1 or sdk.is_strict():
                 raise

@@ -144,7 +144,7 @@ def settings_of(plan: Plan) -> Dict[str, Any]:
         "global_batch_size": plan.geometry.global_batch_size,
         "train_samples": plan.dataset_size.train_samples,
     }
-    for section in ("training", "data"):
+    for section in ("task", "training", "data"):
         for key, value in getattr(config, section).model_dump(mode="json").items():
             if f"{section}.{key}" not in _WITHOUT_EFFECT:
                 settings[f"{section}.{key}"] = value

@@ -11,9 +11,8 @@ import functools
 from typing import Any, Callable, ContextManager, Generator, Iterable, Iterator, Optional, Tuple
 
 import numpy as np
-from torch.utils.data import default_collate
 
-from raypod.datasets.loading import EpochSamples, SampleLoader, SeededSamples, map_ahead, prefetch, timed
+from raypod.datasets.loading import NO_EPOCH, EpochSamples, SampleLoader, map_ahead, prefetch, timed
 from raypod.datasets.order import call_positions, epoch_order, samples_digest
 from raypod.datasets.source import Batch, Source
 from raypod.plan.placement import InstanceSpec
@@ -21,7 +20,6 @@ from raypod.plan.plan import Leg, Plan
 
 Call = Tuple[np.ndarray, Batch]  # sample indices int64 [combined_batch_size], and their batch
 _AHEAD, _ASYNC_AHEAD = 1, 3  # calls loaded in advance: arrays by default, and any data with --async-dataloader
-_NO_EPOCH = 1 << 32  # the epoch of evaluation, so that it draws the same random numbers each time
 
 
 class Feed:
@@ -41,15 +39,6 @@ class Feed:
             workers = max(data.num_workers, int(data.async_dataloader))
             self._loader = SampleLoader(source.train, plan.config.training.seed, workers)
             self._test_loader = SampleLoader(source.test, plan.config.training.seed, data.num_workers)
-
-    def first_batch(self) -> Batch:
-        """Return the batch of the first training sample, without augmentation, as the host sends it to the device."""
-        source, seed = self._source, self._plan.config.training.seed
-        if source.is_in_memory:
-            return source.gather(source.train, np.arange(1), None)
-        _, sample = SeededSamples(source.train, seed)[_NO_EPOCH, 0]
-        source.check_sample(sample)
-        return source.to_device_format(default_collate([sample]))
 
     def calls(self, leg: Leg) -> Iterator[Batch]:
         """Yield the batch of each call of a leg; every tensor is [combined_batch_size, ...].
@@ -131,7 +120,7 @@ class Feed:
             yield np.arange(first, first + size)
 
     def _evaluation_batches(self, calls: Iterable[np.ndarray]) -> Iterator[Batch]:
-        samples = ((_NO_EPOCH, call) for call in calls)
+        samples = ((NO_EPOCH, call) for call in calls)
         if self._test_loader is None:
             make = functools.partial(self._gather_call, self._source.test)
             yield from (batch for _, batch in map_ahead(make, samples, 1, _AHEAD))
@@ -146,5 +135,5 @@ class Feed:
 
     def _gather_call(self, split: Any, call: EpochSamples) -> Call:
         epoch, samples = call
-        random = None if epoch == _NO_EPOCH else (self._plan.config.training.seed, epoch)
+        random = None if epoch == NO_EPOCH else (self._plan.config.training.seed, epoch)
         return samples, self._source.gather(split, samples, random)

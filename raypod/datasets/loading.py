@@ -20,6 +20,7 @@ from raypod.datasets.order import sample_seed
 Item = TypeVar("Item")
 Request = TypeVar("Request")
 EpochSamples = Tuple[int, np.ndarray]  # the samples of one call: (epoch, indices int64 [combined_batch_size])
+NO_EPOCH = 1 << 32  # the epoch of evaluation, so that it draws the same random numbers each time
 _JOIN_TIMEOUT_S = 1.0  # on close, before a blocked thread or worker process is interrupted
 
 

@@ -7,6 +7,9 @@ from typing import Any, Optional, Tuple
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
+
+from raypod.datasets.loading import NO_EPOCH, SeededSamples
 
 Batch = Tuple[torch.Tensor, ...]
 
@@ -34,6 +37,18 @@ class Source(abc.ABC):
             seed_and_epoch: of the random numbers of training samples; None in an evaluation.
         """
         raise NotImplementedError
+
+    def first_sample(self, seed: int) -> Any:
+        """Load the first training sample as an evaluation would. ConfigError if it cannot be used."""
+        _, sample = SeededSamples(self.train, seed)[NO_EPOCH, 0]
+        self.check_sample(sample)
+        return sample
+
+    def first_batch(self, seed: int) -> Batch:
+        """Return the batch of the first training sample, without augmentation, as the host sends it to the device."""
+        if self.is_in_memory:
+            return self.gather(self.train, np.arange(1), None)
+        return self.to_device_format(default_collate([self.first_sample(seed)]))
 
     def check_sample(self, sample: Any) -> None:
         """Check the first sample that worker processes would load. ConfigError if it cannot be used."""

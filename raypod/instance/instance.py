@@ -33,7 +33,7 @@ from raypod.instance.replica_model import EvaluationSums, ReplicaModel
 from raypod.instance.seeding import Endpoint, Seeding, SeedingPeer
 from raypod.model import program
 from raypod.plan.plan import Leg, Plan
-from raypod.tasks.registry import task_of
+from raypod.tasks.registry import task_of_plan
 
 
 class Instance:
@@ -57,14 +57,14 @@ class Instance:
         plan = self._plan
         torch.set_num_threads(self._spec.threads_per_replica)
         self._timer.begin()
-        task = task_of(plan.config)
+        task = task_of_plan(plan)
         source = task.load()
         self._feed = Feed(plan, self._spec, source)
         self._timer.end("load data")
         if self._spec.index == 0:
             torch.manual_seed(plan.config.training.seed)
             self._saves = BackgroundWriter(plan)
-        self._model = model = ReplicaModel(plan, task, self._feed.first_batch())
+        self._model = model = ReplicaModel(plan, task, source.first_batch(plan.config.training.seed))
         self._training = poptorch.trainingModel(
             model.training_step, options=program.training_options(plan), optimizer=model.optimizer
         )

@@ -112,7 +112,7 @@ class Decoder(nn.Module):
         self.apply(_initialize)
         for block in self.blocks:  # GPT-2: residual branches are scaled by the depth
             for layer in (block.attention.out, block.down):  # type: ignore[union-attr]
-                nn.init.normal_(layer.weight, std=_STD / math.sqrt(2 * size.layers))  # type: ignore[arg-type]
+                nn.init.normal_(layer.weight, std=_STD / math.sqrt(2 * size.layers))  # type: ignore[arg-type, union-attr, unused-ignore]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map tokens [n, length] to logits [n, length, vocabulary]."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -31,6 +31,21 @@ class Unit:
     cost: float
 
 
+class Inputs(NamedTuple):
+    """The arguments of a network."""
+
+    positional: Tuple[Any, ...]
+    named: Dict[str, Any] = {}
+
+
+class _NetworkCalled(Exception):
+    """Ends a call of `training_outputs` at the call of the network."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        super().__init__("the network was called")
+        self.inputs = inputs
+
+
 def find_splits(config: Config, task: Any) -> Optional[Tuple[str, ...]]:
     """Return the splits of a config's model; None for one IPU, or if the user's model has its own `BeginBlock`s.
 
@@ -39,7 +54,7 @@ def find_splits(config: Config, task: Any) -> Optional[Tuple[str, ...]]:
             exception.
     """
     training, stages = config.training, config.pod.ipus_per_replica
-    is_user_model = ":" in training.model
+    is_user_model = task.user_code is not None
     if training.pipeline_splits:
         # The user's module may import the SDK, which is available in instances only.
         if not is_user_model:
@@ -48,8 +63,9 @@ def find_splits(config: Config, task: Any) -> Optional[Tuple[str, ...]]:
     if stages == 1 or (is_user_model and training.pipeline_balance is None):
         return None
     find_units = units_by_time if training.pipeline_balance == "time" else units_by_parameters
-    with user_code.reported(training.model):
-        units = find_units(_network(task), _inputs(task))
+    with user_code.reported(task.user_code or config.task.name):
+        batch = task.example(_SAMPLES)
+        units = find_units(_network(task), network_inputs(task, batch))
     return balanced_splits(units, stages)
 
 
@@ -94,12 +110,12 @@ def balanced_splits(units: Sequence[Unit], stages: int) -> Tuple[str, ...]:
     return tuple(units[cut].name for cut in cuts[1:])
 
 
-def units_by_parameters(network: nn.Module, inputs: torch.Tensor) -> List[Unit]:
+def units_by_parameters(network: nn.Module, inputs: Inputs) -> List[Unit]:
     """Return the units in the order of their calls, with their numbers of parameters."""
     return [Unit(name, float(_parameters(module))) for name, module in _called(network, inputs)]
 
 
-def units_by_time(network: nn.Module, inputs: torch.Tensor) -> List[Unit]:
+def units_by_time(network: nn.Module, inputs: Inputs) -> List[Unit]:
     """Return the units in the order of their calls, with the seconds of their forward and backward on this host's CPU.
 
     The time is the minimum of several rounds. Times on an IPU differ.
@@ -109,7 +125,7 @@ def units_by_time(network: nn.Module, inputs: torch.Tensor) -> List[Unit]:
     return [Unit(name, min(times[name] for times in rounds)) for name, _ in called]
 
 
-def _time_round(network: nn.Module, inputs: torch.Tensor, called: List[Tuple[str, nn.Module]]) -> Dict[str, float]:
+def _time_round(network: nn.Module, inputs: Inputs, called: List[Tuple[str, nn.Module]]) -> Dict[str, float]:
     """Return the seconds from the start of each unit to the start of the next one, forward plus backward."""
     marks: List[Tuple[str, float]] = []
     backward: List[Tuple[str, float]] = []
@@ -126,9 +142,9 @@ def _time_round(network: nn.Module, inputs: torch.Tensor, called: List[Tuple[str
 
     hooks = [module.register_forward_pre_hook(forward_mark(name)) for name, module in called]
     try:
-        outputs = network(inputs)
+        outputs = network(*inputs.positional, **inputs.named)
         ended = time.perf_counter()
-        outputs.sum().backward()
+        sum(each.sum() for each in _tensors(outputs) if each.requires_grad).backward()  # type: ignore[union-attr]
         done = time.perf_counter()
     finally:
         for hook in hooks:
@@ -145,7 +161,7 @@ def _time_round(network: nn.Module, inputs: torch.Tensor, called: List[Tuple[str
     return seconds
 
 
-def _called(network: nn.Module, inputs: torch.Tensor) -> List[Tuple[str, nn.Module]]:
+def _called(network: nn.Module, inputs: Inputs) -> List[Tuple[str, nn.Module]]:
     """Return the units that have parameters and are called exactly once, in the order of their calls."""
     calls: List[str] = []
 
@@ -156,7 +172,7 @@ def _called(network: nn.Module, inputs: torch.Tensor) -> List[Tuple[str, nn.Modu
     hooks = [module.register_forward_pre_hook(note(name)) for name, module in units.items()]
     try:
         with torch.no_grad():
-            network(inputs)
+            network(*inputs.positional, **inputs.named)
     finally:
         for hook in hooks:
             hook.remove()
@@ -201,6 +217,27 @@ def _network(task: Any) -> nn.Module:
     return network.train()
 
 
-def _inputs(task: Any) -> torch.Tensor:
-    inputs: torch.Tensor = task.example(_SAMPLES)[0]
-    return inputs.float() if inputs.is_floating_point() else inputs
+def network_inputs(task: Any, batch: Sequence[torch.Tensor]) -> Inputs:
+    """Return the inputs with which a task calls its network, in float32. ConfigError if it does not call it."""
+
+    def capture(*inputs: Any, **named: Any) -> Any:
+        raise _NetworkCalled(Inputs(tuple(map(_float, inputs)), {name: _float(each) for name, each in named.items()}))
+
+    try:
+        if task.names is None:
+            task.training_outputs(capture, *batch)
+        else:
+            task.training_outputs(capture, **dict(zip(task.names, batch)))
+    except _NetworkCalled as call:
+        return call.inputs
+    raise ConfigError(f"{type(task).__name__}.training_outputs does not call the network")
+
+
+def _float(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _tensors(outputs: Any) -> List[torch.Tensor]:
+    if isinstance(outputs, dict):
+        outputs = list(outputs.values())
+    return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, Iterable, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple
 
 import popdist.poptorch
 import poptorch
@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from typing_extensions import Protocol
 
+from raypod.datasets.transforms import activation_dtype
+from raypod.errors import ConfigError
 from raypod.model.recent_results import RecentResults
 from raypod.plan.config import Config, TrainingSection
 from raypod.plan.metric import Metric
@@ -39,23 +41,56 @@ _FLOAT32_STATES = {"second_order_momentum"}  # half precision would underflow
 class TaskOutputs(Protocol):
     """What the steps need of a task; see `tasks.task.Task`."""
 
-    def training_outputs(self, network: Any, *batch: torch.Tensor) -> Tuple[torch.Tensor, Ratios]:
+    config: Config
+    names: Optional[Tuple[str, ...]]
+
+    def training_outputs(
+        self, network: Any, *batch: torch.Tensor, **named: torch.Tensor
+    ) -> Tuple[torch.Tensor, Ratios]:
         """Return the loss and the other metrics of a micro-batch."""
 
-    def evaluation_outputs(self, network: Any, *batch: torch.Tensor) -> Ratios:
+    def evaluation_outputs(self, network: Any, *batch: torch.Tensor, **named: torch.Tensor) -> Ratios:
         """Return all metrics per sample."""
 
 
 class _Step(nn.Module):
-    """The network of one micro-batch; `prepare` transforms the first tensor of the batch on the device."""
+    """The network of one micro-batch; `prepare` transforms the first input of the network on the device."""
 
     def __init__(self, task: TaskOutputs, metrics: Sequence[Metric], network: nn.Module, prepare: nn.Module) -> None:
         super().__init__()
         self.network, self.prepare = network, prepare
-        self._task, self._names = task, [metric.name for metric in metrics]
+        self._task, self._metrics = task, [metric.name for metric in metrics]
+        self._dtype = activation_dtype(task.config.training.precision)
 
-    def _run_network(self, first: torch.Tensor, *others: torch.Tensor) -> Any:
-        return self.network(self.prepare(first), *others)
+    def _outputs(self, method: Callable[..., Any], batch: Sequence[torch.Tensor]) -> Any:
+        names = self._task.names
+        if names is None:
+            return method(self._run_network, *batch)
+        return method(self._run_network, **dict(zip(names, batch)))
+
+    def _run_network(self, *inputs: Any, **named: Any) -> Any:
+        if inputs:
+            inputs = (self.prepare(inputs[0]), *inputs[1:])
+        return self.network(*map(self._cast, inputs), **{name: self._cast(each) for name, each in named.items()})
+
+    def _cast(self, value: Any) -> Any:
+        """Convert a floating-point tensor to the precision of the activations; a no-op for images."""
+        is_other = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != self._dtype
+        return value.to(self._dtype) if is_other else value
+
+    def _sums(self, ratios: Any, method: str) -> Iterator[Any]:
+        """Yield numerator and denominator of each metric. ConfigError if they are those of other metrics."""
+        if not isinstance(ratios, dict) or set(ratios) != set(self._metrics):
+            shown = ", ".join(map(repr, ratios)) if isinstance(ratios, dict) else repr(type(ratios).__name__)
+            known = ", ".join(map(repr, self._metrics))
+            raise ConfigError(f"{type(self._task).__name__}.{method} returned the metrics {shown}; they are {known}")
+        for name in self._metrics:
+            try:
+                numerator, denominator = ratios[name]
+            except (TypeError, ValueError):
+                kind = type(self._task).__name__
+                raise ConfigError(f"{kind}.{method}: {name!r} must be a pair (numerator, denominator)") from None
+            yield from (numerator, denominator)
 
 
 class TrainingStep(_Step):
@@ -78,9 +113,9 @@ class TrainingStep(_Step):
     def forward(self, *arguments: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
         """Return the loss, 0-d, and numerator and denominator of each metric, float32 [2 x metrics]."""
         batch = arguments if self.recent_results is None else arguments[:-1]
-        loss, ratios = self._task.training_outputs(self._run_network, *batch)
+        loss, ratios = self._outputs(self._task.training_outputs, batch)
         ratios = {"loss": (loss.detach(), 1), **ratios}
-        sums = torch.stack([_scalar(each, loss) for name in self._names for each in ratios[name]])
+        sums = torch.stack([_scalar(each, loss) for each in self._sums(ratios, "training_outputs")])
         if self.recent_results is not None:
             self.recent_results(sums, arguments[-1])
         return loss, sums
@@ -98,13 +133,18 @@ class EvaluationStep(_Step):
 
     def forward(self, *batch: torch.Tensor) -> torch.Tensor:
         """Return numerator and denominator of each metric per sample: float32 [samples, 2 x metrics]."""
-        ratios = self._task.evaluation_outputs(self._run_network, *batch)
-        columns = [_column(each, batch[0]) for name in self._names for each in ratios[name]]
+        ratios = self._outputs(self._task.evaluation_outputs, batch)
+        columns = [_column(each, batch[0]) for each in self._sums(ratios, "evaluation_outputs")]
         return torch.stack(columns, dim=1)
 
 
 def _column(value: Any, batch: torch.Tensor) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
+        if value.shape != batch.shape[:1]:
+            raise ConfigError(
+                f"evaluation_outputs: sums are tensors with one value per sample, {list(batch.shape[:1])}, but one of "
+                f"them has the shape {list(value.shape)}"
+            )
         return value.to(torch.float32)
     return torch.full((batch.shape[0],), float(value), dtype=torch.float32, device=batch.device)
 

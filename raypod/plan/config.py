@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any, Iterator, Optional, Tuple
+from typing import Any, Dict, Iterator, Optional, Tuple, Type
 
 import pydantic
 import yaml
@@ -21,6 +21,7 @@ MANIFEST = "manifest.json"  # its presence makes a folder a checkpoint
 SMALL_RESNETS = ("resnet8", "resnet14", "resnet20")
 TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 VISION_TRANSFORMERS = ("vit_tiny", "vit_small", "vit_b_16")
+IMAGE_CLASSIFICATION = "image-classification"
 _MAX_S = 1e6  # of every timeout; larger values overflow the timers of the operating system
 _INTERVAL = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(update|epoch|minute)s?\s*$")
 
@@ -105,6 +106,26 @@ class Section(pydantic.BaseModel):
         if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation not in (bool, Optional[bool]):
             raise ValueError("must not be a boolean")
         return value
+
+
+class TaskOptions(Section):
+    """Base class of a task's own options. Each field has a default, and the help text of its flag as description."""
+
+
+class TaskSection(pydantic.BaseModel):
+    """The task; further keys are its options, as plain data that the `TaskOptions` of the task have validated."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="allow")
+
+    name: str = Field(
+        IMAGE_CLASSIFICATION,
+        description="what is trained: image-classification, language-model, or module:Class for your own task",
+    )
+
+    @property
+    def options(self) -> Dict[str, Any]:
+        """The options by name."""
+        return dict(self.model_extra or {})
 
 
 class DataSection(Section):
@@ -272,6 +293,7 @@ class Config(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
+    task: TaskSection = TaskSection()
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
     pod: PodSection = PodSection()
@@ -282,10 +304,16 @@ class Config(pydantic.BaseModel):
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
 
 
-def fields() -> Iterator[Tuple[str, str, FieldInfo]]:
-    """Yield (section, key, field) of every key. Keys are unique over all sections, so that flags need no section."""
+def fields(options: Type[TaskOptions] = TaskOptions) -> Iterator[Tuple[str, str, FieldInfo]]:
+    """Yield (section, key, field) of every key, with the options of a task.
+
+    Keys are unique over all sections, so that flags need no section; the flag of `task.name` is `--task`.
+    """
     for section, info in Config.model_fields.items():
         kind = info.annotation
         assert kind is not None
         for key, field in kind.model_fields.items():
             yield section, key, field
+        if section == "task":
+            for key, field in options.model_fields.items():
+                yield section, key, field

@@ -10,7 +10,7 @@ from typing import List, Sequence, Tuple
 
 from raypod.errors import ConfigError
 from raypod.plan.cluster import Cluster
-from raypod.plan.config import VISION_TRANSFORMERS, Config, parse_interval
+from raypod.plan.config import IMAGE_CLASSIFICATION, Config, parse_interval
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.placement import Placement, Sizes, place
 
@@ -121,12 +121,17 @@ class TaskFacts:
         metrics: what it measures; the first is the loss.
         best: the name of the metric by which the best checkpoint is kept.
         samples_are: what a sample is, in the plural, as in "images".
+        data, model: what the plan shows as its data set and its model.
+        pickled: the task's class, if it cannot be imported by its name: cloudpickle's bytes.
     """
 
     size: DatasetSize
     metrics: Tuple[Metric, ...] = (LOSS,)
     best: str = LOSS.name
     samples_are: str = "samples"
+    data: str = ""
+    model: str = ""
+    pickled: bytes = dataclasses.field(default=b"", repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,8 +239,6 @@ def _check_compatible_settings(config: Config) -> None:
     training = config.training
     if (training.lr_schedule == "step") != (training.lr_steps is not None):
         raise ConfigError("--lr-schedule step and --lr-steps 30,60,80 (epochs) must be given together")
-    if training.norm != "batch" and training.model in ("tiny", *VISION_TRANSFORMERS):
-        raise ConfigError(f"--norm {training.norm} replaces BatchNorm, and {training.model} has none: omit it")
 
 
 def _check_pipeline(config: Config, geometry: Geometry, splits: Sequence[str]) -> None:
@@ -302,7 +305,8 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def default_run_dir(config: Config, now: str) -> str:
-    """Return `run.run_dir`, or `runs/<now>-<data set>-<model>`."""
-    dataset = config.data.dataset.rpartition(":")[2]
-    model = config.training.model.rpartition(":")[2]
-    return config.run.run_dir or f"runs/{now}-{dataset}-{model}"
+    """Return `run.run_dir`, or `runs/<now>-<data set>-<model>`; for other tasks than images, `runs/<now>-<task>`."""
+    names = [config.task.name]
+    if config.task.name == IMAGE_CLASSIFICATION:
+        names = [config.data.dataset, config.training.model]
+    return config.run.run_dir or "-".join([f"runs/{now}", *(name.rpartition(":")[2] for name in names)])

@@ -7,28 +7,71 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+<<<<<<< HEAD
 from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union, get_args
+=======
+from types import MappingProxyType
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, get_args
+>>>>>>> b73b150 (Tasks of the user: the section task, options as flags, samples of tensors, tuples and dicts)
 
 import pydantic
 import yaml
 
-from raypod.cli import nearest, suggestion
+from raypod.cli import FlagParser, nearest, suggestion
 from raypod.errors import ConfigError
-from raypod.plan.config import CHECKPOINTS, MANIFEST, Config, PodSection, fields
+from raypod.plan.config import CHECKPOINTS, IMAGE_CLASSIFICATION, MANIFEST, Config, PodSection, TaskOptions, fields
 from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader
 
 Values = Dict[str, Dict[str, Any]]  # section -> key -> value as given, not validated
+_TASK_NAME = "task.name"
 _ALIASES = {"replicas": ["--num-replicas"], "image_size": ["--resize"]}
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+class Schema(NamedTuple):
+    """The keys and defaults that a task adds to the config.
+
+    Attributes:
+        options: the class of the task's own options, keys of the section `task`.
+        defaults: of other keys, by section.key.
+    """
+
+    options: Type[TaskOptions] = TaskOptions
+    defaults: Mapping[str, Any] = MappingProxyType({})
+
+
+NO_SCHEMA = Schema()  # of a task without options
+
+
+def task_name(argv: Sequence[str]) -> str:
+    """Return the name of a command line's task; the rest of the command line is not checked.
+
+    Raises:
+        ConfigError: the config file cannot be read.
+    """
+    parser = FlagParser(prog="raypod", add_help=False)
+    for flag in ("--task", "--config", "--resume"):
+        parser.add_argument(flag, nargs="?")
+    known, rest = parser.parse_known_args(list(argv))
+    overrides = [word.partition("=")[2] for word in rest if word.startswith(f"{_TASK_NAME}=")]
+    source = _config_file(known.config, known.resume)
+    values = read_yaml(Path(source)) if source else {}
+    return str(known.task or next(iter(overrides), None) or task_of_values(values))
+
+
+def task_of_values(values: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the name of the task of a config's values, which need not be valid."""
+    return str(values.get("task", {}).get("name") or IMAGE_CLASSIFICATION)
+
+
+def add_flags(parser: argparse.ArgumentParser, schema: Schema = NO_SCHEMA) -> None:
     """Add `--config`, a flag for every key, and `section.key=value`."""
-    parser.add_argument("--config", metavar="FILE", help="YAML file with the sections data, training, pod, run")
-    for section, key, field in fields():
-        names = ["--" + key.replace("_", "-"), *_ALIASES.get(key, [])]
-        choices = get_args(field.annotation) if isinstance(field.default, str) else ()
-        help_text = f"{field.description} [{field.default}]".replace("%", "%%")
+    sections = ", ".join(Config.model_fields)
+    parser.add_argument("--config", metavar="FILE", help=f"YAML file with the sections {sections}")
+    for section, key, field in fields(schema.options):
         target = f"{section}.{key}"
+        names = [_flag(target), *_ALIASES.get(key, [])]
+        choices = get_args(field.annotation) if isinstance(field.default, str) else ()
+        help_text = f"{field.description} [{schema.defaults.get(target, field.default)}]".replace("%", "%%")
         if field.annotation in (bool, Optional[bool]):
             parser.add_argument(*names, dest=target, action="store_true", default=None, help=help_text)
             parser.add_argument("--no-" + names[0][2:], dest=target, action="store_false", help=argparse.SUPPRESS)
@@ -47,12 +90,12 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> arg
     return args
 
 
-def resolve(args: argparse.Namespace) -> Config:
+def resolve(args: argparse.Namespace, schema: Schema = NO_SCHEMA) -> Config:
     """Return the config of parsed flags, without the defaults that follow from a cluster file."""
-    return from_values(*merge(args))
+    return from_values(*merge(args, schema), schema=schema)
 
 
-def merge(args: argparse.Namespace) -> Tuple[Values, str]:
+def merge(args: argparse.Namespace, schema: Schema = NO_SCHEMA) -> Tuple[Values, str]:
     """Return the values of the YAML file, replaced by those of the command line, and the file's name for messages.
 
     Flags and overrides have the same rank; a key given by both must have the same value. With `--resume` and without
@@ -61,6 +104,7 @@ def merge(args: argparse.Namespace) -> Tuple[Values, str]:
     Raises:
         ConfigError: an override or the file cannot be read, a key is unknown, or is given twice with two values.
     """
+<<<<<<< HEAD
     return combine(_given(args), args.config)
 
 
@@ -83,6 +127,15 @@ def combine(given: Mapping[str, Any], config: Union[str, Values, None]) -> Tuple
     source = str(own) if own and own.is_file() else config
     values = read_yaml(Path(source)) if isinstance(source, str) else _copied(source or {})
     if source is not config:
+=======
+    given = _given(args, schema)
+    for name in given:
+        section, _, key = name.partition(".")
+        check_keys({section: {key: None}}, "the command line", schema)
+    source = _config_file(args.config, given.get("run.resume"))
+    values = read_yaml(Path(source)) if source else {}
+    if source != args.config:
+>>>>>>> b73b150 (Tasks of the user: the section task, options as flags, samples of tensors, tuples and dicts)
         for key in ("run_dir", "resume_anyway"):
             values.get("run", {}).pop(key, None)
     for name, value in given.items():
@@ -95,10 +148,21 @@ def _copied(values: Values) -> Values:
     return {section: dict(entries) for section, entries in values.items()}
 
 
-def _given(args: argparse.Namespace) -> Dict[str, Any]:
+def _config_file(config: Optional[str], resume: Optional[Any]) -> Optional[str]:
+    """Return `--config`; without it, the `config.yaml` of the resumed run, if there is one."""
+    folder = run_folder_of(str(resume)) if resume and not config else None
+    own = folder / "config.yaml" if folder else None
+    return str(own) if own and own.is_file() else config
+
+
+def _flag(name: str) -> str:
+    return "--task" if name == _TASK_NAME else "--" + name.partition(".")[2].replace("_", "-")
+
+
+def _given(args: argparse.Namespace, schema: Schema) -> Dict[str, Any]:
     """Return the values of flags and overrides, by section.key."""
     given: Dict[str, Any] = {}
-    for section, key, _ in fields():
+    for section, key, _ in fields(schema.options):
         value = getattr(args, f"{section}.{key}")
         if value is not None:
             given[f"{section}.{key}"] = value
@@ -116,13 +180,16 @@ def _given(args: argparse.Namespace) -> Dict[str, Any]:
     return given
 
 
-def load_yaml(path: Path) -> Config:
+def load_yaml(path: Path, schema: Schema = NO_SCHEMA) -> Config:
     """Return the Config of a YAML file alone."""
-    return from_values(read_yaml(path), source=str(path))
+    return from_values(read_yaml(path), source=str(path), schema=schema)
 
 
 def from_values(
-    values: Mapping[str, Mapping[str, Any]], source: str = "config", cluster_instances: Optional[int] = None
+    values: Mapping[str, Mapping[str, Any]],
+    source: str = "config",
+    cluster_instances: Optional[int] = None,
+    schema: Schema = NO_SCHEMA,
 ) -> Config:
     """Return the validated Config of given values.
 
@@ -130,13 +197,24 @@ def from_values(
         values: section -> key -> value.
         source: where the values come from, for messages.
         cluster_instances: the default number of instances, if a cluster file determines it.
+        schema: what the task adds.
 
     Raises:
         ConfigError: a section or key is unknown, a value is out of bounds, or two values contradict each other.
     """
-    check_keys(values, source)
+    check_keys(values, source, schema)
+    derived = _derive_counts(values, cluster_instances)
+    for name, value in schema.defaults.items():
+        section, _, key = name.partition(".")
+        derived.setdefault(section, {}).setdefault(key, value)
+    task = derived.pop("task", {})
     try:
-        return Config.model_validate(_derive_counts(values, cluster_instances))
+        options = schema.options.model_validate({key: value for key, value in task.items() if key != "name"})
+    except pydantic.ValidationError as error:
+        raise ConfigError("; ".join(_validation_message(detail, "task.") for detail in error.errors())) from None
+    named = {"name": task["name"]} if task.get("name") is not None else {}
+    try:
+        return Config.model_validate({**derived, "task": {**named, **options.model_dump(mode="json")}})
     except pydantic.ValidationError as error:
         raise ConfigError("; ".join(_validation_message(detail) for detail in error.errors())) from None
 
@@ -167,9 +245,9 @@ def read_yaml(path: Path) -> Values:
     return {name: {str(key): value for key, value in section.items()} for name, section in sections.items()}
 
 
-def check_keys(values: Mapping[str, Mapping[str, Any]], source: str) -> None:
+def check_keys(values: Mapping[str, Mapping[str, Any]], source: str, schema: Schema = NO_SCHEMA) -> None:
     """Raise ConfigError for an unknown section or key; the message names `source` and the nearest known name."""
-    known = [f"{section}.{key}" for section, key, _ in fields()]
+    known = [f"{section}.{key}" for section, key, _ in fields(schema.options)]
     for section, entries in values.items():
         if section not in Config.model_fields:
             hint = suggestion(section, sorted(Config.model_fields))
@@ -222,8 +300,8 @@ def _whole_number(value: Any) -> Optional[int]:
         return None
 
 
-def _validation_message(detail: Any) -> str:
-    name = ".".join(str(part) for part in detail["loc"])
+def _validation_message(detail: Any, prefix: str = "") -> str:
+    name = prefix + ".".join(str(part) for part in detail["loc"])
     text = detail["msg"].partition("Value error, ")[2] or detail["msg"]  # pydantic's prefix for a ValueError
     return f"{name} = {detail['input']!r}: {text[:1].lower()}{text[1:]}"
 

@@ -34,7 +34,8 @@ def describe(plan: Plan) -> Dict[str, Any]:
     return {
         "cluster": dataclasses.asdict(placement.cluster),
         "geometry": {name: getattr(plan.geometry, name) for name in _GEOMETRY},
-        "dataset": {"name": plan.config.data.dataset, **dataclasses.asdict(plan.dataset_size)},
+        "task": plan.config.task.name,
+        "dataset": {"name": plan.task.data, **dataclasses.asdict(plan.dataset_size)},
         "updates_per_epoch": plan.updates_per_epoch,
         "total_updates": plan.total_updates,
         "instances": [{**dataclasses.asdict(spec), **_devices(placement, spec)} for spec in placement.instances],
@@ -58,8 +59,8 @@ def topology_summary(plan: Plan) -> Dict[str, int]:
 def render(plan: Plan) -> str:
     """Return the plan as a table: the sizes, and one line per instance."""
     placement, geometry, training = plan.placement, plan.geometry, plan.config.training
-    size = plan.dataset_size
-    tested = f"{size.test_samples} test" if size.test_samples else "NO test images: nothing will be evaluated"
+    size, kind = plan.dataset_size, plan.task.samples_are
+    tested = f"{size.test_samples} test" if size.test_samples else f"NO test {kind}: nothing will be evaluated"
     published = " (published sizes; the files are missing)" if size.is_published else ""
     rows = [
         ("pod", f"{placement.cluster.name}: {_count(len(placement.hosts), 'host')} ({_names(placement.hosts)})"),
@@ -80,8 +81,8 @@ def render(plan: Plan) -> str:
             f"{_count(training.device_iterations, 'update')}; each instance feeds "
             f"{geometry.combined_batch_size} samples",
         ),
-        ("data", f"{plan.config.data.dataset}: {size.train_samples} training, {tested}{published}"),
-        ("model", f"{training.model}, precision {training.precision}, {training.optimizer}"),
+        ("data", f"{plan.task.data}: {size.train_samples} training, {tested}{published}"),
+        ("model", f"{plan.task.model}, precision {training.precision}, {training.optimizer}"),
         (
             "length",
             f"{plan.total_updates} updates, {plan.updates_per_epoch} per epoch, {_count(len(plan.legs()), 'leg')}",

@@ -24,7 +24,7 @@ def call(name: str, key: str, *arguments: Any) -> Any:
     Raises:
         ConfigError: the function does not exist, does not accept the arguments, or calls `sys.exit`.
     """
-    function = _import_function(name, key)
+    function = import_name(name, key)
     _check_signature(function, name, key, [repr(each) for each in arguments])
     try:
         return function(*arguments)
@@ -46,7 +46,7 @@ def check(name: str, key: str, parameters: Sequence[str]) -> None:
         ConfigError: the function does not exist or does not accept the arguments.
     """
     try:
-        function = _import_function(name, key)
+        function = import_name(name, key)
     except _SdkMissing:
         return
     _check_signature(function, name, key, parameters)
@@ -63,24 +63,8 @@ def reported(name: str) -> Iterator[None]:
         raise ConfigError(f"{name}: {summarize_exception(error)}") from error
 
 
-class _SdkMissing(ConfigError):
-    """Raised if a module imports an SDK that is not installed."""
-
-
-def _check_signature(function: Any, name: str, key: str, shown: Sequence[str]) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some built-in functions have no signature
-        return
-    try:
-        signature.bind(*shown)
-    except TypeError as error:
-        raise ConfigError(
-            f"{key} = {name!r} is called with ({', '.join(shown)}), and takes {signature}: {error}"
-        ) from None
-
-
-def _import_function(name: str, key: str) -> Any:
+def import_name(name: str, key: str) -> Any:
+    """Return what `module:name` is, a function or class. ConfigError if it cannot be imported."""
     module_name, _, attribute = name.partition(":")
     if not attribute or not all(part.isidentifier() for part in module_name.split(".")):
         raise ConfigError(f"{key} = {name!r}: write module:function, as in my_package.my_module:make")
@@ -100,3 +84,20 @@ def _import_function(name: str, key: str) -> Any:
     if not callable(function):
         raise ConfigError(f"{key} = {name!r}: {type(function).__name__} is not callable")
     return function
+
+
+class _SdkMissing(ConfigError):
+    """Raised if a module imports an SDK that is not installed."""
+
+
+def _check_signature(function: Any, name: str, key: str, shown: Sequence[str]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-in functions have no signature
+        return
+    try:
+        signature.bind(*shown)
+    except TypeError as error:
+        raise ConfigError(
+            f"{key} = {name!r} is called with ({', '.join(shown)}), and takes {signature}: {error}"
+        ) from None

@@ -21,6 +21,7 @@ from raypod.pod import file_checks, probe, ssh
 from raypod.pod.finding import OK, TROUBLE, WARN, Expected, Facts, Finding
 from raypod.pod.findings import examine
 from raypod.pod.listeners import MONITOR_PORTS
+from raypod.tasks.registry import schema_for
 
 _PACKAGES = ("ray", "torch", "torchvision", "raypod", "poptorch", "popdist", "horovod", "scikit-learn")
 _TOOLS = ("rsync", "gc-info", "gc-monitor", "vipu")
@@ -30,7 +31,8 @@ _COLUMN_WIDTHS = (8, 15, 4)  # level, what, host
 def doctor(argv: Sequence[str]) -> int:
     """Print the findings; return 2 if one of them prevents a run, else 0."""
     parser = cli.FlagParser(prog="raypod doctor", description="Check whether the pod is ready for a run.")
-    resolve.add_flags(parser)
+    schema = schema_for(argv)
+    resolve.add_flags(parser, schema)
     parser.add_argument("--json", action="store_true", help="print findings and facts as JSON")
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="S", help="timeout of the probe of each host [60]"
@@ -38,7 +40,7 @@ def doctor(argv: Sequence[str]) -> int:
     args = resolve.parse_arguments(parser, argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # messages of hosts can contain what this locale cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
-    resolved = resolve.resolve(args)
+    resolved = resolve.resolve(args, schema)
     path = resolved.pod.cluster
     file = read_file(path) if path else None
     cluster = cluster_from(file, path or "") if file else LOCAL

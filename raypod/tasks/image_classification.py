@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Optional, Tuple
 
-import poptorch
 import torch
 from torch import nn
 from torch.nn import functional
@@ -24,6 +23,7 @@ class ImageClassification(Task):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        self.user_code = config.training.model if ":" in config.training.model else None
         self._splits: Optional[Splits] = None
 
     def load(self) -> Source:
@@ -50,18 +50,22 @@ class ImageClassification(Task):
         images = torch.zeros(1, shape.channels, shape.side, shape.side, dtype=dtype).expand(samples, -1, -1, -1)
         return images, torch.zeros(samples, dtype=torch.int64)
 
-    def training_outputs(self, network: Any, *batch: torch.Tensor) -> Tuple[torch.Tensor, Ratios]:
+    def training_outputs(
+        self, network: Any, *batch: torch.Tensor, **named: torch.Tensor
+    ) -> Tuple[torch.Tensor, Ratios]:
         """Return the mean cross-entropy, with the label smoothing of the config, and the accuracy."""
         images, labels = batch
         smoothing, logits = self.config.training.label_smoothing, network(images).float()
         loss = functional.cross_entropy(logits, labels)
         if smoothing:
             of_all_classes = -functional.log_softmax(logits, dim=1).mean()
+            import poptorch  # planning builds the network without the SDK
+
             # PopTorch's backward pass starts at a marked tensor; a torch loss as the last operator needs no mark.
             loss = poptorch.identity_loss((1 - smoothing) * loss + smoothing * of_all_classes, reduction="mean")
         return loss, {"accuracy": ((logits.argmax(dim=1) == labels).sum(), len(labels))}
 
-    def evaluation_outputs(self, network: Any, *batch: torch.Tensor) -> Ratios:
+    def evaluation_outputs(self, network: Any, *batch: torch.Tensor, **named: torch.Tensor) -> Ratios:
         """Return cross-entropy and accuracy."""
         images, labels = batch
         logits, targets = network(images).float(), labels.to(torch.int64)

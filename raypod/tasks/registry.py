@@ -1,31 +1,150 @@
-"""Tasks by name: what planning has to know of them, without torch, and what the instances compute."""
+"""Tasks by name: the options and the facts that planning needs, and the task that instances compute.
+
+The built-in tasks are planned without torch. A task of the user is `module:Class`; `register` names a class that cannot
+be imported, because a script or a notebook defines it.
+"""
 
 from __future__ import annotations
 
-from raypod import datasets
-from raypod.plan.config import Config
-from raypod.plan.metric import LOSS, Metric
-from raypod.plan.plan import TaskFacts
+import dataclasses
+import importlib
+from pathlib import Path
+from typing import Any, Callable, Dict, NamedTuple, Sequence, Tuple, Type
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from raypod.cli import suggestion
+from raypod.errors import ConfigError
+from raypod.host import sdk, torchvision_import
+from raypod.plan import resolve, user_code
+from raypod.plan.config import IMAGE_CLASSIFICATION, Config, TaskOptions, fields
+from raypod.plan.plan import Plan, TaskFacts
+from raypod.tasks import image_facts
 from raypod.tasks.task import Task
 
-_ACCURACY = Metric("accuracy", "higher", label="acc", unit="%", scale=100.0, formats=(".1f", ".2f"))
+
+class _Entry(NamedTuple):
+    """A built-in task."""
+
+    facts: Callable[[Config, bool], TaskFacts]  # of a config, and whether its plan is only printed
+    module: str  # of the task's class; imports torch
+    name: str  # of the class
+    options: Type[TaskOptions] = TaskOptions
+    defaults: Dict[str, Any] = {}  # of keys outside the section `task`, by section.key
+    keys: Tuple[str, ...] = ()  # of the other sections; other tasks do not have them
 
 
-def facts_of(config: Config, may_be_missing: bool = False) -> TaskFacts:
+_BY_NAME: Dict[str, _Entry] = {
+    IMAGE_CLASSIFICATION: _Entry(
+        image_facts.facts, "raypod.tasks.image_classification", "ImageClassification", keys=image_facts.KEYS
+    ),
+}
+_registered: Dict[str, Type[Task]] = {}
+
+
+def register(task: Type[Task]) -> str:
+    """Return the name of a task's class, `module:Class`, with which configs of this process find it."""
+    name = f"{task.__module__}:{task.__qualname__}"
+    _registered[name] = task
+    return name
+
+
+def schema_for(argv: Sequence[str]) -> resolve.Schema:
+    """Return what the task of a command line adds to the config. ConfigError as `schema_of`."""
+    return schema_of(resolve.task_name(argv))
+
+
+def schema_of(name: str) -> resolve.Schema:
+    """Return what a task adds to the config.
+
+    Raises:
+        ConfigError: there is no such task, it cannot be imported, or one of its options has the name of another key.
+    """
+    if name in _BY_NAME:
+        return resolve.Schema(_BY_NAME[name].options, _BY_NAME[name].defaults)
+    task = _user_class(name)
+    taken = {key: section for section, key, _ in fields()}
+    for key, field in task.Options.model_fields.items():
+        if key in taken:
+            raise ConfigError(f"task {name}: its option {key} is a key of the section {taken[key]}; rename it")
+        if field.is_required():
+            raise ConfigError(f"task {name}: its option {key} has no default")
+    return resolve.Schema(task.Options, task.defaults)
+
+
+def load_config(path: Path) -> Config:
+    """Return the Config of a YAML file, as `config.yaml` of a run folder. ConfigError if it cannot be used."""
+    values = resolve.read_yaml(path)
+    return resolve.from_values(values, str(path), schema=schema_of(resolve.task_of_values(values)))
+
+
+def facts_of(config: Config, is_dry: bool = False) -> TaskFacts:
     """Return what planning has to know of a config's task.
 
     Args:
-        may_be_missing: if files of the data set are missing, return its published size, where there is one.
+        is_dry: whether the plan is only printed: then nothing is downloaded, and if files of the data set are missing,
+            its published size counts, where there is one.
 
     Raises:
-        ConfigError: as `datasets.load`.
+        ConfigError: the data set cannot be used, or a key is one of another task.
     """
-    size = datasets.dataset_size_or_published(config) if may_be_missing else datasets.dataset_size(config)
-    return TaskFacts(size, (LOSS, _ACCURACY), best=_ACCURACY.name, samples_are="images")
+    name = config.task.name
+    _check_keys(config)
+    if name in _BY_NAME:
+        return _BY_NAME[name].facts(config, is_dry)
+    kind = _user_class(name)
+    with _importable(config.run.device), user_code.reported(name):
+        facts = kind(config).facts()
+    cannot_import = kind.__module__ == "__main__" or "<locals>" in kind.__qualname__
+    return dataclasses.replace(facts, pickled=cloudpickle.dumps(kind)) if cannot_import else facts
 
 
-def task_of(config: Config) -> Task:
-    """Return a config's task. Imports torch."""
-    from raypod.tasks.image_classification import ImageClassification  # as above
+def task_of(config: Config, pickled: bytes = b"") -> Task:
+    """Return a config's task. Imports torch.
 
-    return ImageClassification(config)
+    Args:
+        pickled: `TaskFacts.pickled`, in another process than that of `register`.
+    """
+    if pickled and config.task.name not in _registered:
+        _registered[config.task.name] = cloudpickle.loads(pickled)
+    entry = _BY_NAME.get(config.task.name)
+    if entry is None:
+        kind = _user_class(config.task.name)
+    else:
+        kind = getattr(importlib.import_module(entry.module), entry.name)
+    return kind(config)
+
+
+def task_of_plan(plan: Plan) -> Task:
+    """Return the task of a plan. Imports torch."""
+    return task_of(plan.config, plan.task.pickled)
+
+
+def _check_keys(config: Config) -> None:
+    """Raise ConfigError for a key of another built-in task that has not its default."""
+    default = Config()
+    for name, entry in _BY_NAME.items():
+        for key in entry.keys if name != config.task.name else ():
+            section, _, field = key.partition(".")
+            if getattr(getattr(config, section), field) != getattr(getattr(default, section), field):
+                raise ConfigError(f"--{field.replace('_', '-')} has no effect on the task {config.task.name}: omit it")
+
+
+def _user_class(name: str) -> Type[Task]:
+    if name in _registered:
+        return _registered[name]
+    if ":" not in name:
+        hint = suggestion(name, [*_BY_NAME, "module:Class"])
+        raise ConfigError(f"unknown task {name!r}{hint}")
+    if name.startswith("__main__:"):
+        raise ConfigError(f"the task {name} is defined by a script: run that script, or move the class to a module")
+    with _importable("auto"):
+        found = user_code.import_name(name, "task.name")
+    if not isinstance(found, type) or not issubclass(found, Task):
+        raise ConfigError(f"task.name = {name!r} is no subclass of raypod.Task")
+    return found
+
+
+def _importable(device: str) -> Any:
+    torchvision_import.install()  # the user's module may import torchvision
+    return sdk.importable(device)

@@ -1,11 +1,14 @@
-"""The interface of a task."""
+"""The interface of a task: its data, network, loss and metrics. A user's task is a subclass of `Task`."""
 
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Tuple
+from typing import TYPE_CHECKING, Any, ClassVar, Dict, Iterable, List, Mapping, Optional, Tuple, Type
 
-from raypod.plan.config import Config
+from raypod.errors import ConfigError
+from raypod.plan.config import Config, TaskOptions
+from raypod.plan.metric import LOSS, Metric
+from raypod.plan.plan import DatasetSize, TaskFacts
 
 if TYPE_CHECKING:  # planning imports this module, and must not import torch
     import torch
@@ -14,48 +17,74 @@ if TYPE_CHECKING:  # planning imports this module, and must not import torch
     from raypod.datasets.source import Batch, Source
 
 Ratios = Dict[str, Tuple[Any, Any]]  # numerator and denominator by the name of the metric
+_RESERVED = {  # keys of metrics.jsonl, evaluations.jsonl and summary.json
+    *("update", "epoch", "updates", "epochs", "samples", "samples_per_s", "time_s", "data_wait_share"),
+    *("missing_reports", "evaluations", "device", "restarts", "topology", "interrupted", "checkpoint", "metrics"),
+}
 
 
 class Task(abc.ABC):
-    """The data, the network, the loss and the metrics of a run. Instances and planning create it from the config."""
+    """What a run trains. Planning and every instance create the task from the config.
+
+    A subclass implements `datasets`, `network`, `training_outputs` and `evaluation_outputs`. A sample is a tensor, or
+    a tuple or dict of tensors; the last two methods get the tensors of a micro-batch as positional arguments, or by
+    the names of the dict as keyword arguments. Both are compiled for the device as `forward` of a PopTorch model.
+
+    Attributes:
+        Options: the task's own options, which are flags and keys of the section `task`; `self.options` has the values.
+        metrics: what is measured besides the loss.
+        best: name of the metric by which the best checkpoint is kept.
+        defaults: of other keys of the config, as in `{"training.learning_rate": 0.01}`.
+        samples_are: what a sample is, in the plural.
+    """
+
+    Options: ClassVar[Type[TaskOptions]] = TaskOptions
+    metrics: ClassVar[Tuple[Metric, ...]] = ()
+    best: ClassVar[str] = LOSS.name
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    samples_are: ClassVar[str] = "samples"
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.options: Any = self.Options.model_validate(config.task.options)
+        self.names: Optional[Tuple[str, ...]] = None  # of the tensors of a batch, if samples are dicts
+        self.user_code: Optional[str] = config.task.name if ":" in config.task.name else None  # for messages
 
-    @abc.abstractmethod
-    def load(self) -> Source:
-        """Load the data. ConfigError if it cannot be used."""
+    def datasets(self) -> Tuple[Any, Any]:
+        """Return the training split, and the test split or None.
+
+        A split is a map-style data set, or `Arrays` for data in memory. Samples may draw random numbers from torch,
+        NumPy and `random`, which are seeded by (seed, epoch, sample).
+        """
+        raise NotImplementedError(f"{type(self).__name__} must implement datasets()")
 
     @abc.abstractmethod
     def network(self, first_batch: Batch) -> nn.Module:
-        """Return the network in float32, for the first batch as the host sends it. ConfigError if it does not fit."""
-
-    @abc.abstractmethod
-    def example(self, samples: int) -> Batch:
-        """Return a batch of zeros as the network gets it, for a plan without the data."""
-
-    def device_input(self, first_batch: Batch) -> nn.Module:
-        """Return the module that transforms the first tensor of a batch on the device, before the network."""
-        from torch import nn  # as above
-
-        return nn.Identity()
-
-    @abc.abstractmethod
-    def training_outputs(self, network: Any, *batch: torch.Tensor) -> Tuple[torch.Tensor, Ratios]:
-        """Return the loss (0-d) of a micro-batch, and the other metrics as pairs of 0-d tensors or numbers.
-
-        Runs on the device.
+        """Return the network in float32. The global generator of torch is seeded before.
 
         Args:
-            network: a callable, which applies `device_input` to its first argument, and then the network.
+            first_batch: the tensors of a batch that consists of the first training sample, as the host sends them.
+
+        Raises:
+            ConfigError: the network does not fit the data.
         """
 
     @abc.abstractmethod
-    def evaluation_outputs(self, network: Any, *batch: torch.Tensor) -> Ratios:
-        """Return all metrics of a micro-batch, the loss included, as pairs of tensors [samples] or numbers.
+    def training_outputs(
+        self, network: Any, *batch: torch.Tensor, **named: torch.Tensor
+    ) -> Tuple[torch.Tensor, Ratios]:
+        """Return the loss (0-d) of a micro-batch, and numerator and denominator of each other metric.
 
-        Runs on the device.
+        The loss is the mean over the samples, and what a loss function of torch or `poptorch.identity_loss` returns.
+        Numerators and denominators are 0-d tensors or numbers.
+
+        Args:
+            network: calls the network; floating-point inputs are converted to the precision of the activations.
         """
+
+    @abc.abstractmethod
+    def evaluation_outputs(self, network: Any, *batch: torch.Tensor, **named: torch.Tensor) -> Ratios:
+        """Return numerator and denominator of each metric and of "loss", per sample: tensors [samples] or numbers."""
 
     def parameter_groups(self, network: nn.Module, weight_decay: float) -> List[Dict[str, Any]]:
         """Return the parameter groups of the optimizer. Biases and norms (dimension 1) have no weight decay."""
@@ -64,6 +93,46 @@ class Task(abc.ABC):
             {"params": _with(parameters, is_matrix=True), "weight_decay": weight_decay},
             {"params": _with(parameters, is_matrix=False), "weight_decay": 0.0},
         ]
+
+    def load(self) -> Source:
+        """Load the data. ConfigError if it cannot be used."""
+        from raypod.datasets.samples import SampleSource  # imports torch
+
+        source = SampleSource(self.config.task.name, self.datasets(), self.config.training.seed)
+        self.names = source.names
+        return source
+
+    def facts(self) -> TaskFacts:
+        """Return what planning has to know. ConfigError if the data or the metrics cannot be used."""
+        source = self.load()
+        name = self.config.task.name.rpartition(":")[2]
+        metrics = _checked_metrics(self.metrics, self.best, name)
+        size = DatasetSize(len(source.train), len(source.test))
+        return TaskFacts(size, metrics, self.best, self.samples_are, data=name, model=name)
+
+    def example(self, samples: int) -> Batch:
+        """Return a batch in the shapes and dtypes of the device, for a plan."""
+        first_batch = self.load().first_batch(self.config.training.seed)
+        return tuple(each.repeat(samples, *[1] * (each.dim() - 1)) for each in first_batch)
+
+    def device_input(self, first_batch: Batch) -> nn.Module:
+        """Return the module that transforms the first positional input of the network on the device."""
+        from torch import nn  # as above
+
+        return nn.Identity()
+
+
+def _checked_metrics(metrics: Tuple[Metric, ...], best: str, name: str) -> Tuple[Metric, ...]:
+    """Return the metrics with the loss first. ConfigError if their names cannot be used."""
+    found = (LOSS, *(metric for metric in metrics if metric.name != LOSS.name))
+    names = [metric.name for metric in found]
+    for metric in names:
+        if names.count(metric) > 1 or metric in _RESERVED:
+            reason = "is given twice" if names.count(metric) > 1 else "is another key of the files of a run"
+            raise ConfigError(f"task {name}: the metric {metric!r} {reason}; rename it")
+    if best not in names:
+        raise ConfigError(f"task {name}: best = {best!r} is none of its metrics ({', '.join(names)})")
+    return found
 
 
 def _with(parameters: Iterable[nn.Parameter], *, is_matrix: bool) -> List[nn.Parameter]:

@@ -67,8 +67,12 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "feed_own:make"
 
 
+def source_of(plan: Plan) -> ImageSource:
+    return ImageSource(plan.config, datasets.load(plan.config))
+
+
 def feeds(plan: Plan) -> List[Feed]:
-    source = ImageSource(plan.config, datasets.load(plan.config))
+    source = source_of(plan)
     return [Feed(plan, spec, source) for spec in plan.placement.instances]
 
 
@@ -145,17 +149,17 @@ def test_the_error_of_a_sample_is_raised(make: Callable[..., Plan], own: str, se
 def test_invalid_samples_are_config_errors(make: Callable[..., Plan], own: str, kind: str, message: str) -> None:
     plan = make(data={"dataset": "feed_own:samples", "data_dir": kind}, training={"batch_size": 2})
     with pytest.raises(ConfigError, match=message):
-        feeds(plan)[0].first_batch()
+        source_of(plan).first_batch(42)
 
 
 def test_vision_transformers_need_square_images(make: Callable[..., Plan]) -> None:
     sections = {"dataset": "synthetic", "samples": 64, "image": "3x16x8"}
     plan = make(data=sections, training={"model": "vit_tiny", "batch_size": 2}, pod={"num_instances": 1})
     with pytest.raises(ConfigError, match="vit_tiny needs square images, not 16x8: add --resize 16"):
-        input_shape(plan.config, feeds(plan)[0].first_batch()[0])
+        input_shape(plan.config, source_of(plan).first_batch(42)[0])
     sections["image_size"] = 16  # type: ignore[assignment]
     plan = make(data=sections, training={"model": "vit_tiny", "batch_size": 2}, pod={"num_instances": 1})
-    assert input_shape(plan.config, feeds(plan)[0].first_batch()[0]) == (3, 16)
+    assert input_shape(plan.config, source_of(plan).first_batch(42)[0]) == (3, 16)
 
 
 def test_closing_in_the_middle_of_a_leg_leaves_no_workers(make: Callable[..., Plan], own: str) -> None:
@@ -228,16 +232,16 @@ def test_images_are_enlarged_on_the_host_or_with_eight_bit_io_on_the_device(
 ) -> None:
     plan = make(data={"image_size": 20, "eight_bit_io": eight_bit_io})
     (feed, _) = feeds(plan)
-    assert feed.first_batch()[0].shape[1:] == ((1, 8, 8) if eight_bit_io else (1, 20, 20))
-    assert input_shape(plan.config, feed.first_batch()[0]) == (1, 20)
+    assert source_of(plan).first_batch(42)[0].shape[1:] == ((1, 8, 8) if eight_bit_io else (1, 20, 20))
+    assert input_shape(plan.config, source_of(plan).first_batch(42)[0]) == (1, 20)
     images, _ = next(iter(feed.calls(plan.legs()[0])))
-    assert tuple(images.shape[1:]) == feed.first_batch()[0].shape[1:]
+    assert tuple(images.shape[1:]) == source_of(plan).first_batch(42)[0].shape[1:]
     feed.close()
 
 
 def test_images_are_always_reduced_on_the_host(make: Callable[..., Plan]) -> None:
-    feed = feeds(make(data={"image_size": 6, "eight_bit_io": True}))[0]
-    assert feed.first_batch()[0].shape[1:] == (1, 6, 6)
+    plan = make(data={"image_size": 6, "eight_bit_io": True})
+    assert source_of(plan).first_batch(42)[0].shape[1:] == (1, 6, 6)
 
 
 def test_arrays_do_not_depend_on_async_loading(make: Callable[..., Plan]) -> None:

@@ -1,0 +1,131 @@
+"""The data of a user's task: arrays in memory, or map-style data sets of tensors, tuples or dicts."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Tuple
+
+import numpy as np
+import torch
+
+from raypod.datasets.arrays import fingerprint_of_bytes, fingerprint_of_values
+from raypod.datasets.source import Batch, Source
+from raypod.errors import ConfigError
+
+_HASHED_ROWS = 1024  # of each array, evenly spaced
+
+
+class Arrays:
+    """A data set in memory: named arrays with one row per sample.
+
+    Args:
+        fields: NumPy arrays or torch tensors [samples, ...] of one length. float64 becomes float32.
+
+    Raises:
+        ConfigError: the lengths differ, or a dtype has no counterpart in torch.
+    """
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields: Dict[str, np.ndarray] = {name: _array(name, values) for name, values in fields.items()}
+        lengths = {name: len(values) for name, values in self.fields.items()}
+        if len(set(lengths.values())) != 1:
+            shown = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "no array"
+            raise ConfigError(f"Arrays: all arrays must have the same length, but there is {shown}")
+
+    def __len__(self) -> int:
+        return len(next(iter(self.fields.values())))
+
+    def __getitem__(self, index: int) -> Dict[str, np.ndarray]:
+        """Return the row `index` of each array by name."""
+        return {name: values[index] for name, values in self.fields.items()}
+
+
+class SampleSource(Source):
+    """The splits of a user's task.
+
+    Args:
+        task: the task's name, for messages.
+        splits: the training split, and the test split or None.
+        seed: of the random numbers that samples draw.
+
+    Attributes:
+        names: of the tensors of a batch, if samples are dicts.
+
+    Raises:
+        ConfigError: the splits cannot be used.
+    """
+
+    def __init__(self, task: str, splits: Any, seed: int) -> None:
+        self._task = task
+        self.train, self.test = _checked_splits(task, splits)
+        self.is_in_memory = isinstance(self.train, Arrays)
+        self.names: Optional[Tuple[str, ...]] = None
+        if isinstance(self.train, Arrays):
+            self.names = tuple(self.train.fields)
+        elif len(self.train):
+            sample = self.first_sample(seed)
+            self.names = tuple(sample) if isinstance(sample, dict) else None
+        self.fingerprint = _fingerprint(task, self.train, self.test)
+
+    def gather(self, split: Any, samples: np.ndarray, seed_and_epoch: Optional[Tuple[int, int]]) -> Batch:
+        """See `Source.gather`."""
+        return tuple(torch.from_numpy(values[samples]) for values in split.fields.values())
+
+    def check_sample(self, sample: Any) -> None:
+        """See `Source.check_sample`."""
+        values = sample.items() if isinstance(sample, dict) else enumerate(_listed(sample))
+        for name, value in values:
+            if not isinstance(value, (torch.Tensor, np.ndarray, np.generic, int, float)):
+                raise ConfigError(
+                    f"task {self._task}: samples must be tensors, or tuples or dicts of tensors, but the entry "
+                    f"{name!r} of the first sample is a {type(value).__name__}"
+                )
+
+    def to_device_format(self, batch: Any) -> Batch:
+        """See `Source.to_device_format`: float64 becomes float32."""
+        values = [batch[name] for name in self.names] if self.names is not None else _listed(batch)
+        return tuple(each.float() if each.dtype == torch.float64 else each for each in values)
+
+
+def _listed(sample: Any) -> List[Any]:
+    return list(sample) if isinstance(sample, (tuple, list)) else [sample]
+
+
+def _array(name: str, values: Any) -> np.ndarray:
+    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    if array.dtype == np.float64:
+        array = array.astype(np.float32)
+    try:
+        torch.from_numpy(array[:0].copy())
+    except (TypeError, IndexError) as error:
+        raise ConfigError(f"Arrays: {name} cannot be used: {error}") from None
+    return array
+
+
+def _checked_splits(task: str, splits: Any) -> Tuple[Any, Any]:
+    if not isinstance(splits, (tuple, list)) or len(splits) != 2:
+        raise ConfigError(f"task {task}: datasets() must return (train, test), and returned {type(splits).__name__}")
+    train, test = splits
+    for name, split in (("train", train), ("test", test)):
+        if split is not None and not (hasattr(split, "__len__") and hasattr(split, "__getitem__")):
+            raise ConfigError(f"task {task}: the {name} split is not a map-style data set (no __len__ or __getitem__)")
+    if train is None:
+        raise ConfigError(f"task {task}: datasets() returned no training split")
+    if test is None:
+        return train, []
+    if isinstance(train, Arrays) != isinstance(test, Arrays):
+        raise ConfigError(f"task {task}: either both splits are Arrays, or none")
+    if isinstance(train, Arrays) and list(train.fields) != list(test.fields):
+        raise ConfigError(
+            f"task {task}: the splits have different arrays: {', '.join(train.fields)} and {', '.join(test.fields)}"
+        )
+    return train, test
+
+
+def _fingerprint(task: str, train: Any, test: Any) -> str:
+    """Return the hash of the sizes, and of rows of arrays or of the attribute `fingerprint` of the training split."""
+    content = getattr(train, "fingerprint", "")
+    arrays = [array for split in (train, test) if isinstance(split, Arrays) for array in split.fields.values()]
+    if arrays:
+        rows = [array[:: max(1, len(array) // _HASHED_ROWS)] for array in arrays]
+        content = fingerprint_of_bytes(*[np.ascontiguousarray(row) for row in rows])
+    return fingerprint_of_values(task, len(train), len(test), content)

@@ -1,0 +1,46 @@
+"""What planning has to know of image classification, without torch."""
+
+from __future__ import annotations
+
+from raypod import datasets
+from raypod.errors import ConfigError
+from raypod.host import sdk, torchvision_import
+from raypod.plan import user_code
+from raypod.plan.config import VISION_TRANSFORMERS, Config
+from raypod.plan.metric import LOSS, Metric
+from raypod.plan.plan import TaskFacts
+
+# The keys that other tasks do not have.
+KEYS = (
+    *("data.dataset", "data.data_dir", "data.download", "data.cache_dir", "data.samples", "data.image", "data.classes"),
+    *("data.augment", "data.crop_padding", "data.flip", "data.image_size", "data.eight_bit_io"),
+    *("training.model", "training.stem", "training.norm", "training.label_smoothing"),
+)
+_ACCURACY = Metric("accuracy", "higher", label="acc", unit="%", scale=100.0, formats=(".1f", ".2f"))
+
+
+def facts(config: Config, is_dry: bool) -> TaskFacts:
+    """Return the facts; see `registry.facts_of`."""
+    _check_model(config)
+    if not is_dry:
+        datasets.download(config)
+    size = datasets.dataset_size_or_published(config) if is_dry else datasets.dataset_size(config)
+    return TaskFacts(
+        size,
+        (LOSS, _ACCURACY),
+        best=_ACCURACY.name,
+        samples_are="images",
+        data=config.data.dataset,
+        model=config.training.model,
+    )
+
+
+def _check_model(config: Config) -> None:
+    """Raise ConfigError if the user's model cannot be imported; instances import it after they have started."""
+    name, norm = config.training.model, config.training.norm
+    if norm != "batch" and name in ("tiny", *VISION_TRANSFORMERS):
+        raise ConfigError(f"--norm {norm} replaces BatchNorm, and {name} has none: omit it")
+    if ":" in name:
+        torchvision_import.install()  # the user's module may import torchvision
+        with sdk.importable(config.run.device):
+            user_code.check(name, "training.model", ("channels", "classes"))
