@@ -24,7 +24,8 @@ DIRECTIONS = {
     "checkpoint": "host plan",
     "record": "checkpoint datasets",
     "model": "datasets",
-    "instance": "model checkpoint datasets",
+    "tasks": "model",
+    "instance": "tasks checkpoint",
     "fleet": "instance",
     "coordinator": "fleet record",
     "launcher": "fleet instance",
@@ -41,7 +42,10 @@ SDK_DIRECTIONS = {
     "options": "",
 }
 SDK = {"poptorch", "popdist", "horovod", "popart", "_pod"}
-SDK_USERS = ["model/program", "model/pipeline_table", "instance/instance", "instance/collectives", "host/sdk"]
+SDK_USERS = [
+    *("model/program", "model/pipeline_table", "instance/instance", "instance/collectives", "host/sdk"),
+    "tasks/image_classification",
+]
 RAY_USERS = ["fleet/ray*", "fleet/gcs", "launcher/ray_hosts"]
 IDS = [file.relative_to(PACKAGE).with_suffix("").as_posix() for file in MODULES]
 

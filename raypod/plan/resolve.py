@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-<<<<<<< HEAD
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union, get_args
-=======
 from types import MappingProxyType
-from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, get_args
->>>>>>> b73b150 (Tasks of the user: the section task, options as flags, samples of tensors, tuples and dicts)
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, Union, get_args
 
 import pydantic
 import yaml
@@ -53,7 +49,7 @@ def task_name(argv: Sequence[str]) -> str:
         parser.add_argument(flag, nargs="?")
     known, rest = parser.parse_known_args(list(argv))
     overrides = [word.partition("=")[2] for word in rest if word.startswith(f"{_TASK_NAME}=")]
-    source = _config_file(known.config, known.resume)
+    source = known.config or _config_of_resumed(known.resume)
     values = read_yaml(Path(source)) if source else {}
     return str(known.task or next(iter(overrides), None) or task_of_values(values))
 
@@ -104,38 +100,29 @@ def merge(args: argparse.Namespace, schema: Schema = NO_SCHEMA) -> Tuple[Values,
     Raises:
         ConfigError: an override or the file cannot be read, a key is unknown, or is given twice with two values.
     """
-<<<<<<< HEAD
-    return combine(_given(args), args.config)
+    return combine(_given(args, schema), args.config, schema)
 
 
-def combine(given: Mapping[str, Any], config: Union[str, Values, None]) -> Tuple[Values, str]:
+def combine(
+    given: Mapping[str, Any], config: Union[str, Values, None], schema: Schema = NO_SCHEMA
+) -> Tuple[Values, str]:
     """Return the values of a config, replaced by given ones, and the name of the config for messages.
 
     Args:
         given: values by section.key.
         config: the path of a YAML file, or its content. None with `run.resume` among the given values: `config.yaml` of
             the resumed run.
+        schema: what the task adds.
 
     Raises:
         ConfigError: the file cannot be read, or a given key is unknown.
     """
     for name in given:
         section, _, key = name.partition(".")
-        check_keys({section: {key: None}}, "the command line")
-    resumed = run_folder_of(str(given["run.resume"])) if given.get("run.resume") else None
-    own = resumed / "config.yaml" if resumed and not config else None
-    source = str(own) if own and own.is_file() else config
+        check_keys({section: {key: None}}, "the command line", schema)
+    source = config or _config_of_resumed(given.get("run.resume"))
     values = read_yaml(Path(source)) if isinstance(source, str) else _copied(source or {})
     if source is not config:
-=======
-    given = _given(args, schema)
-    for name in given:
-        section, _, key = name.partition(".")
-        check_keys({section: {key: None}}, "the command line", schema)
-    source = _config_file(args.config, given.get("run.resume"))
-    values = read_yaml(Path(source)) if source else {}
-    if source != args.config:
->>>>>>> b73b150 (Tasks of the user: the section task, options as flags, samples of tensors, tuples and dicts)
         for key in ("run_dir", "resume_anyway"):
             values.get("run", {}).pop(key, None)
     for name, value in given.items():
@@ -148,11 +135,11 @@ def _copied(values: Values) -> Values:
     return {section: dict(entries) for section, entries in values.items()}
 
 
-def _config_file(config: Optional[str], resume: Optional[Any]) -> Optional[str]:
-    """Return `--config`; without it, the `config.yaml` of the resumed run, if there is one."""
-    folder = run_folder_of(str(resume)) if resume and not config else None
-    own = folder / "config.yaml" if folder else None
-    return str(own) if own and own.is_file() else config
+def _config_of_resumed(resume: Optional[Any]) -> Optional[str]:
+    """Return the `config.yaml` of the resumed run, if there is one."""
+    folder = run_folder_of(str(resume)) if resume else None
+    path = folder / "config.yaml" if folder else None
+    return str(path) if path and path.is_file() else None
 
 
 def _flag(name: str) -> str:
