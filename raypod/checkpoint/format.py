@@ -82,10 +82,15 @@ class Retention:
 
 def checkpoints_to_remove(newest_first: Sequence[Checkpoint], kept: Retention) -> List[Checkpoint]:
     """Return the checkpoints that are not kept, oldest first."""
-    metric = kept.metric
+    best = best_of(newest_first, kept.metric)
+    return [each for each in reversed(newest_first[kept.newest :]) if each is not best]
+
+
+def best_of(newest_first: Sequence[Checkpoint], metric: Metric) -> Optional[Checkpoint]:
+    """Return the checkpoint with the best test result, the newest of equals; None if none was evaluated."""
     best: Optional[Checkpoint] = None
-    for each in newest_first:  # the newest of equals is kept
+    for each in newest_first:
         value = each.manifest.tested.get(metric.name)
         if value is not None and (best is None or metric.is_better(value, best.manifest.tested[metric.name])):
             best = each
-    return [each for each in reversed(newest_first[kept.newest :]) if each is not best]
+    return best

@@ -29,7 +29,7 @@ from raypod.plan.tables import describe, topology_summary
 from raypod.record import run_state
 from raypod.record.metrics import MetricsAggregator
 
-METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
+METRICS, EVALUATIONS, SUMMARY = "metrics.jsonl", "evaluations.jsonl", "summary.json"
 CONFIG, PLAN, LOGS = "config.yaml", "plan.json", "logs"
 _MARKS = (METRICS, PLAN, run_state.NAME)  # a folder with one of them is a run folder
 
@@ -113,7 +113,7 @@ def write_summary(
         "interrupted": ended.interrupted,
         "checkpoint": ended.checkpoint,
     }
-    path = Path(plan.run_dir) / "summary.json"
+    path = Path(plan.run_dir) / SUMMARY
     try:
         replace_file(path, (strict_json(summary, indent=2) + "\n").encode())
     except OSError as error:
@@ -122,21 +122,21 @@ def write_summary(
 
 def evaluations_until(plan: Plan, update: int) -> List[EvaluationDone]:
     """Return the evaluations that the run in this folder made up to `update`."""
-    found = [from_flat_record(EvaluationDone, each) for each in _records(Path(plan.run_dir) / EVALUATIONS)]
+    found = [from_flat_record(EvaluationDone, each) for each in records(Path(plan.run_dir) / EVALUATIONS)]
     return [each for each in found if each.update <= update]
 
 
 def last_update(run_dir: Path) -> Optional[UpdateDone]:
     """Return the newest update in the metrics of a run folder; None if there is none."""
-    records = _records(run_dir / METRICS)
-    return from_flat_record(UpdateDone, records[-1]) if records else None
+    lines = records(run_dir / METRICS)
+    return from_flat_record(UpdateDone, lines[-1]) if lines else None
 
 
-def _records(path: Path) -> List[Dict[str, Any]]:
-    """Return the records of a JSON Lines file. JSON null reads as NaN; truncated lines are skipped."""
-    records = []
+def records(path: Path) -> List[Dict[str, Any]]:
+    """Return the records of a JSON Lines file, [] without one. JSON null reads as NaN; truncated lines are skipped."""
+    found = []
     for line in path.read_text().splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError):
             content = json.loads(line)
-            records.append({key: math.nan if value is None else value for key, value in content.items()})
-    return records
+            found.append({key: math.nan if value is None else value for key, value in content.items()})
+    return found

@@ -11,6 +11,7 @@ import pytest
 
 from raypod import train
 from raypod.checkpoint.storage import list_checkpoints
+from raypod.record import run_folder
 
 QUICK = ("--model", "tiny", "--lr-schedule", "constant", "--warmup-updates", "0")
 
@@ -81,13 +82,13 @@ def test_a_full_disk_at_the_end_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write = train.run_folder.write_summary
+    write = run_folder.write_summary
 
     def write_to_full_disk(*arguments: object) -> None:
         limit_file_sizes()
         write(*arguments)
 
-    monkeypatch.setattr(train.run_folder, "write_summary", write_to_full_disk)
+    monkeypatch.setattr(run_folder, "write_summary", write_to_full_disk)
     assert command(*QUICK, "--updates", "2", "--run-dir", str(tmp_path / "run")) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "summary.json cannot be written" in line

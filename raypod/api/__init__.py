@@ -1,0 +1,1 @@
+"""The Python interface: `fit`, `stream`, `run` and `Trainable`, which `import raypod` exports."""

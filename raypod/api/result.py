@@ -1,0 +1,107 @@
+"""The result of a run, read from its folder."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Union
+
+from raypod.checkpoint import storage
+from raypod.checkpoint.format import WEIGHTS, best_of
+from raypod.errors import ConfigError
+from raypod.plan.metric import Metric
+from raypod.record.run_folder import EVALUATIONS, METRICS, SUMMARY, records
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PathLike = Union[str, "os.PathLike[str]"]
+
+
+class Result:
+    """What a run has produced.
+
+    Attributes:
+        run_dir: the run folder, absolute.
+        summary: the content of `summary.json`: the last loss and metrics, those of the test split (`test_...`),
+            `weights_sha256` and more.
+        interrupted: whether the run ended before its last update; `fit` with `resume=result.run_dir` continues it.
+        stop_cause: what requested that end; empty for a signal, and for a run that is complete.
+    """
+
+    def __init__(self, run_dir: PathLike, best_by: Metric, stop_cause: str = "") -> None:
+        """Read the result of the run in a folder; `best_by` is the metric that determines the best checkpoint."""
+        self.run_dir = Path(run_dir)
+        self.summary: Dict[str, Any] = json.loads((self.run_dir / SUMMARY).read_text())
+        self.interrupted = bool(self.summary["interrupted"])
+        self.stop_cause = stop_cause
+        self._best_by = best_by
+
+    def __repr__(self) -> str:
+        state = f"interrupted after {self.summary['updates']} updates" if self.interrupted else "done"
+        tested = {name: value for name, value in self.summary.items() if name.startswith("test_") and value is not None}
+        shown = "".join(f", {name}={value:.4g}" for name, value in tested.items())
+        return f"<raypod.Result of {self.run_dir}: {state}{shown}>"
+
+    @property
+    def metrics(self) -> Any:
+        """One row per update (`update, epoch, loss, ..., samples_per_s, time_s`).
+
+        A `pandas.DataFrame` where pandas is installed, else a list of dicts. An unknown value is NaN.
+        """
+        return _table(self.run_dir / METRICS)
+
+    @property
+    def evaluations(self) -> Any:
+        """One row per evaluation of the test split, in the form of `metrics`."""
+        return _table(self.run_dir / EVALUATIONS)
+
+    @property
+    def best_checkpoint(self) -> Optional[Path]:
+        """The folder of the checkpoint with the best test metric; the newest one if none was evaluated.
+
+        None if the run has no checkpoint.
+        """
+        found, _ = storage.list_checkpoints(storage.checkpoints_folder(self.run_dir))
+        best = best_of(found, self._best_by) or (found[0] if found else None)
+        return None if best is None else best.path
+
+    def load_weights_into(self, module: nn.Module, checkpoint: Optional[PathLike] = None) -> None:
+        """Load weights into a network that has the names and shapes of the trained one.
+
+        Args:
+            module: the network, on any device and with any floating-point type.
+            checkpoint: the folder of a checkpoint; default: the best one.
+
+        Raises:
+            ConfigError: there is no checkpoint, or names or shapes differ; the message lists all differences.
+            CheckpointDamaged: the file of the weights is not the one that was written.
+        """
+        from raypod.checkpoint.tensors import read_tensors  # imports torch, which the rest of a result does not need
+
+        path = Path(checkpoint) if checkpoint is not None else self.best_checkpoint
+        if path is None or not storage.is_checkpoint(path):
+            raise ConfigError(f"{path or self.run_dir}: there is no checkpoint")
+        saved, _ = read_tensors(path / WEIGHTS)
+        own = module.state_dict()
+        shapes = [{name: list(tensor.shape) for name, tensor in state.items()} for state in (own, saved)]
+        wrong = [
+            f"{name} is {shapes[0].get(name, 'missing')} in the module and {shapes[1].get(name, 'missing')} in the "
+            "checkpoint"
+            for name in (*own, *(each for each in saved if each not in own))
+            if shapes[0].get(name) != shapes[1].get(name)
+        ]
+        if wrong:
+            raise ConfigError(f"the weights of {path} do not fit the module: {'; '.join(wrong)}")
+        module.load_state_dict(saved)
+
+
+def _table(path: Path) -> Any:
+    """Return the lines of a JSON Lines file as a DataFrame where pandas is installed, else as a list of dicts."""
+    rows: List[Dict[str, Any]] = records(path)
+    if importlib.util.find_spec("pandas") is None:
+        return rows
+    return importlib.import_module("pandas").DataFrame(rows)

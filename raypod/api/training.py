@@ -1,0 +1,175 @@
+"""One training run: claim its folder, run the coordinator, write its files. The command line and `fit` both use it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from pathlib import Path
+from typing import Any, Dict, Generator, Iterator, List, Optional, Tuple
+
+from typing_extensions import Protocol
+
+from raypod import planning
+from raypod.checkpoint import resume
+from raypod.coordinator import coordinator
+from raypod.coordinator.stop import Stop
+from raypod.events import EvaluationDone, Event, RunStarted
+from raypod.fleet.choice import fleet_for
+from raypod.host.lease_file import Log
+from raypod.plan.plan import Plan
+from raypod.record import claim, run_folder, run_state
+from raypod.record.metrics import MetricsAggregator
+from raypod.record.sinks import Sinks
+
+
+class Reporter(Protocol):
+    """What shows a run to the user: `record.progress.Progress`, or `LogReporter`."""
+
+    def begin(self) -> None:
+        """Show the plan, before anything is started."""
+
+    def show(self, event: Event) -> None:
+        """Show one event."""
+
+    def warn(self, text: str) -> None:
+        """Show a warning."""
+
+    def print_line(self, text: str) -> None:
+        """Show a line, for example about a wait."""
+
+    def close(self) -> None:
+        """End the display."""
+
+
+class LogReporter:
+    """Shows nothing of a run except its warnings, which go to the logger `raypod`."""
+
+    def begin(self) -> None:
+        """See `Reporter.begin`."""
+
+    def show(self, event: Event) -> None:
+        """See `Reporter.show`."""
+
+    def warn(self, text: str) -> None:
+        """See `Reporter.warn`."""
+        logging.getLogger("raypod").warning("%s", text)
+
+    def print_line(self, text: str) -> None:
+        """See `Reporter.print_line`."""
+        logging.getLogger("raypod").info("%s", text)
+
+    def close(self) -> None:
+        """See `Reporter.close`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Claimed:
+    """A plan whose run folder is claimed, and the checkpoint from which it resumes."""
+
+    plan: Plan
+    claim: claim.Claim
+    found: Optional[resume.ResumePoint]
+
+
+@contextlib.contextmanager
+def claimed(
+    plan: Plan, log: Log, take_over: bool = False, owner: Optional[str] = None, verify: bool = True
+) -> Iterator[Claimed]:
+    """Claim the run folder of a plan within the context.
+
+    Args:
+        plan: the plan.
+        log: receives lines about waits.
+        take_over: end another run that uses the folder.
+        owner: of the lease that the parent process has handed over.
+        verify: verify the files of the checkpoint from which the run resumes.
+
+    Raises:
+        UserError: the folder is in use or holds something else, or the run cannot resume or start on this host.
+    """
+    planning.check_host(plan)
+    if owner is not None:
+        held = claim.adopt(plan.run_dir, owner, log)
+    else:
+        held = claim.claim(plan.config, plan.run_dir, take_over, log)
+    with held:
+        plan, found = resume_point(dataclasses.replace(plan, run_dir=str(held.folder)), verify)
+        yield Claimed(plan, held, found)
+
+
+def resume_point(plan: Plan, verify: bool = True) -> Tuple[Plan, Optional[resume.ResumePoint]]:
+    """Return the plan, changed to resume an interrupted run in its folder, and the checkpoint from which it resumes.
+
+    Raises:
+        ConfigError: the run cannot resume, or its folder holds something else.
+    """
+    was_cut_off, found = run_state.is_unfinished(Path(plan.run_dir)), None
+    if plan.config.run.resume:
+        found = resume.find_checkpoint(plan, was_cut_off, verify)
+    elif was_cut_off:
+        plan, found = resume.resume_interrupted(plan, verify)
+    run_folder.check_may_write(plan)
+    return plan, found
+
+
+class Training:
+    """Runs a claimed plan, and records it in its folder."""
+
+    def __init__(self, run: Claimed, reporter: Reporter, stop: Stop, started_at_s: Optional[float] = None) -> None:
+        """`started_at_s` is the monotonic time from which the times of the run count; default: now."""
+        self._run, self._reporter, self._stop = run, reporter, stop
+        resumed = run.found.checkpoint if run.found else None
+        self._known = run_folder.evaluations_until(run.plan, resumed.update if resumed else 0)
+        self._evaluations: List[EvaluationDone] = list(self._known)
+        self._last_events: Dict[type, Any] = {}
+        self.metrics = MetricsAggregator(run.plan, time.monotonic() if started_at_s is None else started_at_s)
+
+    def events(self) -> Generator[Event, None, None]:
+        """Yield the events of the run, and write its files. `summary.json` is written after the last event.
+
+        If the generator is closed before its end, the run stops after the current call, with a checkpoint.
+        """
+        plan, lease, is_closed = self._run.plan, self._run.claim.lease, False
+        run_folder.create(plan)
+        with run_state.StateFile(self._run.claim.folder, plan.total_updates) as state:
+            with self._opened() as (events, sinks):
+                for event in events:
+                    lease.check()
+                    self._record(event, sinks, state)
+                    if is_closed:
+                        continue
+                    try:
+                        yield event
+                    except GeneratorExit:  # from here on the generator must not yield
+                        is_closed = True
+                        self._stop.request("the stream of events was closed")
+            run_folder.write_summary(plan, self.metrics, self._last_events, self._evaluations)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Tuple[coordinator.Events, Sinks]]:
+        """Yield the events of the coordinator, and the files that record them."""
+        plan, found, reporter = self._run.plan, self._run.found, self._reporter
+        reporter.begin()
+        resumed = found.checkpoint if found else None
+        for damaged in found.damaged if found else ():
+            reporter.warn(f"{damaged}; resuming from {resumed.path.name if resumed else ''}")
+        with contextlib.ExitStack() as stack:
+            stack.callback(reporter.close)
+            sinks = stack.enter_context(Sinks(plan))
+            fleet = fleet_for(plan, reporter.print_line)
+            events = coordinator.run(plan, fleet, self.metrics, resumed, self._known, self._stop)
+            stack.enter_context(contextlib.closing(events))
+            stack.enter_context(self._run.claim.lease.interrupting())
+            yield events, sinks
+
+    def _record(self, event: Event, sinks: Sinks, state: run_state.StateFile) -> None:
+        if isinstance(event, RunStarted):
+            self._run.claim.keep()
+        self._last_events[type(event)] = event
+        sinks.handle(event)
+        state.handle(event)
+        if isinstance(event, EvaluationDone):
+            self._evaluations.append(event)
+        self._reporter.show(event)
