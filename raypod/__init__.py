@@ -1,3 +1,105 @@
-"""raypod: PyTorch training on Graphcore IPU-PODs under Ray; without IPUs, on an emulated SDK."""
+"""raypod: PyTorch training on Graphcore IPU-PODs under Ray; without IPUs, on an emulated SDK.
+
+`fit` trains, `stream` yields the events of a training, `run` runs a function in every instance of a pod, and
+`Trainable` is a training for `ray.tune.Tuner`. `Task` is the base class of what is trained. The errors are subclasses
+of `RaypodError`. Importing this package imports neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, List
+
+from raypod.errors import (
+    CheckpointDamaged,
+    CheckpointNotSaved,
+    ClusterError,
+    CollectiveBroken,
+    ConfigError,
+    DataMissing,
+    HostLost,
+    InstanceFailed,
+    LeaseHeld,
+    LeaseLost,
+    LossNotFinite,
+    PeerLost,
+    RaypodError,
+    RunError,
+    SdkError,
+    UserError,
+    WaitTimedOut,
+    WeightsDiffer,
+)
+
+if TYPE_CHECKING:
+    from raypod.api.callbacks import STOP as STOP
+    from raypod.api.fit import Stream as Stream
+    from raypod.api.fit import fit as fit
+    from raypod.api.fit import stream as stream
+    from raypod.api.result import Interrupted as Interrupted
+    from raypod.api.result import Result as Result
+    from raypod.datasets.samples import Arrays as Arrays
+    from raypod.plan.config import Config as Config
+    from raypod.plan.config import TaskOptions as TaskOptions
+    from raypod.plan.metric import Metric as Metric
+    from raypod.tasks.task import Task as Task
 
 __version__ = "0.1.0"
+
+_MODULES = {  # of the names that are imported when they are used
+    "STOP": "raypod.api.callbacks",
+    "fit": "raypod.api.fit",
+    "stream": "raypod.api.fit",
+    "Stream": "raypod.api.fit",
+    "Interrupted": "raypod.api.result",
+    "Result": "raypod.api.result",
+    "Arrays": "raypod.datasets.samples",
+    "Config": "raypod.plan.config",
+    "TaskOptions": "raypod.plan.config",
+    "Metric": "raypod.plan.metric",
+    "Task": "raypod.tasks.task",
+}
+
+__all__ = [
+    "STOP",
+    "Arrays",
+    "CheckpointDamaged",
+    "CheckpointNotSaved",
+    "ClusterError",
+    "CollectiveBroken",
+    "Config",
+    "ConfigError",
+    "DataMissing",
+    "HostLost",
+    "InstanceFailed",
+    "Interrupted",
+    "LeaseHeld",
+    "LeaseLost",
+    "LossNotFinite",
+    "Metric",
+    "PeerLost",
+    "RaypodError",
+    "Result",
+    "RunError",
+    "SdkError",
+    "Stream",
+    "Task",
+    "TaskOptions",
+    "UserError",
+    "WaitTimedOut",
+    "WeightsDiffer",
+    "fit",
+    "stream",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> List[str]:
+    return sorted({*globals(), *__all__})

@@ -99,6 +99,14 @@ class Result:
         module.load_state_dict(saved)
 
 
+class Interrupted(KeyboardInterrupt):
+    """Raised if a signal, as of Ctrl-C, has ended a run after a checkpoint. `result` is the run's result."""
+
+    def __init__(self, result: Result) -> None:
+        self.result = result
+        super().__init__(f"interrupted after update {result.summary['updates']}; continue with resume={result.run_dir}")
+
+
 def _table(path: Path) -> Any:
     """Return the lines of a JSON Lines file as a DataFrame where pandas is installed, else as a list of dicts."""
     rows: List[Dict[str, Any]] = records(path)

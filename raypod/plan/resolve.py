@@ -20,7 +20,7 @@ from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader
 
 Values = Dict[str, Dict[str, Any]]  # section -> key -> value as given, not validated
 _TASK_NAME = "task.name"
-_ALIASES = {"replicas": ["--num-replicas"], "image_size": ["--resize"]}
+ALIASES = {"replicas": ["--num-replicas"], "image_size": ["--resize"]}
 
 
 class Schema(NamedTuple):
@@ -65,7 +65,7 @@ def add_flags(parser: argparse.ArgumentParser, schema: Schema = NO_SCHEMA) -> No
     parser.add_argument("--config", metavar="FILE", help=f"YAML file with the sections {sections}")
     for section, key, field in fields(schema.options):
         target = f"{section}.{key}"
-        names = [_flag(target), *_ALIASES.get(key, [])]
+        names = [_flag(target), *ALIASES.get(key, [])]
         choices = get_args(field.annotation) if isinstance(field.default, str) else ()
         help_text = f"{field.description} [{schema.defaults.get(target, field.default)}]".replace("%", "%%")
         if field.annotation in (bool, Optional[bool]):
