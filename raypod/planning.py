@@ -14,7 +14,7 @@ from raypod.errors import UserError
 from raypod.host import sdk
 from raypod.host.lease_file import EXPIRES_AFTER_S
 from raypod.host.process import environment_variables
-from raypod.plan import resolve, tables
+from raypod.plan import learning_rate, resolve, tables
 from raypod.plan.cluster import LOCAL, read_cluster
 from raypod.plan.environment import strict_environment
 from raypod.plan.plan import Plan, make_plan
@@ -76,6 +76,9 @@ def plan_from(values: resolve.Values, source: str, is_dry: bool = False) -> Plan
     config = resolve.from_values(values, source, None if path is None else cluster.num_instances, schema)
     run_dir = run_folder.choose(config)
     plan = make_plan(config, cluster, facts_of(config, is_dry), run_dir)
+    if ":" in config.training.lr_schedule:
+        with sdk.importable(config.run.device):
+            learning_rate.check_function(config, plan.total_updates, plan.updates_per_epoch)
     if plan.geometry.ipus_per_replica > 1:
         # Imports torch, which the plan of a model on one IPU does not need.
         from raypod.model.pipeline import find_splits

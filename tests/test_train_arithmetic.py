@@ -18,7 +18,7 @@ from raypod.datasets.transforms import gather
 from raypod.events import Event, RunEnded, UpdateDone
 from raypod.fleet.inline import InlineFleet
 from raypod.model import networks
-from raypod.model.program import learning_rate
+from raypod.plan.learning_rate import learning_rate
 from raypod.plan.plan import Plan
 from raypod.record.metrics import MetricsAggregator
 

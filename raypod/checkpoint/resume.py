@@ -13,6 +13,7 @@ from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint, Manifest
 from raypod.errors import CheckpointDamaged, ConfigError
 from raypod.plan.config import Config
+from raypod.plan.learning_rate import DEPEND_ON_LENGTH
 from raypod.plan.plan import Plan
 
 # Settings of the sections `data` and `training` that do not change the training: the location and preparation of the
@@ -41,6 +42,8 @@ _SAFE_TO_CHANGE = {
     "training.lr_schedule",
     "training.lr_steps",
     "training.lr_gamma",
+    "training.lr_floor",
+    "training.lr_power",
     "training.label_smoothing",
     "training.warmup_updates",
     "training.momentum",
@@ -149,8 +152,8 @@ def settings_of(plan: Plan) -> Dict[str, Any]:
             if f"{section}.{key}" not in _WITHOUT_EFFECT:
                 settings[f"{section}.{key}"] = value
     settings["pod.threads_per_replica"] = config.pod.threads_per_replica
-    # Only the cosine schedule depends on the length of the run.
-    settings[LENGTH] = plan.total_updates if config.training.lr_schedule == "cosine" else None
+    schedule = config.training.lr_schedule
+    settings[LENGTH] = plan.total_updates if schedule in DEPEND_ON_LENGTH or ":" in schedule else None
     return settings
 
 
@@ -161,7 +164,7 @@ def first_difference(manifest: Manifest, settings: Dict[str, Any], allowed: List
     for name, ours in settings.items():
         theirs = manifest.settings.get(name, defaults.get(name))
         if name == LENGTH and None in (ours, theirs):
-            continue  # one of the two has no cosine schedule: training.lr_schedule is compared instead
+            continue  # the schedule of one of the two does not depend on the length: the schedules are compared instead
         short = name.rpartition(".")[2]
         if theirs == ours or name in allowed or short in allowed:
             continue

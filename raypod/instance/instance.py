@@ -32,6 +32,7 @@ from raypod.instance.process_group import ProcessGroup
 from raypod.instance.replica_model import EvaluationSums, ReplicaModel
 from raypod.instance.seeding import Endpoint, Seeding, SeedingPeer
 from raypod.model import program
+from raypod.plan.learning_rate import learning_rate
 from raypod.plan.plan import Leg, Plan
 from raypod.tasks.registry import task_of_plan
 
@@ -261,7 +262,7 @@ class Instance:
 
     def _set_learning_rate(self, update: int) -> None:
         plan, optimizer = self._plan, self._model.optimizer
-        rate = program.learning_rate(plan.config, update, plan.total_updates, plan.updates_per_epoch)
+        rate = learning_rate(plan.config, update, plan.total_updates, plan.updates_per_epoch)
         if self._optimizer_is_set and rate == optimizer.param_groups[0]["lr"]:
             return
         for group in optimizer.param_groups:

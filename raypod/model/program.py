@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Callable, Dict, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple
 
 import popdist.poptorch
@@ -232,20 +231,6 @@ def load_optimizer_state(optimizer: Any, state: Dict[str, Any]) -> None:
     optimizer.load_state_dict(state)
     for group, own in zip(optimizer.param_groups, settings):
         group.update(own)
-
-
-def learning_rate(config: Config, update: int, total_updates: int, updates_per_epoch: int = 1) -> float:
-    """Return the learning rate of an update (0-based): linear warm-up, then constant, steps, or a cosine to 0."""
-    training = config.training
-    if update < training.warmup_updates:
-        return training.learning_rate * (update + 1) / (training.warmup_updates + 1)
-    if training.lr_schedule == "constant":
-        return training.learning_rate
-    if training.lr_schedule == "step":
-        steps_done = sum(update >= epoch * updates_per_epoch for epoch in training.lr_steps or ())
-        return training.learning_rate * training.lr_gamma**steps_done
-    span = max(1, total_updates - training.warmup_updates)
-    return training.learning_rate * 0.5 * (1 + math.cos(math.pi * (update - training.warmup_updates) / span))
 
 
 def read_replica_state(training: Any) -> Optional[Dict[str, Any]]:

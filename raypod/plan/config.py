@@ -22,6 +22,7 @@ SMALL_RESNETS = ("resnet8", "resnet14", "resnet20")
 TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 VISION_TRANSFORMERS = ("vit_tiny", "vit_small", "vit_b_16")
 IMAGE_CLASSIFICATION = "image-classification"
+LR_SCHEDULES = ("constant", "step", "linear", "cosine", "polynomial")
 _MAX_S = 1e6  # of every timeout; larger values overflow the timers of the operating system
 _INTERVAL = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(update|epoch|minute)s?\s*$")
 
@@ -175,10 +176,18 @@ class TrainingSection(Section):
     updates: Optional[int] = Field(None, ge=1, description="stop after this many updates")
     optimizer: Literal["sgd", "adam", "adamw", "lamb"] = Field("sgd", description="poptorch.optim class")
     learning_rate: float = Field(0.1, gt=0, allow_inf_nan=False, description="peak learning rate")
-    lr_schedule: Literal["constant", "cosine", "step"] = Field("cosine", description="learning rate over the whole run")
+    lr_schedule: str = Field(
+        "cosine",
+        description="learning rate over the whole run: constant, step, linear, cosine, polynomial, or module:function, "
+        "which returns the factor of an update from (update, total_updates)",
+    )
+    lr_floor: float = Field(
+        0.0, ge=0, le=1, description="linear, cosine, polynomial: rate at the end, as a fraction of the peak rate"
+    )
+    lr_power: float = Field(1.0, gt=0, le=100, description="polynomial schedule: exponent of the remaining fraction")
     lr_steps: Epochs = Field(None, description="step schedule: epochs after which the rate drops, as in 30,60,80")
     lr_gamma: float = Field(0.1, gt=0, allow_inf_nan=False, description="step schedule: factor of a drop")
-    warmup_updates: int = Field(20, ge=0, description="updates of linear learning rate warm-up")
+    warmup_updates: int = Field(20, ge=0, description="updates of linear warm-up (0 for module:function)")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of SGD")
     weight_decay: float = Field(
         5e-4, ge=0, allow_inf_nan=False, description="weight decay of parameters with more than one dimension"
@@ -208,6 +217,20 @@ class TrainingSection(Section):
         if value not in known and ":" not in value:
             raise ValueError(f"known are {', '.join(known)}, or module:function for a custom model")
         return value
+
+    @pydantic.field_validator("lr_schedule")
+    @classmethod
+    def _is_a_schedule(cls, value: str) -> str:
+        if value not in LR_SCHEDULES and ":" not in value:
+            raise ValueError(f"known are {', '.join(LR_SCHEDULES)}, or module:function for a custom one")
+        return value
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _default_warmup(cls, values: Any) -> Any:
+        """Return the values without warm-up for a custom schedule, unless they contain one."""
+        is_custom = isinstance(values, dict) and ":" in str(values.get("lr_schedule", ""))
+        return {"warmup_updates": 0, **values} if is_custom else values
 
     @pydantic.field_validator("precision", mode="before")
     @classmethod

@@ -11,6 +11,7 @@ from typing import List, Sequence, Tuple
 from raypod.errors import ConfigError
 from raypod.plan.cluster import Cluster
 from raypod.plan.config import IMAGE_CLASSIFICATION, Config, parse_interval
+from raypod.plan.learning_rate import check_settings
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.placement import Placement, Sizes, place
 
@@ -217,7 +218,7 @@ def make_plan(config: Config, cluster: Cluster, task: TaskFacts, run_dir: str) -
         evaluation_iterations=training.evaluation_iterations or pipeline_stages(config),
     )
     _check_against_data(geometry, task.size, config)
-    _check_compatible_settings(config)
+    check_settings(training)
     if config.run.fleet == "inline" and geometry.num_instances > 1:
         raise ConfigError(
             f"the inline fleet runs one instance, not {geometry.num_instances}; "
@@ -232,13 +233,6 @@ def make_plan(config: Config, cluster: Cluster, task: TaskFacts, run_dir: str) -
 def pipeline_stages(config: Config) -> int:
     """Return the number of forward stages that run at the same time: 1 for sharded execution and models on one IPU."""
     return config.pod.ipus_per_replica if config.training.execution == "pipelined" else 1
-
-
-def _check_compatible_settings(config: Config) -> None:
-    """Raise ConfigError for settings that have no effect together."""
-    training = config.training
-    if (training.lr_schedule == "step") != (training.lr_steps is not None):
-        raise ConfigError("--lr-schedule step and --lr-steps 30,60,80 (epochs) must be given together")
 
 
 def _check_pipeline(config: Config, geometry: Geometry, splits: Sequence[str]) -> None:

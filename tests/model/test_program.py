@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict
+from typing import Any
 
 import poptorch
 import pytest
@@ -56,18 +56,3 @@ def test_optimizer_states_have_the_precision_of_the_weights_except_second_moment
     else:
         assert optimizer.first_order_momentum_accum_type == dtype
         assert optimizer.second_order_momentum_accum_type == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ({"lr_schedule": "constant"}, {0: 0.25, 2: 0.75, 3: 1.0, 39: 1.0}),
-        ({"lr_schedule": "cosine"}, {0: 0.25, 3: 1.0, 39: 0.5 * (1 + -0.9963974885425265)}),
-        ({"lr_schedule": "step", "lr_steps": [2, 3], "lr_gamma": 0.5}, {3: 1.0, 19: 1.0, 20: 0.5, 29: 0.5, 30: 0.25}),
-    ],
-    ids=["constant", "cosine", "step"],
-)
-def test_learning_rates(schedule: Dict[str, object], expected: Dict[int, float]) -> None:
-    settings = config(learning_rate=1.0, warmup_updates=3, **schedule)
-    rates = {update: program.learning_rate(settings, update, 40, updates_per_epoch=10) for update in expected}
-    assert rates == pytest.approx(expected)

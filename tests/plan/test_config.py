@@ -45,7 +45,7 @@ def test_all_keys() -> None:
         "num_workers async_dataloader eight_bit_io "
         "model stem norm pipeline_splits pipeline_balance execution "
         "precision batch_size gradient_accumulation device_iterations epochs updates optimizer learning_rate "
-        "lr_schedule lr_steps lr_gamma warmup_updates momentum weight_decay loss_scaling reduction "
+        "lr_schedule lr_floor lr_power lr_steps lr_gamma warmup_updates momentum weight_decay loss_scaling reduction "
         "label_smoothing evaluate_every evaluation_iterations seed "
         "replicas num_instances ipus_per_replica num_ipus threads_per_replica cluster wait_hosts executable_cache_path "
         "device fleet collectives strict run_dir resume resume_anyway checkpoint_every keep_checkpoints on_nonfinite "

@@ -1,0 +1,97 @@
+"""The learning rate of every update: warm-up, then the schedule of the config or a user's function. Needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from typing import Any, Callable, Dict
+
+from raypod.errors import ConfigError
+from raypod.plan import user_code
+from raypod.plan.config import Config, TrainingSection
+
+_KEY = "training.lr_schedule"
+_CHECKED_UPDATES = 10_000  # at most so many values of a user's function are checked before the run
+# The fraction of the way from the peak rate to the floor that is left after a fraction of the updates after warm-up.
+_DECAYS: Dict[str, Callable[[TrainingSection, int, int], float]] = {
+    "cosine": lambda training, done, span: 0.5 * (1 + math.cos(math.pi * done / span)),
+    "linear": lambda training, done, span: 1 - done / span,
+    "polynomial": lambda training, done, span: (1 - done / span) ** training.lr_power,
+}
+DEPEND_ON_LENGTH = tuple(_DECAYS)  # as a user's function may
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFacts:
+    """What a user's schedule gets to know of the run as its third argument."""
+
+    learning_rate: float  # the peak rate
+    updates_per_epoch: int
+    warmup_updates: int
+
+
+def learning_rate(config: Config, update: int, total_updates: int, updates_per_epoch: int = 1) -> float:
+    """Return the learning rate of an update (0-based).
+
+    A user's function returns a factor of `training.learning_rate`; warm-up, 0 updates by default, multiplies it.
+
+    Raises:
+        ConfigError: the user's function raises, or returns something else than a finite number of at least 0.
+    """
+    training = config.training
+    warmup = (update + 1) / (training.warmup_updates + 1)
+    if ":" in training.lr_schedule:
+        facts = RunFacts(training.learning_rate, updates_per_epoch, training.warmup_updates)
+        return training.learning_rate * min(1.0, warmup) * _factor(training.lr_schedule, update, total_updates, facts)
+    if update < training.warmup_updates:
+        return training.learning_rate * (update + 1) / (training.warmup_updates + 1)
+    if training.lr_schedule == "constant":
+        return training.learning_rate
+    if training.lr_schedule == "step":
+        steps_done = sum(update >= epoch * updates_per_epoch for epoch in training.lr_steps or ())
+        return training.learning_rate * training.lr_gamma**steps_done
+    span = max(1, total_updates - training.warmup_updates)
+    left = _DECAYS[training.lr_schedule](training, update - training.warmup_updates, span)
+    return training.learning_rate * (training.lr_floor + (1 - training.lr_floor) * left)
+
+
+def check_function(config: Config, total_updates: int, updates_per_epoch: int) -> None:
+    """Call a user's schedule for updates of the whole run. ConfigError as `learning_rate`, or if it does not exist."""
+    step = max(1, total_updates // _CHECKED_UPDATES)
+    for update in (*range(0, total_updates, step), total_updates - 1):
+        learning_rate(config, update, total_updates, updates_per_epoch)
+
+
+def check_settings(training: TrainingSection) -> None:
+    """Raise ConfigError for settings of a schedule that is not chosen."""
+    schedule = training.lr_schedule
+    if (schedule == "step") != (training.lr_steps is not None):
+        raise ConfigError("--lr-schedule step and --lr-steps 30,60,80 (epochs) must be given together")
+    if training.lr_floor and schedule not in _DECAYS:
+        raise ConfigError(f"--lr-floor has no effect on --lr-schedule {schedule}; use one of {', '.join(_DECAYS)}")
+    if training.lr_power != 1 and schedule != "polynomial":
+        raise ConfigError(f"--lr-power has no effect on --lr-schedule {schedule}: use polynomial, or omit it")
+
+
+def _factor(name: str, update: int, total_updates: int, facts: RunFacts) -> float:
+    """Return the result of a user's function of (update, total_updates) or (update, total_updates, facts)."""
+    function = user_code.import_name(name, _KEY)
+    arguments = (update, total_updates, facts)[: 3 if _accepts(function, 3) else 2]
+    with user_code.reported(f"{_KEY} = {name!r} at update {update}"):
+        value: Any = user_code.call(name, _KEY, *arguments)
+        factor = float(value)
+    if not math.isfinite(factor) or factor < 0:
+        raise ConfigError(
+            f"{_KEY} = {name!r} returned {value} for update {update} of {total_updates}; "
+            "it must return a finite factor of the learning rate, at least 0"
+        )
+    return factor
+
+
+def _accepts(function: Any, count: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(count))
+    except (TypeError, ValueError):  # ValueError: some built-in functions have no signature
+        return False
+    return True

@@ -1,0 +1,131 @@
+"""Learning rates of every schedule, and what is rejected before a run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Callable, Dict, List
+
+import pytest
+import torch
+
+from raypod import planning
+from raypod.checkpoint.resume import LENGTH, settings_of
+from raypod.cli import FlagParser
+from raypod.errors import ConfigError
+from raypod.plan import resolve
+from raypod.plan.learning_rate import RunFacts, learning_rate
+from raypod.plan.plan import Plan
+from raypod.plan.resolve import from_values
+
+UPDATES = 40
+
+
+def half(update: int, total_updates: int) -> float:
+    return 0.5 if update < total_updates / 2 else 0.25
+
+
+def by_epoch(update: int, total_updates: int, facts: RunFacts) -> float:
+    return 1 / (1 + update // facts.updates_per_epoch)
+
+
+def negative_at_the_end(update: int, total_updates: int) -> float:
+    return 1.0 if update + 1 < total_updates else -1.0
+
+
+def not_a_number(update: int, total_updates: int) -> float:
+    return math.nan
+
+
+def fails(update: int, total_updates: int) -> float:
+    raise RuntimeError("no rate")
+
+
+def of_too_much(update: int, total: int, facts: RunFacts, more: int) -> float:
+    return 1.0
+
+
+def rate(update: int, **training: object) -> float:
+    config = from_values({"training": {"learning_rate": 1.0, **training}})
+    return learning_rate(config, update, UPDATES, updates_per_epoch=10)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({"lr_schedule": "constant"}, {0: 0.25, 2: 0.75, 3: 1.0, 39: 1.0}),
+        ({"lr_schedule": "cosine"}, {0: 0.25, 3: 1.0, 39: 0.5 * (1 + -0.9963974885425265)}),
+        ({"lr_schedule": "step", "lr_steps": [2, 3], "lr_gamma": 0.5}, {3: 1.0, 19: 1.0, 20: 0.5, 29: 0.5, 30: 0.25}),
+        ({"lr_schedule": f"{__name__}:half"}, {0: 0.125, 3: 0.5, 19: 0.5, 20: 0.25}),
+        ({"lr_schedule": f"{__name__}:by_epoch"}, {3: 1.0, 9: 1.0, 10: 0.5, 39: 0.25}),
+    ],
+)
+def test_learning_rates(schedule: Dict[str, object], expected: Dict[int, float]) -> None:
+    assert {update: rate(update, warmup_updates=3, **schedule) for update in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "peer"),
+    [
+        ({"lr_schedule": "linear"}, lambda sgd: torch.optim.lr_scheduler.LinearLR(sgd, 1.0, 0.0, UPDATES)),
+        (
+            {"lr_schedule": "linear", "lr_floor": 0.1},
+            lambda sgd: torch.optim.lr_scheduler.LinearLR(sgd, 1.0, 0.1, UPDATES),
+        ),
+        (
+            {"lr_schedule": "cosine", "lr_floor": 0.2},
+            lambda sgd: torch.optim.lr_scheduler.CosineAnnealingLR(sgd, UPDATES, eta_min=0.2),
+        ),
+        (
+            {"lr_schedule": "polynomial", "lr_power": 2.5},
+            lambda sgd: torch.optim.lr_scheduler.PolynomialLR(sgd, UPDATES, power=2.5),
+        ),
+    ],
+    ids=["linear", "linear with floor", "cosine with floor", "polynomial"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_schedules_equal_those_of_torch(
+    schedule: Dict[str, object], peer: Callable[..., torch.optim.Optimizer]
+) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = peer(optimizer)
+    for update in range(UPDATES):
+        assert rate(update, warmup_updates=0, **schedule) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-9)
+        scheduler.step()
+
+
+def test_a_custom_schedule_has_no_warmup_by_default() -> None:
+    assert rate(0, lr_schedule=f"{__name__}:half") == 0.5
+    assert rate(0, lr_schedule=f"{__name__}:half", warmup_updates=1) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lr-schedule", "cosin"], "known are constant, step, linear, cosine, polynomial, or module:function"),
+        (["--lr-schedule", "no_such_module:rate"], "no_such_module"),
+        (["--lr-schedule", f"{__name__}:missing"], "has no 'missing'"),
+        (["--lr-schedule", f"{__name__}:negative_at_the_end"], "returned -1.0 for update 7 of 8"),
+        (["--lr-schedule", f"{__name__}:not_a_number"], "returned nan for update 0 of 8"),
+        (["--lr-schedule", f"{__name__}:fails"], "at update 0: RuntimeError: no rate"),
+        (["--lr-schedule", f"{__name__}:of_too_much"], "takes .*more"),
+        (["--lr-floor", "1.5"], "less than or equal to 1"),
+        (["--lr-floor", "0.1", "--lr-schedule", "constant"], "--lr-floor has no effect on --lr-schedule constant"),
+        (["--lr-power", "2"], "--lr-power has no effect on --lr-schedule cosine"),
+        (["--lr-power", "0", "--lr-schedule", "polynomial"], "greater than 0"),
+    ],
+)
+def test_a_wrong_schedule_is_one_line_before_the_run(flags: List[str], message: str) -> None:
+    parser = FlagParser()
+    resolve.add_flags(parser)
+    with pytest.raises(ConfigError, match=message) as error:
+        planning.plan_from(*resolve.merge(parser.parse_args(["--updates", "8", *flags])))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "polynomial", f"{__name__}:half"])
+def test_resuming_compares_the_length_where_the_schedule_depends_on_it(
+    schedule: str, make: Callable[..., Plan], tmp_path: Path
+) -> None:
+    assert settings_of(make(training={"lr_schedule": schedule, "updates": 8}))[LENGTH] == 8
+    assert settings_of(make(training={"lr_schedule": "constant", "updates": 8}))[LENGTH] is None
