@@ -25,8 +25,8 @@ from raypod.events import (
     UpdateDone,
 )
 from raypod.fleet.base import Fleet, FleetBroken
-from raypod.plan.config import parse_interval
 from raypod.plan.plan import Plan
+from raypod.plan.values import parse_interval
 from raypod.record.ledger import last_generation
 
 

@@ -6,15 +6,15 @@ values.
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from typing import Any, Dict, Iterator, Optional, Tuple, Type
 
 import pydantic
 import yaml
 from pydantic import Field
 from pydantic.fields import FieldInfo
-from typing_extensions import Annotated, Literal
+from typing_extensions import Literal
+
+from raypod.plan.values import Epochs, Names, parse_interval
 
 CHECKPOINTS = "checkpoints"  # of a run folder
 MANIFEST = "manifest.json"  # its presence makes a folder a checkpoint
@@ -24,73 +24,6 @@ VISION_TRANSFORMERS = ("vit_tiny", "vit_small", "vit_b_16")
 IMAGE_CLASSIFICATION = "image-classification"
 LR_SCHEDULES = ("constant", "step", "linear", "cosine", "polynomial")
 _MAX_S = 1e6  # of every timeout; larger values overflow the timers of the operating system
-_INTERVAL = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(update|epoch|minute)s?\s*$")
-
-
-@dataclasses.dataclass(frozen=True)
-class Interval:
-    """A period such as "100 updates", "2 epochs" or "0.5 minutes"; only minutes can be fractional."""
-
-    count: float
-    unit: str  # "update", "epoch" or "minute"
-
-    def updates(self, updates_per_epoch: int) -> int:
-        """Return the period in updates; 0 for minutes."""
-        return {"update": int(self.count), "epoch": int(self.count) * updates_per_epoch, "minute": 0}[self.unit]
-
-    @property
-    def seconds(self) -> float:
-        """The period in seconds; infinity for updates and epochs."""
-        return self.count * 60 if self.unit == "minute" else float("inf")
-
-
-def parse_interval(text: str) -> Interval:
-    """Parse "1 epoch", "100 updates" or "0.5 minutes". ValueError for anything else."""
-    found = _INTERVAL.match(text)
-    if found is None:
-        raise ValueError("write a number and its unit: 100 updates, 1 epoch, 10 minutes")
-    interval = Interval(float(found.group(1)), found.group(2))
-    if interval.count <= 0 or (interval.unit != "minute" and interval.count != int(interval.count)):
-        raise ValueError("must be positive" if interval.count <= 0 else f"must be a whole number of {interval.unit}s")
-    return interval
-
-
-def _split_words(value: Any) -> Any:
-    """Split a comma-separated list of the command line; a YAML list passes unchanged."""
-    words = [word.strip() for word in value.split(",")] if isinstance(value, str) else value
-    if isinstance(words, (list, tuple)) and not all(word != "" for word in words or [""]):
-        raise ValueError("must be a list without empty entries")
-    return words
-
-
-def _split_numbers(value: Any) -> Any:
-    numbers = [value] if isinstance(value, int) else _split_words(value)
-    if isinstance(numbers, (list, tuple)) and any(isinstance(each, bool) for each in numbers):
-        raise ValueError("must be a list of numbers")
-    return numbers
-
-
-def _check_different(names: Optional[Tuple[str, ...]]) -> Optional[Tuple[str, ...]]:
-    for name in names or ():
-        if (names or ()).count(name) > 1:
-            raise ValueError(f"{name} is listed twice")
-    return names
-
-
-def _check_ascending(numbers: Optional[Tuple[int, ...]]) -> Optional[Tuple[int, ...]]:
-    if numbers and list(numbers) != sorted(set(numbers)):
-        raise ValueError("must be in ascending order, each number once")
-    return numbers
-
-
-Names = Annotated[
-    Optional[Tuple[str, ...]], pydantic.BeforeValidator(_split_words), pydantic.AfterValidator(_check_different)
-]
-Epochs = Annotated[
-    Optional[Tuple[Annotated[int, Field(ge=1)], ...]],
-    pydantic.BeforeValidator(_split_numbers),
-    pydantic.AfterValidator(_check_ascending),
-]
 
 
 class Section(pydantic.BaseModel):

@@ -10,10 +10,11 @@ from typing import List, Sequence, Tuple
 
 from raypod.errors import ConfigError
 from raypod.plan.cluster import Cluster
-from raypod.plan.config import IMAGE_CLASSIFICATION, Config, parse_interval
+from raypod.plan.config import IMAGE_CLASSIFICATION, Config
 from raypod.plan.learning_rate import check_settings
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.placement import Placement, Sizes, place
+from raypod.plan.values import parse_interval
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,8 @@ import pytest
 
 from raypod.errors import ConfigError
 from raypod.plan import resolve
-from raypod.plan.config import Config, Interval, fields, parse_interval
+from raypod.plan.config import Config, fields
+from raypod.plan.values import Interval, parse_interval
 
 
 @pytest.mark.parametrize(
