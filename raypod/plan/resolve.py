@@ -12,6 +12,7 @@ from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Ty
 
 import pydantic
 import yaml
+from pydantic.fields import FieldInfo
 
 from raypod.cli import FlagParser, nearest, suggestion
 from raypod.errors import ConfigError
@@ -64,17 +65,22 @@ def add_flags(parser: argparse.ArgumentParser, schema: Schema = NO_SCHEMA) -> No
     sections = ", ".join(Config.model_fields)
     parser.add_argument("--config", metavar="FILE", help=f"YAML file with the sections {sections}")
     for section, key, field in fields(schema.options):
-        target = f"{section}.{key}"
-        names = [_flag(target), *ALIASES.get(key, [])]
-        choices = get_args(field.annotation) if isinstance(field.default, str) else ()
-        help_text = f"{field.description} [{schema.defaults.get(target, field.default)}]".replace("%", "%%")
-        if field.annotation in (bool, Optional[bool]):
-            parser.add_argument(*names, dest=target, action="store_true", default=None, help=help_text)
-            parser.add_argument("--no-" + names[0][2:], dest=target, action="store_false", help=argparse.SUPPRESS)
-        else:
-            metavar = "{" + ",".join(choices) + "}" if choices else key.upper()
-            parser.add_argument(*names, dest=target, metavar=metavar, help=help_text)
+        add_flag(parser, section, key, field, schema.defaults.get(f"{section}.{key}", field.default))
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="any key, by its full name")
+
+
+def add_flag(parser: argparse.ArgumentParser, section: str, key: str, field: FieldInfo, default: Any) -> None:
+    """Add the flag of a key, with its help text."""
+    target = f"{section}.{key}"
+    names = [_flag(target), *ALIASES.get(key, [])]
+    choices = get_args(field.annotation) if isinstance(field.default, str) else ()
+    help_text = f"{field.description} [{default}]".replace("%", "%%")
+    if field.annotation in (bool, Optional[bool]):
+        parser.add_argument(*names, dest=target, action="store_true", default=None, help=help_text)
+        parser.add_argument("--no-" + names[0][2:], dest=target, action="store_false", help=argparse.SUPPRESS)
+    else:
+        metavar = "{" + ",".join(choices) + "}" if choices else key.upper()
+        parser.add_argument(*names, dest=target, metavar=metavar, help=help_text)
 
 
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -153,7 +159,13 @@ def _given(args: argparse.Namespace, schema: Schema) -> Dict[str, Any]:
         value = getattr(args, f"{section}.{key}")
         if value is not None:
             given[f"{section}.{key}"] = value
-    for word in args.overrides:
+    add_overrides(given, args.overrides)
+    return given
+
+
+def add_overrides(given: Dict[str, Any], words: Sequence[str]) -> None:
+    """Add the values of words `section.key=value` to those by section.key. ConfigError for another word or value."""
+    for word in words:
         name, equals, text = word.partition("=")
         if not equals or name.count(".") != 1:
             raise ConfigError(f"cannot read {word!r}: write section.key=value, as in training.batch_size=8")
@@ -164,7 +176,6 @@ def _given(args: argparse.Namespace, schema: Schema) -> Dict[str, Any]:
         if name in given and str(given[name]) != str(value):
             raise ConfigError(f"{name} is given twice: {given[name]} by its flag and {value} by {word!r}")
         given[name] = value
-    return given
 
 
 def load_yaml(path: Path, schema: Schema = NO_SCHEMA) -> Config:
