@@ -79,6 +79,18 @@ def _control(verb: str, action: Callable[[Path], int], argv: Sequence[str]) -> i
     return action(_run_folder(verb, [args.run]))
 
 
+def _trained(verb: str) -> Callable[[Sequence[str]], int]:
+    """Return the command of raypod/trained, which is imported when it runs."""
+
+    def run(argv: Sequence[str]) -> int:
+        from raypod.trained import commands
+
+        command: Callable[[Sequence[str]], int] = getattr(commands, verb)
+        return command(argv)
+
+    return run
+
+
 _DESCRIPTIONS = {
     "status": "Print the state of a run.",
     "attach": "Print the output of a detached run until it ends.",
@@ -101,6 +113,7 @@ COMMANDS: Dict[str, Callable[[Sequence[str]], int]] = {
     "status": _status,
     "attach": _attach,
     "stop": _stop,
+    **{verb: _trained(verb) for verb in ("evaluate", "export", "average", "predict")},
     "doctor": doctor,
     "up": up.up,
     "down": up.down,

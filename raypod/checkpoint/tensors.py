@@ -149,8 +149,12 @@ def weights_sha256(state: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def load_weights(network: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
-    """Load saved weights into a network.
+def load_weights(
+    network: nn.Module,
+    saved: Mapping[str, torch.Tensor],
+    way_out: str = "resume with the same model, or start without --resume",
+) -> None:
+    """Load saved weights into a network; `way_out` is the end of the error message.
 
     Raises:
         ConfigError: names or shapes differ; the message names the first tensor that does.
@@ -161,7 +165,7 @@ def load_weights(network: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
         if ours != theirs:
             raise ConfigError(
                 f"the model is not the one that was saved: {name} is {ours} in the model and {theirs} in the "
-                "checkpoint; resume with the same model, or start without --resume"
+                f"checkpoint; {way_out}"
             )
     network.load_state_dict(saved)
 

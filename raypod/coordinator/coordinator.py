@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import time
 from functools import partial
-from typing import Dict, Generator, Iterator, List, Optional, Sequence
+from typing import Dict, Generator, Iterator, List, Optional, Sequence, Tuple
 
 from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.resume import check_data
@@ -56,7 +56,7 @@ def run(
     with stop_on_signal(stop), contextlib.closing(fleet):
         started = fleet.start()
         stop.check()
-        _check_data(plan, started, resumed)
+        check_same_data(plan, started, resumed)
         seed(fleet, resumed)
         metrics.begin_at(first_update)
         schedule = CheckpointSchedule(plan, started[0], resumed)
@@ -165,11 +165,8 @@ class Evaluations:
         """Evaluate the test split after `update` updates, if that is due and has not been done."""
         if not self._plan.is_evaluated_after(update) or update in self._evaluations:
             return
-        reports: List[EvaluationReport] = self._fleet.call("evaluate")
-        samples = sum(report.samples for report in reports)
-        sums = [sum_exactly(itertools.chain(*parts)) for parts in zip(*(report.sums for report in reports))]
-        epoch = (update - 1) // self._plan.updates_per_epoch + 1
-        done = EvaluationDone(samples, values_of(self._plan.task.metrics, sums), update, epoch)
+        samples, values = evaluate_now(self._fleet, self._plan)
+        done = EvaluationDone(samples, values, update, (update - 1) // self._plan.updates_per_epoch + 1)
         self._evaluations[update] = done
         self._schedule.add_evaluation(update, done.metrics)
         yield done
@@ -180,7 +177,14 @@ class Evaluations:
         return found.metrics if found else {}
 
 
-def _check_data(plan: Plan, started: List[InstanceStarted], resumed: Optional[Checkpoint]) -> None:
+def evaluate_now(fleet: Fleet, plan: Plan) -> Tuple[int, Dict[str, float]]:
+    """Evaluate the current weights of all instances; return the number of samples, and the value of each metric."""
+    reports: List[EvaluationReport] = fleet.call("evaluate")
+    sums = [sum_exactly(itertools.chain(*parts)) for parts in zip(*(report.sums for report in reports))]
+    return sum(report.samples for report in reports), values_of(plan.task.metrics, sums)
+
+
+def check_same_data(plan: Plan, started: List[InstanceStarted], resumed: Optional[Checkpoint] = None) -> None:
     """Check that all instances loaded the same data set, and that it is the one of the checkpoint."""
     first = started[0]
     for other in started:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import horovod.torch as hvd
+import numpy as np
 import popdist
 import poptorch
 import torch
@@ -153,6 +154,19 @@ class Instance:
         if state is not None:
             self._load_state(state)
         return state is not None
+
+    def load_weights(self, flat: np.ndarray) -> str:
+        """Load weights alone, for an evaluation; return their hash.
+
+        Args:
+            flat: the buffers of `tensors.pack_flat` of a state dict, concatenated: uint8 [bytes].
+
+        Raises:
+            ConfigError: they are those of another model.
+        """
+        way_out = "evaluate with a data set of the same shape and number of classes"
+        tensors.load_weights(self._model.network, tensors.unpack_flat(flat), way_out)
+        return self._model.weights_sha256()
 
     def seed_weights(self, seeding: Seeding) -> str:
         """Broadcast the root's weights and optimizer state to the receivers; return the hash of this one's weights.

@@ -1,0 +1,98 @@
+"""`raypod evaluate`: the metrics of a checkpoint on a test split, computed by instances as during a training."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import sys
+import tempfile
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
+
+from raypod.coordinator.coordinator import check_same_data, evaluate_now
+from raypod.coordinator.stop import Stop, stop_on_signal
+from raypod.errors import RunError
+from raypod.fleet.choice import fleet_for
+from raypod.plan.plan import Plan
+from raypod.trained import checkpoints, settings
+from raypod.trained.checkpoints import PathLike, Weights
+
+Measured = Tuple[int, Dict[str, float]]  # number of samples, and the value of each metric
+
+
+def evaluate(run: PathLike, checkpoint: Optional[str] = None, **changes: Any) -> Dict[str, Any]:
+    """Evaluate a checkpoint of a run on the test split of its data set, or of another one. Writes nothing into the run.
+
+    On the data set of the run the result equals, bit for bit, that of the training at this update, for any placement.
+
+    Args:
+        run: a run folder, or a checkpoint in it.
+        checkpoint: "last" (default), "best", the name or update of a checkpoint of the run, or the path of a
+            checkpoint or of a safetensors file.
+        changes: settings that differ from those of the run, with the names of the command line and underscores:
+            `dataset`, `data_dir`, `batch_size`, `replicas`, `num_instances`, `fleet`, `device`, and others.
+
+    Returns:
+        The value of each metric by name, and `samples`, `update`, `checkpoint`, `weights_sha256`, `dataset`, `device`.
+
+    Raises:
+        UserError: there is no such run or checkpoint, it is damaged, or the data set or another setting does not fit.
+        RunError: an instance fails.
+    """
+    found = checkpoints.open_run(run)
+    return evaluate_run(found, checkpoint, settings.by_name(found.config, changes))[0]
+
+
+def evaluate_run(
+    run: checkpoints.Run, checkpoint: Optional[str], changes: Mapping[str, Any]
+) -> Tuple[Dict[str, Any], Plan]:
+    """Return the result of `evaluate`, and the plan; `changes` are by section.key."""
+    weights = checkpoints.load(run, checkpoint)
+    plan = settings.plan_of(run.config, changes, str(run.folder))
+    ((samples, values),), device = measure(plan, [weights])
+    described = checkpoints.described(weights)
+    return {**values, "samples": samples, **described, "dataset": plan.task.data, "device": device}, plan
+
+
+def measure(plan: Plan, several: Sequence[Weights]) -> Tuple[List[Measured], str]:
+    """Return the metrics of weights, one after the other, on the test split of a plan; and the device.
+
+    Raises:
+        UserError: weights are not those of the plan's model, or the pod cannot be used.
+        RunError: an instance fails; the message names its log.
+    """
+    with _temporary(plan) as plan, stop_on_signal(Stop()), contextlib.closing(fleet_for(plan, _to_stderr)) as fleet:
+        started = fleet.start()
+        check_same_data(plan, started)
+        results = []
+        for weights in several:
+            fleet.call("load_weights", _packed(weights))
+            results.append(evaluate_now(fleet, plan))
+        return results, started[0].device
+
+
+@contextlib.contextmanager
+def _temporary(plan: Plan) -> Iterator[Plan]:
+    """Yield the plan with a temporary folder for the logs of the instances; it is kept if an instance fails."""
+    folder = tempfile.mkdtemp(prefix="raypod-evaluate-")
+    try:
+        yield dataclasses.replace(plan, run_dir=folder)
+    except RunError:
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _packed(weights: Weights) -> np.ndarray:
+    from raypod.checkpoint import tensors  # help works without torch
+
+    return np.concatenate(tensors.pack_flat(dict(weights.tensors)))
+
+
+def _to_stderr(line: str) -> None:
+    """Print a line about a wait for hosts; the standard output has the result only."""
+    print(f"raypod: {line}", file=sys.stderr)  # noqa: T201

@@ -1,0 +1,114 @@
+"""The settings that `evaluate` and its relatives may change, and the plan of an evaluation of a run."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Dict, Mapping, Sequence
+
+from raypod import planning
+from raypod.cli import suggestion
+from raypod.errors import ConfigError
+from raypod.plan import resolve
+from raypod.plan.config import Config, fields
+from raypod.plan.plan import Plan, pipeline_stages
+from raypod.tasks.registry import schema_of
+
+DATA = (
+    "data.dataset",
+    "data.data_dir",
+    "data.download",
+    "data.cache_dir",
+    "data.samples",
+    "data.image",
+    "data.classes",
+)
+DEVICE = ("run.device",)
+EVALUATION = (
+    *DATA,
+    *("data.num_workers", "data.image_size", "data.eight_bit_io"),
+    *("training.batch_size", "training.evaluation_iterations", "training.precision", "training.execution"),
+    *("training.pipeline_splits", "training.pipeline_balance"),
+    *("pod.replicas", "pod.num_instances", "pod.ipus_per_replica", "pod.num_ipus", "pod.threads_per_replica"),
+    *("pod.cluster", "pod.wait_hosts", "pod.executable_cache_path"),
+    *("run.device", "run.fleet", "run.collectives", "run.strict"),
+    *("run.start_timeout_s", "run.report_timeout_s", "run.stop_timeout_s", "run.silent_after_s", "run.stuck_after_s"),
+)
+_OF_RUN = tuple(name for name in EVALUATION if name.startswith("run."))
+
+
+def add_flags(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Add the flags of keys, and `section.key=value`. Their defaults are the values of the run."""
+    for section, key, field in fields():
+        if f"{section}.{key}" in names:
+            resolve.add_flag(parser, section, key, field, "as the run")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="any of these, and task.key=value")
+
+
+def given(args: argparse.Namespace, names: Sequence[str]) -> Dict[str, Any]:
+    """Return the values of flags and overrides by section.key. ConfigError for any other key."""
+    values = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    resolve.add_overrides(values, args.overrides)
+    return values
+
+
+def by_name(config: Config, keywords: Mapping[str, Any]) -> Dict[str, Any]:
+    """Return keyword flags, named as on the command line with underscores, by section.key."""
+    options = schema_of(config.task.name).options
+    known = {key: f"{section}.{key}" for section, key, _ in fields(options)}
+    for key in keywords:
+        if key not in known:
+            raise ConfigError(f"unknown setting {key!r}{suggestion(key, known)}")
+    return {known[key]: value for key, value in keywords.items()}
+
+
+def changed(config: Config, changes: Mapping[str, Any], allowed: Sequence[str]) -> resolve.Values:
+    """Return the values of a config with some changed.
+
+    Raises:
+        ConfigError: a change is none of `allowed`, nor an option of the task.
+    """
+    values: resolve.Values = config.model_dump(mode="json")
+    for name, value in changes.items():
+        section, _, key = name.partition(".")
+        if name not in allowed and (section != "task" or key == "name"):
+            raise ConfigError(f"{name} cannot be changed here{suggestion(name, allowed)}")
+        values.setdefault(section, {})[key] = value
+    return values
+
+
+def config_of(values: resolve.Values, source: str) -> Config:
+    """Return the config of values. ConfigError as `resolve.from_values`."""
+    return resolve.from_values(values, source, schema=schema_of(resolve.task_of_values(values)))
+
+
+def plan_of(config: Config, changes: Mapping[str, Any], source: str) -> Plan:
+    """Return the plan of an evaluation of a run's weights.
+
+    Args:
+        config: of the run.
+        changes: settings that replace those of the run, by section.key; they are among `EVALUATION`, or the task's.
+        source: where the config comes from, for messages.
+
+    Raises:
+        UserError: a setting, or the data set, cannot be used.
+    """
+    values = changed(config, changes, EVALUATION)
+    pod, run, training = values["pod"], values["run"], values["training"]
+    if "pod.num_instances" in changes and "run.fleet" not in changes:
+        run["fleet"] = "ray"
+    if {"pod.replicas", "pod.num_ipus", "pod.cluster"} & set(changes) or "run.fleet" in changes:
+        # What follows from the changed one must not be that of the run.
+        for name in ("pod.num_instances", "pod.num_ipus"):
+            if name not in changes:
+                pod.pop(name.partition(".")[2], None)
+        if "pod.num_ipus" in changes and "pod.replicas" not in changes:
+            pod.pop("replicas", None)
+    values["run"] = {name.partition(".")[2]: run[name.partition(".")[2]] for name in _OF_RUN}
+    # A plan checks the sizes of a training, too: its smallest one.
+    stages = pipeline_stages(config_of(values, source))
+    training.update({"gradient_accumulation": 2 * stages - 1, "device_iterations": 1, "updates": None})
+    plan = planning.plan_from(values, source)
+    planning.check_host(plan)
+    if not plan.dataset_size.test_samples:
+        raise ConfigError(f"{plan.task.data} has no test split to evaluate")
+    return plan
