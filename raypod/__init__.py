@@ -17,6 +17,7 @@ from raypod.errors import (
     CollectiveBroken,
     ConfigError,
     DataMissing,
+    FunctionFailed,
     HostLost,
     InstanceFailed,
     LeaseHeld,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from raypod.api.fit import Stream as Stream
     from raypod.api.fit import fit as fit
     from raypod.api.fit import stream as stream
+    from raypod.api.functions import run as run
     from raypod.api.result import Interrupted as Interrupted
     from raypod.api.result import Result as Result
     from raypod.datasets.samples import Arrays as Arrays
@@ -51,6 +53,7 @@ _MODULES = {  # of the names that are imported when they are used
     "fit": "raypod.api.fit",
     "stream": "raypod.api.fit",
     "Stream": "raypod.api.fit",
+    "run": "raypod.api.functions",
     "Interrupted": "raypod.api.result",
     "Result": "raypod.api.result",
     "Arrays": "raypod.datasets.samples",
@@ -70,6 +73,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataMissing",
+    "FunctionFailed",
     "HostLost",
     "InstanceFailed",
     "Interrupted",
@@ -89,6 +93,7 @@ __all__ = [
     "WaitTimedOut",
     "WeightsDiffer",
     "fit",
+    "run",
     "stream",
 ]
 

@@ -9,7 +9,8 @@
     |   `-- SdkError            the requested SDK cannot be imported
     `-- RunError                exit code 1: the request is valid and the run failed
         |-- InstanceFailed      an instance died or raised an exception
-        |   `-- ProgramFailed   a launched program failed; its exit code is that of the launch
+        |   |-- ProgramFailed   a launched program failed; its exit code is that of the launch
+        |   `-- FunctionFailed  the function of `raypod.run` raised an exception, or its process died
         |-- CollectiveBroken    a collective operation failed because another instance was lost
         |-- HostLost            a host, or the raypod process on it, was lost
         |-- PeerLost            an instance cannot reach another one
@@ -108,6 +109,21 @@ class ProgramFailed(InstanceFailed):
     """Raised if a launched program exits with an exit code other than 0 or dies from a signal."""
 
     exit_code: int
+
+
+@dataclasses.dataclass(eq=False)
+class FunctionFailed(InstanceFailed):
+    """Raised if the function of `raypod.run` raised an exception in an instance, or the process of an instance died.
+
+    `__cause__` is the exception of the function, if it can be pickled. `log_file` is empty: `traceback` holds the
+    traceback in the instance, empty if its process died.
+    """
+
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        trace = f"\n\nIn instance {self.instance}:\n{self.traceback}" if self.traceback else ""
+        return f"instance {self.instance} on host {self.host} failed: {self.cause}{trace}"
 
 
 @dataclasses.dataclass(eq=False)

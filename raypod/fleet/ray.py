@@ -218,7 +218,7 @@ class RayFleet:
             server.close()
         self._killer.close()
         if self._reservation is not None:
-            self._ray.util.remove_placement_group(self._reservation.group)
+            self._reservation.release(self._ray)
 
     def _unresponsive(self, requests: Dict[Any, Any], timeout_s: float) -> List[Any]:
         """Return the actors that do not reply to their request within a time."""

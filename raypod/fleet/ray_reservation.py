@@ -1,5 +1,7 @@
 """Reservations of Ray nodes: one placement group with a bundle per host, all or none.
 
+In a placement group, as that of a Ray Tune trial, its bundles are used instead: they are reserved already.
+
 Where Ray supports label selectors, a bundle is pinned to the id of its node. Older versions (2.10) pin only by
 `node:<address>`, a resource of every node with that address; there the node of each bundle is looked up afterwards.
 """
@@ -20,12 +22,21 @@ _NODE_ID_LABEL = "ray.io/node-id"  # Ray sets it on every node
 
 @dataclasses.dataclass(frozen=True)
 class Reservation:
-    """A placement group, and for each host, in order: the id of its Ray node, and the index and size of its bundle."""
+    """A placement group, and for each host, in order: the id of its Ray node, and the index and size of its bundle.
+
+    `is_own` is False for the placement group in which this process itself runs.
+    """
 
     group: Any
     node_ids: Tuple[str, ...]
     indexes: Tuple[int, ...]
     bundles: List[Dict[str, float]]
+    is_own: bool = True
+
+    def release(self, ray: Any) -> None:
+        """End the reservation, unless another one has made it."""
+        if self.is_own:
+            ray.util.remove_placement_group(self.group)
 
     def options(self, host_index: int, share: int) -> Dict[str, Any]:
         """Return the options of an actor that takes one of `share` equal parts of a host's bundle."""
@@ -50,14 +61,21 @@ def node_affinity(node: Dict[str, Any]) -> Dict[str, Any]:
 def reserve(ray: Any, placement: Placement, nodes: List[Dict[str, Any]], bound: Tuple[float, str]) -> Reservation:
     """Reserve one bundle on each of `nodes`, all or none. `bound` is a timeout in seconds and the setting it is from.
 
+    If this process runs in a placement group, nothing more is reserved.
+
     Raises:
         WaitTimedOut: other jobs use the resources.
         ClusterError: a node has ended, or cannot be distinguished from another one with the same address.
     """
+    enclosing = ray.util.get_current_placement_group()
+    if enclosing is not None:
+        return _within(ray, enclosing, placement, nodes)
     timeout_s, setting = bound
     counts = [len(placement.instances_on(index)) for index in range(len(nodes))]
+    own_node, own_cpus = ray.get_runtime_context().get_node_id(), _own_cpus(ray)
     bundles = [
-        _bundle_for(node, count, placement.ipus_on(index)) for index, (node, count) in enumerate(zip(nodes, counts))
+        _bundle_for(node, count, placement.ipus_on(index), own_cpus if node["NodeID"] == own_node else 0.0)
+        for index, (node, count) in enumerate(zip(nodes, counts))
     ]
     strategy = "STRICT_SPREAD" if len(bundles) > 1 else "PACK"
     group = ray.util.placement_group(bundles, strategy=strategy, **_label_selector(ray, nodes))
@@ -74,6 +92,36 @@ def reserve(ray: Any, placement: Placement, nodes: List[Dict[str, Any]], bound: 
         ray.util.remove_placement_group(group)
         raise
     return Reservation(group, tuple(node["NodeID"] for node in nodes), indexes, bundles)
+
+
+def _within(ray: Any, group: Any, placement: Placement, nodes: Sequence[Dict[str, Any]]) -> Reservation:
+    """Return the bundles of an existing group for the hosts; actors share the CPUs of a bundle, and request only IPUs.
+
+    The first bundle is that of the process which the group was made for, and used only where there is no other one.
+    """
+    bundle_nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    indexes, bundles = [], []
+    for host_index, (host, node) in enumerate(zip(placement.hosts, nodes)):
+        on_node = [index for index, node_id in bundle_nodes.items() if node_id == node["NodeID"]]
+        needed = placement.ipus_on(host_index) if "IPU" in node["Resources"] else 0
+        fitting = [index for index in on_node if group.bundle_specs[index].get("IPU", 0) >= needed]
+        if not fitting:
+            what = f"{needed} IPUs on host {host.name}" if needed else f"a bundle on host {host.name}"
+            raise ClusterError(
+                f"this process runs in a placement group of Ray without {what}, and the run uses only resources of "
+                "that group: add them to it"
+            )
+        indexes.append(max(fitting))
+        bundles.append({"IPU": float(needed)} if needed else {})
+    return Reservation(group, tuple(node["NodeID"] for node in nodes), tuple(indexes), bundles, is_own=False)
+
+
+def _own_cpus(ray: Any) -> float:
+    """Return the CPUs that Ray has assigned to this process; 0 for a driver."""
+    worker = ray._private.worker
+    if worker.global_worker.mode != worker.WORKER_MODE:
+        return 0.0
+    return float(ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0))
 
 
 def _label_selector(ray: Any, nodes: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
@@ -111,11 +159,14 @@ def _bundle_indexes(
     return tuple(found)
 
 
-def _bundle_for(node: Dict[str, Any], instances: int, ipus: int) -> Dict[str, float]:
-    """Return the bundle of a host: a share of its cores (fractional, so that 4 instances fit on 2 cores), and IPUs."""
+def _bundle_for(node: Dict[str, Any], instances: int, ipus: int, used_cpus: float) -> Dict[str, float]:
+    """Return the bundle of a host: a share of its cores (fractional, so that 4 instances fit on 2 cores), and IPUs.
+
+    The task that starts the run, in this process, uses `used_cpus` of the cores until its end.
+    """
     resources = node["Resources"]
     bundle = {f"node:{node['NodeManagerAddress']}": 0.001}
-    share = min(1.0, int(100 * resources.get("CPU", 0) / instances) / 100)
+    share = min(1.0, int(100 * max(0.0, resources.get("CPU", 0) - used_cpus) / instances) / 100)
     if share:
         bundle["CPU"] = share * instances
     if ipus and "IPU" in resources:

@@ -32,6 +32,9 @@ _OBJECT_STORE_BYTES = 80_000_000  # it carries only reports; Ray's minimum is 75
 _PRELOADS_SINCE = (2, 50)
 _INIT_OPTIONS: Dict[str, Any] = {"namespace": "raypod", "log_to_driver": False, "logging_level": "ERROR"}
 
+# Of the local sessions of this process: Ray reads it once, so that later sessions must have the same.
+_authentication: Dict[str, str] = {}
+
 
 class RaySession:
     """A connection to Ray: the running cluster, or a local session that this process starts."""
@@ -126,7 +129,8 @@ class RaySession:
         variables = {"RAY_worker_niceness": "0"}  # Ray lowers the priority of workers by default
         if "ray" not in sys.modules:
             # Ray listens on all interfaces; a random token prevents other users from connecting.
-            variables.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+            _authentication.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+        variables.update(_authentication)
         if tuple(int(part) for part in version("ray").split(".")[:2]) >= _PRELOADS_SINCE:
             variables["RAY_enable_worker_prestart"] = "1"
             variables["RAY_preload_python_modules"] = self._preload

@@ -62,6 +62,24 @@ def abort(reason: str) -> None:
         module.abandon_all(reason)
 
 
+def initialize() -> None:
+    """Initialize popdist and Horovod of the selected SDK; all instances must call it."""
+    import horovod.torch as hvd  # importable only once the SDK is selected
+    import popdist  # as above
+
+    popdist.init()
+    hvd.init()
+
+
+def finalize() -> None:
+    """Leave the process group that `initialize` has joined."""
+    import horovod.torch as hvd  # as above
+    import popdist  # as above
+
+    hvd.shutdown()
+    popdist.finalizeBackend()
+
+
 def close_connections() -> None:
     """Close the connections that `hvd.shutdown` and `popdist.finalizeBackend` leave open: the emulated SDK's.
 

@@ -157,7 +157,7 @@ class RayHosts:
         try:
             self.kill()
             if self._reservation is not None and self._ray.is_initialized():
-                self._ray.util.remove_placement_group(self._reservation.group)
+                self._reservation.release(self._ray)
         finally:
             self._reservation, self._ray = None, None
             self._session.close()
