@@ -125,6 +125,7 @@ class UpdateDone:
     time_s: float  # since the run started
     data_wait_share: float = 0.0  # fraction of the call's duration that was spent waiting for data
     missing_reports: Tuple[int, ...] = ()  # of these instances: they were lost; then all metrics are NaN
+    part_rates: Dict[str, float] = dataclasses.field(default_factory=dict)  # see `TaskFacts.part_rates`
 
     @property
     def has_results(self) -> bool:
@@ -210,10 +211,10 @@ _Measured = TypeVar("_Measured", UpdateDone, EvaluationDone)
 
 
 def flat_record(event: Union[UpdateDone, EvaluationDone]) -> Dict[str, Any]:
-    """Return the fields of an event with its metrics among them, as a line of a file holds them."""
+    """Return the fields of an event with its metrics and rates among them, as a line of a file holds them."""
     record: Dict[str, Any] = {}
     for name, value in dataclasses.asdict(event).items():
-        record.update(value if name == "metrics" else {name: value})
+        record.update(value if name in ("metrics", "part_rates") else {name: value})
     return record
 
 

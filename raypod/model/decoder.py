@@ -22,7 +22,7 @@ class DecoderSize(NamedTuple):
 
 
 SIZES: Dict[str, DecoderSize] = {
-    "tiny": DecoderSize(4, 4, 128),
+    "tiny": DecoderSize(2, 4, 128),
     "small": DecoderSize(6, 6, 384),
     "gpt2": DecoderSize(12, 12, 768),
 }
@@ -32,16 +32,12 @@ _STD = 0.02  # of initial weights, as GPT-2
 class Attention(nn.Module):
     """Causal self-attention."""
 
-    mask: torch.Tensor
-
-    def __init__(self, size: DecoderSize, length: int, dropout: float) -> None:
+    def __init__(self, size: DecoderSize, dropout: float) -> None:
         super().__init__()
         self.heads = size.heads
         self.qkv = nn.Linear(size.width, 3 * size.width)
         self.out = nn.Linear(size.width, size.width)
         self.dropout = nn.Dropout(dropout)
-        future = torch.ones(length, length, dtype=torch.bool).triu(diagonal=1)
-        self.register_buffer("mask", future, persistent=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map [n, length, width] to [n, length, width]."""
@@ -49,8 +45,9 @@ class Attention(nn.Module):
         split = self.qkv(hidden).reshape(samples, length, 3, self.heads, width // self.heads)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
         scores = torch.matmul(query, key.transpose(-2, -1)) / math.sqrt(width // self.heads)
-        # Half has no -inf that survives a softmax of masked rows on the device; its smallest value is enough.
-        scores = scores.masked_fill(self.mask[:length, :length], torch.finfo(scores.dtype).min)
+        places = torch.arange(length, device=hidden.device)
+        # Not -inf, whose differences are NaN in half precision on the device: the smallest value is enough.
+        scores = scores.masked_fill(places[None, :] > places[:, None], torch.finfo(scores.dtype).min)
         weights = self.dropout(functional.softmax(scores, dim=-1))
         mixed = torch.matmul(weights, value).transpose(1, 2).reshape(samples, length, width)
         result: torch.Tensor = self.out(mixed)
@@ -60,10 +57,10 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward layers with residual connections."""
 
-    def __init__(self, size: DecoderSize, length: int, dropout: float) -> None:
+    def __init__(self, size: DecoderSize, dropout: float) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
-        self.attention = Attention(size, length, dropout)
+        self.attention = Attention(size, dropout)
         self.up, self.down = nn.Linear(size.width, 4 * size.width), nn.Linear(4 * size.width, size.width)
         self.dropout = nn.Dropout(dropout)
 
@@ -78,17 +75,14 @@ class Block(nn.Module):
 class Embedding(nn.Module):
     """Token and position embeddings."""
 
-    positions: torch.Tensor
-
     def __init__(self, vocabulary: int, width: int, length: int, dropout: float) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.dropout = nn.Dropout(dropout)
-        self.register_buffer("positions", torch.arange(length), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map tokens [n, length] to [n, length, width]."""
-        embedded = self.tokens(tokens) + self.places(self.positions[: tokens.shape[1]])
+        embedded = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         result: torch.Tensor = self.dropout(embedded)
         return result
 
@@ -106,7 +100,7 @@ class Decoder(nn.Module):
     def __init__(self, size: DecoderSize, vocabulary: int, length: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding = Embedding(vocabulary, size.width, length, dropout)
-        self.blocks = nn.ModuleList(Block(size, length, dropout) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(Block(size, dropout) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, vocabulary, bias=False)
         self.apply(_initialize)

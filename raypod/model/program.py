@@ -206,6 +206,8 @@ def build_optimizer(config: Config, groups: Sequence[Dict[str, Any]]) -> Any:
     accumulator, states = _optimizer_dtypes(training)
     options: Dict[str, Any] = {f"{state}_accum_type": dtype for state, dtype in states.items()}
     options.update({name: getattr(training, name) for name in chosen.settings})
+    if training.max_grad_norm is not None:
+        options["max_grad_norm"] = training.max_grad_norm
     common: Dict[str, Any] = {"lr": training.learning_rate, "loss_scaling": training.loss_scaling}
     return chosen.create(list(groups), accum_type=accumulator, **common, **options)
 

@@ -21,7 +21,7 @@ MANIFEST = "manifest.json"  # its presence makes a folder a checkpoint
 SMALL_RESNETS = ("resnet8", "resnet14", "resnet20")
 TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 VISION_TRANSFORMERS = ("vit_tiny", "vit_small", "vit_b_16")
-IMAGE_CLASSIFICATION = "image-classification"
+IMAGE_CLASSIFICATION, LANGUAGE_MODEL = "image-classification", "language-model"
 LR_SCHEDULES = ("constant", "step", "linear", "cosine", "polynomial")
 _MAX_S = 1e6  # of every timeout; larger values overflow the timers of the operating system
 
@@ -124,6 +124,9 @@ class TrainingSection(Section):
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of SGD")
     weight_decay: float = Field(
         5e-4, ge=0, allow_inf_nan=False, description="weight decay of parameters with more than one dimension"
+    )
+    max_grad_norm: Optional[float] = Field(
+        None, gt=0, allow_inf_nan=False, description="clip the norm of all gradients together: sgd, adam, adamw"
     )
     loss_scaling: float = Field(
         1.0, gt=0, allow_inf_nan=False, description="factor of the loss, divided out before the update"

@@ -6,7 +6,7 @@ A plan is immutable data. `Geometry` and `placement.Sizes` define all products o
 from __future__ import annotations
 
 import dataclasses
-from typing import List, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 from raypod.errors import ConfigError
 from raypod.plan.cluster import Cluster
@@ -123,6 +123,7 @@ class TaskFacts:
         metrics: what it measures; the first is the loss.
         best: the name of the metric by which the best checkpoint is kept.
         samples_are: what a sample is, in the plural, as in "images".
+        parts: what the throughput also counts, in the plural, and their number in a sample, as in ("tokens", 128).
         data, model: what the plan shows as its data set and its model.
         pickled: the task's class, if it cannot be imported by its name: cloudpickle's bytes.
     """
@@ -131,9 +132,14 @@ class TaskFacts:
     metrics: Tuple[Metric, ...] = (LOSS,)
     best: str = LOSS.name
     samples_are: str = "samples"
+    parts: Optional[Tuple[str, int]] = None
     data: str = ""
     model: str = ""
     pickled: bytes = dataclasses.field(default=b"", repr=False)
+
+    def part_rates(self, samples_per_s: float) -> Dict[str, float]:
+        """Return the throughput in parts of samples by its key in files, as `tokens_per_s`; {} without parts."""
+        return {f"{self.parts[0]}_per_s": self.parts[1] * samples_per_s} if self.parts else {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +226,8 @@ def make_plan(config: Config, cluster: Cluster, task: TaskFacts, run_dir: str) -
     )
     _check_against_data(geometry, task.size, config)
     check_settings(training)
+    if training.max_grad_norm is not None and training.optimizer == "lamb":
+        raise ConfigError("--max-grad-norm: poptorch.optim.LAMB cannot clip gradients; use sgd, adam or adamw")
     if config.run.fleet == "inline" and geometry.num_instances > 1:
         raise ConfigError(
             f"the inline fleet runs one instance, not {geometry.num_instances}; "

@@ -116,6 +116,7 @@ class MetricsAggregator:
                     time_s=now_s - self._started_at_s,
                     data_wait_share=share,
                     missing_reports=missing,
+                    part_rates=self._plan.task.part_rates(rate),
                 )
             )
         self.position = updates[-1].update

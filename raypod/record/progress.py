@@ -101,7 +101,8 @@ class Progress:
         results = ", ".join(metric.shown(event.metrics[metric.name], 0, "=") for metric in task.metrics)
         if not event.has_results:
             results = f"{' and '.join(metric.label or metric.name for metric in task.metrics)} unknown"
-        return f"{results}, {event.samples_per_s:.0f} {task.samples_are}/s"
+        rates = {f"{task.samples_are}_per_s": event.samples_per_s} if task.parts is None else event.part_rates
+        return ", ".join([results, *(f"{rate:.0f} {name.replace('_per_s', '/s')}" for name, rate in rates.items())])
 
     def _show_update(self, event: UpdateDone) -> None:
         if not self._warned_nonfinite and event.has_results and not math.isfinite(event.loss):

@@ -99,10 +99,11 @@ def write_summary(
     summary = {
         "updates": ended.updates,
         "epochs": ended.updates / plan.updates_per_epoch,
-        **(last.metrics if last else dict.fromkeys(names)),
+        **{name: last.metrics.get(name) if last else None for name in names},
         **{f"test_{name}": evaluations[-1].metrics.get(name) if evaluations else None for name in names},
         "evaluations": [flat_record(each) for each in evaluations],
         "samples_per_s": metrics.samples_per_s,
+        **plan.task.part_rates(metrics.samples_per_s),
         "data_wait_share": metrics.data_wait_share,
         "seconds_to_first_update": metrics.first_update_s,
         "seconds_to_start": dict(started.seconds),

@@ -152,6 +152,7 @@ class TensorBoardWriter:
         points: List[Tuple[str, float, int]] = []
         if isinstance(event, UpdateDone):
             values = {**(event.metrics if event.has_results else {}), "samples_per_s": event.samples_per_s}
+            values.update(event.part_rates)
             points = [(f"training/{name}", value, event.update) for name, value in values.items()]
         elif isinstance(event, EvaluationDone):
             points = [(f"test/{name}", value, event.update) for name, value in event.metrics.items()]

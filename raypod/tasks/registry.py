@@ -17,9 +17,9 @@ from raypod.cli import suggestion
 from raypod.errors import ConfigError
 from raypod.host import sdk, torchvision_import
 from raypod.plan import resolve, user_code
-from raypod.plan.config import IMAGE_CLASSIFICATION, Config, TaskOptions, fields
+from raypod.plan.config import IMAGE_CLASSIFICATION, LANGUAGE_MODEL, Config, TaskOptions, fields
 from raypod.plan.plan import Plan, TaskFacts
-from raypod.tasks import image_facts
+from raypod.tasks import image_facts, language_facts
 from raypod.tasks.task import Task
 
 
@@ -37,6 +37,13 @@ class _Entry(NamedTuple):
 _BY_NAME: Dict[str, _Entry] = {
     IMAGE_CLASSIFICATION: _Entry(
         image_facts.facts, "raypod.tasks.image_classification", "ImageClassification", keys=image_facts.KEYS
+    ),
+    LANGUAGE_MODEL: _Entry(
+        language_facts.facts,
+        "raypod.tasks.language_model",
+        "LanguageModel",
+        language_facts.LanguageOptions,
+        language_facts.DEFAULTS,
     ),
 }
 _registered: Dict[str, Type[Task]] = {}

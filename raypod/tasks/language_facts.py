@@ -1,0 +1,83 @@
+"""The options of the language model, and what planning has to know of it, without torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Optional
+
+from pydantic import Field
+from typing_extensions import Literal
+
+from raypod.datasets import corpus
+from raypod.errors import ConfigError
+from raypod.plan.config import Config, TaskOptions
+from raypod.plan.metric import LOSS, Metric
+from raypod.plan.plan import DatasetSize, TaskFacts
+from raypod.plan.values import Names
+
+# An optimizer and a length with which the default run learns something.
+DEFAULTS = {
+    "training.optimizer": "adamw",
+    "training.learning_rate": 2e-3,
+    "training.weight_decay": 0.1,
+    "training.epochs": 1,
+}
+_BEST = Metric("bits_per_byte", scale=1 / math.log(2), label="bits/byte")
+_METRICS = (LOSS, Metric("perplexity", transform=math.exp, label="ppl", formats=(".2f", ".3f")), _BEST)
+
+
+class LanguageOptions(TaskOptions):
+    """The options of the task language-model."""
+
+    size: Literal["tiny", "small", "gpt2"] = Field(
+        "tiny", description="layers x width of the decoder: tiny 2 x 128, small 6 x 384, gpt2 12 x 768"
+    )
+    sequence_length: int = Field(128, ge=2, le=65_536, description="tokens that a window predicts, 2 to 65,536")
+    text: Names = Field(
+        None,
+        description="text files and folders (.txt .md .rst .py), separated by commas, of which the decoder learns "
+        f"(default: {corpus.MAX_DEFAULT_MB:g} MB source text of Python's standard library)",
+    )
+    held_out: float = Field(0.05, ge=0, le=0.5, description="fraction of the text in the test split, 0 to 0.5")
+    max_mb: Optional[float] = Field(
+        None, gt=0, le=1e6, description="megabytes of text that are used at most (default: all files of --text)"
+    )
+    tokenizer: Optional[str] = Field(
+        None, description="file tokenizer.json of the package tokenizers (default: a token is a byte)"
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="probability of dropout, 0 to less than 1")
+
+
+def facts(config: Config, is_dry: bool) -> TaskFacts:
+    """Return the facts; see `registry.facts_of`."""
+    del is_dry  # nothing is downloaded
+    options = LanguageOptions.model_validate(config.task.options)
+    tokenizer = tokenizer_of(options)
+    length, counts = options.sequence_length, []
+    for name, pieces in zip(("training", "held-out"), pieces_of(options)):
+        tokens = corpus.num_tokens(pieces, tokenizer)
+        counts.append(corpus.num_windows(tokens, length))
+        if tokens and not counts[-1]:
+            raise ConfigError(
+                f"the {name} text has {tokens} tokens, and a window of --sequence-length {length} needs {length + 1}: "
+                "use a smaller one, or more text"
+            )
+    return TaskFacts(
+        DatasetSize(counts[0], counts[1]),
+        _METRICS,
+        best=_BEST.name,
+        samples_are="windows",
+        parts=("tokens", length),
+        data=", ".join(options.text or ["the standard library of Python"]),
+        model=f"decoder {options.size}, windows of {length} {'tokens' if tokenizer else 'bytes'}",
+    )
+
+
+def pieces_of(options: LanguageOptions) -> corpus.Pieces:
+    """Return the text of both splits. ConfigError if there is none."""
+    return corpus.find_pieces(options.text, options.held_out, options.max_mb)
+
+
+def tokenizer_of(options: LanguageOptions) -> Optional[corpus.Tokenizer]:
+    """Return the tokenizer; None if tokens are bytes. ConfigError if it cannot be used."""
+    return None if options.tokenizer is None else corpus.Tokenizer(options.tokenizer)

@@ -1,0 +1,75 @@
+"""Causal language modeling of text with a GPT-2 style decoder; loss, perplexity and bits per byte."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Tuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from raypod.datasets import corpus
+from raypod.datasets.source import Batch, Source
+from raypod.datasets.text import TextSource, Windows
+from raypod.model.decoder import SIZES, Decoder
+from raypod.plan.config import Config
+from raypod.tasks.language_facts import LanguageOptions, pieces_of, tokenizer_of
+from raypod.tasks.task import Ratios, Task
+
+
+class LanguageModel(Task):
+    """Predicts each token of a window from those before it.
+
+    A batch is (tokens int32 [n, sequence_length + 1], bytes of the predicted tokens int32 [n]).
+    """
+
+    Options = LanguageOptions
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._tokenizer = tokenizer_of(self.options)
+
+    def load(self) -> Source:
+        """See `Task.load`."""
+        train, test = (corpus.encode(pieces, self._tokenizer) for pieces in pieces_of(self.options))
+        length = self.options.sequence_length
+        return TextSource(Windows(train, length), Windows(test, length))
+
+    def example(self, samples: int) -> Batch:
+        """See `Task.example`."""
+        length = self.options.sequence_length
+        return torch.zeros(samples, length + 1, dtype=torch.int32), torch.zeros(samples, dtype=torch.int32)
+
+    def network(self, first_batch: Batch) -> nn.Module:
+        """See `Task.network`."""
+        options = self.options
+        vocabulary = corpus.BYTES if self._tokenizer is None else self._tokenizer.vocabulary
+        return Decoder(SIZES[options.size], vocabulary, options.sequence_length, options.dropout)
+
+    def parameter_groups(self, network: nn.Module, weight_decay: float) -> List[Dict[str, Any]]:
+        """Return the parameter groups of the optimizer. Norms, biases and embeddings have no weight decay."""
+        decayed = [module.weight for module in network.modules() if isinstance(module, nn.Linear)]
+        others = [each for each in network.parameters() if not any(each is weight for weight in decayed)]
+        return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+    def training_outputs(
+        self, network: Any, *batch: torch.Tensor, **named: torch.Tensor
+    ) -> Tuple[torch.Tensor, Ratios]:
+        """Return the mean cross-entropy per token, and perplexity and bits per byte."""
+        tokens, num_bytes = batch
+        logits, targets = _predictions(network, tokens)
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return loss, {"perplexity": (loss, 1), "bits_per_byte": (loss * targets.numel(), num_bytes.sum())}
+
+    def evaluation_outputs(self, network: Any, *batch: torch.Tensor, **named: torch.Tensor) -> Ratios:
+        """Return cross-entropy, perplexity and bits per byte."""
+        tokens, num_bytes = batch
+        logits, targets = _predictions(network, tokens)
+        losses = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").sum(dim=1)
+        per_token = (losses, targets.shape[1])
+        return {"loss": per_token, "perplexity": per_token, "bits_per_byte": (losses, num_bytes)}
+
+
+def _predictions(network: Any, tokens: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits [n, length, vocabulary] in float32, and the tokens that they predict, int64 [n, length]."""
+    return network(tokens[:, :-1]).float(), tokens[:, 1:].to(torch.int64)
