@@ -12,7 +12,7 @@ from typing import Any, Dict, Generator, Iterator, List, Optional, Tuple
 from typing_extensions import Protocol
 
 from raypod import planning
-from raypod.checkpoint import resume
+from raypod.checkpoint import resume, weights_file
 from raypod.coordinator import coordinator
 from raypod.coordinator.stop import Stop
 from raypod.events import EvaluationDone, Event, RunStarted
@@ -110,6 +110,8 @@ def resume_point(plan: Plan, verify: bool = True) -> Tuple[Plan, Optional[resume
         found = resume.find_checkpoint(plan, was_cut_off, verify)
     elif was_cut_off:
         plan, found = resume.resume_interrupted(plan, verify)
+    if found is None:
+        weights_file.check_on_head(plan)
     run_folder.check_may_write(plan)
     return plan, found
 

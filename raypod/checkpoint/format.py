@@ -13,7 +13,8 @@ from typing import Any, Dict, List, Optional, Sequence
 from raypod.plan.metric import LOSS, Metric
 
 WEIGHTS, OPTIMIZER, REPLICAS = "weights.safetensors", "optimizer.safetensors", "replicas.safetensors"
-TENSOR_FILES = (WEIGHTS, OPTIMIZER, REPLICAS)
+EMA = "ema.safetensors"  # the averaged weights, with --ema
+TENSOR_FILES = (WEIGHTS, OPTIMIZER, REPLICAS, EMA)
 _FORMAT = 1
 
 

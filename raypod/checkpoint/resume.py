@@ -24,6 +24,8 @@ _WITHOUT_EFFECT = {
     "data.download",
     "data.num_workers",
     "data.async_dataloader",
+    "training.init_weights",
+    "training.init_ignore",
     "training.epochs",
     "training.updates",
     "training.evaluate_every",

@@ -15,7 +15,7 @@ from typing import Dict, Generator, Iterator, List, Optional, Sequence, Tuple
 from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.resume import check_data
 from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
-from raypod.coordinator.recovery import Recovery, seed
+from raypod.coordinator.recovery import Recovery, begin
 from raypod.coordinator.stop import Stop, stop_on_signal
 from raypod.errors import ConfigError
 from raypod.events import (
@@ -57,7 +57,7 @@ def run(
         started = fleet.start()
         stop.check()
         check_same_data(plan, started, resumed)
-        seed(fleet, resumed)
+        begin(plan, fleet, resumed)
         metrics.begin_at(first_update)
         schedule = CheckpointSchedule(plan, started[0], resumed)
         schedule.use_new_writer(fleet)

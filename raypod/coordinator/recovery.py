@@ -219,11 +219,23 @@ class Recovery:
             return f"instance {root}", positions[root], ()
         valid, damaged = newest_valid(storage.checkpoints_folder(self._plan.run_dir))
         checkpoint = valid or self._resumed
-        seed(self._fleet, checkpoint)
+        begin(self._plan, self._fleet, checkpoint)
         self._schedule.rollback_to(checkpoint)
         if checkpoint is None:
             return "the beginning", 0, tuple(damaged)
         return str(checkpoint.path), checkpoint.update, tuple(damaged)
+
+
+def begin(plan: Plan, fleet: Fleet, checkpoint: Optional[Checkpoint]) -> None:
+    """Give all instances the state of a checkpoint; without one, the state in which a run begins.
+
+    Raises:
+        ConfigError: the file of `--init-weights` cannot be used.
+        WeightsDiffer, CheckpointDamaged: as `seed`.
+    """
+    if checkpoint is None and plan.config.training.init_weights is not None:
+        fleet.call("load_initial_weights")
+    seed(fleet, checkpoint)
 
 
 def seed(

@@ -19,9 +19,10 @@ import popdist
 import poptorch
 import torch
 
-from raypod.checkpoint import tensors
+from raypod.checkpoint import initial_weights, tensors
 from raypod.checkpoint.format import Checkpoint, Manifest
 from raypod.checkpoint.transfer import Server
+from raypod.checkpoint.weights_file import find_weights
 from raypod.checkpoint.writer import BackgroundWriter, State, load_or_fetch
 from raypod.datasets.feed import Feed
 from raypod.errors import CollectiveBroken
@@ -109,7 +110,7 @@ class Instance:
         again with its compiled model. If the device cannot be read after a failed call, the host's last copy is kept.
         """
         self._gate = StopGate(self._plan.config.run.report_timeout_s)
-        self._model.network.train()
+        self._model.train()
         state = None
         try:
             state = program.read_replica_state(self._training)
@@ -167,6 +168,13 @@ class Instance:
         way_out = "evaluate with a data set of the same shape and number of classes"
         tensors.load_weights(self._model.network, tensors.unpack_flat(flat), way_out)
         return self._model.weights_sha256()
+
+    def load_initial_weights(self) -> None:
+        """Load the file of `--init-weights` in instance 0. ConfigError as `initial_weights.load`."""
+        training = self._plan.config.training
+        if self._spec.index == 0 and training.init_weights is not None:
+            path = find_weights(self._plan, training.init_weights)
+            initial_weights.load(self._model.network, path, training.init_ignore or ())
 
     def seed_weights(self, seeding: Seeding) -> str:
         """Broadcast the root's weights and optimizer state to the receivers; return the hash of this one's weights.
@@ -230,7 +238,7 @@ class Instance:
                 raise CollectiveBroken(self._spec.index, "the evaluation was aborted")
             sums.add(self._inference(*batch)[:valid])
         self._detach()
-        network.train()
+        self._model.train()
         return sums.report(self._spec.index)
 
     def save(self, manifest: Manifest) -> None:

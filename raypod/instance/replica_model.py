@@ -9,7 +9,7 @@ import torch
 from raypod.checkpoint import tensors
 from raypod.datasets.source import Batch
 from raypod.events import CallReport, EvaluationReport
-from raypod.model import program, recent_results
+from raypod.model import freezing, program, recent_results
 from raypod.plan.metric import exact_parts
 from raypod.plan.plan import Plan
 from raypod.tasks.task import Task
@@ -25,10 +25,16 @@ class ReplicaModel:
         self._geometry, self._num_sums = plan.geometry, 2 * len(metrics)
         self._keeps_results = program.keeps_recent_results(plan)
         recent = recent_results.RecentResults(plan.geometry, self._num_sums) if self._keeps_results else None
-        self.training_step = program.TrainingStep(task, metrics, self.network, prepare, recent).train()
+        self.training_step = program.TrainingStep(task, metrics, self.network, prepare, recent)
+        self.train()
         self.evaluation_step = program.EvaluationStep(task, metrics, self.network, prepare)
         groups = task.parameter_groups(self.network, plan.config.training.weight_decay)
         self.optimizer = program.build_optimizer(plan.config, groups)
+
+    def train(self) -> None:
+        """Set the training mode of both steps' modules; see `freezing.train`."""
+        self.training_step.train()
+        freezing.train(self.network)
 
     def state(self) -> Dict[str, Any]:
         """Return `weights` and `optimizer`, the state dicts. Their tensors are not copied."""

@@ -12,6 +12,7 @@ from typing_extensions import Protocol
 
 from raypod.datasets.transforms import activation_dtype
 from raypod.errors import ConfigError
+from raypod.model import freezing
 from raypod.model.recent_results import RecentResults
 from raypod.plan.config import Config, TrainingSection
 from raypod.plan.metric import Metric
@@ -149,11 +150,12 @@ def _column(value: Any, batch: torch.Tensor) -> torch.Tensor:
 
 
 def finish_network(plan: Plan, network: nn.Module) -> nn.Module:
-    """Return a task's network with the plan's pipeline splits, in the precision of the stored weights."""
+    """Return a task's network with the plan's splits and frozen parameters, in the precision of the stored weights."""
     for ipu, name in enumerate(plan.pipeline_splits, start=1):
         poptorch.BeginBlock(network.get_submodule(name), user_id=name, ipu_id=ipu)
     if plan.config.training.precision.endswith(".16"):
         network.half()
+    freezing.freeze(network, plan.config.training.freeze or ())
     return network
 
 
@@ -209,7 +211,7 @@ def build_optimizer(config: Config, groups: Sequence[Dict[str, Any]]) -> Any:
     if training.max_grad_norm is not None:
         options["max_grad_norm"] = training.max_grad_norm
     common: Dict[str, Any] = {"lr": training.learning_rate, "loss_scaling": training.loss_scaling}
-    return chosen.create(list(groups), accum_type=accumulator, **common, **options)
+    return chosen.create(freezing.trained_groups(groups), accum_type=accumulator, **common, **options)
 
 
 def optimizer_bytes(training: TrainingSection) -> int:

@@ -121,6 +121,15 @@ class TrainingSection(Section):
     lr_steps: Epochs = Field(None, description="step schedule: epochs after which the rate drops, as in 30,60,80")
     lr_gamma: float = Field(0.1, gt=0, allow_inf_nan=False, description="step schedule: factor of a drop")
     warmup_updates: int = Field(20, ge=0, description="updates of linear warm-up (0 for module:function)")
+    init_weights: Optional[str] = Field(
+        None,
+        description="weights to start from: a safetensors file, a .pt state dict, a run folder (its best checkpoint, "
+        "else its newest), or a checkpoint",
+    )
+    init_ignore: Names = Field(
+        None, description="names that --init-weights leaves at their initialization, as in head.*"
+    )
+    freeze: Names = Field(None, description="parameters or modules that are not trained, as in features.*,layer1")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of SGD")
     weight_decay: float = Field(
         5e-4, ge=0, allow_inf_nan=False, description="weight decay of parameters with more than one dimension"

@@ -225,9 +225,7 @@ def make_plan(config: Config, cluster: Cluster, task: TaskFacts, run_dir: str) -
         evaluation_iterations=training.evaluation_iterations or pipeline_stages(config),
     )
     _check_against_data(geometry, task.size, config)
-    check_settings(training)
-    if training.max_grad_norm is not None and training.optimizer == "lamb":
-        raise ConfigError("--max-grad-norm: poptorch.optim.LAMB cannot clip gradients; use sgd, adam or adamw")
+    _check_compatible(config)
     if config.run.fleet == "inline" and geometry.num_instances > 1:
         raise ConfigError(
             f"the inline fleet runs one instance, not {geometry.num_instances}; "
@@ -242,6 +240,16 @@ def make_plan(config: Config, cluster: Cluster, task: TaskFacts, run_dir: str) -
 def pipeline_stages(config: Config) -> int:
     """Return the number of forward stages that run at the same time: 1 for sharded execution and models on one IPU."""
     return config.pod.ipus_per_replica if config.training.execution == "pipelined" else 1
+
+
+def _check_compatible(config: Config) -> None:
+    """Raise ConfigError for settings that contradict each other."""
+    training = config.training
+    check_settings(training)
+    if training.max_grad_norm is not None and training.optimizer == "lamb":
+        raise ConfigError("--max-grad-norm: poptorch.optim.LAMB cannot clip gradients; use sgd, adam or adamw")
+    if training.init_ignore and not training.init_weights:
+        raise ConfigError(f"--init-ignore {','.join(training.init_ignore)} has no effect without --init-weights")
 
 
 def _check_pipeline(config: Config, geometry: Geometry, splits: Sequence[str]) -> None:

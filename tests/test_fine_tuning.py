@@ -1,0 +1,159 @@
+"""Fine-tuning: a run that starts from the weights of another one, with frozen parameters and a new head."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+from raypod import train
+from raypod.checkpoint import storage
+from raypod.checkpoint.tensors import read_tensors
+from raypod.model import freezing
+
+INLINE = ["--fleet", "inline", "--device", "emulated"]
+TINY = [*INLINE, "--model", "tiny", "--updates", "2"]
+Samples = List[Tuple[torch.Tensor, int]]
+
+
+def digits_from_5(folder: object) -> Tuple[Samples, Samples, int]:
+    """Return the digits 5 to 9 as classes 0 to 4: every fourth image is a test image."""
+    found = load_digits()
+    pairs = [
+        (torch.from_numpy(image).float().reshape(1, 8, 8) / 16, int(label) - 5)
+        for image, label in zip(found.images, found.target)
+        if label >= 5
+    ]
+    test = pairs[::4]
+    return [pair for index, pair in enumerate(pairs) if index % 4], test, 5
+
+
+def command(folder: Path, *flags: str) -> Dict[str, Any]:
+    assert train.main([*INLINE, "--run-dir", str(folder), *flags]) == 0
+    summary: Dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+def weights(folder: Path) -> Dict[str, torch.Tensor]:
+    name = storage.latest_name(folder)
+    assert name is not None
+    return read_tensors(folder / "checkpoints" / name / "weights.safetensors")[0]
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on all digits."""
+    folder = tmp_path_factory.mktemp("pretrained") / "run"
+    command(folder, "--epochs", "2")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the model `tiny`, with `head.weight` and `head.bias`."""
+    folder = tmp_path_factory.mktemp("tiny") / "run"
+    command(folder, *TINY)
+    return folder
+
+
+def test_fine_tuning_on_half_of_the_digits_with_a_new_head(pretrained: Path, tmp_path: Path) -> None:
+    half = ["--dataset", f"{__name__}:digits_from_5", "--updates", "40", "--learning-rate", "0.1"]
+    start = ["--init-weights", str(pretrained), "--init-ignore", "head.*", "--freeze", "features"]
+    tuned = command(tmp_path / "tuned", *half, *start)
+    scratch = command(tmp_path / "scratch", *half, "--freeze", "features")
+    assert tuned["test_accuracy"] > 80
+    assert tuned["test_accuracy"] > scratch["test_accuracy"] + 30
+    before, after = weights(pretrained), weights(tmp_path / "tuned")
+    assert after["head.weight"].shape == (5, 64)
+    features = [name for name in before if name.startswith("features.")]
+    assert any(name.endswith("running_mean") for name in features)
+    assert all(torch.equal(before[name], after[name]) for name in features)
+
+
+def test_a_run_that_starts_from_weights_resumes_without_their_file(tiny: Path, tmp_path: Path) -> None:
+    weights_file = tmp_path / "weights.pt"
+    torch.save({"state_dict": {name: value.double() for name, value in weights(tiny).items()}}, weights_file)
+    flags = ["--model", "tiny", "--lr-schedule", "constant", "--init-weights", str(weights_file)]
+    whole = command(tmp_path / "whole", *flags, "--updates", "4")
+    from_run = command(tmp_path / "from_run", *flags[:-1], str(tiny), "--updates", "4")
+    assert whole["weights_sha256"] == from_run["weights_sha256"]
+    command(tmp_path / "part", *flags, "--updates", "2")
+    weights_file.unlink()
+    resumed = command(tmp_path / "part", "--resume", str(tmp_path / "part"), "--updates", "4")
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_a_checkpoint_and_its_safetensors_file_are_the_same_start(tiny: Path, tmp_path: Path) -> None:
+    checkpoint = tiny / "checkpoints" / "update-00000002"
+    found = {
+        command(tmp_path / str(index), *TINY, "--init-weights", str(path))["weights_sha256"]
+        for index, path in enumerate((tiny, checkpoint, checkpoint / "weights.safetensors"))
+    }
+    assert len(found) == 1
+
+
+class Malicious:
+    def __reduce__(self) -> Tuple[Any, Tuple[str]]:
+        return exec, ("raise AssertionError('code of the file was executed')",)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"head.weight": torch.zeros(3, 1), "extra": torch.zeros(1)}, "it lacks head.bias; the network has no extra; "),
+        ({"head.weight": torch.zeros(3, 1)}, r"head.weight is \[3, 1\] there and \[10, 1\] in the network"),
+        ({"head.weight": torch.zeros(10, 1).long(), "head.bias": torch.zeros(10)}, "torch.int64 there"),
+        ({"epoch": 3, "head.weight": torch.zeros(10, 1)}, "epoch are no tensors"),
+        ([1, 2], "it contains a list"),
+        (Malicious(), "[Uu]nsupported|[Uu]npickl|weights_only"),
+        (b"no weights", "--init-weights"),
+        (None, "there is no such file, run folder or checkpoint"),
+    ],
+    ids=["names", "shapes", "dtypes", "values", "list", "code", "damaged", "missing"],
+)
+def test_weights_that_cannot_be_used_are_one_line(
+    content: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "weights.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    flags = [*TINY, "--run-dir", str(tmp_path / "run"), "--init-weights", str(path)]
+    assert train.main(flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"raypod: error: --init-weights {path}")
+    assert re.search(message, line)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--init-ignore", "head.*"], "--init-ignore head.* has no effect without --init-weights"),
+        (["--init-weights", "RUN", "--init-ignore", "haed.*"], "--init-ignore haed.* matches no name of the network"),
+        (["--freeze", "heed.weight"], "--freeze heed.weight matches no name of the network; there are head.weight"),
+        (["--freeze", "*"], "--freeze * matches all parameters: nothing is left to train"),
+        (["--init-weights", "RUN/logs"], "contains no checkpoint"),
+    ],
+)
+def test_patterns_that_have_no_effect_are_one_line(
+    flags: List[str], message: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [flag.replace("RUN", str(tiny)) for flag in flags]
+    assert train.main([*TINY, "--run-dir", str(tmp_path / "run"), *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_a_norm_keeps_its_statistics_if_all_its_parameters_are_frozen() -> None:
+    network = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    freezing.freeze(network, ["0", "1.bias"])
+    freezing.train(network)
+    assert [module.training for module in network] == [False, True]
