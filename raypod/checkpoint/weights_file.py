@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Optional
-
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import EMA, WEIGHTS, best_of
 from raypod.errors import ConfigError
@@ -37,7 +35,7 @@ def find_weights(plan: Plan, where: str) -> Path:
         return path
     if not path.is_dir():
         raise ConfigError(f"{_FLAG} {where}: there is no such file, run folder or checkpoint")
-    folder: Optional[Path] = path
+    folder = path
     if not storage.is_checkpoint(path):
         found, damaged = storage.list_checkpoints(storage.checkpoints_folder(path))
         best = best_of(found, plan.best_metric) or next(iter(found), None)
