@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import EMA, WEIGHTS, best_of
 from raypod.errors import ConfigError
