@@ -86,9 +86,9 @@ class Uneven(nn.Module):
 
 
 def test_splits_by_time_differ_from_splits_by_parameters() -> None:
-    network, images = Uneven(), torch.zeros(2, 3, 64, 64)
-    assert pipeline.balanced_splits(pipeline.units_by_parameters(network, images), 2) == ("last",)
-    assert pipeline.balanced_splits(pipeline.units_by_time(network, images), 2) in (("busier",), ("lazy",))
+    network, inputs = Uneven(), pipeline.Inputs((torch.zeros(2, 3, 64, 64),))
+    assert pipeline.balanced_splits(pipeline.units_by_parameters(network, inputs), 2) == ("last",)
+    assert pipeline.balanced_splits(pipeline.units_by_time(network, inputs), 2) in (("busier",), ("lazy",))
     assert all(parameter.grad is None for parameter in network.parameters())
 
 

@@ -12,9 +12,8 @@ from torch.nn import functional
 
 from raypod.model import program
 from raypod.plan.config import Config
-from raypod.plan.metric import LOSS
 from raypod.plan.resolve import from_values
-from raypod.tasks.registry import task_of
+from raypod.tasks.registry import facts_of, task_of
 
 
 def config(**training: object) -> Config:
@@ -31,7 +30,8 @@ def test_the_training_step_has_the_loss_and_gradients_of_torch(smoothing: float)
         name: parameter.grad.clone() for name, parameter in network.named_parameters() if parameter.grad is not None
     }
     before = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
-    step = program.TrainingStep(task_of(config(label_smoothing=smoothing)), (LOSS,), network, nn.Identity())
+    configured = config(label_smoothing=smoothing)
+    step = program.TrainingStep(task_of(configured), facts_of(configured).metrics, network, nn.Identity())
     trained = poptorch.trainingModel(step, optimizer=poptorch.optim.SGD(network.parameters(), lr=1.0))
     loss, _ = trained(images, labels)
     torch.testing.assert_close(loss, expected.detach())

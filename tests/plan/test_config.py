@@ -42,7 +42,7 @@ def test_all_keys() -> None:
     keys = [key for _, key, _ in fields()]
     assert len(keys) == len(set(keys)), "flags have no section, so keys must be unique over all sections"
     assert " ".join(keys) == (
-        "dataset data_dir download cache_dir samples image classes augment crop_padding flip image_size "
+        "name dataset data_dir download cache_dir samples image classes augment crop_padding flip image_size "
         "num_workers async_dataloader eight_bit_io "
         "model stem norm pipeline_splits pipeline_balance execution "
         "precision batch_size gradient_accumulation device_iterations epochs updates optimizer learning_rate "
