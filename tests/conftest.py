@@ -32,8 +32,11 @@ from raypod.plan.plan import Plan, make_plan
 from raypod.plan.resolve import from_values
 from raypod.tasks.registry import facts_of
 
-# Set by pytest, by importing poptorch, and by torch's compiler, which torch's own optimizers import.
-SET_BY_AN_IMPORT = {"PYTEST_CURRENT_TEST", "RDMAV_FORK_SAFE", "TORCHINDUCTOR_CACHE_DIR"}
+# Set by pytest, by importing poptorch, by torch's compiler, which torch's own optimizers import, and by scikit-learn.
+SET_BY_AN_IMPORT = {
+    *("PYTEST_CURRENT_TEST", "RDMAV_FORK_SAFE", "TORCHINDUCTOR_CACHE_DIR"),
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
+}
 
 
 # Most tests that start Ray clusters run in two processes: on few cores more clusters at once exceed Ray's time limits.

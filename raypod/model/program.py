@@ -44,12 +44,10 @@ class TaskOutputs(Protocol):
     config: Config
     names: Optional[Tuple[str, ...]]
 
-    def training_outputs(
-        self, network: Any, *batch: torch.Tensor, **named: torch.Tensor
-    ) -> Tuple[torch.Tensor, Ratios]:
+    def training_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[torch.Tensor, Ratios]:
         """Return the loss and the other metrics of a micro-batch."""
 
-    def evaluation_outputs(self, network: Any, *batch: torch.Tensor, **named: torch.Tensor) -> Ratios:
+    def evaluation_outputs(self, network: Any, *batch: Any, **named: Any) -> Ratios:
         """Return all metrics per sample."""
 
 

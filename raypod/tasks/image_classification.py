@@ -50,9 +50,7 @@ class ImageClassification(Task):
         images = torch.zeros(1, shape.channels, shape.side, shape.side, dtype=dtype).expand(samples, -1, -1, -1)
         return images, torch.zeros(samples, dtype=torch.int64)
 
-    def training_outputs(
-        self, network: Any, *batch: torch.Tensor, **named: torch.Tensor
-    ) -> Tuple[torch.Tensor, Ratios]:
+    def training_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[torch.Tensor, Ratios]:
         """Return the mean cross-entropy, with the label smoothing of the config, and the accuracy."""
         images, labels = batch
         smoothing, logits = self.config.training.label_smoothing, network(images).float()
@@ -65,7 +63,7 @@ class ImageClassification(Task):
             loss = poptorch.identity_loss((1 - smoothing) * loss + smoothing * of_all_classes, reduction="mean")
         return loss, {"accuracy": ((logits.argmax(dim=1) == labels).sum(), len(labels))}
 
-    def evaluation_outputs(self, network: Any, *batch: torch.Tensor, **named: torch.Tensor) -> Ratios:
+    def evaluation_outputs(self, network: Any, *batch: Any, **named: Any) -> Ratios:
         """Return cross-entropy and accuracy."""
         images, labels = batch
         logits, targets = network(images).float(), labels.to(torch.int64)

@@ -70,9 +70,7 @@ class Task(abc.ABC):
         """
 
     @abc.abstractmethod
-    def training_outputs(
-        self, network: Any, *batch: torch.Tensor, **named: torch.Tensor
-    ) -> Tuple[torch.Tensor, Ratios]:
+    def training_outputs(self, network: Any, *batch: Any, **named: Any) -> Tuple[torch.Tensor, Ratios]:
         """Return the loss (0-d) of a micro-batch, and numerator and denominator of each other metric.
 
         The loss is the mean over the samples, and what a loss function of torch or `poptorch.identity_loss` returns.
@@ -83,7 +81,7 @@ class Task(abc.ABC):
         """
 
     @abc.abstractmethod
-    def evaluation_outputs(self, network: Any, *batch: torch.Tensor, **named: torch.Tensor) -> Ratios:
+    def evaluation_outputs(self, network: Any, *batch: Any, **named: Any) -> Ratios:
         """Return numerator and denominator of each metric and of "loss", per sample: tensors [samples] or numbers."""
 
     def parameter_groups(self, network: nn.Module, weight_decay: float) -> List[Dict[str, Any]]:

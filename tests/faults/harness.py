@@ -17,21 +17,22 @@ from raypod.fleet.inline import InlineFleet
 from raypod.fleet.ray import RayFleet
 from raypod.plan.cluster import LOCAL, Cluster
 from raypod.plan.plan import Plan, make_plan
-from raypod.plan.resolve import from_values
+from raypod.plan.resolve import from_values, task_of_values
 from raypod.record import ledger, run_folder, verify_data
 from raypod.record.metrics import MetricsAggregator
 from raypod.record.sinks import Sinks
-from raypod.tasks.registry import facts_of
+from raypod.tasks.registry import facts_of, schema_of
 
 UPDATES = 24
 _CALLS_BETWEEN = 3
 
 
 def plan_for(folder: Path, cluster: Cluster = LOCAL, **sections: Dict[str, Any]) -> Plan:
-    """Plan 4 replicas on digits, with batch normalization."""
+    """Plan 4 replicas; by default on digits, with batch normalization."""
     run = {"device": "emulated", "max_restarts": 9, "tensorboard": True, **sections.get("run", {})}
     training = {"updates": UPDATES, **sections.get("training", {})}
-    config = from_values({**sections, "run": run, "training": training})
+    schema = schema_of(task_of_values(sections))
+    config = from_values({**sections, "run": run, "training": training}, schema=schema)
     plan = make_plan(config, cluster, facts_of(config), str(folder / "run"))
     run_folder.create(plan)
     return plan
@@ -112,7 +113,8 @@ def assert_undisturbed(plan: Plan, outcome: Outcome, undisturbed: Outcome) -> No
     assert outcome.updates == list(range(1, plan.total_updates + 1))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     expected = [(event.update, event.metrics) for event in undisturbed.of(UpdateDone)]
-    assert [(line["update"], line["loss"], line["accuracy"]) for line in lines] == expected
+    names = [metric.name for metric in plan.task.metrics]
+    assert [(line["update"], {name: line[name] for name in names}) for line in lines] == expected
     assert outcome.of(EvaluationDone) == undisturbed.of(EvaluationDone)
     assert [step for step, _ in scalars(folder)["training/loss"]] == outcome.updates
     generations = [line for line in ledger.read(folder / ledger.NAME)[0] if isinstance(line, ledger.GenerationStarted)]

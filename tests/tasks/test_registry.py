@@ -1,0 +1,133 @@
+"""Tasks by name, their options, and what is rejected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypod import planning, train
+from raypod.tasks import registry
+
+MODULE = """
+import raypod, torch
+from pydantic import Field
+from torch import nn
+class Task(raypod.Task):
+    class Options(raypod.TaskOptions):
+        width: int = Field(4, ge=1, le=64, description="features")
+    metrics = (raypod.Metric("size"),)
+    defaults = {"training.batch_size": 2}
+    def datasets(self):
+        x = torch.randn(64, self.options.width, generator=torch.Generator().manual_seed(1))
+        return raypod.Arrays(x=x), raypod.Arrays(x=x[:7])
+    def network(self, first_batch):
+        return nn.Linear(first_batch[0].shape[1], 1)
+    def training_outputs(self, network, x):
+        return nn.functional.mse_loss(network(x), x[:, :1]), {"size": (x.abs().sum(), x.numel())}
+    def evaluation_outputs(self, network, x):
+        return {"loss": ((network(x) - x[:, :1]).squeeze(1) ** 2, 1), "size": (x.abs().sum(1), x.shape[1])}
+class Clash(Task):
+    class Options(raypod.TaskOptions):
+        epochs: int = Field(1, description="clashes with training.epochs")
+class Reserved(Task):
+    metrics = (raypod.Metric("samples"),)
+class Best(Task):
+    best = "accuracy"
+class NoMetric(Task):
+    def training_outputs(self, network, x):
+        return nn.functional.mse_loss(network(x), x[:, :1]), {}
+class WholeBatch(Task):
+    def evaluation_outputs(self, network, x):
+        return {"loss": (network(x).mean(), 1), "size": (x.abs().sum(1), x.shape[1])}
+class Nested(Task):
+    def datasets(self):
+        return [{"x": {"y": 1}}] * 64, None
+class Uneven(Task):
+    def datasets(self):
+        return raypod.Arrays(x=torch.zeros(3), y=torch.zeros(4)), None
+class OnlyTrain(Task):
+    def datasets(self):
+        return [(torch.full((4,), float(i)),) for i in range(64)], None
+class Other: pass
+"""
+FLAGS = ["--fleet", "inline", "--updates", "2", "--device", "emulated"]
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "registered_tasks.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def run(task: str, *flags: str) -> int:
+    return train.main(["--task", task if ":" in task else f"registered_tasks:{task}", *FLAGS, *flags])
+
+
+def test_options_are_flags_keys_and_defaults(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("task: {name: 'registered_tasks:Task', width: 3}\n")
+    plan, _ = planning.plan_of(["--config", "c.yaml", *FLAGS], "test", ["--json"])
+    assert (plan.config.task.options, plan.config.training.batch_size) == ({"width": 3}, 2)
+    plan, _ = planning.plan_of(["task.name=registered_tasks:Task", "task.width=5", *FLAGS], "test", ["--json"])
+    assert plan.config.task.options == {"width": 5}
+    assert [metric.name for metric in plan.task.metrics] == ["loss", "size"]
+    assert registry.schema_of(plan.config.task.name).options.model_fields["width"].default == 4
+
+
+def test_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train.main(["--task", "registered_tasks:Task", "--help"])
+    assert "--width" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("task", "flags", "words"),
+    [
+        ("Task", ["--width", "0"], "task.width = '0': input should be greater than or equal to 1"),
+        ("Task", ["--widht", "3"], "unknown flag --widht; did you mean --width?"),
+        ("Task", ["task.widht=3"], "unknown key task.widht in the command line; did you mean task.width?"),
+        ("Task", ["--model", "resnet18"], "--model has no effect on the task registered_tasks:Task: omit it"),
+        ("Task", ["--eight-bit-io"], "--eight-bit-io has no effect"),
+        ("Clash", [], "its option epochs is a key of the section training; rename it"),
+        ("Reserved", [], "the metric 'samples' is another key of the files of a run; rename it"),
+        ("Best", [], "best = 'accuracy' is none of its metrics (loss, size)"),
+        ("Nested", [], "the entry 'x' of the first sample is a dict"),
+        ("Uneven", [], "all arrays must have the same length, but there is x 3, y 4"),
+        ("Other", [], "is no subclass of raypod.Task"),
+        ("Missing", [], "the module registered_tasks has no 'Missing'"),
+        ("image-clasification:", [], "write module:function"),
+    ],
+)
+def test_bad_input_is_one_line(
+    task: str, flags: Any, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(task, *flags) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_unknown_name_has_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["--task", "image-clasification"]) == 2
+    assert "unknown task 'image-clasification'; did you mean image-classification?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("NoMetric", "NoMetric.training_outputs returned the metrics 'loss'; they are 'loss', 'size'"),
+        ("WholeBatch", "sums are tensors with one value per sample"),
+    ],
+)
+def test_wrong_outputs_name_the_method(task: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(task) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_task_of_tuples_without_a_test_split_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run("OnlyTrain", "--num-instances", "1", "--run-dir", "run") == 0
+    assert "NO test samples: nothing will be evaluated" in capsys.readouterr().out
+    assert '"test_loss": null' in (tmp_path / "run" / "summary.json").read_text()
