@@ -197,6 +197,25 @@ class Repaired:
 
 
 @dataclasses.dataclass(frozen=True)
+class StoppedEarly:
+    """The run ends after `update` updates: `patience` evaluations in a row did not improve a metric."""
+
+    update: int
+    metric: str
+    patience: int
+    best_update: int
+    best: float
+
+    @property
+    def reason(self) -> str:
+        """Why the run ends, for people."""
+        times = "evaluation" if self.patience == 1 else f"{self.patience} evaluations"
+        return (
+            f"{self.metric} has not improved for {times}; the best is {self.best:.5g}, after update {self.best_update}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class RunEnded:
     """The last event of a run that finished or was interrupted."""
 
@@ -237,5 +256,6 @@ Event = Union[
     EvaluationDone,
     InstanceLost,
     Repaired,
+    StoppedEarly,
     RunEnded,
 ]

@@ -14,7 +14,9 @@ from typing_extensions import Protocol
 from raypod import planning
 from raypod.checkpoint import resume, weights_file
 from raypod.coordinator import coordinator
+from raypod.coordinator.early_stopping import early_stop
 from raypod.coordinator.stop import Stop
+from raypod.errors import ConfigError
 from raypod.events import EvaluationDone, Event, RunStarted
 from raypod.fleet.choice import fleet_for
 from raypod.host.lease_file import Log
@@ -108,6 +110,12 @@ def resume_point(plan: Plan, verify: bool = True) -> Tuple[Plan, Optional[resume
     was_cut_off, found = run_state.is_unfinished(Path(plan.run_dir)), None
     if plan.config.run.resume:
         found = resume.find_checkpoint(plan, was_cut_off, verify)
+        stopped = early_stop(plan, run_folder.evaluations_until(plan, found.checkpoint.update))
+        if stopped is not None and not was_cut_off:
+            raise ConfigError(
+                f"--resume {plan.config.run.resume}: the run has stopped early after update {stopped.update}: "
+                f"{stopped.reason}; continue it with another --early-stopping"
+            )
     elif was_cut_off:
         plan, found = resume.resume_interrupted(plan, verify)
     if found is None:

@@ -29,6 +29,8 @@ _WITHOUT_EFFECT = {
     "training.epochs",
     "training.updates",
     "training.evaluate_every",
+    "training.early_stopping",
+    "training.early_stopping_metric",
     "training.evaluation_iterations",
     "training.pipeline_splits",
     "training.pipeline_balance",

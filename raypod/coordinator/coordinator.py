@@ -15,6 +15,7 @@ from typing import Dict, Generator, Iterator, List, Optional, Sequence, Tuple
 from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.resume import check_data
 from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
+from raypod.coordinator.early_stopping import early_stop
 from raypod.coordinator.recovery import Recovery, begin
 from raypod.coordinator.stop import Stop, stop_on_signal
 from raypod.errors import ConfigError
@@ -25,6 +26,7 @@ from raypod.events import (
     InstanceStarted,
     RunEnded,
     RunStarted,
+    StoppedEarly,
 )
 from raypod.fleet.base import Fleet
 from raypod.plan.metric import sum_exactly, values_of
@@ -68,7 +70,10 @@ def run(
         yield from recovery.until_done(first_update, partial(evaluations.evaluate, first_update))
         yield from _Training(plan, fleet, metrics, schedule, recovery, evaluations, stop).events()
         assert schedule.last is not None, "a run ends with a checkpoint"
-        saved, is_interrupted = schedule.last, metrics.position < plan.total_updates
+        saved, stopped = schedule.last, evaluations.early_stop()
+        is_interrupted = metrics.position < evaluations.last_update()
+        if stopped is not None and not is_interrupted:
+            yield stopped
         yield RunEnded(metrics.position, is_interrupted, saved.weights_sha256, saved.path, stop.cause)
 
 
@@ -94,7 +99,7 @@ class _Training:
         # If all instances are lost at the end, the run is rolled back and has to train again.
         while done != self._metrics.position:
             with self._stop.deferred():
-                while self._metrics.position < self._plan.total_updates and not self._stop.requested:
+                while self._metrics.position < self._evaluations.last_update() and not self._stop.requested:
                     yield from self._leg_and_save()
                 done = self._metrics.position
                 yield from self._finish_save(done)
@@ -170,6 +175,15 @@ class Evaluations:
         self._evaluations[update] = done
         self._schedule.add_evaluation(update, done.metrics)
         yield done
+
+    def early_stop(self) -> Optional[StoppedEarly]:
+        """Return how the evaluations end the run early; None if they do not."""
+        return early_stop(self._plan, self._evaluations.values())
+
+    def last_update(self) -> int:
+        """Return the number of updates after which the run ends, as far as it is known."""
+        stopped = self.early_stop()
+        return self._plan.total_updates if stopped is None else stopped.update
 
     def metrics_after(self, update: int) -> Dict[str, float]:
         """Return the test metrics after `update` updates; empty if they are unknown."""

@@ -14,7 +14,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 from typing_extensions import Literal
 
-from raypod.plan.values import Epochs, Names, parse_interval
+from raypod.plan.values import Epochs, Names, parse_evaluations, parse_interval
 
 CHECKPOINTS = "checkpoints"  # of a run folder
 MANIFEST = "manifest.json"  # its presence makes a folder a checkpoint
@@ -147,6 +147,12 @@ class TrainingSection(Section):
     evaluate_every: Optional[int] = Field(
         None, ge=1, description="epochs between evaluations; the last update is always evaluated"
     )
+    early_stopping: Optional[str] = Field(
+        None, description="end the run after so many evaluations in a row without improvement, as in 5 evaluations"
+    )
+    early_stopping_metric: Optional[str] = Field(
+        None, description="test metric that must improve, as in loss (default: that of --best-metric)"
+    )
     evaluation_iterations: Optional[int] = Field(
         None,
         ge=1,
@@ -176,6 +182,13 @@ class TrainingSection(Section):
         """Return the values without warm-up for a custom schedule, unless they contain one."""
         is_custom = isinstance(values, dict) and ":" in str(values.get("lr_schedule", ""))
         return {"warmup_updates": 0, **values} if is_custom else values
+
+    @pydantic.field_validator("early_stopping")
+    @classmethod
+    def _is_a_number_of_evaluations(cls, value: Optional[str]) -> Optional[str]:
+        if value is not None:
+            parse_evaluations(value)
+        return value
 
     @pydantic.field_validator("precision", mode="before")
     @classmethod
@@ -221,7 +234,10 @@ class RunSection(Section):
         None, description="comma-separated settings that may differ from those of the checkpoint"
     )
     checkpoint_every: str = Field("1 epoch", description="interval, as in 100 updates, 2 epochs, 10 minutes")
-    keep_checkpoints: int = Field(3, ge=1, description="newest checkpoints to keep, besides the best by test accuracy")
+    keep_checkpoints: int = Field(3, ge=1, description="newest checkpoints to keep, besides the best by --best-metric")
+    best_metric: Optional[str] = Field(
+        None, description="test metric of the best checkpoint, as in loss (default: the task's, accuracy of images)"
+    )
     on_nonfinite: Literal["stop", "continue"] = Field("stop", description="reaction to a loss that is NaN or infinite")
     tensorboard: bool = Field(False, description="also write TensorBoard event files into the run folder")
     save_timeout_s: float = Field(600, gt=0, le=_MAX_S, description="timeout for writing a checkpoint")

@@ -10,11 +10,11 @@ from typing import Dict, List, Optional, Sequence, Tuple
 
 from raypod.errors import ConfigError
 from raypod.plan.cluster import Cluster
+from raypod.plan.compatibility import check_compatible, check_metrics
 from raypod.plan.config import IMAGE_CLASSIFICATION, Config
-from raypod.plan.learning_rate import check_settings
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.placement import Placement, Sizes, place
-from raypod.plan.values import parse_interval
+from raypod.plan.values import parse_evaluations, parse_interval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +161,21 @@ class Plan:
     @property
     def best_metric(self) -> Metric:
         """The metric by which the best checkpoint is kept."""
-        return next(metric for metric in self.task.metrics if metric.name == self.task.best)
+        return self._metric(self.config.run.best_metric or self.task.best)
+
+    @property
+    def early_stopping_metric(self) -> Metric:
+        """The metric that must improve."""
+        return self._metric(self.config.training.early_stopping_metric or self.best_metric.name)
+
+    @property
+    def patience(self) -> Optional[int]:
+        """The evaluations without improvement that end the run; None: it does not end early."""
+        text = self.config.training.early_stopping
+        return None if text is None else parse_evaluations(text)
+
+    def _metric(self, name: str) -> Metric:
+        return next(metric for metric in self.task.metrics if metric.name == name)
 
     @property
     def updates_per_epoch(self) -> int:
@@ -225,7 +239,8 @@ def make_plan(config: Config, cluster: Cluster, task: TaskFacts, run_dir: str) -
         evaluation_iterations=training.evaluation_iterations or pipeline_stages(config),
     )
     _check_against_data(geometry, task.size, config)
-    _check_compatible(config)
+    check_compatible(config)
+    check_metrics(config, [metric.name for metric in task.metrics], task.size.test_samples)
     if config.run.fleet == "inline" and geometry.num_instances > 1:
         raise ConfigError(
             f"the inline fleet runs one instance, not {geometry.num_instances}; "
@@ -240,16 +255,6 @@ def make_plan(config: Config, cluster: Cluster, task: TaskFacts, run_dir: str) -
 def pipeline_stages(config: Config) -> int:
     """Return the number of forward stages that run at the same time: 1 for sharded execution and models on one IPU."""
     return config.pod.ipus_per_replica if config.training.execution == "pipelined" else 1
-
-
-def _check_compatible(config: Config) -> None:
-    """Raise ConfigError for settings that contradict each other."""
-    training = config.training
-    check_settings(training)
-    if training.max_grad_norm is not None and training.optimizer == "lamb":
-        raise ConfigError("--max-grad-norm: poptorch.optim.LAMB cannot clip gradients; use sgd, adam or adamw")
-    if training.init_ignore and not training.init_weights:
-        raise ConfigError(f"--init-ignore {','.join(training.init_ignore)} has no effect without --init-weights")
 
 
 def _check_pipeline(config: Config, geometry: Geometry, splits: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from pydantic import Field
 from typing_extensions import Annotated
 
 _INTERVAL = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(update|epoch|minute)s?\s*$")
+_EVALUATIONS = re.compile(r"\s*(\d{1,9})\s*evaluations?\s*$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,16 @@ def parse_interval(text: str) -> Interval:
     if interval.count <= 0 or (interval.unit != "minute" and interval.count != int(interval.count)):
         raise ValueError("must be positive" if interval.count <= 0 else f"must be a whole number of {interval.unit}s")
     return interval
+
+
+def parse_evaluations(text: str) -> int:
+    """Parse "5 evaluations". ValueError for anything else."""
+    found = _EVALUATIONS.match(text)
+    if found is None:
+        raise ValueError("write a number of evaluations: 5 evaluations")
+    if int(found.group(1)) < 1:
+        raise ValueError("must be at least 1 evaluation")
+    return int(found.group(1))
 
 
 def _split_words(value: Any) -> Any:

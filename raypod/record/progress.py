@@ -22,6 +22,7 @@ from raypod.events import (
     Repaired,
     RunEnded,
     RunStarted,
+    StoppedEarly,
     UpdateDone,
 )
 from raypod.plan.plan import Plan
@@ -81,6 +82,8 @@ class Progress:
             return self._evaluation_line(event)
         if isinstance(event, (CheckpointFailed, InstanceLost, Repaired)):
             return _failure_line(event)
+        if isinstance(event, StoppedEarly):
+            return f"Stopped early after update {event.update}: {event.reason}"
         if isinstance(event, RunEnded) and event.interrupted:
             cause = f" ({event.cause})" if event.cause else ""
             return f"Interrupted after update {event.updates}; continue with --resume {self._plan.run_dir}{cause}"

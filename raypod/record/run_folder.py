@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from raypod.events import (
     Repaired,
     RunEnded,
     RunStarted,
+    StoppedEarly,
     UpdateDone,
     flat_record,
     from_flat_record,
@@ -81,10 +83,25 @@ def create(plan: Plan) -> None:
     folder = Path(plan.run_dir)
     try:
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
+        _copy_evaluations(plan)
         replace_file(folder / CONFIG, plan.config.to_yaml().encode())
         replace_file(folder / PLAN, (json.dumps(describe(plan), indent=2) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"cannot write into the run folder {folder}: {error.strerror}") from None
+
+
+def _copy_evaluations(plan: Plan) -> None:
+    """Copy the evaluations of the resumed run into another run folder: early stopping depends on them."""
+    source, target = _evaluations_file(plan), Path(plan.run_dir) / EVALUATIONS
+    if source != target and source.is_file():
+        replace_file(target, source.read_bytes())
+
+
+def _evaluations_file(plan: Plan) -> Path:
+    """Return the evaluations of the run folder, or those of the resumed run if it has none yet."""
+    own, resume = Path(plan.run_dir) / EVALUATIONS, plan.config.run.resume
+    resumed = run_folder_of(resume) if resume and not own.exists() else None
+    return own if resumed is None else resumed / EVALUATIONS
 
 
 def write_summary(
@@ -94,6 +111,7 @@ def write_summary(
     started: RunStarted = last_events[RunStarted]
     ended: RunEnded = last_events[RunEnded]
     repaired: Optional[Repaired] = last_events.get(Repaired)
+    stopped: Optional[StoppedEarly] = last_events.get(StoppedEarly)
     last = metrics.last or last_update(Path(plan.run_dir))
     names = [metric.name for metric in plan.task.metrics]
     summary = {
@@ -112,6 +130,7 @@ def write_summary(
         "restarts": repaired.restarts if repaired else 0,
         "topology": topology_summary(plan),
         "interrupted": ended.interrupted,
+        "stopped_early": {**dataclasses.asdict(stopped), "reason": stopped.reason} if stopped else None,
         "checkpoint": ended.checkpoint,
     }
     path = Path(plan.run_dir) / SUMMARY
@@ -123,7 +142,7 @@ def write_summary(
 
 def evaluations_until(plan: Plan, update: int) -> List[EvaluationDone]:
     """Return the evaluations that the run in this folder made up to `update`."""
-    found = [from_flat_record(EvaluationDone, each) for each in records(Path(plan.run_dir) / EVALUATIONS)]
+    found = [from_flat_record(EvaluationDone, each) for each in records(_evaluations_file(plan))]
     return [each for each in found if each.update <= update]
 
 

@@ -48,10 +48,10 @@ def test_all_keys() -> None:
         "precision batch_size gradient_accumulation device_iterations epochs updates optimizer learning_rate "
         "lr_schedule lr_floor lr_power lr_steps lr_gamma warmup_updates init_weights init_ignore freeze "
         "momentum weight_decay loss_scaling reduction "
-        "label_smoothing evaluate_every evaluation_iterations seed "
+        "label_smoothing evaluate_every early_stopping early_stopping_metric evaluation_iterations seed "
         "replicas num_instances ipus_per_replica num_ipus threads_per_replica cluster wait_hosts executable_cache_path "
-        "device fleet collectives strict run_dir resume resume_anyway checkpoint_every keep_checkpoints on_nonfinite "
-        "tensorboard save_timeout_s start_timeout_s report_timeout_s stop_timeout_s "
+        "device fleet collectives strict run_dir resume resume_anyway checkpoint_every keep_checkpoints best_metric "
+        "on_nonfinite tensorboard save_timeout_s start_timeout_s report_timeout_s stop_timeout_s "
         "max_restarts dead_after_s silent_after_s stuck_after_s"
     )
 

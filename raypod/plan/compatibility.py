@@ -1,0 +1,40 @@
+"""Settings that contradict each other, or that have no effect together."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+from raypod.errors import ConfigError
+from raypod.plan.config import Config
+from raypod.plan.learning_rate import check_settings
+
+
+def check_compatible(config: Config) -> None:
+    """Raise ConfigError for settings that contradict each other in every task."""
+    training = config.training
+    check_settings(training)
+    if training.max_grad_norm is not None and training.optimizer == "lamb":
+        raise ConfigError("--max-grad-norm: poptorch.optim.LAMB cannot clip gradients; use sgd, adam or adamw")
+    if training.init_ignore and not training.init_weights:
+        raise ConfigError(f"--init-ignore {','.join(training.init_ignore)} has no effect without --init-weights")
+
+
+def check_metrics(config: Config, names: Sequence[str], test_samples: int) -> None:
+    """Raise ConfigError for a metric that the task does not have, or if no evaluation can end the run early.
+
+    Args:
+        config: the config.
+        names: of the task's metrics.
+        test_samples: the size of its test split.
+    """
+    training = config.training
+    chosen = (("--best-metric", config.run.best_metric), ("--early-stopping-metric", training.early_stopping_metric))
+    for flag, name in chosen:
+        if name is not None and name not in names:
+            raise ConfigError(f"{flag} {name}: the task measures {', '.join(names)}")
+    if training.early_stopping is None:
+        if training.early_stopping_metric is not None:
+            raise ConfigError("--early-stopping-metric has no effect without --early-stopping")
+    elif training.evaluate_every is None or not test_samples:
+        lacks = "a test split" if training.evaluate_every else "evaluations during the run: add --evaluate-every 1"
+        raise ConfigError(f"--early-stopping {training.early_stopping} needs {lacks}")
