@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from raypod.api.fit import fit as fit
     from raypod.api.fit import stream as stream
     from raypod.api.functions import run as run
+    from raypod.api.ray_tune import Trainable as Trainable
     from raypod.api.result import Interrupted as Interrupted
     from raypod.api.result import Result as Result
     from raypod.datasets.samples import Arrays as Arrays
@@ -54,6 +55,7 @@ _MODULES = {  # of the names that are imported when they are used
     "stream": "raypod.api.fit",
     "Stream": "raypod.api.fit",
     "run": "raypod.api.functions",
+    "Trainable": "raypod.api.ray_tune",  # not in __all__: it needs an optional package
     "Interrupted": "raypod.api.result",
     "Result": "raypod.api.result",
     "Arrays": "raypod.datasets.samples",
@@ -107,4 +109,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> List[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_MODULES})

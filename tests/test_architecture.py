@@ -46,7 +46,7 @@ SDK_USERS = [
     *("model/program", "model/pipeline_table", "instance/instance", "instance/collectives", "host/sdk"),
     "tasks/image_classification",
 ]
-RAY_USERS = ["fleet/ray*", "fleet/gcs", "launcher/ray_hosts"]
+RAY_USERS = ["fleet/ray*", "fleet/gcs", "launcher/ray_hosts", "api/ray_tune"]
 IDS = [file.relative_to(PACKAGE).with_suffix("").as_posix() for file in MODULES]
 
 

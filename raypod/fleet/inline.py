@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
@@ -29,10 +30,12 @@ class InlineFleet:
         self._instance: Optional[Instance] = None
         self.start_seconds: List[Tuple[str, float]] = []
         self._environment_before: Optional[Dict[str, str]] = None
+        self._threads_before = 1  # intra-op threads of torch
 
     def start(self) -> List[InstanceStarted]:
         """Set the environment, select the SDK, and build the instance."""
         self._environment_before = dict(os.environ)
+        self._threads_before = _num_threads()
         python_path = os.environ.get("PYTHONPATH", "")
         os.environ.update(instance_environment(self._plan, self._plan.placement.instances[0], python_path))
         torchvision_import.install()
@@ -81,7 +84,7 @@ class InlineFleet:
         return []
 
     def close(self) -> None:
-        """See `Fleet.close`. Restores the environment."""
+        """See `Fleet.close`. Restores the environment, and the number of threads of torch."""
         if self._instance is not None:
             self._instance.close()
             self._instance = None
@@ -89,6 +92,8 @@ class InlineFleet:
             os.environ.clear()
             os.environ.update(self._environment_before)
             self._environment_before = None
+            if "torch" in sys.modules:
+                sys.modules["torch"].set_num_threads(self._threads_before)
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
@@ -105,6 +110,15 @@ class InlineFleet:
                     traceback.print_exc(file=log)
             host = self._plan.placement.instances[0].host
             raise InstanceFailed(0, host, summarize_exception(error), str(log_file)) from error
+
+
+def _num_threads() -> int:
+    """Return the number of intra-op threads of torch in this process, or that of a later import."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        return int(torch.get_num_threads())
+    named = os.environ.get("OMP_NUM_THREADS", "")
+    return int(named) if named.isdigit() and int(named) else len(os.sched_getaffinity(0))
 
 
 class InlineServer:

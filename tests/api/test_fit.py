@@ -1,0 +1,318 @@
+"""`raypod.fit` and `raypod.stream` with the inline fleet: results, callbacks, early ends, errors, what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import pytest
+import torch
+from bounded import COMMAND_S
+from torch import nn
+
+import raypod
+from raypod import train
+from raypod.events import CheckpointSaved, EvaluationDone, RunEnded, RunStarted, UpdateDone
+
+QUICK: Dict[str, Any] = {"fleet": "inline", "device": "emulated", "model": "tiny", "replicas": 2, "batch_size": 4}
+FLAT: Dict[str, Any] = {**QUICK, "lr_schedule": "constant", "warmup_updates": 0}
+
+
+def fit(run_dir: Path, **flags: Any) -> raypod.Result:
+    return raypod.fit(run_dir=run_dir, progress=False, **{**QUICK, **flags})
+
+
+def state_of_process() -> Tuple[Any, ...]:
+    signals = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)]
+    threads = {thread.name for thread in threading.enumerate()}
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    return dict(os.environ), list(sys.path), Path.cwd(), signals, threads, torch.get_num_threads(), files
+
+
+def test_a_function_call_is_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = fit(tmp_path / "fit", updates=4, seed=7)
+    flags = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--replicas", "2", "--batch-size", "4"]
+    assert train.main([*flags, "--updates", "4", "--seed", "7", "--run-dir", str(tmp_path / "command")]) == 0
+    command = json.loads((tmp_path / "command" / "summary.json").read_text())
+    assert result.run_dir == tmp_path / "fit"
+    assert result.summary["weights_sha256"] == command["weights_sha256"]
+    assert result.summary["test_accuracy"] == command["test_accuracy"]
+    assert (result.interrupted, result.stop_cause) == (False, "")
+    assert "tiny" in capsys.readouterr().out  # the command's plan; fit was silent
+
+
+def test_the_progress_is_that_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raypod.fit(run_dir=tmp_path / "run", updates=2, **QUICK)
+    out = capsys.readouterr().out
+    assert "replicas" in out
+    assert "Test accuracy: " in out
+
+
+def test_the_metrics_are_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = fit(tmp_path / "run", updates=3)
+    metrics = result.metrics
+    if not isinstance(metrics, list):
+        metrics = metrics.to_dict("records")
+    assert [row["update"] for row in metrics] == [1, 2, 3]
+    assert all(row["loss"] > 0 for row in metrics)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # without pandas
+    assert [row["update"] for row in result.metrics] == [1, 2, 3]
+    assert [row["update"] for row in result.evaluations] == [3]
+
+
+def test_the_metrics_are_a_data_frame_with_pandas(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas", reason="a DataFrame needs pandas", exc_type=ImportError)
+    metrics = fit(tmp_path / "run", updates=3).metrics
+    assert isinstance(metrics, pandas.DataFrame)
+    assert list(metrics["update"]) == [1, 2, 3]
+
+
+def test_values_have_the_types_of_python(tmp_path: Path) -> None:
+    numbers = torch.tensor(3), torch.tensor(0.05)
+    result = fit(tmp_path / "run", updates=numbers[0], learning_rate=numbers[1], async_dataloader=True, data_dir=None)
+    assert result.summary["updates"] == 3
+
+
+def test_a_config_is_a_path_a_dict_or_a_config_and_flags_replace_it(tmp_path: Path) -> None:
+    sections = {"training": {"updates": 2, "seed": 3}}
+    path = tmp_path / "config.yaml"
+    path.write_text("training: {updates: 2, seed: 3}\n")
+    training = type(raypod.Config().training)(updates=2, seed=3)
+    hashes = {
+        fit(tmp_path / str(number), config=config, seed=5).summary["weights_sha256"]
+        for number, config in enumerate((sections, path, str(path), raypod.Config(training=training)))
+    }
+    assert len(hashes) == 1
+    assert sections == {"training": {"updates": 2, "seed": 3}}
+    other = fit(tmp_path / "other", config=sections)
+    assert other.summary["updates"] == 2
+    assert other.summary["weights_sha256"] not in hashes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_sice": 8}, "unknown flag batch_sice; did you mean batch_size?"),
+        ({"callback": print}, "did you mean callbacks?"),
+        ({"batch_size": 0}, "training.batch_size = 0: input should be greater"),
+        ({"replicas": 2, "num_replicas": 2}, "both given"),
+        ({"cluster": "missing.yaml"}, "cannot read the cluster file missing.yaml"),
+        ({"config": {"training": {"epoch": 1}}}, "did you mean training.epochs?"),
+        ({"config": {"epochs": 1}}, "config['epochs'] is no section"),
+        ({"config": {"training": 3}}, "a section is a dict of its keys"),
+        ({"config": 3}, "pass a path, a dict of sections or a raypod.Config"),
+        ({"config": "missing.yaml"}, "cannot read the config file missing.yaml"),
+        ({"task": "image-clasification"}, "did you mean image-classification?"),
+        ({"task": int}, "subclass of raypod.Task"),
+        ({"callbacks": [3]}, "the callback int is neither callable nor"),
+    ],
+)
+def test_a_wrong_request_is_an_exception_and_leaves_nothing(
+    arguments: Dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(raypod.UserError) as caught:
+        raypod.fit(progress=False, **{**({} if "num_replicas" in arguments else QUICK), **arguments})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:
+    fit(tmp_path / "run", updates=1)
+    with pytest.raises(raypod.ConfigError, match="holds a run already"):
+        fit(tmp_path / "run", updates=1)
+
+
+def test_a_callback_gets_all_events_and_can_stop_the_run(tmp_path: Path) -> None:
+    seen: List[Any] = []
+
+    class Early:
+        def on_update_done(self, event: UpdateDone) -> Any:
+            return raypod.STOP if event.update == 2 else None
+
+    result = fit(tmp_path / "run", updates=6, callbacks=[seen.append, Early()])
+    assert result.interrupted
+    assert result.stop_cause == "the callback Early requested it"
+    assert result.summary["updates"] == 2
+    assert [type(event) for event in (seen[0], seen[-1])] == [RunStarted, RunEnded]
+    assert [event.update for event in seen if isinstance(event, UpdateDone)] == [1, 2]
+    assert result.best_checkpoint == tmp_path / "run" / "checkpoints" / "update-00000002"
+
+
+def test_a_stopped_run_continues_with_the_same_bits(tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole", **{**FLAT, "updates": 6})
+
+    def stop_after_2(event: Any) -> Any:
+        return raypod.STOP if isinstance(event, UpdateDone) and event.update == 2 else None
+
+    fit(tmp_path / "part", **{**FLAT, "updates": 6}, callbacks=stop_after_2)
+    rest = raypod.fit(resume=tmp_path / "part", progress=False)
+    assert rest.summary["updates"] == 6
+    assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+def test_an_exception_of_a_callback_is_raised_after_a_checkpoint(tmp_path: Path) -> None:
+    def fail(event: Any) -> None:
+        if isinstance(event, UpdateDone) and event.update == 2:
+            raise ZeroDivisionError("of the callback")
+
+    with pytest.raises(ZeroDivisionError, match="of the callback"):
+        fit(tmp_path / "run", updates=6, callbacks=fail)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["updates"] == 2
+    assert (tmp_path / "run" / "checkpoints" / "update-00000002").is_dir()
+
+
+def test_a_method_of_no_event_is_an_error(tmp_path: Path) -> None:
+    class Misspelled:
+        def on_updates_done(self, event: Any) -> None:
+            raise AssertionError
+
+    with pytest.raises(raypod.ConfigError, match="did you mean on_update_done?"):
+        fit(tmp_path / "run", callbacks=[Misspelled()])
+    with pytest.raises(raypod.ConfigError, match=r"pass an object, Misspelled\(\)"):
+        fit(tmp_path / "run", callbacks=[Misspelled])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stream_yields_the_events_and_has_the_result(tmp_path: Path) -> None:
+    events = raypod.stream(run_dir=tmp_path / "run", updates=3, **QUICK)
+    assert not (tmp_path / "run").exists()  # it starts with the first event
+    kinds = [type(event) for event in events]
+    assert (kinds[0], kinds.count(UpdateDone), kinds[-1]) == (RunStarted, 3, RunEnded)
+    assert EvaluationDone in kinds
+    assert events.result().summary["updates"] == 3
+    assert events.result().summary["weights_sha256"] == fit(tmp_path / "fit", updates=3).summary["weights_sha256"]
+
+
+def test_the_result_of_a_stream_takes_the_remaining_events(tmp_path: Path) -> None:
+    events = raypod.stream(run_dir=tmp_path / "run", updates=3, **QUICK)
+    assert isinstance(next(events), RunStarted)
+    assert events.result().summary["updates"] == 3
+
+
+def test_a_stream_that_is_closed_early_saves_a_checkpoint(tmp_path: Path) -> None:
+    before = state_of_process()
+    with raypod.stream(run_dir=tmp_path / "run", updates=6, **QUICK) as events:
+        for event in events:
+            if isinstance(event, UpdateDone) and event.update == 2:
+                break
+    result = events.result()
+    assert result.interrupted
+    assert result.summary["updates"] == 2
+    assert result.best_checkpoint == tmp_path / "run" / "checkpoints" / "update-00000002"
+    assert state_of_process() == before
+    never_started = raypod.stream(run_dir=tmp_path / "none", updates=6, **QUICK)
+    never_started.close()
+    with pytest.raises(raypod.RunError, match="closed before the run started"):
+        never_started.result()
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_stream_can_be_stopped(tmp_path: Path) -> None:
+    events = raypod.stream(run_dir=tmp_path / "run", updates=6, **QUICK)
+    for event in events:
+        if isinstance(event, UpdateDone) and event.update == 3:
+            events.stop("enough")
+    assert (events.result().summary["updates"], events.result().stop_cause) == (3, "enough")
+
+
+def test_weights_are_loaded_into_a_module(tmp_path: Path) -> None:
+    result = fit(tmp_path / "run", updates=4, checkpoint_every="2 updates")
+    safetensors = pytest.importorskip("safetensors.torch", reason="reads the file independently")
+    assert result.best_checkpoint is not None
+    saved = safetensors.load_file(str(result.best_checkpoint / "weights.safetensors"))
+
+    class Holder(nn.Module):
+        def __init__(self, extra: int = 0) -> None:
+            super().__init__()
+            self.names = list(saved)
+            for number, tensor in enumerate(saved.values()):
+                self.register_buffer(f"t{number}", torch.zeros(tensor.shape[0] + extra, *tensor.shape[1:]))
+
+        def state_dict(self, *_: Any, **__: Any) -> Any:
+            return {name: getattr(self, f"t{number}") for number, name in enumerate(self.names)}
+
+        def load_state_dict(self, state: Any, *_: Any, **__: Any) -> Any:
+            for name, tensor in self.state_dict().items():
+                tensor.copy_(state[name])
+
+    module, other = Holder(), Holder()
+    result.load_weights_into(module)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in module.state_dict().items())
+    result.load_weights_into(other, tmp_path / "run" / "checkpoints" / "update-00000002")
+    assert not all(torch.equal(tensor, saved[name]) for name, tensor in other.state_dict().items())
+    with pytest.raises(raypod.ConfigError, match="do not fit the module: .* in the module and .* in the checkpoint"):
+        result.load_weights_into(Holder(extra=1))
+    with pytest.raises(raypod.ConfigError, match="there is no checkpoint"):
+        result.load_weights_into(module, tmp_path)
+
+
+def test_two_runs_leave_nothing_in_the_process(tmp_path: Path) -> None:
+    fit(tmp_path / "warm", updates=1)  # imports
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    before = state_of_process()
+    fit(tmp_path / "a", updates=2)
+    with pytest.raises(raypod.RunError):
+        fit(tmp_path / "b", updates=20, learning_rate=1e30, warmup_updates=0)  # not finite
+    assert state_of_process() == before
+    torch.set_num_threads(threads)
+
+
+def test_a_run_in_another_thread(tmp_path: Path) -> None:
+    results: List[raypod.Result] = []
+    thread = threading.Thread(target=lambda: results.append(fit(tmp_path / "run", updates=3)))
+    thread.start()
+    thread.join(COMMAND_S)
+    assert results[0].summary["updates"] == 3
+
+
+def test_a_run_in_a_running_event_loop(tmp_path: Path) -> None:
+    import asyncio
+
+    async def cell() -> raypod.Result:
+        return fit(tmp_path / "run", updates=2)
+
+    assert asyncio.run(cell()).summary["updates"] == 2
+
+
+SCRIPT = """
+import sys, time
+import raypod
+
+def slow(event):
+    print(type(event).__name__, flush=True)
+    time.sleep(0.2)
+
+try:
+    raypod.fit(fleet="inline", device="emulated", model="tiny", replicas=2, batch_size=4, run_dir="run", updates=400,
+               progress=False, callbacks=slow)
+except KeyboardInterrupt as interrupt:
+    print(type(interrupt).__name__, interrupt.result.interrupted, interrupt.result.best_checkpoint, flush=True)
+"""
+
+
+def test_ctrl_c_saves_a_checkpoint_and_raises_keyboard_interrupt(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    with process:
+        for line in process.stdout:
+            if line.startswith("UpdateDone"):
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stdout.read().splitlines()
+        assert process.wait(COMMAND_S) == 0
+    assert CheckpointSaved.__name__ in rest
+    kind, interrupted, checkpoint = rest[-1].split()
+    assert (kind, interrupted) == ("Interrupted", "True")
+    assert Path(checkpoint, "weights.safetensors").is_file()

@@ -1,0 +1,43 @@
+"""`import raypod`: what it exports, and what it does not import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Callable
+
+import pytest
+
+import raypod
+
+
+def test_importing_raypod_imports_neither_torch_nor_ray(run_python: Callable[[str], str]) -> None:
+    program = (
+        "import sys, raypod; print(raypod.ConfigError.__name__, sorted({'torch', 'ray', 'pydantic', 'numpy'} & "
+        "set(sys.modules)))"
+    )
+    assert run_python(program).split() == ["ConfigError", "[]"]
+
+
+def test_planning_from_python_imports_neither_torch_nor_ray(run_python: Callable[[str], str]) -> None:
+    program = "import sys, raypod; raypod.stream(device='emulated'); print(sorted({'torch', 'ray'} & set(sys.modules)))"
+    assert run_python(program).strip() == "[]"
+
+
+def test_every_exported_name_exists_and_is_documented() -> None:
+    for name in raypod.__all__:
+        value = getattr(raypod, name)
+        assert name in dir(raypod)
+        assert name == "STOP" or value.__doc__, name
+    with pytest.raises(AttributeError, match="has no attribute 'fits'"):
+        _ = raypod.fits
+
+
+def test_errors_are_of_one_tree() -> None:
+    errors = [value for value in map(raypod.__dict__.get, raypod.__all__) if isinstance(value, type)]
+    found = [value for value in errors if issubclass(value, Exception)]
+    assert len(found) > 15
+    assert all(issubclass(value, raypod.RaypodError) for value in found)
+
+
+def test_the_package_is_typed() -> None:
+    assert (Path(raypod.__file__).parent / "py.typed").is_file()
