@@ -54,6 +54,7 @@ class Splits:
         fingerprint: hash that identifies the data, the same on every host.
         mean, std: of images scaled to [0, 1]; one value, or one per channel.
         augmentation: of the training images, if they are arrays.
+        names: of the classes; empty if they have none.
     """
 
     train: Union[ArrayDataset, Any]
@@ -63,6 +64,7 @@ class Splits:
     mean: Tuple[float, ...] = (0.0,)
     std: Tuple[float, ...] = (1.0,)
     augmentation: Augmentation = Augmentation()
+    names: Tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

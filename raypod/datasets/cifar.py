@@ -31,6 +31,7 @@ class Cifar:
     classes: int
     mean: Tuple[float, ...]
     std: Tuple[float, ...]
+    names: Tuple[str, ...] = ()  # of the classes
 
     def size(self, config: Config) -> DatasetSize:
         """Return the numbers of samples, from the cache or counted in the files; writes nothing."""
@@ -53,7 +54,8 @@ class Cifar:
         train = ArrayDataset(arrays["train_images"], arrays["train_labels"])
         test = ArrayDataset(arrays["test_images"], arrays["test_labels"])
         augmentation = Augmentation(padding=4, flip=True)
-        return Splits(train, test, self.classes, fingerprint_of(train, test), self.mean, self.std, augmentation)
+        fingerprint = fingerprint_of(train, test)
+        return Splits(train, test, self.classes, fingerprint, self.mean, self.std, augmentation, self.names)
 
     def download(self, config: Config) -> None:
         """Download the archive if `data.download` is set and its folder does not exist."""
@@ -135,6 +137,7 @@ CIFAR10 = Cifar(
     classes=10,
     mean=(0.4914, 0.4822, 0.4465),
     std=(0.2470, 0.2435, 0.2616),
+    names=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
 )
 
 CIFAR100 = Cifar(

@@ -22,7 +22,7 @@ SIDE = 224  # default image size in pixels
 _RESIZE = 256 / 224  # before the center crop of evaluation (He et al. 2016)
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 _IMAGENET_CLASSES = 1000
-_SUFFIXES = (".jpg", ".jpeg", ".png")
+SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
 def size(config: Config) -> DatasetSize:
@@ -59,6 +59,7 @@ def load(config: Config) -> Splits:
         fingerprint=fingerprint_of_bytes(train, test, *labels),
         mean=_MEAN,
         std=_STD,
+        names=tuple(_classes(root)),
     )
 
 
@@ -72,7 +73,7 @@ class ImageFiles:
     """
 
     def __init__(self, root: Path, files: np.ndarray, labels: np.ndarray, transform: Callable[[Any], Any]) -> None:
-        self._root, self._files, self._labels, self._transform = str(root), files, labels, transform
+        self._root, self._files, self._labels, self.transform = str(root), files, labels, transform
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -88,7 +89,7 @@ class ImageFiles:
         path = os.path.join(self._root, os.fsdecode(bytes(self._files[index])))  # noqa: PTH118 - faster than pathlib
         try:
             with Image.open(path) as image:
-                return self._transform(image.convert("RGB")), int(self._labels[index])
+                return self.transform(image.convert("RGB")), int(self._labels[index])
         except Exception as error:  # Pillow raises many exception types for damaged files
             raise OSError(f"cannot read the image {path}: {error}; replace it, or remove it") from error
 
@@ -170,7 +171,7 @@ def _list_files(root: Path) -> Arrays:
         found[f"{split}_files"] = np.array([file for file, _ in pairs], dtype=np.bytes_)
         found[f"{split}_labels"] = np.array([number for _, number in pairs], dtype=np.int64)
     if not len(found["train_labels"]):
-        raise ConfigError(f"the folders in {root / 'train'} contain no images ({', '.join(_SUFFIXES)})")
+        raise ConfigError(f"the folders in {root / 'train'} contain no images ({', '.join(SUFFIXES)})")
     return found
 
 
@@ -179,5 +180,5 @@ def _images(root: Path, folder: Path) -> Iterator[bytes]:
     for where, folders, files in os.walk(str(folder)):
         folders.sort()
         for name in sorted(files):
-            if name.lower().endswith(_SUFFIXES):
+            if name.lower().endswith(SUFFIXES):
                 yield os.fsencode(os.path.relpath(os.path.join(where, name), str(root)))  # noqa: PTH118 - faster

@@ -50,4 +50,6 @@ def load(config: Config) -> Splits:
     arrays = [data for data in (train, test) if isinstance(data, ArrayDataset)]
     content = fingerprint_of(*arrays) if arrays else getattr(train, "fingerprint", "")
     fingerprint = fingerprint_of_values(name, len(train), len(test), classes, content)
-    return Splits(train, test, int(classes), fingerprint)
+    names = getattr(train, "classes", ())  # of torchvision's data sets
+    is_usable = isinstance(names, (list, tuple)) and len(names) == classes
+    return Splits(train, test, int(classes), fingerprint, names=tuple(map(str, names if is_usable else ())))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple
+from typing import Any, Dict, Iterable, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from raypod import datasets
 from raypod.datasets.arrays import Splits
+from raypod.datasets.image_reader import ImageReader, image_files
 from raypod.datasets.images import ImageSource, input_shape
 from raypod.datasets.source import Batch, Source
 from raypod.datasets.transforms import activation_dtype, device_input
@@ -69,3 +70,23 @@ class ImageClassification(Task):
         logits, targets = network(images).float(), labels.to(torch.int64)
         losses = functional.cross_entropy(logits, targets, reduction="none")
         return {"loss": (losses, 1), "accuracy": (logits.argmax(dim=1) == targets, 1)}
+
+    def description(self) -> Dict[str, Any]:
+        """See `Task.description`: the classes, and mean and standard deviation of images scaled to [0, 1]."""
+        assert self._splits is not None, "call load first"
+        splits = self._splits
+        names = splits.names or tuple(map(str, range(splits.classes)))
+        return {"classes": list(names), "mean": list(splits.mean), "std": list(splits.std)}
+
+    def predict(self, network: Any, inputs: Sequence[str], top: int) -> Iterable[Dict[str, Any]]:
+        """See `Task.predict`: `inputs` are image files, and folders that contain some."""
+        assert self._splits is not None, "call load first"
+        reader, source = ImageReader(self.config.data.dataset, self._splits), ImageSource(self.config, self._splits)
+        names = self.description()["classes"]
+        for path in image_files(inputs):
+            labels = torch.zeros(1, dtype=torch.int64)
+            images, _ = source.to_device_format((reader.read(path)[None], labels))
+            values, classes = functional.softmax(network(images).float(), dim=1)[0].topk(min(top, len(names)))
+            pairs = zip(classes.tolist(), values.tolist())
+            found = [{"class": number, "name": names[number], "probability": value} for number, value in pairs]
+            yield {"image": str(path), "predictions": found}

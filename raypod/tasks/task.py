@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any, ClassVar, Dict, Iterable, List, Mapping, Optional, Tuple, Type
+from typing import TYPE_CHECKING, Any, ClassVar, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Type
 
 from raypod.errors import ConfigError
 from raypod.plan.config import Config, TaskOptions
@@ -118,6 +118,38 @@ class Task(abc.ABC):
         from torch import nn  # as above
 
         return nn.Identity()
+
+    def description(self) -> Dict[str, Any]:
+        """Return what the users of an exported model need, as plain data. `load` has been called."""
+        return {}
+
+    def predict(self, network: Any, inputs: Sequence[str], top: int) -> Iterable[Dict[str, Any]]:
+        """Yield a record, plain data, for each input of `raypod predict RUN INPUTS...`. `load` has been called.
+
+        Args:
+            network: calls the network in float32 and evaluation mode.
+            inputs: the words of the command line: mostly files or folders.
+            top: the number of predictions per input.
+
+        Raises:
+            ConfigError: an input cannot be used, or the task has no predictions.
+        """
+        raise ConfigError(f"the task {self.config.task.name} has no predictions of files: it implements no `predict`")
+
+    def generate(self, network: Any, prompt: str, length: int, temperature: float, seed: int) -> str:
+        """Return the continuation of a prompt, for `raypod predict RUN --prompt TEXT`. `load` has been called.
+
+        Args:
+            network: as of `predict`.
+            prompt: the text.
+            length: the number of tokens to generate.
+            temperature: divides the logits; 0 chooses the most probable token.
+            seed: of the random numbers.
+
+        Raises:
+            ConfigError: the prompt cannot be used, or the task generates no text.
+        """
+        raise ConfigError(f"the task {self.config.task.name} generates no text: it implements no `generate`")
 
 
 def _checked_metrics(metrics: Tuple[Metric, ...], best: str, name: str) -> Tuple[Metric, ...]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import csv
+import sys
 from pathlib import Path
-from typing import Any, Dict, Sequence
+from typing import Any, Dict, List, Sequence
 
-from raypod.cli import FlagParser
+from raypod.cli import FlagParser, format_table
 from raypod.errors import ConfigError
 from raypod.host.files import replace_file, strict_json
 from raypod.plan.plan import Plan
@@ -16,45 +18,154 @@ from raypod.trained import checkpoints, settings
 _CHECKPOINT = (
     "last, best, the name or update of a checkpoint of the run, or the path of a checkpoint or safetensors file"
 )
+_OF_DATA = (*settings.DATA, "run.device")
 
 
 def evaluate(argv: Sequence[str]) -> int:
     """Evaluate a checkpoint of a run."""
-    from raypod.trained.evaluate import evaluate_run  # as below: the flags of each command work without the others
+    from raypod.trained.evaluate import evaluate_run  # as below: torch is imported after the command line is parsed
 
     parser = _parser("evaluate", "Evaluate a checkpoint of a run on its test split, or on another data set.")
     _add_checkpoint(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--output", metavar="FILE", help="also write the result to this JSON file")
     args = _parsed(parser, argv, settings.EVALUATION)
-    output = writable(args.output) if args.output else None
+    if args.output:
+        settings.check_writable(Path(args.output))
     run = checkpoints.open_run(args.run)
     found, plan = evaluate_run(run, args.checkpoint, settings.given(args, settings.EVALUATION))
     text = strict_json(found, indent=2)
-    print(text if args.json else f"{_checkpoint_line(found)}\n{measured_line(plan, found)}")  # noqa: T201
-    if output is not None:
-        replace_file(output, f"{text}\n".encode())
+    if args.output:
+        _write(Path(args.output), f"{text}\n")
+    _print(text if args.json else f"{_checkpoint_line(found)}\n{_measured_line(plan, found, found['device'])}")
     return 0
 
 
-def measured_line(plan: Plan, found: Dict[str, Any]) -> str:
-    """Return the metrics of an evaluation in one line."""
+def export(argv: Sequence[str]) -> int:
+    """Export the model of a checkpoint."""
+    parser = _parser("export", "Write the model of a checkpoint to a file, and compare its outputs with the network's.")
+    parser.add_argument("--format", required=True, help="{safetensors,torchscript,onnx}")
+    parser.add_argument("--output", metavar="FILE", help="the file [MODEL-update-N with the suffix, in the run folder]")
+    _add_checkpoint(parser)
+    pixels = "torchscript, onnx: the model gets uint8 images, and normalizes and enlarges them itself"
+    parser.add_argument("--pixels", action="store_true", help=pixels)
+    tolerance = "largest difference of an output, relative to the largest output; above 0 [1e-4]"
+    parser.add_argument("--tolerance", type=float, default=1e-4, help=tolerance)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    args = _parsed(parser, argv, _OF_DATA)
+    from raypod.trained.export import export_run
+
+    run = checkpoints.open_run(args.run)
+    changes = settings.given(args, _OF_DATA)
+    found = export_run(run, args.format, args.output, args.checkpoint, args.pixels, args.tolerance, changes)
+    if args.json:
+        _print(strict_json(found, indent=2))
+        return 0
+    inputs = ", ".join(f"{each['name']} {each['dtype']} {_shape(each['shape'])}" for each in found["inputs"])
+    _print(
+        f"{_checkpoint_line(found)} -> {found['output']} ({found['format']}, {found['bytes']:,} bytes)\n"
+        f"inputs: {inputs}\n"
+        f"largest difference of the outputs of {found['checked_samples']} samples: {found['max_difference']:.3g}"
+    )
+    return 0
+
+
+def average(argv: Sequence[str]) -> int:
+    """Average the weights of the newest checkpoints of a run."""
+    parser = _parser("average", "Average the weights of the newest checkpoints, and evaluate the average.")
+    parser.add_argument("--last", type=int, default=3, metavar="N", help="number of checkpoints, at least 1 [3]")
+    parser.add_argument("--output", metavar="FILE", help="safetensors file [average-N.safetensors in the run folder]")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    args = _parsed(parser, argv, settings.EVALUATION)
+    from raypod.trained.average import average_run
+
+    run = checkpoints.open_run(args.run)
+    found, plan = average_run(run, args.last, args.output, settings.given(args, settings.EVALUATION))
+    if args.json:
+        _print(strict_json(found, indent=2))
+        return 0
+    _print(
+        f"average of {', '.join(found['checkpoints'])} -> {found['output']}\n"
+        f"average: {_measured_line(plan, found['average'], found['device'])}\n"
+        f"newest:  {_measured_line(plan, found['newest'], found['device'])}"
+    )
+    return 0
+
+
+def predict(argv: Sequence[str]) -> int:
+    """Print the predictions of a run's model."""
+    parser = _parser("predict", "Print the predictions of a run's model for images, or its continuation of a text.")
+    parser.add_argument("inputs", nargs="*", metavar="IMAGE", help="image files (PNG, JPEG), and folders of images")
+    _add_checkpoint(parser)
+    parser.add_argument("--top", type=int, default=5, help="number of classes per image, at least 1 [5]")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--json", action="store_true", help="print JSON")
+    kinds.add_argument("--csv", action="store_true", help="print CSV")
+    parser.add_argument("--prompt", metavar="TEXT", help="language model: the text to continue")
+    parser.add_argument("--length", type=int, default=100, help="with --prompt: tokens to generate, at least 1 [100]")
+    temperature = "with --prompt: divides the logits; 0 chooses the most probable token [1]"
+    parser.add_argument("--temperature", type=float, default=1.0, help=temperature)
+    parser.add_argument("--seed", type=int, default=0, help="with --prompt: seed of the random numbers [0]")
+    args = _parsed(parser, argv, _OF_DATA, overrides=False)
+    if bool(args.inputs) == (args.prompt is not None):
+        raise ConfigError("name images, as in `raypod predict RUN image.png`, or give --prompt TEXT; one of the two")
+    if args.csv and args.prompt is not None:
+        raise ConfigError("--csv has no effect on --prompt: omit it")
+    from raypod.trained.predict import generate_run, predict_run
+
+    run, changes = checkpoints.open_run(args.run), settings.given(args, _OF_DATA)
+    if args.prompt is not None:
+        sampling = (args.length, args.temperature, args.seed)
+        text = generate_run(run, args.prompt, *sampling, args.checkpoint, changes)
+        _print(strict_json({"prompt": args.prompt, "text": text}, indent=2) if args.json else f"{args.prompt}{text}")
+        return 0
+    records = predict_run(run, args.inputs, args.top, args.checkpoint, changes)
+    if args.json:
+        _print(strict_json(records, indent=2))
+    elif args.csv:
+        csv.writer(sys.stdout, lineterminator="\n").writerows(_rows(records, "{:.6f}"))
+    else:
+        _print("\n".join(format_table(_rows(records, "{:.4f}"))))
+    return 0
+
+
+def _rows(records: Sequence[Dict[str, Any]], number: str) -> List[List[str]]:
+    """Return a table with its header: a row per prediction of a record, after the record's other values."""
+    rows: List[Dict[str, Any]] = []
+    for record in records:
+        own = {key: value for key, value in record.items() if key != "predictions"}
+        rows += [{**own, "rank": rank, **each} for rank, each in enumerate(record.get("predictions", ()), start=1)]
+        if "predictions" not in record:
+            rows.append(own)
+    header = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [[row.get(key, "") for key in header] for row in rows]
+    shown = [[number.format(each) if isinstance(each, float) else str(each) for each in row] for row in cells]
+    return [header, *shown]
+
+
+def _measured_line(plan: Plan, found: Dict[str, Any], device: str) -> str:
     values = ", ".join(f"{metric.name} {metric.text(found[metric.name])}" for metric in plan.task.metrics)
-    return f"{values} ({found['samples']} {plan.task.samples_are} of {plan.task.data}, {found['device']})"
-
-
-def writable(name: str) -> Path:
-    """Return the path of a file to write. ConfigError if its folder does not exist, or it is a folder."""
-    path = Path(name)
-    if path.is_dir() or not path.parent.is_dir():
-        reason = "it is a folder" if path.is_dir() else f"the folder {path.parent} does not exist"
-        raise ConfigError(f"--output {name}: {reason}")
-    return path
+    return f"{values} ({found['samples']} {plan.task.samples_are} of {plan.task.data}, {device})"
 
 
 def _checkpoint_line(found: Dict[str, Any]) -> str:
     update = "" if found["update"] is None else f" (update {found['update']})"
     return f"{found['checkpoint']}{update}"
+
+
+def _shape(sizes: Sequence[Any]) -> str:
+    return f"[{', '.join(map(str, sizes))}]"
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        replace_file(path, text.encode())
+    except OSError as error:
+        raise ConfigError(f"--output {path}: {error.strerror}") from None
+
+
+def _print(text: str) -> None:
+    print(text)  # noqa: T201 - the command line's own output
 
 
 def _parser(verb: str, description: str) -> FlagParser:
@@ -67,7 +178,9 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", metavar="NAME", help=f"{_CHECKPOINT} [last]")
 
 
-def _parsed(parser: FlagParser, argv: Sequence[str], names: Sequence[str]) -> argparse.Namespace:
+def _parsed(
+    parser: FlagParser, argv: Sequence[str], names: Sequence[str], overrides: bool = True
+) -> argparse.Namespace:
     """Parse a command line whose flags include those of the keys `names`."""
-    settings.add_flags(parser, names)
+    settings.add_flags(parser, names, overrides)
     return parse_arguments(parser, argv)

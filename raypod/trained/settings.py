@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 from typing import Any, Dict, Mapping, Sequence
 
 from raypod import planning
@@ -12,6 +14,7 @@ from raypod.plan import resolve
 from raypod.plan.config import Config, fields
 from raypod.plan.plan import Plan, pipeline_stages
 from raypod.tasks.registry import schema_of
+from raypod.trained.checkpoints import Run
 
 DATA = (
     "data.dataset",
@@ -22,7 +25,6 @@ DATA = (
     "data.image",
     "data.classes",
 )
-DEVICE = ("run.device",)
 EVALUATION = (
     *DATA,
     *("data.num_workers", "data.image_size", "data.eight_bit_io"),
@@ -36,11 +38,14 @@ EVALUATION = (
 _OF_RUN = tuple(name for name in EVALUATION if name.startswith("run."))
 
 
-def add_flags(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """Add the flags of keys, and `section.key=value`. Their defaults are the values of the run."""
+def add_flags(parser: argparse.ArgumentParser, names: Sequence[str], overrides: bool = True) -> None:
+    """Add the flags of keys, and with `overrides` `section.key=value`. Their defaults are the values of the run."""
     for section, key, field in fields():
         if f"{section}.{key}" in names:
             resolve.add_flag(parser, section, key, field, "as the run")
+    if not overrides:
+        parser.set_defaults(overrides=())
+        return
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="any of these, and task.key=value")
 
 
@@ -79,6 +84,20 @@ def changed(config: Config, changes: Mapping[str, Any], allowed: Sequence[str]) 
 def config_of(values: resolve.Values, source: str) -> Config:
     """Return the config of values. ConfigError as `resolve.from_values`."""
     return resolve.from_values(values, source, schema=schema_of(resolve.task_of_values(values)))
+
+
+def check_writable(path: Path) -> None:
+    """Raise ConfigError if a file cannot be created: its folder does not exist, or it is a folder."""
+    if path.is_dir() or not path.parent.is_dir():
+        reason = "it is a folder" if path.is_dir() else f"the folder {path.parent} does not exist"
+        raise ConfigError(f"--output {path}: {reason}")
+    if not os.access(str(path.parent), os.W_OK):
+        raise ConfigError(f"--output {path}: the folder {path.parent} is not writable")
+
+
+def host_config(run: Run, changes: Mapping[str, Any]) -> Config:
+    """Return the config of a run whose network runs in this process; `changes`: of the data, and `run.device`."""
+    return config_of(changed(run.config, changes, (*DATA, "run.device")), str(run.folder))
 
 
 def plan_of(config: Config, changes: Mapping[str, Any], source: str) -> Plan:

@@ -1,0 +1,88 @@
+"""Read image files as the test samples of a data set: its number of channels, its size, its transform."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, List, Sequence
+
+import numpy as np
+import torch
+
+from raypod.datasets.arrays import Splits
+from raypod.datasets.image_folder import SUFFIXES
+from raypod.datasets.transforms import resize
+from raypod.errors import ConfigError
+
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # of Pillow, by the number of channels
+
+
+def image_files(names: Sequence[str]) -> List[Path]:
+    """Return the named files, and the images in the named folders in the order of their names.
+
+    Raises:
+        ConfigError: a name does not exist, or a folder contains no image.
+    """
+    found: List[Path] = []
+    for name in names:
+        path = Path(name)
+        if path.is_dir():
+            inside = [each for each in sorted(path.rglob("*")) if each.suffix.lower() in SUFFIXES and each.is_file()]
+            if not inside:
+                raise ConfigError(f"{name} contains no images ({', '.join(SUFFIXES)})")
+            found += inside
+        elif path.exists():
+            found.append(path)
+        else:
+            raise ConfigError(f"{name}: there is no such image or folder")
+    return found
+
+
+class ImageReader:
+    """Prepares image files for a model.
+
+    Test splits with the attribute `transform`, as those of torchvision, transform the Pillow image themselves. Other
+    images are resized to the size of the samples.
+    """
+
+    def __init__(self, dataset: str, splits: Splits) -> None:
+        """`dataset` is the name of the data set, for messages.
+
+        Raises:
+            ConfigError: its samples are no images from which the preparation of others follows.
+        """
+        split: Any = splits.test if len(splits.test) else splits.train
+        sample = torch.as_tensor(split[0][0])
+        channels, self._height, self._width = sample.shape
+        self._transform = getattr(split, "transform", None)
+        if channels not in _MODES:
+            raise ConfigError(f"{dataset}: the model gets images of {channels} channels, which image files do not have")
+        if self._transform is None and sample.dtype != torch.uint8:
+            raise ConfigError(
+                f"{dataset}: its samples are {sample.dtype}, and how it computes them is unknown: give its test split "
+                "the attribute transform, which maps a Pillow image to a tensor"
+            )
+        self._mode, self._shape = _MODES[channels], tuple(sample.shape)
+
+    def read(self, path: Path) -> torch.Tensor:
+        """Return an image [channels, height, width] as a sample of the data set. ConfigError if it cannot be read."""
+        from PIL import Image  # planning works without Pillow
+
+        try:
+            with Image.open(path) as file:
+                image = _eight_bit(file).convert(self._mode)
+                if self._transform is not None:
+                    return torch.as_tensor(self._transform(image))
+        except Exception as error:  # noqa: BLE001 - Pillow and the user's transform raise many exception types
+            raise ConfigError(f"cannot read the image {path}: {' '.join(str(error).split())}") from None
+        pixels = np.array(image, dtype=np.uint8).reshape(image.height, image.width, self._shape[0])
+        channels_first = np.ascontiguousarray(pixels.transpose(2, 0, 1)[None])
+        return torch.from_numpy(resize(channels_first, (self._height, self._width)))[0]
+
+
+def _eight_bit(image: Any) -> Any:
+    """Return an image whose pixels have 16 bits with 8 bits; Pillow would clip them."""
+    if not image.mode.startswith("I"):
+        return image
+    from PIL import Image  # as above
+
+    return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))

@@ -1,0 +1,87 @@
+"""`raypod predict`: what the model of a checkpoint says about images, or how it continues a text."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Mapping, Optional, Sequence
+
+from raypod.errors import ConfigError
+from raypod.trained import checkpoints, settings
+from raypod.trained.checkpoints import PathLike
+from raypod.trained.network import open_network
+
+
+def predict(
+    run: PathLike, inputs: Sequence[PathLike], top: int = 5, checkpoint: Optional[str] = None, **changes: Any
+) -> List[Dict[str, Any]]:
+    """Return the predictions of a run's model for images, computed in float32 on the CPU of this host.
+
+    Args:
+        run: a run folder, or a checkpoint in it.
+        inputs: files, and folders of images. Images get the channels and the size of the data set's samples.
+        top: the number of classes per image, at least 1.
+        checkpoint: as of `evaluate`.
+        changes: where the data is: `dataset`, `data_dir`, `cache_dir`, ...
+
+    Returns:
+        For each image `image`, its path, and `predictions`: `class`, `name` and `probability`, the most probable first.
+
+    Raises:
+        UserError: there is no such run, checkpoint or image, or the run's task has no predictions.
+    """
+    found = checkpoints.open_run(run)
+    return predict_run(found, [str(each) for each in inputs], top, checkpoint, settings.by_name(found.config, changes))
+
+
+def predict_run(
+    run: checkpoints.Run, inputs: Sequence[str], top: int, checkpoint: Optional[str], changes: Mapping[str, Any]
+) -> List[Dict[str, Any]]:
+    """Return the result of `predict`; `changes` are by section.key."""
+    if top < 1:
+        raise ConfigError(f"--top {top} must be at least 1")
+    config = settings.host_config(run, changes)
+    with open_network(config, checkpoints.load(run, checkpoint)) as network:
+        return list(network.task.predict(network, inputs, top))
+
+
+def generate(
+    run: PathLike,
+    prompt: str,
+    length: int = 100,
+    temperature: float = 1.0,
+    seed: int = 0,
+    checkpoint: Optional[str] = None,
+    **changes: Any,
+) -> str:
+    """Return how a language model continues a text.
+
+    Args:
+        run, checkpoint, changes: as of `predict`.
+        prompt: the text.
+        length: the number of tokens to generate, at least 1.
+        temperature: divides the logits; 0 chooses the most probable token.
+        seed: of the random numbers.
+
+    Raises:
+        UserError: there is no such run or checkpoint, or the run's task generates no text.
+    """
+    found = checkpoints.open_run(run)
+    by_key = settings.by_name(found.config, changes)
+    return generate_run(found, prompt, length, temperature, seed, checkpoint, by_key)
+
+
+def generate_run(
+    run: checkpoints.Run,
+    prompt: str,
+    length: int,
+    temperature: float,
+    seed: int,
+    checkpoint: Optional[str],
+    changes: Mapping[str, Any],
+) -> str:
+    """Return the result of `generate`; `changes` are by section.key."""
+    if length < 1 or not 0 <= temperature < float("inf"):
+        wrong = f"--length {length} must be at least 1" if length < 1 else f"--temperature {temperature:g} must be >= 0"
+        raise ConfigError(wrong)
+    config = settings.host_config(run, changes)
+    with open_network(config, checkpoints.load(run, checkpoint)) as network:
+        return network.task.generate(network, prompt, length, temperature, seed)
