@@ -169,6 +169,19 @@ class Tokenizer:
         self._end = known[0] if known else max(ids.values(), default=-1) + 1
         self.vocabulary = max([*ids.values(), self._end]) + 1
 
+    @property
+    def end(self) -> int:
+        """The token that ends a file."""
+        return self._end
+
+    def tokens_of(self, text: str) -> List[int]:
+        """Return the tokens of a text, without one that ends it."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return str(self._tokenizer.decode(list(tokens)))
+
     def encode(self, pieces: Sequence[Piece]) -> Text:
         """Return the tokens of the pieces, each followed by the token that ends a file, which counts as one byte."""
         tokens, ends, done = [np.empty(0, np.int32)], [np.empty(0, np.int64)], 0
@@ -196,6 +209,18 @@ def encode(pieces: Sequence[Piece], tokenizer: Optional[Tokenizer]) -> Text:
     if tokenizer is not None:
         return tokenizer.encode(pieces)
     return Text(np.frombuffer(b"".join(_read(each) + bytes([_END]) for each in pieces), dtype=np.uint8))
+
+
+def tokens_of(text: str, tokenizer: Optional[Tokenizer]) -> List[int]:
+    """Return the tokens of a text; without a tokenizer its bytes."""
+    return list(text.encode()) if tokenizer is None else tokenizer.tokens_of(text)
+
+
+def text_of(tokens: Sequence[int], tokenizer: Optional[Tokenizer]) -> str:
+    """Return the text of tokens, up to the one that ends a file."""
+    end = _END if tokenizer is None else tokenizer.end
+    kept = list(tokens[: tokens.index(end)] if end in tokens else tokens)
+    return bytes(kept).decode("utf-8", errors="replace") if tokenizer is None else tokenizer.text_of(kept)
 
 
 def num_tokens(pieces: Sequence[Piece], tokenizer: Optional[Tokenizer]) -> int:

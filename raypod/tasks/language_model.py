@@ -11,6 +11,7 @@ from torch.nn import functional
 from raypod.datasets import corpus
 from raypod.datasets.source import Batch, Source
 from raypod.datasets.text import TextSource, Windows
+from raypod.errors import ConfigError
 from raypod.model.decoder import SIZES, Decoder
 from raypod.plan.config import Config
 from raypod.tasks.language_facts import LanguageOptions, pieces_of, tokenizer_of
@@ -68,6 +69,22 @@ class LanguageModel(Task):
         losses = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").sum(dim=1)
         per_token = (losses, targets.shape[1])
         return {"loss": per_token, "perplexity": per_token, "bits_per_byte": (losses, num_bytes)}
+
+    def generate(self, network: Any, prompt: str, length: int, temperature: float, seed: int) -> str:
+        """See `Task.generate`. Each token is predicted from the `sequence_length` tokens before it."""
+        tokens = corpus.tokens_of(prompt, self._tokenizer)
+        if not tokens:
+            raise ConfigError("--prompt must not be empty")
+        generator, given = torch.Generator().manual_seed(seed), len(tokens)
+        for _ in range(length):
+            window = torch.tensor([tokens[-self.options.sequence_length :]], dtype=torch.int32)
+            logits = network(window)[0, -1].double()
+            if temperature:
+                chosen = torch.multinomial(functional.softmax(logits / temperature, dim=0), 1, generator=generator)
+            else:
+                chosen = logits.argmax()
+            tokens.append(int(chosen))
+        return corpus.text_of(tokens[given:], self._tokenizer)
 
 
 def _predictions(network: Any, tokens: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:

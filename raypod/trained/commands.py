@@ -18,7 +18,6 @@ from raypod.trained import checkpoints, settings
 _CHECKPOINT = (
     "last, best, the name or update of a checkpoint of the run, or the path of a checkpoint or safetensors file"
 )
-_OF_DATA = (*settings.DATA, "run.device")
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -52,11 +51,11 @@ def export(argv: Sequence[str]) -> int:
     tolerance = "largest difference of an output, relative to the largest output; above 0 [1e-4]"
     parser.add_argument("--tolerance", type=float, default=1e-4, help=tolerance)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    args = _parsed(parser, argv, _OF_DATA)
+    args = _parsed(parser, argv, settings.DATA)
     from raypod.trained.export import export_run
 
     run = checkpoints.open_run(args.run)
-    changes = settings.given(args, _OF_DATA)
+    changes = settings.given(args, settings.DATA)
     found = export_run(run, args.format, args.output, args.checkpoint, args.pixels, args.tolerance, changes)
     if args.json:
         _print(strict_json(found, indent=2))
@@ -106,14 +105,14 @@ def predict(argv: Sequence[str]) -> int:
     temperature = "with --prompt: divides the logits; 0 chooses the most probable token [1]"
     parser.add_argument("--temperature", type=float, default=1.0, help=temperature)
     parser.add_argument("--seed", type=int, default=0, help="with --prompt: seed of the random numbers [0]")
-    args = _parsed(parser, argv, _OF_DATA, overrides=False)
+    args = _parsed(parser, argv, settings.DATA, overrides=False)
     if bool(args.inputs) == (args.prompt is not None):
         raise ConfigError("name images, as in `raypod predict RUN image.png`, or give --prompt TEXT; one of the two")
     if args.csv and args.prompt is not None:
         raise ConfigError("--csv has no effect on --prompt: omit it")
     from raypod.trained.predict import generate_run, predict_run
 
-    run, changes = checkpoints.open_run(args.run), settings.given(args, _OF_DATA)
+    run, changes = checkpoints.open_run(args.run), settings.given(args, settings.DATA)
     if args.prompt is not None:
         sampling = (args.length, args.temperature, args.seed)
         text = generate_run(run, args.prompt, *sampling, args.checkpoint, changes)

@@ -69,11 +69,10 @@ def open_network(config: Config, weights: Weights) -> Iterator[HostNetwork]:
         ConfigError: the data cannot be used, or the weights are those of another network.
     """
     training = config.training.model_copy(update={"precision": "32.32"})
-    device = "auto" if config.run.device == "ipu" else config.run.device  # the network runs on this host's CPU
-    run = config.run.model_copy(update={"device": device})
+    run = config.run.model_copy(update={"device": "auto"})  # the network runs on the CPU, also without IPUs
     config = config.model_copy(update={"training": training, "run": run})
     torchvision_import.install()
-    with sdk.importable(device):
+    with sdk.importable(run.device):
         task = task_of(config, facts_of(config).pickled)
         with _reported(task.user_code):
             yield _build(task, weights.tensors)

@@ -96,8 +96,8 @@ def check_writable(path: Path) -> None:
 
 
 def host_config(run: Run, changes: Mapping[str, Any]) -> Config:
-    """Return the config of a run whose network runs in this process; `changes`: of the data, and `run.device`."""
-    return config_of(changed(run.config, changes, (*DATA, "run.device")), str(run.folder))
+    """Return the config of a run whose network runs in this process, with other data."""
+    return config_of(changed(run.config, changes, DATA), str(run.folder))
 
 
 def plan_of(config: Config, changes: Mapping[str, Any], source: str) -> Plan:
