@@ -36,6 +36,7 @@ class SaveReport:
     path: str
     weights_sha256: str  # empty if it could not be written
     error: Optional[str]
+    ema_sha256: Optional[str] = None  # of the averaged weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +161,7 @@ class CheckpointSaved:
     update: int
     path: str
     weights_sha256: str
+    ema_sha256: Optional[str] = None  # of the averaged weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,6 +226,7 @@ class RunEnded:
     weights_sha256: str
     checkpoint: Optional[str]
     cause: str = ""  # of an interruption without a signal
+    ema_sha256: Optional[str] = None  # of the averaged weights
 
 
 _Measured = TypeVar("_Measured", UpdateDone, EvaluationDone)

@@ -38,6 +38,7 @@ class Manifest:
     geometry: Dict[str, int]
     versions: Dict[str, str]
     weights_sha256: str = ""
+    ema_sha256: Optional[str] = None  # of the averaged weights
     tested: Dict[str, float] = dataclasses.field(
         default_factory=dict
     )  # test metrics; empty: not evaluated at this update

@@ -15,7 +15,7 @@ from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional,
 import torch
 
 from raypod.checkpoint import storage, tensors
-from raypod.checkpoint.format import OPTIMIZER, REPLICAS, WEIGHTS, Checkpoint, FileRecord, Manifest, Retention
+from raypod.checkpoint.format import EMA, OPTIMIZER, REPLICAS, WEIGHTS, Checkpoint, FileRecord, Manifest, Retention
 from raypod.checkpoint.transfer import CheckpointSender, Server, fetch
 from raypod.errors import WaitTimedOut
 from raypod.events import SaveReport
@@ -29,6 +29,7 @@ class State:
 
     weights: Mapping[str, torch.Tensor]
     optimizer: Any  # nested, see tensors.pack_nested
+    ema: Optional[Mapping[str, torch.Tensor]] = None  # the averaged weights
     replicas: Any = None  # per-replica statistics and random states; None if the SDK does not expose them
 
 
@@ -56,16 +57,17 @@ def send_checkpoint(server: Server, manifest: Manifest, state: State, kept: Rete
 
 
 def load_checkpoint(path: Union[str, Path]) -> Dict[str, Any]:
-    """Return the state of a checkpoint: `weights`, `optimizer`, and `replicas` (None if it has none).
+    """Return the state of a checkpoint: `weights`, `optimizer`, and `ema` and `replicas` (None if it has none).
 
     Raises:
         CheckpointDamaged: a file is missing, truncated or not a checkpoint file.
     """
     path = Path(path)
-    replicas = path / REPLICAS
+    ema, replicas = path / EMA, path / REPLICAS
     return {
         "weights": tensors.read_tensors(path / WEIGHTS)[0],
         "optimizer": tensors.read_nested(path / OPTIMIZER),
+        "ema": tensors.read_tensors(ema)[0] if ema.exists() else None,
         "replicas": tensors.read_nested(replicas) if replicas.exists() else None,
     }
 
@@ -113,7 +115,9 @@ class BackgroundWriter:
         Raises:
             WaitTimedOut: the previous write does not end.
         """
-        copy = State(*(tensors.copy_to_cpu(part) for part in (state.weights, state.optimizer, state.replicas)))
+        copy = State(
+            *(tensors.copy_to_cpu(part) for part in (state.weights, state.optimizer, state.ema, state.replicas))
+        )
         self._join()
         # A daemon thread: exit does not wait for a slow disk, and an interrupted write leaves no checkpoint.
         self._thread = threading.Thread(target=self._write, args=(manifest, copy), name="checkpoint", daemon=True)
@@ -155,7 +159,9 @@ class BackgroundWriter:
                 written = write_checkpoint(self._checkpoints, manifest, state, self._kept)
             else:
                 written = send_checkpoint(self._server, manifest, state, self._kept, self._timeout_s)
-            self._reports.append(SaveReport(manifest.update, str(written.path), written.manifest.weights_sha256, None))
+            manifest = written.manifest
+            report = SaveReport(manifest.update, str(written.path), manifest.weights_sha256, None, manifest.ema_sha256)
+            self._reports.append(report)
         except Exception as error:  # noqa: BLE001 - the thread's top level: every error becomes a report
             cause = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             self._reports.append(SaveReport(manifest.update, path, "", cause))
@@ -167,6 +173,8 @@ def _write_files(new_file: Callable[[str], ContextManager[HashedFile]], manifest
         WEIGHTS: (state.weights, {}),
         OPTIMIZER: tensors.pack_nested(state.optimizer),
     }
+    if state.ema is not None:
+        contents[EMA] = (state.ema, {})
     if state.replicas is not None:
         contents[REPLICAS] = tensors.pack_nested(state.replicas)
     records = {}
@@ -174,7 +182,9 @@ def _write_files(new_file: Callable[[str], ContextManager[HashedFile]], manifest
         with new_file(name) as file:
             tensors.write_tensors(file, named, metadata)
         records[name] = FileRecord(file.size_bytes, file.sha256)
-    return dataclasses.replace(manifest, files=records, weights_sha256=tensors.weights_sha256(state.weights))
+    ema = tensors.weights_sha256(state.ema) if state.ema is not None else None
+    sha256 = tensors.weights_sha256(state.weights)
+    return dataclasses.replace(manifest, files=records, weights_sha256=sha256, ema_sha256=ema)
 
 
 def _first_nonfinite(state: State) -> Optional[str]:

@@ -85,7 +85,10 @@ class CheckpointSchedule:
         self._begun_s = time.monotonic()
         if checkpoint is not None and _is_in(checkpoint, self._plan.run_dir):
             self._begun_update = checkpoint.update
-            self.last = CheckpointSaved(checkpoint.update, str(checkpoint.path), checkpoint.manifest.weights_sha256)
+            manifest = checkpoint.manifest
+            self.last = CheckpointSaved(
+                checkpoint.update, str(checkpoint.path), manifest.weights_sha256, manifest.ema_sha256
+            )
 
     def use_new_writer(self, fleet: Fleet) -> None:
         """Make a new instance 0 write the checkpoints; the one that its predecessor had not finished is due again."""
@@ -101,7 +104,7 @@ class CheckpointSchedule:
             CheckpointNotSaved: it could not be written, and there is no earlier one.
         """
         if report.error is None:
-            self.last = CheckpointSaved(report.update, report.path, report.weights_sha256)
+            self.last = CheckpointSaved(report.update, report.path, report.weights_sha256, report.ema_sha256)
             return self.last
         if self.last is None:
             hint = "there is no earlier checkpoint, so the run ends here"

@@ -74,7 +74,7 @@ def run(
         is_interrupted = metrics.position < evaluations.last_update()
         if stopped is not None and not is_interrupted:
             yield stopped
-        yield RunEnded(metrics.position, is_interrupted, saved.weights_sha256, saved.path, stop.cause)
+        yield RunEnded(metrics.position, is_interrupted, saved.weights_sha256, saved.path, stop.cause, saved.ema_sha256)
 
 
 class _Training:

@@ -116,6 +116,7 @@ class Instance:
             state = program.read_replica_state(self._training)
             self._detach()
             self._host_update = self._update
+            self._model.average_after(self._update)
         except poptorch.Error:
             self._update = self._host_update
         program.copy_replica_0_buffers(self._model.training_step.named_buffers(), state)
@@ -167,6 +168,7 @@ class Instance:
         """
         way_out = "evaluate with a data set of the same shape and number of classes"
         tensors.load_weights(self._model.network, tensors.unpack_flat(flat), way_out)
+        self._model.reset_average()
         return self._model.weights_sha256()
 
     def load_initial_weights(self) -> None:
@@ -175,6 +177,7 @@ class Instance:
         if self._spec.index == 0 and training.init_weights is not None:
             path = find_weights(self._plan, training.init_weights)
             initial_weights.load(self._model.network, path, training.init_ignore or ())
+            self._model.reset_average()
 
     def seed_weights(self, seeding: Seeding) -> str:
         """Broadcast the root's weights and optimizer state to the receivers; return the hash of this one's weights.
@@ -195,6 +198,7 @@ class Instance:
         device_iterations = self._plan.geometry.device_iterations
         first_call = leg.first_update // device_iterations
         self._update = leg.first_update
+        self._model.begin_average_at(self._update)
         batches = self._feed.timed_calls(leg, lambda: self.heartbeat.set_activity(LOADING))
         for number, (batch, wait_s) in enumerate(batches):
             if not self._gate.enter(first_call + number):
@@ -206,6 +210,9 @@ class Instance:
                 digest = self._feed.samples_digest()
                 outputs = self._training(*batch, *self._model.call_words(update, digest))
             self._update = update + device_iterations
+            if self._model.average is not None:
+                self._read_back()
+                self._model.average_after(self._update)
             call_s = wait_s + time.monotonic() - began
             yield dataclasses.replace(self._report(update, outputs, digest), data_wait_s=wait_s, call_s=call_s)
 
@@ -233,11 +240,12 @@ class Instance:
         # PopTorch compiles a model in the mode (train or eval) that its network has then, and both share the network.
         network.eval()
         sums = EvaluationSums(2 * len(self._plan.task.metrics))
-        for batch, valid in self._feed.evaluation_calls():
-            if self._gate.is_closed:  # a long evaluation must not delay the repair; it is repeated afterwards
-                raise CollectiveBroken(self._spec.index, "the evaluation was aborted")
-            sums.add(self._inference(*batch)[:valid])
-        self._detach()
+        with self._model.evaluated_weights():
+            for batch, valid in self._feed.evaluation_calls():
+                if self._gate.is_closed:  # a long evaluation must not delay the repair; it is repeated afterwards
+                    raise CollectiveBroken(self._spec.index, "the evaluation was aborted")
+                sums.add(self._inference(*batch)[:valid])
+            self._detach()
         self._model.train()
         return sums.report(self._spec.index)
 
@@ -281,6 +289,7 @@ class Instance:
         self._optimizer_is_set = False
         self._model.load_replica_state(self._training, state["replicas"])
         self._update = self._host_update = state.get("update", -1)
+        self._model.begin_average_at(self._update)
 
     def _set_learning_rate(self, update: int) -> None:
         plan, optimizer = self._plan, self._model.optimizer

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+import contextlib
+from typing import Any, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -10,6 +11,7 @@ from raypod.checkpoint import tensors
 from raypod.datasets.source import Batch
 from raypod.events import CallReport, EvaluationReport
 from raypod.model import freezing, program, recent_results
+from raypod.model.weight_average import WeightAverage
 from raypod.plan.metric import exact_parts
 from raypod.plan.plan import Plan
 from raypod.tasks.task import Task
@@ -28,6 +30,9 @@ class ReplicaModel:
         self.training_step = program.TrainingStep(task, metrics, self.network, prepare, recent)
         self.train()
         self.evaluation_step = program.EvaluationStep(task, metrics, self.network, prepare)
+        decay = plan.config.training.ema
+        iterations = plan.geometry.device_iterations
+        self.average = None if decay is None else WeightAverage(self.network, decay, iterations)
         groups = task.parameter_groups(self.network, plan.config.training.weight_decay)
         self.optimizer = program.build_optimizer(plan.config, groups)
 
@@ -37,13 +42,35 @@ class ReplicaModel:
         freezing.train(self.network)
 
     def state(self) -> Dict[str, Any]:
-        """Return `weights` and `optimizer`, the state dicts. Their tensors are not copied."""
-        return {"weights": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
+        """Return the state dicts `weights`, `optimizer` and `ema`, None without average. Tensors are not copied."""
+        ema = None if self.average is None else self.average.state()
+        return {"weights": self.network.state_dict(), "optimizer": self.optimizer.state_dict(), "ema": ema}
 
     def load_state(self, state: Dict[str, Any]) -> None:
-        """Load `weights` and `optimizer`. ConfigError if they are those of another model."""
+        """Load a `state`. ConfigError if it is that of another model."""
         tensors.load_weights(self.network, state["weights"])
+        if self.average is not None:
+            self.average.load(state["ema"])
         program.load_optimizer_state(self.optimizer, state["optimizer"])
+
+    def average_after(self, update: int) -> None:
+        """Add the weights after `update` updates to the average, once."""
+        if self.average is not None and self.average.update != update:
+            self.average.add(update)
+
+    def begin_average_at(self, update: int) -> None:
+        """Record that the average is that after `update` updates."""
+        if self.average is not None:
+            self.average.update = update
+
+    def reset_average(self) -> None:
+        """Begin the average with the present weights."""
+        if self.average is not None:
+            self.average.reset()
+
+    def evaluated_weights(self) -> ContextManager[None]:
+        """Return a context in which the network has the weights that are evaluated: the average, if there is one."""
+        return contextlib.nullcontext() if self.average is None else self.average.applied()
 
     def weights_sha256(self) -> str:
         """Return the hash of the weights, as checkpoints record it."""

@@ -130,6 +130,12 @@ class TrainingSection(Section):
         None, description="names that --init-weights leaves at their initialization, as in head.*"
     )
     freeze: Names = Field(None, description="parameters or modules that are not trained, as in features.*,layer1")
+    ema: Optional[float] = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="decay per update of the moving average of the weights, which is evaluated, as in 0.999",
+    )
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of SGD")
     weight_decay: float = Field(
         5e-4, ge=0, allow_inf_nan=False, description="weight decay of parameters with more than one dimension"

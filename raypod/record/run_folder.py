@@ -126,6 +126,7 @@ def write_summary(
         "seconds_to_first_update": metrics.first_update_s,
         "seconds_to_start": dict(started.seconds),
         "weights_sha256": ended.weights_sha256,
+        "ema_sha256": ended.ema_sha256,
         "device": started.device,
         "restarts": repaired.restarts if repaired else 0,
         "topology": topology_summary(plan),
