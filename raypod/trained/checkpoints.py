@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Union
 
 from raypod.checkpoint import storage
-from raypod.checkpoint.format import WEIGHTS, Checkpoint, best_of
+from raypod.checkpoint.format import EMA, WEIGHTS, Checkpoint, best_of
 from raypod.checkpoint.resume import newest_valid
 from raypod.errors import CheckpointDamaged, ConfigError
 from raypod.plan.config import CHECKPOINTS, Config
@@ -83,13 +83,14 @@ def check_has_ended(run: Run, way_out: str) -> None:
         raise ConfigError(f"{run.folder} is still training{where} (update {state.update}); {way_out}")
 
 
-def load(run: Run, name: Optional[str] = None) -> Weights:
+def load(run: Run, name: Optional[str] = None, ema: Optional[bool] = None) -> Weights:
     """Return the weights that a command names.
 
     Args:
         run: the run.
         name: "best", "last" (the default, unless `run` is a checkpoint), the name or update of a checkpoint of the
             run, or the path of a checkpoint or of a safetensors file.
+        ema: as of `load_checkpoint`.
 
     Raises:
         ConfigError: there is no such checkpoint, it is damaged, or the run still trains and `name` is None.
@@ -99,11 +100,22 @@ def load(run: Run, name: Optional[str] = None) -> Weights:
     if name is not None and run.checkpoint is not None:
         raise ConfigError(f"--checkpoint {name}: {run.checkpoint} is a checkpoint already; omit one of the two")
     path = run.checkpoint or _path_of(run, name or LAST)
-    return _from_file(path) if path.is_file() else load_checkpoint(path)
+    if path.is_file() and ema is not None:
+        raise ConfigError(f"--ema and --no-ema have no effect on the file {path}: omit them")
+    return _from_file(path) if path.is_file() else load_checkpoint(path, ema)
 
 
-def load_checkpoint(path: Path) -> Weights:
-    """Return the weights of a checkpoint after verifying all its files, as for a resume. ConfigError if damaged."""
+def load_checkpoint(path: Path, ema: Optional[bool] = None) -> Weights:
+    """Return the weights of a checkpoint after verifying all its files, as for a resume.
+
+    Args:
+        path: its folder.
+        ema: whether the weights are the exponential moving average of those that were trained. None: where the
+            checkpoint has it, which is what the training evaluates.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, or has no moving average.
+    """
     from raypod.checkpoint import tensors  # planning and help work without torch
 
     try:
@@ -112,9 +124,13 @@ def load_checkpoint(path: Path) -> Weights:
         weights, _ = tensors.read_tensors(path / WEIGHTS)
         if tensors.weights_sha256(weights) != checkpoint.manifest.weights_sha256:
             raise CheckpointDamaged(str(path), "the hash of its weights differs from the one in its manifest")
+        has_ema = EMA in checkpoint.manifest.files
+        if ema and not has_ema:
+            raise ConfigError(f"--ema: {path} has no moving average of the weights; train with --ema 0.999")
+        averaged = tensors.read_tensors(path / EMA)[0] if has_ema and ema is not False else {}
     except CheckpointDamaged as error:
         raise ConfigError(str(error)) from None
-    return Weights(weights, path, checkpoint.update)
+    return Weights({**weights, **averaged}, path, checkpoint.update)
 
 
 def newest(run: Run, count: int) -> List[Checkpoint]:
@@ -158,7 +174,8 @@ def _last(run: Run) -> Path:
 def _best(run: Run) -> Path:
     found = _listed(run)
     facts = facts_of(run.config, is_dry=True)
-    metric = next(each for each in facts.metrics if each.name == facts.best)
+    name = run.config.run.best_metric or facts.best
+    metric = next(each for each in facts.metrics if each.name == name)
     best = best_of(found, metric)
     if best is None:
         raise ConfigError(

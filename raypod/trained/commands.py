@@ -32,7 +32,7 @@ def evaluate(argv: Sequence[str]) -> int:
     if args.output:
         settings.check_writable(Path(args.output))
     run = checkpoints.open_run(args.run)
-    found, plan = evaluate_run(run, args.checkpoint, settings.given(args, settings.EVALUATION))
+    found, plan = evaluate_run(run, _weights(run, args), settings.given(args, settings.EVALUATION))
     text = strict_json(found, indent=2)
     if args.output:
         _write(Path(args.output), f"{text}\n")
@@ -56,7 +56,7 @@ def export(argv: Sequence[str]) -> int:
 
     run = checkpoints.open_run(args.run)
     changes = settings.given(args, settings.DATA)
-    found = export_run(run, args.format, args.output, args.checkpoint, args.pixels, args.tolerance, changes)
+    found = export_run(run, _weights(run, args), args.format, args.output, args.pixels, args.tolerance, changes)
     if args.json:
         _print(strict_json(found, indent=2))
         return 0
@@ -113,12 +113,13 @@ def predict(argv: Sequence[str]) -> int:
     from raypod.trained.predict import generate_run, predict_run
 
     run, changes = checkpoints.open_run(args.run), settings.given(args, settings.DATA)
+    weights = _weights(run, args)
     if args.prompt is not None:
         sampling = (args.length, args.temperature, args.seed)
-        text = generate_run(run, args.prompt, *sampling, args.checkpoint, changes)
+        text = generate_run(run, weights, args.prompt, *sampling, changes)
         _print(strict_json({"prompt": args.prompt, "text": text}, indent=2) if args.json else f"{args.prompt}{text}")
         return 0
-    records = predict_run(run, args.inputs, args.top, args.checkpoint, changes)
+    records = predict_run(run, weights, args.inputs, args.top, changes)
     if args.json:
         _print(strict_json(records, indent=2))
     elif args.csv:
@@ -175,6 +176,13 @@ def _parser(verb: str, description: str) -> FlagParser:
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", metavar="NAME", help=f"{_CHECKPOINT} [last]")
+    average = "use the moving average of the weights (--ema of the training) [if the checkpoint has one]"
+    parser.add_argument("--ema", action="store_true", default=None, help=average)
+    parser.add_argument("--no-ema", dest="ema", action="store_false", help="use the weights that were trained")
+
+
+def _weights(run: checkpoints.Run, args: argparse.Namespace) -> checkpoints.Weights:
+    return checkpoints.load(run, args.checkpoint, args.ema)
 
 
 def _parsed(

@@ -22,7 +22,9 @@ from raypod.trained.checkpoints import PathLike, Weights
 Measured = Tuple[int, Dict[str, float]]  # number of samples, and the value of each metric
 
 
-def evaluate(run: PathLike, checkpoint: Optional[str] = None, **changes: Any) -> Dict[str, Any]:
+def evaluate(
+    run: PathLike, checkpoint: Optional[str] = None, ema: Optional[bool] = None, **changes: Any
+) -> Dict[str, Any]:
     """Evaluate a checkpoint of a run on the test split of its data set, or of another one. Writes nothing into the run.
 
     On the data set of the run the result equals, bit for bit, that of the training at this update, for any placement.
@@ -31,6 +33,8 @@ def evaluate(run: PathLike, checkpoint: Optional[str] = None, **changes: Any) ->
         run: a run folder, or a checkpoint in it.
         checkpoint: "last" (default), "best", the name or update of a checkpoint of the run, or the path of a
             checkpoint or of a safetensors file.
+        ema: whether to use the moving average of the weights (`--ema` of the training); default: where there is one,
+            as the training does.
         changes: settings that differ from those of the run, with the names of the command line and underscores:
             `dataset`, `data_dir`, `batch_size`, `replicas`, `num_instances`, `fleet`, `device`, and others.
 
@@ -42,14 +46,12 @@ def evaluate(run: PathLike, checkpoint: Optional[str] = None, **changes: Any) ->
         RunError: an instance fails.
     """
     found = checkpoints.open_run(run)
-    return evaluate_run(found, checkpoint, settings.by_name(found.config, changes))[0]
+    weights = checkpoints.load(found, checkpoint, ema)
+    return evaluate_run(found, weights, settings.by_name(found.config, changes))[0]
 
 
-def evaluate_run(
-    run: checkpoints.Run, checkpoint: Optional[str], changes: Mapping[str, Any]
-) -> Tuple[Dict[str, Any], Plan]:
+def evaluate_run(run: checkpoints.Run, weights: Weights, changes: Mapping[str, Any]) -> Tuple[Dict[str, Any], Plan]:
     """Return the result of `evaluate`, and the plan; `changes` are by section.key."""
-    weights = checkpoints.load(run, checkpoint)
     plan = settings.plan_of(run.config, changes, str(run.folder))
     ((samples, values),), device = measure(plan, [weights])
     described = checkpoints.described(weights)

@@ -33,6 +33,7 @@ def export(
     format: str,
     output: Optional[PathLike] = None,
     checkpoint: Optional[str] = None,
+    ema: Optional[bool] = None,
     pixels: bool = False,
     tolerance: float = TOLERANCE,
     **changes: Any,
@@ -43,7 +44,7 @@ def export(
         run: a run folder, or a checkpoint in it.
         format: "safetensors" (the weights), "torchscript" or "onnx" (the network in float32, for any batch size).
         output: the file; it is replaced. Default: `<model>-update-<n>` with the format's suffix, in the run folder.
-        checkpoint: as of `evaluate`.
+        checkpoint, ema: as of `evaluate`.
         pixels: torchscript and onnx: the model gets images as uint8, and normalizes and enlarges them itself.
         tolerance: the largest difference of an output, relative to the largest output.
         changes: where the data is: `dataset`, `data_dir`, `cache_dir`, ...
@@ -55,16 +56,18 @@ def export(
         UserError: there is no such run or checkpoint, or its data cannot be used.
         RunError: the network cannot be exported, or the outputs differ by more than the tolerance; nothing is written.
     """
+    formats.check(format, pixels, tolerance)
     found = checkpoints.open_run(run)
     by_key = settings.by_name(found.config, changes)
-    return export_run(found, format, output, checkpoint, pixels, tolerance, by_key)
+    weights = checkpoints.load(found, checkpoint, ema)
+    return export_run(found, weights, format, output, pixels, tolerance, by_key)
 
 
 def export_run(
     run: checkpoints.Run,
+    weights: Weights,
     kind: str,
     output: Optional[PathLike],
-    checkpoint: Optional[str],
     pixels: bool,
     tolerance: float,
     changes: Mapping[str, Any],
@@ -72,7 +75,6 @@ def export_run(
     """Return the result of `export`; `changes` are by section.key."""
     formats.check(kind, pixels, tolerance)
     suffix, write = _FORMATS[kind]
-    weights = checkpoints.load(run, checkpoint)
     config = settings.host_config(run, changes)
     if pixels:
         config = config.model_copy(update={"data": config.data.model_copy(update={"eight_bit_io": True})})

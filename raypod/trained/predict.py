@@ -6,12 +6,17 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from raypod.errors import ConfigError
 from raypod.trained import checkpoints, settings
-from raypod.trained.checkpoints import PathLike
+from raypod.trained.checkpoints import PathLike, Weights
 from raypod.trained.network import open_network
 
 
 def predict(
-    run: PathLike, inputs: Sequence[PathLike], top: int = 5, checkpoint: Optional[str] = None, **changes: Any
+    run: PathLike,
+    inputs: Sequence[PathLike],
+    top: int = 5,
+    checkpoint: Optional[str] = None,
+    ema: Optional[bool] = None,
+    **changes: Any,
 ) -> List[Dict[str, Any]]:
     """Return the predictions of a run's model for images, computed in float32 on the CPU of this host.
 
@@ -19,7 +24,7 @@ def predict(
         run: a run folder, or a checkpoint in it.
         inputs: files, and folders of images. Images get the channels and the size of the data set's samples.
         top: the number of classes per image, at least 1.
-        checkpoint: as of `evaluate`.
+        checkpoint, ema: as of `evaluate`.
         changes: where the data is: `dataset`, `data_dir`, `cache_dir`, ...
 
     Returns:
@@ -29,17 +34,18 @@ def predict(
         UserError: there is no such run, checkpoint or image, or the run's task has no predictions.
     """
     found = checkpoints.open_run(run)
-    return predict_run(found, [str(each) for each in inputs], top, checkpoint, settings.by_name(found.config, changes))
+    weights = checkpoints.load(found, checkpoint, ema)
+    return predict_run(found, weights, [str(each) for each in inputs], top, settings.by_name(found.config, changes))
 
 
 def predict_run(
-    run: checkpoints.Run, inputs: Sequence[str], top: int, checkpoint: Optional[str], changes: Mapping[str, Any]
+    run: checkpoints.Run, weights: Weights, inputs: Sequence[str], top: int, changes: Mapping[str, Any]
 ) -> List[Dict[str, Any]]:
     """Return the result of `predict`; `changes` are by section.key."""
     if top < 1:
         raise ConfigError(f"--top {top} must be at least 1")
     config = settings.host_config(run, changes)
-    with open_network(config, checkpoints.load(run, checkpoint)) as network:
+    with open_network(config, weights) as network:
         return list(network.task.predict(network, inputs, top))
 
 
@@ -50,12 +56,13 @@ def generate(
     temperature: float = 1.0,
     seed: int = 0,
     checkpoint: Optional[str] = None,
+    ema: Optional[bool] = None,
     **changes: Any,
 ) -> str:
     """Return how a language model continues a text.
 
     Args:
-        run, checkpoint, changes: as of `predict`.
+        run, checkpoint, ema, changes: as of `predict`.
         prompt: the text.
         length: the number of tokens to generate, at least 1.
         temperature: divides the logits; 0 chooses the most probable token.
@@ -66,16 +73,17 @@ def generate(
     """
     found = checkpoints.open_run(run)
     by_key = settings.by_name(found.config, changes)
-    return generate_run(found, prompt, length, temperature, seed, checkpoint, by_key)
+    weights = checkpoints.load(found, checkpoint, ema)
+    return generate_run(found, weights, prompt, length, temperature, seed, by_key)
 
 
 def generate_run(
     run: checkpoints.Run,
+    weights: Weights,
     prompt: str,
     length: int,
     temperature: float,
     seed: int,
-    checkpoint: Optional[str],
     changes: Mapping[str, Any],
 ) -> str:
     """Return the result of `generate`; `changes` are by section.key."""
@@ -83,5 +91,5 @@ def generate_run(
         wrong = f"--length {length} must be at least 1" if length < 1 else f"--temperature {temperature:g} must be >= 0"
         raise ConfigError(wrong)
     config = settings.host_config(run, changes)
-    with open_network(config, checkpoints.load(run, checkpoint)) as network:
+    with open_network(config, weights) as network:
         return network.task.generate(network, prompt, length, temperature, seed)

@@ -35,7 +35,12 @@ EVALUATION = (
     *("run.device", "run.fleet", "run.collectives", "run.strict"),
     *("run.start_timeout_s", "run.report_timeout_s", "run.stop_timeout_s", "run.silent_after_s", "run.stuck_after_s"),
 )
-_OF_RUN = tuple(name for name in EVALUATION if name.startswith("run."))
+_OF_RUN = tuple(name.partition(".")[2] for name in EVALUATION if name.startswith("run."))
+# The keys of the section `training` with which a network computes; the others are those of a training.
+_OF_NETWORK = (
+    *("model", "stem", "norm", "precision", "batch_size", "execution", "pipeline_splits", "pipeline_balance"),
+    *("evaluation_iterations", "seed"),
+)
 
 
 def add_flags(parser: argparse.ArgumentParser, names: Sequence[str], overrides: bool = True) -> None:
@@ -122,10 +127,10 @@ def plan_of(config: Config, changes: Mapping[str, Any], source: str) -> Plan:
                 pod.pop(name.partition(".")[2], None)
         if "pod.num_ipus" in changes and "pod.replicas" not in changes:
             pod.pop("replicas", None)
-    values["run"] = {name.partition(".")[2]: run[name.partition(".")[2]] for name in _OF_RUN}
-    # A plan checks the sizes of a training, too: its smallest one.
-    stages = pipeline_stages(config_of(values, source))
-    training.update({"gradient_accumulation": 2 * stages - 1, "device_iterations": 1, "updates": None})
+    values["run"] = {key: run[key] for key in _OF_RUN}
+    values["training"] = {key: training[key] for key in _OF_NETWORK}
+    # A plan checks the sizes of a training, too: this is its smallest one.
+    values["training"]["gradient_accumulation"] = 2 * pipeline_stages(config_of(values, source)) - 1
     plan = planning.plan_from(values, source)
     planning.check_host(plan)
     if not plan.dataset_size.test_samples:
