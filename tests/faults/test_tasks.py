@@ -1,4 +1,4 @@
-"""The tasks of the documentation: one hash for every placement, also with a killed instance and after a resume."""
+"""The language model and the tasks of the documentation: one hash for every placement, also with a killed instance and after a resume."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ pytestmark = [
 TRAINING = {"updates": 20, "epochs": 9, "evaluate_every": 1}
 TASKS: Dict[str, Dict[str, Any]] = {
     "diabetes": {"task": {"name": "diabetes:Diabetes", "hidden": 16}, "training": TRAINING},
+    "language-model": {
+        "task": {"name": "language-model", "sequence_length": 16, "max_mb": 0.006, "dropout": 0.1},
+        "training": {**TRAINING, "max_grad_norm": 1.0},
+    },
     "shapes": {"task": {"name": "shapes:Shapes"}, "training": TRAINING, "data": {"num_workers": 1}},
 }
 
