@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Callable, List
+from typing import Callable, List
 
 import pytest
-
-from raypod import train
-
-Command = Callable[..., Any]
-
-
-def train_inline(run_dir: Path, *flags: str) -> Path:
-    assert train.main(["--fleet", "inline", "--run-dir", str(run_dir), "--device", "emulated", *flags]) == 0
-    return run_dir
+from trained_runs import train_inline
 
 
 @pytest.fixture(scope="session")
