@@ -26,6 +26,7 @@ class ReplicaModel:
         prepare = task.device_input(first_batch)
         self._geometry, self._num_sums = plan.geometry, 2 * len(metrics)
         self._keeps_results = program.keeps_recent_results(plan)
+        self._loaded_replica_state: Optional[Dict[str, Any]] = None
         recent = recent_results.RecentResults(plan.geometry, self._num_sums) if self._keeps_results else None
         self.training_step = program.TrainingStep(task, metrics, self.network, prepare, recent)
         self.train()
@@ -95,10 +96,13 @@ class ReplicaModel:
 
     def replica_state(self, training: Any) -> Optional[Dict[str, Any]]:
         """Return the state of the replicas as a checkpoint contains it; None if the SDK has none."""
+        if not training.isCompiled():  # before the first call: what was loaded, for the instances that it is sent to
+            return self._loaded_replica_state
         return recent_results.without_rows(program.read_replica_state(training))
 
     def load_replica_state(self, training: Any, state: Optional[Dict[str, Any]]) -> None:
         """Load a state of `replica_state`."""
+        self._loaded_replica_state = state
         if self._keeps_results:
             state = recent_results.with_empty_rows(state, self._geometry, self._num_sums)
         program.load_replica_state(training, state)
