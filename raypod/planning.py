@@ -83,7 +83,9 @@ def plan_from(values: resolve.Values, source: str, is_dry: bool = False) -> Plan
         # Imports torch, which the plan of a model on one IPU does not need.
         from raypod.model.pipeline import find_splits
 
-        plan = dataclasses.replace(plan, pipeline_splits=find_splits(config, task_of_plan(plan)) or ())
+        with sdk.importable(config.run.device):
+            splits = find_splits(config, task_of_plan(plan))
+        plan = dataclasses.replace(plan, pipeline_splits=splits or ())
     return plan
 
 

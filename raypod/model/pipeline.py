@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -56,9 +57,11 @@ def find_splits(config: Config, task: Any) -> Optional[Tuple[str, ...]]:
     training, stages = config.training, config.pod.ipus_per_replica
     is_user_model = task.user_code is not None
     if training.pipeline_splits:
-        # The user's module may import the SDK, which is available in instances only.
-        if not is_user_model:
-            check_splits(_network(task), training.pipeline_splits)
+        # A model of the user may import the SDK, which is available in instances only; a task was imported already.
+        if not is_user_model or ":" in config.task.name:
+            with user_code.reported(task.user_code or config.task.name):
+                network = _network(task)
+            check_splits(network, training.pipeline_splits)
         return training.pipeline_splits
     if stages == 1 or (is_user_model and training.pipeline_balance is None):
         return None
@@ -94,20 +97,29 @@ def balanced_splits(units: Sequence[Unit], stages: int) -> Tuple[str, ...]:
             f"({', '.join(unit.name for unit in units)})"
         )
     before = [0.0, *itertools.accumulate(unit.cost for unit in units)]
-    # best[end]: (largest cost, sum of squares, cuts) of units[:end], divided into `stage` stages.
-    best: Dict[int, Tuple[float, float, Tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    largest, _ = _divide(before, stages, lambda value, cost: max(value, cost))
+    _, cuts = _divide(before, stages, lambda value, cost: value + cost * cost if cost <= largest else math.inf)
+    return tuple(units[cut].name for cut in cuts[1:])
+
+
+def _divide(
+    before: Sequence[float], stages: int, add: Callable[[float, float], float]
+) -> Tuple[float, Tuple[int, ...]]:
+    """Divide units into stages of at least one unit; return the smallest value and the first units of the stages.
+
+    Args:
+        before: the sum of the costs before each unit, and of all.
+        add: the value of a division to which a stage of some cost is appended; does not decrease.
+    """
+    count = len(before) - 1
+    best: Dict[int, Tuple[float, Tuple[int, ...]]] = {0: (0.0, ())}  # of the units before the key
     for stage in range(stages):
         found = {}
-        for end in range(stage + 1, len(units) - (stages - stage - 1) + 1):
-            divisions = []
-            for cut, (largest, squares, cuts) in best.items():
-                if cut < end:
-                    cost = before[end] - before[cut]
-                    divisions.append((max(largest, cost), squares + cost * cost, (*cuts, cut)))
-            found[end] = min(divisions)
+        for end in range(stage + 1, count - (stages - stage - 1) + 1):
+            divisions = ((cut, value, cuts) for cut, (value, cuts) in best.items() if cut < end)
+            found[end] = min((add(value, before[end] - before[cut]), (*cuts, cut)) for cut, value, cuts in divisions)
         best = found
-    _, _, cuts = best[len(units)]
-    return tuple(units[cut].name for cut in cuts[1:])
+    return best[count]
 
 
 def units_by_parameters(network: nn.Module, inputs: Inputs) -> List[Unit]:

@@ -95,6 +95,11 @@ def test_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
         ("Best", [], "best = 'accuracy' is none of its metrics (loss, size)"),
         ("Nested", [], "the entry 'x' of the first sample is a dict"),
         ("Uneven", [], "all arrays must have the same length, but there is x 3, y 4"),
+        (
+            "Task",
+            ["--ipus-per-replica", "2", "--gradient-accumulation", "3", "--pipeline-splits", "x"],
+            "no module 'x'",
+        ),
         ("Other", [], "is no subclass of raypod.Task"),
         ("Missing", [], "the module registered_tasks has no 'Missing'"),
         ("image-clasification:", [], "write module:function"),
