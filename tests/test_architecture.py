@@ -28,6 +28,9 @@ DIRECTIONS = {
     "instance": "tasks checkpoint",
     "fleet": "instance",
     "coordinator": "fleet record",
+    "planning": "tasks record",
+    "trained": "coordinator planning",
+    "api": "coordinator planning",
     "launcher": "fleet instance",
     "pod": "fleet",
 }
