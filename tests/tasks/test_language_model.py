@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
@@ -14,9 +15,11 @@ from torch.nn import functional
 
 from raypod import train
 from raypod.errors import ConfigError
+from raypod.events import UpdateDone
 from raypod.plan.config import Config
 from raypod.plan.resolve import from_values
 from raypod.planning import describe_with_pipeline, plan_from
+from raypod.record.progress import Progress
 from raypod.tasks.language_model import LanguageModel
 from raypod.tasks.registry import facts_of, schema_of, task_of
 
@@ -103,6 +106,33 @@ def test_a_run_resumes_exactly(text: str, tmp_path: Path, flags: list[str]) -> N
     )
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert resumed["evaluations"][-1] == whole["evaluations"][-1]
+
+
+def test_a_run_does_not_resume_with_another_text(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("one two three " * 100)
+    run(str(file), tmp_path / "run", "--updates", "2", "--lr-schedule", "constant")
+    file.write_text("one two four  " * 100)
+    common = ["--task", NAME, "--text", str(file), "--sequence-length", "16", "--batch-size", "2", "--replicas", "2"]
+    flags = ["--fleet", "inline", "--device", "emulated", "--updates", "4", "--resume", str(tmp_path / "run")]
+    assert train.main([*common, *flags, "--lr-schedule", "constant"]) == 2
+    assert "" in capsys.readouterr().err
+
+
+def test_the_progress_bar_shows_tokens_per_second(text: str) -> None:
+    task = {"name": NAME, "text": text, "sequence_length": 16}
+    plan = plan_from({"task": task}, "the test", is_dry=True)
+    metrics = {"loss": 0.5, "perplexity": 2.0, "bits_per_byte": 0.75}
+    shown = Terminal()
+    progress = Progress(plan, io.StringIO(), shown)
+    progress.show(UpdateDone(1, 1, metrics, 32, 100.0, 1.0, part_rates=plan.task.part_rates(100.0)))
+    progress.close()
+    assert "loss=0.500, ppl=2.00, bits/byte=0.750, 1600 tokens/s" in shown.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.mark.parametrize("precision", ["32.32", "16.32", "16.16"])
