@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Union
 
 from raypod.checkpoint import storage
-from raypod.checkpoint.format import WEIGHTS, best_of
+from raypod.checkpoint.format import EMA, WEIGHTS, best_of
 from raypod.errors import ConfigError
 from raypod.plan.metric import Metric
 from raypod.record.run_folder import EVALUATIONS, METRICS, SUMMARY, records
@@ -72,6 +72,8 @@ class Result:
     def load_weights_into(self, module: nn.Module, checkpoint: Optional[PathLike] = None) -> None:
         """Load weights into a network that has the names and shapes of the trained one.
 
+        A checkpoint of a run with `ema` has averaged weights, which its evaluations used: these are loaded.
+
         Args:
             module: the network, on any device and with any floating-point type.
             checkpoint: the folder of a checkpoint; default: the best one.
@@ -85,7 +87,8 @@ class Result:
         path = Path(checkpoint) if checkpoint is not None else self.best_checkpoint
         if path is None or not storage.is_checkpoint(path):
             raise ConfigError(f"{path or self.run_dir}: there is no checkpoint")
-        saved, _ = read_tensors(path / WEIGHTS)
+        averaged = path / EMA
+        saved, _ = read_tensors(averaged if averaged.is_file() else path / WEIGHTS)
         own = module.state_dict()
         shapes = [{name: list(tensor.shape) for name, tensor in state.items()} for state in (own, saved)]
         wrong = [

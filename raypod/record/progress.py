@@ -1,6 +1,6 @@
 """Console output of a run: the plan, a progress bar and a line per epoch, failures, and the result.
 
-The bar uses tqdm, on the driver only. If stderr is not a terminal, plain lines replace it.
+The bar uses tqdm, on the driver only. If stderr is neither a terminal nor that of a notebook, plain lines replace it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, Optional, TextIO, Union
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from raypod.events import (
     CheckpointFailed,
@@ -37,7 +37,7 @@ class Progress:
     def __init__(self, plan: Plan, out: Optional[TextIO] = None, err: Optional[TextIO] = None) -> None:
         self._plan, self._out, self._err = plan, out or sys.stdout, err or sys.stderr
         self._bar: Optional[Any] = None
-        self._is_terminal = self._err.isatty()
+        self._has_bar = self._err.isatty() or type(self._err).__module__.startswith("ipykernel.")
         self._last_line_s = time.monotonic()
         self._warned_nonfinite = False
 
@@ -114,7 +114,7 @@ class Progress:
             stops = self._plan.config.run.on_nonfinite == "stop"
             consequence = "the run stops" if stops else "the run continues (--on-nonfinite continue)"
             self.warn(f"the loss became {event.loss} at update {event.update}; {consequence}")
-        if not self._is_terminal:
+        if not self._has_bar:
             if time.monotonic() - self._last_line_s > _LINE_INTERVAL_S:
                 self.print_line(f"update {event.update}/{self._plan.total_updates}: {self._figures(event)}")
             return
