@@ -32,10 +32,11 @@ from raypod.plan.plan import Plan, make_plan
 from raypod.plan.resolve import from_values
 from raypod.tasks.registry import facts_of
 
-# Set by pytest, by importing poptorch, by torch's compiler, which torch's own optimizers import, and by scikit-learn.
+# Set by pytest, by importing poptorch, by torch's compiler, which torch's own optimizers import, by scikit-learn, by
+# Ray Tune.
 SET_BY_AN_IMPORT = {
     *("PYTEST_CURRENT_TEST", "RDMAV_FORK_SAFE", "TORCHINDUCTOR_CACHE_DIR"),
-    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "CRC32C_SW_MODE"),
 }
 
 

@@ -69,7 +69,7 @@ class Trainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types here
                 return {**self._measured, "done": True}
             if isinstance(event, UpdateDone):
                 self._measured.update(update=event.update, epoch=event.epoch, **event.metrics)
-            elif isinstance(event, EvaluationDone):
+            elif isinstance(event, EvaluationDone) and event.update > self._restored_update:
                 self._measured.update(update=event.update, epoch=event.epoch)
                 self._measured.update({f"test_{name}": value for name, value in event.metrics.items()})
                 is_last = event.update >= self._stream.total_updates
@@ -112,6 +112,8 @@ class Trainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types here
         self._pending: Deque[Event] = collections.deque()
         self._saved: Optional[CheckpointSaved] = None
         self._measured: Dict[str, Any] = {}
+        # The evaluation of that update was reported before; a resumed run repeats it.
+        self._restored_update = 0 if checkpoint is None else storage.read_manifest(checkpoint).update
 
     def _next(self) -> Optional[Event]:
         """Return the next event, those first that `save_checkpoint` has taken; None at the end."""

@@ -47,9 +47,7 @@ def test_a_snippet_prints_what_the_page_says(
     for package in packages.split():
         pytest.importorskip(package, reason="the snippet needs it", exc_type=ImportError)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RAY_AIR_NEW_OUTPUT", "0")
-    monkeypatch.setenv("TUNE_RESULT_DIR", str(tmp_path))
-    monkeypatch.setenv("RAY_AIR_LOCAL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))  # of the results of Tune
     (tmp_path / "snippet.py").write_text(code)
     runpy.run_path("snippet.py", run_name="__main__")
     assert re.search(PRINTED[mark], capsys.readouterr().out, re.DOTALL)

@@ -178,6 +178,7 @@ def test_a_wrong_request_of_run_starts_nothing(arguments: Dict[str, Any], messag
 SCRIPT = """
 import os, sys, threading
 from pathlib import Path
+import psutil
 import torch
 from torch import nn
 import raypod
@@ -202,9 +203,11 @@ class Line(raypod.Task):
 
 
 def state():
-    files = len(list(Path("/proc/self/fd").iterdir()))
+    process = psutil.Process()
+    connections = "net_connections" if hasattr(process, "net_connections") else "connections"
+    sockets = [each[:-1] for each in getattr(process, connections)()]
     threads = sorted(thread.name for thread in threading.enumerate())
-    return dict(os.environ), list(sys.path), Path.cwd(), threads, files
+    return dict(os.environ), list(sys.path), Path.cwd(), threads, sockets, process.children()
 
 
 flags = dict(task=Line, slope=3.0, replicas=2, batch_size=4, updates=4, device="emulated", progress=False)
