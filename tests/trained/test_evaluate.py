@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List
 
 import pytest
+from trained_runs import train_inline
 
 from raypod.__main__ import main
 from raypod.checkpoint import storage
@@ -54,6 +55,15 @@ def test_a_pipeline_in_half_precision_is_evaluated_as_in_its_training(half_run: 
     (last,) = evaluations(half_run)
     found = evaluate(half_run / "checkpoints" / "update-00000002")
     assert (found["loss"], found["accuracy"]) == (last["loss"], last["accuracy"])
+
+
+def test_the_moving_average_is_evaluated_as_in_its_training(tmp_path: Path) -> None:
+    run = train_inline(tmp_path / "run", "--replicas", "1", "--updates", "6", "--ema", "0.5")
+    (last,) = evaluations(run)
+    found, trained = evaluate(run), evaluate(run, ema=False)
+    summary = json.loads((run / "summary.json").read_text())
+    assert (found["loss"], found["weights_sha256"]) == (last["loss"], summary["ema_sha256"])
+    assert (trained["loss"] != last["loss"], trained["weights_sha256"]) == (True, summary["weights_sha256"])
 
 
 def test_output_is_a_line_json_or_a_file(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
