@@ -22,13 +22,13 @@ _CHECKPOINT = (
 
 def evaluate(argv: Sequence[str]) -> int:
     """Evaluate a checkpoint of a run."""
-    from raypod.trained.evaluate import evaluate_run  # as below: torch is imported after the command line is parsed
-
     parser = _parser("evaluate", "Evaluate a checkpoint of a run on its test split, or on another data set.")
     _add_checkpoint(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--output", metavar="FILE", help="also write the result to this JSON file")
     args = _parsed(parser, argv, settings.EVALUATION)
+    from raypod.trained.evaluate import evaluate_run  # as below: the command line is parsed without torch
+
     if args.output:
         settings.check_writable(Path(args.output))
     run = checkpoints.open_run(args.run)
@@ -96,30 +96,30 @@ def predict(argv: Sequence[str]) -> int:
     parser = _parser("predict", "Print the predictions of a run's model for images, or its continuation of a text.")
     parser.add_argument("inputs", nargs="*", metavar="IMAGE", help="image files (PNG, JPEG), and folders of images")
     _add_checkpoint(parser)
-    parser.add_argument("--top", type=int, default=5, help="number of classes per image, at least 1 [5]")
+    parser.add_argument("--top", type=int, help="number of classes per image, at least 1 [5]")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--json", action="store_true", help="print JSON")
     kinds.add_argument("--csv", action="store_true", help="print CSV")
     parser.add_argument("--prompt", metavar="TEXT", help="language model: the text to continue")
-    parser.add_argument("--length", type=int, default=100, help="with --prompt: tokens to generate, at least 1 [100]")
+    parser.add_argument("--length", type=int, help="with --prompt: tokens to generate, at least 1 [100]")
     temperature = "with --prompt: divides the logits; 0 chooses the most probable token [1]"
-    parser.add_argument("--temperature", type=float, default=1.0, help=temperature)
-    parser.add_argument("--seed", type=int, default=0, help="with --prompt: seed of the random numbers [0]")
+    parser.add_argument("--temperature", type=float, help=temperature)
+    parser.add_argument("--seed", type=int, help="with --prompt: seed of the random numbers [0]")
     args = _parsed(parser, argv, settings.DATA, overrides=False)
     if bool(args.inputs) == (args.prompt is not None):
         raise ConfigError("name images, as in `raypod predict RUN image.png`, or give --prompt TEXT; one of the two")
-    if args.csv and args.prompt is not None:
-        raise ConfigError("--csv has no effect on --prompt: omit it")
+    _check_used(args)
     from raypod.trained.predict import generate_run, predict_run
 
     run, changes = checkpoints.open_run(args.run), settings.given(args, settings.DATA)
     weights = _weights(run, args)
     if args.prompt is not None:
-        sampling = (args.length, args.temperature, args.seed)
-        text = generate_run(run, weights, args.prompt, *sampling, changes)
+        length, seed = 100 if args.length is None else args.length, args.seed or 0
+        temperature = 1.0 if args.temperature is None else args.temperature
+        text = generate_run(run, weights, args.prompt, length, temperature, seed, changes)
         _print(strict_json({"prompt": args.prompt, "text": text}, indent=2) if args.json else f"{args.prompt}{text}")
         return 0
-    records = predict_run(run, weights, args.inputs, args.top, changes)
+    records = predict_run(run, weights, args.inputs, 5 if args.top is None else args.top, changes)
     if args.json:
         _print(strict_json(records, indent=2))
     elif args.csv:
@@ -127,6 +127,15 @@ def predict(argv: Sequence[str]) -> int:
     else:
         _print("\n".join(format_table(_rows(records, "{:.4f}"))))
     return 0
+
+
+def _check_used(args: argparse.Namespace) -> None:
+    """Raise ConfigError for a flag of images with `--prompt`, or the other way around."""
+    has_prompt = args.prompt is not None
+    for name in ("csv", "top") if has_prompt else ("length", "temperature", "seed"):
+        value = getattr(args, name)
+        if value is not None and value is not False:  # a seed or a temperature can be 0
+            raise ConfigError(f"--{name} has no effect {'with' if has_prompt else 'without'} --prompt: omit it")
 
 
 def _rows(records: Sequence[Dict[str, Any]], number: str) -> List[List[str]]:

@@ -89,6 +89,8 @@ def test_class_names_and_the_transform_of_image_folders(tmp_path: Path) -> None:
         (["images/grey.png", "--top", "0"], "--top 0 must be at least 1"),
         (["images/grey.png", "--prompt", "x"], "one of the two"),
         ([], "one of the two"),
+        (["images/grey.png", "--seed", "0"], "--seed has no effect without --prompt"),
+        (["--prompt", "x", "--top", "2"], "--top has no effect with --prompt"),
         (["--prompt", "x"], "the task image-classification generates no text"),
         (["images/grey.png", "--json", "--csv"], "not allowed with"),
     ],
