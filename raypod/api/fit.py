@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any, Callable, Generator, Iterator, Optional, Sequence, Type, Union
 
 from raypod.api.callbacks import Callbacks
-from raypod.api.request import ConfigLike, PathLike, TaskLike, import_path_kept, plan_of
+from raypod.api.request import ConfigLike, PathLike, TaskLike, plan_of, process_kept
 from raypod.api.result import Interrupted, Result
 from raypod.api.training import LogReporter, Reporter, Training, claimed
 from raypod.coordinator.stop import Stop
@@ -150,7 +150,7 @@ class Stream(Iterator[Event]):
 
     def _run(self) -> Generator[Event, None, None]:
         reporter: Reporter = LogReporter()
-        with import_path_kept(), claimed(self._plan, reporter.print_line, self._take_over) as run:
+        with process_kept(), claimed(self._plan, reporter.print_line, self._take_over) as run:
             if self._shows_progress:
                 reporter = Progress(run.plan)
             training = Training(run, reporter, self._stop)

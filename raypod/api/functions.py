@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
-from raypod.api.request import PathLike, import_path_kept
+from raypod.api.request import PathLike, process_kept
 from raypod.cli import nearest
 from raypod.errors import ConfigError, summarize_exception
 from raypod.fleet.ray_functions import RayFunctions
@@ -88,7 +88,7 @@ def run(  # noqa: PLR0913 - the arguments are keywords
     setup = Setup(placement, device, collectives, _working_folder(), tuple(sys.path), variables)
     lines = _Lines()
     functions = RayFunctions(setup, path, start_timeout_s, lines.add)
-    with import_path_kept():
+    with process_kept():
         try:
             functions.start(wait_hosts, _log)
             return functions.call(pickled, timeout_s)

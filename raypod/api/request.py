@@ -33,7 +33,7 @@ def plan_of(
     Raises:
         UserError: an argument, the cluster file or the data set is wrong.
     """
-    with import_path_kept():
+    with process_kept():
         given: Dict[str, Any] = {} if task is None else {"task.name": _name_of(task)}
         given.update({} if cluster is None else {"pod.cluster": os.fspath(cluster)})
         base = _base_of(config)
@@ -50,12 +50,17 @@ def plan_of(
 
 
 @contextlib.contextmanager
-def import_path_kept() -> Iterator[None]:
-    """Remove the entries from `sys.path` that raypod adds within the context; the caller's own changes stay."""
-    before = list(sys.path)
+def process_kept() -> Iterator[None]:
+    """Remove the entries from `sys.path` that raypod adds within the context; the caller's own changes stay.
+
+    The same holds for the environment variables that Ray sets when it is imported and a session starts.
+    """
+    before, variables = list(sys.path), set(os.environ)
     try:
         yield
     finally:
+        for name in _SET_BY_RAY - variables:
+            os.environ.pop(name, None)
         added = {sdk.EMULATED_SDK, str(Path.cwd())} - set(before)
         sys.path[:] = [entry for entry in sys.path if entry not in added]
 
@@ -110,6 +115,7 @@ def _by_section(flags: Mapping[str, Any], schema: resolve.Schema) -> Dict[str, A
     return given
 
 
+_SET_BY_RAY = {"RAY_CLIENT_MODE", "RAY_USAGE_STATS_ENABLED", "PYTHONBREAKPOINT"}
 _ARGUMENTS = ("task", "config", "cluster", "callbacks")
 
 

@@ -57,7 +57,7 @@ def test_a_sweep_of_four_learning_rates(tune: Any, tmp_path: Path) -> None:
     assert alone.summary["test_loss"] == losses[0.1]
 
 
-def test_a_trial_is_restored_with_another_learning_rate(tmp_path: Path) -> None:
+def test_a_trial_is_restored_with_another_learning_rate(tune: Any, tmp_path: Path) -> None:
     space = {**TINY, "fleet": "inline", "checkpoint_every": "2 updates", "epochs": 2, "updates": 182, "batch_size": 4}
     trial = raypod.Trainable({**space, "learning_rate": 0.1, "run_dir": str(tmp_path / "first")})
     assert trial.step()["update"] == 179
