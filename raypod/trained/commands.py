@@ -115,8 +115,8 @@ def predict(argv: Sequence[str]) -> int:
     weights = _weights(run, args)
     if args.prompt is not None:
         length, seed = 100 if args.length is None else args.length, args.seed or 0
-        temperature = 1.0 if args.temperature is None else args.temperature
-        text = generate_run(run, weights, args.prompt, length, temperature, seed, changes)
+        divisor = 1.0 if args.temperature is None else args.temperature
+        text = generate_run(run, weights, args.prompt, length, divisor, seed, changes)
         _print(strict_json({"prompt": args.prompt, "text": text}, indent=2) if args.json else f"{args.prompt}{text}")
         return 0
     records = predict_run(run, weights, args.inputs, 5 if args.top is None else args.top, changes)
