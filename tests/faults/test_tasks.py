@@ -1,4 +1,4 @@
-"""The language model and the tasks of the documentation: one hash for every placement, also with a killed instance and after a resume."""
+"""The tasks of the documentation: one hash for every placement, a killed instance, and a resume elsewhere."""
 
 from __future__ import annotations
 
