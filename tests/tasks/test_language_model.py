@@ -64,7 +64,7 @@ def test_the_metrics_are_those_of_torch(text: str) -> None:
     task = LanguageModel(config(text))
     network = nn.Sequential(nn.Embedding(256, 4), nn.Linear(4, 256))
     tokens, num_bytes = torch.randint(0, 256, (3, 17), dtype=torch.int32), torch.tensor([16, 20, 30], dtype=torch.int32)
-    targets = tokens[:, 1:].long()
+    targets = tokens[:, 1:].to(torch.int64)
     losses = functional.cross_entropy(network(tokens[:, :-1]).transpose(1, 2), targets, reduction="none")
     loss, ratios = task.training_outputs(network, tokens, num_bytes)
     torch.testing.assert_close(loss, losses.mean())
