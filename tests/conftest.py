@@ -42,8 +42,8 @@ SET_BY_AN_IMPORT = {
 
 # Most tests that start Ray clusters run in two processes: on few cores more clusters at once exceed Ray's time limits.
 CLUSTERS = {
-    "pods": ("tests/end_to_end/", "tests/test_launch", "tests/tasks/test_from_poprun"),
-    "Ray": ("tests/faults/", "tests/fleet/", "tests/trained/test_evaluate_ray", "tests/api/"),
+    "pods": ("tests/end_to_end/", "tests/test_launch", "tests/tasks/test_from_poprun", "tests/api/"),
+    "Ray": ("tests/faults/", "tests/fleet/", "tests/trained/test_evaluate_ray"),
 }
 
 

@@ -14,6 +14,7 @@ def every_class(base: type = errors.RaypodError) -> list[type]:
 
 EXAMPLES = {
     errors.InstanceFailed: errors.InstanceFailed(3, "h1", "it died", "logs/instance-3.log"),
+    errors.FunctionFailed: errors.FunctionFailed(3, "h1", "ValueError: x", "", "Traceback"),
     errors.ProgramFailed: errors.ProgramFailed(3, "h1", "exit code 4", "logs/instance-3.log", 4),
     FleetBroken: FleetBroken((), "rank 1 has lost rank 0"),
     errors.CollectiveBroken: errors.CollectiveBroken(1, "the barrier: lost the connection"),

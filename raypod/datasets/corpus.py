@@ -20,8 +20,19 @@ _END_TOKENS = ("<|endoftext|>", "</s>", "[SEP]", "<eos>")
 _SUFFIXES = (".txt", ".md", ".rst", ".py")
 # Not the same on all hosts with the same interpreter: installed packages, and files that the installation generates.
 _NOT_PORTABLE = ("site-packages", "dist-packages", "sitecustomize.py", "usercustomize.py", "_sysconfigdata", "config-")
-# Parts that some distributions leave out.
-_OPTIONAL = ("test", "tests", "idlelib", "idle_test", "turtledemo", "tkinter", "lib2to3", "ensurepip", "distutils")
+# Tables of character sets, which are half of some samples of the text, and parts that some distributions leave out.
+_LEFT_OUT = (
+    "encodings",
+    "test",
+    "tests",
+    "idlelib",
+    "idle_test",
+    "turtledemo",
+    "tkinter",
+    "lib2to3",
+    "ensurepip",
+    "distutils",
+)
 
 
 class Piece(NamedTuple):
@@ -119,7 +130,7 @@ def _standard_library() -> List[Tuple[str, Path]]:
 
 
 def _is_left_out(part: str) -> bool:
-    return part.startswith(_NOT_PORTABLE) or part in _OPTIONAL
+    return part.startswith(_NOT_PORTABLE) or part in _LEFT_OUT
 
 
 def _files_of(given: str) -> List[Tuple[str, Path]]:

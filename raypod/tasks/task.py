@@ -48,7 +48,8 @@ class Task(abc.ABC):
         self.config = config
         self.options: Any = self.Options.model_validate(config.task.options)
         self.names: Optional[Tuple[str, ...]] = None  # of the tensors of a batch, if samples are dicts
-        self.user_code: Optional[str] = config.task.name if ":" in config.task.name else None  # for messages
+        self.model_name = config.task.name  # for messages
+        self.user_code: Optional[str] = config.task.name if ":" in config.task.name else None
 
     def datasets(self) -> Tuple[Any, Any]:
         """Return the training split, and the test split or None.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
-from typing import Any, List, Tuple
+from typing import Any, Dict, List, Tuple
 
 import pytest
 from harness import Outcome, plan_for, run, send
@@ -56,7 +56,7 @@ def plan_of(folder: Path, name: str, **run_section: Any) -> Plan:
     )
 
 
-def results(outcome: Outcome) -> List[Tuple[int, float, float]]:
+def results(outcome: Outcome) -> List[Tuple[int, Dict[str, float]]]:
     return [(event.update, event.metrics) for event in outcome.of(UpdateDone)]
 
 
@@ -65,7 +65,7 @@ def assert_undisturbed_but_for_the_frozen_one(plan: Plan, outcome: Outcome, undi
     done = results(outcome)
     assert done == results(undisturbed)[: len(done)]
     lines = (Path(plan.run_dir) / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["loss"] for line in lines] == [loss for _, loss, _ in done]
+    assert [json.loads(line)["loss"] for line in lines] == [metrics["loss"] for _, metrics in done]
     assert [line for line in verify_data.verify(Path(plan.run_dir)).lines if line.startswith("NOT PROVED")] == []
     assert [(loss.instance, loss.kind) for loss in outcome.losses] == [(FROZEN, "silent")]
     for survivor in range(FROZEN):
