@@ -1,0 +1,37 @@
+"""The commands of docs/training.md and docs/language-models.md, without Ray, and with few updates and little text."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from documented import DOCS, commands, modules
+
+from raypod import train
+from raypod.__main__ import main
+
+FEW = ["--fleet", "inline", "--num-instances", "1", "--updates", "2"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "configs").symlink_to(DOCS.parent / "configs")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("page", "count"), [("training.md", 6), ("language-models.md", 3)])
+def test_every_command_of_the_page(page: str, count: int) -> None:
+    for name, code in modules(page).items():
+        Path(name).write_text(code)
+    text = ["--max-mb", "0.1"] if page == "language-models.md" else []
+    found = commands(page)
+    assert len(found) == count
+    for line in found:
+        words = shlex.split(line)
+        assert words[:2] == ["python", "-m"]
+        if words[2] == "raypod.train":
+            assert train.main([*words[3:], *FEW, *text]) == 0, line
+        else:
+            assert words[2] == "raypod"
+            assert main([*words[3:], *text]) == 0, line
