@@ -230,8 +230,12 @@ def test_an_exception_during_a_leg_is_reported_while_the_others_wait(
     assert wait_until(lambda: nothing_is_left(pod))
 
 
+def never_built(channels: int, classes: int) -> None:
+    raise AssertionError("the run is rejected before")
+
+
 def test_more_ipus_than_the_pod_has_are_rejected_at_once(pod: Any, tmp_path: Path) -> None:
-    sizes = {"model": "own:build", "gradient_accumulation": 7}
+    sizes = {"model": f"{__name__}:never_built", "gradient_accumulation": 7}
     plan = plan_for(tmp_path, pod={"num_instances": 2, "ipus_per_replica": 4}, training=sizes)
     began = time.monotonic()
     with pytest.raises(ClusterError, match=r"localhost has 4 IPUs and the plan puts 16 on it \(the pod has 8 in all"):
