@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Type
 
 from raypod.errors import ConfigError
+from raypod.events import EvaluationDone, UpdateDone
 from raypod.plan.config import Config, TaskOptions
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.plan import DatasetSize, TaskFacts
@@ -17,9 +19,10 @@ if TYPE_CHECKING:  # planning imports this module, and must not import torch
     from raypod.datasets.source import Batch, Source
 
 Ratios = Dict[str, Tuple[Any, Any]]  # numerator and denominator by the name of the metric
-_RESERVED = {  # keys of metrics.jsonl, evaluations.jsonl and summary.json
-    *("update", "epoch", "updates", "epochs", "samples", "samples_per_s", "time_s", "data_wait_share"),
-    *("missing_reports", "evaluations", "device", "restarts", "topology", "interrupted", "checkpoint", "metrics"),
+_RESERVED = {  # keys of metrics.jsonl, evaluations.jsonl, a checkpoint's manifest and summary.json
+    *(field.name for event in (UpdateDone, EvaluationDone) for field in dataclasses.fields(event)),
+    *("updates", "epochs", "evaluations", "device", "restarts", "topology", "interrupted", "checkpoint"),
+    *("seconds_to_first_update", "seconds_to_start", "weights_sha256", "ema_sha256", "stopped_early"),
 }
 
 
@@ -32,7 +35,7 @@ class Task(abc.ABC):
 
     Attributes:
         Options: the task's own options, which are flags and keys of the section `task`; `self.options` has the values.
-        metrics: what is measured besides the loss.
+        metrics: what is measured besides the loss. A `Metric("loss", ...)` replaces the way in which the loss is shown.
         best: name of the metric by which the best checkpoint is kept.
         defaults: of other keys of the config, as in `{"training.learning_rate": 0.01}`.
         samples_are: what a sample is, in the plural.
@@ -155,7 +158,8 @@ class Task(abc.ABC):
 
 def _checked_metrics(metrics: Tuple[Metric, ...], best: str, name: str) -> Tuple[Metric, ...]:
     """Return the metrics with the loss first. ConfigError if their names cannot be used."""
-    found = (LOSS, *(metric for metric in metrics if metric.name != LOSS.name))
+    loss = next((metric for metric in metrics if metric.name == LOSS.name), LOSS)
+    found = (loss, *(metric for metric in metrics if metric is not loss))
     names = [metric.name for metric in found]
     for metric in names:
         if names.count(metric) > 1 or metric in _RESERVED:
