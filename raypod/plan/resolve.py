@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, Union, get_args
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, Union, get_args
 
 import pydantic
 import yaml
@@ -22,6 +22,8 @@ from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader
 Values = Dict[str, Dict[str, Any]]  # section -> key -> value as given, not validated
 _TASK_NAME = "task.name"
 ALIASES = {"replicas": ["--num-replicas"], "image_size": ["--resize"]}
+# Flags of the commands that take those of a config; the options of a task must not have their names.
+_OF_COMMANDS = ("--help", "--config", "--dry-run", "--json", "--detach", "--take-over", "--lease", "--timeout")
 
 
 class Schema(NamedTuple):
@@ -60,6 +62,28 @@ def task_of_values(values: Mapping[str, Mapping[str, Any]]) -> str:
     return str(values.get("task", {}).get("name") or IMAGE_CLASSIFICATION)
 
 
+def flags_of(section: str, key: str, field: FieldInfo) -> List[str]:
+    """Return the flags of a key: its own first, and that of False last, if it is a boolean."""
+    names = [_flag(f"{section}.{key}"), *ALIASES.get(key, [])]
+    return [*names, f"--no-{names[0][2:]}"] if _is_boolean(field) else names
+
+
+def check_options(task: str, options: Type[TaskOptions]) -> None:
+    """Raise ConfigError for an option without a default, or whose key or flag is another one's."""
+    keys = {key: section for section, key, _ in fields()}
+    flags = {flag for section, key, field in fields() for flag in flags_of(section, key, field)} | {*_OF_COMMANDS}
+    for key, field in options.model_fields.items():
+        if field.is_required():
+            raise ConfigError(f"task {task}: its option {key} has no default")
+        if key in keys:
+            raise ConfigError(f"task {task}: its option {key} is a key of the section {keys[key]}; rename it")
+        own = flags_of("task", key, field)
+        taken = next((flag for flag in own if flag in flags), None)
+        if taken is not None:
+            raise ConfigError(f"task {task}: the flag {taken} of its option {key} exists already; rename it")
+        flags.update(own)
+
+
 def add_flags(parser: argparse.ArgumentParser, schema: Schema = NO_SCHEMA) -> None:
     """Add `--config`, a flag for every key, and `section.key=value`."""
     sections = ", ".join(Config.model_fields)
@@ -72,12 +96,12 @@ def add_flags(parser: argparse.ArgumentParser, schema: Schema = NO_SCHEMA) -> No
 def add_flag(parser: argparse.ArgumentParser, section: str, key: str, field: FieldInfo, default: Any) -> None:
     """Add the flag of a key, with its help text."""
     target = f"{section}.{key}"
-    names = [_flag(target), *ALIASES.get(key, [])]
+    names = flags_of(section, key, field)
     choices = get_args(field.annotation) if isinstance(field.default, str) else ()
     help_text = f"{field.description} [{default}]".replace("%", "%%")
-    if field.annotation in (bool, Optional[bool]):
-        parser.add_argument(*names, dest=target, action="store_true", default=None, help=help_text)
-        parser.add_argument("--no-" + names[0][2:], dest=target, action="store_false", help=argparse.SUPPRESS)
+    if _is_boolean(field):
+        parser.add_argument(*names[:-1], dest=target, action="store_true", default=None, help=help_text)
+        parser.add_argument(names[-1], dest=target, action="store_false", help=argparse.SUPPRESS)
     else:
         metavar = "{" + ",".join(choices) + "}" if choices else key.upper()
         parser.add_argument(*names, dest=target, metavar=metavar, help=help_text)
@@ -146,6 +170,10 @@ def _config_of_resumed(resume: Optional[Any]) -> Optional[str]:
     folder = run_folder_of(str(resume)) if resume else None
     path = folder / "config.yaml" if folder else None
     return str(path) if path and path.is_file() else None
+
+
+def _is_boolean(field: FieldInfo) -> bool:
+    return field.annotation in (bool, Optional[bool])
 
 
 def _flag(name: str) -> str:

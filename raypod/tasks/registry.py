@@ -17,7 +17,7 @@ from raypod.cli import suggestion
 from raypod.errors import ConfigError
 from raypod.host import sdk, torchvision_import
 from raypod.plan import resolve, user_code
-from raypod.plan.config import IMAGE_CLASSIFICATION, LANGUAGE_MODEL, Config, TaskOptions, fields
+from raypod.plan.config import IMAGE_CLASSIFICATION, LANGUAGE_MODEL, Config, TaskOptions
 from raypod.plan.plan import Plan, TaskFacts
 from raypod.tasks import image_facts, language_facts
 from raypod.tasks.task import Task
@@ -65,17 +65,12 @@ def schema_of(name: str) -> resolve.Schema:
     """Return what a task adds to the config.
 
     Raises:
-        ConfigError: there is no such task, it cannot be imported, or one of its options has the name of another key.
+        ConfigError: there is no such task, it cannot be imported, or as `resolve.check_options`.
     """
     if name in _BY_NAME:
         return resolve.Schema(_BY_NAME[name].options, _BY_NAME[name].defaults)
     task = _user_class(name)
-    taken = {key: section for section, key, _ in fields()}
-    for key, field in task.Options.model_fields.items():
-        if key in taken:
-            raise ConfigError(f"task {name}: its option {key} is a key of the section {taken[key]}; rename it")
-        if field.is_required():
-            raise ConfigError(f"task {name}: its option {key} has no default")
+    resolve.check_options(name, task.Options)
     return resolve.Schema(task.Options, task.defaults)
 
 

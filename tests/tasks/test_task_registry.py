@@ -31,6 +31,19 @@ class Task(raypod.Task):
 class Clash(Task):
     class Options(raypod.TaskOptions):
         epochs: int = Field(1, description="clashes with training.epochs")
+class Alias(Task):
+    class Options(raypod.TaskOptions):
+        num_replicas: int = Field(1, description="has the flag of pod.replicas")
+class Switch(Task):
+    class Options(raypod.TaskOptions):
+        dry_run: bool = Field(False, description="has a flag of the command")
+class Negated(Task):
+    class Options(raypod.TaskOptions):
+        no_augment: int = Field(0, description="has the flag of data.augment = false")
+class OfSummary(Task):
+    metrics = (raypod.Metric("weights_sha256"),)
+class Percent(Task):
+    metrics = (raypod.Metric("size"), raypod.Metric("loss", scale=100.0, unit="%"))
 class Reserved(Task):
     metrics = (raypod.Metric("samples"),)
 class Best(Task):
@@ -76,6 +89,11 @@ def test_options_are_flags_keys_and_defaults(tmp_path: Path) -> None:
     assert registry.schema_of(plan.config.task.name).options.model_fields["width"].default == 4
 
 
+def test_a_task_can_show_its_loss_in_its_own_way() -> None:
+    plan, _ = planning.plan_of(["--task", "registered_tasks:Percent", *FLAGS], "test", ["--json"])
+    assert [(metric.name, metric.scale) for metric in plan.task.metrics] == [("loss", 100.0), ("size", 1.0)]
+
+
 def test_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         train.main(["--task", "registered_tasks:Task", "--help"])
@@ -91,6 +109,10 @@ def test_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
         ("Task", ["--model", "resnet18"], "--model has no effect on the task registered_tasks:Task: omit it"),
         ("Task", ["--eight-bit-io"], "--eight-bit-io has no effect"),
         ("Clash", [], "its option epochs is a key of the section training; rename it"),
+        ("Alias", [], "the flag --num-replicas of its option num_replicas exists already; rename it"),
+        ("Switch", [], "the flag --dry-run of its option dry_run exists already; rename it"),
+        ("Negated", [], "the flag --no-augment of its option no_augment exists already; rename it"),
+        ("OfSummary", [], "the metric 'weights_sha256' is another key of the files of a run; rename it"),
         ("Reserved", [], "the metric 'samples' is another key of the files of a run; rename it"),
         ("Best", [], "best = 'accuracy' is none of its metrics (loss, size)"),
         ("Nested", [], "the entry 'x' of the first sample is a dict"),
