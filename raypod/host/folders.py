@@ -20,6 +20,22 @@ def create_folder(path: Path) -> List[Path]:
         OSError: the file system's own.
     """
     created: List[Path] = []
+    _create(path, created)
+    return created
+
+
+def create_numbered_folder(path: Path) -> List[Path]:
+    """Create the first of the folders `path`, `path-2`, `path-3`, ... that does not exist; as `create_folder`."""
+    created: List[Path] = []  # with the parents that were created before the name was found to be taken
+    candidates = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2)))
+    while True:
+        with contextlib.suppress(FileExistsError):
+            _create(next(candidates), created)
+            return created
+
+
+def _create(path: Path, created: List[Path]) -> None:
+    """Create a folder and its missing parents, and append those that this call has created to `created`."""
     for attempt in itertools.count(1):
         for parent in reversed(path.parents):
             if not parent.exists():
@@ -33,15 +49,7 @@ def create_folder(path: Path) -> List[Path]:
             if attempt == _ATTEMPTS:
                 remove_empty(created)
                 raise
-    return [*created, path]
-
-
-def create_numbered_folder(path: Path) -> List[Path]:
-    """Create the first of the folders `path`, `path-2`, `path-3`, ... that does not exist; as `create_folder`."""
-    candidates = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2)))
-    while True:
-        with contextlib.suppress(FileExistsError):
-            return create_folder(next(candidates))
+    created.append(path)
 
 
 def remove_empty(folders: Sequence[Path]) -> None:

@@ -34,6 +34,20 @@ def test_one_of_several_parallel_calls_creates_a_folder(tmp_path: Path) -> None:
     assert len([folders for folders in created if folders is not None]) == 1
 
 
+def test_a_parent_that_is_created_before_its_name_is_taken_belongs_to_the_numbered_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, make = tmp_path / "runs", Path.mkdir
+
+    def mkdir_after_another_process(path: Path, *arguments: Any) -> None:
+        if path == runs / "now":
+            make(path)
+        make(path, *arguments)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir_after_another_process)
+    assert create_numbered_folder(runs / "now") == [runs, runs / "now-2"]
+
+
 def test_created_folders_are_removed_unless_they_have_other_files(tmp_path: Path) -> None:
     created = create_folder(tmp_path / "a" / "b")
     (tmp_path / "a" / "precious").touch()
