@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
@@ -56,9 +57,9 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of the model `tiny`, with `head.weight` and `head.bias`."""
+    """A run of the model `tiny`, with `head.weight` and `head.bias`, and with two checkpoints."""
     folder = tmp_path_factory.mktemp("tiny") / "run"
-    command(folder, *TINY)
+    command(folder, *TINY, "--checkpoint-every", "1 updates")
     return folder
 
 
@@ -131,6 +132,35 @@ def test_weights_that_cannot_be_used_are_one_line(
     assert line.startswith(f"raypod: error: --init-weights {path}")
     assert re.search(message, line)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "flipped"),
+    [
+        ("", "update-00000002/weights.safetensors"),
+        ("", "update-00000001/manifest.json"),
+        ("checkpoints/update-00000002", "update-00000002/weights.safetensors"),
+        ("checkpoints/update-00000002", "update-00000002/optimizer.safetensors"),
+        ("checkpoints/update-00000002/weights.safetensors", "update-00000002/weights.safetensors"),
+    ],
+)
+def test_a_flipped_byte_in_a_checkpoint_is_one_line(
+    name: str, flipped: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(str(tiny), str(tmp_path / "copy")))
+    file = copy / "checkpoints" / flipped
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(bytes(content))
+    flags = [*TINY, "--run-dir", str(tmp_path / "run"), "--init-weights", str(copy / name)]
+    capsys.readouterr()
+    assert train.main(flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"raypod: error: --init-weights {copy / name}: {file.parent} is damaged: the SHA-256 of ")
+    assert line.endswith("; name another checkpoint of the run")
+    assert not (tmp_path / "run").exists()
+    undamaged = copy / "checkpoints" / ("update-00000001" if "2" in flipped else "update-00000002")
+    command(tmp_path / "run", *TINY, "--init-weights", str(undamaged))
 
 
 @pytest.mark.parametrize(

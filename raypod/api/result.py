@@ -9,8 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Union
 
-from raypod.checkpoint import storage
-from raypod.checkpoint.format import EMA, WEIGHTS, best_of
+from raypod.checkpoint import storage, weights_file
 from raypod.errors import ConfigError
 from raypod.plan.metric import Metric
 from raypod.record.run_folder import EVALUATIONS, METRICS, SUMMARY, records
@@ -63,10 +62,9 @@ class Result:
     def best_checkpoint(self) -> Optional[Path]:
         """The folder of the checkpoint with the best test metric; the newest one if none was evaluated.
 
-        None if the run has no checkpoint.
+        None if the run has no checkpoint. CheckpointDamaged if a manifest cannot be read.
         """
-        found, _ = storage.list_checkpoints(storage.checkpoints_folder(self.run_dir))
-        best = best_of(found, self._best_by) or (found[0] if found else None)
+        best = weights_file.best_checkpoint(self.run_dir, self._best_by)
         return None if best is None else best.path
 
     def load_weights_into(self, module: nn.Module, checkpoint: Optional[PathLike] = None) -> None:
@@ -80,15 +78,16 @@ class Result:
 
         Raises:
             ConfigError: there is no checkpoint, or names or shapes differ; the message lists all differences.
-            CheckpointDamaged: the file of the weights is not the one that was written.
+            CheckpointDamaged: a file of the checkpoint is not the one that was written.
         """
         from raypod.checkpoint.tensors import read_tensors  # imports torch, which the rest of a result does not need
 
         path = Path(checkpoint) if checkpoint is not None else self.best_checkpoint
         if path is None or not storage.is_checkpoint(path):
             raise ConfigError(f"{path or self.run_dir}: there is no checkpoint")
-        averaged = path / EMA
-        saved, _ = read_tensors(averaged if averaged.is_file() else path / WEIGHTS)
+        found = storage.read_manifest(path)
+        storage.verify(found)
+        saved, _ = read_tensors(weights_file.weights_of(found))
         own = module.state_dict()
         shapes = [{name: list(tensor.shape) for name, tensor in state.items()} for state in (own, saved)]
         wrong = [

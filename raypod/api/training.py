@@ -86,7 +86,7 @@ def claimed(
         log: receives lines about waits.
         take_over: end another run that uses the folder.
         owner: of the lease that the parent process has handed over.
-        verify: verify the files of the checkpoint from which the run resumes.
+        verify: verify the files of the checkpoint from which the run resumes, or with whose weights it starts.
 
     Raises:
         UserError: the folder is in use or holds something else, or the run cannot resume or start on this host.
@@ -119,7 +119,7 @@ def resume_point(plan: Plan, verify: bool = True) -> Tuple[Plan, Optional[resume
     elif was_cut_off:
         plan, found = resume.resume_interrupted(plan, verify)
     if found is None:
-        weights_file.check_on_head(plan)
+        weights_file.check_on_head(plan, verify)
     run_folder.check_may_write(plan)
     return plan, found
 

@@ -252,6 +252,14 @@ def test_weights_are_loaded_into_a_module(tmp_path: Path) -> None:
         result.load_weights_into(Holder(extra=1))
     with pytest.raises(raypod.ConfigError, match="there is no checkpoint"):
         result.load_weights_into(module, tmp_path)
+    file = result.best_checkpoint / "weights.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(bytes(content))
+    for named in (None, file.parent):
+        with pytest.raises(raypod.CheckpointDamaged, match="the SHA-256 of weights.safetensors does not match"):
+            result.load_weights_into(other, named)
+    assert not all(torch.equal(tensor, saved[name]) for name, tensor in other.state_dict().items())
 
 
 def test_two_runs_leave_nothing_in_the_process(tmp_path: Path) -> None:
