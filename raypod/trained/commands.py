@@ -6,7 +6,7 @@ import argparse
 import csv
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, List, Sequence, Tuple
 
 from raypod.cli import FlagParser, format_table
 from raypod.errors import ConfigError
@@ -31,8 +31,7 @@ def evaluate(argv: Sequence[str]) -> int:
 
     if args.output:
         settings.check_writable(Path(args.output))
-    run = checkpoints.open_run(args.run)
-    found, plan = evaluate_run(run, _weights(run, args), settings.given(args, settings.EVALUATION))
+    found, plan = evaluate_run(*_opened(args, settings.EVALUATION))
     text = strict_json(found, indent=2)
     if args.output:
         _write(Path(args.output), f"{text}\n")
@@ -54,9 +53,8 @@ def export(argv: Sequence[str]) -> int:
     args = _parsed(parser, argv, settings.DATA)
     from raypod.trained.export import export_run
 
-    run = checkpoints.open_run(args.run)
-    changes = settings.given(args, settings.DATA)
-    found = export_run(run, _weights(run, args), args.format, args.output, args.pixels, args.tolerance, changes)
+    opened = _opened(args, settings.DATA)
+    found = export_run(*opened, args.format, args.output, args.pixels, args.tolerance)
     if args.json:
         _print(strict_json(found, indent=2))
         return 0
@@ -111,15 +109,14 @@ def predict(argv: Sequence[str]) -> int:
     _check_used(args)
     from raypod.trained.predict import generate_run, predict_run
 
-    run, changes = checkpoints.open_run(args.run), settings.given(args, settings.DATA)
-    weights = _weights(run, args)
+    opened = _opened(args, settings.DATA)
     if args.prompt is not None:
         length, seed = 100 if args.length is None else args.length, args.seed or 0
         divisor = 1.0 if args.temperature is None else args.temperature
-        text = generate_run(run, weights, args.prompt, length, divisor, seed, changes)
+        text = generate_run(*opened, args.prompt, length, divisor, seed)
         _print(strict_json({"prompt": args.prompt, "text": text}, indent=2) if args.json else f"{args.prompt}{text}")
         return 0
-    records = predict_run(run, weights, args.inputs, 5 if args.top is None else args.top, changes)
+    records = predict_run(*opened, args.inputs, 5 if args.top is None else args.top)
     if args.json:
         _print(strict_json(records, indent=2))
     elif args.csv:
@@ -190,8 +187,13 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-ema", dest="ema", action="store_false", help="use the weights that were trained")
 
 
-def _weights(run: checkpoints.Run, args: argparse.Namespace) -> checkpoints.Weights:
-    return checkpoints.load(run, args.checkpoint, args.ema)
+def _opened(
+    args: argparse.Namespace, names: Sequence[str]
+) -> Tuple[checkpoints.Run, checkpoints.Weights, Dict[str, Any]]:
+    """Return the run of a command line, the weights that it names, and its changes of the keys `names`."""
+    run = checkpoints.open_run(args.run)
+    changes = settings.given(args, names)
+    return run, checkpoints.load(run, args.checkpoint, args.ema), changes
 
 
 def _parsed(

@@ -45,9 +45,7 @@ def evaluate(
         UserError: there is no such run or checkpoint, it is damaged, or the data set or another setting does not fit.
         RunError: an instance fails.
     """
-    found = checkpoints.open_run(run)
-    weights = checkpoints.load(found, checkpoint, ema)
-    return evaluate_run(found, weights, settings.by_name(found.config, changes))[0]
+    return evaluate_run(*settings.opened(run, checkpoint, ema, changes))[0]
 
 
 def evaluate_run(run: checkpoints.Run, weights: Weights, changes: Mapping[str, Any]) -> Tuple[Dict[str, Any], Plan]:

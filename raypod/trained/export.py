@@ -57,20 +57,17 @@ def export(
         RunError: the network cannot be exported, or the outputs differ by more than the tolerance; nothing is written.
     """
     formats.check(format, pixels, tolerance)
-    found = checkpoints.open_run(run)
-    by_key = settings.by_name(found.config, changes)
-    weights = checkpoints.load(found, checkpoint, ema)
-    return export_run(found, weights, format, output, pixels, tolerance, by_key)
+    return export_run(*settings.opened(run, checkpoint, ema, changes), format, output, pixels, tolerance)
 
 
 def export_run(
     run: checkpoints.Run,
     weights: Weights,
+    changes: Mapping[str, Any],
     kind: str,
     output: Optional[PathLike],
     pixels: bool,
     tolerance: float,
-    changes: Mapping[str, Any],
 ) -> Dict[str, Any]:
     """Return the result of `export`; `changes` are by section.key."""
     formats.check(kind, pixels, tolerance)

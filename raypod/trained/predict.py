@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from raypod.errors import ConfigError
-from raypod.trained import checkpoints, settings
-from raypod.trained.checkpoints import PathLike, Weights
+from raypod.trained import settings
+from raypod.trained.checkpoints import PathLike, Run, Weights
 from raypod.trained.network import open_network
 
 
@@ -33,13 +33,11 @@ def predict(
     Raises:
         UserError: there is no such run, checkpoint or image, or the run's task has no predictions.
     """
-    found = checkpoints.open_run(run)
-    weights = checkpoints.load(found, checkpoint, ema)
-    return predict_run(found, weights, [str(each) for each in inputs], top, settings.by_name(found.config, changes))
+    return predict_run(*settings.opened(run, checkpoint, ema, changes), [str(each) for each in inputs], top)
 
 
 def predict_run(
-    run: checkpoints.Run, weights: Weights, inputs: Sequence[str], top: int, changes: Mapping[str, Any]
+    run: Run, weights: Weights, changes: Mapping[str, Any], inputs: Sequence[str], top: int
 ) -> List[Dict[str, Any]]:
     """Return the result of `predict`; `changes` are by section.key."""
     if top < 1:
@@ -71,20 +69,17 @@ def generate(
     Raises:
         UserError: there is no such run or checkpoint, or the run's task generates no text.
     """
-    found = checkpoints.open_run(run)
-    by_key = settings.by_name(found.config, changes)
-    weights = checkpoints.load(found, checkpoint, ema)
-    return generate_run(found, weights, prompt, length, temperature, seed, by_key)
+    return generate_run(*settings.opened(run, checkpoint, ema, changes), prompt, length, temperature, seed)
 
 
 def generate_run(
-    run: checkpoints.Run,
+    run: Run,
     weights: Weights,
+    changes: Mapping[str, Any],
     prompt: str,
     length: int,
     temperature: float,
     seed: int,
-    changes: Mapping[str, Any],
 ) -> str:
     """Return the result of `generate`; `changes` are by section.key."""
     if length < 1 or not 0 <= temperature < float("inf"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any, Dict, Mapping, Sequence
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
 from raypod import planning
 from raypod.cli import suggestion
@@ -14,7 +14,7 @@ from raypod.plan import resolve
 from raypod.plan.config import Config, fields
 from raypod.plan.plan import Plan, pipeline_stages
 from raypod.tasks.registry import schema_of
-from raypod.trained.checkpoints import Run
+from raypod.trained.checkpoints import PathLike, Run, Weights, load, open_run
 
 DATA = (
     "data.dataset",
@@ -69,6 +69,19 @@ def by_name(config: Config, keywords: Mapping[str, Any]) -> Dict[str, Any]:
         if key not in known:
             raise ConfigError(f"unknown setting {key!r}{suggestion(key, known)}")
     return {known[key]: value for key, value in keywords.items()}
+
+
+def opened(
+    where: PathLike, checkpoint: Optional[str], ema: Optional[bool], keywords: Mapping[str, Any]
+) -> Tuple[Run, Weights, Dict[str, Any]]:
+    """Return a run, the weights of one of its checkpoints, and keyword flags by section.key.
+
+    Raises:
+        ConfigError: as `checkpoints.open_run`, `checkpoints.load` and `by_name`.
+    """
+    run = open_run(where)
+    changes = by_name(run.config, keywords)
+    return run, load(run, checkpoint, ema), changes
 
 
 def changed(config: Config, changes: Mapping[str, Any], allowed: Sequence[str]) -> resolve.Values:
