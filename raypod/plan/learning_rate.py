@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
-from typing import Any, Callable, Dict
+from typing import Any, Callable, Dict, Tuple
 
 from raypod.errors import ConfigError
 from raypod.plan import user_code
@@ -58,6 +59,7 @@ def learning_rate(config: Config, update: int, total_updates: int, updates_per_e
 
 def check_function(config: Config, total_updates: int, updates_per_epoch: int) -> None:
     """Call a user's schedule for updates of the whole run. ConfigError as `learning_rate`, or if it does not exist."""
+    _function.cache_clear()  # a notebook may have defined it anew since the last run
     step = max(1, total_updates // _CHECKED_UPDATES)
     for update in (*range(0, total_updates, step), total_updates - 1):
         learning_rate(config, update, total_updates, updates_per_epoch)
@@ -76,10 +78,9 @@ def check_settings(training: TrainingSection) -> None:
 
 def _factor(name: str, update: int, total_updates: int, facts: RunFacts) -> float:
     """Return the result of a user's function of (update, total_updates) or (update, total_updates, facts)."""
-    function = user_code.import_name(name, _KEY)
-    arguments = (update, total_updates, facts)[: 3 if _accepts(function, 3) else 2]
+    function, count = _function(name)
     with user_code.reported(f"{_KEY} = {name!r} at update {update}"):
-        value: Any = user_code.call(name, _KEY, *arguments)
+        value: Any = user_code.invoke(function, name, _KEY, *(update, total_updates, facts)[:count])
         factor = float(value)
     if not math.isfinite(factor) or factor < 0:
         raise ConfigError(
@@ -87,6 +88,16 @@ def _factor(name: str, update: int, total_updates: int, facts: RunFacts) -> floa
             "it must return a finite factor of the learning rate, at least 0"
         )
     return factor
+
+
+@functools.lru_cache(maxsize=None)
+def _function(name: str) -> Tuple[Callable[..., Any], int]:
+    """Import a user's function; return it and its number of arguments, 2 or 3."""
+    function = user_code.import_name(name, _KEY)
+    if _accepts(function, 3):
+        return function, 3
+    user_code.check_signature(function, name, _KEY, ("update", "total_updates"))
+    return function, 2
 
 
 def _accepts(function: Any, count: int) -> bool:

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import sys
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 from raypod.errors import ConfigError, RaypodError, summarize_exception
 
@@ -25,7 +25,12 @@ def call(name: str, key: str, *arguments: Any) -> Any:
         ConfigError: the function does not exist, does not accept the arguments, or calls `sys.exit`.
     """
     function = import_name(name, key)
-    _check_signature(function, name, key, [repr(each) for each in arguments])
+    check_signature(function, name, key, [repr(each) for each in arguments])
+    return invoke(function, name, key, *arguments)
+
+
+def invoke(function: Callable[..., Any], name: str, key: str, *arguments: Any) -> Any:
+    """Return the result of a function that `import_name` has returned. ConfigError if it calls `sys.exit`."""
     try:
         return function(*arguments)
     except SystemExit as end:
@@ -49,7 +54,7 @@ def check(name: str, key: str, parameters: Sequence[str]) -> None:
         function = import_name(name, key)
     except _SdkMissing:
         return
-    _check_signature(function, name, key, parameters)
+    check_signature(function, name, key, parameters)
 
 
 @contextlib.contextmanager
@@ -86,11 +91,8 @@ def import_name(name: str, key: str) -> Any:
     return function
 
 
-class _SdkMissing(ConfigError):
-    """Raised if a module imports an SDK that is not installed."""
-
-
-def _check_signature(function: Any, name: str, key: str, shown: Sequence[str]) -> None:
+def check_signature(function: Any, name: str, key: str, shown: Sequence[str]) -> None:
+    """Raise ConfigError if a function does not accept as many arguments as `shown`, the texts for the message."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some built-in functions have no signature
@@ -101,3 +103,7 @@ def _check_signature(function: Any, name: str, key: str, shown: Sequence[str]) -
         raise ConfigError(
             f"{key} = {name!r} is called with ({', '.join(shown)}), and takes {signature}: {error}"
         ) from None
+
+
+class _SdkMissing(ConfigError):
+    """Raised if a module imports an SDK that is not installed."""

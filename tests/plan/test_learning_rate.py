@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Callable, Dict, List
 
@@ -13,8 +14,8 @@ from raypod import planning
 from raypod.checkpoint.resume import LENGTH, settings_of
 from raypod.cli import FlagParser
 from raypod.errors import ConfigError
-from raypod.plan import resolve
-from raypod.plan.learning_rate import RunFacts, learning_rate
+from raypod.plan import resolve, user_code
+from raypod.plan.learning_rate import RunFacts, check_function, learning_rate
 from raypod.plan.plan import Plan
 from raypod.plan.resolve import from_values
 
@@ -121,6 +122,18 @@ def test_a_wrong_schedule_is_one_line_before_the_run(flags: List[str], message: 
     with pytest.raises(ConfigError, match=message) as error:
         planning.plan_from(*resolve.merge(parser.parse_args(["--updates", "8", *flags])))
     assert "\n" not in str(error.value)
+
+
+def test_a_function_is_imported_once_per_plan_also_if_it_is_defined_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, import_name = f"{__name__}:half", user_code.import_name
+    imported: List[str] = []
+    monkeypatch.setattr(user_code, "import_name", lambda name, key: imported.append(name) or import_name(name, key))
+    config = from_values({"training": {"lr_schedule": name, "learning_rate": 1.0}})
+    for number, factor in enumerate((0.5, 2.0), start=1):
+        check_function(config, UPDATES, updates_per_epoch=10)
+        assert [rate(update, lr_schedule=name) for update in range(3)] == [factor] * 3
+        assert imported == [name] * number
+        monkeypatch.setattr(sys.modules[__name__], "half", lambda update, total_updates: 2.0)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "polynomial", f"{__name__}:half"])
