@@ -59,14 +59,14 @@ def find_splits(config: Config, task: Any) -> Optional[Tuple[str, ...]]:
     if training.pipeline_splits:
         # A model of the user may import the SDK, which is available in instances only; a task was imported already.
         if not is_user_model or ":" in config.task.name:
-            with user_code.reported(task.model_name):
+            with user_code.reported(config.model_name):
                 network = _network(task)
             check_splits(network, training.pipeline_splits)
         return training.pipeline_splits
     if stages == 1 or (is_user_model and training.pipeline_balance is None):
         return None
     find_units = units_by_time if training.pipeline_balance == "time" else units_by_parameters
-    with user_code.reported(task.model_name):
+    with user_code.reported(config.model_name):
         batch = task.example(_SAMPLES)
         units = find_units(_network(task), network_inputs(task, batch))
     return balanced_splits(units, stages)

@@ -99,7 +99,7 @@ def _placement(plan: Plan, task: Any) -> Tuple[Any, Tuple[Any, ...], int]:
     options.setExecutionStrategy(program.execution_strategy(config.training.execution))
     options.showCompilationProgressBar(False)
     samples = _SAMPLES * plan.geometry.gradient_accumulation
-    with user_code.reported(task.model_name):
+    with user_code.reported(config.model_name):
         batch = task.example(samples)
         network = program.finish_network(plan, task.network(batch))
         step = program.TrainingStep(task, plan.task.metrics, network, torch.nn.Identity()).train()

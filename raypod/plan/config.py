@@ -289,6 +289,18 @@ class Config(pydantic.BaseModel):
     pod: PodSection = PodSection()
     run: RunSection = RunSection()
 
+    @property
+    def names(self) -> Tuple[str, ...]:
+        """What is trained: the data set and the model of images; otherwise the task, which determines both."""
+        if self.task.name == IMAGE_CLASSIFICATION:
+            return self.data.dataset, self.training.model
+        return (self.task.name,)
+
+    @property
+    def model_name(self) -> str:
+        """The model of images; otherwise the task. It may be `module:name`."""
+        return self.names[-1]
+
     def to_yaml(self) -> str:
         """Return the YAML text from which `load_yaml` restores an equal object."""
         return yaml.safe_dump(self.model_dump(), sort_keys=False)

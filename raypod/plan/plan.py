@@ -11,7 +11,7 @@ from typing import Dict, List, Optional, Sequence, Tuple
 from raypod.errors import ConfigError
 from raypod.plan.cluster import Cluster
 from raypod.plan.compatibility import check_compatible, check_metrics
-from raypod.plan.config import IMAGE_CLASSIFICATION, Config
+from raypod.plan.config import Config
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.placement import Placement, Sizes, place
 from raypod.plan.values import parse_evaluations, parse_interval
@@ -322,7 +322,4 @@ def _is_power_of_two(number: int) -> bool:
 
 def default_run_dir(config: Config, now: str) -> str:
     """Return `run.run_dir`, or `runs/<now>-<data set>-<model>`; for other tasks than images, `runs/<now>-<task>`."""
-    names = [config.task.name]
-    if config.task.name == IMAGE_CLASSIFICATION:
-        names = [config.data.dataset, config.training.model]
-    return config.run.run_dir or "-".join([f"runs/{now}", *(name.rpartition(":")[2] for name in names)])
+    return config.run.run_dir or "-".join([f"runs/{now}", *(name.rpartition(":")[2] for name in config.names)])

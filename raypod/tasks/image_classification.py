@@ -24,7 +24,6 @@ class ImageClassification(Task):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.model_name = config.training.model
         self.user_code = config.training.model if ":" in config.training.model else None
         self._splits: Optional[Splits] = None
 

@@ -51,7 +51,6 @@ class Task(abc.ABC):
         self.config = config
         self.options: Any = self.Options.model_validate(config.task.options)
         self.names: Optional[Tuple[str, ...]] = None  # of the tensors of a batch, if samples are dicts
-        self.model_name = config.task.name  # for messages
         self.user_code: Optional[str] = config.task.name if ":" in config.task.name else None
 
     def datasets(self) -> Tuple[Any, Any]:

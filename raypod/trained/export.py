@@ -99,9 +99,8 @@ def export_run(
 
 
 def _stem(config: Config, weights: Weights) -> str:
-    name = config.training.model if config.task.name == "image-classification" else config.task.name
     update = weights.path.stem if weights.update is None else f"update-{weights.update}"
-    return f"{name.rpartition(':')[2]}-{update}"
+    return f"{config.model_name.rpartition(':')[2]}-{update}"
 
 
 def _exported(network: HostNetwork, weights: Weights, pixels: bool) -> Exported:

@@ -5,7 +5,8 @@ from typing import Callable
 import pytest
 
 from raypod.errors import ConfigError
-from raypod.plan.plan import Geometry, Plan
+from raypod.plan.config import Config
+from raypod.plan.plan import Geometry, Plan, default_run_dir
 
 IMAGENET = 1281167
 
@@ -115,3 +116,18 @@ def test_evaluation_iterations_default_to_the_pipeline_stages(make: Callable[...
     pipelined = make(training={"gradient_accumulation": 7}, pod=pod).geometry
     assert (pipelined.evaluation_iterations, pipelined.evaluation_batch_size) == (4, 8 * 2 * 4)
     assert make(training={"execution": "sharded"}, pod=pod).geometry.evaluation_iterations == 1
+
+
+@pytest.mark.parametrize(
+    ("sections", "run_dir", "model"),
+    [
+        ({}, "runs/now-digits-resnet8", "resnet8"),
+        ({"data": {"dataset": "a:b"}, "training": {"model": "c.d:e"}}, "runs/now-b-e", "c.d:e"),
+        ({"task": {"name": "language-model"}}, "runs/now-language-model", "language-model"),
+        ({"task": {"name": "own:Task"}}, "runs/now-Task", "own:Task"),
+        ({"run": {"run_dir": "here"}}, "here", "resnet8"),
+    ],
+)
+def test_names_of_files_and_of_the_model(sections: dict[str, dict[str, object]], run_dir: str, model: str) -> None:
+    config = Config(**sections)  # type: ignore[arg-type]
+    assert (default_run_dir(config, "now"), config.model_name) == (run_dir, model)
