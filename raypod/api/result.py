@@ -80,21 +80,17 @@ class Result:
             ConfigError: there is no checkpoint, or names or shapes differ; the message lists all differences.
             CheckpointDamaged: a file of the checkpoint is not the one that was written.
         """
-        from raypod.checkpoint.tensors import read_tensors  # imports torch, which the rest of a result does not need
+        from raypod.checkpoint import tensors  # imports torch, which the rest of a result does not need
 
         path = Path(checkpoint) if checkpoint is not None else self.best_checkpoint
         if path is None or not storage.is_checkpoint(path):
             raise ConfigError(f"{path or self.run_dir}: there is no checkpoint")
         found = storage.read_manifest(path)
         storage.verify(found)
-        saved, _ = read_tensors(weights_file.weights_of(found))
-        own = module.state_dict()
-        shapes = [{name: list(tensor.shape) for name, tensor in state.items()} for state in (own, saved)]
+        saved, _ = tensors.read_tensors(weights_file.weights_of(found))
         wrong = [
-            f"{name} is {shapes[0].get(name, 'missing')} in the module and {shapes[1].get(name, 'missing')} in the "
-            "checkpoint"
-            for name in (*own, *(each for each in saved if each not in own))
-            if shapes[0].get(name) != shapes[1].get(name)
+            f"{name} is {ours} in the module and {theirs} in the checkpoint"
+            for name, (ours, theirs) in tensors.different_shapes(module.state_dict(), saved).items()
         ]
         if wrong:
             raise ConfigError(f"the weights of {path} do not fit the module: {'; '.join(wrong)}")

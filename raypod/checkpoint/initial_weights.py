@@ -67,12 +67,13 @@ def _read(path: Path, flag: str) -> Dict[str, torch.Tensor]:
 
 def _differences(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> List[str]:
     """Return what differs, in groups; empty if the weights fit."""
-    missing = [name for name in own if name not in saved and not name.endswith(_COUNTER)]
-    unexpected = [name for name in saved if name not in own and not name.endswith(_COUNTER)]
+    different = tensors.different_shapes(own, saved)
+    missing = [name for name in different if name not in saved and not name.endswith(_COUNTER)]
+    unexpected = [name for name in different if name not in own and not name.endswith(_COUNTER)]
     shapes = [
-        f"{name} is {list(saved[name].shape)} there and {list(value.shape)} in the network"
-        for name, value in own.items()
-        if name in saved and saved[name].shape != value.shape
+        f"{name} is {theirs} there and {ours} in the network"
+        for name, (ours, theirs) in different.items()
+        if tensors.MISSING not in (ours, theirs)
     ]
     kinds = [
         f"{name} is {saved[name].dtype} there and {value.dtype} in the network"

@@ -41,6 +41,7 @@ _LENGTH_BYTES = 8
 _LARGEST_HEADER_BYTES = 100 << 20  # the format's own limit
 _FLAT_ALIGNMENT = 64  # bytes; of every tensor in a flat buffer, so that it can be viewed in place
 _METADATA, _STRUCTURE = "__metadata__", "structure"
+MISSING = "missing"  # in place of the shape of a tensor
 Tensors = Dict[str, torch.Tensor]
 
 
@@ -159,15 +160,21 @@ def load_weights(
     Raises:
         ConfigError: names or shapes differ; the message names the first tensor that does.
     """
-    own = network.state_dict()
-    for name in (*own, *saved):
-        ours, theirs = (str(list(state[name].shape)) if name in state else "missing" for state in (own, saved))
-        if ours != theirs:
-            raise ConfigError(
-                f"the model is not the one that was saved: {name} is {ours} in the model and {theirs} in the "
-                f"checkpoint; {way_out}"
-            )
+    for name, (ours, theirs) in different_shapes(network.state_dict(), saved).items():
+        raise ConfigError(
+            f"the model is not the one that was saved: {name} is {ours} in the model and {theirs} in the "
+            f"checkpoint; {way_out}"
+        )
     network.load_state_dict(saved)
+
+
+def different_shapes(own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> Dict[str, Tuple[str, str]]:
+    """Return the shapes in both state dicts of each tensor whose shapes differ, as text; MISSING where it is not."""
+    shapes = {
+        name: tuple(str(list(state[name].shape)) if name in state else MISSING for state in (own, other))
+        for name in (*own, *other)
+    }
+    return {name: (ours, theirs) for name, (ours, theirs) in shapes.items() if ours != theirs}
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
 import torch
 
@@ -77,13 +77,8 @@ def mean(states: Sequence[Mapping[str, torch.Tensor]]) -> Dict[str, torch.Tensor
     """
     first = states[0]
     for other in states[1:]:
-        different: List[str] = [
-            name
-            for name in {**first, **other}
-            if name not in first or name not in other or first[name].shape != other[name].shape
-        ]
-        if different:
-            raise ConfigError(f"the checkpoints are of different models: {different[0]} differs")
+        for name in tensors.different_shapes(first, other):
+            raise ConfigError(f"the checkpoints are of different models: {name} differs")
     return {name: _mean([state[name] for state in states]) for name in first}
 
 

@@ -178,3 +178,13 @@ def test_loading_the_weights_of_another_network_names_the_first_difference() -> 
     ):
         with pytest.raises(ConfigError, match=message):
             tensors.load_weights(network(5), saved.state_dict())
+
+
+def test_different_shapes_are_those_of_either_side_in_order() -> None:
+    own = {"a": torch.zeros(2), "scalar": torch.tensor(1), "own": torch.tensor(1), "b": torch.zeros(0, 3)}
+    other = {"other": torch.tensor(1), "a": torch.zeros(2, dtype=torch.int64), "scalar": torch.tensor(2)}
+    assert list(tensors.different_shapes(own, {**other, "b": torch.zeros(3)}).items()) == [
+        ("own", ("[]", tensors.MISSING)),
+        ("b", ("[0, 3]", "[3]")),
+        ("other", (tensors.MISSING, "[]")),
+    ]

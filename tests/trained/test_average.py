@@ -11,6 +11,7 @@ import torch
 
 from raypod.__main__ import main
 from raypod.checkpoint import storage, tensors
+from raypod.errors import ConfigError
 from raypod.trained.average import average, mean
 from raypod.trained.evaluate import evaluate
 
@@ -22,6 +23,8 @@ def test_means_are_computed_in_float64_and_integers_are_the_newest() -> None:
     assert found["w"].dtype == torch.float32
     assert found["w"].item() == torch.tensor(1 / 3).item()  # float32 would lose the 1
     assert found["n"].item() == 0
+    with pytest.raises(ConfigError, match="the checkpoints are of different models: w differs"):
+        mean([*states, {**states[0], "w": torch.zeros(2)}])
 
 
 def test_the_average_is_written_and_evaluated(digits_run: Path, tmp_path: Path) -> None:
