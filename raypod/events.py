@@ -11,6 +11,8 @@ from typing import Any, Dict, Optional, Tuple, Type, TypeVar, Union
 from typing_extensions import Literal
 
 FailureKind = Literal["died", "raised", "silent", "stuck"]  # see coordinator/recovery.py for the reaction to each
+# "starting" lasts until RunStarted and has no event. "saving" is a wait for a checkpoint that is being written.
+Phase = Literal["starting", "training", "evaluating", "saving", "repairing", "ending"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,7 @@ class CallReport:
     saves: Tuple[SaveReport, ...] = ()  # finished since the previous report
     data_wait_s: float = 0.0  # time that the call waited for data
     call_s: float = 0.0  # duration of the call, including the wait for data
+    peer_wait_s: Optional[float] = None  # time that the call waited for other instances; None if the SDK cannot tell
     samples_digest: str = ""  # of the sample indices of the call (record/ledger.py)
 
 
@@ -69,6 +72,19 @@ class EvaluationReport:
 
 
 @dataclasses.dataclass(frozen=True)
+class HostUsage:
+    """The load of a host: shares of its capacity (0..1), bytes, and counters of bytes since the host was started."""
+
+    cpu_share: Optional[float]  # of all cores, since the previous measurement of this process; None for the first one
+    memory_used_bytes: int
+    memory_total_bytes: int
+    network_received_bytes: int  # by all interfaces but loopback, since boot
+    network_sent_bytes: int
+    disk_used_bytes: int  # of the file system of the working folder
+    disk_total_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class HeartbeatReport:
     """The current activity of an instance, returned by `Heartbeat.beat`."""
 
@@ -79,6 +95,7 @@ class HeartbeatReport:
     slowest_call_s: Optional[float]  # of this process; excludes the first call (compilation) once there are others
     waits_for_others: bool  # inside a collective operation
     cpu_s: float = 0.0  # CPU time of the instance's running threads and their child processes
+    host_usage: Optional[HostUsage] = None  # from the first instance of a host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +121,25 @@ class RunStarted:
     parameters: int
     seconds: Tuple[Tuple[str, float], ...]
     generation: int = 1  # counts fleet starts over all resumes
+    instances: Tuple[InstanceStarted, ...] = ()  # in instance order
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseBegun:
+    """The run enters a phase. Between phases no time passes that would belong to none."""
+
+    phase: Phase
+    update: int  # the number of finished updates
+
+
+@dataclasses.dataclass(frozen=True)
+class CallTimes:
+    """How long one call took in one instance."""
+
+    instance: int
+    call_s: float  # includes both waits
+    data_wait_s: float
+    peer_wait_s: Optional[float]  # None if the SDK cannot tell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +148,7 @@ class CallDone:
 
     first_update: int  # 0-based
     digests: Tuple[Tuple[int, str], ...]  # (instance, digest of its samples), of the instances whose report is known
+    times: Tuple[CallTimes, ...] = ()  # of the same instances, in instance order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +233,7 @@ class Repaired:
     restarts: int  # number of repairs of the run so far
     generation: int  # of the fleet after the repair
     passed_over: Tuple[str, ...] = ()  # damaged checkpoints newer than the one used: messages
+    instances: Tuple[InstanceStarted, ...] = ()  # all of the repaired fleet, in instance order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,6 +288,7 @@ def from_flat_record(event_type: Type[_Measured], record: Dict[str, Any]) -> _Me
 
 Event = Union[
     RunStarted,
+    PhaseBegun,
     CallDone,
     UpdateDone,
     EpochDone,

@@ -24,6 +24,7 @@ from raypod.events import (
     EvaluationReport,
     Event,
     InstanceStarted,
+    PhaseBegun,
     RunEnded,
     RunStarted,
     StoppedEarly,
@@ -72,6 +73,7 @@ def run(
         assert schedule.last is not None, "a run ends with a checkpoint"
         saved, stopped = schedule.last, evaluations.early_stop()
         is_interrupted = metrics.position < evaluations.last_update()
+        yield PhaseBegun("ending", metrics.position)
         if stopped is not None and not is_interrupted:
             yield stopped
         yield RunEnded(metrics.position, is_interrupted, saved.weights_sha256, saved.path, stop.cause, saved.ema_sha256)
@@ -128,6 +130,7 @@ class _Training:
             yield from self._recovery.move_away_from(draining)
 
     def _run_leg(self, leg: Leg) -> Iterator[Event]:
+        yield PhaseBegun("training", leg.first_update)
         self._metrics.begin_leg(time.monotonic())
         for report in self._fleet.run(leg, partial(self._must_end_leg, leg)):
             yield from map(self._schedule.record, report.saves)
@@ -150,6 +153,7 @@ class _Training:
         """Wait for the checkpoint of `update`; begin it first if that is not done yet."""
 
         def save() -> Iterator[Event]:
+            yield PhaseBegun("saving", update)
             yield from self._schedule.begin(self._fleet, update)
             yield from self._schedule.finish(self._fleet)
 
@@ -170,6 +174,7 @@ class Evaluations:
         """Evaluate the test split after `update` updates, if that is due and has not been done."""
         if not self._plan.is_evaluated_after(update) or update in self._evaluations:
             return
+        yield PhaseBegun("evaluating", update)
         samples, values = evaluate_now(self._fleet, self._plan)
         done = EvaluationDone(samples, values, update, (update - 1) // self._plan.updates_per_epoch + 1)
         self._evaluations[update] = done
@@ -219,4 +224,6 @@ def _run_started(started: List[InstanceStarted], fleet: Fleet, first_update: int
         for what, seconds in instance.seconds:
             slowest[what] = max(seconds, slowest.get(what, 0.0))
     steps = (*fleet.start_seconds, *((f"in the instances: {what}", value) for what, value in slowest.items()))
-    return RunStarted(first.device, first.device_line, first_update, first.parameters, steps, generation)
+    return RunStarted(
+        first.device, first.device_line, first_update, first.parameters, steps, generation, tuple(started)
+    )

@@ -35,7 +35,7 @@ from raypod.checkpoint.resume import newest_valid
 from raypod.coordinator.checkpoint_access import load_on
 from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
 from raypod.errors import CheckpointDamaged, RunError, WeightsDiffer
-from raypod.events import Event, Repaired
+from raypod.events import Event, PhaseBegun, Repaired
 from raypod.fleet.base import Fleet, FleetBroken, failure_of
 from raypod.instance.seeding import new_seeding
 from raypod.plan.plan import Plan
@@ -187,6 +187,7 @@ class Recovery:
         self, lost: Tuple[int, ...], replaced: Set[int], may_share_hosts: bool, began_s: float
     ) -> Iterator[Event]:
         """Replace `lost` and restore the state. `replaced` holds all replacements since training was interrupted."""
+        yield PhaseBegun("repairing", self._metrics.position)
         positions = self._fleet.repair(lost, may_share_hosts)
         self._recover_reports(positions)
         source, update, damaged = self._restore_state(positions)
@@ -200,7 +201,8 @@ class Recovery:
         new_hosts = tuple(hosts[index] for index in new)
         seconds = time.monotonic() - began_s
         restarts, generation = self._policy.restarts, self._schedule.generation
-        yield Repaired(new, new_hosts, source, update, seconds, restarts, generation, damaged)
+        started = tuple(self._fleet.started())
+        yield Repaired(new, new_hosts, source, update, seconds, restarts, generation, damaged, started)
 
     def _recover_reports(self, positions: Dict[int, int]) -> None:
         """Fetch the reports that lost instances did not send, from the survivors, before they load another state."""

@@ -7,13 +7,13 @@ simulates them. The coordinator treats all alike.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Dict, Iterator, List, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple
 
 from typing_extensions import Protocol
 
 from raypod.checkpoint.transfer import Server
 from raypod.errors import InstanceFailed, RunError
-from raypod.events import CallReport, InstanceLost, InstanceStarted
+from raypod.events import CallReport, HeartbeatReport, InstanceLost, InstanceStarted
 from raypod.plan.plan import Leg
 
 
@@ -33,6 +33,13 @@ class FleetBroken(RunError):
         if self.losses:
             return str(failure_of(self.losses[0]))
         return f"the instances have lost their connections to each other: {self.cause}"
+
+
+class Beat(NamedTuple):
+    """A heartbeat, and the monotonic time in seconds at which it was received."""
+
+    report: HeartbeatReport
+    received_s: float
 
 
 def failure_of(loss: InstanceLost) -> InstanceFailed:
@@ -81,6 +88,12 @@ class Fleet(Protocol):
 
     def hosts(self) -> List[str]:
         """Return the current host of each instance, in instance order."""
+
+    def started(self) -> List[InstanceStarted]:
+        """Return the report with which each current instance started, in instance order; [] before `start`."""
+
+    def heartbeats(self) -> Dict[int, Beat]:
+        """Return the newest heartbeat of each instance that has sent one. Cheap, and callable from any thread."""
 
     def serve(self, kind: Callable[..., Any], *arguments: Any) -> Server:
         """Create an object of class `kind` in a process on the coordinator's host, for `call`s to use."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional,
 from raypod.checkpoint.transfer import Server
 from raypod.errors import InstanceFailed, RaypodError, RunError, summarize_exception
 from raypod.events import CallReport, InstanceStarted
+from raypod.fleet.base import Beat
 from raypod.host import sdk, torchvision_import
 from raypod.instance import collectives
 from raypod.plan.environment import instance_environment
@@ -28,6 +30,7 @@ class InlineFleet:
         assert plan.geometry.num_instances == 1, "planning rejects an inline fleet of several instances"
         self._plan = plan
         self._instance: Optional[Instance] = None
+        self._started: List[InstanceStarted] = []
         self.start_seconds: List[Tuple[str, float]] = []
         self._environment_before: Optional[Dict[str, str]] = None
         self._threads_before = 1  # intra-op threads of torch
@@ -45,9 +48,9 @@ class InlineFleet:
 
         with self._failures():
             self._instance = Instance(self._plan, 0, found)
-            started = self._instance.build()
+            self._started = [self._instance.build()]
             self._instance.join({})
-        return [started]
+        return self._started
 
     def call(self, method: str, *arguments: Any) -> List[Any]:
         """See `Fleet.call`."""
@@ -74,6 +77,15 @@ class InlineFleet:
     def hosts(self) -> List[str]:
         """See `Fleet.hosts`."""
         return [self._plan.placement.instances[0].host]
+
+    def started(self) -> List[InstanceStarted]:
+        """See `Fleet.started`."""
+        return self._started
+
+    def heartbeats(self) -> Dict[int, Beat]:
+        """See `Fleet.heartbeats`."""
+        instance = self._instance
+        return {} if instance is None else {0: Beat(instance.heartbeat.beat(), time.monotonic())}
 
     def serve(self, kind: Callable[..., Any], *arguments: Any) -> Server:
         """See `Fleet.serve`. The object is in this process, which is also the coordinator's."""

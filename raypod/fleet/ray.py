@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from raypod.events import CallReport, HeartbeatReport, InstanceStarted
-from raypod.fleet.base import FleetBroken, failure_of
+from raypod.fleet.base import Beat, FleetBroken, failure_of
 from raypod.fleet.ray_nodes import draining_hosts, host_name, wait_for_nodes
 from raypod.fleet.ray_replace import ProcessKiller, Replacements
 from raypod.fleet.ray_reservation import Reservation, reserve
@@ -44,6 +44,7 @@ class RayFleet:
         self._actors: List[Any] = []
         self._nodes: List[Dict[str, Any]] = []  # the Ray node of each actor
         self._watch: Optional[Watch] = None
+        self._started: List[InstanceStarted] = []
         self._servers: List[RayServer] = []
         self._generation = 0
         self._draining: List[str] = []
@@ -69,13 +70,13 @@ class RayFleet:
             self._nodes.append(node)
         self._watch = Watch(self._ray, self._plan, self._actors, self.hosts(), self._killer)
         try:
-            started: List[InstanceStarted] = self._all("the instances to start", self._start_bound, "build")
+            self._started = self._all("the instances to start", self._start_bound, "build")
             self._timer.end("start the instances")
             self._rendezvous(0)
         except FleetBroken as broken:  # a failed start is not repaired
             raise failure_of(broken.losses[0]) if broken.losses else broken from None
         self._timer.end("meet")
-        return started
+        return self._started
 
     def call(self, method: str, *arguments: Any) -> List[Any]:
         """See `Fleet.call`."""
@@ -122,8 +123,11 @@ class RayFleet:
         building = {self._actors[index].build.remote(): index for index in lost}
         survivors = [index for index in range(len(self._actors)) if index not in lost]
         leaving = {self._actors[index].call.remote("leave"): index for index in survivors}
-        self._watch.add_requests(building, "the replacements to start", self._start_bound)
-        positions = self._watch.results(leaving, "the survivors to close their connections", self._start_bound)
+        built = self._watch.add_requests(building, "the replacements to start", self._start_bound)
+        try:
+            positions = self._watch.results(leaving, "the survivors to close their connections", self._start_bound)
+        finally:  # a replacement that is ready stays if the next attempt replaces others
+            self._started = [built.results.get(index, before) for index, before in enumerate(self._started)]
         self._rendezvous(survivors[0] if survivors else 0)
         self._is_idle = True
         return positions
@@ -142,6 +146,14 @@ class RayFleet:
     def hosts(self) -> List[str]:
         """See `Fleet.hosts`."""
         return [host_name(self._plan.placement, node) for node in self._nodes]
+
+    def started(self) -> List[InstanceStarted]:
+        """See `Fleet.started`."""
+        return self._started
+
+    def heartbeats(self) -> Dict[int, Beat]:
+        """See `Fleet.heartbeats`."""
+        return self._watch.beats() if self._watch is not None else {}
 
     def serve(self, kind: Callable[..., Any], *arguments: Any) -> RayServer:
         """See `Fleet.serve`."""

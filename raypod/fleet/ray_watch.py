@@ -13,7 +13,7 @@ from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
 from raypod.errors import CollectiveBroken, PeerLost, RaypodError, WaitTimedOut, summarize_exception
 from raypod.events import FailureKind, HeartbeatReport, InstanceLost
-from raypod.fleet.base import FleetBroken
+from raypod.fleet.base import Beat, FleetBroken
 from raypod.fleet.death_cause import death_causes
 from raypod.fleet.liveness import LastHeartbeat, Suspect, find_suspects, find_unreleased
 from raypod.fleet.ray_replace import ProcessKiller
@@ -79,6 +79,11 @@ class Watch:
     def heartbeats(self) -> Dict[int, Optional[HeartbeatReport]]:
         """Return the last heartbeat of each instance."""
         return {index: each.report for index, each in self._heartbeats.items()}
+
+    def beats(self) -> Dict[int, Beat]:
+        """Return the last heartbeat of each instance that has sent one; callable from any thread."""
+        latest = dict(self._heartbeats)
+        return {index: Beat(each.report, each.received_s) for index, each in latest.items() if each.report is not None}
 
     def add_streams(self, streams: Dict[Any, int]) -> None:
         """Add streams, whose items `follow` yields. `streams` maps them to their instances."""

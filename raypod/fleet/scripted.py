@@ -6,6 +6,7 @@ from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 from raypod.checkpoint.transfer import Server
 from raypod.events import CallReport, EvaluationReport, InstanceStarted, SaveReport
+from raypod.fleet.base import Beat
 from raypod.instance.seeding import Endpoint
 from raypod.plan.plan import Leg, Plan
 
@@ -28,6 +29,10 @@ class ScriptedFleet:
 
     def start(self) -> List[InstanceStarted]:
         """See `Fleet.start`."""
+        return self.started()
+
+    def started(self) -> List[InstanceStarted]:
+        """See `Fleet.started`."""
         hosts = self.hosts()
         return [InstanceStarted(index, hosts[index], 0, "emulated", "scripted", 1, ()) for index in self._instances]
 
@@ -74,6 +79,10 @@ class ScriptedFleet:
     def hosts(self) -> List[str]:
         """See `Fleet.hosts`."""
         return [spec.host for spec in self._plan.placement.instances]
+
+    def heartbeats(self) -> Dict[int, Beat]:
+        """See `Fleet.heartbeats`. The instances are simulated and have none."""
+        return {}
 
     def close(self) -> None:
         """See `Fleet.close`."""

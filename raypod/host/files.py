@@ -121,6 +121,14 @@ class AppendOnlyFile:
         """Append a line of text; `line` is without its newline."""
         self.write(line.encode() + b"\n")
 
+    def end_line(self) -> None:
+        """End the last line if it is truncated, so that it stays separate from the next one."""
+        with self.path.open("rb") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":
+                    self.write(b"\n")
+
     def sync(self) -> None:
         """Flush everything to disk, unless the disk is full."""
         self._drain()

@@ -27,6 +27,11 @@ class Sdk:
     device: str  # "ipu" or "emulated"
     line: str  # describes the SDK, for logs
 
+    def peer_wait_s(self) -> Optional[float]:
+        """Return the seconds that this process has waited for other instances; None if this SDK does not measure it."""
+        module = sys.modules.get("_pod.peer_wait")
+        return None if self.has_ipus or module is None else float(module.total_s())
+
     @property
     def has_ipus(self) -> bool:
         """Whether this is the real SDK, which needs partitions and IPUs."""

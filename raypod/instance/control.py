@@ -13,6 +13,7 @@ from typing import Iterator, List, Optional
 from raypod.errors import WaitTimedOut
 from raypod.events import HeartbeatReport
 from raypod.host.process import cpu_seconds
+from raypod.host.usage import HostMeter
 
 IDLE = "idle"
 LOADING = "loading data"
@@ -26,8 +27,10 @@ _COMMUNICATION_FILES = (
 class Heartbeat:
     """The current activity of one instance, and since when. Its working thread sets it; other threads may read it."""
 
-    def __init__(self, instance: int) -> None:
+    def __init__(self, instance: int, reports_host: bool = False) -> None:
+        """`reports_host`: the heartbeats contain the usage of this host."""
         self._instance = instance
+        self._host_meter = HostMeter() if reports_host else None
         self._activity = (IDLE, time.monotonic())  # one attribute, so that other threads read a consistent pair
         self._calls_s: List[float] = []  # seconds of the first call, and of the slowest later one
         self._calls_done = 0
@@ -61,7 +64,8 @@ class Heartbeat:
         slowest = self._calls_s[-1] if self._calls_s else None
         seconds = time.monotonic() - since_s
         cpu_s, waits = cpu_seconds(_own_threads()), self.waits_for_others()
-        return HeartbeatReport(self._instance, activity, seconds, self._calls_done, slowest, waits, cpu_s)
+        usage = self._host_meter.measure() if self._host_meter is not None else None
+        return HeartbeatReport(self._instance, activity, seconds, self._calls_done, slowest, waits, cpu_s, usage)
 
     def stack(self) -> str:
         """Return the stack of the working thread as in a traceback; "" before it has started working."""

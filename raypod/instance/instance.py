@@ -45,7 +45,7 @@ class Instance:
     def __init__(self, plan: Plan, index: int, sdk: Sdk) -> None:
         self._plan, self._spec, self._sdk = plan, plan.placement.instances[index], sdk
         self._gate = StopGate(plan.config.run.report_timeout_s)
-        self.heartbeat = Heartbeat(index)
+        self.heartbeat = Heartbeat(index, reports_host=self._spec.local_index == 0)
         self._update = self._host_update = -1  # of the weights on the device and on the host; -1: not trained yet
         self._feed: Optional[Feed] = None
         self._poptorch_models: List[Any] = []  # each attaches to the device
@@ -205,7 +205,7 @@ class Instance:
                 return
             update = leg.first_update + number * device_iterations
             self._set_learning_rate(update)
-            began = time.monotonic()
+            began, peer_wait_before = time.monotonic(), self._sdk.peer_wait_s()
             with self.heartbeat.in_call(first_call + number):
                 digest = self._feed.samples_digest()
                 outputs = self._training(*batch, *self._model.call_words(update, digest))
@@ -213,8 +213,11 @@ class Instance:
             if self._model.average is not None:
                 self._read_back()
                 self._model.average_after(self._update)
-            call_s = wait_s + time.monotonic() - began
-            yield dataclasses.replace(self._report(update, outputs, digest), data_wait_s=wait_s, call_s=call_s)
+            call_s, peer_wait_s = wait_s + time.monotonic() - began, self._sdk.peer_wait_s()
+            if peer_wait_s is not None:
+                peer_wait_s -= peer_wait_before or 0.0
+            report = self._report(update, outputs, digest)
+            yield dataclasses.replace(report, data_wait_s=wait_s, call_s=call_s, peer_wait_s=peer_wait_s)
 
     def pause(self) -> int:
         """Start no more calls until `stop_after`; return the number of calls started since the beginning of the run."""

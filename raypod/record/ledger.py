@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any, Dict, List, Tuple, Union
 
@@ -49,11 +48,8 @@ class Ledger:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        path = Path(plan.run_dir) / NAME
-        ends_with_newline = _ends_with_newline(path)
-        self._file = AppendOnlyFile(path)
-        if not ends_with_newline:  # the last line is truncated; keep it separate from the next one
-            self._file.write_line("")
+        self._file = AppendOnlyFile(Path(plan.run_dir) / NAME)
+        self._file.end_line()
         self._generation = 0
 
     def handle(self, event: Event) -> None:
@@ -88,14 +84,6 @@ class Ledger:
 
     def _write(self, line: Line) -> None:
         self._file.write_line(json.dumps(dataclasses.asdict(line)))
-
-
-def _ends_with_newline(path: Path) -> bool:
-    if not path.is_file() or not path.stat().st_size:
-        return True
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() == b"\n"
 
 
 def read(path: Path) -> Tuple[List[Line], List[int]]:

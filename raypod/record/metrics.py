@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 
-from raypod.events import CallDone, CallReport, EpochDone, UpdateDone
+from raypod.events import CallDone, CallReport, CallTimes, EpochDone, UpdateDone
 from raypod.plan.metric import add_sums, sum_exactly, values_of
 from raypod.plan.plan import Plan
 
@@ -101,7 +101,8 @@ class MetricsAggregator:
             self.first_update_s = now_s - self._started_at_s
         rate = samples / elapsed_s if elapsed_s > 0 else 0.0
         digests = tuple((each.instance, each.samples_digest) for each in reports if each.samples_digest)
-        self._completed_calls.append(CallDone(first_update, digests))
+        times = tuple(CallTimes(each.instance, each.call_s, each.data_wait_s, each.peer_wait_s) for each in reports)
+        self._completed_calls.append(CallDone(first_update, digests, times))
         share = _data_wait_share(reports)
         updates = []
         for index in range(self._plan.geometry.device_iterations):

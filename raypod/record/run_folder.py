@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import math
 import os
 import time
 from pathlib import Path
@@ -29,6 +27,7 @@ from raypod.plan.plan import Plan, default_run_dir
 from raypod.plan.resolve import run_folder_of
 from raypod.plan.tables import describe, topology_summary
 from raypod.record import run_state
+from raypod.record.growing_file import parse_records
 from raypod.record.metrics import MetricsAggregator
 
 METRICS, EVALUATIONS, SUMMARY = "metrics.jsonl", "evaluations.jsonl", "summary.json"
@@ -155,9 +154,4 @@ def last_update(run_dir: Path) -> Optional[UpdateDone]:
 
 def records(path: Path) -> List[Dict[str, Any]]:
     """Return the records of a JSON Lines file, [] without one. JSON null reads as NaN; truncated lines are skipped."""
-    found = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        with contextlib.suppress(ValueError):
-            content = json.loads(line)
-            found.append({key: math.nan if value is None else value for key, value in content.items()})
-    return found
+    return parse_records(path.read_bytes().splitlines()) if path.is_file() else []

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Optional
+from typing import Optional, Tuple
 
 from raypod.errors import LeaseLost, RaypodError
 from raypod.events import Event, Repaired, RunEnded, RunStarted, UpdateDone
@@ -41,6 +41,8 @@ class RunState:
     exit_code: Optional[int] = None
     message: str = ""  # of the error that ended the run
     written_at_s: float = 0.0  # seconds since 1970
+    status_port: Optional[int] = None  # of the status endpoint on the coordinator's loopback interface, while it runs
+    status_token_file: Optional[str] = None  # path of the file with the token of the endpoint, mode 0600
 
     @property
     def is_local(self) -> bool:
@@ -85,6 +87,14 @@ def is_unfinished(run_dir: Path) -> bool:
     return state is not None and state.state != DONE and not state.is_running
 
 
+def end_of(error: BaseException) -> Tuple[str, int, str]:
+    """Return the state, the exit code and the message of a run that an error ends."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, 130, ""
+    code = error.exit_code if isinstance(error, RaypodError) else 1
+    return FAILED, code, " ".join(f"{error}".split()) or type(error).__name__
+
+
 class StateFile:
     """Writes the state of the run of this process."""
 
@@ -95,6 +105,10 @@ class StateFile:
         self._written_s = -_WRITE_INTERVAL_S
         self._stack = contextlib.ExitStack()
         self._write(self._state)
+
+    def serve_status(self, port: int, token_file: str) -> None:
+        """Publish the status endpoint of this process."""
+        self._write(dataclasses.replace(self._state, status_port=port, status_token_file=token_file))
 
     def handle(self, event: Event) -> None:
         """Update the state from an event."""
@@ -124,12 +138,10 @@ class StateFile:
         """Write how the run ended, unless another process has taken over the folder."""
         if isinstance(error, LeaseLost):
             return
-        if isinstance(error, KeyboardInterrupt):
-            self._state = dataclasses.replace(self._state, state=INTERRUPTED, exit_code=130)
-        elif error is not None:
-            code = error.exit_code if isinstance(error, RaypodError) else 1
-            message = " ".join(f"{error}".split()) or type(error).__name__
-            self._state = dataclasses.replace(self._state, state=FAILED, exit_code=code, message=message)
+        self._state = dataclasses.replace(self._state, status_port=None, status_token_file=None)
+        if error is not None:
+            state, code, message = end_of(error)
+            self._state = dataclasses.replace(self._state, state=state, exit_code=code, message=message)
         self._write(self._state)
 
     def _write(self, state: RunState) -> None:

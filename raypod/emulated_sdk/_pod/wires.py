@@ -26,7 +26,7 @@ from typing import Any, Dict, List, Optional, Sequence
 import torch
 import torch.distributed
 
-from _pod import rendezvous
+from _pod import peer_wait, rendezvous
 from _pod.rendezvous import FAILED, GENERATION, MAX_JOIN_S, RENDEZVOUS, SECRET, TIMEOUT_S, Store, timeout_s
 from _pod.store_protocol import PeerFailed
 from _pod.store_server import StoreServer
@@ -223,7 +223,8 @@ class Group:
             return
         start = time.monotonic()
         try:
-            work.wait(timedelta(seconds=self._wait_s))
+            with peer_wait.measured():
+                work.wait(timedelta(seconds=self._wait_s))
         except RuntimeError as error:
             raise self._fail(doing, error, time.monotonic() - start) from error
 
@@ -261,7 +262,8 @@ class Group:
     def _run(self, start: Any, doing: str) -> None:
         backend, began = self._open_backend(), time.monotonic()
         try:
-            start(backend).wait()
+            with peer_wait.measured():
+                start(backend).wait()
         except RuntimeError as error:
             raise self._fail(doing, error, time.monotonic() - began) from error
 

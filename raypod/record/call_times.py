@@ -1,0 +1,170 @@
+"""Statistics of the durations of calls, per instance, and the slow instances that they show.
+
+The first call of a process includes the compilation and is not counted. A call ends in all instances at the same time,
+because every update is a collective; what distinguishes a slow instance is how long it was busy: the call without the
+wait for the other instances.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import itertools
+import math
+import statistics
+import time
+from typing import Any, Deque, Dict, List, Optional, Sequence, Set, Tuple
+
+from raypod.events import CallDone, CallTimes, Event, Repaired, RunEnded, RunStarted
+
+# Upper bounds in seconds of the buckets of a histogram of calls.
+BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+STRAGGLER_RATIO = 1.25  # an instance that is busy for this multiple of the median is marked as slow
+_RECENT_CALLS = 256
+_FIRST_WINDOW_S, _WINDOW_SHARE = 10.0, 0.01  # of the time since the log was opened
+_MAX_KEPT = 1024  # calls of a window
+
+
+class RecentCalls:
+    """The calls of one instance: totals of all, and the times of the most recent ones."""
+
+    def __init__(self, kept: int = _RECENT_CALLS) -> None:
+        self.calls = 0
+        self.call_s = self.data_wait_s = self.peer_wait_s = self.slowest_s = 0.0
+        self.buckets = [0] * (len(BUCKETS_S) + 1)  # the last one counts the calls above all bounds
+        self._recent: Deque[CallTimes] = collections.deque(maxlen=kept)
+
+    def add(self, times: CallTimes) -> None:
+        """Count a call."""
+        self.calls += 1
+        self.call_s += times.call_s
+        self.data_wait_s += times.data_wait_s
+        self.peer_wait_s += times.peer_wait_s or 0.0
+        self.slowest_s = max(self.slowest_s, times.call_s)
+        self.buckets[bisect.bisect_left(BUCKETS_S, times.call_s)] += 1
+        self._recent.append(times)
+
+    def summary(self) -> Dict[str, Optional[float]]:
+        """Return seconds and shares over the recent calls; None for values that are unknown.
+
+        Keys: `p50_s`, `p95_s`, `slowest_s` (of all calls), `mean_s`, `busy_s` (mean without the wait for the others),
+        `data_wait_share`, `peer_wait_share` (of the calls' time, 0..1).
+        """
+        recent = list(self._recent)
+        if not recent:
+            keys = ("p50_s", "p95_s", "slowest_s", "mean_s", "busy_s", "data_wait_share", "peer_wait_share")
+            return dict.fromkeys(keys)
+        seconds = sorted(each.call_s for each in recent)
+        total_s, waits = math.fsum(seconds), [each.peer_wait_s for each in recent]
+        peer_s = None if None in waits else math.fsum(each or 0.0 for each in waits)
+        return {
+            "p50_s": _quantile(seconds, 0.5),
+            "p95_s": _quantile(seconds, 0.95),
+            "slowest_s": self.slowest_s,
+            "mean_s": total_s / len(recent),
+            "busy_s": (total_s - (peer_s or 0.0)) / len(recent),
+            "data_wait_share": math.fsum(each.data_wait_s for each in recent) / total_s if total_s else 0.0,
+            "peer_wait_share": None if peer_s is None else peer_s / total_s if total_s else 0.0,
+        }
+
+
+class CallsByInstance:
+    """The calls of all instances of a run."""
+
+    def __init__(self, kept: int = _RECENT_CALLS) -> None:
+        self._kept = kept
+        self._compiling: Set[int] = set()  # their next call is the first one of their process
+        self.by_instance: Dict[int, RecentCalls] = {}
+
+    def handle(self, event: Event) -> None:
+        """Count the calls of an event, if it has any."""
+        if isinstance(event, CallDone):
+            for times in event.times:
+                if times.instance in self._compiling:
+                    self._compiling.discard(times.instance)
+                else:
+                    self._calls_of(times.instance).add(times)
+        elif isinstance(event, RunStarted):
+            self._compiling = {each.instance for each in event.instances}
+        elif isinstance(event, Repaired):
+            self._compiling.update(event.lost)
+
+    def forget(self) -> None:
+        """Discard all calls; a process whose first call was discarded is not compiling again."""
+        self.by_instance = {}
+
+    def summaries(self) -> Dict[int, Dict[str, Optional[float]]]:
+        """Return `RecentCalls.summary` of each instance, with `busy_ratio`: its busy time over the median of all."""
+        known = dict(self.by_instance)  # another thread may add an instance
+        found = {index: calls.summary() for index, calls in sorted(known.items())}
+        ratios = busy_ratios({index: each["busy_s"] for index, each in found.items()})
+        return {index: {**each, "busy_ratio": ratios.get(index)} for index, each in found.items()}
+
+    def _calls_of(self, instance: int) -> RecentCalls:
+        found = self.by_instance.get(instance)
+        if found is None:
+            found = self.by_instance[instance] = RecentCalls(self._kept)
+        return found
+
+
+class CallTimesLog:
+    """Condenses the calls of a run into one record per window, for `events.jsonl`.
+
+    A window lasts 10 seconds, or 1 % of the time since the log was opened if that is longer, so that the number of
+    records grows with the logarithm of the duration of the run.
+    """
+
+    def __init__(self) -> None:
+        self._opened_s = self._began_s = time.monotonic()
+        self._calls = CallsByInstance(_MAX_KEPT)
+        self._first_update: Optional[int] = None
+        self._num_calls = 0
+
+    def handle(self, event: Event) -> Optional[Dict[str, Any]]:
+        """Count the calls of an event; return the record of a window that ends with it, else None."""
+        self._calls.handle(event)
+        if isinstance(event, RunStarted):
+            self._began_s = time.monotonic()
+        if isinstance(event, RunEnded):
+            return self.end_window()
+        if not isinstance(event, CallDone):
+            return None
+        if self._first_update is None:
+            self._first_update = event.first_update
+        self._num_calls += 1
+        now_s = time.monotonic()
+        if now_s - self._began_s < max(_FIRST_WINDOW_S, _WINDOW_SHARE * (now_s - self._opened_s)):
+            return None
+        return self.end_window()
+
+    def end_window(self) -> Optional[Dict[str, Any]]:
+        """Return the record of the calls since the last window, None without any, and begin the next window."""
+        summaries = self._calls.summaries()
+        record = {
+            "first_update": self._first_update,
+            "calls": self._num_calls,
+            "window_s": time.monotonic() - self._began_s,
+            "instances": [{"instance": index, **each} for index, each in summaries.items()],
+        }
+        self._calls.forget()
+        self._began_s, self._first_update, self._num_calls = time.monotonic(), None, 0
+        return record if summaries else None
+
+
+def busy_ratios(busy_s: Dict[int, Optional[float]]) -> Dict[int, float]:
+    """Return the ratio of each instance's busy time to the median of all; {} if there are fewer than two instances."""
+    known = {index: value for index, value in busy_s.items() if value is not None}
+    if len(known) < 2:
+        return {}
+    median = statistics.median(known.values())
+    return {index: value / median for index, value in known.items()} if median > 0 else {}
+
+
+def cumulative_buckets(buckets: Sequence[int]) -> List[Tuple[float, int]]:
+    """Return (upper bound in seconds, calls up to it) of `RecentCalls.buckets`; the last bound is infinite."""
+    return list(zip((*BUCKETS_S, math.inf), itertools.accumulate(buckets)))
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """Return the smallest value that at least `share` of the values do not exceed."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

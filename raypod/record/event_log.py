@@ -1,0 +1,104 @@
+"""`events.jsonl`: a structured log of what happens in a run, for `raypod logs`, the report and the monitor.
+
+Every line is a JSON object with `unix_s`, the time in seconds since 1970, `event`, and the fields of the event, as
+docs/observability.md describes. The log is appended to over all starts of a run. It holds neither updates
+(`metrics.jsonl`) nor single calls (`ledger.jsonl`), whose times are condensed into `call_times`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import socket
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Dict, Optional
+
+from raypod.errors import LeaseLost, RunError
+from raypod.events import CallDone, Event, UpdateDone
+from raypod.host.abort import on_abort
+from raypod.host.files import AppendOnlyFile, strict_json
+from raypod.record.call_times import CallTimesLog
+from raypod.record.run_state import end_of
+
+NAME = "events.jsonl"
+_PAIRS = ("seconds", "versions")  # fields that hold (name, value) pairs; objects in JSON
+
+
+class EventLog:
+    """The event log of a run folder, open for appending.
+
+    Its first line is `process_started`. Leaving the context by an error writes `process_failed`, or
+    `process_interrupted` after a signal.
+    """
+
+    def __init__(self, run_dir: Path, plan: Dict[str, Any]) -> None:
+        """Open the log; `plan` holds facts about the plan for the first line. OSError if it cannot be opened."""
+        self._file = AppendOnlyFile(run_dir / NAME)
+        self._file.end_line()
+        self._call_times = CallTimesLog()
+        self._stack = contextlib.ExitStack()
+        self._write("process_started", {"pid": os.getpid(), "host": socket.gethostname(), **_version(), **plan})
+
+    def handle(self, event: Event) -> None:
+        """Append an event, and the times of the calls before it if their window has ended."""
+        times = self._call_times.handle(event)
+        if times is not None:
+            self._write("call_times", times)
+        if not isinstance(event, (UpdateDone, CallDone)):
+            self._write(event_name(type(event)), fields_of(event))
+
+    def __enter__(self) -> EventLog:
+        self._stack.enter_context(on_abort(self._write_end))
+        return self
+
+    def __exit__(self, kind: Optional[type], error: Optional[BaseException], _: object) -> None:
+        self._stack.close()
+        self._write_end(error)
+        try:
+            self._file.close()
+        except OSError as failure:
+            if error is None:
+                raise RunError(f"cannot write all lines of {self._file.path}: {failure.strerror}") from None
+
+    def _write_end(self, error: Optional[BaseException]) -> None:
+        if isinstance(error, LeaseLost):  # another process has taken over the folder
+            return
+        times = self._call_times.end_window()
+        if times is not None:
+            self._write("call_times", times)
+        if error is not None:
+            state, exit_code, message = end_of(error)
+            self._write(f"process_{state}", {"exit_code": exit_code, "message": message})
+
+    def _write(self, name: str, fields: Dict[str, Any]) -> None:
+        self._file.write_line(strict_json({"unix_s": round(time.time(), 3), "event": name, **fields}))
+
+
+def event_name(event_type: type) -> str:
+    """Return the name of a type of event in the log, as in `checkpoint_saved`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", event_type.__name__).lower()
+
+
+def fields_of(event: Event) -> Dict[str, Any]:
+    """Return the fields of an event as plain data."""
+    fields: Dict[str, Any] = _with_objects(dataclasses.asdict(event))
+    return fields
+
+
+def _with_objects(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: dict(value) if key in _PAIRS else _with_objects(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_with_objects(value) for value in content]
+    return content
+
+
+def _version() -> Dict[str, str]:
+    try:
+        return {"raypod": version("raypod")}
+    except PackageNotFoundError:  # run from a source folder
+        return {}

@@ -1,0 +1,72 @@
+"""Read the lines that were appended to a file since the previous read, while another process writes it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+
+_MAX_BYTES = 64 << 20  # of one read, so that a large file does not need as much memory
+
+
+class NewLines(NamedTuple):
+    """Complete lines without their newline; `restarted` if the file was replaced, so that they are its first ones."""
+
+    lines: List[bytes]
+    restarted: bool
+
+
+class NewRecords(NamedTuple):
+    """Records of a JSON Lines file; `restarted` as in `NewLines`."""
+
+    records: List[Dict[str, Any]]
+    restarted: bool
+
+
+class GrowingFile:
+    """Reads the complete lines of a file that grows. A file that is replaced or truncated is read from its beginning.
+
+    `position` is the offset in bytes after the lines that were returned.
+    """
+
+    def __init__(self, path: Path, position: int = 0) -> None:
+        self.path, self.position = path, position
+        self._identity: Optional[Tuple[int, int]] = None  # device and inode
+
+    def read(self) -> NewLines:
+        """Return the lines since the previous read; none while the file does not exist. OSError if it is unreadable."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return NewLines([], False)
+        with file:
+            facts = os.fstat(file.fileno())
+            identity, before = (facts.st_dev, facts.st_ino), self._identity
+            restarted = facts.st_size < self.position or (before is not None and identity != before)
+            self._identity = identity
+            if restarted:
+                self.position = 0
+            file.seek(self.position)
+            data = file.read(_MAX_BYTES)
+        complete = data[: data.rfind(b"\n") + 1]
+        self.position += len(complete)
+        return NewLines(complete.splitlines(), restarted)
+
+    def read_records(self) -> NewRecords:
+        """Return the records of new lines of JSON. null reads as NaN; lines that are no JSON object are skipped."""
+        lines, restarted = self.read()
+        return NewRecords(parse_records(lines), restarted)
+
+
+def parse_records(lines: List[bytes]) -> List[Dict[str, Any]]:
+    """Return the objects of lines of JSON. null at the top level reads as NaN; other lines are skipped."""
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            content = json.loads(line)
+            if isinstance(content, dict):
+                found.append({key: math.nan if value is None else value for key, value in content.items()})
+    return found

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from raypod.record.growing_file import GrowingFile
+
+
+def test_only_complete_new_lines_are_returned(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    growing = GrowingFile(path)
+    assert growing.read() == ([], False)
+    path.write_bytes(b"one\ntw")
+    assert growing.read() == ([b"one"], False)
+    assert growing.read() == ([], False)
+    with path.open("ab") as file:
+        file.write(b"o\nthree\n")
+    assert growing.read() == ([b"two", b"three"], False)
+
+
+def test_a_replaced_or_truncated_file_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"one\ntwo\n")
+    growing = GrowingFile(path)
+    growing.read()
+    (tmp_path / "new").write_bytes(b"1\n2\n3\n4\n5\n6\n")
+    (tmp_path / "new").replace(path)
+    assert growing.read() == ([b"1", b"2", b"3", b"4", b"5", b"6"], True)
+    path.write_bytes(b"x\n")
+    assert growing.read() == ([b"x"], True)
+
+
+def test_records_skip_damaged_lines_and_read_null_as_nan(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b'{"a": 1}\n[2]\n{"a": \n{"a": null}\n')
+    first, second = GrowingFile(path).read_records().records
+    assert first == {"a": 1}
+    assert math.isnan(second["a"])
