@@ -28,9 +28,10 @@ DIRECTIONS = {
     "instance": "tasks checkpoint",
     "fleet": "instance",
     "coordinator": "fleet record",
+    "status": "fleet record",
     "planning": "tasks record",
     "trained": "coordinator planning",
-    "api": "coordinator planning",
+    "api": "coordinator planning status",
     "launcher": "fleet instance",
     "pod": "fleet",
 }

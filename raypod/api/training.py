@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 from pathlib import Path
-from typing import Any, Dict, Generator, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Generator, Iterator, List, Optional, Sequence, Tuple
 
 from typing_extensions import Protocol
 
@@ -18,12 +18,17 @@ from raypod.coordinator.early_stopping import early_stop
 from raypod.coordinator.stop import Stop
 from raypod.errors import ConfigError
 from raypod.events import EvaluationDone, Event, RunStarted
+from raypod.fleet.base import Fleet
 from raypod.fleet.choice import fleet_for
 from raypod.host.lease_file import Log
 from raypod.plan.plan import Plan
+from raypod.plan.tables import topology_summary
 from raypod.record import claim, run_folder, run_state
+from raypod.record.event_log import EventLog
 from raypod.record.metrics import MetricsAggregator
 from raypod.record.sinks import Sinks
+from raypod.status.endpoint import served, snapshot_route
+from raypod.status.run_status import RunStatus
 
 
 class Reporter(Protocol):
@@ -43,6 +48,13 @@ class Reporter(Protocol):
 
     def close(self) -> None:
         """End the display."""
+
+
+class Recorder(Protocol):
+    """What records the events of a run."""
+
+    def handle(self, event: Event) -> None:
+        """Record one event."""
 
 
 class LogReporter:
@@ -143,11 +155,13 @@ class Training:
         """
         plan, lease, is_closed = self._run.plan, self._run.claim.lease, False
         run_folder.create(plan)
-        with run_state.StateFile(self._run.claim.folder, plan.total_updates) as state:
-            with self._opened() as (events, sinks):
+        with contextlib.ExitStack() as stack:
+            fleet = fleet_for(plan, self._reporter.print_line)
+            recorders = list(self._recorders(fleet, stack))
+            with self._opened(fleet) as (events, sinks):
                 for event in events:
                     lease.check()
-                    self._record(event, sinks, state)
+                    self._record(event, [sinks, *recorders])
                     if is_closed:
                         continue
                     try:
@@ -157,8 +171,20 @@ class Training:
                         self._stop.request("the stream of events was closed")
             run_folder.write_summary(plan, self.metrics, self._last_events, self._evaluations)
 
+    def _recorders(self, fleet: Fleet, stack: contextlib.ExitStack) -> Iterator[Recorder]:
+        """Open what shows the run to other processes: `state.json`, the status endpoint and `events.jsonl`."""
+        plan, folder = self._run.plan, self._run.claim.folder
+        state = stack.enter_context(run_state.StateFile(folder, plan.total_updates))
+        yield state
+        status = RunStatus(plan, fleet.heartbeats)
+        yield status
+        routes = {"/status": snapshot_route(status.snapshot)}
+        stack.enter_context(served(routes, folder, plan.config.run.status_port, state))
+        counts = {"total_updates": plan.total_updates, **topology_summary(plan)}
+        yield stack.enter_context(EventLog(folder, counts))
+
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[Tuple[coordinator.Events, Sinks]]:
+    def _opened(self, fleet: Fleet) -> Iterator[Tuple[coordinator.Events, Sinks]]:
         """Yield the events of the coordinator, and the files that record them."""
         plan, found, reporter = self._run.plan, self._run.found, self._reporter
         reporter.begin()
@@ -168,18 +194,17 @@ class Training:
         with contextlib.ExitStack() as stack:
             stack.callback(reporter.close)
             sinks = stack.enter_context(Sinks(plan))
-            fleet = fleet_for(plan, reporter.print_line)
             events = coordinator.run(plan, fleet, self.metrics, resumed, self._known, self._stop)
             stack.enter_context(contextlib.closing(events))
             stack.enter_context(self._run.claim.lease.interrupting())
             yield events, sinks
 
-    def _record(self, event: Event, sinks: Sinks, state: run_state.StateFile) -> None:
+    def _record(self, event: Event, recorders: Sequence[Recorder]) -> None:
         if isinstance(event, RunStarted):
             self._run.claim.keep()
         self._last_events[type(event)] = event
-        sinks.handle(event)
-        state.handle(event)
+        for recorder in recorders:
+            recorder.handle(event)
         if isinstance(event, EvaluationDone):
             self._evaluations.append(event)
         self._reporter.show(event)

@@ -245,6 +245,9 @@ class RunSection(Section):
         None, description="test metric of the best checkpoint, as in loss (default: the task's, accuracy of images)"
     )
     on_nonfinite: Literal["stop", "continue"] = Field("stop", description="reaction to a loss that is NaN or infinite")
+    status_port: int = Field(
+        0, ge=0, le=65_535, description="port of the status endpoint on loopback; 0: the system chooses one"
+    )
     tensorboard: bool = Field(False, description="also write TensorBoard event files into the run folder")
     save_timeout_s: float = Field(600, gt=0, le=_MAX_S, description="timeout for writing a checkpoint")
     start_timeout_s: float = Field(120, gt=0, le=_MAX_S, description="timeout for each step of starting the instances")

@@ -1,0 +1,65 @@
+"""The status endpoint of a training run: `/status` (JSON) on a loopback port that `state.json` names."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional
+
+from raypod.host.abort import on_abort
+from raypod.record.run_state import StateFile
+from raypod.status.token_server import Query, Response, Route, TokenServer, json_response
+
+TOKEN_FILE = "status-token"  # in the run folder, mode 0600
+_FRESH_S = 0.5  # a snapshot serves all requests within this time
+
+
+class Cached:
+    """Calls a function at most every half a second, whatever the number of clients; callable from any thread."""
+
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        self._compute, self._lock = compute, threading.Lock()
+        self._value: Any = None
+        self._computed_s: Optional[float] = None
+
+    def __call__(self) -> Any:
+        """Return the function's value, at most half a second old."""
+        with self._lock:
+            if self._computed_s is None or time.monotonic() - self._computed_s > _FRESH_S:
+                self._value, self._computed_s = self._compute(), time.monotonic()
+            return self._value
+
+
+def snapshot_route(snapshot: Callable[[], Mapping[str, Any]]) -> Route:
+    """Return the route that serves a snapshot as JSON."""
+    cached = Cached(lambda: json_response(snapshot()))
+
+    def serve(query: Query) -> Response:
+        response: Response = cached()
+        return response
+
+    return serve
+
+
+@contextlib.contextmanager
+def served(routes: Dict[str, Route], folder: Path, port: int, state: StateFile) -> Iterator[TokenServer]:
+    """Serve routes within the context; write the token into `folder`, and the port into `state.json`.
+
+    Raises:
+        ConfigError: the port is in use or not permitted.
+    """
+    token_file = folder / TOKEN_FILE
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(TokenServer(routes, port))
+        stack.callback(_remove, token_file)
+        stack.enter_context(on_abort(lambda error: _remove(token_file)))
+        server.write_token(token_file)
+        state.serve_status(server.port, str(token_file))
+        yield server
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):  # the folder is gone, or on a disk that does not answer
+        path.unlink()
