@@ -25,7 +25,7 @@ from raypod.record.call_times import CallTimesLog
 from raypod.record.run_state import end_of
 
 NAME = "events.jsonl"
-_PAIRS = ("seconds", "versions")  # fields that hold (name, value) pairs; objects in JSON
+_PAIRS = ("seconds", "versions")  # fields that hold (name, value) pairs if they are tuples; objects in JSON
 
 
 class EventLog:
@@ -91,7 +91,10 @@ def fields_of(event: Event) -> Dict[str, Any]:
 
 def _with_objects(content: Any) -> Any:
     if isinstance(content, dict):
-        return {key: dict(value) if key in _PAIRS else _with_objects(value) for key, value in content.items()}
+        return {
+            key: dict(value) if key in _PAIRS and isinstance(value, tuple) else _with_objects(value)
+            for key, value in content.items()
+        }
     if isinstance(content, (list, tuple)):
         return [_with_objects(value) for value in content]
     return content

@@ -1,0 +1,77 @@
+"""The status of a run, folded from the events of a scripted fleet."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Callable, Dict, Iterator, List, Tuple
+
+from raypod.coordinator import coordinator
+from raypod.events import CallReport, HeartbeatReport, HostUsage, InstanceLost, PhaseBegun
+from raypod.fleet.base import Beat, FleetBroken
+from raypod.fleet.scripted import ScriptedFleet
+from raypod.host.files import strict_json
+from raypod.plan.plan import Leg, Plan
+from raypod.record.metrics import MetricsAggregator
+from raypod.status.run_status import RunStatus
+
+USAGE = HostUsage(0.5, 1, 2, 3, 4, 5, 6)
+
+
+class LosesOne(ScriptedFleet):
+    """Instance 1 is lost in the second call."""
+
+    was_repaired = False
+
+    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+        for report in super().run(leg, stop_requested):
+            if report.first_update == 1 and not self.was_repaired:
+                loss = InstanceLost(1, "h1", "died", "its process died", "in call 2", "a stack", "instance-1.log")
+                raise FleetBroken((loss,), "")
+            yield report
+
+    def repair(self, lost_instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+        self.was_repaired = True
+        return {0: 1}
+
+
+def statuses(plan: Plan, fleet: ScriptedFleet) -> List[Tuple[Any, Dict[str, Any]]]:
+    """Return each event of a run with the snapshot after it."""
+    beat = HeartbeatReport(0, "in call 1", 2.0, 1, 0.5, True, 1.0, USAGE)
+    status = RunStatus(plan, lambda: {0: Beat(beat, 0.0)})
+    found: List[Tuple[Any, Dict[str, Any]]] = [(None, status.snapshot())]
+    for event in coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)):
+        status.handle(event)
+        found.append((event, json.loads(strict_json(status.snapshot()))))
+    return found
+
+
+def test_a_repaired_run_from_its_start_to_its_end(make: Callable[..., Plan]) -> None:
+    plan = make(training={"updates": 4}, pod={"replicas": 4, "num_instances": 2})
+    found = statuses(plan, LosesOne(plan))
+    assert (found[0][1]["phase"], found[0][1]["update"], found[0][1]["eta_s"]) == ("starting", 0, None)
+    phases = [event.phase for event, _ in found if isinstance(event, PhaseBegun)]
+    assert phases == ["training", "repairing", "training", "saving", "evaluating", "ending"]
+    states = [status["instances"][1]["state"] for _, status in found]
+    assert states.index("lost") > states.index("training")
+    assert states[-1] == "idle"
+    last = found[-1][1]
+    assert (last["update"], last["total_updates"], last["restarts"], last["generation"]) == (4, 4, 1, 2)
+    assert last["checkpoints"]["saved"] == 1
+    assert last["last_evaluation"]["update"] == 4
+    assert last["recent_updates"]["update"] == [1, 2, 3, 4]
+    shown = [event["event"] for event in last["events"]]
+    assert shown == ["run_started", "instance_lost", "repaired", "checkpoint_saved", "evaluation_done", "run_ended"]
+    assert last["events"][1]["cause"] == "its process died"
+    assert "stack" not in last["events"][1]
+    assert last["plan"]["total_updates"] == 4
+
+
+def test_a_snapshot_has_the_heartbeats_and_the_usage_of_hosts(make: Callable[..., Plan]) -> None:
+    plan = make(training={"updates": 2}, pod={"replicas": 4, "num_instances": 2})
+    last = statuses(plan, ScriptedFleet(plan))[-1][1]
+    first, second = last["instances"]
+    assert (first["activity"], first["calls"], first["waits_for_others"]) == ("in call 1", 1, True)
+    assert (second["activity"], second["calls"], second["heartbeat_age_s"]) == (None, 0, None)
+    assert first["replicas"] == [0, 2]
+    assert second["ipus"] == [2, 2]
+    assert [usage["cpu_share"] for usage in last["hosts"].values()] == [0.5]
