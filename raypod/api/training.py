@@ -27,7 +27,8 @@ from raypod.record import claim, run_folder, run_state
 from raypod.record.event_log import EventLog
 from raypod.record.metrics import MetricsAggregator
 from raypod.record.sinks import Sinks
-from raypod.status.endpoint import served, snapshot_route
+from raypod.status import prometheus
+from raypod.status.endpoint import cached_route, served, snapshot_route
 from raypod.status.run_status import RunStatus
 
 
@@ -178,7 +179,8 @@ class Training:
         yield state
         status = RunStatus(plan, fleet.heartbeats)
         yield status
-        routes = {"/status": snapshot_route(status.snapshot)}
+        metrics = cached_route(lambda: prometheus.scrape_response(status))
+        routes = {"/status": snapshot_route(status.snapshot), "/metrics": metrics}
         stack.enter_context(served(routes, folder, plan.config.run.status_port, state))
         counts = {"total_updates": plan.total_updates, **topology_summary(plan)}
         yield stack.enter_context(EventLog(folder, counts))

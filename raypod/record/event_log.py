@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import socket
@@ -100,8 +101,15 @@ def _with_objects(content: Any) -> Any:
     return content
 
 
-def _version() -> Dict[str, str]:
+@functools.lru_cache(maxsize=None)
+def raypod_version() -> Optional[str]:
+    """Return the version of the installed package; None if it is run from a source folder."""
     try:
-        return {"raypod": version("raypod")}
-    except PackageNotFoundError:  # run from a source folder
-        return {}
+        return version("raypod")
+    except PackageNotFoundError:
+        return None
+
+
+def _version() -> Dict[str, str]:
+    found = raypod_version()
+    return {"raypod": found} if found else {}

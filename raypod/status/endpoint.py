@@ -1,4 +1,7 @@
-"""The status endpoint of a training run: `/status` (JSON) on a loopback port that `state.json` names."""
+"""The status endpoint of a training run, on a loopback port that `state.json` names.
+
+`/status` is JSON, `/metrics` the Prometheus text format.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,12 @@ class Cached:
 
 def snapshot_route(snapshot: Callable[[], Mapping[str, Any]]) -> Route:
     """Return the route that serves a snapshot as JSON."""
-    cached = Cached(lambda: json_response(snapshot()))
+    return cached_route(lambda: json_response(snapshot()))
+
+
+def cached_route(respond: Callable[[], Response]) -> Route:
+    """Return the route that serves a response, which is at most half a second old."""
+    cached = Cached(respond)
 
     def serve(query: Query) -> Response:
         response: Response = cached()

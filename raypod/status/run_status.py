@@ -114,8 +114,22 @@ class RunStatus:
         """The throughput of the last call."""
         return self.update.samples_per_s if self.update is not None else 0.0
 
+    @property
+    def run_dir(self) -> str:
+        """The run folder."""
+        return self._plan.run_dir
+
     def snapshot(self) -> Dict[str, Any]:
         """Return the state as plain data."""
+        return {
+            **self.current(),
+            "recent_updates": self._recent_updates(),
+            "events": list(self._recent),
+            "plan": self._description,
+        }
+
+    def current(self) -> Dict[str, Any]:
+        """Return the state without the newest updates, the events and the plan."""
         plan, update, started = self._plan, self.update, self.started
         beats = self._heartbeats()
         return {
@@ -133,6 +147,8 @@ class RunStatus:
             "phase": self.phase,
             "phase_s": time.monotonic() - self.phase_began_s,
             "update": self.position,
+            "updates_done": self.updates_done,
+            "samples_done": self.updates_done * plan.geometry.global_batch_size,
             "total_updates": plan.total_updates,
             "epoch": update.epoch if update else None,
             "epochs": plan.total_updates / plan.updates_per_epoch,
@@ -153,9 +169,6 @@ class RunStatus:
             "last_evaluation": self.evaluation,
             "instances": self._instances(beats),
             "hosts": self._hosts(beats),
-            "recent_updates": self._recent_updates(),
-            "events": list(self._recent),
-            "plan": self._description,
         }
 
     def _eta_s(self) -> Optional[float]:
