@@ -166,7 +166,7 @@ class Instance:
         Raises:
             ConfigError: they are those of another model.
         """
-        way_out = "evaluate with a data set of the same shape and number of classes"
+        way_out = "evaluate with data and task options that give the network the shapes of the training"
         tensors.load_weights(self._model.network, tensors.unpack_flat(flat), way_out)
         self._model.reset_average()
         return self._model.weights_sha256()

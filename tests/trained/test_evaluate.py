@@ -85,7 +85,10 @@ def test_another_data_set_of_the_same_shape_and_classes(digits_run: Path) -> Non
     ("flags", "message"),
     [
         (["--dataset", "synthetic"], "features.0.weight is [16, 3, 3, 3] in the model and [16, 1, 3, 3]"),
-        (["--dataset", "synthetic", "--image", "1x8x8", "--classes", "5"], "number of classes"),
+        (
+            ["--dataset", "synthetic", "--image", "1x8x8", "--classes", "5"],
+            "head.weight is [5, 64] in the model and [10, 64]",
+        ),
         (["--dataset", "cifar10"], "--data-dir"),
         (["--checkpoint", "update-1"], "there is no such checkpoint or file"),
         (["--checkpoint", "7"], "update-00000022"),

@@ -117,3 +117,6 @@ def test_a_language_model_continues_a_text(tmp_path: Path, fails: Callable[[List
     assert generate(run, "abcdabcd", length=20, seed=1) == generate(run, "abcdabcd", length=20, seed=1)
     assert "has no predictions of files" in fails(["predict", str(run), str(text)])
     assert "must not be empty" in fails(["predict", str(run), "--prompt", ""])
+    message = fails(["evaluate", str(run), "task.sequence_length=8"])
+    assert "embedding.places.weight is [8, 128] in the model and [16, 128]" in message
+    assert "classes" not in message  # a language model has none
