@@ -1,18 +1,18 @@
-"""`python -m raypod COMMAND`: plan and control runs, and manage the cluster."""
+"""`python -m raypod COMMAND`: plan and control runs, and manage the cluster.
+
+Every command imports what it needs when it runs, so that the light ones start fast.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
 from typing import Callable, Dict, Optional, Sequence
 
-from raypod import detached, planning
 from raypod.cli import FlagParser, report_errors
 from raypod.errors import ConfigError
-from raypod.plan.cluster import read_cluster
-from raypod.pod import ssh, up
-from raypod.pod.doctor import doctor
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -33,6 +33,8 @@ def _dispatch(words: Sequence[str]) -> int:
 
 def _plan(argv: Sequence[str]) -> int:
     """Print the plan of a `raypod.train` command line as a table or as JSON."""
+    from raypod import planning
+
     plan, args = planning.plan_of(argv, "raypod plan", ["--json"])
     if args.json:
         print(json.dumps(planning.describe_with_pipeline(plan), indent=2))  # noqa: T201
@@ -52,16 +54,22 @@ def _verify_data(argv: Sequence[str]) -> int:
 
 def _status(argv: Sequence[str]) -> int:
     """Print the state of a run."""
+    from raypod import detached
+
     return _control("status", detached.status, argv)
 
 
 def _attach(argv: Sequence[str]) -> int:
     """Print the output of a detached run until it ends."""
+    from raypod import detached
+
     return _control("attach", detached.attach, argv)
 
 
 def _stop(argv: Sequence[str]) -> int:
     """Stop a run with a checkpoint."""
+    from raypod import detached
+
     return _control("stop", detached.stop, argv)
 
 
@@ -72,6 +80,9 @@ def _control(verb: str, action: Callable[[Path], int], argv: Sequence[str]) -> i
     parser.add_argument("--cluster", metavar="FILE", help="run the command on the head of this cluster")
     args = parser.parse_args(argv)
     if args.cluster:
+        from raypod.plan.cluster import read_cluster
+        from raypod.pod import ssh
+
         cluster = read_cluster(args.cluster)
         head = cluster.hosts[0]
         if not ssh.is_local(head):
@@ -79,13 +90,11 @@ def _control(verb: str, action: Callable[[Path], int], argv: Sequence[str]) -> i
     return action(_run_folder(verb, [args.run]))
 
 
-def _trained(verb: str) -> Callable[[Sequence[str]], int]:
-    """Return the command of raypod/trained, which is imported when it runs."""
+def _command(module: str, function: str) -> Callable[[Sequence[str]], int]:
+    """Return the command of a module, which is imported when it runs."""
 
     def run(argv: Sequence[str]) -> int:
-        from raypod.trained import commands
-
-        command: Callable[[Sequence[str]], int] = getattr(commands, verb)
+        command: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
         return command(argv)
 
     return run
@@ -113,10 +122,10 @@ COMMANDS: Dict[str, Callable[[Sequence[str]], int]] = {
     "status": _status,
     "attach": _attach,
     "stop": _stop,
-    **{verb: _trained(verb) for verb in ("evaluate", "export", "average", "predict")},
-    "doctor": doctor,
-    "up": up.up,
-    "down": up.down,
+    **{verb: _command("raypod.trained.commands", verb) for verb in ("evaluate", "export", "average", "predict")},
+    "doctor": _command("raypod.pod.doctor", "doctor"),
+    "up": _command("raypod.pod.up", "up"),
+    "down": _command("raypod.pod.up", "down"),
 }
 
 if __name__ == "__main__":
