@@ -23,6 +23,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 # A separate folder per test process: otherwise a run in one process joins the Ray session of another. The name is short
 # because socket paths are limited to 107 bytes.
 os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="r")
+os.environ["RAYPOD_RUNTIME_DIR"] = os.path.join(os.environ["RAY_TMPDIR"], "endpoints")  # noqa: PTH118
 
 from bounded import wait_until
 

@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, Iterator, Mapping, Optional
 
 from raypod.host.abort import on_abort
 from raypod.record.run_state import StateFile
+from raypod.status import registry
 from raypod.status.token_server import Query, Response, Route, TokenServer, json_response
 
 TOKEN_FILE = "status-token"  # in the run folder, mode 0600
@@ -55,6 +56,8 @@ def cached_route(respond: Callable[[], Response]) -> Route:
 def served(routes: Dict[str, Route], folder: Path, port: int, state: StateFile) -> Iterator[TokenServer]:
     """Serve routes within the context; write the token into `folder`, and the port into `state.json`.
 
+    `raypod monitor` finds the endpoint through the registry of this host.
+
     Raises:
         ConfigError: the port is in use or not permitted.
     """
@@ -65,6 +68,7 @@ def served(routes: Dict[str, Route], folder: Path, port: int, state: StateFile) 
         stack.enter_context(on_abort(lambda error: _remove(token_file)))
         server.write_token(token_file)
         state.serve_status(server.port, str(token_file))
+        stack.enter_context(registry.registered(folder, server.port, server.token))
         yield server
 
 
