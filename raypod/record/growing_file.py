@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
-_MAX_BYTES = 64 << 20  # of one read, so that a large file does not need as much memory
+_MAX_BYTES = 64 << 20  # of one read
 
 
 class NewLines(NamedTuple):
@@ -32,8 +32,9 @@ class GrowingFile:
     `position` is the offset in bytes after the lines that were returned.
     """
 
-    def __init__(self, path: Path, position: int = 0) -> None:
-        self.path, self.position = path, position
+    def __init__(self, path: Path, position: int = 0, max_bytes: int = _MAX_BYTES) -> None:
+        """`max_bytes` bounds what one `read` returns, and so the memory; a longer line is returned in pieces."""
+        self.path, self.position, self._max_bytes = path, position, max_bytes
         self._identity: Optional[Tuple[int, int]] = None  # device and inode
 
     def read(self) -> NewLines:
@@ -50,10 +51,22 @@ class GrowingFile:
             if restarted:
                 self.position = 0
             file.seek(self.position)
-            data = file.read(_MAX_BYTES)
+            data = file.read(self._max_bytes)
         complete = data[: data.rfind(b"\n") + 1]
+        if not complete and len(data) == self._max_bytes:
+            self.position += len(data)
+            return NewLines([data], restarted)
         self.position += len(complete)
-        return NewLines(complete.splitlines(), restarted)
+        return NewLines(complete.split(b"\n")[:-1], restarted)
+
+    def read_rest(self) -> bytes:
+        """Return what follows the last line that was returned, for the last line of a file that has no newline."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.position)
+                return file.read(self._max_bytes)
+        except FileNotFoundError:
+            return b""
 
     def read_records(self) -> NewRecords:
         """Return the records of new lines of JSON. null reads as NaN; lines that are no JSON object are skipped."""

@@ -36,3 +36,11 @@ def test_records_skip_damaged_lines_and_read_null_as_nan(tmp_path: Path) -> None
     first, second = GrowingFile(path).read_records().records
     assert first == {"a": 1}
     assert math.isnan(second["a"])
+
+
+def test_a_read_is_bounded_and_a_longer_line_is_returned_in_pieces(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"a\nb\r c\n" + b"x" * 9 + b"\nend")
+    growing = GrowingFile(path, max_bytes=8)
+    assert [growing.read().lines for _ in range(4)] == [[b"a", b"b\r c"], [b"x" * 8], [b"x"], []]
+    assert growing.read_rest() == b"end"
