@@ -24,6 +24,7 @@ from raypod.host.lease_file import Log
 from raypod.plan.plan import Plan
 from raypod.plan.tables import topology_summary
 from raypod.record import claim, run_folder, run_state
+from raypod.record.coordinator_log import CoordinatorLogTimes
 from raypod.record.event_log import EventLog
 from raypod.record.metrics import MetricsAggregator
 from raypod.record.sinks import Sinks
@@ -177,6 +178,7 @@ class Training:
         plan, folder = self._run.plan, self._run.claim.folder
         state = stack.enter_context(run_state.StateFile(folder, plan.total_updates))
         yield state
+        yield CoordinatorLogTimes(folder)
         status = RunStatus(plan, fleet.heartbeats)
         yield status
         metrics = cached_route(lambda: prometheus.scrape_response(status))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional,
 from raypod.errors import ClusterError, CollectiveBroken
 from raypod.events import CallReport, HeartbeatReport, InstanceStarted
 from raypod.host import process, sdk, torchvision_import
+from raypod.host.log_times import LogTimes
 from raypod.instance import collectives
 from raypod.plan.environment import instance_environment
 from raypod.plan.placement import partition_conflict
@@ -44,6 +45,7 @@ class InstanceProcess:
         process.keep_freed_memory()
         os.chdir(working_dir)
         _redirect_output(Path(plan.log_file(index)))
+        self._log_times = LogTimes(Path(plan.log_file(index)))
         sys.stdout.write(f"{log_header(plan, index, str(os.getpid()))}started on {socket.gethostname()}\n")
         spec = plan.placement.instances[index]
         cpus = process.cpus_of_node(spec.local_index) if plan.placement.binds_numa else None
@@ -80,6 +82,7 @@ class InstanceProcess:
 
     def beat(self) -> Optional[HeartbeatReport]:
         """Return the heartbeat of the instance; None while it is being built."""
+        self._log_times.mark()
         return self._instance.heartbeat.beat() if self._instance is not None else None
 
     def stack(self) -> str:

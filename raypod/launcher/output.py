@@ -13,10 +13,12 @@ import os
 import re
 import shutil
 import time
+from pathlib import Path
 from typing import Dict, List, Optional, Tuple
 
 from raypod.errors import ConfigError, RunError
 from raypod.host.cpp_exception import last_exception
+from raypod.host.log_times import LogTimes
 from raypod.launcher.records import STDERR, STDOUT
 
 LONGEST_LINE_BYTES = 8 << 20  # a longer line is split, so that memory stays bounded
@@ -39,6 +41,7 @@ class Output:
     def __init__(self, folder: str, instances: int, console: Console, only: Optional[int] = None) -> None:
         self._folder, self._console, self._only = folder, console, only
         self._logs: Dict[int, int] = {}
+        self._times = {instance: LogTimes(Path(self.log_file(instance))) for instance in range(instances)}
         self._tails: Dict[int, bytes] = {}  # the end of stderr
         try:
             for instance in range(instances):
@@ -61,6 +64,7 @@ class Output:
                 view = view[os.write(self._logs[instance], view) :]
         except OSError as error:
             raise RunError(f"cannot write {self.log_file(instance)}: {error.strerror}") from None
+        self._times[instance].mark()
         if stream == STDERR:
             self._tails[instance] = (self._tails.get(instance, b"") + data)[-_TAIL_BYTES:]
         if self._only in (None, instance):
