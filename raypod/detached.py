@@ -13,23 +13,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import List, Optional, Sequence, Tuple
+from typing import List, Sequence, Tuple
 
 from raypod.checkpoint import storage
 from raypod.cli import format_table
 from raypod.errors import ConfigError, RunError, UserError
 from raypod.host import lease_file
-from raypod.host.lease_file import LeaseFile
 from raypod.record import run_state
 from raypod.record.claim import Claim
+from raypod.record.coordinator_log import log_of
+from raypod.record.run_end import RunEndWatch, may_be_alive
 from raypod.record.run_state import RunState
 
 _POLL_S = 0.2
-
-
-def log_of(run_dir: Path) -> Path:
-    """Return the log file of a detached run's coordinator."""
-    return run_dir / "logs" / "coordinator.log"
 
 
 def detach(argv: Sequence[str], claimed: Claim, start_timeout_s: float) -> int:
@@ -76,7 +72,7 @@ def status(run_dir: Path) -> int:
     found = lease_file.current(run_dir)
     state = _state_of(run_dir)
     silent_s = max(0.0, time.time() - found.renewed_s) if found else 0.0
-    name, is_healthy = _describe(state, _may_be_alive(state, found, silent_s))
+    name, is_healthy = _describe(state, may_be_alive(state, found, silent_s))
     rows = [
         ("state", name),
         ("coordinator", f"pid {state.pid} on {state.host}"),
@@ -101,25 +97,21 @@ def attach(run_dir: Path) -> int:
     log = log_of(run_dir)
     if not log.is_file():
         raise ConfigError(f"{run_dir} has no {log.name}: its run was not started with --detach")
+    watch, end = RunEndWatch(run_dir), None
     try:
-        renewed_s, changed_s = 0.0, 0.0
         with log.open("rb") as output:
-            while True:
-                found = lease_file.current(run_dir)  # before the state, which holds the end when the lease is released
+            while end is None:
                 state = _state_of(run_dir)
+                end = watch.poll()
                 _copy(output.read())
-                if found is not None and found.renewed_s != renewed_s:
-                    renewed_s, changed_s = found.renewed_s, time.monotonic()
-                if state.has_ended or not _may_be_alive(state, found, time.monotonic() - changed_s):
-                    _copy(output.read())
-                    break
-                time.sleep(_POLL_S)
+                if end is None:
+                    time.sleep(_POLL_S)
     except KeyboardInterrupt:
         print(f"\nThe run continues: python -m raypod status|attach|stop {run_dir}")  # noqa: T201
         return 0
-    if state.exit_code is None:
+    if end.exit_code is None:
         raise RunError(f"the coordinator of {run_dir} died at update {state.update}; the same command resumes the run")
-    return state.exit_code
+    return end.exit_code
 
 
 def stop(run_dir: Path, within_s: float = 900.0) -> int:
@@ -154,11 +146,6 @@ def _state_of(run_dir: Path) -> RunState:
     if state is None:
         raise ConfigError(f"{run_dir} has no readable {run_state.NAME}; is it a run folder?")
     return state
-
-
-def _may_be_alive(state: RunState, found: Optional[LeaseFile], silent_s: float) -> bool:
-    """Return whether the coordinator lives. On another host that is judged by its lease, silent for `silent_s`."""
-    return state.is_alive if state.is_local else found is not None and silent_s < found.expires_after_s
 
 
 def _describe(state: RunState, is_alive: bool) -> Tuple[str, bool]:

@@ -1,0 +1,70 @@
+"""Whether a run or a launch has ended, judged from its folder on any host that can read it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+from raypod.host import lease_file
+from raypod.host.lease_file import LeaseFile
+from raypod.record import run_state
+from raypod.record.run_state import RunState
+
+LAUNCH = "launch.json"  # written by raypod.launch, with these keys and others
+_LAUNCH_KEYS = ("pid", "started_ticks", "host", "state", "exit_code")
+_EXIT_S = 3.0  # a process that has recorded its end may print more for at most this time
+
+
+class RunEnd(NamedTuple):
+    """The last state of a run that has ended; `exit_code` is None if its coordinator died."""
+
+    state: RunState
+    exit_code: Optional[int]
+
+
+class RunEndWatch:
+    """Watches the folder of a run or a launch until that ends.
+
+    Attributes:
+        is_known: whether the folder names the process of the run.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self.is_known = run_dir, False
+        self._renewed_s, self._changed_s = 0.0, 0.0  # of the lease; by its clock and by the clock of this process
+        self._ended_s: Optional[float] = None  # when this process read the end
+
+    def poll(self) -> Optional[RunEnd]:
+        """Return the end of the run; None while it runs or prints its last output, and without a `state.json`."""
+        found = lease_file.current(self._run_dir)  # before the state, which holds the end when the lease is released
+        state = run_state.read(self._run_dir) or _launch_state(self._run_dir)
+        self.is_known = self.is_known or state is not None
+        if found is not None and found.renewed_s != self._renewed_s:
+            self._renewed_s, self._changed_s = found.renewed_s, time.monotonic()
+        if state is None:
+            return None
+        if not state.has_ended:
+            self._ended_s = None
+            is_remote_launch = found is None and not state.is_local and not (self._run_dir / run_state.NAME).exists()
+            alive = is_remote_launch or may_be_alive(state, found, time.monotonic() - self._changed_s)
+            return None if alive else RunEnd(state, None)
+        if self._ended_s is None:
+            self._ended_s = time.monotonic()
+        is_exiting = state.is_alive and time.monotonic() - self._ended_s < _EXIT_S
+        return None if is_exiting else RunEnd(state, state.exit_code)
+
+
+def may_be_alive(state: RunState, found: Optional[LeaseFile], silent_s: float) -> bool:
+    """Return whether the coordinator lives. On another host that is judged by its lease, silent for `silent_s`."""
+    return state.is_alive if state.is_local else found is not None and silent_s < found.expires_after_s
+
+
+def _launch_state(folder: Path) -> Optional[RunState]:
+    """Return the process and the end of a launch as a state without updates; None if the folder has no launch."""
+    try:
+        content = json.loads((folder / LAUNCH).read_text())
+        return RunState(update=0, total_updates=0, **{key: content[key] for key in _LAUNCH_KEYS if key in content})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from raypod.host.process import process_start_ticks
+from raypod.record import run_end, run_state
+from raypod.record.run_end import RunEndWatch
+from raypod.record.run_state import RunState
+
+
+def state(**changed: object) -> RunState:
+    ticks = process_start_ticks(os.getpid()) or 0
+    found = RunState(os.getpid(), ticks, os.uname().nodename, run_state.RUNNING, 3, 9)
+    return dataclasses.replace(found, **changed)  # type: ignore[arg-type]
+
+
+def write(folder: Path, content: RunState) -> None:
+    (folder / run_state.NAME).write_text(json.dumps(dataclasses.asdict(content)))
+
+
+def test_a_run_ends_when_its_state_has_the_end_and_its_process_exits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = RunEndWatch(tmp_path)
+    assert watch.poll() is None
+    assert not watch.is_known
+    write(tmp_path, state())
+    assert watch.poll() is None
+    assert watch.is_known
+    write(tmp_path, state(state=run_state.FAILED, exit_code=1))
+    assert watch.poll() is None  # this process may print more
+    monkeypatch.setattr(run_end, "_EXIT_S", 0.0)
+    found = watch.poll()
+    assert found is not None
+    assert found.exit_code == 1
+
+
+def test_a_coordinator_that_is_gone_has_no_exit_code(tmp_path: Path) -> None:
+    write(tmp_path, state(started_ticks=1))
+    found = RunEndWatch(tmp_path).poll()
+    assert found is not None
+    assert (found.exit_code, found.state.update) == (None, 3)
+
+
+def test_the_end_of_a_launch(tmp_path: Path) -> None:
+    launch = {"pid": 1, "started_ticks": 1, "host": os.uname().nodename, "state": "running", "command": ["a"]}
+    (tmp_path / run_end.LAUNCH).write_text(json.dumps({**launch, "host": "elsewhere"}))
+    watch = RunEndWatch(tmp_path)
+    assert (watch.poll(), watch.is_known) == (None, True)
+    (tmp_path / run_end.LAUNCH).write_text(json.dumps({**launch, "state": "failed", "exit_code": 3}))
+    found = watch.poll()
+    assert found is not None
+    assert found.exit_code == 3
+    (tmp_path / run_end.LAUNCH).write_text(json.dumps(launch))
+    found = RunEndWatch(tmp_path).poll()
+    assert found is not None
+    assert found.exit_code is None
