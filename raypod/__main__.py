@@ -122,6 +122,7 @@ COMMANDS: Dict[str, Callable[[Sequence[str]], int]] = {
     "status": _status,
     "attach": _attach,
     "stop": _stop,
+    "logs": _command("raypod.logs.command", "main"),
     **{verb: _command("raypod.trained.commands", verb) for verb in ("evaluate", "export", "average", "predict")},
     "doctor": _command("raypod.pod.doctor", "doctor"),
     "up": _command("raypod.pod.up", "up"),

@@ -34,6 +34,7 @@ DIRECTIONS = {
     "api": "coordinator planning status",
     "launcher": "fleet instance",
     "pod": "fleet",
+    "logs": "record pod",
 }
 # The folders of the emulated poptorch, likewise.
 SDK_DIRECTIONS = {

@@ -1,0 +1,140 @@
+"""`raypod logs RUN`: the command line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import FrozenSet, List, Optional, Sequence
+
+from raypod.cli import FlagParser
+from raypod.errors import ConfigError
+from raypod.logs import event_text
+from raypod.logs.hosts import read_plan
+from raypod.logs.since import parse_since
+from raypod.logs.sources import Selection, logs_in
+from raypod.logs.stream import Logs
+from raypod.plan.cluster import read_cluster
+from raypod.pod import ssh
+from raypod.record import run_folder, run_state
+from raypod.record.event_log import NAME as EVENTS_FILE
+
+_BROKEN_PIPE = 128 + 13  # 128 + SIGPIPE: stdout is closed
+_LAUNCH_FILE = "launch.yaml"
+_MARKS = (run_folder.PLAN, run_folder.METRICS, run_state.NAME, EVENTS_FILE, _LAUNCH_FILE)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Returns:
+        0; with --follow the exit code of the run; 128 + 13 if the reader of stdout is gone.
+
+    Raises:
+        ConfigError: a mistake in the options, or the folder is not that of a run or a launch.
+        RunError: with --follow, the coordinator of the run died.
+    """
+    args = _parser().parse_args(argv)
+    if args.cluster:
+        cluster = read_cluster(args.cluster)
+        if not ssh.is_local(cluster.hosts[0]):
+            words = [cluster.python, "-m", "raypod", "logs", *_without_cluster(argv)]
+            return ssh.pass_through(cluster.hosts[0], cluster.ssh, words)
+    folder = _checked(Path(args.run))
+    instances = _instances(folder, args.instance)
+    kinds = event_text.parse_kinds(args.events or ("main" if instances is None else "none"))
+    since_s = parse_since(args.since) if args.since is not None else None
+    selection = Selection(instances, kinds, since_s, _tail(args.tail))
+    try:
+        with Logs(folder, selection) as logs:
+            return logs.show(args.follow)
+    except BrokenPipeError:
+        _discard_stdout()
+        return _BROKEN_PIPE
+
+
+def _parser() -> FlagParser:
+    parser = FlagParser(prog="raypod logs", description="Print the output of all instances and the events of a run.")
+    parser.add_argument("run", metavar="RUN_FOLDER", help="of a training or a launch, on the host where it was started")
+    parser.add_argument(
+        "--instance",
+        metavar="K",
+        action="append",
+        default=[],
+        help="only the output of these instances, as in 3 or 0,2-5; can be repeated",
+    )
+    parser.add_argument(
+        "--events",
+        metavar="KINDS",
+        help="the events to print: main, all, none, or a list of kinds (default: main; none with --instance)",
+    )
+    parser.add_argument(
+        "--since", metavar="TIME", help="an age (10m, 2h), a time (2026-01-31T08:00), or seconds since 1970"
+    )
+    parser.add_argument("--tail", metavar="N", help="only the last N lines of each source")
+    parser.add_argument(
+        "--follow", "-f", action="store_true", help="print new lines until the run ends; return its exit code"
+    )
+    parser.add_argument("--cluster", metavar="FILE", help="run the command on the head of this cluster")
+    return parser
+
+
+def _checked(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise ConfigError(f"logs {folder}: the run folder does not exist")
+    if not any((folder / name).exists() for name in _MARKS):
+        raise ConfigError(f"logs {folder}: not the folder of a run or a launch: it has no {run_folder.PLAN}")
+    return folder.absolute()
+
+
+def _instances(folder: Path, texts: Sequence[str]) -> Optional[FrozenSet[int]]:
+    """Return the instances that --instance names; None for all."""
+    if not texts:
+        return None
+    named = {index for text in texts for part in text.split(",") for index in _range(text, part.strip())}
+    planned = read_plan(folder).get("instances")
+    if planned:
+        known = set(range(len(planned)))
+    else:
+        logs = logs_in(folder, Selection(None, frozenset()))
+        known = {int(label.split()[1]) for label in logs if label.startswith("instance ")}
+    unknown = sorted(named - known)
+    if unknown:
+        names = ", ".join(map(str, sorted(known))) or "none"
+        raise ConfigError(f"--instance {unknown[0]}: the run has the instances {names}")
+    return frozenset(named)
+
+
+def _range(text: str, part: str) -> List[int]:
+    """Return the numbers of `3` or `2-5`."""
+    first, dash, last = part.partition("-")
+    if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+        raise ConfigError(f"--instance {text}: must be numbers or ranges of instances, as in 0,2-5")
+    if dash and int(last) - int(first) > 1 << 16:
+        raise ConfigError(f"--instance {text}: too many instances")
+    return list(range(int(first), int(last or first) + 1))
+
+
+def _tail(text: Optional[str]) -> Optional[int]:
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise ConfigError(f"--tail {text}: must be a number of lines")
+    return int(text)
+
+
+def _without_cluster(argv: Sequence[str]) -> List[str]:
+    """Return the command line for the head."""
+    kept: List[str] = []
+    skip = False
+    for word in argv:
+        if not skip and word != "--cluster" and not word.startswith("--cluster="):
+            kept.append(word)
+        skip = not skip and word == "--cluster"
+    return kept
+
+
+def _discard_stdout() -> None:
+    """Redirect stdout to /dev/null: its reader is gone, and the interpreter flushes it at exit."""
+    descriptor = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(descriptor, 1)
+    os.close(descriptor)

@@ -1,0 +1,82 @@
+"""The hosts on which the instances of a run wrote their logs, from `plan.json` and `events.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from pathlib import Path
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
+
+from raypod.plan.cluster import Cluster, Host, Ssh
+from raypod.pod import ssh
+from raypod.record import run_folder
+
+
+class Process(NamedTuple):
+    """A process of an instance."""
+
+    instance: int
+    host: str
+    pid: int
+
+
+def read_plan(folder: Path) -> Dict[str, Any]:
+    """Return the content of `plan.json`; {} if there is none."""
+    try:
+        content = json.loads((folder / run_folder.PLAN).read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def cluster_in(plan: Mapping[str, Any]) -> Optional[Cluster]:
+    """Return the hosts and the ssh settings of the cluster in a plan; None if the run used only this host."""
+    try:
+        described = plan["cluster"]
+        if described["is_local"]:
+            return None
+        hosts = tuple(Host(each["name"], each["address"]) for each in described["hosts"])
+        return Cluster(described["name"], hosts, ssh=Ssh(**described["ssh"]))
+    except (KeyError, TypeError):  # a launch, or a file of another version
+        return None
+
+
+def processes_in(records: Iterable[Mapping[str, Any]]) -> List[Process]:
+    """Return the processes of all instances that the events name, without repetition."""
+    found: Dict[Process, None] = {}
+    for record in records:
+        if record.get("event") in ("run_started", "repaired"):
+            for each in record.get("instances") or ():
+                found[Process(int(each["instance"]), str(each["host"]), int(each["pid"]))] = None
+    return list(found)
+
+
+def elsewhere(folder: Path, cluster: Cluster, processes: Iterable[Process]) -> Tuple[Dict[str, List[int]], List[str]]:
+    """Return the instances whose logs are on other hosts, by host, and the hosts that the cluster does not have.
+
+    A log is on another host if the instance ran there, and the log in this folder has no output of its process: else
+    the folder is on a shared disk.
+    """
+    hosts = {host.name: host for host in cluster.hosts}
+    found: Dict[str, List[int]] = {}
+    unknown: Dict[str, None] = {}
+    for process in processes:
+        host = hosts.get(process.host)
+        if host is not None and ssh.is_local(host):
+            continue
+        if _has_output_of(folder / "logs" / f"instance-{process.instance}.log", process.pid):
+            continue
+        if host is None:
+            unknown[process.host] = None
+        elif process.instance not in found.setdefault(host.name, []):
+            found[host.name].append(process.instance)
+    return found, list(unknown)
+
+
+def _has_output_of(log: Path, pid: int) -> bool:
+    """Return whether a log has the line with which the output of a process begins."""
+    try:
+        with log.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return content.find(f", pid {pid}: started on".encode()) >= 0
+    except (OSError, ValueError):  # there is none, or it is empty
+        return False

@@ -1,0 +1,177 @@
+"""All logs and events of a run as one stream of lines: what exists in the order of time, then what is added."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import math
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+from raypod.errors import ConfigError, RunError
+from raypod.logs import event_text
+from raypod.logs.hosts import cluster_in, elsewhere, processes_in, read_plan
+from raypod.logs.printer import Printer
+from raypod.logs.remote import HostLogs, Mirror, wait_synced
+from raypod.logs.sources import EVENTS, LogSource, Selection, TimedLine, label_of, logs_in
+from raypod.record.event_log import NAME as EVENTS_FILE
+from raypod.record.growing_file import GrowingFile
+from raypod.record.run_end import RunEnd, RunEndWatch
+
+_POLL_S = 0.2
+_STATE_S = 30.0  # a run that starts writes its process into the folder within this time
+
+Labelled = Tuple[float, str, bytes]  # time, label, line
+
+
+class Logs:
+    """The logs of one run folder. The context removes the copies of logs of other hosts."""
+
+    def __init__(self, folder: Path, selection: Selection) -> None:
+        self._folder, self._selection = folder, selection
+        self._plan = read_plan(folder)
+        self._cluster = cluster_in(self._plan)
+        self._events = GrowingFile(folder / EVENTS_FILE)
+        self._sources: Dict[str, LogSource] = {}
+        self._hosts: Dict[str, HostLogs] = {}
+        self._mirrors: Dict[str, Mirror] = {}  # by label
+        self._mirror_folder: Optional[Path] = None
+        self._reported: Dict[str, str] = {}  # problems by host
+        self._records: List[Dict[str, Any]] = []  # events that name processes of instances
+
+    def __enter__(self) -> Logs:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for host in self._hosts.values():
+            host.stopped.set()
+        if self._mirror_folder is not None:
+            shutil.rmtree(str(self._mirror_folder), ignore_errors=True)
+
+    def show(self, follows: bool) -> int:
+        """Print the lines; with `follows` go on until the run ends, and return its exit code, else 0.
+
+        Raises:
+            BrokenPipeError: the reader of stdout is gone.
+            RunError: the coordinator of the run died while its logs were followed.
+        """
+        watch = RunEndWatch(self._folder)
+        events = list(self._new_events())
+        self._open_hosts(follows)
+        wait_synced(list(self._hosts.values()))
+        self._report_problems()
+        self._open_sources(exists=True)
+        printer = Printer([*self._sources, *([EVENTS] if self._selection.kinds else [])])
+        self._print_all(printer, events)
+        end: Optional[RunEnd] = None
+        began_s = time.monotonic()
+        while follows and end is None:
+            printer.wait(_POLL_S)
+            if not watch.is_known and time.monotonic() - began_s > _STATE_S:
+                raise ConfigError(f"logs --follow: {self._folder} names no process of a run: its end is unknown")
+            end = watch.poll()  # before the last lines are read
+            self._print_new(printer, follows)
+        self._print_rests(printer)
+        if end is None:
+            return 0
+        if end.exit_code is None:
+            raise RunError(f"the coordinator of {self._folder} died at update {end.state.update}")
+        return end.exit_code
+
+    def _print_all(self, printer: Printer, events: List[Labelled]) -> None:
+        """Print what exists, in the order of time; the lines of one source keep their order."""
+        if self._selection.tail is not None:
+            events = events[len(events) - min(self._selection.tail, len(events)) :]
+        streams = [_labelled(label, source.timed_lines()) for label, source in self._sources.items()]
+        for _, label, line in heapq.merge(*streams, iter(events), key=lambda each: each[0]):
+            printer.line(label, line)
+        printer.flush()
+
+    def _print_new(self, printer: Printer, follows: bool) -> None:
+        """Print the lines since the last call, also those of new files, and those of instances on new hosts."""
+        events = list(self._new_events())
+        self._open_hosts(follows)
+        self._report_problems()
+        self._open_sources(exists=False)
+        for label, source in self._sources.items():
+            for line in source.new_lines():
+                printer.line(label, line)
+        for _, label, line in events:
+            printer.line(label, line)
+        printer.flush()
+
+    def _print_rests(self, printer: Printer) -> None:
+        for label, source in self._sources.items():
+            rest = source.rest()
+            if rest:
+                printer.line(label, rest)
+        printer.flush()
+
+    def _new_events(self) -> Iterator[Labelled]:
+        """Yield the new events that are selected; keep those that name processes."""
+        for record in self._events.read_records().records:
+            if record.get("event") in ("run_started", "repaired"):
+                self._records.append(record)
+            unix_s = record.get("unix_s")
+            time_s = float(unix_s) if isinstance(unix_s, (int, float)) and math.isfinite(unix_s) else 0.0
+            since_s = self._selection.since_s
+            if record.get("event") in self._selection.kinds and (since_s is None or time_s >= since_s):
+                yield time_s, EVENTS, event_text.text_of(record).encode()
+
+    def _open_sources(self, exists: bool) -> None:
+        """Open the files that are not open; those that `exists`ed at the start begin where the selection does."""
+        for label, log in logs_in(self._folder, self._selection).items():
+            if label not in self._sources:
+                with contextlib.suppress(FileNotFoundError):
+                    self._sources[label] = LogSource(label, log, self._selection, None if exists else 0)
+        for label, mirror in self._mirrors.items():
+            if label not in self._sources and mirror.inode:
+                self._sources[label] = LogSource(label, mirror.local, self._selection, mirror.begin)
+
+    def _open_hosts(self, follows: bool) -> None:
+        """Begin to copy the logs that are on other hosts; called for each new set of processes."""
+        if self._cluster is None or not self._records:
+            return
+        records, self._records = self._records, []
+        found, unknown = elsewhere(self._folder, self._cluster, processes_in(records))
+        for name in unknown:
+            self._warn(name, f"host {name} is not in {self._folder}/plan.json; logs on it are not shown")
+        addresses = {host.name: host for host in self._cluster.hosts}
+        for name, instances in found.items():
+            new = [
+                each for each in instances if self._selection.has(each) and label_of(each, name) not in self._mirrors
+            ]
+            if new:
+                mirrors = [self._mirror(instance, name) for instance in new]
+                logs = HostLogs(addresses[name], self._cluster.ssh, mirrors, self._selection)
+                self._hosts[f"{name}/{len(self._hosts)}"] = logs
+                logs.start(follows)
+
+    def _mirror(self, instance: int, host: str) -> Mirror:
+        if self._mirror_folder is None:
+            self._mirror_folder = Path(tempfile.mkdtemp(prefix="raypod-logs-"))
+        remote = f"{self._plan.get('run_dir', self._folder)}/logs/instance-{instance}.log"
+        mirror = Mirror(instance, remote, self._mirror_folder / f"{len(self._mirrors)}.log")
+        self._mirrors[label_of(instance, host)] = mirror
+        return mirror
+
+    def _report_problems(self) -> None:
+        """Print one line for each host that cannot be read, and again only if the reason changes."""
+        for logs in self._hosts.values():
+            if logs.problem:
+                numbers = ", ".join(str(mirror.instance) for mirror in logs.mirrors)
+                text = f"host {logs.host.name}: {logs.problem}; the log of instance {numbers} there is not shown"
+                self._warn(logs.host.name, text)
+
+    def _warn(self, host: str, text: str) -> None:
+        if self._reported.get(host) != text:
+            self._reported[host] = text
+            print(f"raypod: warning: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _labelled(label: str, lines: Iterator[TimedLine]) -> Iterator[Labelled]:
+    return ((time_s, label, line) for time_s, line in lines)
