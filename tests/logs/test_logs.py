@@ -1,0 +1,233 @@
+"""`raypod logs` of folders on this host."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Callable, List
+
+import pytest
+from bounded import COMMAND_S, wait_until
+from logs.folders import RunFolder, append
+
+from raypod.__main__ import main
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """Two instances, a detached coordinator and events, between 100 and 200 seconds."""
+    folder = RunFolder(tmp_path / "run")
+    folder.log(0, "zero a\nzero b\n", 110)
+    folder.log(1, "one a\n", 120)
+    folder.event(130, "phase_begun", phase="training", update=0)
+    folder.event(140, "instance_lost", instance=1, host="a", kind="died", cause="it\nbroke", activity="")
+    folder.log(0, "zero c\nzero", 150)
+    append(folder.path / "logs" / "coordinator.log", "first\n", 105)
+    return folder
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> List[str]:
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_all_sources_are_merged_by_time(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", str(run.path)]) == 0
+    found = lines(capsys)
+    clock = found[4].partition("instance lost")[0]
+    assert found == [
+        "coordinator | first",
+        "instance 0 | zero a",
+        "instance 0 | zero b",
+        "instance 1 | one a",
+        f"{clock}instance lost: instance 1 on a died: it broke",
+        "instance 0 | zero c",
+        "instance 0 | zero",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--instance", "1"], ["one a"]),
+        (["--instance", "0", "--instance", "1", "--tail", "1"], ["one a", "zero"]),
+        (["--instance", "0,1", "--since", "115"], ["one a", "zero c", "zero"]),
+        (["--instance", "0-1", "--since", "145"], ["zero c", "zero"]),
+        (["--instance", "0", "--since", "160"], []),
+        (["--events", "none", "--tail", "0"], []),
+        (["--events", "none", "--tail", "2"], ["first", "one a", "zero c", "zero"]),
+    ],
+)
+def test_what_is_shown(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], flags: List[str], expected: List[str]
+) -> None:
+    assert main(["logs", str(run.path), *flags]) == 0
+    assert [line.partition(" | ")[2] for line in lines(capsys)] == expected
+
+
+def test_events_are_chosen_by_kind_and_time(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, expected in (
+        (["--events", "all"], ["phase begun", "instance lost"]),
+        (["--events", "all", "--since", "135"], ["instance lost"]),
+        (["--events", "phase_begun"], ["phase begun"]),
+        (["--events", "all", "--tail", "1"], ["instance lost"]),
+    ):
+        assert main(["logs", str(run.path), "--instance", "1", *flags]) == 0
+        found = [line for line in lines(capsys) if line.startswith("events")]
+        assert [" ".join(line.split(":")[2].split()[1:]) for line in found] == expected
+
+
+def test_a_log_without_marks_is_shown_whole_if_it_changed(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.path / "logs" / "instance-0.times").unlink()
+    for since, expected in (("140", 4), ("151", 0)):
+        assert main(["logs", str(run.path), "--instance", "0", "--since", since]) == 0
+        assert len(lines(capsys)) == expected
+
+
+def test_of_a_progress_bar_the_last_state_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.log(0, "\r 1 %\r 50 %\r\r\nsaved\r\n")
+    assert main(["logs", str(folder.path)]) == 0
+    assert lines(capsys) == ["instance 0 | 50 %", "instance 0 | saved"]
+
+
+def test_the_folder_of_a_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "launch.yaml").write_text("num-instances: 11\n")
+    for instance in (10, 2):
+        append(tmp_path / "logs" / f"instance-{instance}.log", f"hello {instance}\n", 100)
+    assert main(["logs", str(tmp_path)]) == 0
+    assert lines(capsys) == ["instance 2 | hello 2", "instance 10 | hello 10"]
+    assert main(["logs", str(tmp_path), "--instance", "3"]) == 2
+    assert "--instance 3: the run has the instances 2, 10" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--instance", "2"], "--instance 2: the run has the instances 0, 1"),
+        (["--instance", "1-0"], "--instance 1-0: must be numbers or ranges"),
+        (["--instance", "a"], "--instance a: must be"),
+        (["--instance", "0-99999999999"], "too many"),
+        (["--tail", "-1"], "--tail -1: must be a number of lines"),
+        (["--since", "soon"], "--since soon: must be an age"),
+        (["--events", "updates"], "no kind of event"),
+        (["--cluster", "/nothing.yaml"], "cannot read the cluster file"),
+        (["--colour"], "unrecognized arguments: --colour"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], flags: List[str], message: str
+) -> None:
+    assert main(["logs", str(run.path), *flags]) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines()), message in err) == ("", 1, True)
+
+
+def test_a_folder_without_a_run_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", str(tmp_path)]) == 2
+    assert "not the folder of a run or a launch: it has no plan.json" in capsys.readouterr().err
+    assert main(["logs", str(tmp_path / "no")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_prefixes_have_colours_on_a_terminal_only(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert main(["logs", str(run.path), "--instance", "1"]) == 0
+    assert capfd.readouterr().out == "\x1b[33minstance 1 | \x1b[0mone a\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["logs", str(run.path), "--instance", "1"]) == 0
+    assert capfd.readouterr().out == "instance 1 | one a\n"
+
+
+class Following:
+    """`raypod logs --follow` in this thread, and a run in another one."""
+
+    def __init__(self, run: RunFolder, capfd: pytest.CaptureFixture[str]) -> None:
+        self.run, self._capfd, self.out, self._failures = run, capfd, "", []  # type: ignore[var-annotated]
+        run.state()
+
+    def sees(self, text: str) -> bool:
+        self.out += self._capfd.readouterr().out
+        return text in self.out
+
+    def __call__(self, steps: Callable[[], None], *flags: str) -> int:
+        def work() -> None:
+            try:
+                steps()
+            except BaseException as error:  # noqa: BLE001
+                self._failures.append(error)
+                self.run.state(exit_code=99)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            code = main(["logs", str(self.run.path), "--follow", *flags])
+        finally:
+            thread.join()
+        assert not self._failures, self._failures
+        self.out += self._capfd.readouterr().out
+        return code
+
+
+def test_following_shows_what_is_added_and_ends_with_the_run(run: RunFolder, capfd: pytest.CaptureFixture[str]) -> None:
+    follow = Following(run, capfd)
+    new = run.path / "new"
+
+    def steps() -> None:
+        assert wait_until(lambda: follow.sees("zero c"))
+        run.log(0, " end\nbar\r50 %", 160)
+        assert wait_until(lambda: follow.sees("zero end\n"))
+        assert "bar" not in follow.out
+        run.event(170, "repaired")
+        assert wait_until(lambda: follow.sees("repaired"))
+        (run.path / "logs" / "instance-1.log").write_text("1\n")  # truncated
+        assert wait_until(lambda: follow.sees("instance 1  | 1\n"))
+        append(new, "replaced\n")
+        new.replace(run.path / "logs" / "instance-1.log")
+        assert wait_until(lambda: follow.sees("instance 1  | replaced\n"))
+        append(run.path / "logs" / "instance-2.log", "a new file\n")
+        assert wait_until(lambda: follow.sees("instance 2  | a new file\n"))
+        run.state(exit_code=3)
+
+    assert follow(steps) == 3
+    assert follow.out.endswith("instance 0  | 50 %\n")
+
+
+def test_following_a_run_whose_coordinator_died_is_an_error(run: RunFolder, capfd: pytest.CaptureFixture[str]) -> None:
+    run.state()
+    state = run.path / "state.json"
+    state.write_text(state.read_text().replace('"started_ticks": ', '"started_ticks": 1'))
+    assert main(["logs", str(run.path), "--follow", "--tail", "1"]) == 1
+    out, err = capfd.readouterr()
+    assert err == f"raypod: error: the coordinator of {run.path} died at update 7\n"
+    assert "zero\n" in out
+
+
+def test_ctrl_c_ends_following(run: RunFolder, capfd: pytest.CaptureFixture[str]) -> None:
+    follow = Following(run, capfd)
+
+    def steps() -> None:
+        assert wait_until(lambda: follow.sees("zero c"))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    assert follow(steps) == 130
+
+
+def test_a_closed_pipe_ends_following_although_nothing_is_added(run: RunFolder) -> None:
+    run.state()
+    command = [sys.executable, "-m", "raypod", "logs", str(run.path), "--follow"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().endswith(b"first\n")
+        process.stdout.close()
+        assert process.wait(COMMAND_S) == 128 + signal.SIGPIPE
+        assert process.stderr.read() == b""

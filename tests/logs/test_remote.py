@@ -1,0 +1,131 @@
+"""`raypod logs` of a run whose folder is not on a shared disk: a fake ssh runs the commands on this host."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import List, Tuple
+
+import pytest
+from bounded import wait_until
+from logs.folders import RunFolder, append, started
+from logs.test_logs import Following
+
+from raypod.__main__ import main
+from raypod.logs import remote
+from raypod.plan.cluster import Cluster, Host
+
+CLUSTER = Cluster("pod", (Host("head", "127.0.0.1"), Host("far", "192.0.2.11"), Host("off", "192.0.2.12")))
+SSH = """#!/bin/sh
+for last; do before=$address; address=$word; word=$last; done
+echo "$address" >> "$0.calls"
+test "$address" = 192.0.2.12 && { echo "No route to host" >&2; exit 255; }
+printf 'Welcome\\377 {\\n'; sh -c "$last"
+"""
+
+
+@pytest.fixture
+def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tuple[RunFolder, Path]:
+    """The folder on the head, and the logs on the host `far`, on which instance 1 runs."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text(SSH)
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(remote, "_INTERVAL_S", 0.1)
+    far = tmp_path / "it's far" / "logs"
+    far.mkdir(parents=True)
+    run = RunFolder(tmp_path / "run", cluster=CLUSTER, run_dir=far.parent)
+    run.log(0, started(0, 10, "head") + "zero\n", 110)
+    append(far / "instance-1.log", started(1, 11, "far") + "one a\n", 105)
+    append(far / "instance-1.log", "one b \u00e9\n", 120)
+    run.placed(100, "run_started", ["head", "far"], [10, 11])
+    return run, far
+
+
+def output(capfd: pytest.CaptureFixture[str]) -> Tuple[List[str], str]:
+    out, err = capfd.readouterr()
+    return [" ".join(line.split()) for line in out.splitlines()], err
+
+
+def test_logs_on_other_hosts_are_merged_by_time(
+    pod: Tuple[RunFolder, Path], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["logs", str(pod[0].path), "--events", "none"]) == 0
+    assert output(capfd) == (
+        [
+            f"instance 1@far | {started(1, 11, 'far').strip()}",
+            "instance 1@far | one a",
+            f"instance 0 | {started(0, 10, 'head').strip()}",
+            "instance 0 | zero",
+            "instance 1@far | one b \u00e9",
+        ],
+        "",
+    )
+    assert main(["logs", str(pod[0].path), "--instance", "0"]) == 0
+    assert set((tmp_path / "bin" / "ssh.calls").read_text().split()) == {"192.0.2.11"}
+    before = (tmp_path / "bin" / "ssh.calls").read_text()
+    output(capfd)
+    assert main(["logs", str(pod[0].path), "--instance", "0"]) == 0
+    assert (tmp_path / "bin" / "ssh.calls").read_text() == before  # nothing is fetched that is not shown
+
+
+@pytest.mark.parametrize("flags", [["--tail", "1"], ["--since", "115"]])
+def test_only_what_is_shown_is_transferred(
+    pod: Tuple[RunFolder, Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: List[str]
+) -> None:
+    fetched: List[str] = []
+    fetch = remote._fetch_command
+    monkeypatch.setattr(remote, "_fetch_command", lambda mirror: fetched.append(fetch(mirror)) or fetched[-1])
+    assert main(["logs", str(pod[0].path), "--instance", "1", *flags]) == 0
+    assert output(capfd) == (["instance 1@far | one b \u00e9"], "")
+    skipped = len(started(1, 11, "far") + "one a\n")
+    assert f"tail -c +{skipped + 1} " in fetched[0]
+
+
+def test_a_large_log_is_fetched_in_parts(
+    pod: Tuple[RunFolder, Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_MAX_BYTES", 20)
+    assert main(["logs", str(pod[0].path), "--instance", "1"]) == 0
+    assert len(output(capfd)[0]) == 3
+
+
+def test_a_folder_on_a_shared_disk_needs_no_ssh(
+    pod: Tuple[RunFolder, Path], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pod[0].log(1, started(1, 11, "far"), 105)
+    assert main(["logs", str(pod[0].path), "--events", "none"]) == 0
+    assert len(output(capfd)[0]) == 3
+    assert not (tmp_path / "bin" / "ssh.calls").exists()
+
+
+def test_an_unreachable_host_is_one_line(pod: Tuple[RunFolder, Path], capfd: pytest.CaptureFixture[str]) -> None:
+    pod[0].placed(130, "repaired", ["off", "elsewhere"], [20, 21])
+    assert main(["logs", str(pod[0].path), "--events", "none"]) == 0
+    found, err = output(capfd)
+    assert len(found) == 5
+    assert err.splitlines() == [
+        f"raypod: warning: host elsewhere is not in {pod[0].path}/plan.json; logs on it are not shown",
+        "raypod: warning: host off: No route to host; the log of instance 0 there is not shown",
+    ]
+
+
+def test_following_copies_what_is_added_also_on_a_new_host(
+    pod: Tuple[RunFolder, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, far = pod
+    follow = Following(run, capfd)
+
+    def steps() -> None:
+        assert wait_until(lambda: follow.sees("one b"))
+        append(far / "instance-1.log", "one c\n")
+        assert wait_until(lambda: follow.sees("instance 1@far | one c\n"))
+        append(far / "instance-0.log", started(0, 30, "far") + "zero again\n")
+        run.placed(130, "repaired", ["far", "far"], [30, 11])
+        assert wait_until(lambda: follow.sees("instance 0@far | zero again\n"))
+        (far / "instance-1.log").write_text("anew\n")
+        assert wait_until(lambda: follow.sees("instance 1@far | anew\n"))
+        run.state(exit_code=0)
+
+    assert follow(steps, "--events", "none") == 0
+    assert follow.out.count("one c") == 1
