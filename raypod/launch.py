@@ -26,6 +26,10 @@ from raypod.plan import tables
 from raypod.plan.cluster import Cluster, cluster_of, cluster_of_file, read_cluster
 from raypod.plan.cluster_file import is_network
 from raypod.plan.placement import Sizes, check_ilds, place
+from raypod.status.endpoint import published
+from raypod.status.launch_file import LaunchFile
+from raypod.status.launch_status import LaunchStatus, routes_of
+from raypod.status.token_server import TokenServer, check_port
 
 _PROG = "raypod.launch"
 _BROKEN_PIPE = 128 + 13  # 128 + SIGPIPE: stdout is closed
@@ -57,6 +61,8 @@ def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> i
         _say("--strict has no effect: the programs use the real SDK")
     _check(request, request.host_subnet or arguments.network)
     check_files(request)
+    if request.program:
+        check_port(request.status_port)
     sizes = Sizes(request.num_replicas, request.num_instances, request.ipus_per_replica)
     placement = place(_cluster(request), sizes, threads)
     in_file = placement.cluster.vipu
@@ -79,7 +85,9 @@ def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> i
 def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
     """Start the hosts, run the programs on them, and clean up."""
     request, placement = programs.request, programs.placement
+    status = LaunchStatus(placement, request.program)
     with contextlib.ExitStack() as stack:
+        server = stack.enter_context(TokenServer(routes_of(status), request.status_port))
         needed = placement
         if request.offline_mode:
             needed = dataclasses.replace(placement, sizes=dataclasses.replace(placement.sizes, ipus_per_replica=0))
@@ -100,6 +108,10 @@ def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
             _say(f"warning: {line}")
         folder = claim_run_folder(request)
         write_options(request, Path(folder, OPTIONS_FILE), "--run-dir")
+        status.run_dir = folder
+        hosts_of = [spec.host for spec in placement.instances]
+        file = stack.enter_context(LaunchFile(Path(folder), request.program, hosts_of))
+        stack.enter_context(published(server, Path(folder), file))
         _export(request)
         only = request.only_output_from_instance
         output = Output(folder, placement.sizes.num_instances, Console(bar_instance=only or 0), only)
@@ -110,8 +122,9 @@ def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
             forwarder = StdinForwarder(hosts.write_stdin)
             stack.callback(forwarder.close)
             try:
-                return Supervision(hosts, placement, output, signals, request.grace).run()
+                return Supervision(hosts, placement, output, signals, request.grace, status.add).run()
             except BrokenPipeError:
+                file.exit_code = _BROKEN_PIPE
                 _discard_stdout()
                 return _BROKEN_PIPE
 

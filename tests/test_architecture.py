@@ -28,7 +28,7 @@ DIRECTIONS = {
     "instance": "tasks checkpoint",
     "fleet": "instance",
     "coordinator": "fleet record",
-    "status": "fleet record",
+    "status": "launcher record",
     "planning": "tasks record",
     "trained": "coordinator planning",
     "api": "coordinator planning status",

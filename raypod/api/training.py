@@ -31,6 +31,7 @@ from raypod.record.sinks import Sinks
 from raypod.status import prometheus
 from raypod.status.endpoint import cached_route, served, snapshot_route
 from raypod.status.run_status import RunStatus
+from raypod.status.token_server import check_port
 
 
 class Reporter(Protocol):
@@ -103,7 +104,8 @@ def claimed(
         verify: verify the files of the checkpoint from which the run resumes, or with whose weights it starts.
 
     Raises:
-        UserError: the folder is in use or holds something else, or the run cannot resume or start on this host.
+        UserError: the folder or the port of the status endpoint is in use, the folder holds something else, or the run
+            cannot resume or start on this host.
     """
     planning.check_host(plan)
     if owner is not None:
@@ -111,6 +113,7 @@ def claimed(
     else:
         held = claim.claim(plan.config, plan.run_dir, take_over, log)
     with held:
+        check_port(plan.config.run.status_port)  # here, so that also `--detach` finds it before it starts a process
         plan, found = resume_point(dataclasses.replace(plan, run_dir=str(held.folder)), verify)
         yield Claimed(plan, held, found)
 

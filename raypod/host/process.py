@@ -109,6 +109,15 @@ def cpu_seconds(threads: Iterable[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def cpu_seconds_of(pid: int) -> Optional[float]:
+    """Return the CPU time of a process and of its children that have ended; None if it does not exist."""
+    try:
+        fields = _stat_fields(pid)
+    except OSError:
+        return None
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
 def versions() -> Tuple[Tuple[str, str], ...]:
     """Return (name, version) of Python and of the installed packages that determine results."""
     found = [("python", platform.python_version())]

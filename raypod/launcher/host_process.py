@@ -7,6 +7,7 @@ process that ends them when this process exits.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import pty
@@ -20,13 +21,15 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.errors import ClusterError
 from raypod.host import horovod_address, interfaces, sdk
-from raypod.host.process import cpus_of_node
+from raypod.host.process import cpu_seconds_of, cpus_of_node
+from raypod.host.usage import HostMeter
 from raypod.instance.collectives import Rendezvous, horovod_interface, horovod_proxy, uses_installed_horovod
 from raypod.instance.horovod_proxy import HorovodProxy
 from raypod.launcher import reaper
 from raypod.launcher.output_pump import OutputPump
-from raypod.launcher.records import STDERR, STDOUT, HostFacts, HostReport, Program
+from raypod.launcher.records import STDERR, STDOUT, HostFacts, HostReport, Program, ProgramUsage
 
+_MEASURE_INTERVAL_S = 1.0  # of the usage of the host and of its programs
 _REAPER_S = 5.0  # bound of the reaper's end; longer than its own
 
 
@@ -38,6 +41,7 @@ class HostProcess:
         self._commands = self._stdin = -1
         self._rendezvous: Optional[Rendezvous] = None
         self._horovod_proxy: Optional[HorovodProxy] = None
+        self._meter, self._measured_s = HostMeter(), 0.0
 
     def interpreter(self, named: str) -> str:
         """Return the path of the Python interpreter of programs: `named` if that is a path, else this process's own.
@@ -98,9 +102,15 @@ class HostProcess:
         self._send(programs=described, grace_s=grace_s)
 
     def read(self, within_s: float) -> HostReport:
-        """Return output and exits since the last call; wait at most `within_s` for some."""
+        """Return output and exits since the last call, and once a second the usage; wait at most `within_s`."""
         assert self._pump is not None, "call start first"
-        return self._pump.take(within_s)
+        report = self._pump.take(within_s)
+        if time.monotonic() - self._measured_s < _MEASURE_INTERVAL_S:
+            return report
+        self._measured_s = time.monotonic()
+        running = ((instance, pid, cpu_seconds_of(pid)) for instance, pid in sorted(self._pump.pids.items()))
+        programs = tuple(ProgramUsage(instance, pid, cpu_s) for instance, pid, cpu_s in running if cpu_s is not None)
+        return dataclasses.replace(report, programs=programs, usage=self._meter.measure())
 
     def signal(self, number: int) -> None:
         """Send a signal to the process group of every program."""

@@ -106,6 +106,7 @@ OPTIONS: Tuple[Option, ...] = (
         minimum=0,
     ),
     Option("start-timeout", NUMBER, 120.0, "timeout of each start-up step, in seconds", minimum=0.1),
+    Option("status-port", INT, 0, "port of the status endpoint on loopback; 0: any free one", minimum=0, maximum=65535),
     Option("allow-run-as-root", YES_NO, False, "accepted, without effect"),
     Option("synchronise-python-venv", YES_NO, False, "not supported, see below"),
     Option("synchronise-poplar-sdk", YES_NO, False, "not supported, see below"),

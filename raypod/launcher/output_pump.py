@@ -11,7 +11,7 @@ import os
 import selectors
 import threading
 import time
-from typing import Iterable, List, Mapping, Tuple
+from typing import Dict, Iterable, List, Mapping, Tuple
 
 from raypod.launcher.records import HostReport, ProgramEnd
 
@@ -35,6 +35,7 @@ class OutputPump:
         """
         self._outputs = dict(outputs)
         self._ends_from, self._running = ends, set(instances)
+        self.pids: Dict[int, int] = {}  # by instance, of the programs that run
         self._chunks: List[Tuple[int, int, bytearray]] = []
         self._ends: List[ProgramEnd] = []
         self._bytes, self._is_output_closed, self._is_done = 0, False, False
@@ -71,7 +72,10 @@ class OutputPump:
                         os.close(key.fd)
                     if key.fd == self._ends_from:
                         *lines, partial_line = (partial_line + data).split(b"\n")
-                        self._add_ends([ProgramEnd(*json.loads(line)["end"]) for line in lines])
+                        reports = [json.loads(line) for line in lines]
+                        ends = [ProgramEnd(*each["end"]) for each in reports if "end" in each]
+                        self._add_starts(dict(each["start"] for each in reports if "start" in each))
+                        self._add_ends(ends)
                         if is_closed:
                             self._add_ends([ProgramEnd(each, _KILLED, "its reaper died") for each in self._running])
                     elif data:
@@ -99,10 +103,15 @@ class OutputPump:
             self._bytes += len(data)
             self._changed.notify_all()
 
+    def _add_starts(self, pids: Dict[int, int]) -> None:
+        self.pids = {**self.pids, **pids}
+
     def _add_ends(self, ends: List[ProgramEnd]) -> None:
+        ended = {end.instance for end in ends}
+        self.pids = {instance: pid for instance, pid in self.pids.items() if instance not in ended}
         with self._changed:
             self._ends += [end for end in ends if end.instance in self._running]
-            self._running -= {end.instance for end in ends}
+            self._running -= ended
             self._changed.notify_all()
 
     def _wait_for_space(self) -> None:

@@ -5,7 +5,8 @@ SIGTERM to each process group, then SIGKILL to every descendant after a grace pe
 also finds processes that left their group or session. Each program is killed if the reaper dies.
 
 Only the standard library, one thread. Input (JSON lines): first {"programs": [...], "grace_s": s}, then
-{"signal": n} or {"end": grace_s}. Output (JSON lines): {"end": [index, exit code, cause]} for each program that exits.
+{"signal": n} or {"end": grace_s}. Output (JSON lines): {"start": [index, pid]} for each program that starts, and
+{"end": [index, exit code, cause]} for each one that exits.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ class Reaper:
         else:
             self._started.append(started)
             self._running[started.pid] = index
+            self._report(start=[index, started.pid])
         finally:
             for file in set(program["files"]):  # otherwise the readers of these pipes get no end of file
                 os.close(file)
@@ -124,8 +126,11 @@ class Reaper:
                         self._report_end(index, code, f"exit code {code}")
 
     def _report_end(self, index: int, code: int, cause: str) -> None:
+        self._report(end=[index, code, cause])
+
+    def _report(self, **line: Any) -> None:
         with contextlib.suppress(BrokenPipeError):  # the reader is gone; then the input closes, too
-            os.write(1, json.dumps({"end": [index, code, cause]}).encode() + b"\n")
+            os.write(1, json.dumps(line).encode() + b"\n")
 
     def _signal(self, number: int) -> None:
         for pid in list(self._running):

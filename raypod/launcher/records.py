@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Dict, Optional, Tuple
 
+from raypod.events import HostUsage
+
 STDOUT, STDERR = 1, 2
 
 
@@ -39,6 +41,15 @@ class ProgramEnd:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProgramUsage:
+    """The process of a program that runs."""
+
+    instance: int
+    pid: int
+    cpu_s: float  # of the process and of its children that have ended
+
+
+@dataclasses.dataclass(frozen=True)
 class HostReport:
     """Output and exits on a host since its last report; every report also shows that the host is alive."""
 
@@ -46,3 +57,5 @@ class HostReport:
     ends: Tuple[ProgramEnd, ...]
     is_output_closed: bool  # all pipes are closed: no more output
     is_done: bool  # also no process of the programs is left
+    programs: Tuple[ProgramUsage, ...] = ()  # those that run; measured now and then, else empty
+    usage: Optional[HostUsage] = None  # of the host, likewise

@@ -93,8 +93,17 @@ class Signals:
 class Supervision:
     """The loop over the reports of hosts, until no process of the programs is left."""
 
-    def __init__(self, hosts: Hosts, placement: Placement, output: Output, signals: Signals, grace_s: float) -> None:
-        self._hosts, self._placement, self._output = hosts, placement, output
+    def __init__(
+        self,
+        hosts: Hosts,
+        placement: Placement,
+        output: Output,
+        signals: Signals,
+        grace_s: float,
+        observe: Callable[[int, HostReport], None] = lambda host, report: None,
+    ) -> None:
+        """`observe` is called with the index of a host and each of its reports."""
+        self._hosts, self._placement, self._output, self._observe = hosts, placement, output, observe
         self._signals, self._grace_s = signals, grace_s
         self._running = {spec.index for spec in placement.instances}
         self._failed: Optional[ProgramEnd] = None
@@ -114,6 +123,7 @@ class Supervision:
         """
         while not self._hosts.are_done and (self._leave_at_s is None or time.monotonic() < self._leave_at_s):
             for host, report in self._hosts.reports(_POLL_S):
+                self._observe(host, report)
                 for instance, stream, data in report.chunks:
                     self._output.add(instance, stream, data)
                 self._output_closed[host] = report.is_output_closed

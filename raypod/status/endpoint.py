@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, Mapping, Optional
 
+from typing_extensions import Protocol
+
 from raypod.host.abort import on_abort
-from raypod.record.run_state import StateFile
 from raypod.status import registry
 from raypod.status.token_server import Query, Response, Route, TokenServer, json_response
 
@@ -52,24 +53,34 @@ def cached_route(respond: Callable[[], Response]) -> Route:
     return serve
 
 
+class StateWriter(Protocol):
+    """The file that names the status endpoint of a process: `run_state.StateFile`, or `launch_file.LaunchFile`."""
+
+    def serve_status(self, port: int, token_file: str) -> None:
+        """Publish the status endpoint of this process."""
+
+
 @contextlib.contextmanager
-def served(routes: Dict[str, Route], folder: Path, port: int, state: StateFile) -> Iterator[TokenServer]:
-    """Serve routes within the context; write the token into `folder`, and the port into `state.json`.
+def served(routes: Dict[str, Route], folder: Path, port: int, state: StateWriter) -> Iterator[TokenServer]:
+    """Serve routes within the context, and publish the server. ConfigError if the port is in use or not permitted."""
+    with TokenServer(routes, port) as server, published(server, folder, state):
+        yield server
+
+
+@contextlib.contextmanager
+def published(server: TokenServer, folder: Path, state: StateWriter) -> Iterator[None]:
+    """Write the token of a server into `folder` and its port into the state, within the context.
 
     `raypod monitor` finds the endpoint through the registry of this host.
-
-    Raises:
-        ConfigError: the port is in use or not permitted.
     """
     token_file = folder / TOKEN_FILE
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(TokenServer(routes, port))
         stack.callback(_remove, token_file)
         stack.enter_context(on_abort(lambda error: _remove(token_file)))
         server.write_token(token_file)
         state.serve_status(server.port, str(token_file))
         stack.enter_context(registry.registered(folder, server.port, server.token))
-        yield server
+        yield
 
 
 def _remove(path: Path) -> None:

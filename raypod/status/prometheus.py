@@ -48,7 +48,7 @@ class Metric(NamedTuple):
     samples: Callable[[Scrape], Iterable[Sample]]
 
 
-def _one(get: Callable[[Mapping[str, Any]], Optional[Number]]) -> Callable[[Scrape], Iterable[Sample]]:
+def one(get: Callable[[Mapping[str, Any]], Optional[Number]]) -> Callable[[Scrape], Iterable[Sample]]:
     """One sample without labels, from the state."""
 
     def samples(scrape: Scrape) -> List[Sample]:
@@ -72,7 +72,7 @@ def _by_instance(get: Callable[[Mapping[str, Any]], Optional[Number]]) -> Callab
 
     def samples(scrape: Scrape) -> List[Sample]:
         found = ((each, get(each)) for each in scrape.state["instances"])
-        return [Sample(_labels(each), value) for each, value in found if value is not None]
+        return [Sample(instance_labels(each), value) for each, value in found if value is not None]
 
     return samples
 
@@ -82,7 +82,7 @@ def _by_calls(get: Callable[[Labels, RecentCalls], List[Sample]]) -> Callable[[S
 
     def samples(scrape: Scrape) -> List[Sample]:
         known = ((each, scrape.calls.get(each["instance"])) for each in scrape.state["instances"])
-        return [sample for each, calls in known if calls is not None for sample in get(_labels(each), calls)]
+        return [sample for each, calls in known if calls is not None for sample in get(instance_labels(each), calls)]
 
     return samples
 
@@ -97,7 +97,7 @@ def by_host(key: str) -> Callable[[Scrape], Iterable[Sample]]:
     return samples
 
 
-def _labels(instance: Mapping[str, Any]) -> Labels:
+def instance_labels(instance: Mapping[str, Any]) -> Labels:
     return (("instance", str(instance["instance"])), ("host", instance["host"]))
 
 
@@ -151,32 +151,30 @@ _RUN_METRICS = (
         "raypod_start_time_seconds",
         GAUGE,
         "Time at which the coordinator began, in seconds since 1970.",
-        _one(lambda state: state["started_unix_s"]),
+        one(lambda state: state["started_unix_s"]),
     ),
     Metric("raypod_phase", GAUGE, "1 for the current phase of the run, 0 for others.", _by_name("phase", _phases)),
     Metric(
         "raypod_updates_total",
         COUNTER,
         "Weight updates of this process of the coordinator.",
-        _one(lambda state: state["updates_done"]),
+        one(lambda state: state["updates_done"]),
     ),
-    Metric("raypod_update", GAUGE, "Weight updates since the training began.", _one(lambda state: state["update"])),
-    Metric(
-        "raypod_update_limit", GAUGE, "Weight updates of the whole run.", _one(lambda state: state["total_updates"])
-    ),
-    Metric("raypod_epoch", GAUGE, "Current epoch, the first is 1.", _one(lambda state: state["epoch"])),
-    Metric("raypod_eta_seconds", GAUGE, "Training time that is left.", _one(lambda state: state["eta_s"])),
+    Metric("raypod_update", GAUGE, "Weight updates since the training began.", one(lambda state: state["update"])),
+    Metric("raypod_update_limit", GAUGE, "Weight updates of the whole run.", one(lambda state: state["total_updates"])),
+    Metric("raypod_epoch", GAUGE, "Current epoch, the first is 1.", one(lambda state: state["epoch"])),
+    Metric("raypod_eta_seconds", GAUGE, "Training time that is left.", one(lambda state: state["eta_s"])),
     Metric(
         "raypod_samples_total",
         COUNTER,
         "Samples that this process of the coordinator trained, over all replicas.",
-        _one(lambda state: state["samples_done"]),
+        one(lambda state: state["samples_done"]),
     ),
     Metric(
         "raypod_samples_per_second",
         GAUGE,
         "Samples per second of the last call, over all replicas.",
-        _one(lambda state: state["samples_per_s"]),
+        one(lambda state: state["samples_per_s"]),
     ),
     Metric(
         "raypod_sample_parts_per_second",
@@ -194,7 +192,7 @@ _RUN_METRICS = (
         "raypod_data_wait_ratio",
         GAUGE,
         "Share of the last call that the instances waited for data (0..1).",
-        _one(lambda state: state["data_wait_share"]),
+        one(lambda state: state["data_wait_share"]),
     ),
     Metric(
         "raypod_training_metric",
@@ -212,41 +210,41 @@ _RUN_METRICS = (
         "raypod_last_update_timestamp_seconds",
         GAUGE,
         "Time of the last weight update, in seconds since 1970.",
-        _one(lambda state: state["last_update_unix_s"]),
+        one(lambda state: state["last_update_unix_s"]),
     ),
     Metric(
         "raypod_last_evaluation_timestamp_seconds",
         GAUGE,
         "Time of the last evaluation, in seconds since 1970.",
-        _one(_of("last_evaluation", "unix_s")),
+        one(_of("last_evaluation", "unix_s")),
     ),
     Metric(
         "raypod_last_checkpoint_timestamp_seconds",
         GAUGE,
         "Time of the last checkpoint of this process, in seconds since 1970.",
-        _one(lambda state: _of("last", "unix_s")(state["checkpoints"])),
+        one(lambda state: _of("last", "unix_s")(state["checkpoints"])),
     ),
     Metric(
         "raypod_last_checkpoint_update",
         GAUGE,
         "Update of the last checkpoint of this process.",
-        _one(lambda state: _of("last", "update")(state["checkpoints"])),
+        one(lambda state: _of("last", "update")(state["checkpoints"])),
     ),
     Metric(
-        "raypod_checkpoints_total", COUNTER, "Written checkpoints.", _one(lambda state: state["checkpoints"]["saved"])
+        "raypod_checkpoints_total", COUNTER, "Written checkpoints.", one(lambda state: state["checkpoints"]["saved"])
     ),
     Metric(
         "raypod_checkpoint_failures_total",
         COUNTER,
         "Checkpoints that could not be written.",
-        _one(lambda state: state["checkpoints"]["failed"]),
+        one(lambda state: state["checkpoints"]["failed"]),
     ),
-    Metric("raypod_restarts_total", COUNTER, "Repairs of the fleet.", _one(lambda state: state["restarts"])),
+    Metric("raypod_restarts_total", COUNTER, "Repairs of the fleet.", one(lambda state: state["restarts"])),
     Metric(
         "raypod_generation",
         GAUGE,
         "Starts and repairs of the fleet since the training began.",
-        _one(lambda state: state["generation"]),
+        one(lambda state: state["generation"]),
     ),
 )
 _INSTANCE_METRICS = (

@@ -139,7 +139,7 @@ class RunStatus:
             "started_unix_s": self.started_unix_s,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "user": _user(),
+            "user": user_name(),
             "run_dir": plan.run_dir,
             "task": plan.config.task.name,
             "device": started.device if started else None,
@@ -243,5 +243,6 @@ class RunStatus:
         return columns
 
 
-def _user() -> str:
+def user_name() -> str:
+    """Return the name of the user of this process, or the user's number."""
     return os.environ.get("USER") or str(os.getuid())

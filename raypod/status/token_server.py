@@ -11,6 +11,7 @@ import http.server
 import json
 import os
 import secrets
+import socket
 import threading
 import urllib.parse
 from pathlib import Path
@@ -49,6 +50,21 @@ Query = Dict[str, str]  # the last value of each parameter, without the token
 Route = Callable[[Query], Response]
 
 
+def check_port(port: int, setting: str = "--status-port") -> None:
+    """Raise ConfigError if a port on the loopback interface is in use or not permitted."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server
+            probe.bind((ADDRESS, port))
+            probe.listen(1)  # binding alone succeeds beside another socket with this option that does not listen yet
+    except OSError as error:
+        raise _cannot_serve(port, setting, error) from None
+
+
+def _cannot_serve(port: int, setting: str, error: OSError) -> ConfigError:
+    return ConfigError(f"{setting} {port}: {error.strerror}; choose another port, or 0 for any free one")
+
+
 class TokenServer:
     """Serves routes until `close`. Every request runs in a thread of its own.
 
@@ -72,9 +88,7 @@ class TokenServer:
         try:
             self._server = _Server((ADDRESS, port), _Handler)
         except OSError as error:
-            raise ConfigError(
-                f"{setting} {port}: {error.strerror}; choose another port, or 0 for any free one"
-            ) from None
+            raise _cannot_serve(port, setting, error) from None
         self._server.routes, self._server.token = dict(routes), self.token
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
