@@ -13,9 +13,10 @@ from typing import Any, Callable, Dict, Iterator, Mapping, Optional
 
 from typing_extensions import Protocol
 
+from raypod.errors import ConfigError
 from raypod.host.abort import on_abort
 from raypod.status import registry
-from raypod.status.token_server import Query, Response, Route, TokenServer, json_response
+from raypod.status.token_server import Query, Response, Route, TokenServer, json_response, read_token
 
 TOKEN_FILE = "status-token"  # in the run folder, mode 0600
 _FRESH_S = 0.5  # a snapshot serves all requests within this time
@@ -71,18 +72,23 @@ def served(routes: Dict[str, Route], folder: Path, port: int, state: StateWriter
 def published(server: TokenServer, folder: Path, state: StateWriter) -> Iterator[None]:
     """Write the token of a server into `folder` and its port into the state, within the context.
 
-    `raypod monitor` finds the endpoint through the registry of this host.
+    `raypod monitor` finds the endpoint through the registry of this host. ConfigError if the token cannot be written.
     """
     token_file = folder / TOKEN_FILE
     with contextlib.ExitStack() as stack:
-        stack.callback(_remove, token_file)
-        stack.enter_context(on_abort(lambda error: _remove(token_file)))
-        server.write_token(token_file)
+        stack.callback(_remove, token_file, server.token)
+        stack.enter_context(on_abort(lambda error: _remove(token_file, server.token)))
+        try:
+            server.write_token(token_file)
+        except OSError as error:
+            raise ConfigError(f"cannot write {token_file}: {error.strerror}") from None
         state.serve_status(server.port, str(token_file))
         stack.enter_context(registry.registered(folder, server.port, server.token))
         yield
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Path, token: str) -> None:
+    """Remove a token file, unless another process has taken over the folder and written its own."""
     with contextlib.suppress(OSError):  # the folder is gone, or on a disk that does not answer
-        path.unlink()
+        if read_token(path) == token:
+            path.unlink()

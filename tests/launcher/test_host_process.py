@@ -17,7 +17,7 @@ from bounded import wait_until
 
 from raypod.host.process import cpus_of_node, parse_cpu_list
 from raypod.launcher.host_process import HostProcess
-from raypod.launcher.records import STDERR, STDOUT, Program, ProgramEnd
+from raypod.launcher.records import STDERR, STDOUT, HostReport, Program, ProgramEnd
 
 GRACE_S = 1.0
 
@@ -92,6 +92,22 @@ def test_output_and_exit_of_every_program(host: Callable[..., Host]) -> None:
 def test_lines_arrive_as_they_are_printed(host: Callable[..., Host]) -> None:
     found = host(python("print('now'); import time; time.sleep(60)"))
     found.read(lambda: found.text() == "now\n")
+
+
+def test_reports_have_the_processes_that_run_and_the_usage_of_the_host(host: Callable[..., Host]) -> None:
+    found = host(python("import os; print(os.getpid()); import time; time.sleep(60)"), ("true",))
+    found.read(lambda: found.text() != "" and len(found.ends) == 1)
+    reports: List[HostReport] = []
+
+    def is_measured() -> bool:
+        reports.append(found.process.read(0.1))
+        return len(reports[-1].programs) > 0
+
+    assert wait_until(is_measured)
+    (running,) = reports[-1].programs
+    assert (running.instance, running.pid) == (0, int(found.text()))
+    assert running.cpu_s >= 0
+    assert reports[-1].usage is not None
 
 
 def test_binary_output_is_unchanged(host: Callable[..., Host]) -> None:

@@ -1,0 +1,161 @@
+"""The status endpoint of a training: served while it runs, for holders of the token, and gone after every end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import stat
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Tuple
+
+import pytest
+
+import raypod
+from raypod import train
+from raypod.errors import ConfigError, RunError
+from raypod.events import Event, UpdateDone
+from raypod.host import abort
+from raypod.plan.plan import Plan
+from raypod.record import run_state
+from raypod.status.endpoint import TOKEN_FILE, served
+from raypod.status.exposition import CONTENT_TYPE
+from raypod.status.token_server import TokenServer, read_token
+
+FLAGS: Dict[str, Any] = {"fleet": "inline", "device": "emulated", "num_instances": 1, "replicas": 1, "batch_size": 64}
+FLAGS["lr_schedule"] = "constant"  # so that the number of updates may change
+
+
+def get(port: int, path: str, token: str = "") -> Tuple[int, str, str]:
+    """Return the status code, the content type and the body of a request."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("GET", path, headers={"Authorization": f"Bearer {token}"} if token else {})
+        response = connection.getresponse()
+        return response.status, response.getheader("Content-Type", ""), response.read().decode()
+    finally:
+        connection.close()
+
+
+def free_port() -> int:
+    with TokenServer({}) as server:
+        return server.port
+
+
+def port_of(folder: Path) -> int:
+    state = run_state.read(folder)
+    assert state is not None
+    assert state.status_port is not None
+    return state.status_port
+
+
+def content_of(folder: Path) -> Dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_training_serves_its_state_while_it_runs_and_resumes_with_another_port(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, chosen, seen = tmp_path / "run", free_port(), []  # type: ignore[var-annotated]
+
+    def look(event: Event) -> None:
+        if isinstance(event, UpdateDone):
+            port, token = port_of(folder), read_token(folder / TOKEN_FILE)
+            assert stat.S_IMODE((folder / TOKEN_FILE).stat().st_mode) == 0o600
+            assert [get(port, path)[0] for path in ("/", "/status", "/metrics", "/../")] == [401] * 4
+            code, content_type, text = get(port, "/metrics", token)
+            seen.append((port, get(port, "/status", token)[0], code, content_type, text))
+
+    raypod.fit(run_dir=folder, updates=2, status_port=chosen, callbacks=look, **FLAGS)
+    assert [each[:4] for each in seen] == [(chosen, 200, 200, CONTENT_TYPE)] * 2
+    assert 'raypod_updates_total{run="run"} 1\n' in seen[0][4]
+    assert_closed(folder, chosen)
+
+    before = content_of(folder)
+    flags = [
+        "--fleet",
+        "inline",
+        "--device",
+        "emulated",
+        "--num-instances",
+        "1",
+        "--replicas",
+        "1",
+        "--batch-size",
+        "64",
+    ]
+    resumed = [*flags, "--resume", str(folder), "--updates", "3"]
+    with TokenServer({}) as other:
+        for more in ([], ["--detach"]):
+            capfd.readouterr()
+            assert train.main([*resumed, "--status-port", str(other.port), *more]) == 2
+            out, err = capfd.readouterr()
+            assert (out, err.count("\n")) == ("", 1)
+            assert f"--status-port {other.port}: Address already in use; choose another port" in err
+            assert content_of(folder) == before
+
+    seen.clear()
+    raypod.fit(run_dir=folder, resume=folder, updates=3, status_port=free_port(), callbacks=look, **FLAGS)
+    assert len(seen) == 1
+    assert 'raypod_updates_total{run="run"} 1\n' in seen[0][4]
+    assert 'raypod_update{run="run"} 3\n' in seen[0][4]
+    assert_closed(folder, seen[0][0])
+
+
+def assert_closed(folder: Path, port: int) -> None:
+    state = json.loads((folder / run_state.NAME).read_text())
+    assert (state["status_port"], state["status_token_file"]) == (None, None)
+    assert not (folder / TOKEN_FILE).exists()
+    with pytest.raises(ConnectionRefusedError):
+        get(port, "/status")
+
+
+@pytest.mark.parametrize("more", [[], ["--detach"]])
+def test_a_port_in_use_leaves_no_folder(
+    more: List[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with TokenServer({}) as other:
+        flags = ["--fleet", "inline", "--num-instances", "1", "--replicas", "1", "--status-port", str(other.port)]
+        assert train.main([*flags, *more]) == 2
+        out, err = capfd.readouterr()
+        assert (out, err.count("\n"), list(tmp_path.iterdir())) == ("", 1, [])
+        assert "--status-port" in err
+        assert train.main([*flags, "--dry-run"]) == 0  # the plan does not depend on it
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "x"])
+def test_a_wrong_port_is_one_line(port: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert train.main([f"--status-port={port}", "--dry-run"]) == 2
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+
+
+def test_the_token_is_removed_by_an_exception_and_by_an_abort(
+    make: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = run_state.StateFile(tmp_path, 1)
+
+    def fail() -> None:
+        with state, served({}, tmp_path, 0, state):
+            assert (tmp_path / TOKEN_FILE).exists()
+            raise RunError("it broke")
+
+    with pytest.raises(RunError, match="it broke"):
+        fail()
+    assert not (tmp_path / TOKEN_FILE).exists()
+
+    class Exited(BaseException):
+        pass
+
+    def leave(code: int) -> None:
+        raise Exited
+
+    monkeypatch.setattr(abort.os, "_exit", leave)
+    state = run_state.StateFile(tmp_path, 1)
+    with state, served({}, tmp_path, 0, state):
+        with pytest.raises(Exited):
+            abort.abort(ConfigError("Ray hangs"))
+        assert not (tmp_path / TOKEN_FILE).exists()
+        assert json.loads((tmp_path / run_state.NAME).read_text())["status_port"] is None
