@@ -25,6 +25,7 @@ ADDRESS = "127.0.0.1"
 _REQUEST_TIMEOUT_S = 10.0  # for a request to arrive, and for a client to read the response
 _MAX_CLIENTS = 16  # at a time; further ones are disconnected
 _POLL_S = 0.1
+HTML = "text/html; charset=utf-8"
 _HOSTS = (ADDRESS, "localhost")
 
 
@@ -73,13 +74,16 @@ class TokenServer:
         token: 64 hexadecimal digits (256 bits) from the system's source of randomness.
     """
 
-    def __init__(self, routes: Mapping[str, Route], port: int = 0, setting: str = "--status-port") -> None:
+    def __init__(
+        self, routes: Mapping[str, Route], port: int = 0, setting: str = "--status-port", sign_in: bytes = b""
+    ) -> None:
         """Listen.
 
         Args:
             routes: by their path, as in "/status".
             port: 0 lets the system choose.
             setting: which sets the port, for the message of an error.
+            sign_in: an HTML page; the body of the 401 of the path "/", for browsers.
 
         Raises:
             ConfigError: the port is in use or not permitted.
@@ -89,7 +93,7 @@ class TokenServer:
             self._server = _Server((ADDRESS, port), _Handler)
         except OSError as error:
             raise _cannot_serve(port, setting, error) from None
-        self._server.routes, self._server.token = dict(routes), self.token
+        self._server.routes, self._server.token, self._server.sign_in = dict(routes), self.token, sign_in
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(_POLL_S,), name="status-server", daemon=True
@@ -129,6 +133,7 @@ class _Server(http.server.ThreadingHTTPServer):
     allow_reuse_address = True
     routes: Dict[str, Route]
     token: str
+    sign_in: bytes
 
     def __init__(self, *arguments: Any) -> None:
         self._slots = threading.BoundedSemaphore(_MAX_CLIENTS)
@@ -177,6 +182,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         given = bearer.strip() if scheme.lower() == "bearer" else query.pop("token", "")
         query.pop("token", None)
         if not hmac.compare_digest(given.encode(), self.server.token.encode()):
+            if self.server.sign_in and self.command == "GET" and target.path == "/":
+                return Response(self.server.sign_in, HTML, 401)
             return _error(401, "a token is needed: Authorization: Bearer TOKEN, or ?token=TOKEN")
         if self.command not in ("GET", "HEAD"):
             return _error(405, "this server is read-only: use GET")

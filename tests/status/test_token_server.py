@@ -96,3 +96,13 @@ def test_the_token_file_is_private(server: TokenServer, tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert read_token(path) == server.token
     assert len(server.token) == 64
+
+
+def test_a_browser_can_get_a_page_with_the_401_of_the_first_path() -> None:
+    with TokenServer({"/status": json_response_of}, sign_in=b"<p>sign in</p>") as server:
+        assert request(server, "/") == (401, "<p>sign in</p>")
+        assert request(server, "/?token=0") == (401, "<p>sign in</p>")
+        for path, method in (("/status", "GET"), ("/../", "GET"), ("/", "POST")):
+            status, body = request(server, path, method)
+            assert (status, "sign in" in body) == (401, False)
+        assert request(server, "/", headers=bearer(server))[0] == 404
