@@ -184,6 +184,7 @@ class Training:
         yield CoordinatorLogTimes(folder)
         status = RunStatus(plan, fleet.heartbeats)
         yield status
+        fleet.export_metrics(lambda: prometheus.started_families(status), prometheus.run_label(plan.run_dir))
         metrics = cached_route(lambda: prometheus.scrape_response(status))
         routes = {"/status": snapshot_route(status.snapshot), "/metrics": metrics}
         stack.enter_context(served(routes, folder, plan.config.run.status_port, state))

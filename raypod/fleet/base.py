@@ -7,7 +7,7 @@ simulates them. The coordinator treats all alike.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Sequence, Tuple, Union
 
 from typing_extensions import Protocol
 
@@ -15,6 +15,8 @@ from raypod.checkpoint.transfer import Server
 from raypod.errors import InstanceFailed, RunError
 from raypod.events import CallReport, HeartbeatReport, InstanceLost, InstanceStarted
 from raypod.plan.plan import Leg
+
+Labels = Tuple[Tuple[str, str], ...]
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,6 +42,26 @@ class Beat(NamedTuple):
 
     report: HeartbeatReport
     received_s: float
+
+
+class Family(Protocol):
+    """A metric with its samples: `status.exposition.Family`."""
+
+    @property
+    def name(self) -> str:
+        """Its name, without a suffix."""
+
+    @property
+    def kind(self) -> str:
+        """ "counter", "gauge" or "histogram"."""
+
+    @property
+    def help(self) -> str:
+        """Its description."""
+
+    @property
+    def samples(self) -> Sequence[Tuple[Labels, Union[int, float], str]]:
+        """(labels, value, suffix of the name) of each sample."""
 
 
 def failure_of(loss: InstanceLost) -> InstanceFailed:
@@ -94,6 +116,12 @@ class Fleet(Protocol):
 
     def heartbeats(self) -> Dict[int, Beat]:
         """Return the newest heartbeat of each instance that has sent one. Cheap, and callable from any thread."""
+
+    def export_metrics(self, collect: Callable[[], Iterable[Family]], constant: Labels) -> None:
+        """Export metrics through the system that runs the instances, if it has an exporter, from `start` to `close`.
+
+        Called before `start`. `collect` returns the current metrics, from any thread; `constant` labels are added.
+        """
 
     def serve(self, kind: Callable[..., Any], *arguments: Any) -> Server:
         """Create an object of class `kind` in a process on the coordinator's host, for `call`s to use."""

@@ -8,12 +8,12 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
 from raypod.checkpoint.transfer import Server
 from raypod.errors import InstanceFailed, RaypodError, RunError, summarize_exception
 from raypod.events import CallReport, InstanceStarted
-from raypod.fleet.base import Beat
+from raypod.fleet.base import Beat, Family, Labels
 from raypod.host import sdk, torchvision_import
 from raypod.instance import collectives
 from raypod.plan.environment import instance_environment
@@ -86,6 +86,9 @@ class InlineFleet:
         """See `Fleet.heartbeats`."""
         instance = self._instance
         return {} if instance is None else {0: Beat(instance.heartbeat.beat(), time.monotonic())}
+
+    def export_metrics(self, collect: Callable[[], Iterable[Family]], constant: Labels) -> None:
+        """See `Fleet.export_metrics`. There is no exporter."""
 
     def serve(self, kind: Callable[..., Any], *arguments: Any) -> Server:
         """See `Fleet.serve`. The object is in this process, which is also the coordinator's."""

@@ -6,12 +6,14 @@ The modules `fleet/ray*` are the only ones of training that call Ray; they conve
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
 from raypod.events import CallReport, HeartbeatReport, InstanceStarted
-from raypod.fleet.base import Beat, FleetBroken, failure_of
+from raypod.fleet.base import Beat, Family, FleetBroken, Labels, failure_of
+from raypod.fleet.ray_metrics import RayMetrics
 from raypod.fleet.ray_nodes import draining_hosts, host_name, wait_for_nodes
 from raypod.fleet.ray_replace import ProcessKiller, Replacements
 from raypod.fleet.ray_reservation import Reservation, reserve
@@ -46,6 +48,8 @@ class RayFleet:
         self._watch: Optional[Watch] = None
         self._started: List[InstanceStarted] = []
         self._servers: List[RayServer] = []
+        self._exported: Optional[Tuple[Callable[[], Iterable[Family]], Labels]] = None
+        self._metrics: Optional[RayMetrics] = None
         self._generation = 0
         self._draining: List[str] = []
         self._draining_s = 0.0
@@ -76,6 +80,9 @@ class RayFleet:
         except FleetBroken as broken:  # a failed start is not repaired
             raise failure_of(broken.losses[0]) if broken.losses else broken from None
         self._timer.end("meet")
+        if self._exported is not None:
+            metrics = importlib.import_module("ray.util.metrics")
+            self._metrics = RayMetrics(metrics, *self._exported, self._log)
         return self._started
 
     def call(self, method: str, *arguments: Any) -> List[Any]:
@@ -155,6 +162,10 @@ class RayFleet:
         """See `Fleet.heartbeats`."""
         return self._watch.beats() if self._watch is not None else {}
 
+    def export_metrics(self, collect: Callable[[], Iterable[Family]], constant: Labels) -> None:
+        """See `Fleet.export_metrics`."""
+        self._exported = (collect, constant)
+
     def serve(self, kind: Callable[..., Any], *arguments: Any) -> RayServer:
         """See `Fleet.serve`."""
         self._servers.append(RayServer(self._ray, kind, *arguments))
@@ -162,6 +173,9 @@ class RayFleet:
 
     def close(self) -> None:
         """See `Fleet.close`."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
         try:
             if self._ray is not None and self._ray.is_initialized():
                 self._end_actors()

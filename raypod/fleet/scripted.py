@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterator, List, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Tuple
 
 from raypod.checkpoint.transfer import Server
 from raypod.events import CallReport, EvaluationReport, InstanceStarted, SaveReport
-from raypod.fleet.base import Beat
+from raypod.fleet.base import Beat, Family, Labels
 from raypod.instance.seeding import Endpoint
 from raypod.plan.plan import Leg, Plan
 
@@ -71,6 +71,9 @@ class ScriptedFleet:
     def has_room_for(self, instances: Tuple[int, ...], may_share_hosts: bool) -> bool:
         """See `Fleet.has_room_for`."""
         return False
+
+    def export_metrics(self, collect: Callable[[], Iterable[Family]], constant: Labels) -> None:
+        """See `Fleet.export_metrics`. There is no exporter."""
 
     def serve(self, kind: Callable[..., Any], *arguments: Any) -> Server:
         """See `Fleet.serve`. Subclasses whose instances share no disk with this host override it."""

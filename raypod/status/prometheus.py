@@ -322,6 +322,11 @@ def run_families(status: RunStatus) -> List[Family]:
     return families(METRICS, Scrape(status.current(), dict(status.calls.by_instance)))
 
 
+def started_families(status: RunStatus) -> List[Family]:
+    """Return the metrics of a training run whose instances have started, else []."""
+    return run_families(status) if status.started is not None else []
+
+
 def run_label(run_dir: str) -> Labels:
     """Return the label that distinguishes the metrics of runs: the name of the run folder."""
     return (("run", Path(run_dir).name),)
