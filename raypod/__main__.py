@@ -123,6 +123,7 @@ COMMANDS: Dict[str, Callable[[Sequence[str]], int]] = {
     "attach": _attach,
     "stop": _stop,
     "logs": _command("raypod.logs.command", "main"),
+    "report": _command("raypod.report.command", "report"),
     **{verb: _command("raypod.trained.commands", verb) for verb in ("evaluate", "export", "average", "predict")},
     "doctor": _command("raypod.pod.doctor", "doctor"),
     "up": _command("raypod.pod.up", "up"),

@@ -31,10 +31,11 @@ DIRECTIONS = {
     "status": "launcher record",
     "planning": "tasks record",
     "trained": "coordinator planning",
-    "api": "coordinator planning status",
+    "api": "coordinator planning status report",
     "launcher": "fleet instance",
     "pod": "fleet",
     "logs": "record pod",
+    "report": "record model",
 }
 # The folders of the emulated poptorch, likewise.
 SDK_DIRECTIONS = {

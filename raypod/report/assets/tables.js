@@ -1,0 +1,98 @@
+// The overview, the settings with the differences between runs, and the versions.
+const STATES = { done: "good", running: "good", starting: "good", failed: "bad", died: "bad", interrupted: "warn", unknown: "warn" };
+
+function stateOf(run) {
+  return h("span", { class: `state ${STATES[run.state] || "warn"}` }, run.state);
+}
+
+const lastOf = (table, name) => {
+  const column = table.columns.indexOf(name);
+  for (let row = table.rows.length - 1; column >= 0 && row >= 0; row -= 1) if (isNumber(table.rows[row][column])) return table.rows[row][column];
+  return null;
+};
+
+function factsOf(run) {
+  const summary = run.summary || {}, calls = run.calls ? run.calls.totals : [];
+  const rate = isNumber(summary.samples_per_s) ? summary.samples_per_s : lastOf(run.curves, "samples_per_s");
+  const wait = isNumber(summary.data_wait_share) ? summary.data_wait_share : lastOf(run.curves, "data_wait_share");
+  const evaluated = run.evaluations.columns.slice(3).map((name) => [`${titleOf(name)}, evaluation`, number(lastOf(run.evaluations, name)) + (UNITS[name] || "")]);
+  const slow = calls.filter((total) => isSlow(run, total)).map((total) => total.instance);
+  return [
+    ["updates", isNumber(run.update) ? `${number(run.update)} of ${number(run.total_updates)}` : number(run.curves.updates)],
+    ...run.metrics.map((name) => [titleOf(name), number(lastOf(run.curves, name)) + (UNITS[name] || "")]),
+    ...evaluated,
+    ["samples per second", number(rate, 4)],
+    ["waiting for data", percent(wait)],
+    ["duration", seconds(run.timeline.end_s)],
+    ["lost instances", number(run.timeline.counts.instance_lost || 0)],
+    ["checkpoints", number(run.timeline.counts.checkpoint_saved || 0)],
+    ["slow instances", slow.length ? slow.join(", ") : "none"],
+  ];
+}
+
+function overview() {
+  if (!runs.length) return [h("p", { class: "empty" }, "No run is selected.")];
+  const message = (run) => (run.message ? h("p", { class: "message" }, `${runs.length > 1 ? `${runName(run)}: ` : ""}${run.message}`) : null);
+  if (runs.length === 1) {
+    const [run] = runs;
+    const tiles = [["state", stateOf(run)], ...factsOf(run)];
+    const place = run.plan ? `${number(run.plan.geometry.num_instances)} instances, ${number(run.plan.geometry.total_replicas)} replicas` : "";
+    const started = isNumber(run.timeline.origin_unix_s) ? `started ${new Date(1000 * run.timeline.origin_unix_s).toLocaleString()}` : "";
+    return [
+      h("p", { class: "subtitle" }, [run.task, place, run.device_line, started].filter(Boolean).join(" · ")), message(run),
+      h("dl", { class: "tiles" }, tiles.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
+    ];
+  }
+  const names = [];
+  for (const run of runs) for (const [name] of factsOf(run)) if (!names.includes(name)) names.push(name);
+  const rows = runs.map((run) => {
+    const facts = new Map(factsOf(run));
+    return [h("span", {}, swatch(runColour(run)), runName(run)), stateOf(run), ...names.map((name) => facts.get(name) || "–")];
+  });
+  return [table(["run", "state", ...names], rows, { class: "numbers" }), runs.map(message)];
+}
+
+const settingText = (value) => (value === null || value === undefined ? "–" : String(value));
+
+function settingsSection() {
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.config)))];
+  if (!names.length) return [h("p", { class: "empty" }, "The run folder has no configuration.")];
+  const differs = (name) => runs.some((run) => settingText(run.config[name]) !== settingText(runs[0].config[name]));
+  if (runs.length === 1) {
+    const sections = new Map();
+    for (const name of names) {
+      const [section, ...key] = name.split(".");
+      sections.set(section, [...(sections.get(section) || []), [key.join(".") || section, settingText(runs[0].config[name])]]);
+    }
+    return [h("div", { class: "settings" }, [...sections].map(([section, pairs]) => h("div", {}, h("h4", {}, section),
+      h("dl", {}, pairs.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", { class: value === "–" ? "none" : null }, value)))))))];
+  }
+  const different = names.filter(differs), shown = view.allSettings ? names : different;
+  const box = h("input", { type: "checkbox", checked: view.allSettings, onchange: (event) => { view.allSettings = event.target.checked; redraw(true); } });
+  const rows = shown.map((name) => [name, ...runs.map((run) => ({ content: settingText(run.config[name]), class: differs(name) ? "different" : null }))]);
+  return [
+    h("p", { class: "hint" }, `${different.length} of ${names.length} settings differ. `, h("label", {}, box, " show all settings")),
+    shown.length ? table(["setting", ...runs.map(runName)], rows, { class: "compare" }) : h("p", { class: "empty" }, "The settings of these runs are equal."),
+  ];
+}
+
+function environmentSection() {
+  const packages = [...new Set(runs.flatMap((run) => Object.keys(run.versions)))];
+  const version = (run, name) => {
+    const found = Object.entries(run.versions[name] || {});
+    if (found.length < 2) return found.length ? found[0][0] : "–";
+    return found.map(([value, instances]) => `${value} (instances ${instances.join(", ")})`).join("; ");
+  };
+  const summary = (run, name) => ((run.summary || {})[name] ? String(run.summary[name]) : "–");
+  const lines = [
+    ["device", (run) => run.device_line || "–"], ["hosts", (run) => [...new Set(run.instances.map((each) => each.host))].join(", ") || "–"],
+    ["parameters", (run) => number(run.parameters)], ["run folder", (run) => run.id], ["raypod of the coordinator", (run) => run.raypod || "–"],
+    ...packages.map((name) => [name, (run) => version(run, name)]),
+    ["weights, SHA-256", (run) => summary(run, "weights_sha256")], ["last checkpoint", (run) => summary(run, "checkpoint")],
+  ];
+  const rows = lines.map(([name, value]) => {
+    const values = runs.map(value);
+    return [name, ...values.map((each) => ({ content: each, class: runs.length > 1 && each !== values[0] ? "different" : null }))];
+  });
+  return [table(["", ...runs.map(runName)], rows, { class: "compare" })];
+}

@@ -1,0 +1,66 @@
+"""`raypod report RUN [RUN ...]`, and the report that a run writes at its end."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Dict, List, Sequence
+
+from raypod.cli import FlagParser
+from raypod.errors import ConfigError
+from raypod.host.files import replace_file
+from raypod.report.page import render_bounded
+from raypod.report.run_data import RunReader
+
+NAME = "report.html"
+
+
+def report(argv: Sequence[str]) -> int:
+    """Write the report of one or more runs, and print its path."""
+    parser = FlagParser(prog="raypod report", description="Write one HTML page that shows runs, also unfinished ones.")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run folder; several are drawn over each other")
+    default = f"RUN/{NAME} for one run, {NAME} in the current folder for several"
+    parser.add_argument("--output", metavar="FILE", help=f"the file [{default}]")
+    args = parser.parse_args(argv)
+    readers = _readers(args.runs)
+    target = readers[0].folder / NAME if len(readers) == 1 else Path(NAME)
+    output = Path(args.output) if args.output else target
+    if output.is_dir():
+        raise ConfigError(f"--output {output} is a folder; name a file in it, as {output / NAME}")
+    try:
+        size = _write(readers, output)
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror}") from None
+    print(f"Report: {output} ({size / 1e6:.1f} MB)")  # noqa: T201 - the command line's own output
+    return 0
+
+
+def write_report(folder: Path) -> float:
+    """Write `report.html` into a run folder; return how many seconds that took.
+
+    Raises:
+        ConfigError: a file of the run cannot be read.
+        OSError: the report cannot be written.
+    """
+    began_s = time.monotonic()
+    _write(_readers([str(folder)]), folder / NAME)
+    return time.monotonic() - began_s
+
+
+def _readers(folders: Sequence[str]) -> List[RunReader]:
+    """Return the readers of run folders, each folder once, after the first read."""
+    readers: Dict[Path, RunReader] = {}
+    for name in folders:
+        reader = RunReader(Path(name))
+        readers.setdefault(reader.folder, reader)
+    for reader in readers.values():
+        reader.refresh()
+    return list(readers.values())
+
+
+def _write(readers: Sequence[RunReader], output: Path) -> int:
+    """Write the page of the runs; return its size in bytes."""
+    title = f"{readers[0].folder.name} - raypod report" if len(readers) == 1 else f"{len(readers)} runs - raypod report"
+    content = render_bounded([reader.data for reader in readers], title).encode()
+    replace_file(output, content)
+    return len(content)

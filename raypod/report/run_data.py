@@ -1,0 +1,219 @@
+"""Read a run folder into plain data, which a page draws and a server sends; only what was appended is read again.
+
+`RunReader(folder).refresh()` reads, `data()` returns a dict that JSON can hold (see `strict_json`, which writes NaN as
+null). Its size is bounded, whatever the length of the run. Keys:
+
+    id           absolute path of the folder; identifies the run
+    name         name of the folder
+    state        "starting", "running", "done", "interrupted", "failed", "died" (the process has ended without a trace)
+                 or "unknown"; `exit_code`, `message` (of the error), `update`, `total_updates`, `epoch`, `restarts`
+    task, device, device_line, parameters, raypod
+    metrics      names of the metrics of the updates, the loss first
+    rates        names of further rates, as tokens_per_s
+    curves       {columns: ["update", "samples", "time_s", *metrics, "samples_per_s", "data_wait_share", *rates],
+                 rows: [[number or null, ...], ...], updates: lines of metrics.jsonl, decimated: whether rows were left
+                 out}. Samples count from the start of the training; `time_s` is the time in seconds over all starts
+    evaluations  {columns: ["update", "samples", "time_s", *metrics], rows}
+    calls        null, or the windows of the call times: {instances: [index, ...], end_s, first_update, calls: [per
+                 window], p50_s, p95_s, slowest_s, busy_s: [per instance][per window], straggler_ratio, totals:
+                 [{instance, p50_s, p95_s, mean_s, busy_s, slowest_s, data_wait_share, peer_wait_share, busy_ratio,
+                 calls}, ...]}
+    timeline     {origin_unix_s, end_s, generations: [{cause: "started", "resumed" or "repaired", generation, begin_s,
+                 ready_s, update}], spans: [[index of the generation, phase, begin, end, update], ...], marks: [[kind,
+                 index of the generation, seconds, update, text], ...], counts: {kind: number}, gaps: [[seconds,
+                 length], ...], phase_s: {phase: seconds}}; kinds are the events' names
+    starts       [{generation, cause, total_s, steps: [[name, seconds], ...], instances: [[index, steps], ...]}]
+    instances    [{instance, host, pid, replicas: [first, number], lost: number of times}], as of the newest generation
+    versions     {package: {version: [instances]}}
+    plan         null, or what `plan_data.plan_data` returns
+    config       {"section.key": value}
+    summary      null, or the content of `summary.json` without its evaluations
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Tuple
+
+import yaml
+
+from raypod.errors import ConfigError
+from raypod.record import event_log, run_state
+from raypod.record.growing_file import GrowingFile
+from raypod.record.run_folder import CONFIG, EVALUATIONS, METRICS, PLAN, SUMMARY
+from raypod.report.call_windows import CallWindows
+from raypod.report.curves import MAX_ROWS, Curves, evaluation_data
+from raypod.report.plan_data import plan_data
+from raypod.report.starts import Starts
+from raypod.report.timeline import Timeline
+
+_MARKS = (METRICS, PLAN, run_state.NAME, event_log.NAME)  # a folder with one of them is a run folder
+_MAX_TEXT = 4000  # characters of a message or a setting
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Return whether a folder holds a run."""
+    return any((folder / name).is_file() for name in _MARKS)
+
+
+class RunReader:
+    """Reads one run folder, and again what was appended to its files."""
+
+    def __init__(self, folder: Path) -> None:
+        """ConfigError if the folder holds no run."""
+        if not is_run_folder(folder):
+            known = "does not exist" if not folder.exists() else f"is no run folder: it has none of {', '.join(_MARKS)}"
+            raise ConfigError(f"{folder} {known}")
+        self.folder = Path(os.path.abspath(folder))  # noqa: PTH100 - keeps symlinks
+        self._metrics = GrowingFile(folder / METRICS)
+        self._evaluations = GrowingFile(folder / EVALUATIONS)
+        self._events = GrowingFile(folder / event_log.NAME)
+        self._curves, self._evaluated = Curves(), []  # type: Tuple[Curves, List[Dict[str, Any]]]
+        self._restart_events()
+        self._contents: Dict[str, Tuple[Tuple[int, int], Any]] = {}  # by name of the file, with its identity
+        self._state: Dict[str, Any] = {}
+
+    def refresh(self) -> bool:
+        """Read what is new; return whether there is anything. ConfigError if a file cannot be read."""
+        try:
+            changed = [
+                self._read(self._metrics, self._add_updates),
+                self._read(self._evaluations, self._add_evaluations),
+                self._read(self._events, self._add_events),
+                *(self._load(name, json.loads) for name in (PLAN, SUMMARY)),
+                self._load(CONFIG, _load_yaml),
+            ]
+        except OSError as error:
+            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
+        state = _state_of(self.folder)
+        changed.append(state != self._state)
+        self._state = state
+        return any(changed)
+
+    def data(self, max_rows: int = MAX_ROWS) -> Dict[str, Any]:
+        """Return the run as plain data with at most `max_rows` rows of the curves."""
+        plan, summary = self._content(PLAN), dict(self._content(SUMMARY))
+        config = _flat(self._content(CONFIG))
+        summary.pop("evaluations", None)
+        is_running = self._state["state"] in (run_state.STARTING, run_state.RUNNING)
+        drawn = plan_data(plan, config)
+        return {
+            "id": str(self.folder),
+            "name": self.folder.name,
+            **self._state,
+            "epoch": self._curves.epoch,
+            "task": plan.get("task"),
+            **self._starts.facts,
+            "metrics": self._curves.metrics,
+            "rates": self._curves.rates,
+            "curves": self._curves.data(max_rows),
+            "evaluations": evaluation_data(self._evaluated, self._curves),
+            "calls": self._calls.data(),
+            "timeline": self._timeline.data(time.time() if is_running else None),
+            "starts": self._starts.starts,
+            "instances": self._starts.instances(drawn["instances"] if drawn else []),
+            "versions": self._starts.versions(),
+            "plan": drawn,
+            "config": config,
+            "summary": summary or None,
+        }
+
+    def _read(self, file: GrowingFile, add: Callable[[List[Dict[str, Any]], bool], None]) -> bool:
+        """Pass the new records of a file to `add`, in parts of bounded size."""
+        is_new = False
+        while True:
+            before = file.position
+            found = file.read_records()
+            if found.records or found.restarted:
+                add(found.records, found.restarted)
+                is_new = True
+            if not 0 < file.position - before < file.path.stat().st_size - before:
+                return is_new
+
+    def _add_updates(self, records: List[Dict[str, Any]], restarted: bool) -> None:
+        if restarted:
+            self._curves = Curves()
+        self._curves.add(records)
+
+    def _add_evaluations(self, records: List[Dict[str, Any]], restarted: bool) -> None:
+        if restarted:
+            self._evaluated = []
+        self._evaluated += records
+
+    def _add_events(self, records: List[Dict[str, Any]], restarted: bool) -> None:
+        if restarted:
+            self._restart_events()
+        for record in records:
+            self._timeline.handle(record)
+            self._starts.handle(record)
+            unix_s = record.get("unix_s")
+            if record.get("event") == "call_times" and isinstance(unix_s, (int, float)):
+                self._calls.handle(record, self._timeline.seconds_at(unix_s))
+
+    def _restart_events(self) -> None:
+        self._timeline, self._calls, self._starts = Timeline(), CallWindows(), Starts()
+
+    def _load(self, name: str, parse: Callable[[str], Any]) -> bool:
+        """Read a file that is replaced as a whole, if it has changed; return whether it has."""
+        path = self.folder / name
+        try:
+            facts = path.stat()
+        except FileNotFoundError:
+            return self._contents.pop(name, None) is not None
+        identity = (facts.st_ino, facts.st_mtime_ns)
+        if name in self._contents and self._contents[name][0] == identity:
+            return False
+        content = None
+        with contextlib.suppress(ValueError, yaml.YAMLError):  # a damaged file counts as a missing one
+            content = parse(path.read_text(errors="replace"))
+        self._contents[name] = (identity, content)
+        return True
+
+    def _content(self, name: str) -> Dict[str, Any]:
+        content = self._contents.get(name, ((0, 0), None))[1]
+        return content if isinstance(content, dict) else {}
+
+
+def _state_of(folder: Path) -> Dict[str, Any]:
+    """Return the state of the run, from `state.json` and its process."""
+    state = run_state.read(folder)
+    if state is None:
+        return {
+            "state": "unknown",
+            "exit_code": None,
+            "message": "",
+            "update": None,
+            "total_updates": None,
+            "restarts": 0,
+        }
+    name = state.state
+    if not state.has_ended and state.is_local and not state.is_alive:
+        name = "died"
+    return {
+        "state": name,
+        "exit_code": state.exit_code,
+        "message": state.message[:_MAX_TEXT],
+        "update": state.update,
+        "total_updates": state.total_updates,
+        "restarts": state.restarts,
+    }
+
+
+def _load_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def _flat(content: Dict[str, Any], prefix: str = "") -> Dict[str, Any]:
+    """Return the settings of a config by their full names; values are numbers, strings, booleans or null."""
+    found: Dict[str, Any] = {}
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            found.update(_flat(value, f"{prefix}{key}."))
+        else:
+            is_plain = value is None or isinstance(value, (bool, int, float))
+            found[f"{prefix}{key}"] = value if is_plain else str(value)[:_MAX_TEXT]
+    return found
