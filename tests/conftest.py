@@ -15,17 +15,20 @@ from typing import Any, Callable, Iterator
 
 import psutil
 import pytest
-from xdist.scheduler import LoadFileScheduling
 
 # Set before anything imports ray: the sessions of the tests need no token, and must not write one to the home folder.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+# Ray lowers the priority of workers, so that they hardly run while other test processes use all cores. raypod's own
+# sessions have this value.
+os.environ.update(RAY_worker_niceness="0")
 # A separate folder per test process: otherwise a run in one process joins the Ray session of another. The name is short
 # because socket paths are limited to 107 bytes.
 os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="r")
 os.environ["RAYPOD_RUNTIME_DIR"] = os.path.join(os.environ["RAY_TMPDIR"], "endpoints")  # noqa: PTH118
 
 from bounded import wait_until
+from scheduling import ClustersFirst
 
 from raypod.plan.cluster import LOCAL
 from raypod.plan.config import Config
@@ -41,29 +44,9 @@ SET_BY_AN_IMPORT = {
 }
 
 
-# Most tests that start Ray clusters run in two processes: on few cores more clusters at once exceed Ray's time limits.
-CLUSTERS = {
-    "pods": ("tests/end_to_end/", "tests/test_launch", "tests/tasks/test_from_poprun", "tests/api/"),
-    "Ray": ("tests/faults/", "tests/fleet/", "tests/trained/test_evaluate_ray"),
-}
-
-
-class ClustersTogether(LoadFileScheduling):  # type: ignore[misc]
-    """xdist's `loadfile`, with the files of each group of `CLUSTERS` in one process, which begins with them."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        groups = [group for group, starts in CLUSTERS.items() if nodeid.startswith(starts)]
-        return groups[0] if groups else str(super()._split_scope(nodeid))
-
-    def schedule(self) -> None:
-        super().schedule()
-        for group in CLUSTERS.keys() & self.workqueue.keys():
-            self.workqueue.move_to_end(group, last=False)
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    return ClustersTogether(config, log) if config.getvalue("dist") == "loadfile" else None
+    return ClustersFirst(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_configure() -> None:
