@@ -12,6 +12,8 @@ from typing import Dict
 
 import pytest
 
+from raypod.train import main
+
 FLAGS = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--lr-schedule", "constant"]
 # Python imports the module at the start of each process; it records every file that is opened for reading.
 RECORDER = """
@@ -32,10 +34,16 @@ def train(folder: Path, *flags: str, **variables: str) -> subprocess.CompletedPr
     return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False, env=environment)
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of a run of two updates, in this process."""
+    assert main([*FLAGS, "--run-dir", str(tmp_path / "run"), "--updates", "2"]) == 0
+    return tmp_path / "run"
+
+
 @pytest.mark.parametrize("how", ["--resume", "the same command", "--detach"])
-def test_a_resumed_run_reads_each_file_of_its_checkpoint_twice(tmp_path: Path, how: str) -> None:
-    folder, log = tmp_path / "run", tmp_path / "opened"
-    assert train(folder, "--updates", "2").returncode == 0
+def test_a_resumed_run_reads_each_file_of_its_checkpoint_twice(folder: Path, tmp_path: Path, how: str) -> None:
+    log = tmp_path / "opened"
     (tmp_path / "sitecustomize.py").write_text(RECORDER)
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps({**state, "state": "interrupted", "exit_code": 130}))
