@@ -19,9 +19,9 @@ import pytest
 # Set before anything imports ray: the sessions of the tests need no token, and must not write one to the home folder.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-# Ray lowers the priority of workers, so that they hardly run while other test processes use all cores. raypod's own
-# sessions have this value.
-os.environ.update(RAY_worker_niceness="0")
+# Ray lowers the priority of workers, so that they hardly run while other test processes use all cores; raypod's own
+# sessions have this value. Ray Tune does not restore the handler of SIGINT after its runs.
+os.environ.update(RAY_worker_niceness="0", TUNE_DISABLE_SIGINT_HANDLER="1")
 # A separate folder per test process: otherwise a run in one process joins the Ray session of another. The name is short
 # because socket paths are limited to 107 bytes.
 os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="r")
