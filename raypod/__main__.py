@@ -122,6 +122,7 @@ COMMANDS: Dict[str, Callable[[Sequence[str]], int]] = {
     "status": _status,
     "attach": _attach,
     "stop": _stop,
+    "monitor": _command("raypod.monitor.command", "main"),
     "logs": _command("raypod.logs.command", "main"),
     "report": _command("raypod.report.command", "report"),
     **{verb: _command("raypod.trained.commands", verb) for verb in ("evaluate", "export", "average", "predict")},

@@ -36,6 +36,7 @@ DIRECTIONS = {
     "pod": "fleet",
     "logs": "record pod",
     "report": "record model",
+    "monitor": "status pod",
 }
 # The folders of the emulated poptorch, likewise.
 SDK_DIRECTIONS = {

@@ -88,7 +88,7 @@ def run_on(host: Host, ssh: Ssh, words: Sequence[str], stdin: str = "", timeout_
 def pass_through(host: Host, ssh: Ssh, words: Sequence[str]) -> int:
     """Run a command on a host in the environment of `ray up`, with this process's stdin and output.
 
-    A leading `~/` in a word is the home folder on the host. There is no timeout, but ssh detects a dead connection.
+    See `login_command` for the words. There is no timeout, but ssh detects a dead connection.
 
     Returns:
         The exit code of the command.
@@ -96,9 +96,7 @@ def pass_through(host: Host, ssh: Ssh, words: Sequence[str]) -> int:
     Raises:
         ClusterError: The host cannot be reached, or does not have the command; ssh's own message precedes it.
     """
-    # Drop bash's warnings about the missing terminal, but keep the command's stderr.
-    command = " ".join("~/" + shlex.quote(word[2:]) if word.startswith("~/") else shlex.quote(word) for word in words)
-    shell = f"bash --login -i -c {shlex.quote(f'source ~/.bashrc; exec {command} 2>&3')} 3>&2 2>/dev/null"
+    shell = login_command(words)
     terminal = ["-t"] if sys.stdin.isatty() and sys.stdout.isatty() else []
     code = subprocess.run([*ssh_command(host, ssh, terminal or ["-T"]), shell], check=False).returncode
     if code == _NO_CONNECTION:
@@ -108,6 +106,16 @@ def pass_through(host: Host, ssh: Ssh, words: Sequence[str]) -> int:
             f"host {host.name} has no {words[0]}: setup_commands of the cluster file install it, run by `raypod up`"
         )
     return code
+
+
+def login_command(words: Sequence[str]) -> str:
+    """Return a shell command that runs `words` in the environment of `ray up`, a login shell.
+
+    A leading `~/` in a word is the home folder on the host.
+    """
+    # Drop bash's warnings about the missing terminal, but keep the command's stderr.
+    command = " ".join("~/" + shlex.quote(word[2:]) if word.startswith("~/") else shlex.quote(word) for word in words)
+    return f"bash --login -i -c {shlex.quote(f'source ~/.bashrc; exec {command} 2>&3')} 3>&2 2>/dev/null"
 
 
 def ssh_command(host: Host, ssh: Ssh, terminal: Sequence[str] = ("-T",)) -> List[str]:

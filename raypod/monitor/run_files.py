@@ -1,0 +1,161 @@
+"""A run from the files of its folder: it has ended, runs on another host, or its coordinator does not answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+from raypod.monitor.model import Instance, Run
+from raypod.monitor.snapshots import event_lines
+from raypod.record import run_state
+from raypod.record.event_log import NAME as EVENTS
+from raypod.record.growing_file import GrowingFile
+from raypod.record.run_end import LAUNCH, RunEndWatch
+from raypod.record.run_state import RunState
+
+METRICS, PLAN, SUMMARY = "metrics.jsonl", "plan.json", "summary.json"
+_KEPT_UPDATES, _KEPT_EVENTS = 512, 200
+_TAIL_BYTES = 512 << 10  # of metrics.jsonl
+_NO_METRIC = frozenset(
+    ("update", "epoch", "samples", "samples_per_s", "time_s", "data_wait_share", "missing_reports")
+)  # keys of a line of metrics.jsonl
+_CALL_KEYS = ("data_wait_share", "p50_s", "p95_s", "slowest_s", "busy_ratio")
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Return whether a folder holds a training run or a launch."""
+    return any((folder / name).is_file() for name in (run_state.NAME, LAUNCH, METRICS, PLAN))
+
+
+class RunFiles:
+    """Reads a run folder again and again; every `read` reads only what is new of the files that grow."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._end = RunEndWatch(folder)
+        self._metrics = GrowingFile(folder / METRICS, _tail_of(folder / METRICS))
+        self._events = GrowingFile(folder / EVENTS)
+        self._updates: List[Dict[str, Any]] = []
+        self._records: List[Dict[str, Any]] = []
+        self._placed: Dict[int, Mapping[str, Any]] = {}  # instance -> its newest start
+        self._last: Dict[str, Mapping[str, Any]] = {}  # the newest event of each kind
+
+    def read(self) -> Run:
+        """Return the run as the files describe it. Files that are missing or damaged are skipped."""
+        self._read_new()
+        plan, state = _json(self.folder / PLAN), run_state.read(self.folder)
+        launch = _json(self.folder / LAUNCH)
+        update = self._updates[-1] if self._updates else {}
+        evaluation, saved = self._last.get("evaluation_done", {}), self._last.get("checkpoint_saved", {})
+        metrics = {name: value for name, value in update.items() if name not in _NO_METRIC}
+        return Run(
+            run_dir=str(self.folder),
+            kind="launch" if state is None and launch else "training",
+            program=_command(launch) or str(plan.get("task") or ""),
+            phase=str(self._last.get("phase_begun", {}).get("phase", "")),
+            device_line=self._last.get("run_started", {}).get("device_line"),
+            started_unix_s=self._last.get("process_started", {}).get("unix_s"),
+            total_updates=_integer(plan.get("total_updates")),
+            epoch=update.get("epoch"),
+            epochs=_integer(plan.get("total_updates")) / (_integer(plan.get("updates_per_epoch")) or 1),
+            samples_per_s=update.get("samples_per_s"),
+            data_wait_share=update.get("data_wait_share"),
+            metrics={name: value for name, value in metrics.items() if isinstance(value, (int, float))},
+            restarts=_integer(self._last.get("repaired", {}).get("restarts")),
+            checkpoint_update=saved.get("update"),
+            checkpoint_unix_s=saved.get("unix_s"),
+            evaluation=evaluation.get("metrics") or {},
+            evaluation_update=evaluation.get("update"),
+            instances=self._instances(plan),
+            series=self._series(metrics),
+            events=event_lines(self._records),
+            **self._state(state, launch, _integer(update.get("update"))),
+        )
+
+    def _state(self, state: Optional[RunState], launch: Mapping[str, Any], update: int) -> Dict[str, Any]:
+        """Return the fields that tell whether the run goes on, and how it ended."""
+        ended = self._end.poll()
+        if state is None:
+            code = launch.get("exit_code")
+            name = str(launch.get("state") or ("done" if code == 0 else "failed" if code is not None else "running"))
+            known: Dict[str, Any] = {key: launch[key] for key in ("host", "pid", "exit_code") if key in launch}
+            return {**known, "update": update, "state": name if launch else "unknown"}
+        known = {"host": state.host, "pid": state.pid, "exit_code": state.exit_code, "message": state.message}
+        name = state.state
+        if not state.has_ended and ended is not None:
+            name, known["message"] = "died", "its coordinator's process ended without a record; the run can be resumed"
+        return {**known, "update": max(update, state.update), "state": name}
+
+    def _read_new(self) -> None:
+        with contextlib.suppress(OSError):
+            records, restarted = self._metrics.read_records()
+            updates = [each for each in records if isinstance(each.get("update"), int)]
+            known = [] if restarted else self._updates
+            if updates:  # a repaired or resumed run writes updates again
+                known = [each for each in known if each["update"] < updates[0]["update"]]
+            self._updates = [*known, *updates][-_KEPT_UPDATES:]
+        with contextlib.suppress(OSError):
+            records, restarted = self._events.read_records()
+            if restarted:
+                self._records, self._placed, self._last = [], {}, {}
+            for record in records:
+                self._last[str(record.get("event"))] = record
+                if record.get("event") in ("run_started", "repaired"):
+                    self._placed = {each["instance"]: each for each in record.get("instances") or ()}
+            self._records = [*self._records, *records][-_KEPT_EVENTS:]
+
+    def _instances(self, plan: Mapping[str, Any]) -> Tuple[Instance, ...]:
+        times = {each["instance"]: each for each in self._last.get("call_times", {}).get("instances") or ()}
+        ipus = _integer((plan.get("geometry") or {}).get("local_ipus"))
+        found = []
+        for spec in plan.get("instances") or ():
+            index = _integer(spec.get("index"))
+            placed, calls = self._placed.get(index, {}), times.get(index, {})
+            found.append(
+                Instance(
+                    instance=index,
+                    host=str(placed.get("host") or spec.get("host") or ""),
+                    pid=placed.get("pid"),
+                    first_replica=_integer(spec.get("replica_offset")),
+                    num_replicas=_integer(spec.get("local_replicas")),
+                    first_ipu=index * ipus,
+                    num_ipus=ipus,
+                    log_file=str(self.folder / "logs" / f"instance-{index}.log"),
+                    **{key: calls.get(key) for key in _CALL_KEYS},
+                )
+            )
+        return tuple(found)
+
+    def _series(self, metrics: Mapping[str, Any]) -> Dict[str, Tuple[Optional[float], ...]]:
+        return {name: tuple(_finite(each.get(name)) for each in self._updates) for name in ("samples_per_s", *metrics)}
+
+
+def _tail_of(path: Path) -> int:
+    try:
+        return max(0, path.stat().st_size - _TAIL_BYTES)
+    except OSError:
+        return 0
+
+
+def _json(path: Path) -> Dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _command(launch: Mapping[str, Any]) -> str:
+    command = launch.get("command") or launch.get("program") or ""
+    return command if isinstance(command, str) else " ".join(map(str, command))
+
+
+def _integer(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _finite(value: Any) -> Optional[float]:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
