@@ -16,7 +16,7 @@ from raypod.checkpoint import resume, weights_file
 from raypod.coordinator import coordinator
 from raypod.coordinator.early_stopping import early_stop
 from raypod.coordinator.stop import Stop
-from raypod.errors import ConfigError
+from raypod.errors import ConfigError, LeaseLost, UserError, summarize_exception
 from raypod.events import EvaluationDone, Event, RunStarted
 from raypod.fleet.base import Fleet
 from raypod.fleet.choice import fleet_for
@@ -154,13 +154,14 @@ class Training:
         self.metrics = MetricsAggregator(run.plan, time.monotonic() if started_at_s is None else started_at_s)
 
     def events(self) -> Generator[Event, None, None]:
-        """Yield the events of the run, and write its files. `summary.json` is written after the last event.
+        """Yield the events of the run, and write its files: after the last event `summary.json` and `report.html`.
 
         If the generator is closed before its end, the run stops after the current call, with a checkpoint.
         """
         plan, lease, is_closed = self._run.plan, self._run.claim.lease, False
         run_folder.create(plan)
         with contextlib.ExitStack() as stack:
+            stack.push(self._write_report)  # the last step: it reads the other files
             fleet = fleet_for(plan, self._reporter.print_line)
             recorders = list(self._recorders(fleet, stack))
             with self._opened(fleet) as (events, sinks):
@@ -216,3 +217,15 @@ class Training:
         if isinstance(event, EvaluationDone):
             self._evaluations.append(event)
         self._reporter.show(event)
+
+    def _write_report(self, kind: Optional[type], error: Optional[BaseException], _: object) -> None:
+        """Write `report.html`, also for a run that failed or was interrupted. If that fails, the run has a warning."""
+        is_users_mistake = isinstance(error, UserError) and RunStarted not in self._last_events
+        if is_users_mistake or isinstance(error, LeaseLost):  # the folder is restored, or another process has it
+            return
+        from raypod.report.command import write_report
+
+        try:
+            write_report(self._run.claim.folder)
+        except Exception as failure:  # noqa: BLE001 - whatever it is, the run has ended as it has
+            self._reporter.warn(f"the report was not written: {summarize_exception(failure)}")

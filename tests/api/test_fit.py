@@ -324,3 +324,25 @@ def test_ctrl_c_saves_a_checkpoint_and_raises_keyboard_interrupt(tmp_path: Path)
     kind, interrupted, checkpoint = rest[-1].split()
     assert (kind, interrupted) == ("Interrupted", "True")
     assert Path(checkpoint, "weights.safetensors").is_file()
+
+
+def test_a_run_writes_its_report(tmp_path: Path) -> None:
+    fit(tmp_path / "run", updates=3)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert '"state": "done"' in page
+
+
+def test_a_run_that_fails_writes_its_report(tmp_path: Path) -> None:
+    with pytest.raises(raypod.RunError):
+        fit(tmp_path / "run", updates=40, learning_rate=1e30, lr_schedule="constant", warmup_updates=0)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert '"state": "failed"' in page
+
+
+def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    events = raypod.stream(run_dir=tmp_path / "run", updates=3, **QUICK)
+    next(events)
+    (tmp_path / "run" / "report.html").mkdir()  # a file cannot replace a folder
+    *_, ended = events
+    assert isinstance(ended, RunEnded)
+    assert sum("the report was not written" in record.getMessage() for record in caplog.records) == 1

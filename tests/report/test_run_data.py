@@ -1,0 +1,213 @@
+"""The data of a report: rows kept of long runs, what is read again, the timeline, the calls of instances."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import List
+
+import pytest
+from run_folders import call_times, event, update_record, write_lines, write_run
+
+from raypod.errors import ConfigError
+from raypod.host.files import strict_json
+from raypod.report.call_windows import CallWindows
+from raypod.report.curves import MAX_ROWS
+from raypod.report.decimation import Row, decimate
+from raypod.report.run_data import RunReader
+from raypod.report.timeline import Timeline
+
+
+def rows_of(count: int, seed: int = 1) -> List[Row]:
+    rng = random.Random(seed)
+    return [[update, 8.0 * update, 0.1 * update, rng.gauss(0, 1), rng.random()] for update in range(1, count + 1)]
+
+
+@pytest.mark.parametrize("count", [5, 100, 999, 20_000])
+def test_decimation_keeps_extremes_and_both_ends(count: int) -> None:
+    rows = rows_of(count)
+    kept = decimate(rows, 400)
+    assert len(kept) <= 400 or count <= 400
+    assert [row[0] for row in kept] == sorted({row[0] for row in kept})
+    assert all(row in rows[int(row[0]) - 1 : int(row[0])] for row in kept)
+    assert (kept[0], kept[-1]) == (rows[0], rows[-1])
+    for column in (3, 4):
+        for choose in (min, max):
+            assert choose(row[column] for row in kept) == choose(row[column] for row in rows)
+
+
+def test_a_short_peak_of_every_interval_is_kept() -> None:
+    rows = [[update, update, update, 1.0] for update in range(1, 10_001)]
+    for update in range(500, 10_000, 1000):
+        rows[update][3] = 9.0
+    assert sum(row[3] == 9.0 for row in decimate(rows, 300)) == 10
+
+
+def test_decimation_in_steps_keeps_the_extremes_of_all_rows() -> None:
+    rows = rows_of(30_000)
+    kept: List[Row] = []
+    for begin in range(0, len(rows), 1000):
+        kept = decimate(kept + rows[begin : begin + 1000], 500)
+    for column in (3, 4):
+        assert max(row[column] for row in kept) == max(row[column] for row in rows)
+        assert min(row[column] for row in kept) == min(row[column] for row in rows)
+
+
+def test_an_update_without_values_is_kept() -> None:
+    rows = rows_of(5000)
+    rows[2345][3] = math.nan
+    assert rows[2345] in decimate(rows, 200)
+
+
+def test_a_short_run_has_every_point(tmp_path: Path) -> None:
+    lines = write_run(tmp_path / "run")
+    reader = RunReader(tmp_path / "run")
+    assert reader.refresh()
+    data = reader.data()
+    assert data["curves"]["columns"][:5] == ["update", "samples", "time_s", "loss", "accuracy"]
+    assert [(row[0], row[3]) for row in data["curves"]["rows"]] == [(line["update"], line["loss"]) for line in lines]
+    assert (data["curves"]["updates"], data["curves"]["decimated"]) == (60, False)
+    assert [row[0] for row in data["evaluations"]["rows"]] == [20, 40]
+    assert (data["state"], data["name"], data["metrics"]) == ("done", "run", ["loss", "accuracy"])
+    assert data["config"]["training.learning_rate"] == 0.1
+    assert data["versions"]["torch"] == {"2.13.0": [0, 1]}
+    assert data["plan"]["pipeline"]["stages"] == ["the input", "block2"]
+    assert data["plan"]["pipeline"]["cycles"] == 8 + 2 * 2 - 2 + 1
+    assert json.loads(strict_json(data)) == data
+
+
+def test_only_what_is_new_is_read(tmp_path: Path) -> None:
+    lines = write_run(tmp_path / "run", updates=30)
+    reader = RunReader(tmp_path / "run")
+    assert reader.refresh()
+    assert not reader.refresh()
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(update_record(31, 0.25)) + "\n" + '{"update": 32, "lo')
+    assert reader.refresh()
+    assert [row[3] for row in reader.data()["curves"]["rows"]] == [*(line["loss"] for line in lines), 0.25]
+
+
+def test_a_resumed_run_replaces_its_later_updates(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", updates=30)
+    reader = RunReader(tmp_path / "run")
+    reader.refresh()
+    kept = [update_record(update, 1.0) for update in range(1, 21)]
+    resumed = {**update_record(21, 2.0), "time_s": 3.0}  # the time of a process counts from its start
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    write_lines(tmp_path / "run" / "metrics.jsonl", [*kept, resumed])
+    assert reader.refresh()
+    rows = reader.data()["curves"]["rows"]
+    assert [row[0] for row in rows] == list(range(1, 22))
+    assert rows[-1][2] == pytest.approx(kept[-1]["time_s"] + 3.0)
+
+
+def test_a_missing_value_is_null(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", updates=5)
+    write_lines(tmp_path / "run" / "metrics.jsonl", [{**update_record(1, 0.0), "loss": None}, update_record(2, 0.5)])
+    reader = RunReader(tmp_path / "run")
+    reader.refresh()
+    assert [row[3] for row in json.loads(strict_json(reader.data()))["curves"]["rows"]] == [None, 0.5]
+
+
+def test_data_of_a_long_run_is_bounded(tmp_path: Path) -> None:
+    lines = write_run(tmp_path / "run", updates=30_000)
+    reader = RunReader(tmp_path / "run")
+    reader.refresh()
+    data = reader.data()
+    assert len(data["curves"]["rows"]) <= MAX_ROWS
+    assert data["curves"]["updates"] == 30_000
+    assert max(row[3] for row in data["curves"]["rows"]) == max(line["loss"] for line in lines)
+    assert len(reader.data(500)["curves"]["rows"]) <= 500
+
+
+@pytest.mark.parametrize("names", [["events.jsonl"], ["state.json"], ["metrics.jsonl"], ["plan.json"]])
+def test_a_folder_with_one_file_of_a_run_is_read(tmp_path: Path, names: List[str]) -> None:
+    write_run(tmp_path / "whole")
+    (tmp_path / "run").mkdir()
+    for name in names:
+        (tmp_path / "run" / name).write_bytes((tmp_path / "whole" / name).read_bytes())
+    reader = RunReader(tmp_path / "run")
+    assert reader.refresh()
+    assert reader.data()["id"] == str(tmp_path / "run")
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2", '"text"\n{"event": 3}\n{"unix_s": "x"}\n[]\n'])
+def test_damaged_files_count_as_missing(tmp_path: Path, content: str) -> None:
+    (tmp_path / "run").mkdir()
+    for name in ("events.jsonl", "metrics.jsonl", "evaluations.jsonl", "plan.json", "state.json", "config.yaml"):
+        (tmp_path / "run" / name).write_text(content)
+    reader = RunReader(tmp_path / "run")
+    reader.refresh()
+    data = reader.data()
+    assert (data["state"], data["plan"], data["curves"]["rows"]) == ("unknown", None, [])
+
+
+def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run folder"):
+        RunReader(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        RunReader(tmp_path / "missing")
+
+
+def test_the_timeline_has_generations_phases_and_marks(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    reader = RunReader(tmp_path / "run")
+    reader.refresh()
+    timeline = reader.data()["timeline"]
+    assert [(each["cause"], each["generation"]) for each in timeline["generations"]] == [
+        ("started", 1),
+        ("repaired", 2),
+    ]
+    assert [(row, phase, begin, end) for row, phase, begin, end, _ in timeline["spans"]] == [
+        *((0, "starting", 0.0, 5.0), (0, "training", 5.0, 16.0), (0, "repairing", 16.0, 18.0)),
+        (1, "training", 18.0, 28.0),
+    ]
+    kinds = [mark[0] for mark in timeline["marks"]]
+    assert kinds == ["checkpoint_saved", "evaluation_done", "instance_lost", "repaired", "run_ended"]
+    assert timeline["marks"][0][-1] == "update-00000020, written in 0.5 s"
+    assert timeline["phase_s"] == {"starting": 5.0, "training": 21.0, "repairing": 2.0}
+    assert reader.data()["instances"][1]["lost"] == 1
+
+
+def test_the_pause_between_two_processes_is_left_out() -> None:
+    timeline = Timeline()
+    for record in (
+        event(0, "process_started"),
+        event(10, "process_interrupted", message="", exit_code=130),
+        event(100_000, "process_started"),
+        event(100_005, "run_started", generation=2, first_update=7),
+        event(100_009, "run_ended", interrupted=False),
+    ):
+        timeline.handle(record)
+    data = timeline.data()
+    assert (data["end_s"], data["gaps"]) == (19.0, [[10.0, 99_990.0]])
+    assert [each["cause"] for each in data["generations"]] == ["started", "resumed"]
+
+
+def test_a_timeline_of_many_events_is_bounded_and_keeps_the_sums() -> None:
+    timeline = Timeline()
+    timeline.handle(event(0, "process_started"))
+    for number in range(20_000):
+        timeline.handle(event(number, "phase_begun", phase=("training", "saving")[number % 2], update=number))
+        timeline.handle(event(number + 0.5, "checkpoint_saved", update=number, path=f"update-{number}"))
+    timeline.handle(event(20_000, "run_ended", interrupted=False))
+    data = timeline.data()
+    assert len(data["spans"]) <= 1500
+    assert len(data["marks"]) <= 700
+    assert data["counts"]["checkpoint_saved"] == 20_000
+    assert data["phase_s"] == {"starting": 0.0, "training": 10_000.0, "saving": 10_000.0}
+
+
+def test_windows_of_calls_are_joined_and_stragglers_stay() -> None:
+    windows = CallWindows()
+    for number in range(5000):
+        windows.handle(call_times(10.0 * number, 100 * number, 100, [0.01, 0.01, 0.01, 0.02]), 10.0 * number)
+    data = windows.data()
+    assert data is not None
+    assert len(data["end_s"]) * 4 <= 9000
+    assert sum(data["calls"]) == 500_000
+    slow = data["totals"][3]
+    assert (slow["busy_ratio"], slow["calls"], slow["slowest_s"]) == (2.0, 500_000, 0.04)
+    assert data["totals"][0]["peer_wait_share"] == pytest.approx(0.5)
