@@ -1,0 +1,222 @@
+"""A headless Chromium, driven over two pipes with the DevTools protocol: no port, no further package.
+
+`Browser` starts one process; `Browser.page()` opens a page of its own in it. Tests and scripts/make_pictures.py use it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+_FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--hide-scrollbars"),
+    *("--no-proxy-server", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--remote-debugging-pipe"),
+)
+START_S, CALL_S = 90.0, 60.0
+Message = Dict[str, Any]
+
+
+def find_chromium() -> Optional[str]:
+    """Return the path of a Chromium; None if none is installed."""
+    return next((path for path in map(shutil.which, _NAMES) if path), None)
+
+
+class Browser:
+    """One Chromium process; leaving the context ends it and removes its profile."""
+
+    def __init__(self, path: str) -> None:
+        self._stack = contextlib.ExitStack()
+        self._profile = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="raypod-browser-"))
+        self._number, self._buffer = 0, b""
+        self._answers: Dict[int, Message] = {}
+        self.events: List[Message] = []
+        read_commands, self._write = os.pipe()
+        self._read, write_answers = os.pipe()
+        # Chromium reads commands from descriptor 3 and writes answers to 4.
+        wrapper = f'exec "$0" "$@" 3<&{read_commands} 4>&{write_answers}'
+        flags = [*_FLAGS, f"--user-data-dir={self._profile}", "about:blank"]
+        self._process = subprocess.Popen(
+            ["bash", "-c", wrapper, path, *flags],
+            pass_fds=(read_commands, write_answers),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        os.close(read_commands)
+        os.close(write_answers)
+
+    def __enter__(self) -> Browser:
+        try:
+            self.call("Browser.getVersion", timeout_s=START_S)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process and its children."""
+        with contextlib.suppress(OSError, TimeoutError):
+            self.call("Browser.close", timeout_s=5.0)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # its session: also the children
+        self._process.wait()
+        os.close(self._write)
+        os.close(self._read)
+        for _ in range(50):  # a child that is being killed may still write into the profile
+            with contextlib.suppress(OSError):
+                self._stack.close()
+                return
+            time.sleep(0.1)
+
+    def call(self, method: str, session: Optional[str] = None, timeout_s: float = CALL_S, **params: Any) -> Message:
+        """Send a command and return its result. TimeoutError without an answer, OSError if the browser has ended."""
+        self._number += 1
+        number = self._number
+        message: Message = {"id": number, "method": method, "params": params}
+        if session is not None:
+            message["sessionId"] = session
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        deadline = time.monotonic() + timeout_s
+        while number not in self._answers:
+            self.receive(deadline - time.monotonic())
+            if number not in self._answers and time.monotonic() > deadline:
+                raise TimeoutError(f"{method}: no answer within {timeout_s:g} s")
+        answer = self._answers.pop(number)
+        assert "error" not in answer, f"{method}: {answer['error']}"
+        result: Message = answer["result"]
+        return result
+
+    def receive(self, wait_s: float) -> None:
+        """Read the messages that arrive within a time; events are appended to `events`."""
+        if not select.select([self._read], [], [], max(0.0, wait_s))[0]:
+            return
+        data = os.read(self._read, 1 << 20)
+        if not data:
+            raise OSError("the browser has ended")
+        *messages, self._buffer = (self._buffer + data).split(b"\0")
+        for text in messages:
+            message = json.loads(text)
+            if "id" in message:
+                self._answers[message["id"]] = message
+            else:
+                self.events.append(message)
+
+    @contextlib.contextmanager
+    def page(self, width: int = 1280, height: int = 900, dark: bool = False) -> Iterator[Page]:
+        """Open a page in a profile of its own."""
+        context = self.call("Target.createBrowserContext")["browserContextId"]
+        target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
+        session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        page = Page(self, session)
+        page.prepare(width, height, dark)
+        yield page
+        self.call("Target.disposeBrowserContext", browserContextId=context)
+
+
+class Page:
+    """A page. `errors` holds what it wrote to the console as an error, and its uncaught exceptions."""
+
+    def __init__(self, browser: Browser, session: str) -> None:
+        self._browser, self._session = browser, session
+
+    def prepare(self, width: int, height: int, dark: bool) -> None:
+        """Set the size of the window in CSS pixels and the colour scheme."""
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+        self.resize(width, height)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+
+    def call(self, method: str, timeout_s: float = CALL_S, **params: Any) -> Message:
+        """Send a command to the page; see `Browser.call`."""
+        return self._browser.call(method, self._session, timeout_s, **params)
+
+    def resize(self, width: int, height: int) -> None:
+        """Set the size of the window in CSS pixels."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 700}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+
+    def open(self, url: str) -> None:
+        """Load a page and wait until it is loaded."""
+        others = [each for each in self._browser.events if each.get("sessionId") != self._session]
+        self._browser.events[:] = others
+        assert "errorText" not in self.call("Page.navigate", url=url)
+        deadline = time.monotonic() + CALL_S
+        while not any(each["method"] == "Page.loadEventFired" for each in self._events()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{url} is not loaded within {CALL_S:g} s")
+            self._browser.receive(1.0)
+
+    def run(self, script: str) -> Any:
+        """Return the value of a JavaScript expression; a promise is awaited."""
+        result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in result, result["exceptionDetails"]
+        return result["result"].get("value")
+
+    def wait_for(self, script: str, timeout_s: float = 30.0) -> Any:
+        """Wait until an expression is true; return its value."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            value = self.run(script)
+            if value:
+                return value
+            assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {script}"
+            self._browser.receive(0.1)
+
+    def picture(self, path: Path, selector: Optional[str] = None) -> None:
+        """Write a PNG of the whole page, or of one element with a margin."""
+        box = (
+            "({x: 0, y: 0, width: document.documentElement.clientWidth, height: document.documentElement.scrollHeight})"
+            if selector is None
+            else f"(() => {{ const r = document.querySelector({json.dumps(selector)}).getBoundingClientRect();"
+            " return {x: r.x + scrollX, y: r.y + scrollY, width: r.width, height: r.height}; })()"
+        )
+        clip = {**self.run(box), "scale": 1}
+        data = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)["data"]
+        path.write_bytes(base64.b64decode(data))
+
+    def pdf(self) -> bytes:
+        """Return the page as it is printed."""
+        return base64.b64decode(self.call("Page.printToPDF", printBackground=True, preferCSSPageSize=True)["data"])
+
+    @property
+    def errors(self) -> List[str]:
+        """Errors in the console and uncaught exceptions."""
+        found = []
+        for event in self._events():
+            params = event["params"]
+            if event["method"] == "Runtime.exceptionThrown":
+                found.append(str(params["exceptionDetails"].get("exception", params["exceptionDetails"])))
+            elif event["method"] == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+                found.append(str([each.get("value", each.get("description")) for each in params["args"]]))
+            elif event["method"] == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+                found.append(str(params["entry"]["text"]))
+        return found
+
+    @property
+    def requests(self) -> List[str]:
+        """The addresses that the page has requested."""
+        return [
+            each["params"]["request"]["url"] for each in self._events() if each["method"] == "Network.requestWillBeSent"
+        ]
+
+    def _events(self) -> List[Message]:
+        return [each for each in self._browser.events if each.get("sessionId") == self._session]
