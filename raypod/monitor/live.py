@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 from typing import List, Optional, Tuple
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.control import Control
+from rich.text import Text
 
 from raypod.cli import INTERRUPTED
 from raypod.monitor.log_lines import LogTail
@@ -19,7 +20,6 @@ from raypod.monitor.screen import LOG, Screen
 from raypod.monitor.terminal import Terminal
 
 _FIRST_S = 0.3  # so soon after the start the first answers are drawn
-_EXIT_CLOSED = 0
 
 
 class FollowedLog:
@@ -41,7 +41,7 @@ class FollowedLog:
 
 
 def show(source: PodSource, screen: Screen, interval_s: float, console: Console, ascii_only: bool) -> int:
-    """Show the pod until the user quits. Return the exit code: 0, or 130 after Ctrl-C."""
+    """Show the pod until the user quits or the terminal is closed. Return the exit code: 0, or 130 after Ctrl-C."""
     terminal = Terminal(console, sys.stdin.fileno())
     log = FollowedLog()
     with source, terminal.opened():
@@ -59,7 +59,7 @@ def show(source: PodSource, screen: Screen, interval_s: float, console: Console,
                     interval_now_s = min(interval_s, 2 * interval_now_s)
         except KeyboardInterrupt:
             return INTERRUPTED
-    return _EXIT_CLOSED
+    return 0
 
 
 def _draw(console: Console, pod: Pod, screen: Screen, log: FollowedLog, ascii_only: bool) -> None:
@@ -68,4 +68,4 @@ def _draw(console: Console, pod: Pod, screen: Screen, log: FollowedLog, ascii_on
     for line in lines:
         line.pad_right(max(0, size[0] - line.cell_len))  # overwrite what was there
     console.control(Control.home())
-    console.print(Group(*lines), end="", soft_wrap=False, no_wrap=True, overflow="crop", crop=True)
+    console.print(Text("\n").join(lines), end="", no_wrap=True, overflow="crop", crop=True)

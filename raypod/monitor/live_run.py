@@ -59,7 +59,9 @@ class LiveRun:
             began_s = time.monotonic()
             try:
                 snapshot = ask(self.entry, TIMEOUT_S)
-                self.run = self._with_log_lines(run_of(snapshot, user=user_name(self.entry.uid)))
+                self.run = self._with_log_lines(
+                    run_of(snapshot, user=user_name(self.entry.uid), run_dir=self.entry.run_dir)
+                )
                 self._answered_s, self._problem = time.monotonic(), ""
             except (OSError, http.client.HTTPException) as error:
                 self._not_answered(_reason(self.entry, error))

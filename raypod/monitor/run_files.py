@@ -92,11 +92,14 @@ class RunFiles:
     def _read_new(self) -> None:
         with contextlib.suppress(OSError):
             records, restarted = self._metrics.read_records()
-            updates = [each for each in records if isinstance(each.get("update"), int)]
-            known = [] if restarted else self._updates
-            if updates:  # a repaired or resumed run writes updates again
-                known = [each for each in known if each["update"] < updates[0]["update"]]
-            self._updates = [*known, *updates][-_KEPT_UPDATES:]
+            if restarted:
+                self._updates = []
+            for each in records:
+                if isinstance(each.get("update"), int):
+                    while self._updates and self._updates[-1]["update"] >= each["update"]:
+                        self._updates.pop()  # a repaired or resumed run repeats updates
+                    self._updates.append(each)
+            self._updates = self._updates[-_KEPT_UPDATES:]
         with contextlib.suppress(OSError):
             records, restarted = self._events.read_records()
             if restarted:
@@ -104,16 +107,18 @@ class RunFiles:
             for record in records:
                 self._last[str(record.get("event"))] = record
                 if record.get("event") in ("run_started", "repaired"):
-                    self._placed = {each["instance"]: each for each in record.get("instances") or ()}
+                    self._placed = _by_instance(record.get("instances"))
             self._records = [*self._records, *records][-_KEPT_EVENTS:]
 
     def _instances(self, plan: Mapping[str, Any]) -> Tuple[Instance, ...]:
-        times = {each["instance"]: each for each in self._last.get("call_times", {}).get("instances") or ()}
-        ipus = _integer((plan.get("geometry") or {}).get("local_ipus"))
+        times = _by_instance(self._last.get("call_times", {}).get("instances"))
+        geometry = plan.get("geometry")
+        ipus = _integer(geometry.get("local_ipus")) if isinstance(geometry, dict) else 0
         found = []
-        for spec in plan.get("instances") or ():
+        for spec in _objects(plan.get("instances")):
             index = _integer(spec.get("index"))
             placed, calls = self._placed.get(index, {}), times.get(index, {})
+            statistics: Dict[str, Any] = {key: calls.get(key) for key in _CALL_KEYS}
             found.append(
                 Instance(
                     instance=index,
@@ -124,7 +129,7 @@ class RunFiles:
                     first_ipu=index * ipus,
                     num_ipus=ipus,
                     log_file=str(self.folder / "logs" / f"instance-{index}.log"),
-                    **{key: calls.get(key) for key in _CALL_KEYS},
+                    **statistics,
                 )
             )
         return tuple(found)
@@ -151,6 +156,15 @@ def _json(path: Path) -> Dict[str, Any]:
 def _command(launch: Mapping[str, Any]) -> str:
     command = launch.get("command") or launch.get("program") or ""
     return command if isinstance(command, str) else " ".join(map(str, command))
+
+
+def _objects(content: Any) -> List[Mapping[str, Any]]:
+    """Return the objects of a list; [] for anything else."""
+    return [each for each in content if isinstance(each, dict)] if isinstance(content, list) else []
+
+
+def _by_instance(content: Any) -> Dict[int, Mapping[str, Any]]:
+    return {_integer(each.get("instance")): each for each in _objects(content)}
 
 
 def _integer(value: Any) -> int:

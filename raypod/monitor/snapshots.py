@@ -54,11 +54,11 @@ def _launch(snapshot: Snapshot, more: Mapping[str, Any]) -> Run:
     """Return the programs of `raypod.launch` as instances."""
     command = snapshot.get("command") or ""
     fields: Dict[str, Any] = {
-        "run_dir": str(snapshot["run_dir"]),
+        "run_dir": str(snapshot["run_dir"] or ""),
         "kind": "launch",
         "program": clean(command if isinstance(command, str) else " ".join(map(str, command))),
         "state": "running",
-        "instances": tuple(_program(each) for each in snapshot.get("programs") or snapshot.get("instances") or ()),
+        "instances": tuple(_program(each) for each in snapshot.get("instances") or ()),
         "hosts": _hosts(snapshot),
         "events": event_lines(snapshot.get("events") or ()),
     }
@@ -90,7 +90,7 @@ def _instance(content: Mapping[str, Any]) -> Instance:
 def _program(content: Mapping[str, Any]) -> Instance:
     instance = _instance(content)
     line, code = content.get("last_line"), content.get("exit_code")
-    state = instance.state or ("running" if code is None else f"exit code {code}")
+    state = instance.state if code is None else f"exit code {code}"
     return Instance(**{**vars(instance), "state": state, "log_line": clean(str(line)) if line else None})
 
 

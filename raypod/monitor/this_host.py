@@ -32,6 +32,7 @@ class ThisHost:
         self._meter, self._devices = HostMeter(), GcMonitor()
         self._ended: List[LiveRun] = []
         self._shown: Dict[str, RunFiles] = {}  # runs that were live in this session, by folder
+        self._known: Dict[str, Run] = {}  # their last live state
 
     def start(self) -> None:
         """Begin to follow."""
@@ -55,7 +56,7 @@ class ThisHost:
         for folder, files in self._shown.items():
             if folder not in runs:
                 with contextlib.suppress(OSError):  # the folder was removed
-                    runs[folder] = with_log_lines(files.read(), self._lines)
+                    runs[folder] = with_log_lines(self._completed(files.read()), self._lines)
         measured = self._meter.measure()
         usage = Usage(**dataclasses.asdict(measured)) if measured is not None else Usage()
         return HostFacts(socket.gethostname(), usage, self._devices.devices), list(runs.values())
@@ -69,6 +70,14 @@ class ThisHost:
             each.join()
         self._devices.stop()
 
+    def _completed(self, run: Run) -> Run:
+        """Return a run with the facts that its files do not have, if it was live in this session."""
+        known = self._known.get(run.run_dir)
+        if known is None:
+            return run
+        kept = {name: getattr(known, name) for name in ("user", "samples_are", "part_rates", "program")}
+        return dataclasses.replace(run, **kept)
+
     def _follow(self) -> None:
         """Start to follow new processes, and stop with those that are gone; their runs remain, as their files say."""
         entries = {(entry.pid, entry.port): entry for entry in registry.entries()}
@@ -76,6 +85,9 @@ class ThisHost:
             ended = self._live.pop(key)
             ended.stop()
             self._ended.append(ended)
+            last = ended.current()
+            if last is not None:
+                self._known[last.run_dir] = last
             self._shown.setdefault(ended.entry.run_dir, RunFiles(Path(ended.entry.run_dir)))
         for key in entries.keys() - self._live.keys():
             self._live[key] = LiveRun(entries[key], self._interval_s)

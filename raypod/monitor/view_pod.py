@@ -85,7 +85,7 @@ def host_line(host: HostView, width: int, ascii_only: bool) -> Text:
     if host.problem:
         line.append(f"  {host.problem}", style=style.BAD)
     working = sum(1 for each in host.ipus if each.run or each.pid)
-    line.append(f"  {working} of {len(host.ipus)} IPUs work" if host.ipus else "  no IPU works")
+    line.append(f"  {working}/{len(host.ipus)} IPUs busy" if host.ipus else "  no IPU busy")
     line.append_text(_usage(host.usage, ascii_only))
     return fitted(line, width, ascii_only)
 
@@ -95,7 +95,7 @@ def _usage(usage: Usage, ascii_only: bool) -> Text:
     if usage.memory_total_bytes:
         memory = (usage.memory_used_bytes or 0) / usage.memory_total_bytes
         line.append("  cpu ", style=style.DIM).append(percent(usage.cpu_share), style=style.of_load(usage.cpu_share))
-        line.append("  memory ", style=style.DIM).append(_of(usage.memory_used_bytes, usage.memory_total_bytes))
+        line.append("  mem ", style=style.DIM).append(_of(usage.memory_used_bytes, usage.memory_total_bytes))
         line.stylize(style.of_load(memory), len(line.plain) - 1)
         down, up = ("in ", "out ") if ascii_only else ("↓", "↑")
         line.append("  net ", style=style.DIM)
@@ -108,7 +108,10 @@ def _usage(usage: Usage, ascii_only: bool) -> Text:
 
 
 def _of(used: Optional[int], total: int) -> str:
-    return f"{size(used)} of {size(total)}"
+    """Return a used and a total size, with the unit once if it is the same."""
+    left, right = size(used), size(total)
+    number, _, unit = left.partition(" ")
+    return f"{number}/{right}" if right.endswith(f" {unit}") else f"{left}/{right}"
 
 
 def _per_s(rate: Optional[float]) -> str:

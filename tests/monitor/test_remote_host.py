@@ -1,0 +1,117 @@
+"""Hosts of a cluster file, whose monitors are reached by a fake `ssh` that runs the command here."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+from bounded import wait_until
+from models import make_run
+
+from raypod.host.files import strict_json
+from raypod.monitor.build_pod import build_pod
+from raypod.monitor.model import HostFacts, Pod, to_json
+from raypod.monitor.pod_source import PodSource
+from raypod.monitor.remote_host import RemoteHost
+from raypod.plan.cluster import Cluster, Host, Ssh
+from raypod.status import registry
+
+CLUSTER = Cluster("far", (Host("203.0.113.1", "203.0.113.1", 8), Host("203.0.113.2", "203.0.113.2", 8)), ssh=Ssh("u"))
+FEED = "for last; do :; done; case $* in *113.2*) echo no route >&2; exit 255;; esac\n"
+
+
+@pytest.fixture(autouse=True)
+def _own_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(registry.VARIABLE, str(tmp_path / "registry"))
+
+
+def use_ssh(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    (folder / "ssh").write_text(f'#!/bin/sh\n{FEED}echo "$last" > {folder}/asked\n{script}\n')
+    (folder / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def feed(folder: Path, **changed: Any) -> None:
+    facts = HostFacts("head")
+    pod = build_pod("head", 0.0, [facts], [make_run(**{"host": "head", **changed})])
+    (folder / "feed.json").write_text(strict_json(to_json(pod, facts)) + "\n")
+
+
+def problems(pod: Pod) -> Dict[str, str]:
+    return {host.name: str(host.problem) for host in pod.hosts}
+
+
+def test_the_hosts_of_a_cluster_file_with_the_runs_of_their_monitors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts: List[Dict[str, Any]] = json.loads(json.dumps([{**vars_of(make_run(), 0), "host": "localhost"}]))
+    feed(tmp_path, instances=hosts, hosts={})
+    use_ssh(tmp_path, monkeypatch, f"echo 'Welcome {{'; cat {tmp_path}/feed.json; exec sleep 60")
+    with PodSource(0.2, cluster=CLUSTER) as source:
+        source.wait()
+        pod = source.poll()
+    assert "raypod monitor --json --follow --interval 0.2" in (tmp_path / "asked").read_text()
+    assert problems(pod) == {"203.0.113.1": "None", "203.0.113.2": "no route"}
+    (run,) = pod.runs
+    assert (run.host, run.instances[0].host, run.problem) == ("203.0.113.1", "203.0.113.1", None)
+    states = [[each.state for each in host.ipus] for host in pod.hosts]
+    assert states == [["training"] * 2 + ["idle"] * 6, ["idle"] * 8]
+
+
+def vars_of(run: Any, index: int) -> Dict[str, Any]:
+    """Return an instance as a snapshot has it."""
+    found = run.instances[index]
+    return {
+        "instance": found.instance,
+        "pid": found.pid,
+        "state": found.state,
+        "replicas": [0, 2],
+        "ipus": [0, 2],
+        "call_s": {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        ("echo 'No module named raypod' >&2; exit 1", "No module named raypod"),
+        ("exit 3", "the monitor there ended with exit code 3"),
+        ('echo "{}"; echo "[1]"; echo "{"; exit 4', "the monitor there ended with exit code 4"),
+    ],
+)
+def test_a_host_whose_monitor_fails(script: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_ssh(tmp_path, monkeypatch, script)
+    host = RemoteHost(CLUSTER, CLUSTER.hosts[0], 0.2)
+    try:
+        assert host.first_try.wait(20)
+        facts, runs, found = host.poll()
+        assert (facts.name, runs, found) == ("203.0.113.1", [], problem)
+    finally:
+        host.stop()
+        host.join()
+
+
+def test_a_host_that_becomes_silent_keeps_its_last_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    feed(tmp_path)
+    monkeypatch.setattr("raypod.monitor.remote_host._SILENT_S", 0.3)
+    use_ssh(tmp_path, monkeypatch, f"cat {tmp_path}/feed.json; exec sleep 60")
+    with PodSource(0.1, cluster=CLUSTER) as source:
+        source.wait()
+        assert wait_until(lambda: "no data for" in problems(source.poll())["203.0.113.1"], 20)
+        (run,) = source.poll().runs
+        assert "no data for" in str(run.problem)
+        assert run.update == 250
+
+
+def test_no_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    host = RemoteHost(CLUSTER, CLUSTER.hosts[0], 0.2)
+    try:
+        assert host.first_try.wait(20)
+        assert host.poll()[2] == "ssh: No such file or directory"
+    finally:
+        host.stop()
+        host.join()

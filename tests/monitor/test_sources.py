@@ -1,0 +1,260 @@
+"""What the monitor finds on this host: endpoints, run folders, logs and `gc-monitor`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List
+
+import pytest
+from bounded import wait_until
+from models import instance, snapshot
+
+from raypod.host.process import process_start_ticks
+from raypod.monitor import gc_monitor, live_run
+from raypod.monitor.log_lines import LastLines, LogTail
+from raypod.monitor.model import Device, Run
+from raypod.monitor.run_files import RunFiles, is_run_folder
+from raypod.monitor.this_host import ThisHost
+from raypod.record import run_state
+from raypod.status import registry
+from raypod.status.endpoint import snapshot_route
+from raypod.status.registry import Entry
+from raypod.status.token_server import Query, Response, Route, TokenServer
+
+
+@pytest.fixture(autouse=True)
+def _own_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(registry.VARIABLE, str(tmp_path / "registry"))
+
+
+@pytest.fixture
+def host() -> Iterator[ThisHost]:
+    found = ThisHost(interval_s=0.1)
+    found.start()
+    yield found
+    found.stop()
+
+
+def append(path: Path, *records: Dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return the folder of an interrupted run with two instances."""
+    path = tmp_path / "run"
+    (path / "logs").mkdir(parents=True)
+    specs = [{"index": index, "host": "h", "replica_offset": index, "local_replicas": 1} for index in range(2)]
+    plan = {"task": "language-model", "total_updates": 10, "updates_per_epoch": 5, "instances": specs}
+    (path / "plan.json").write_text(json.dumps({**plan, "geometry": {"local_ipus": 2}}))
+    update = {"epoch": 1, "loss": 2.0, "samples": 8, "samples_per_s": 80.0, "data_wait_share": 0.1, "time_s": 1.0}
+    append(path / "metrics.jsonl", *({"update": index, **update} for index in (1, 2)))
+    started = {"instances": [{"instance": 0, "host": "a", "pid": 5}, {"instance": 1, "host": "b", "pid": 6}]}
+    append(
+        path / "events.jsonl",
+        {"unix_s": 1.0, "event": "run_started", "generation": 1, "first_update": 0, "device_line": "x", **started},
+        {"unix_s": 2.0, "event": "call_times", "instances": [{"instance": 1, "p50_s": 0.5, "busy_ratio": 2.0}]},
+        {"unix_s": 3.0, "event": "checkpoint_saved", "update": 2, "path": "/c/update-2"},
+    )
+    write_state(path)
+    (path / "logs" / "instance-0.log").write_text("first\nlast\x1b[2J line\n\n")
+    return path
+
+
+def write_state(folder: Path, **changed: Any) -> None:
+    state = {"pid": os.getpid(), "started_ticks": 1, "host": run_state.socket.gethostname(), "state": "interrupted"}
+    state.update(update=2, total_updates=10, exit_code=130, **changed)
+    (folder / "state.json").write_text(json.dumps(state))
+
+
+def test_an_ended_run_is_read_from_its_files(folder: Path) -> None:
+    assert is_run_folder(folder)
+    assert not is_run_folder(folder / "logs")
+    run = RunFiles(folder).read()
+    assert (run.state, run.exit_code, run.update, run.total_updates) == ("interrupted", 130, 2, 10)
+    assert (run.metrics, run.samples_per_s, run.checkpoint_update) == ({"loss": 2.0}, 80.0, 2)
+    assert [(each.host, each.pid, each.first_ipu) for each in run.instances] == [("a", 5, 0), ("b", 6, 2)]
+    assert run.instances[1].busy_ratio == 2.0
+    assert [each.kind for each in run.events] == ["run_started", "checkpoint_saved"]
+    assert run.series["loss"] == (2.0, 2.0)
+
+
+def test_only_what_is_new_is_read_and_a_repeated_update_replaces(folder: Path) -> None:
+    files = RunFiles(folder)
+    files.read()
+    append(
+        folder / "metrics.jsonl", {"update": 3, "loss": None}, {"update": 2, "loss": 1.5}, {"update": 3, "loss": 1.0}
+    )
+    write_state(folder, message="CheckpointDamaged")
+    run = files.read()
+    assert run.update == 3
+    assert run.message == "CheckpointDamaged"
+    assert run.series["loss"] == (2.0, 1.5, 1.0)
+
+
+def test_a_run_whose_coordinator_was_killed(folder: Path) -> None:
+    write_state(folder)
+    content = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**content, "state": "running", "exit_code": None}))
+    assert RunFiles(folder).read().state == "died"
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"instances": 3}'])
+def test_damaged_files_do_not_matter(folder: Path, damage: str) -> None:
+    for name in ("plan.json", "metrics.jsonl", "events.jsonl"):
+        (folder / name).write_text(damage)
+    assert RunFiles(folder).read().state == "interrupted"
+
+
+def serving(run_dir: Path, answer: Route) -> Any:
+    """Return the context of a registered endpoint of this process."""
+
+    class Served:
+        def __enter__(self) -> None:
+            self.server = TokenServer({"/status": answer})
+            self.listed = registry.registered(run_dir, self.server.port, self.server.token)
+            self.listed.__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            self.listed.__exit__(*error)
+            self.server.close()
+
+    return Served()
+
+
+def runs_of(host: ThisHost) -> List[Run]:
+    return host.poll()[1]
+
+
+def test_a_run_is_followed_from_its_start_to_its_end(host: ThisHost, folder: Path) -> None:
+    log = str(folder / "logs" / "instance-0.log")
+    state = snapshot(run_dir=str(folder), instances=[instance(0, log_file=log)])
+    assert runs_of(host) == []
+    with serving(folder, snapshot_route(lambda: state)):
+        assert wait_until(lambda: bool(runs_of(host)), 20)
+        (run,) = runs_of(host)
+        assert (run.update, run.problem, run.instances[0].log_line) == (250, None, "last line")
+        assert run.user == live_run.user_name(os.getuid())  # not what the endpoint says
+    (run,) = runs_of(host)
+    assert (run.state, run.update, run.samples_are) == ("interrupted", 2, "images")
+
+
+def test_a_process_that_does_not_answer_is_shown_with_its_last_state(
+    host: ThisHost, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_run, "TIMEOUT_S", 0.2)
+    frozen, thawed = threading.Event(), threading.Event()
+
+    def answer(query: Query) -> Response:
+        if frozen.is_set():
+            thawed.wait(60)
+        return Response(json.dumps(snapshot(run_dir=str(folder))).encode())
+
+    def problem() -> str:
+        return str([run.problem for run in runs_of(host)])
+
+    with serving(folder, answer):
+        try:
+            assert wait_until(lambda: [run.update for run in runs_of(host)] == [250], 20)
+            frozen.set()
+            assert wait_until(lambda: f"process {os.getpid()} does not answer (for " in problem(), 20)
+            began_s = time.monotonic()
+            (run,) = runs_of(host)
+            assert time.monotonic() - began_s < 5  # polling never waits for the process
+            assert (run.update, run.is_active) == (250, True)
+        finally:
+            frozen.clear()
+            thawed.set()
+        assert wait_until(lambda: problem() == "[None]", 20)
+
+
+@pytest.mark.parametrize("answer", [b"[]", b"{", b"{}", b'{"run_dir": "/r", "instances": 3}'])
+def test_an_endpoint_of_another_version(host: ThisHost, folder: Path, answer: bytes) -> None:
+    with serving(folder, lambda query: Response(answer)):
+        assert wait_until(lambda: bool(runs_of(host)), 20)
+        (run,) = runs_of(host)
+        assert "another version" in str(run.problem)
+        assert run.update == 2  # of the files
+
+
+def test_an_endpoint_that_is_gone_or_refuses(folder: Path) -> None:
+    with TokenServer({}) as server:
+        entry = Entry(
+            os.getpid(), process_start_ticks(os.getpid()) or 0, os.getuid(), str(folder), server.port, "wrong"
+        )
+        with pytest.raises(live_run.http.client.HTTPException, match="401"):
+            live_run.ask(entry, 20.0)
+    following = live_run.LiveRun(entry, 0.1)
+    try:
+        assert following.first_try.wait(20)
+        assert "Connection refused" in str(following.current().problem)  # type: ignore[union-attr]
+    finally:
+        following.stop()
+        following.join()
+
+
+def test_logs_end_with_their_last_complete_line(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    lines, tail = LastLines(), LogTail(path, kept=2)
+    assert (lines.of(str(path)), lines.of(None), tail.lines()) == (None, None, [])
+    path.write_text("one\n10%\r20%\n\npart")
+    assert lines.of(str(path)) == "20%"
+    assert tail.lines() == ["20%", ""]
+    path.write_text("x" * 9 + "\n" + "new\n" * 2000)
+    assert LogTail(path, tail_bytes=6).lines() == ["new"]
+    path.write_text("again\n")
+    assert tail.lines() == ["again"]
+
+
+FORMATS: List[Any] = [  # the format of gc-monitor's JSON is inferred: several shapes must work
+    {"ipus": [{"id": "0", "pid": "12", "user": "eve", "command": "python\x1b[0m a.py"}, {"id": 1}]},
+    {"cards": [{"ID": "x", "IPUs": [{"ID": 0, "PID": 12, "User": "eve", "Command": "python a.py"}, {"ID": 1}]}]},
+    {"ipus": [{"id": 0}, {"id": 1}], "processes": [{"IPU ID": 0, "PID": 12, "user": "eve", "process": "python a.py"}]},
+]
+
+
+@pytest.mark.parametrize("content", FORMATS, ids=["flat", "cards", "processes"])
+def test_gc_monitor_is_asked_where_it_is_installed(
+    content: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "answer.json").write_text(json.dumps(content))
+    install(tmp_path, monkeypatch, f"test $1 = --json && cat {tmp_path}/answer.json")
+    tool = gc_monitor.GcMonitor()
+    tool.start()
+    try:
+        tool.wait(20)
+        assert tool.devices == (Device(0, 12, "eve", "python a.py"), Device(1))
+    finally:
+        tool.stop()
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    path = folder / "bin"
+    path.mkdir()
+    (path / "gc-monitor").write_text(f"#!/bin/sh\n{script}\n")
+    (path / "gc-monitor").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize("script", ["exit 1", "echo no JSON", "exec sleep 60"])
+def test_a_gc_monitor_that_fails_or_hangs(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc_monitor, "_TIMEOUT_S", 0.5 if "sleep" in script else 20.0)
+    install(tmp_path, monkeypatch, script)
+    assert gc_monitor.ask() is None
+
+
+def test_gc_monitor_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding: Callable[[str], None] = lambda name: None  # noqa: E731
+    monkeypatch.setattr(gc_monitor.shutil, "which", finding)
+    tool = gc_monitor.GcMonitor()
+    tool.start()
+    tool.wait(1)
+    tool.stop()
+    assert tool.devices is None
+    assert gc_monitor.parse({"id": -1, "x": [{"id": True}, {"id": math.inf}]}) == ()

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import math
+from typing import Optional
+
+import pytest
+
+from raypod.monitor import words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "-"),
+        (math.inf, "-"),
+        (0.0, "0 ms"),
+        (0.9996, "1.0 s"),
+        (59.96, "1:00"),
+        (187.0, "3:07"),
+        (7387.0, "2:03:07"),
+        (273600.0, "3 d 4 h"),
+        (-1.0, "0 ms"),
+    ],
+)
+def test_durations(seconds: Optional[float], text: str) -> None:
+    assert words.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (math.nan, "nan"), (-math.inf, "inf"), (0.12345678, "0.1235"), (123456.7, "123457"), (0.0, "0")],
+)
+def test_numbers(value: Optional[float], text: str) -> None:
+    assert words.amount(value) == text
+
+
+def test_sizes_shares_and_ages() -> None:
+    sizes = (None, 999.0, 1000, 25.3e9, 2e18)
+    assert [words.size(each) for each in sizes] == ["-", "999 B", "1.0 kB", "25 GB", "2000.0 PB"]
+    assert [words.percent(each) for each in (None, 0.314, math.nan)] == ["-", "31 %", "-"]
+    assert [words.age(each) for each in (None, 1.0, 12.3, 187.0)] == ["-", "now", "12 s", "3:07"]
+    assert words.clock(None) == "--:--:--"
+
+
+def test_a_sparkline_averages_groups_and_leaves_gaps() -> None:
+    assert words.sparkline([1, 2, 3, 4], 10) == "▁▃▆█"
+    assert words.sparkline([0, 2, 4, 4], 2) == "▁█"
+    assert words.sparkline([1.0, None, math.nan, 3.0], 4) == "▁  █"
+    assert words.sparkline([2.0, 2.0], 4) == "▁▁"
+    assert words.sparkline([None], 4) == words.sparkline([], 4) == words.sparkline([1.0], 0) == ""
+    assert words.sparkline([1, 2, 3, 4], 10, ascii_only=True).isascii()
+
+
+def test_a_bar_has_its_width() -> None:
+    assert [words.bar(share, 4, ascii_only=True) for share in (None, 0.5, 2.0)] == ["----", "##--", "####"]
+
+
+def test_foreign_text_cannot_control_the_terminal() -> None:
+    text = "10%\r 50% \x1b[31mred\x1b[0m\x1b]0;title\x07 a\x07\x08b\x9b2J\tc\x1b[?1049h"
+    assert words.clean(text) == "50% red ab2J c"
+    assert words.clean("done\r") == "done"
