@@ -143,8 +143,10 @@ class Screen:
 
     def ends(self, code: int) -> bool:
         """Whether the process ends with a code, and the modes, the normal screen and the cursor are back."""
-        self.see(r"\x1b\[\?1049l")
+        assert self.see(r"\x1b\[\?1049l")
         assert self.process.wait(LIMIT_S) == code
+        while select.select([self.master], [], [], 0)[0]:
+            self.text += os.read(self.master, 65536).decode(errors="replace")
         same = termios.tcgetattr(self.slave) == self.before
         return same and self.text.rindex("\x1b[?1049l") > self.text.rindex("\x1b[?1049h") and "\x1b[?25h" in self.text
 
