@@ -6,7 +6,7 @@ Their fields are plain Python numbers, strings, tuples and dicts, so that record
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, Optional, Tuple, Type, TypeVar, Union
+from typing import Any, Dict, NamedTuple, Optional, Tuple, Type, TypeVar, Union
 
 from typing_extensions import Literal
 
@@ -41,6 +41,34 @@ class SaveReport:
     ema_sha256: Optional[str] = None  # of the averaged weights
 
 
+class Span(NamedTuple):
+    """What a thread did, and when: a bar of a profile (`--profile`)."""
+
+    name: str
+    category: str  # "start", "phase", "data wait", "call", "loading", "wait for peers", "reduction" or "save"
+    began_s: float  # monotonic clock of the host
+    ended_s: float
+    thread: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessSpans:
+    """What a process of an instance recorded in the window of `--profile` since its previous report."""
+
+    instance: int
+    host: str
+    pid: int
+    spans: Tuple[Span, ...]
+    dropped: int = 0  # further spans for which there was no space
+
+
+class ClockReading(NamedTuple):
+    """The clock of an instance's host, compared with the coordinator's."""
+
+    offset_s: float  # monotonic clock there minus the one here
+    error_s: float  # the offset is wrong by at most this
+
+
 @dataclasses.dataclass(frozen=True)
 class CallReport:
     """The results of one call of one instance.
@@ -57,6 +85,7 @@ class CallReport:
     call_s: float = 0.0  # duration of the call, including the wait for data
     peer_wait_s: Optional[float] = None  # time that the call waited for other instances; None if the SDK cannot tell
     samples_digest: str = ""  # of the sample indices of the call (record/ledger.py)
+    profile: Optional[ProcessSpans] = None  # in the window of --profile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +178,7 @@ class CallDone:
     first_update: int  # 0-based
     digests: Tuple[Tuple[int, str], ...]  # (instance, digest of its samples), of the instances whose report is known
     times: Tuple[CallTimes, ...] = ()  # of the same instances, in instance order
+    profiles: Tuple[ProcessSpans, ...] = ()  # in the window of --profile
 
 
 @dataclasses.dataclass(frozen=True)

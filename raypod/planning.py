@@ -18,6 +18,7 @@ from raypod.plan import learning_rate, resolve, tables
 from raypod.plan.cluster import LOCAL, read_cluster
 from raypod.plan.environment import strict_environment
 from raypod.plan.plan import Plan, make_plan
+from raypod.plan.profile_window import window_of
 from raypod.record import run_folder
 from raypod.record.sinks import check_packages
 from raypod.tasks.registry import facts_of, schema_for, schema_of, task_of_plan
@@ -76,6 +77,7 @@ def plan_from(values: resolve.Values, source: str, is_dry: bool = False) -> Plan
     config = resolve.from_values(values, source, None if path is None else cluster.num_instances, schema)
     run_dir = run_folder.choose(config)
     plan = make_plan(config, cluster, facts_of(config, is_dry), run_dir)
+    window_of(plan)
     if ":" in config.training.lr_schedule:
         with sdk.importable(config.run.device):
             learning_rate.check_function(config, plan.total_updates, plan.updates_per_epoch)

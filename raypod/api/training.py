@@ -22,11 +22,13 @@ from raypod.fleet.base import Fleet
 from raypod.fleet.choice import fleet_for
 from raypod.host.lease_file import Log
 from raypod.plan.plan import Plan
+from raypod.plan.profile_window import rounding_of, window_of
 from raypod.plan.tables import topology_summary
 from raypod.record import claim, run_folder, run_state
 from raypod.record.coordinator_log import CoordinatorLogTimes
 from raypod.record.event_log import EventLog
 from raypod.record.metrics import MetricsAggregator
+from raypod.record.profile import ProfileSource, ProfileWriter
 from raypod.record.sinks import Sinks
 from raypod.status import prometheus
 from raypod.status.endpoint import cached_route, served, snapshot_route
@@ -151,7 +153,8 @@ class Training:
         self._known = run_folder.evaluations_until(run.plan, resumed.update if resumed else 0)
         self._evaluations: List[EvaluationDone] = list(self._known)
         self._last_events: Dict[type, Any] = {}
-        self.metrics = MetricsAggregator(run.plan, time.monotonic() if started_at_s is None else started_at_s)
+        self._started_at_s = time.monotonic() if started_at_s is None else started_at_s
+        self.metrics = MetricsAggregator(run.plan, self._started_at_s)
 
     def events(self) -> Generator[Event, None, None]:
         """Yield the events of the run, and write its files: after the last event `summary.json` and `report.html`.
@@ -191,12 +194,20 @@ class Training:
         stack.enter_context(served(routes, folder, plan.config.run.status_port, state))
         counts = {"total_updates": plan.total_updates, **topology_summary(plan)}
         yield stack.enter_context(EventLog(folder, counts))
+        window = window_of(plan)
+        if window is not None:
+            source = ProfileSource(fleet.clocks, lambda: fleet.call("take_profile"))
+            warn, started_at_s = self._reporter.warn, self._started_at_s
+            yield stack.enter_context(ProfileWriter(plan, window, source, warn, started_at_s))
 
     @contextlib.contextmanager
     def _opened(self, fleet: Fleet) -> Iterator[Tuple[coordinator.Events, Sinks]]:
         """Yield the events of the coordinator, and the files that record them."""
         plan, found, reporter = self._run.plan, self._run.found, self._reporter
         reporter.begin()
+        rounding = rounding_of(plan)
+        if rounding is not None:
+            reporter.print_line(rounding)
         resumed = found.checkpoint if found else None
         for damaged in found.damaged if found else ():
             reporter.warn(f"{damaged}; resuming from {resumed.path.name if resumed else ''}")

@@ -19,6 +19,7 @@ from raypod.checkpoint.format import EMA, OPTIMIZER, REPLICAS, WEIGHTS, Checkpoi
 from raypod.checkpoint.transfer import CheckpointSender, Server, fetch
 from raypod.errors import WaitTimedOut
 from raypod.events import SaveReport
+from raypod.host import spans
 from raypod.host.files import HashedFile
 from raypod.plan.plan import Plan
 
@@ -120,7 +121,7 @@ class BackgroundWriter:
         )
         self._join()
         # A daemon thread: exit does not wait for a slow disk, and an interrupted write leaves no checkpoint.
-        self._thread = threading.Thread(target=self._write, args=(manifest, copy), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(manifest, copy), name="checkpoint", daemon=True)
         self._thread.start()
 
     def take_reports(self) -> Tuple[SaveReport, ...]:
@@ -147,6 +148,10 @@ class BackgroundWriter:
                 what = f"a checkpoint to be written in {self._checkpoints}"
                 raise WaitTimedOut(what, self._timeout_s, "run.save_timeout_s")
             self._thread = None
+
+    def _run(self, manifest: Manifest, state: State) -> None:
+        with spans.measured(f"write the checkpoint of update {manifest.update}", "save"):
+            self._write(manifest, state)
 
     def _write(self, manifest: Manifest, state: State) -> None:
         path = str(storage.checkpoint_path(self._checkpoints, manifest.update))

@@ -15,6 +15,7 @@ import numpy as np
 from raypod.datasets.loading import NO_EPOCH, EpochSamples, SampleLoader, map_ahead, prefetch, timed
 from raypod.datasets.order import call_positions, epoch_order, samples_digest
 from raypod.datasets.source import Batch, Source
+from raypod.host import spans
 from raypod.plan.placement import InstanceSpec
 from raypod.plan.plan import Leg, Plan
 
@@ -135,5 +136,9 @@ class Feed:
 
     def _gather_call(self, split: Any, call: EpochSamples) -> Call:
         epoch, samples = call
+        with spans.measured("gather a batch", "loading"):
+            return samples, self._gather(split, epoch, samples)
+
+    def _gather(self, split: Any, epoch: int, samples: np.ndarray) -> Batch:
         random = None if epoch == NO_EPOCH else (self._plan.config.training.seed, epoch)
-        return samples, self._source.gather(split, samples, random)
+        return self._source.gather(split, samples, random)

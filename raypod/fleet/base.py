@@ -13,7 +13,7 @@ from typing_extensions import Protocol
 
 from raypod.checkpoint.transfer import Server
 from raypod.errors import InstanceFailed, RunError
-from raypod.events import CallReport, HeartbeatReport, InstanceLost, InstanceStarted
+from raypod.events import CallReport, ClockReading, HeartbeatReport, InstanceLost, InstanceStarted
 from raypod.plan.plan import Leg
 
 Labels = Tuple[Tuple[str, str], ...]
@@ -121,6 +121,12 @@ class Fleet(Protocol):
         """Export metrics through the system that runs the instances, if it has an exporter, from `start` to `close`.
 
         Called before `start`. `collect` returns the current metrics, from any thread; `constant` labels are added.
+        """
+
+    def clocks(self) -> Dict[int, ClockReading]:
+        """Return how the clock of each instance's host differs from this one's, of those that reply within a second.
+
+        Callable during a leg, in the thread that runs it.
         """
 
     def serve(self, kind: Callable[..., Any], *arguments: Any) -> Server:

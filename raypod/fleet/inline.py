@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Iterator, List,
 
 from raypod.checkpoint.transfer import Server
 from raypod.errors import InstanceFailed, RaypodError, RunError, summarize_exception
-from raypod.events import CallReport, InstanceStarted
+from raypod.events import CallReport, ClockReading, InstanceStarted
 from raypod.fleet.base import Beat, Family, Labels
 from raypod.host import sdk, torchvision_import
+from raypod.host.spans import recorder
 from raypod.instance import collectives
 from raypod.plan.environment import instance_environment
 from raypod.plan.plan import Leg, Plan
@@ -47,14 +48,17 @@ class InlineFleet:
         from raypod.instance.instance import Instance  # after the environment is set: it imports torch and the SDK
 
         with self._failures():
+            began_s = time.monotonic()
             self._instance = Instance(self._plan, 0, found)
             self._started = [self._instance.build()]
+            recorder.add_steps(self._started[0].seconds, began_s)
             self._instance.join({})
         return self._started
 
     def call(self, method: str, *arguments: Any) -> List[Any]:
         """See `Fleet.call`."""
-        with self._failures():
+        assert self._instance is not None, "start comes first"
+        with self._failures(), self._instance.heartbeat.set_activity(method):
             return [getattr(self._instance, method)(*arguments)]
 
     def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
@@ -89,6 +93,10 @@ class InlineFleet:
 
     def export_metrics(self, collect: Callable[[], Iterable[Family]], constant: Labels) -> None:
         """See `Fleet.export_metrics`. There is no exporter."""
+
+    def clocks(self) -> Dict[int, ClockReading]:
+        """See `Fleet.clocks`. This is one process."""
+        return {0: ClockReading(0.0, 0.0)}
 
     def serve(self, kind: Callable[..., Any], *arguments: Any) -> Server:
         """See `Fleet.serve`. The object is in this process, which is also the coordinator's."""

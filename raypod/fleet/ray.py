@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
-from raypod.events import CallReport, HeartbeatReport, InstanceStarted
+from raypod.events import CallReport, ClockReading, HeartbeatReport, InstanceStarted
 from raypod.fleet.base import Beat, Family, FleetBroken, Labels, failure_of
+from raypod.fleet.ray_clocks import read_clocks
 from raypod.fleet.ray_metrics import RayMetrics
 from raypod.fleet.ray_nodes import draining_hosts, host_name, wait_for_nodes
 from raypod.fleet.ray_replace import ProcessKiller, Replacements
@@ -165,6 +166,10 @@ class RayFleet:
     def export_metrics(self, collect: Callable[[], Iterable[Family]], constant: Labels) -> None:
         """See `Fleet.export_metrics`."""
         self._exported = (collect, constant)
+
+    def clocks(self) -> Dict[int, ClockReading]:
+        """See `Fleet.clocks`."""
+        return read_clocks(self._ray, self._actors, [str(node["NodeID"]) for node in self._nodes])
 
     def serve(self, kind: Callable[..., Any], *arguments: Any) -> RayServer:
         """See `Fleet.serve`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Tuple
 
 from raypod.checkpoint.transfer import Server
-from raypod.events import CallReport, EvaluationReport, InstanceStarted, SaveReport
+from raypod.events import CallReport, ClockReading, EvaluationReport, InstanceStarted, SaveReport
 from raypod.fleet.base import Beat, Family, Labels
 from raypod.instance.seeding import Endpoint
 from raypod.plan.plan import Leg, Plan
@@ -86,6 +86,10 @@ class ScriptedFleet:
     def heartbeats(self) -> Dict[int, Beat]:
         """See `Fleet.heartbeats`. The instances are simulated and have none."""
         return {}
+
+    def clocks(self) -> Dict[int, ClockReading]:
+        """See `Fleet.clocks`. This is one process."""
+        return {index: ClockReading(0.0, 0.0) for index in self._instances}
 
     def close(self) -> None:
         """See `Fleet.close`."""

@@ -32,6 +32,11 @@ class Sdk:
         module = sys.modules.get("_pod.peer_wait")
         return None if self.has_ipus or module is None else float(module.total_s())
 
+    def record_spans(self, listener: object) -> None:
+        """Let `listener` (`_pod.spans.Listener`) record waits and reductions; the Poplar SDK does not report them."""
+        if not self.has_ipus:
+            importlib.import_module("_pod.spans").listen(listener)
+
     @property
     def has_ipus(self) -> bool:
         """Whether this is the real SDK, which needs partitions and IPUs."""

@@ -12,6 +12,7 @@ from typing import Iterator, List, Optional
 
 from raypod.errors import WaitTimedOut
 from raypod.events import HeartbeatReport
+from raypod.host import spans
 from raypod.host.process import cpu_seconds
 from raypod.host.usage import HostMeter
 
@@ -43,7 +44,8 @@ class Heartbeat:
         self._thread = threading.get_ident()
         self._activity = (activity, time.monotonic())
         try:
-            yield
+            with spans.measured(activity, _category(activity)):
+                yield
         finally:
             self._activity = (before, time.monotonic())
 
@@ -83,6 +85,13 @@ class Heartbeat:
 
     def _frame(self) -> Optional[FrameType]:
         return sys._current_frames().get(self._thread) if self._thread is not None else None
+
+
+def _category(activity: str) -> str:
+    """Return the category of an activity in a profile."""
+    if activity == LOADING:
+        return "data wait"
+    return "call" if activity.startswith("in call") else "phase"
 
 
 def _own_threads() -> List[int]:

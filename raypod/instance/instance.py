@@ -26,11 +26,12 @@ from raypod.checkpoint.weights_file import find_weights
 from raypod.checkpoint.writer import BackgroundWriter, State, load_or_fetch
 from raypod.datasets.feed import Feed
 from raypod.errors import CollectiveBroken
-from raypod.events import CallReport, EvaluationReport, InstanceStarted, SaveReport
+from raypod.events import CallReport, EvaluationReport, InstanceStarted, ProcessSpans, SaveReport
 from raypod.host.process import StepTimer, versions
 from raypod.host.sdk import Sdk
 from raypod.instance.control import LOADING, Heartbeat, StopGate
 from raypod.instance.process_group import ProcessGroup
+from raypod.instance.profile import Profile
 from raypod.instance.replica_model import EvaluationSums, ReplicaModel
 from raypod.instance.seeding import Endpoint, Seeding, SeedingPeer
 from raypod.model import program
@@ -54,6 +55,7 @@ class Instance:
         self._seeding_peer: Optional[SeedingPeer] = None
         self._saves: Optional[BackgroundWriter] = None  # only in instance 0
         self._timer = StepTimer()
+        self._profile = Profile(plan, self._spec, sdk)
 
     def build(self) -> InstanceStarted:
         """Load the data and build model, optimizer and options. The run starts from the weights of instance 0."""
@@ -199,6 +201,7 @@ class Instance:
         first_call = leg.first_update // device_iterations
         self._update = leg.first_update
         self._model.begin_average_at(self._update)
+        self._profile.begin_call(leg.first_update)
         batches = self._feed.timed_calls(leg, lambda: self.heartbeat.set_activity(LOADING))
         for number, (batch, wait_s) in enumerate(batches):
             if not self._gate.enter(first_call + number):
@@ -217,7 +220,14 @@ class Instance:
             if peer_wait_s is not None:
                 peer_wait_s -= peer_wait_before or 0.0
             report = self._report(update, outputs, digest)
-            yield dataclasses.replace(report, data_wait_s=wait_s, call_s=call_s, peer_wait_s=peer_wait_s)
+            profile = self._profile.end_call(self._update)
+            yield dataclasses.replace(
+                report, data_wait_s=wait_s, call_s=call_s, peer_wait_s=peer_wait_s, profile=profile
+            )
+
+    def take_profile(self) -> ProcessSpans:
+        """Return what was recorded for the profile since the last report."""
+        return self._profile.take()
 
     def pause(self) -> int:
         """Start no more calls until `stop_after`; return the number of calls started since the beginning of the run."""
@@ -283,6 +293,7 @@ class Instance:
         hvd.shutdown()
         popdist.finalizeBackend()
         self._group.close()
+        self._profile.close()
 
     def _state(self) -> Dict[str, Any]:
         return {**self._model.state(), "replicas": self._model.replica_state(self._training)}

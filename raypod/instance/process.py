@@ -21,6 +21,7 @@ from raypod.errors import ClusterError, CollectiveBroken
 from raypod.events import CallReport, HeartbeatReport, InstanceStarted
 from raypod.host import process, sdk, torchvision_import
 from raypod.host.log_times import LogTimes
+from raypod.host.spans import recorder
 from raypod.instance import collectives
 from raypod.plan.environment import instance_environment
 from raypod.plan.placement import partition_conflict
@@ -85,6 +86,10 @@ class InstanceProcess:
         self._log_times.mark()
         return self._instance.heartbeat.beat() if self._instance is not None else None
 
+    def clock(self) -> float:
+        """Return the monotonic clock of this host, in seconds."""
+        return time.monotonic()
+
     def stack(self) -> str:
         """Return the stack of the instance's thread, and write it to the log file."""
         stack = self._instance.heartbeat.stack() if self._instance is not None else ""
@@ -132,7 +137,9 @@ class InstanceProcess:
         started = instance.build()
         self._instance = instance
         sys.stdout.write(f"{selected.line}\n")
-        return dataclasses.replace(started, seconds=(("import torch and the SDK", imported_s), *started.seconds))
+        started = dataclasses.replace(started, seconds=(("import torch and the SDK", imported_s), *started.seconds))
+        recorder.add_steps(started.seconds, began)
+        return started
 
     def _call(self, method: str, *arguments: Any) -> Any:
         assert self._instance is not None, "call build first"

@@ -14,7 +14,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 from typing_extensions import Literal
 
-from raypod.plan.values import Epochs, Names, parse_evaluations, parse_interval
+from raypod.plan.values import Epochs, Names, parse_evaluations, parse_interval, parse_updates
 
 CHECKPOINTS = "checkpoints"  # of a run folder
 MANIFEST = "manifest.json"  # its presence makes a folder a checkpoint
@@ -248,6 +248,9 @@ class RunSection(Section):
     status_port: int = Field(
         0, ge=0, le=65_535, description="port of the status endpoint on loopback; 0: the system chooses one"
     )
+    profile: Optional[str] = Field(
+        None, description="write profile.json, a trace of all instances for ui.perfetto.dev, as in updates 20-25"
+    )
     tensorboard: bool = Field(False, description="also write TensorBoard event files into the run folder")
     save_timeout_s: float = Field(600, gt=0, le=_MAX_S, description="timeout for writing a checkpoint")
     start_timeout_s: float = Field(120, gt=0, le=_MAX_S, description="timeout for each step of starting the instances")
@@ -273,6 +276,13 @@ class RunSection(Section):
         le=_MAX_S,
         description="timeout of a call: this or 3 x the slowest call so far; 10 x the larger while it uses CPU time",
     )
+
+    @pydantic.field_validator("profile")
+    @classmethod
+    def _is_a_range_of_updates(cls, value: Optional[str]) -> Optional[str]:
+        if value is not None:
+            parse_updates(value)
+        return value
 
     @pydantic.field_validator("checkpoint_every")
     @classmethod

@@ -11,6 +11,7 @@ from pydantic import Field
 from typing_extensions import Annotated
 
 _INTERVAL = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(update|epoch|minute)s?\s*$")
+_UPDATES = re.compile(r"\s*updates?\s+(\d{1,12})(?:\s*-\s*(\d{1,12}))?\s*$")
 _EVALUATIONS = re.compile(r"\s*(\d{1,9})\s*evaluations?\s*$")
 
 
@@ -50,6 +51,19 @@ def parse_evaluations(text: str) -> int:
     if int(found.group(1)) < 1:
         raise ValueError("must be at least 1 evaluation")
     return int(found.group(1))
+
+
+def parse_updates(text: str) -> Tuple[int, int]:
+    """Parse "updates 20-25" or "update 20"; return the first and the last update, 1-based. ValueError otherwise."""
+    found = _UPDATES.match(text)
+    if found is None:
+        raise ValueError("write a range of updates: updates 20-25")
+    first, last = int(found.group(1)), int(found.group(2) or found.group(1))
+    if first < 1:
+        raise ValueError("the first update is 1")
+    if last < first:
+        raise ValueError(f"the range ends before it begins; write updates {last}-{first}")
+    return first, last
 
 
 def _split_words(value: Any) -> Any:

@@ -102,7 +102,8 @@ class MetricsAggregator:
         rate = samples / elapsed_s if elapsed_s > 0 else 0.0
         digests = tuple((each.instance, each.samples_digest) for each in reports if each.samples_digest)
         times = tuple(CallTimes(each.instance, each.call_s, each.data_wait_s, each.peer_wait_s) for each in reports)
-        self._completed_calls.append(CallDone(first_update, digests, times))
+        profiles = tuple(each.profile for each in reports if each.profile is not None)
+        self._completed_calls.append(CallDone(first_update, digests, times, profiles))
         share = _data_wait_share(reports)
         updates = []
         for index in range(self._plan.geometry.device_iterations):

@@ -6,9 +6,11 @@ import contextlib
 import dataclasses
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
+import pytest
 from event_files import scalars
 
 from raypod.coordinator import coordinator
@@ -17,9 +19,11 @@ from raypod.fleet.inline import InlineFleet
 from raypod.fleet.ray import RayFleet
 from raypod.plan.cluster import LOCAL, Cluster
 from raypod.plan.plan import Plan, make_plan
+from raypod.plan.profile_window import window_of
 from raypod.plan.resolve import from_values, task_of_values
 from raypod.record import ledger, run_folder, verify_data
 from raypod.record.metrics import MetricsAggregator
+from raypod.record.profile import ProfileSource, ProfileWriter
 from raypod.record.sinks import Sinks
 from raypod.tasks.registry import facts_of, schema_of
 
@@ -94,9 +98,16 @@ def run(plan: Plan, faults: Sequence[Tuple[int, Callable[[Plan], None]]] = (), a
     fleet = InlineFleet(plan) if plan.config.run.fleet == "inline" else RayFleet(plan)
     left, quiet_until = list(faults), 0
     outcome = Outcome([])
-    with Sinks(plan) as sinks, contextlib.closing(coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0))) as events:
-        for event in events:
-            sinks.handle(event)
+    with contextlib.ExitStack() as stack:
+        recorders: List[Any] = [stack.enter_context(Sinks(plan))]
+        window = window_of(plan)
+        if window is not None:
+            source = ProfileSource(fleet.clocks, lambda: fleet.call("take_profile"))
+            recorders.append(stack.enter_context(ProfileWriter(plan, window, source, pytest.fail, time.monotonic())))
+        events = coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0))
+        for event in stack.enter_context(contextlib.closing(events)):
+            for recorder in recorders:
+                recorder.handle(event)
             outcome.events.append(event)
             if isinstance(event, Repaired):
                 quiet_until = event.update + _CALLS_BETWEEN

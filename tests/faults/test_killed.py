@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, List
+from typing import Any, Callable, Dict, List
 
 import pytest
 from bounded import wait_until
@@ -38,7 +40,7 @@ def lost(outcome: Outcome) -> List[Any]:
 
 
 def test_one_instance_after_the_other_is_killed(session: Any, undisturbed: Outcome, tmp_path: Path) -> None:
-    plan = plan_for(tmp_path, pod={"num_instances": 2})
+    plan = plan_for(tmp_path, pod={"num_instances": 2}, run={"profile": "updates 3-12"})
     pids: List[int] = []
 
     def kill_0(plan: Plan) -> None:
@@ -53,6 +55,31 @@ def test_one_instance_after_the_other_is_killed(session: Any, undisturbed: Outco
     first, second = (Path(plan.log_file(index)).read_text() for index in (0, 1))
     assert (first.count(", pid "), second.count(", pid ")) == (2, 2)  # each was started twice
     assert pid_of(plan, 0) != pids[0]
+    assert_profile(plan, pids)
+
+
+def assert_profile(plan: Plan, pids: List[int]) -> None:
+    """Assert that the profile has the calls of the killed instance 0, of its replacement, and of instance 1."""
+    profile = json.loads((Path(plan.run_dir) / "profile.json").read_text())
+    (part,) = profile["metadata"]["parts"]
+    assert part["updates"] == [3, 12]
+    assert "meet" in part["start_seconds"]
+    assert len(part["clocks"]) == 3
+    assert {(each["instance"], each["pid"]) for each in part["clocks"]} > {(0, pids[0]), (1, pids[1])}
+    for each in part["clocks"]:  # all processes are on one host, whose clock is this one's
+        assert abs(each["offset_s"]) <= each["error_s"] < 1
+    by_kind = collections.Counter((event.get("cat"), event["pid"]) for event in profile["traceEvents"])
+    first, replacement, survivor = (each["process"] for each in sorted(part["clocks"], key=_killed_first(pids)))
+    assert by_kind["call", survivor] >= 10
+    assert by_kind["call", first] >= 3
+    assert by_kind["call", first] + by_kind["call", replacement] >= 10
+    assert all(by_kind["wait for peers", process] for process in (first, replacement, survivor))
+    names = {event["name"] for event in profile["traceEvents"] if event["pid"] == 1}
+    assert names >= {"repairing", "instance lost", "repaired", "start the instances", "loss"}
+
+
+def _killed_first(pids: List[int]) -> Callable[[Dict[str, Any]], Any]:
+    return lambda each: (each["instance"], each["pid"] != pids[0])
 
 
 def test_an_instance_that_was_idle_at_the_failure_continues_with_the_replacement(session: Any, tmp_path: Path) -> None:

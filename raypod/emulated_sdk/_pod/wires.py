@@ -223,7 +223,7 @@ class Group:
             return
         start = time.monotonic()
         try:
-            with peer_wait.measured():
+            with peer_wait.measured(doing):
                 work.wait(timedelta(seconds=self._wait_s))
         except RuntimeError as error:
             raise self._fail(doing, error, time.monotonic() - start) from error
@@ -262,7 +262,7 @@ class Group:
     def _run(self, start: Any, doing: str) -> None:
         backend, began = self._open_backend(), time.monotonic()
         try:
-            with peer_wait.measured():
+            with peer_wait.measured(doing):
                 start(backend).wait()
         except RuntimeError as error:
             raise self._fail(doing, error, time.monotonic() - began) from error

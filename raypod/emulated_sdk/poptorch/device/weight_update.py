@@ -11,6 +11,7 @@ import contextlib
 from typing import Any, Callable, Dict, FrozenSet, List, Optional, Tuple
 
 import torch
+from _pod import spans
 from _pod.gradient_sum import GradientSum, Placement
 
 from poptorch.device.memory import DeviceMemory
@@ -170,12 +171,13 @@ class WeightUpdate(NoUpdate):
     def _reduce(self, gradient_sum: GradientSum, is_last: bool) -> None:
         """Set the sums as gradients of replica 0, whose parameters the optimizer updates."""
         with torch.no_grad():
-            *sums, replicas, changed = gradient_sum(
-                [
-                    [*_with_flags(self._gradients(index)), self._buffers.changed(index, is_last)]
-                    for index in range(len(self._trained))
-                ]
-            )
+            with spans.measured("sum the gradients", "reduction"):
+                *sums, replicas, changed = gradient_sum(
+                    [
+                        [*_with_flags(self._gradients(index)), self._buffers.changed(index, is_last)]
+                        for index in range(len(self._trained))
+                    ]
+                )
             if is_last:
                 self._buffers.exchange(changed.tolist(), gradient_sum.gather)
             if self._is_scaled:  # scaling works in place, and the sums may be in shared memory
