@@ -176,7 +176,10 @@ def file_lock(path: Path, timeout_s: float, setting: str) -> Iterator[None]:
 
 def strict_json(content: Any, indent: Optional[int] = None) -> str:
     """Return JSON with NaN and infinity, which JSON does not have, replaced by null."""
-    return json.dumps(_replace_nonfinite(content), indent=indent, allow_nan=False)
+    try:
+        return json.dumps(content, indent=indent, allow_nan=False)
+    except ValueError:  # they are rare, and the replacement takes longer than the rest
+        return json.dumps(_replace_nonfinite(content), indent=indent, allow_nan=False)
 
 
 def _replace_nonfinite(content: Any) -> Any:

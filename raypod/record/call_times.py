@@ -32,17 +32,24 @@ class RecentCalls:
         self.calls = 0
         self.call_s = self.data_wait_s = self.peer_wait_s = self.slowest_s = 0.0
         self.buckets = [0] * (len(BUCKETS_S) + 1)  # the last one counts the calls above all bounds
-        self._recent: Deque[CallTimes] = collections.deque(maxlen=kept)
+        # Columns of the recent calls: sums of them are fast, and another thread can read them (each in one operation).
+        self._call_s: Deque[float] = collections.deque(maxlen=kept)
+        self._data_wait_s: Deque[float] = collections.deque(maxlen=kept)
+        self._peer_wait_s: Deque[float] = collections.deque(maxlen=kept)  # NaN: unknown
 
     def add(self, times: CallTimes) -> None:
         """Count a call."""
         self.calls += 1
-        self.call_s += times.call_s
+        call_s, peer_wait_s = times.call_s, times.peer_wait_s
+        self.call_s += call_s
         self.data_wait_s += times.data_wait_s
-        self.peer_wait_s += times.peer_wait_s or 0.0
-        self.slowest_s = max(self.slowest_s, times.call_s)
-        self.buckets[bisect.bisect_left(BUCKETS_S, times.call_s)] += 1
-        self._recent.append(times)
+        self.peer_wait_s += peer_wait_s or 0.0
+        if call_s > self.slowest_s:
+            self.slowest_s = call_s
+        self.buckets[bisect.bisect_left(BUCKETS_S, call_s)] += 1
+        self._call_s.append(call_s)
+        self._data_wait_s.append(times.data_wait_s)
+        self._peer_wait_s.append(math.nan if peer_wait_s is None else peer_wait_s)
 
     def summary(self) -> Dict[str, Optional[float]]:
         """Return seconds and shares over the recent calls; None for values that are unknown.
@@ -50,20 +57,19 @@ class RecentCalls:
         Keys: `p50_s`, `p95_s`, `slowest_s` (of all calls), `mean_s`, `busy_s` (mean without the wait for the others),
         `data_wait_share`, `peer_wait_share` (of the calls' time, 0..1).
         """
-        recent = list(self._recent)
-        if not recent:
+        seconds = sorted(self._call_s)
+        if not seconds:
             keys = ("p50_s", "p95_s", "slowest_s", "mean_s", "busy_s", "data_wait_share", "peer_wait_share")
             return dict.fromkeys(keys)
-        seconds = sorted(each.call_s for each in recent)
-        total_s, waits = math.fsum(seconds), [each.peer_wait_s for each in recent]
-        peer_s = None if None in waits else math.fsum(each or 0.0 for each in waits)
+        total_s, data_s, peer_sum = sum(seconds), sum(self._data_wait_s), sum(self._peer_wait_s)
+        peer_s = None if math.isnan(peer_sum) else peer_sum
         return {
             "p50_s": _quantile(seconds, 0.5),
             "p95_s": _quantile(seconds, 0.95),
             "slowest_s": self.slowest_s,
-            "mean_s": total_s / len(recent),
-            "busy_s": (total_s - (peer_s or 0.0)) / len(recent),
-            "data_wait_share": math.fsum(each.data_wait_s for each in recent) / total_s if total_s else 0.0,
+            "mean_s": total_s / len(seconds),
+            "busy_s": (total_s - (peer_s or 0.0)) / len(seconds),
+            "data_wait_share": data_s / total_s if total_s else 0.0,
             "peer_wait_share": None if peer_s is None else peer_s / total_s if total_s else 0.0,
         }
 

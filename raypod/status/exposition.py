@@ -11,8 +11,24 @@ from raypod.status.token_server import Response
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
-Labels = Tuple[Tuple[str, str], ...]  # (name, value)
 Number = Union[int, float]
+
+
+class Labels(Tuple[Tuple[str, str], ...]):
+    """The labels of a sample as (name, value). An object that is used for several scrapes is rendered only once."""
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The labels in the text format, without braces."""
+        return ",".join(f'{name}="{_escaped(value)}"' for name, value in self)
+
+    @functools.cached_property
+    def buckets(self) -> List[Labels]:
+        """These labels with those of each bucket of a histogram of calls."""
+        return [Labels((*self, ("le", _number(bound)))) for bound in (*BUCKETS_S, math.inf)]
+
+
+NO_LABELS = Labels()
 
 
 class Sample(NamedTuple):
@@ -35,20 +51,21 @@ class Family(NamedTuple):
 def histogram_samples(labels: Labels, calls: RecentCalls) -> List[Sample]:
     """Return the samples of a histogram of the durations of an instance's calls, in seconds."""
     counts = [count for _, count in cumulative_buckets(calls.buckets)]
-    buckets = [Sample((*labels, each), count, "_bucket") for each, count in zip(_BOUNDS, counts)]
+    buckets = [Sample(each, count, "_bucket") for each, count in zip(labels.buckets, counts)]
     return [*buckets, Sample(labels, calls.call_s, "_sum"), Sample(labels, counts[-1], "_count")]
 
 
-def render(families: Iterable[Family], constant: Labels = ()) -> str:
+def render(families: Iterable[Family], constant: Labels = NO_LABELS) -> str:
     """Return metrics in the text format; `constant` labels are added to each sample. Empty families are left out."""
     lines: List[str] = []
+    common = constant.text
     for family in families:
         if not family.samples:
             continue
         text = family.help.replace("\\", "\\\\").replace("\n", "\\n")
         lines += [f"# HELP {family.name} {text}", f"# TYPE {family.name} {family.kind}"]
         lines += [
-            f"{family.name}{suffix}{_label_text(constant + labels)} {_number(value)}"
+            f"{family.name}{suffix}{_braced(common, labels.text)} {_number(value)}"
             for labels, value, suffix in family.samples
         ]
     return "\n".join(lines) + "\n"
@@ -59,11 +76,10 @@ def metrics_response(text: str) -> Response:
     return Response(text.encode(), CONTENT_TYPE)
 
 
-@functools.lru_cache(maxsize=8192)  # the labels of a run are the same in every scrape
-def _label_text(labels: Labels) -> str:
-    if not labels:
-        return ""
-    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels) + "}"
+def _braced(common: str, own: str) -> str:
+    if not own:
+        return f"{{{common}}}" if common else ""
+    return f"{{{common},{own}}}" if common else f"{{{own}}}"
 
 
 def _escaped(value: str) -> str:
@@ -78,6 +94,3 @@ def _number(value: Number) -> str:
     if math.isinf(value):
         return "+Inf" if value > 0 else "-Inf"
     return repr(float(value))
-
-
-_BOUNDS = tuple(("le", _number(bound)) for bound in (*BUCKETS_S, math.inf))

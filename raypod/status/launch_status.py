@@ -121,12 +121,17 @@ class LaunchStatus:
         }
 
 
-def _by_program(get: Callable[[Mapping[str, Any]], Iterable[Tuple[Labels, Any]]]) -> Callable[[Scrape], List[Sample]]:
+_Further = Tuple[Tuple[Tuple[str, str], ...], Any]  # further labels, value
+
+
+def _by_program(
+    get: Callable[[Mapping[str, Any]], Iterable[_Further]],
+) -> Callable[[Scrape], List[Sample]]:
     """Samples of each program: `get` returns (further labels, value) from its entry in the state."""
 
     def samples(scrape: Scrape) -> List[Sample]:
         return [
-            Sample((*instance_labels(each), *labels), value)
+            Sample(Labels((*instance_labels(each), *labels)), value)
             for each in scrape.state["instances"]
             for labels, value in get(each)
             if value is not None
@@ -139,7 +144,7 @@ def _info(scrape: Scrape) -> List[Sample]:
     state = scrape.state
     names = {"kind": state["kind"], "user": state["user"], "coordinator": state["host"], "run_dir": state["run_dir"]}
     names.update(program=state["command"][0], version=raypod_version() or "")
-    return [Sample(tuple(names.items()), 1)]
+    return [Sample(Labels(names.items()), 1)]
 
 
 METRICS = (

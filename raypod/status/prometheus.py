@@ -6,6 +6,7 @@ reset. `raypod_update` is the position of the training. What is unknown has no s
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional
 
@@ -18,6 +19,7 @@ from raypod.status.exposition import (
     COUNTER,
     GAUGE,
     HISTOGRAM,
+    NO_LABELS,
     Family,
     Labels,
     Number,
@@ -53,7 +55,7 @@ def one(get: Callable[[Mapping[str, Any]], Optional[Number]]) -> Callable[[Scrap
 
     def samples(scrape: Scrape) -> List[Sample]:
         value = get(scrape.state)
-        return [] if value is None else [Sample((), value)]
+        return [] if value is None else [Sample(NO_LABELS, value)]
 
     return samples
 
@@ -62,7 +64,7 @@ def _by_name(label: str, get: Callable[[Mapping[str, Any]], Mapping[str, Number]
     """One sample per name, which is the value of `label`."""
 
     def samples(scrape: Scrape) -> List[Sample]:
-        return [Sample(((label, name),), value) for name, value in get(scrape.state).items()]
+        return [Sample(Labels(((label, name),)), value) for name, value in get(scrape.state).items()]
 
     return samples
 
@@ -92,13 +94,18 @@ def by_host(key: str) -> Callable[[Scrape], Iterable[Sample]]:
 
     def samples(scrape: Scrape) -> List[Sample]:
         found = ((host, (usage or {}).get(key)) for host, usage in scrape.state["hosts"].items())
-        return [Sample((("host", host),), value) for host, value in found if value is not None]
+        return [Sample(Labels((("host", host),)), value) for host, value in found if value is not None]
 
     return samples
 
 
 def instance_labels(instance: Mapping[str, Any]) -> Labels:
-    return (("instance", str(instance["instance"])), ("host", instance["host"]))
+    return _labels_of(instance["instance"], instance["host"])
+
+
+@functools.lru_cache(maxsize=4096)  # so that they are rendered once
+def _labels_of(instance: int, host: str) -> Labels:
+    return Labels((("instance", str(instance)), ("host", host)))
 
 
 def _info(scrape: Scrape) -> List[Sample]:
@@ -112,7 +119,7 @@ def _info(scrape: Scrape) -> List[Sample]:
         "run_dir": state["run_dir"],
         "version": raypod_version() or "",
     }
-    return [Sample(tuple(values.items()), 1)]
+    return [Sample(Labels(values.items()), 1)]
 
 
 def _phases(state: Mapping[str, Any]) -> Dict[str, Number]:
@@ -329,7 +336,7 @@ def started_families(status: RunStatus) -> List[Family]:
 
 def run_label(run_dir: str) -> Labels:
     """Return the label that distinguishes the metrics of runs: the name of the run folder."""
-    return (("run", Path(run_dir).name),)
+    return Labels((("run", Path(run_dir).name),))
 
 
 def scrape_response(status: RunStatus) -> Response:

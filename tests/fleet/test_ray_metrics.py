@@ -10,7 +10,7 @@ import pytest
 from bounded import wait_until
 
 from raypod.fleet.ray_metrics import RayMetrics
-from raypod.status.exposition import COUNTER, GAUGE, HISTOGRAM, Family, Sample
+from raypod.status.exposition import COUNTER, GAUGE, HISTOGRAM, NO_LABELS, Family, Labels, Sample
 
 Recorded = List[Tuple[str, str, float, Dict[str, str]]]
 CONSTANT = (("run", "r"),)
@@ -55,11 +55,13 @@ def export(ray: Metrics) -> Iterator[Callable[..., RayMetrics]]:
 
 
 def test_the_last_values_are_exported_at_the_end(ray: Metrics, export: Callable[..., RayMetrics]) -> None:
-    labels = (("instance", "1"),)
+    labels = Labels((("instance", "1"),))
     families = [
         Family("m", GAUGE, "", [Sample(labels, math.nan)]),
-        Family("h", HISTOGRAM, "", [Sample((*labels, ("le", "0.1")), 3, "_bucket"), Sample(labels, 3, "_count")]),
-        Family("n_total", COUNTER, "", [Sample((), 5), Sample((), 0)]),
+        Family(
+            "h", HISTOGRAM, "", [Sample(Labels((*labels, ("le", "0.1"))), 3, "_bucket"), Sample(labels, 3, "_count")]
+        ),
+        Family("n_total", COUNTER, "", [Sample(NO_LABELS, 5), Sample(NO_LABELS, 0)]),
     ]
     export(lambda: families).close()
     tags = {"run": "r", "instance": "1"}
@@ -79,7 +81,10 @@ def test_counters_are_increased_by_what_is_new_and_gauges_are_always_recorded(
 
     def collect() -> List[Family]:
         value = next(values, 1)
-        return [Family("n_total", COUNTER, "", [Sample((), value)]), Family("g", GAUGE, "", [Sample((), 1)])]
+        return [
+            Family("n_total", COUNTER, "", [Sample(NO_LABELS, value)]),
+            Family("g", GAUGE, "", [Sample(NO_LABELS, 1)]),
+        ]
 
     started = export(collect, interval_s=0.001)
     assert wait_until(lambda: len([each for each in ray.recorded if each[1] == "g"]) >= 5)

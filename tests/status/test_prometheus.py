@@ -27,7 +27,7 @@ from raypod.events import (
 )
 from raypod.fleet.base import Beat
 from raypod.plan.plan import Plan
-from raypod.status.exposition import CONTENT_TYPE, COUNTER, GAUGE, HISTOGRAM, Family, Sample, render
+from raypod.status.exposition import CONTENT_TYPE, COUNTER, GAUGE, HISTOGRAM, NO_LABELS, Family, Labels, Sample, render
 from raypod.status.prometheus import METRICS, scrape_response
 from raypod.status.run_status import RunStatus
 
@@ -113,11 +113,11 @@ def test_faults_checkpoints_and_evaluations_are_counted(status: RunStatus) -> No
 
 def test_values_and_labels_are_written_as_the_format_requires() -> None:
     samples = [
-        Sample((("path", 'a\\b"c\nd'),), math.nan),
-        Sample((), math.inf),
-        Sample((("x", "é"),), -math.inf),
-        Sample((), 3),
-        Sample((), 0.1),
+        Sample(Labels((("path", 'a\\b"c\nd'),)), math.nan),
+        Sample(NO_LABELS, math.inf),
+        Sample(Labels((("x", "é"),)), -math.inf),
+        Sample(NO_LABELS, 3),
+        Sample(NO_LABELS, 0.1),
     ]
     lines = render([Family("m", GAUGE, "one\ntwo \\", samples), Family("empty", COUNTER, "", [])]).splitlines()
     assert lines[:2] == ["# HELP m one\\ntwo \\\\", "# TYPE m gauge"]
