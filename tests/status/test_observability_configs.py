@@ -7,13 +7,15 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Set
+from typing import Any, Callable, Dict, Iterator, List, Set
 
 import pytest
 import yaml
 
+from raypod.plan.plan import Plan
 from raypod.record.call_times import STRAGGLER_RATIO
 from raypod.status import launch_status, prometheus
+from raypod.status.run_status import RunStatus
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "observability"
 DASHBOARD: Dict[str, Any] = json.loads((FOLDER / "grafana-dashboard.json").read_text())
@@ -97,3 +99,15 @@ def test_the_dashboard_is_complete_and_its_panels_do_not_overlap() -> None:
     for panel in PANELS:
         assert panel["title"]
         assert all(target["datasource"]["uid"] == "${datasource}" for target in (panel, *panel["targets"]) if target)
+
+
+def test_the_documentation_lists_every_metric_and_every_key(make: Callable[..., Plan]) -> None:
+    text = (FOLDER.parents[1] / "docs" / "observability.md").read_text()
+    listed = {metric.name for metric in prometheus.METRICS}
+    for metric in (*prometheus.METRICS, *(each for each in launch_status.METRICS if each.name not in listed)):
+        assert f"| `{metric.name}` | {metric.kind} | {metric.help} |\n" in text
+    plan = make(pod={"replicas": 2, "num_instances": 2})
+    training = RunStatus(plan, dict).snapshot()
+    launch = launch_status.LaunchStatus(plan.placement, ["true"]).snapshot()
+    for state in (training, launch):
+        assert [key for key in (*state, *state["instances"][0]) if f"`{key}`" not in text] == []
