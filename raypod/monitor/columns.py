@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 GAP = 2
-_LEAST_FLEXIBLE = 8
+_LEAST_FLEXIBLE = 12
 Cell = Tuple[str, str]  # text, style
 
 
@@ -52,7 +52,7 @@ def fitted(line: Text, width: int, ascii_only: bool = False) -> Text:
 
 
 def _least_width(columns: Sequence[Column]) -> int:
-    widths = [_LEAST_FLEXIBLE if each.flexible else each.natural_width for each in columns]
+    widths = [min(_LEAST_FLEXIBLE, each.natural_width) if each.flexible else each.natural_width for each in columns]
     return sum(widths) + GAP * (len(columns) - 1)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from pathlib import Path
-from typing import List, Optional, Tuple
+from typing import List, Optional, Tuple, Union
 
 from rich.console import Console
 from rich.control import Control
@@ -15,6 +15,7 @@ from raypod.cli import INTERRUPTED
 from raypod.monitor.log_lines import LogTail
 from raypod.monitor.model import Pod
 from raypod.monitor.pod_source import PodSource
+from raypod.monitor.remote_log import RemoteLog
 from raypod.monitor.render import render
 from raypod.monitor.screen import LOG, Screen
 from raypod.monitor.terminal import Terminal
@@ -25,26 +26,35 @@ _FIRST_S = 0.3  # so soon after the start the first answers are drawn
 class FollowedLog:
     """The log that the screen shows, if it does."""
 
-    def __init__(self) -> None:
-        self._path: Optional[str] = None
-        self._tail: Optional[LogTail] = None
+    def __init__(self, source: PodSource) -> None:
+        self._source = source
+        self._key: Optional[Tuple[str, str]] = None  # (host of the run, path)
+        self._tail: Optional[Union[LogTail, RemoteLog]] = None
 
     def lines(self, pod: Pod, screen: Screen) -> List[str]:
-        """Return the newest lines of the log of the selected instance; [] in other views."""
+        """Return the newest lines of the log of the selected instance; [] in other views, which end following it."""
         run = screen.run(pod)
-        if screen.view != LOG or run is None or screen.instance >= len(run.instances):
-            return []
-        path = run.instances[screen.instance].log_file
-        if path != self._path or self._tail is None:
-            self._path, self._tail = path, LogTail(Path(path)) if path else None
+        shown = run.instances[screen.instance :][:1] if screen.view == LOG and run is not None else ()
+        path = shown[0].log_file if shown else None
+        key = (run.host, path) if run is not None and path else None
+        if key != self._key:
+            self.close()
+            self._key = key
+            self._tail = self._source.log(run, path) if run is not None and path else None
         return self._tail.lines() if self._tail is not None else []
+
+    def close(self) -> None:
+        """Stop to follow."""
+        if self._tail is not None:
+            self._tail.close()
+        self._key, self._tail = None, None
 
 
 def show(source: PodSource, screen: Screen, interval_s: float, console: Console, ascii_only: bool) -> int:
     """Show the pod until the user quits or the terminal is closed. Return the exit code: 0, or 130 after Ctrl-C."""
     terminal = Terminal(console, sys.stdin.fileno())
-    log = FollowedLog()
-    with source, terminal.opened():
+    log = FollowedLog(source)
+    with source, contextlib.closing(log), terminal.opened():
         pod, began_s, interval_now_s = source.poll(), time.monotonic(), _FIRST_S
         try:
             while not terminal.is_closed:

@@ -37,6 +37,9 @@ class LogTail:
             self._lines.extend(clean(line.decode(errors="replace")) for line in new)
         return list(self._lines)
 
+    def close(self) -> None:
+        """Nothing is open between two reads."""
+
 
 class LastLines:
     """The last line that is not empty, of several files."""

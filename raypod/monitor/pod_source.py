@@ -6,13 +6,15 @@ import dataclasses
 import socket
 import time
 from pathlib import Path
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple, Union
 
 from raypod.host.interfaces import interface_addresses
 from raypod.monitor.build_pod import build_pod, with_names
+from raypod.monitor.log_lines import LogTail
 from raypod.monitor.model import HostFacts, Pod, Run, Usage
 from raypod.monitor.rates import RateMeter
 from raypod.monitor.remote_host import RemoteHost
+from raypod.monitor.remote_log import RemoteLog
 from raypod.monitor.this_host import ThisHost
 from raypod.plan.cluster import Cluster, Host
 from raypod.pod import ssh
@@ -54,6 +56,13 @@ class PodSource:
         deadline = time.monotonic() + _CONNECT_S
         for each in self._remotes:
             each.first_try.wait(max(0.0, deadline - time.monotonic()))
+
+    def log(self, run: Run, path: str) -> Union[LogTail, RemoteLog]:
+        """Return a log file of a run, which is on the host of its coordinator."""
+        host = next((each.host for each in self._remotes if each.host.name == run.host), None)
+        if self._cluster is not None and host is not None:
+            return RemoteLog(self._cluster, host, path)
+        return LogTail(Path(path))
 
     def poll(self) -> Pod:
         """Return what is known now."""

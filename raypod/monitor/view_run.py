@@ -56,11 +56,19 @@ def head_lines(run: Run, now_s: float, width: int, ascii_only: bool) -> List[Tex
             (style.last_save(run, now_s), save_style),
             (style.last_evaluation(run), ""),
         ]
-        figures = Text()
-        for text, how in (each for each in parts if each[0]):
-            figures.append(dot if figures.plain else "").append(text, style=how)
-        lines.append(figures)
+        lines += _wrapped([each for each in parts if each[0]], dot, width)
     return [fitted(line, width, ascii_only) for line in lines]
+
+
+def _wrapped(parts: Sequence[Tuple[str, str]], separator: str, width: int) -> List[Text]:
+    """Return (text, style) parts in as few lines as hold them."""
+    lines: List[Text] = []
+    for text, how in parts:
+        if lines and lines[-1].cell_len + len(separator) + len(text) <= width:
+            lines[-1].append(separator).append(text, style=how)
+        else:
+            lines.append(Text().append(text, style=how))
+    return lines
 
 
 def _progress(run: Run, now_s: float, width: int, ascii_only: bool) -> Text:
@@ -113,7 +121,7 @@ def _instance_lines(run: Run, width: int, ascii_only: bool) -> List[Text]:
             Column("beat", [(age(one.heartbeat_age_s), _beat(run, one)) for one in each], rank=2, right=True),
             Column("activity", [(_activity(one), style.DIM) for one in each], rank=10, most=36),
         ]
-    columns.append(Column("last line of the log", [(one.log_line or "", style.DIM) for one in each], flexible=True))
+    columns.append(Column("last log line", [(one.log_line or "", style.DIM) for one in each], flexible=True))
     return table(columns, width, ascii_only)
 
 

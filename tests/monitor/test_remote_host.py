@@ -13,9 +13,11 @@ from models import make_run
 
 from raypod.host.files import strict_json
 from raypod.monitor.build_pod import build_pod
+from raypod.monitor.log_lines import LogTail
 from raypod.monitor.model import HostFacts, Pod, to_json
 from raypod.monitor.pod_source import PodSource
 from raypod.monitor.remote_host import RemoteHost
+from raypod.monitor.remote_log import RemoteLog
 from raypod.plan.cluster import Cluster, Host, Ssh
 from raypod.status import registry
 
@@ -104,6 +106,26 @@ def test_a_host_that_becomes_silent_keeps_its_last_state(tmp_path: Path, monkeyp
         (run,) = source.poll().runs
         assert "no data for" in str(run.problem)
         assert run.update == 250
+
+
+def test_a_log_on_another_host_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "a log"
+    log.write_text("one\n")
+    use_ssh(tmp_path, monkeypatch, 'exec sh -c "$last"')
+    with PodSource(0.1, cluster=CLUSTER) as source:
+        following = source.log(make_run(host="203.0.113.1"), str(log))
+        try:
+            assert wait_until(lambda: following.lines() == ["one"], 20)
+            with log.open("a") as file:
+                file.write("two\x1b[2J\n")
+            assert wait_until(lambda: following.lines() == ["one", "two"], 20)
+        finally:
+            following.close()
+        assert isinstance(source.log(make_run(host="elsewhere"), str(log)), LogTail)
+    unreachable = RemoteLog(CLUSTER, CLUSTER.hosts[1], "/log")
+    assert wait_until(lambda: unreachable.lines()[-1:] == ["(the connection has ended with exit code 255)"], 20)
+    assert unreachable.lines()[0] == "no route"
+    unreachable.close()
 
 
 def test_no_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
