@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Dict, Mapping, Optional
 
 from raypod.monitor.log_lines import LastLines
-from raypod.monitor.model import Run
+from raypod.monitor.model import Instance, Run
 from raypod.monitor.run_files import RunFiles
 from raypod.monitor.snapshots import run_of
 from raypod.status.registry import Entry
@@ -44,7 +44,8 @@ class LiveRun:
         if run is None or not self._problem:
             return run
         silent_s = time.monotonic() - (self._asked_s if answered_s is None else answered_s)
-        return dataclasses.replace(run, problem=f"{self._problem} (for {silent_s:.0f} s)")
+        instances = tuple(_older(each, silent_s) for each in run.instances)
+        return dataclasses.replace(run, problem=f"{self._problem} (for {silent_s:.0f} s)", instances=instances)
 
     def stop(self) -> None:
         """End the thread after its current request."""
@@ -88,6 +89,12 @@ def with_log_lines(run: Run, last_lines: LastLines) -> Run:
         dataclasses.replace(each, log_line=last_lines.of(each.log_file) or each.log_line) for each in run.instances
     )
     return dataclasses.replace(run, instances=instances)
+
+
+def _older(instance: Instance, seconds: float) -> Instance:
+    """Return an instance as it was `seconds` ago, with the ages of now."""
+    age_s = instance.heartbeat_age_s
+    return dataclasses.replace(instance, heartbeat_age_s=None if age_s is None else age_s + seconds)
 
 
 def ask(entry: Entry, timeout_s: float) -> Mapping[str, Any]:

@@ -7,12 +7,14 @@ from typing import Dict, Optional, Tuple
 
 from raypod.monitor.model import Usage
 
+_STILL_S = 5.0  # counters that do not change for so long have the rate 0
+
 _Counters = Tuple[Optional[int], Optional[int]]
 _Rates = Tuple[Optional[float], Optional[float]]
 
 
 class RateMeter:
-    """Adds the rates to the usage of hosts. A measurement that is shown again keeps its rates."""
+    """Adds the rates to the usage of hosts. A measurement that is shown again within 5 s keeps its rates."""
 
     def __init__(self) -> None:
         self._last: Dict[str, Tuple[float, _Counters, _Rates]] = {}
@@ -27,7 +29,9 @@ class RateMeter:
             seconds = now_s - before[0]
             rates = (_rate(counters[0], before[1][0], seconds), _rate(counters[1], before[1][1], seconds))
             self._last[host] = (now_s, counters, rates)
-        received, sent = self._last[host][2]
+        changed_s, _, (received, sent) = self._last[host]
+        if now_s - changed_s >= _STILL_S:
+            received, sent = (None if each is None else 0.0 for each in counters)
         return dataclasses.replace(usage, received_bytes_per_s=received, sent_bytes_per_s=sent)
 
 

@@ -10,7 +10,7 @@ import sys
 import termios
 import tty
 from types import FrameType
-from typing import Iterator, List, Optional
+from typing import Any, Iterator, List, Optional
 
 from rich.console import Console
 
@@ -27,7 +27,7 @@ _SEQUENCES = {
     "OD": "left",
 }
 _NAMES = {"\t": "tab", "\r": "enter", "\n": "enter", "\x1b": "escape"}
-_WOKEN = (signal.SIGWINCH, signal.SIGTERM, signal.SIGHUP, signal.SIGCONT)
+_WOKEN = (signal.SIGWINCH, signal.SIGTERM, signal.SIGHUP, signal.SIGCONT, signal.SIGTSTP)
 
 
 class Terminal:
@@ -37,11 +37,13 @@ class Terminal:
         self._console, self._descriptor = console, descriptor
         self.is_closed = False
         self._wake_read, self._wake_write = -1, -1
+        self._before: List[Any] = []  # the modes of the terminal
+        self._is_to_stop = self._was_stopped = False
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Use the terminal's alternate screen within the context, without echo and without line buffering."""
-        before = termios.tcgetattr(self._descriptor)
+        self._before = termios.tcgetattr(self._descriptor)
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -49,7 +51,7 @@ class Terminal:
             stack.callback(self._close_pipe)
             for number in _WOKEN:
                 stack.callback(signal.signal, number, signal.signal(number, self._handle))
-            stack.callback(termios.tcsetattr, self._descriptor, termios.TCSADRAIN, before)
+            stack.callback(termios.tcsetattr, self._descriptor, termios.TCSADRAIN, self._before)
             tty.setcbreak(self._descriptor, termios.TCSADRAIN)
             stack.enter_context(self._console.screen(hide_cursor=True))
             yield
@@ -60,6 +62,7 @@ class Terminal:
         if self._wake_read in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
+            self._stop_or_resume()
             return None
         if not readable:
             return []
@@ -74,12 +77,27 @@ class Terminal:
     def _handle(self, number: int, frame: Optional[FrameType]) -> None:
         if number in (signal.SIGTERM, signal.SIGHUP):
             self.is_closed = True
-        if number == signal.SIGCONT:  # after Ctrl-Z: the shell has changed the modes and the screen
+        self._is_to_stop = self._is_to_stop or number == signal.SIGTSTP
+        self._was_stopped = self._was_stopped or number == signal.SIGCONT
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, b"x")
+
+    def _stop_or_resume(self) -> None:
+        """After Ctrl-Z, give the terminal back until the shell continues this process."""
+        if self._is_to_stop:
+            self._is_to_stop = False
+            self._console.set_alt_screen(False)
+            self._console.show_cursor(True)
+            termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
+            handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTSTP)  # this process stops here
+            signal.signal(signal.SIGTSTP, handler)
+            self._was_stopped = True
+        if self._was_stopped:
+            self._was_stopped = False
             tty.setcbreak(self._descriptor, termios.TCSADRAIN)
             self._console.set_alt_screen(True)
             self._console.show_cursor(False)
-        with contextlib.suppress(OSError):
-            os.write(self._wake_write, b"x")
 
     def _close_pipe(self) -> None:
         os.close(self._wake_read)

@@ -45,11 +45,11 @@ def _run_rows(pod: Pod, selected: Optional[Run], width: int, ascii_only: bool) -
         Column("owner", [(run.user, "") for run in runs], rank=3, most=16),
         Column("host", [(run.host, "") for run in runs], rank=4, most=24),
         Column("update", [(text, "") for text in done], rank=1, right=True),
-        Column("", [(bar(style.share_done(run), _BAR, ascii_only), style.GOOD) for run in runs], rank=5),
+        Column("", [(_bar(run, ascii_only), style.GOOD) for run in runs], rank=5),
         Column("ETA", [(duration(run.eta_s) if run.is_active else UNKNOWN, "") for run in runs], rank=1, right=True),
         Column("rate", [(style.rate(run), "") for run in runs], rank=2, right=True),
-        Column("loss", [(amount(run.metrics.get("loss")), "") for run in runs], rank=2, right=True),
-        Column("restarts", [(str(run.restarts), style.WARN if run.restarts else "") for run in runs], rank=6),
+        Column("loss", [(_loss(run), "") for run in runs], rank=2, right=True),
+        Column("restarts", [(_restarts(run), style.WARN) for run in runs], rank=6, right=True),
         Column("program", [(run.problem or run.program, _program_style(run)) for run in runs], flexible=True),
     ]
     lines = table(columns, width, ascii_only)
@@ -58,6 +58,19 @@ def _run_rows(pod: Pod, selected: Optional[Run], width: int, ascii_only: bool) -
             lines[index + 1].stylize("reverse", 0, len(run.name))
     hidden = len(pod.runs) - len(runs)
     return lines + ([Text(f"{hidden} more runs: left and right select one", style=style.DIM)] if hidden else [])
+
+
+def _bar(run: Run, ascii_only: bool) -> str:
+    share = style.share_done(run)
+    return "" if share is None else bar(share, _BAR, ascii_only)
+
+
+def _loss(run: Run) -> str:
+    return amount(run.metrics["loss"]) if "loss" in run.metrics else ""
+
+
+def _restarts(run: Run) -> str:
+    return str(run.restarts) if run.restarts else ""
 
 
 def _program_style(run: Run) -> str:

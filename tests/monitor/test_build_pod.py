@@ -74,10 +74,10 @@ def test_json_contains_what_another_monitor_needs() -> None:
 
 def test_rates_of_the_network() -> None:
     meter, found = RateMeter(), []  # type: ignore[var-annotated]
-    for now_s, received in ((0.0, 100), (1.0, 100), (2.0, 500), (3.0, 500), (4.0, 10)):
+    for now_s, received in ((0.0, 100), (1.0, 100), (2.0, 500), (3.0, 500), (4.0, 10), (5.0, 10), (9.0, 10)):
         rated = meter.add("h", Usage(network_received_bytes=received, network_sent_bytes=received), now_s)
         found.append(rated.received_bytes_per_s)
-    assert found == [None, None, 200.0, 200.0, None]
+    assert found == [None, None, 200.0, 200.0, None, None, 0.0]
 
 
 def test_launches_have_programs() -> None:
