@@ -63,3 +63,13 @@ def format_table(
     rule = "+".join(["", *("-" * (width + 2) for width in widths), ""])
     lines = ["| " + " | ".join(row) + " |" for row in cells]
     return [rule, lines[0], rule, *lines[1:], rule]
+
+
+class Joined(argparse.Action):
+    """Joins the values of a flag that is given several times to one list."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, values if before is None else f"{before},{values}")

@@ -34,6 +34,7 @@ from raypod.status import prometheus
 from raypod.status.endpoint import cached_route, served, snapshot_route
 from raypod.status.run_status import RunStatus
 from raypod.status.token_server import check_port
+from raypod.trackers.processes import TrackerProcesses
 
 
 class Reporter(Protocol):
@@ -154,6 +155,7 @@ class Training:
         self._evaluations: List[EvaluationDone] = list(self._known)
         self._last_events: Dict[type, Any] = {}
         self._started_at_s = time.monotonic() if started_at_s is None else started_at_s
+        self._started_unix_s = time.time() - (time.monotonic() - self._started_at_s)
         self.metrics = MetricsAggregator(run.plan, self._started_at_s)
 
     def events(self) -> Generator[Event, None, None]:
@@ -164,9 +166,10 @@ class Training:
         plan, lease, is_closed = self._run.plan, self._run.claim.lease, False
         run_folder.create(plan)
         with contextlib.ExitStack() as stack:
-            stack.push(self._write_report)  # the last step: it reads the other files
+            trackers = stack.enter_context(TrackerProcesses(plan, self._reporter.warn, self._started_unix_s))
+            stack.push(self._write_report)  # the last step before that of the trackers: it reads the other files
             fleet = fleet_for(plan, self._reporter.print_line)
-            recorders = list(self._recorders(fleet, stack))
+            recorders = [*self._recorders(fleet, stack), trackers]
             with self._opened(fleet) as (events, sinks):
                 for event in events:
                     lease.check()

@@ -14,7 +14,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 from typing_extensions import Literal
 
-from raypod.plan.values import Epochs, Names, parse_evaluations, parse_interval, parse_updates
+from raypod.plan.values import Epochs, Names, Trackers, Updates, parse_evaluations, parse_interval
 
 CHECKPOINTS = "checkpoints"  # of a run folder
 MANIFEST = "manifest.json"  # its presence makes a folder a checkpoint
@@ -248,8 +248,17 @@ class RunSection(Section):
     status_port: int = Field(
         0, ge=0, le=65_535, description="port of the status endpoint on loopback; 0: the system chooses one"
     )
-    profile: Optional[str] = Field(
+    profile: Updates = Field(
         None, description="write profile.json, a trace of all instances for ui.perfetto.dev, as in updates 20-25"
+    )
+    trackers: Trackers = Field(
+        None, description="record the run also with tensorboard, mlflow, wandb, or module:Class, as in mlflow,wandb"
+    )
+    tracker_artifacts: Literal["none", "report", "checkpoint", "all"] = Field(
+        "report", description="files that trackers get at the end: report.html and the config, the newest checkpoint"
+    )
+    tracker_timeout_s: float = Field(
+        30, gt=0, le=_MAX_S, description="time that trackers have at the end of the run to record the rest"
     )
     tensorboard: bool = Field(False, description="also write TensorBoard event files into the run folder")
     save_timeout_s: float = Field(600, gt=0, le=_MAX_S, description="timeout for writing a checkpoint")
@@ -277,12 +286,10 @@ class RunSection(Section):
         description="timeout of a call: this or 3 x the slowest call so far; 10 x the larger while it uses CPU time",
     )
 
-    @pydantic.field_validator("profile")
-    @classmethod
-    def _is_a_range_of_updates(cls, value: Optional[str]) -> Optional[str]:
-        if value is not None:
-            parse_updates(value)
-        return value
+    @property
+    def writes_tensorboard(self) -> bool:
+        """Whether the run writes TensorBoard event files."""
+        return self.tensorboard or "tensorboard" in (self.trackers or ())
 
     @pydantic.field_validator("checkpoint_every")
     @classmethod

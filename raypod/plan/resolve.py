@@ -14,14 +14,15 @@ import pydantic
 import yaml
 from pydantic.fields import FieldInfo
 
-from raypod.cli import FlagParser, nearest, suggestion
+from raypod.cli import FlagParser, Joined, nearest, suggestion
 from raypod.errors import ConfigError
 from raypod.plan.config import CHECKPOINTS, IMAGE_CLASSIFICATION, MANIFEST, Config, PodSection, TaskOptions, fields
 from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader
 
 Values = Dict[str, Dict[str, Any]]  # section -> key -> value as given, not validated
 _TASK_NAME = "task.name"
-ALIASES = {"replicas": ["--num-replicas"], "image_size": ["--resize"]}
+ALIASES = {"replicas": ["--num-replicas"], "image_size": ["--resize"], "trackers": ["--tracker"]}
+_REPEATED = ("trackers",)  # keys whose flag can be given several times
 # Flags of the commands that take those of a config; the options of a task must not have their names.
 _OF_COMMANDS = ("--help", "--config", "--dry-run", "--json", "--detach", "--take-over", "--lease", "--timeout")
 
@@ -104,7 +105,8 @@ def add_flag(parser: argparse.ArgumentParser, section: str, key: str, field: Fie
         parser.add_argument(names[-1], dest=target, action="store_false", help=argparse.SUPPRESS)
     else:
         metavar = "{" + ",".join(choices) + "}" if choices else key.upper()
-        parser.add_argument(*names, dest=target, metavar=metavar, help=help_text)
+        action = Joined if key in _REPEATED else "store"
+        parser.add_argument(*names, dest=target, metavar=metavar, help=help_text, action=action)
 
 
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:

@@ -10,6 +10,7 @@ import pydantic
 from pydantic import Field
 from typing_extensions import Annotated
 
+TRACKERS = ("tensorboard", "mlflow", "wandb")
 _INTERVAL = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(update|epoch|minute)s?\s*$")
 _UPDATES = re.compile(r"\s*updates?\s+(\d{1,12})(?:\s*-\s*(\d{1,12}))?\s*$")
 _EVALUATIONS = re.compile(r"\s*(\d{1,9})\s*evaluations?\s*$")
@@ -94,6 +95,19 @@ def _check_ascending(numbers: Optional[Tuple[int, ...]]) -> Optional[Tuple[int, 
     return numbers
 
 
+def _check_trackers(names: Optional[Tuple[str, ...]]) -> Optional[Tuple[str, ...]]:
+    for name in names or ():
+        if name not in TRACKERS and ":" not in name:
+            raise ValueError(f"known are {', '.join(TRACKERS)}, or module:Class for your own")
+    return names
+
+
+def _check_updates(text: Optional[str]) -> Optional[str]:
+    if text is not None:
+        parse_updates(text)
+    return text
+
+
 Names = Annotated[
     Optional[Tuple[str, ...]], pydantic.BeforeValidator(_split_words), pydantic.AfterValidator(_check_different)
 ]
@@ -102,3 +116,5 @@ Epochs = Annotated[
     pydantic.BeforeValidator(_split_numbers),
     pydantic.AfterValidator(_check_ascending),
 ]
+Trackers = Annotated[Names, pydantic.AfterValidator(_check_trackers)]
+Updates = Annotated[Optional[str], pydantic.AfterValidator(_check_updates)]

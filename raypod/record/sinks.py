@@ -15,6 +15,7 @@ from typing_extensions import Protocol
 from raypod.errors import ConfigError, RunError
 from raypod.events import CheckpointBegun, EvaluationDone, Event, RunStarted, UpdateDone, flat_record
 from raypod.host.files import AppendOnlyFile, replace_file, strict_json
+from raypod.plan import user_code
 from raypod.plan.config import Config
 from raypod.plan.plan import Plan
 from raypod.record.ledger import Ledger
@@ -39,10 +40,20 @@ class Sink(Protocol):
 
 def check_packages(config: Config) -> None:
     """Raise ConfigError if a requested sink needs a package that is not installed."""
-    if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            "--tensorboard needs the package tensorboard, which is not installed: pip install 'raypod[tensorboard]'"
-        )
+    flags = {name: f"--tracker {name}" for name in config.run.trackers or ()}
+    if config.run.tensorboard:
+        flags["tensorboard"] = "--tensorboard"
+    for name, flag in flags.items():
+        if ":" in name:
+            user_code.check(name, "run.trackers", [])
+        elif not _is_installed(name):
+            raise ConfigError(f"{flag} needs the package {name}, which is not installed: pip install 'raypod[{name}]'")
+
+
+def _is_installed(package: str) -> bool:
+    """Return whether a package can be imported. A folder of its name, as W&B leaves one, is none."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
 
 
 def _open_sinks(plan: Plan, first_update: int) -> Iterator[Sink]:
@@ -51,7 +62,7 @@ def _open_sinks(plan: Plan, first_update: int) -> Iterator[Sink]:
     yield JsonLines(folder / METRICS, UpdateDone, first_update)
     yield JsonLines(folder / EVALUATIONS, EvaluationDone, first_update)
     yield Ledger(plan)
-    if plan.config.run.tensorboard:
+    if plan.config.run.writes_tensorboard:
         yield TensorBoardWriter(folder, first_update)
 
 

@@ -51,7 +51,8 @@ def test_all_keys() -> None:
         "label_smoothing evaluate_every early_stopping early_stopping_metric evaluation_iterations seed "
         "replicas num_instances ipus_per_replica num_ipus threads_per_replica cluster wait_hosts executable_cache_path "
         "device fleet collectives strict run_dir resume resume_anyway checkpoint_every keep_checkpoints best_metric "
-        "on_nonfinite status_port profile tensorboard save_timeout_s start_timeout_s report_timeout_s stop_timeout_s "
+        "on_nonfinite status_port profile trackers tracker_artifacts tracker_timeout_s tensorboard "
+        "save_timeout_s start_timeout_s report_timeout_s stop_timeout_s "
         "max_restarts dead_after_s silent_after_s stuck_after_s"
     )
 

@@ -1,0 +1,330 @@
+"""Trackers: what they get, resumes without duplicates, and trackers that fail, hang or are missing."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import sqlite3
+import struct
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Optional
+
+import pytest
+from bounded import wait_until
+
+from raypod import train
+from raypod.api.request import plan_of
+from raypod.errors import ConfigError, RunError
+from raypod.events import EvaluationDone, PhaseBegun, RunStarted, UpdateDone, flat_record
+from raypod.plan.plan import Plan
+from raypod.record import run_folder
+from raypod.trackers import memory, process
+from raypod.trackers.follower import Follower
+from raypod.trackers.processes import TrackerProcesses
+from raypod.trackers.tracker import Point, RunFacts, Steps
+
+FLAGS = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--replicas", "2", "--lr-schedule", "constant"]
+FAKE = "fake_tracker:Fake"
+STARTED = RunStarted("emulated", "", 0, 1, ())
+
+
+def update(number: int) -> str:
+    return json.dumps(flat_record(UpdateDone(number, 1, {"loss": 1 / number}, number, 10.0, float(number)))) + "\n"
+
+
+def evaluation(number: int) -> str:
+    return json.dumps(flat_record(EvaluationDone(5, {"accuracy": 50.0}, number, 1))) + "\n"
+
+
+def append(path: Path, *lines: str) -> None:
+    with path.open("a") as file:
+        file.write("".join(lines))
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of the fake tracker, which processes of trackers can import."""
+    monkeypatch.setenv("FAKE_TRACKER", str(tmp_path / "fake.jsonl"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    return tmp_path / "fake.jsonl"
+
+
+def lines_of(path: Path) -> List[Dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def steps_of(path: Path, name: str) -> List[int]:
+    return [line["step"] for line in lines_of(path) if name in line.get("values", {})]
+
+
+def test_points_come_once_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    metrics, tests = tmp_path / "metrics.jsonl", tmp_path / "evaluations.jsonl"
+    follower = Follower(tmp_path, 1000.0, Steps(1, -1))
+    append(metrics, update(1), update(2), update(3))
+    append(tests, evaluation(2), evaluation(4))  # the line of update 4 is not there yet
+    points = follower.poll()
+    assert [(point.step, sorted(point.values)) for point in points] == [
+        (2, ["training/loss", "training/samples_per_s"]),
+        (2, ["test/accuracy"]),
+        (3, ["training/loss", "training/samples_per_s"]),
+    ]
+    assert points[0].unix_s == 1002.0
+    assert follower.poll() == []
+    metrics.unlink()  # the run is resumed from update 1
+    append(metrics, update(1), update(2), update(3), update(4))
+    assert [(point.step, len(point.values)) for point in follower.poll()] == [(4, 2), (4, 1)]
+    append(tests, evaluation(9))
+    assert follower.poll() == []
+    assert [point.step for point in follower.poll(is_last=True)] == [9]
+
+
+def test_an_update_whose_reports_are_missing_has_no_metrics(tmp_path: Path) -> None:
+    lost = UpdateDone(1, 1, {"loss": float("nan")}, 1, 10.0, 1.0, 0.0, (1,))
+    append(tmp_path / "metrics.jsonl", json.dumps(flat_record(lost)) + "\n", '{"update": 2}\n')
+    (point,) = Follower(tmp_path, 0.0, Steps(-1, -1)).poll()
+    assert point.values == {"training/samples_per_s": 10.0}
+
+
+class Ended:
+    """A run that ended, as seen by the process of a tracker."""
+
+    word = "finished"
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+
+class Unreliable:
+    """Fails in every method once, and in `log` after it has recorded half of the points."""
+
+    def __init__(self, log: List[Any], failed: List[str]) -> None:
+        self.calls, self.failed = log, failed
+
+    def fail_once(self, method: str) -> None:
+        if method not in self.failed:
+            self.failed.append(method)
+            raise OSError(method)
+
+    def open(self, facts: RunFacts, run_id: Optional[str]) -> str:
+        self.fail_once("open")
+        return run_id or "id"
+
+    def recorded(self) -> Optional[Steps]:
+        self.fail_once("recorded")
+        return Steps(max([point.step for point in self.calls], default=-1), -1)
+
+    def log(self, points: List[Point]) -> None:
+        half = points if "log" in self.failed else points[:2]
+        self.calls += half
+        self.fail_once("log")
+
+    def add_artifact(self, path: Path, name: str) -> None:
+        self.fail_once("add_artifact")
+
+    def close(self, end: str, facts: Dict[str, str]) -> None:
+        self.fail_once("close")
+        assert (end, facts["state"]) == ("finished", "done")
+
+
+def test_a_tracker_that_fails_everywhere_gets_every_point_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_RETRY_S", (0.01,))
+    append(tmp_path / "metrics.jsonl", *(update(number) for number in range(1, 6)))
+    state = {"pid": 1, "started_ticks": 1, "host": "", "state": "done", "update": 5, "total_updates": 5}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    (tmp_path / "config.yaml").write_text("training:\n  epochs: 3\n  freeze: null\n")
+    calls: List[Any] = []
+    failed: List[str] = []
+    path = memory.path_of(tmp_path, "own")
+    session = process.Session(lambda: Unreliable(calls, failed), tmp_path, 0.0, path)
+    session.follow(Ended(), "report")  # type: ignore[arg-type]
+    assert failed == ["open", "recorded", "log", "add_artifact", "close"]
+    assert [point.step for point in calls] == [1, 2, 3, 4, 5]
+    assert memory.read(path) == memory.Memory("id", 5, -1, "", True)
+    assert process.parameters_of(tmp_path) == {"training.epochs": "3"}
+
+
+def test_a_run_and_its_resumption_are_one_run_of_the_tracker(
+    fake: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(tmp_path / "run")
+    flags = [*FLAGS, "--tracker", FAKE, "--checkpoint-every", "3 updates", "--tracker-artifacts", "all"]
+    assert train.main([*flags, "--updates", "6", "--run-dir", run]) == 0
+    assert train.main(["--resume", f"{run}/checkpoints/update-00000003", "--updates", "8", "--run-dir", run]) == 0
+    assert f"tracker {FAKE}" not in capsys.readouterr().out
+    assert [line["opened"] for line in lines_of(fake) if "opened" in line] == [None, "first"]
+    assert steps_of(fake, "training/loss") == list(range(1, 9))
+    assert steps_of(fake, "test/accuracy") == [6, 8]
+    artifacts = [line["artifact"] for line in lines_of(fake) if "artifact" in line]
+    assert artifacts == 2 * ["report.html", "summary.json", "config.yaml", "plan.json", "checkpoint"]
+    assert all(line["exists"] for line in lines_of(fake) if "artifact" in line)
+    closed = [line for line in lines_of(fake) if "closed" in line]
+    assert [line["closed"] for line in closed] == ["finished", "finished"]
+    sha256 = json.loads((Path(run) / "summary.json").read_text())["weights_sha256"]
+    assert closed[1]["facts"] == {"state": "done", "update": "8", "restarts": "0", "weights_sha256": sha256}
+    assert lines_of(fake)[0]["parameters"]["training.model"] == "tiny"
+
+
+def test_a_tracker_that_hangs_is_ended_with_one_warning(
+    fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_TRACKER_FAULT", "hang")
+    flags = [*FLAGS, "--updates", "2", "--tracker", FAKE, "--tracker-timeout-s", "3"]
+    assert train.main([*flags, "--run-dir", str(tmp_path / "run")]) == 0
+    output = capsys.readouterr()
+    (line,) = [each for each in (output.out + output.err).splitlines() if f"tracker {FAKE}" in each]
+    assert "has not recorded the whole run within 3 s" in line
+
+
+def test_failures_during_a_run_are_one_warning(
+    fake: Path, make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_TRACKER_FAULT", "raise")
+    plan = make(run={"trackers": f"{FAKE},tensorboard", "tracker_timeout_s": 3.0})
+    run_folder.create(plan)
+    append(Path(plan.run_dir) / "metrics.jsonl", update(1))
+    warnings: List[str] = []
+    with contextlib.suppress(RunError), TrackerProcesses(plan, warnings.append, 0.0) as processes:
+        processes.handle(STARTED)
+        path = memory.path_of(Path(plan.run_dir), FAKE)
+        assert wait_until(lambda: bool(memory.read(path).error))
+        for _ in range(2):
+            processes.handle(PhaseBegun("training", 1))
+        raise RunError("it failed")
+    (warning,) = warnings
+    assert "the server is away" in warning
+
+
+def test_without_its_coordinator_a_tracker_records_the_rest_and_ends(fake: Path, make: Callable[..., Plan]) -> None:
+    plan = make(run={"trackers": FAKE, "tracker_timeout_s": 60.0})
+    run_folder.create(plan)
+    append(Path(plan.run_dir) / "metrics.jsonl", update(1))
+    with TrackerProcesses(plan, pytest.fail, 0.0) as processes:
+        processes.handle(STARTED)
+        (child,) = processes._processes.values()
+        assert wait_until(fake.exists)
+        append(Path(plan.run_dir) / "metrics.jsonl", update(2))
+        assert child.stdin is not None
+        child.stdin.close()  # as the operating system does when the coordinator is killed
+        assert wait_until(lambda: child.poll() is not None)
+    assert lines_of(fake)[-1]["closed"] == "killed"
+    assert steps_of(fake, "training/loss") == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tracker", "mlflow"], "pip install 'raypod[mlflow]'"),
+        (["--tracker", "tensorboard", "--tracker", "wandb"], "pip install 'raypod[wandb]'"),
+        (["--tracker", "mlfow"], "known are tensorboard, mlflow, wandb, or module:Class"),
+        (["--tracker", "mlflow,mlflow"], "listed twice"),
+        (["--tracker", "no_such_module:Tracker"], "run.trackers = 'no_such_module:Tracker'"),
+        (["--tracker-artifacts", "some"], "run.tracker_artifacts"),
+    ],
+)
+def test_a_wrong_or_missing_tracker_is_one_line(
+    flags: List[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("mlflow", "wandb") else found(name))
+    assert train.main([*FLAGS, *flags, "--run-dir", str(tmp_path / "run")]) == ConfigError.exit_code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_trackers_of_a_function_call() -> None:
+    plan = plan_of(None, None, None, {"tracker": ["mlflow", "tensorboard"]}, is_dry=True)
+    assert plan.config.run.trackers == ("mlflow", "tensorboard")
+    assert plan.config.run.writes_tensorboard
+    assert not plan_of(None, None, None, {"tracker": "wandb"}, is_dry=True).config.run.writes_tensorboard
+
+
+def run_twice(tmp_path: Path, tracker: str) -> Path:
+    """Run 6 updates, and resume after update 3 until update 8; return the run folder."""
+    run = tmp_path / "run"
+    flags = [*FLAGS, "--tracker", tracker, "--tracker-timeout-s", "120", "--checkpoint-every", "3 updates"]
+    assert train.main([*flags, "--updates", "6", "--run-dir", str(run)]) == 0
+    resumed = str(run / "checkpoints" / "update-00000003")
+    assert train.main(["--resume", resumed, "--updates", "8", "--run-dir", str(run)]) == 0
+    assert memory.read(memory.path_of(run, tracker)).is_complete
+    return run
+
+
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    pytest.importorskip("sqlalchemy", reason="sqlalchemy is not installed")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    run_twice(tmp_path, "mlflow")
+    database = sqlite3.connect(str(tmp_path / "mlflow.db"))
+    try:
+        ((run_id, status),) = database.execute("SELECT run_uuid, status FROM runs").fetchall()
+        query = "SELECT step, key FROM metrics WHERE run_uuid = ? ORDER BY step"
+        rows = database.execute(query, (run_id,)).fetchall()
+        params = dict(database.execute("SELECT key, value FROM params").fetchall())
+    finally:
+        database.close()
+    assert status == "FINISHED"
+    assert [step for step, key in rows if key == "training/loss"] == list(range(1, 9))
+    assert [step for step, key in rows if key == "test/accuracy"] == [6, 8]
+    assert params["training.model"] == "tiny"
+    assert list(tmp_path.rglob("artifacts/report.html"))
+
+
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    key = "0123456789abcdef" * 2 + "01234567"
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_API_KEY", key)):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
+    run = run_twice(tmp_path, "wandb")
+    files = sorted((run / "wandb").glob("offline-run-*/*.wandb"))
+    run_id = memory.read(memory.path_of(run, "wandb")).run_id
+    assert {file.stem for file in files} == {f"run-{run_id}"}
+    assert [step for file in files for step in steps_in(file)] == list(range(1, 9))
+    assert not [file for file in run.rglob("*") if file.is_file() and key.encode() in file.read_bytes()]
+
+
+def steps_in(file: Path) -> List[int]:
+    """Return the steps of the history in a file of W&B."""
+    records = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    steps = []
+    for content in records_in(file.read_bytes()):
+        record = records.Record()
+        record.ParseFromString(content)
+        if record.WhichOneof("record_type") == "history":
+            steps.append(record.history.step.num)
+    return steps
+
+
+def records_in(data: bytes) -> Iterator[bytes]:
+    """Yield the records of a log of LevelDB, the format of W&B's files, whose header has 7 bytes."""
+    block, position, record = 32_768, 7, b""
+    while position < len(data):
+        left = block - position % block
+        if left >= 7:
+            _, length, kind = struct.unpack_from("<IHB", data, position)
+            record += data[position + 7 : position + 7 + length]
+            position += 7 + length
+            if kind in (1, 4):  # a whole record, or the last part of one
+                yield record
+                record = b""
+        else:
+            position += left
+
+
+def test_a_killed_process_leaves_no_process_behind(fake: Path, make: Callable[..., Plan]) -> None:
+    """Leaving the context without an end kills a tracker that would need longer; `leaves_nothing_behind` checks it."""
+    plan = make(run={"trackers": FAKE, "tracker_timeout_s": 0.01})
+    run_folder.create(plan)
+    warnings: List[str] = []
+    began_s = time.monotonic()
+    with TrackerProcesses(plan, warnings.append, 0.0) as processes:
+        processes.handle(STARTED)
+    assert time.monotonic() - began_s < 60
+    assert len(warnings) == 1
