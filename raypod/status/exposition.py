@@ -64,8 +64,9 @@ def render(families: Iterable[Family], constant: Labels = NO_LABELS) -> str:
             continue
         text = family.help.replace("\\", "\\\\").replace("\n", "\\n")
         lines += [f"# HELP {family.name} {text}", f"# TYPE {family.name} {family.kind}"]
-        lines += [
-            f"{family.name}{suffix}{_braced(common, labels.text)} {_number(value)}"
+        name = family.name
+        lines += [  # an integer that is no bool needs no function: most samples are counts of buckets
+            f"{name}{suffix}{_braced(common, labels.text)} {value if type(value) is int else _number(value)}"
             for labels, value, suffix in family.samples
         ]
     return "\n".join(lines) + "\n"
@@ -77,9 +78,9 @@ def metrics_response(text: str) -> Response:
 
 
 def _braced(common: str, own: str) -> str:
-    if not own:
-        return f"{{{common}}}" if common else ""
-    return f"{{{common},{own}}}" if common else f"{{{own}}}"
+    if own and common:
+        return f"{{{common},{own}}}"
+    return f"{{{common}{own}}}" if own or common else ""
 
 
 def _escaped(value: str) -> str:
