@@ -26,6 +26,7 @@ from raypod.plan.resolve import read_yaml
 from raypod.record import run_folder, run_state
 from raypod.trackers import memory
 from raypod.trackers.follower import Follower, newest_steps
+from raypod.trackers.redaction import Redaction, redacted_output
 from raypod.trackers.tracker import KILLED, Point, RunFacts, Steps, Tracker
 
 _KINDS = {
@@ -37,6 +38,7 @@ _POINTS = 500  # logged at once, before the memory is written
 _RETRY_S = (1.0, 2.0, 5.0, 15.0, 60.0)  # between attempts; the last one repeats
 _REPORT = ("report.html", run_folder.SUMMARY, run_folder.CONFIG, run_folder.PLAN)
 _NICE = 10
+_MANUAL_S = 600.0  # if a person starts this process
 _LOCK_MARGIN_S = 10.0
 
 
@@ -68,6 +70,7 @@ class Session:
         """`path` is the file of the memory."""
         self._make, self._run_dir, self._started_unix_s, self._path = make, run_dir, started_unix_s, path
         self._memory = dataclasses.replace(memory.read(path), is_complete=False, error="")
+        self._redaction = Redaction(os.environ)
         self._tracker: Optional[Tracker] = None
         self._follower: Optional[Follower] = None
         self._points: List[Point] = []  # read, and not recorded
@@ -86,7 +89,7 @@ class Session:
             except Exception as error:  # noqa: BLE001 - a tracker can raise anything
                 traceback.print_exc()
                 failures += 1
-                self._remember(error=summarize_exception(error))
+                self._remember(error=self._redaction.clean(summarize_exception(error)))
                 self._tracker = None
                 if has_ended:
                     time.sleep(_RETRY_S[0])
@@ -182,18 +185,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="raypod.trackers.process")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("tracker")
-    parser.add_argument("--artifacts", required=True)
-    parser.add_argument("--timeout-s", type=float, required=True)
-    parser.add_argument("--started-unix-s", type=float, required=True)
+    parser.add_argument("--artifacts", default="report")
+    parser.add_argument("--timeout-s", type=float, default=_MANUAL_S)
+    parser.add_argument("--started-unix-s", type=float, help="default: when config.yaml was written")
     args = parser.parse_args()
+    config = args.run_dir / run_folder.CONFIG
+    if not config.is_file():
+        parser.error(f"{args.run_dir} has no {run_folder.CONFIG}; is it a run folder?")
+    started_unix_s = config.stat().st_mtime if args.started_unix_s is None else args.started_unix_s
     os.nice(_NICE)
     end = End(args.timeout_s)
     threading.Thread(target=end.listen, name="end", daemon=True).start()
     path = memory.path_of(args.run_dir, args.tracker)
     path.parent.mkdir(exist_ok=True)
     # The process of an interrupted run may still record the rest, while the run is resumed.
-    with file_lock(path.with_suffix(".lock"), args.timeout_s + _LOCK_MARGIN_S, "run.tracker_timeout_s"):
-        session = Session(lambda: make_tracker(args.tracker), args.run_dir, args.started_unix_s, path)
+    with redacted_output(Redaction(os.environ)), file_lock(
+        path.with_suffix(".lock"), args.timeout_s + _LOCK_MARGIN_S, "run.tracker_timeout_s"
+    ):
+        session = Session(lambda: make_tracker(args.tracker), args.run_dir, started_unix_s, path)
         session.follow(end, args.artifacts)
     return 0
 

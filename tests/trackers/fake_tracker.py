@@ -33,7 +33,8 @@ class Fake:
         if self.fault == "hang":
             time.sleep(600)
         if self.fault == "raise":
-            raise RuntimeError("the server is away")
+            print("request with", os.environ["FAKE_API_KEY"], flush=True)
+            raise RuntimeError(f"the server is away from {os.environ['FAKE_API_KEY']}")
         for point in points:
             self.write(step=point.step, values=point.values)
 

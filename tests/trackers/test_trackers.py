@@ -24,6 +24,7 @@ from raypod.record import run_folder
 from raypod.trackers import memory, process
 from raypod.trackers.follower import Follower
 from raypod.trackers.processes import TrackerProcesses
+from raypod.trackers.redaction import Redaction
 from raypod.trackers.tracker import Point, RunFacts, Steps
 
 FLAGS = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--replicas", "2", "--lr-schedule", "constant"]
@@ -183,6 +184,7 @@ def test_failures_during_a_run_are_one_warning(
     fake: Path, make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_TRACKER_FAULT", "raise")
+    monkeypatch.setenv("FAKE_API_KEY", "the-secret-key")
     plan = make(run={"trackers": f"{FAKE},tensorboard", "tracker_timeout_s": 3.0})
     run_folder.create(plan)
     append(Path(plan.run_dir) / "metrics.jsonl", update(1))
@@ -196,6 +198,9 @@ def test_failures_during_a_run_are_one_warning(
         raise RunError("it failed")
     (warning,) = warnings
     assert "the server is away" in warning
+    files = [file for file in Path(plan.run_dir).rglob("*") if file.is_file()]
+    assert any(b"the server is away from ***" in file.read_bytes() for file in files)
+    assert not [file for file in files if b"the-secret-key" in file.read_bytes()]
 
 
 def test_without_its_coordinator_a_tracker_records_the_rest_and_ends(fake: Path, make: Callable[..., Plan]) -> None:
@@ -234,6 +239,13 @@ def test_a_wrong_or_missing_tracker_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
     assert not (tmp_path / "run").exists()
+
+
+def test_secrets_of_the_environment_are_not_in_messages() -> None:
+    environment = {"A_KEY": "abcdef123", "URI": "http://me:p%40ssword@host/x", "B_TOKEN": "1", "HOME": "/root"}
+    redaction = Redaction(environment)
+    text = redaction.clean("abcdef123 failed at http://me:p%40ssword@host/x with p@ssword, 1 of 2; http://a:b@c/root")
+    assert text == "*** failed at http://***@host/x with ***, 1 of 2; http://***@c/root"
 
 
 def test_trackers_of_a_function_call() -> None:
