@@ -22,6 +22,7 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable
 _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--hide-scrollbars"),
+    "--disable-features=SpareRendererForSitePerProcess",
     *("--no-proxy-server", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--remote-debugging-pipe"),
 )
 START_S, CALL_S = 90.0, 60.0
@@ -61,6 +62,8 @@ class Browser:
     def __enter__(self) -> Browser:
         try:
             self.call("Browser.getVersion", timeout_s=START_S)
+            with self.page() as page:  # the first page starts processes that serve all pages
+                page.run("1")
         except BaseException:
             self.close()
             raise
@@ -127,8 +130,10 @@ class Browser:
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = Page(self, session)
         page.prepare(width, height, dark)
-        yield page
-        self.call("Target.disposeBrowserContext", browserContextId=context)
+        try:
+            yield page
+        finally:
+            self.call("Target.disposeBrowserContext", browserContextId=context)
 
 
 class Page:

@@ -1,5 +1,5 @@
 // State of the page, elements, numbers and colours. All files of this folder are joined into one function.
-const view = { x: "update", log: false, smooth: 0, hidden: new Set(), zoom: null, folded: new Map(), allSettings: false };
+const view = { x: "update", log: false, smooth: 0, hidden: new Set(), zoom: null, folded: new Map(), allSettings: false, isPrinting: false };
 let runs = [];
 const charts = new Map(); // key -> ECharts instance
 const figures = new Map(); // key -> {element, canvas, option}
@@ -110,7 +110,8 @@ function figure(key, title, note, height, option) {
 }
 
 // Draw the charts that are visible in the page; remove those whose element is not in it any more.
-function drawCharts() {
+// With `isUnfolding`, those that are drawn in the right size already stay as they are.
+function drawCharts(isUnfolding) {
   for (const [key, found] of figures) {
     let chart = charts.get(key);
     if (!found.element.isConnected) {
@@ -120,6 +121,7 @@ function drawCharts() {
       continue;
     }
     if (found.canvas.clientWidth === 0) continue; // in a folded part
+    if (isUnfolding && chart && chart.getWidth() === found.canvas.clientWidth) continue;
     if (!chart) {
       chart = echarts.init(found.canvas, null, { renderer: "svg" });
       charts.set(key, chart);

@@ -62,6 +62,15 @@ function curveSeries(name) {
   return series;
 }
 
+// A call whose report arrives together with the next one seems to take no time. The upper limit of the axis of a rate is
+// therefore at most three times the 95th percentile; the values above it are in the tooltips.
+function upperLimit(series) {
+  const values = series.flatMap((each) => each.data.map((point) => point[1])).filter(isNumber).sort((a, b) => a - b);
+  if (values.length < 20) return null;
+  const limit = 3 * values[Math.floor(0.95 * values.length)];
+  return values[values.length - 1] > limit && limit > 0 ? Number(limit.toPrecision(1)) : null;
+}
+
 // The same for all curves, so that the same zoom shows the same updates in all of them.
 function extent() {
   const column = AXES[view.x].column;
@@ -92,6 +101,7 @@ function curveOption(name) {
     const axis = AXES[view.x], [least, most] = extent(), unit = UNITS[name] || "", base = chartBase();
     const zoom = view.zoom ? { startValue: view.zoom[0], endValue: view.zoom[1] } : { start: 0, end: 100 };
     const format = (value) => (isNumber(value) ? short(value) + unit : "");
+    const series = curveSeries(name), limit = name.endsWith("_per_s") ? upperLimit(series) : null;
     return {
       ...base,
       tooltip: { ...base.tooltip, trigger: "axis", formatter: curveTooltip(unit), axisPointer: { type: "line", lineStyle: { color: css("--muted") } } },
@@ -100,7 +110,7 @@ function curveOption(name) {
         type: "value", min: least, max: most, name: axis.name, nameLocation: "middle", nameGap: 26, splitNumber: width < 500 ? 3 : 6,
         axisLabel: { color: css("--muted"), fontSize: 11, hideOverlap: true, formatter: (value) => axis.format(value), showMinLabel: true, showMaxLabel: false },
       }),
-      yAxis: axisStyle({ type: view.log ? "log" : "value", scale: true, axisLabel: { color: css("--muted"), fontSize: 11, formatter: format } }),
+      yAxis: axisStyle({ type: view.log ? "log" : "value", scale: true, max: limit, axisLabel: { color: css("--muted"), fontSize: 11, formatter: format } }),
       toolbox: { show: true, itemSize: 0, right: -100, feature: { dataZoom: { yAxisIndex: "none", icon: { zoom: "path://", back: "path://" } } } },
       dataZoom: [
         { id: "inside", type: "inside", zoomOnMouseWheel: "ctrl", moveOnMouseMove: "shift", preventDefaultMouseMove: false, filterMode: "none", ...zoom },
@@ -111,7 +121,7 @@ function curveOption(name) {
           selectedDataBackground: { lineStyle: { color: css("--muted") }, areaStyle: { color: css("--grid") } },
         },
       ],
-      series: curveSeries(name),
+      series,
     };
   };
 }
@@ -152,7 +162,7 @@ function curvesSection() {
 
 function ratesSection() {
   const notes = {
-    samples_per_s: "of all replicas; the first call of a process includes the compilation",
+    samples_per_s: "of all replicas; the first call of a process includes the compilation, and peaks above the axis are calls whose reports came together",
     data_wait_share: "share of the time of the calls, in percent",
   };
   return [h("div", { class: "charts" }, rateKeys().map((name) => figure(`curve:${name}`, titleOf(name), notes[name] || "of all replicas", 280, curveOption(name))))];

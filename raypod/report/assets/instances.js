@@ -4,7 +4,7 @@ function instancesOf(run) {
   if (!calls) return [h("p", { class: "empty" }, "No times of calls are recorded yet: they are written every 10 seconds and at the end.")];
   const many = calls.instances.length;
   const parts = [
-    figure(`calls:${run.id}`, "mean time of a call per instance", "bars of equal length: all instances end a call together; a slow one waits less for the others", 70 + Math.max(60, Math.min(24, 900 / many) * many + 20), meanOption(run)),
+    figure(`calls:${run.id}`, "mean time of a call per instance", "bars of equal length: all instances end a call together; a slow one waits less for the others", 60 + Math.max(60, Math.min(24, 900 / many) * many + 20), meanOption(run)),
     figure(`windows:${run.id}`, "calls over the run", "median and 95th percentile of the median instance, and the slowest call of all", 260, windowsOption(run)),
   ];
   if (many > 1) {
@@ -28,12 +28,13 @@ function instanceTable(run) {
   });
   const head = ["instance", "host", "calls", "median", "p95", "slowest", "busy", "busy / median of all", "waits for data", "waits for others", "lost"];
   const note = `The first call of a process, which compiles, is not counted. Busy: the time of a call without the wait for other instances. Slow: at least ${run.calls.straggler_ratio} times the median.`;
-  return [table(head, rows, { class: "numbers" }), h("p", { class: "hint" }, note)];
+  return [h("div", { class: "scroll" }, table(head, rows, { class: "numbers" })), h("p", { class: "hint" }, note)];
 }
 
 function meanOption(run) {
-  return () => {
+  return (width) => {
     const totals = run.calls.totals, base = chartBase(), colours = PHASES[theme()];
+    const label = totals.length > 16 ? "" : "instance ";
     const data = (total) => (total.data_wait_share || 0) * (total.mean_s || 0);
     const peer = (total) => (total.peer_wait_share || 0) * (total.mean_s || 0);
     const parts = [
@@ -48,9 +49,9 @@ function meanOption(run) {
         formatter: (items) => [`instance ${escaped(items[0].name)}`, ...items.map((item) => `${item.marker}${item.seriesName}: <b>${seconds(item.value)}</b>`)].join("<br>"),
       },
       legend: { top: 0, left: 0, itemWidth: 14, itemHeight: 10, textStyle: { color: css("--text"), fontSize: 11 }, icon: "rect" },
-      grid: { left: 8, right: 24, top: 46, bottom: 24, containLabel: true },
+      grid: { left: 8, right: 24, top: width < 460 ? 50 : 30, bottom: 24, containLabel: true },
       xAxis: axisStyle({ type: "value", splitNumber: 4, axisLabel: { color: css("--muted"), fontSize: 11, hideOverlap: true, formatter: seconds } }),
-      yAxis: axisStyle({ type: "category", inverse: true, data: totals.map((total) => String(total.instance)), name: "instance", nameLocation: "start", nameGap: 6, splitLine: { show: false } }),
+      yAxis: axisStyle({ type: "category", inverse: true, data: totals.map((total) => String(total.instance)), axisLabel: { color: css("--muted"), fontSize: 11, formatter: (index) => `${label}${index}` }, splitLine: { show: false } }),
       series: parts.map(([name, color, value]) => ({ id: name, name, type: "bar", stack: "call", color, barMaxWidth: 18, data: totals.map(value) })),
     };
   };
@@ -81,8 +82,8 @@ function windowsOption(run) {
       legend: { top: 0, left: 0, itemWidth: 22, itemHeight: 10, textStyle: { color: css("--text"), fontSize: 11 } },
       grid: { left: 8, right: 20, top: 40, bottom: 30, containLabel: true },
       xAxis: axisStyle({
-        type: "value", min: 0, max: Math.max(run.timeline.end_s, 1e-9), splitNumber: width < 500 ? 3 : 6, name: "time since the start", nameLocation: "middle", nameGap: 26,
-        axisLabel: { color: css("--muted"), fontSize: 11, hideOverlap: true, formatter: seconds, showMaxLabel: false },
+        type: "value", min: run.timeline.generations[0].ready_s || 0, max: Math.max(run.timeline.end_s, 1e-9), splitNumber: width < 500 ? 3 : 6, name: "time since the start", nameLocation: "middle", nameGap: 26,
+        axisLabel: { color: css("--muted"), fontSize: 11, hideOverlap: true, formatter: seconds, showMinLabel: true, showMaxLabel: false },
       }),
       yAxis: axisStyle({ type: "value", min: 0, axisLabel: { color: css("--muted"), fontSize: 11, formatter: seconds } }),
       series: lines.map(([name, data, color, type]) => ({ id: name, name, type: "line", data, color, symbolSize: 5, showSymbol: data.length < 40, lineStyle: { width: 1.8, type } })),

@@ -18,9 +18,10 @@ const SECTIONS = [
 function forEachRun(section, draw) {
   if (runs.length === 1) return draw(runs[0]);
   return shownRuns().map((run, index) => {
-    const key = `${section}|${run.id}`, isOpen = view.folded.has(key) ? view.folded.get(key) : index === 0 || runs.length <= 3;
+    const key = `${section}|${run.id}`, isFolded = view.folded.has(key) ? !view.folded.get(key) : index > 0 && runs.length > 3;
+    const isOpen = view.isPrinting || !isFolded;
     const details = h("details", { class: "run", open: isOpen }, h("summary", {}, swatch(runColour(run)), runName(run)), draw(run));
-    details.addEventListener("toggle", () => { view.folded.set(key, details.open); drawCharts(); });
+    details.addEventListener("toggle", () => { if (view.isPrinting || details.open === !isFolded && !view.folded.has(key)) { drawCharts(true); return; } view.folded.set(key, details.open); drawCharts(true); });
     return details;
   });
 }
@@ -105,17 +106,9 @@ function begin() {
   echarts.connect("curves");
   let timer = null;
   window.addEventListener("resize", () => { clearTimeout(timer); timer = setTimeout(() => redraw(true), 150); });
-  const beforePrint = { theme: null, folded: [] };
-  window.addEventListener("beforeprint", () => {
-    beforePrint.theme = theme();
-    beforePrint.folded = [...document.querySelectorAll("details:not([open])")];
-    for (const each of beforePrint.folded) each.open = true;
-    setTheme("light", false);
-  });
-  window.addEventListener("afterprint", () => {
-    for (const each of beforePrint.folded) each.open = false;
-    setTheme(beforePrint.theme || followed(), false);
-  });
+  let shownTheme = null;
+  window.addEventListener("beforeprint", () => { shownTheme = theme(); view.isPrinting = true; setTheme("light", false); });
+  window.addEventListener("afterprint", () => { view.isPrinting = false; setTheme(shownTheme || followed(), false); });
 }
 
 function update(newRuns) {

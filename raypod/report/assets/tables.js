@@ -47,9 +47,9 @@ function overview() {
   for (const run of runs) for (const [name] of factsOf(run)) if (!names.includes(name)) names.push(name);
   const rows = runs.map((run) => {
     const facts = new Map(factsOf(run));
-    return [h("span", {}, swatch(runColour(run)), runName(run)), stateOf(run), ...names.map((name) => facts.get(name) || "–")];
+    return [h("span", { class: "name" }, swatch(runColour(run)), runName(run)), stateOf(run), ...names.map((name) => facts.get(name) || "–")];
   });
-  return [table(["run", "state", ...names], rows, { class: "numbers" }), runs.map(message)];
+  return [h("div", { class: "scroll" }, table(["run", "state", ...names], rows, { class: "numbers" })), runs.map(message)];
 }
 
 const settingText = (value) => (value === null || value === undefined ? "–" : String(value));

@@ -4,7 +4,7 @@ const MARKS = {
   checkpoint_failed: { name: "not saved", symbol: "triangle", size: 12, colour: "repairing" },
   evaluation_done: { name: "evaluated", symbol: "circle", size: 8, colour: "evaluating" },
   instance_lost: { name: "instance lost", symbol: "diamond", size: 14, colour: "repairing" },
-  repaired: { name: "repaired", symbol: "pin", size: 18, colour: "evaluating" },
+  repaired: { name: "repaired", symbol: "diamond", size: 14, colour: "evaluating" },
   stopped_early: { name: "stopped early", symbol: "rect", size: 9, colour: "ending" },
   process_failed: { name: "failed", symbol: "diamond", size: 16, colour: "repairing" },
   process_interrupted: { name: "interrupted", symbol: "rect", size: 11, colour: "saving" },
@@ -19,7 +19,8 @@ function timelineOf(run) {
   const rows = timeline.generations.length;
   return [
     phaseBar(run),
-    figure(`timeline:${run.id}`, "generations", "one row for each start and each repair; boundaries within a colour are legs; select a range below to zoom", 132 + Math.max(10, Math.min(40, 560 / rows)) * rows, timelineOption(run)),
+    markList(run),
+    figure(`timeline:${run.id}`, "generations", "one row for each start and each repair; boundaries within a colour are legs; select a range below to zoom", 96 + Math.max(10, Math.min(40, 560 / rows)) * rows, timelineOption(run)),
     eventTable(run),
   ];
 }
@@ -30,6 +31,14 @@ function phaseBar(run) {
   const bar = phases.map(([name, value]) => h("span", { style: { flexGrow: value / total, background: colours[name] || css("--muted") } }));
   const words = phases.map(([name, value]) => h("li", {}, swatch(colours[name] || css("--muted")), `${name} ${seconds(value)} (${percent(value / total)})`));
   return h("div", { class: "phases" }, h("div", { class: "bar", "aria-hidden": "true" }, bar), h("ul", {}, words));
+}
+
+const GLYPHS = { triangle: "▲", diamond: "◆", circle: "●", rect: "■" };
+
+function markList(run) {
+  const kinds = Object.keys(MARKS).filter((kind) => run.timeline.counts[kind]), colours = PHASES[theme()];
+  const glyph = (kind) => h("span", { "aria-hidden": "true", style: { color: colours[MARKS[kind].colour] } }, GLYPHS[MARKS[kind].symbol]);
+  return h("ul", { class: "marks" }, kinds.map((kind) => h("li", {}, glyph(kind), ` ${MARKS[kind].name}: ${number(run.timeline.counts[kind])}`)));
 }
 
 function eventTable(run) {
@@ -62,7 +71,7 @@ function timelineOption(run) {
     const kinds = [...new Set(timeline.marks.map((mark) => mark[0]))].filter((kind) => MARKS[kind]);
     const marks = kinds.map((kind) => ({
       id: `mark:${kind}`, name: MARKS[kind].name, type: "scatter", symbol: MARKS[kind].symbol, symbolSize: MARKS[kind].size, z: 5,
-      color: colours[MARKS[kind].colour], itemStyle: { borderColor: css("--panel"), borderWidth: 1 }, symbolOffset: [0, kind === "repaired" ? -6 : -13], clip: false,
+      color: colours[MARKS[kind].colour], itemStyle: { borderColor: css("--panel"), borderWidth: 1 }, symbolOffset: [0, -13], clip: false,
       data: timeline.marks.filter((mark) => mark[0] === kind).map(([, row, at, update, text]) => ({ value: [at, row], update, text })),
     }));
     const tooltip = (item) => {
@@ -76,12 +85,10 @@ function timelineOption(run) {
     };
     const gaps = timeline.gaps.map(([at, gap]) => ({ xAxis: at, label: { formatter: `paused ${seconds(gap)}`, position: "insideEndTop", color: css("--muted"), fontSize: 10 } }));
     if (spans.length && gaps.length <= 20) spans[0].markLine = { silent: true, symbol: "none", lineStyle: { color: css("--muted"), type: "dashed" }, data: gaps };
-    const legendRows = width < 560 ? 2 : 1;
     return {
       ...base,
       tooltip: { ...base.tooltip, trigger: "item", formatter: tooltip },
-      legend: { type: legendRows > 1 ? "scroll" : "plain", top: 0, left: 0, right: 0, itemWidth: 14, itemHeight: 10, itemGap: 12, textStyle: { color: css("--text"), fontSize: 11 }, pageIconColor: css("--text"), pageIconInactiveColor: css("--line"), pageTextStyle: { color: css("--text") } },
-      grid: { left: 8, right: 22, top: 44, bottom: 62, containLabel: true },
+      grid: { left: 8, right: 22, top: 26, bottom: 62, containLabel: true },
       xAxis: axisStyle({
         type: "value", min: 0, max: Math.max(timeline.end_s, 1e-9), name: "time since the start", nameLocation: "middle", nameGap: 26, splitNumber: width < 500 ? 3 : 8,
         axisLabel: { color: css("--muted"), fontSize: 11, hideOverlap: true, formatter: seconds, showMaxLabel: false },
