@@ -1,7 +1,7 @@
 """Print where the start-up time of a run went, as a Markdown table: `python scripts/startup_table.py RUN [RUN ...]`.
 
-Each run is a column: the steps of its first start, from `run_started.seconds` in events.jsonl. Indented steps are parts of
-the start of the instances, those of the slowest instance.
+Each run is a column: the steps of its first start, from `run_started.seconds` in events.jsonl. Indented steps are parts
+of the start of the instances, those of the slowest instance.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Dict, List
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from raypod.errors import ConfigError  # noqa: E402 - the checkout's own
-from raypod.report.run_data import RunReader  # noqa: E402
+from raypod.errors import ConfigError
+from raypod.report.run_data import RunReader
 
 _INNER = "in the instances: "
 

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _FLAGS = (
@@ -186,16 +186,12 @@ class Page:
             assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {script}"
             self._browser.receive(0.1)
 
-    def picture(self, path: Path, selector: Optional[str] = None) -> None:
-        """Write a PNG of the whole page, or of one element with a margin."""
-        box = (
-            "({x: 0, y: 0, width: document.documentElement.clientWidth, height: document.documentElement.scrollHeight})"
-            if selector is None
-            else f"(() => {{ const r = document.querySelector({json.dumps(selector)}).getBoundingClientRect();"
-            " return {x: r.x + scrollX, y: r.y + scrollY, width: r.width, height: r.height}; })()"
-        )
-        clip = {**self.run(box), "scale": 1}
-        data = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)["data"]
+    def picture(self, path: Path, clip: Optional[Tuple[float, float, float, float]] = None) -> None:
+        """Write a PNG of the page, or of the rectangle `clip`: (x, y, width, height) in CSS pixels."""
+        size = "[0, 0, document.documentElement.clientWidth, document.documentElement.scrollHeight]"
+        x, y, width, height = clip or self.run(size)
+        area = {"x": x, "y": y, "width": width, "height": height, "scale": 1}
+        data = self.call("Page.captureScreenshot", format="png", clip=area, captureBeyondViewport=True)["data"]
         path.write_bytes(base64.b64decode(data))
 
     def pdf(self) -> bytes:
