@@ -2,7 +2,7 @@
 
 Two runs are made: one with four instances under Ray, of which one is killed, and one in a single process. The pictures
 are those of the report, of the monitor and of the dashboard. With `--runs`, the pictures are made of the runs `faults`
-and `inline` of an earlier call, whose folder is printed. Needs Chromium, and Pillow to make the files small.
+and `inline` of an earlier call, whose folder is printed. Needs Chromium.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def load(tab: Page, address: str) -> None:
 
 
 def write(tab: Page, name: str, first: str = "body", last: Optional[str] = None, height: Optional[int] = None) -> None:
-    """Write the picture of the elements from `first` to `last`, with few colours so that the file is small."""
+    """Write the picture of the elements from `first` to `last`, or of `height` pixels from `first` on."""
     path = IMAGES / name
     edges: List[float] = tab.run(
         f"[document.querySelector({json.dumps(first)}).getBoundingClientRect().top + scrollY,"
@@ -158,10 +158,6 @@ def write(tab: Page, name: str, first: str = "body", last: Optional[str] = None,
     )
     top = max(0.0, edges[0] - 10)
     tab.picture(path, clip=(0, top, 1180, height or edges[1] - top + 10))
-    from PIL import Image
-
-    with Image.open(path) as image:
-        image.convert("P", palette=Image.Palette.ADAPTIVE, colors=128).save(path, optimize=True)
     assert path.stat().st_size < MAX_BYTES, f"{path} has {path.stat().st_size} bytes"
 
 

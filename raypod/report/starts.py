@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Optional
 
+STEP_OF_INSTANCES, PART_OF_IT = "start the instances", "in the instances: "
 _MAX_STARTS = 40  # the first one and the newest ones
 
 
@@ -67,12 +68,22 @@ class Starts:
                 "generation": record.get("generation"),
                 "cause": cause,
                 "total_s": round(total_s, 3) if isinstance(total_s, (int, float)) else None,
-                "steps": _steps(record.get("seconds")),
+                "steps": _with_parts_after_their_step(_steps(record.get("seconds"))),
                 "instances": [[each.get("instance"), _steps(each.get("seconds"))] for each in shown],
             }
         )
         if len(self.starts) > _MAX_STARTS:
             del self.starts[1]
+
+
+def _with_parts_after_their_step(steps: List[List[Any]]) -> List[List[Any]]:
+    """Return the steps with those inside the instances after the step that contains them, if there is one."""
+    parts = [step for step in steps if step[0].startswith(PART_OF_IT)]
+    found: List[List[Any]] = []
+    for step in steps:
+        if step not in parts:
+            found += [step, *parts] if step[0] == STEP_OF_INSTANCES else [step]
+    return found if len(found) == len(steps) else steps
 
 
 def _steps(seconds: Any) -> List[List[Any]]:
