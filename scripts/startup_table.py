@@ -15,8 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from raypod.errors import ConfigError
 from raypod.report.run_data import RunReader
-
-_INNER = "in the instances: "
+from raypod.report.starts import PART_OF_IT
 
 
 def main() -> int:
@@ -43,7 +42,7 @@ def steps_of(folder: Path) -> Dict[str, float]:
     start = data["starts"][0]
     steps: Dict[str, float] = dict(start["steps"])
     if start["total_s"] is not None:
-        outer_s = sum(value for name, value in steps.items() if not name.startswith(_INNER))
+        outer_s = sum(value for name, value in steps.items() if not name.startswith(PART_OF_IT))
         steps["everything else"] = max(0.0, start["total_s"] - outer_s)
         steps["total"] = start["total_s"]
     first_s = (data["summary"] or {}).get("seconds_to_first_update")
@@ -59,7 +58,7 @@ def table(names: List[str], columns: List[Dict[str, float]]) -> List[str]:
     lines = [f"| step | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
     for step in [*steps, *(each for each in last if any(each in column for column in columns))]:
         cells = [f"{column[step]:.2f} s" if step in column else "-" for column in columns]
-        label = step.replace(_INNER, "&nbsp;&nbsp;in the slowest instance: ")
+        label = step.replace(PART_OF_IT, "&nbsp;&nbsp;in the slowest instance: ")
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return lines
 

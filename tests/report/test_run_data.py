@@ -17,6 +17,7 @@ from raypod.report.call_windows import CallWindows
 from raypod.report.curves import MAX_ROWS
 from raypod.report.decimation import Row, decimate
 from raypod.report.run_data import RunReader
+from raypod.report.starts import Starts
 from raypod.report.timeline import Timeline
 
 
@@ -198,6 +199,16 @@ def test_a_timeline_of_many_events_is_bounded_and_keeps_the_sums() -> None:
     assert len(data["marks"]) <= 700
     assert data["counts"]["checkpoint_saved"] == 20_000
     assert data["phase_s"] == {"starting": 0.0, "training": 10_000.0, "saving": 10_000.0}
+
+
+def test_steps_inside_the_instances_follow_the_step_that_contains_them() -> None:
+    starts = Starts()
+    seconds = {"start or join Ray": 3.0, "start the instances": 2.0, "meet": 0.1, "in the instances: load data": 1.0}
+    starts.handle(event(0, "process_started", raypod="0.1.0"))
+    starts.handle(event(6, "run_started", seconds=seconds, generation=1, first_update=0, instances=[]))
+    (start,) = starts.starts
+    names = ["start or join Ray", "start the instances", "in the instances: load data", "meet"]
+    assert ([name for name, _ in start["steps"]], start["total_s"]) == (names, 6.0)
 
 
 def test_windows_of_calls_are_joined_and_stragglers_stay() -> None:
