@@ -8,7 +8,7 @@ function instancesOf(run) {
     figure(`windows:${run.id}`, "calls over the run", "median and 95th percentile of the median instance, and the slowest call of all", 260, windowsOption(run)),
   ];
   if (many > 1) {
-    parts.push(figure(`heat:${run.id}`, "busy time over the run", "of each instance, relative to the median of all: above 1 the others wait for it", 96 + Math.max(50, Math.min(24, 900 / many) * many), heatOption(run)));
+    parts.splice(1, 0, figure(`heat:${run.id}`, "busy time over the run", "of each instance, relative to the median of all: above 1 the others wait for it", 96 + Math.max(50, Math.min(24, 900 / many) * many), heatOption(run)));
   }
   return [h("div", { class: "charts" }, parts), instanceTable(run)];
 }

@@ -9,7 +9,7 @@ function planOf(run) {
     ["micro-batch", `${number(size.micro_batch_size)} samples`], ["gradient accumulation", number(size.gradient_accumulation)],
     ["global batch", `${number(size.global_batch_size)} samples`], ["updates per call", number(size.device_iterations)],
     ["data", `${data.name || "–"}: ${number(data.train_samples)} training, ${number(data.test_samples)} test`],
-    ["length", `${number(plan.total_updates)} updates, ${number(plan.updates_per_epoch)} per epoch, ${number(plan.legs)} legs`],
+    ["length", `${number(plan.total_updates)} updates, ${number(plan.updates_per_epoch)} per epoch, ${number(plan.legs)} ${plan.legs === 1 ? "leg" : "legs"}`],
   ];
   return [
     h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
