@@ -116,11 +116,10 @@ def test_the_json_stream_ends_with_its_reader() -> None:
 
 
 class Screen:
-    """A command in a pseudo-terminal of 100 x 30."""
+    """A command in a pseudo-terminal."""
 
     def __init__(self, *arguments: str, **changed: str) -> None:
         self.master, self.slave = pty.openpty()
-        termios.tcsetwinsize(self.slave, (30, 100)) if hasattr(termios, "tcsetwinsize") else None
         self.before: List[Any] = termios.tcgetattr(self.slave)
         streams = {"stdin": self.slave, "stdout": self.slave, "stderr": self.slave}
         sized = {"COLUMNS": "100", "LINES": "30", **changed}
