@@ -132,10 +132,9 @@ def _lost(record: Mapping[str, Any]) -> str:
 
 def _repaired(record: Mapping[str, Any]) -> str:
     moved = ", ".join(f"instance {each} on {host}" for each, host in zip(record["lost"], record["hosts"]))
-    return (
-        f"replaced: {moved}, in {duration(record['seconds'])}; weights from {record['seeded_from']}; "
-        f"continues after update {record['update']}"
-    )
+    seconds = record.get("seconds")
+    took = f" in {duration(seconds)}" if isinstance(seconds, (int, float)) else ""
+    return f"replaced{took}: {moved}; weights from {record['seeded_from']}; continues after update {record['update']}"
 
 
 def _ended(record: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 from rich.text import Text
 
@@ -13,7 +13,7 @@ from raypod.monitor.words import UNKNOWN, age, amount, bar, clock, duration, per
 
 _MAX_SERIES = 4
 _LEAST_EVENTS = 3
-_SPARK_LABEL = 12
+_SPARK_LABEL, _MAX_SPARK = 12, 100
 
 
 def run_lines(run: Run, now_s: float, instance: int, size: Tuple[int, int], ascii_only: bool) -> List[Text]:
@@ -85,20 +85,32 @@ def _progress(run: Run, now_s: float, width: int, ascii_only: bool) -> Text:
 def _spark_lines(run: Run, width: int, ascii_only: bool) -> List[Text]:
     """Return a line per metric and one for the throughput: name, newest value, sparkline and range."""
     names = [*run.metrics, *(["samples_per_s"] if "samples_per_s" in run.series else [])][:_MAX_SERIES]
+    ranges = [_range_of(run.series.get(name, ()), width) for name in names]
+    longest = max(map(len, ranges), default=0)
+    length = min(_MAX_SPARK, max(0, width - _SPARK_LABEL - 11 - longest - 2))
     lines = []
-    for name in names:
-        values = run.series.get(name, ())
-        known = [each for each in values if each is not None]
+    for name, limits in zip(names, ranges):
         label = f"{run.samples_are}/s" if name == "samples_per_s" else name
         newest = run.samples_per_s if name == "samples_per_s" else run.metrics.get(name)
-        limits = f"  {amount(min(known))} to {amount(max(known))}" if known else ""
-        span = f" in {len(values)} updates" if known and width >= 100 else ""
-        length = max(0, width - _SPARK_LABEL - 10 - len(limits) - len(span) - 2)
-        spark = sparkline(values, min(length, 100), ascii_only)
+        spark = sparkline(run.series.get(name, ()), length, ascii_only)
         line = Text(f"{label:<{_SPARK_LABEL}.{_SPARK_LABEL}} {amount(newest):>8}  ")
-        line.append(spark, style=style.NOTE).append(limits + span, style=style.DIM)
+        line.append(f"{spark:<{min(length, _spark_width(run, names))}}", style=style.NOTE)
+        line.append(f"  {limits:>{longest}}", style=style.DIM)
         lines.append(fitted(line, width, ascii_only))
     return lines
+
+
+def _spark_width(run: Run, names: Sequence[str]) -> int:
+    """Return the number of values of the longest series."""
+    return max((len(run.series.get(name, ())) for name in names), default=0)
+
+
+def _range_of(values: Sequence[Optional[float]], width: int) -> str:
+    """Return the range of a series."""
+    known = [each for each in values if each is not None]
+    if not known:
+        return ""
+    return f"{amount(min(known))} to {amount(max(known))}" + (f" in {len(values)} updates" if width >= 100 else "")
 
 
 def _instance_lines(run: Run, width: int, ascii_only: bool) -> List[Text]:

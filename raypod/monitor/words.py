@@ -9,6 +9,7 @@ from typing import List, Optional, Sequence
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b.|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BLOCKS, _ASCII_BLOCKS = " ▁▂▃▄▅▆▇█", " _.-:=+*#"
+_OUTLIERS, _MANY = 0.02, 25  # share of the groups at each end, from so many groups on
 UNKNOWN = "-"
 
 
@@ -80,16 +81,21 @@ def clock(unix_s: Optional[float]) -> str:
 def sparkline(values: Sequence[Optional[float]], width: int, ascii_only: bool = False) -> str:
     """Return values as a line of blocks of increasing height, at most `width` characters, oldest first.
 
-    More values than characters are averaged in groups. A group without a finite value is a space.
+    More values than characters are averaged in groups. A group without a finite value is a space. Of many groups, the
+    highest and the lowest 2 % do not stretch the range.
     """
     blocks = _ASCII_BLOCKS if ascii_only else _BLOCKS
     groups = _averages(values, width)
     known = [each for each in groups if each is not None]
     if not known:
         return ""
-    low, high = min(known), max(known)
+    ordered = sorted(known)
+    outliers = math.ceil(_OUTLIERS * len(known)) if len(known) >= _MANY else 0
+    low, high = ordered[outliers], ordered[-1 - outliers]
     scale = (len(blocks) - 2) / (high - low) if high > low else 0.0
-    return "".join(" " if each is None else blocks[1 + round((each - low) * scale)] for each in groups)
+    return "".join(
+        " " if each is None else blocks[1 + round((min(max(each, low), high) - low) * scale)] for each in groups
+    )
 
 
 def bar(share: Optional[float], width: int, ascii_only: bool = False) -> str:

@@ -85,7 +85,11 @@ class RunStatus:
             self.phase, self.phase_began_s = event.phase, time.monotonic()
         elif isinstance(event, _LOGGED):
             self._handle_logged(event)
-            shown = {name: value for name, value in fields_of(event).items() if name not in _NOT_SHOWN}
+            shown = {
+                name: value
+                for name, value in fields_of(event).items()
+                if name not in _NOT_SHOWN or isinstance(value, float)
+            }
             self._recent.append({"unix_s": time.time(), "event": event_name(type(event)), **shown})
 
     def _handle_logged(self, event: Event) -> None:

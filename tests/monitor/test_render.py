@@ -63,11 +63,13 @@ def test_the_run_shows_progress_and_its_instances(pod: Pod) -> None:
     assert "evaluated after 200: loss 0.4 accuracy 90.5" in text
     loss = next(line for line in lines if line.startswith("loss"))
     assert loss.split()[1:] == ["0.5", "█", "▃▁", "0.5", "to", "0.8", "in", "4", "updates"]
+    ends = {line.rindex("updates") for line in lines if line.endswith(" in 4 updates")}
+    assert len(ends) == 1  # aligned
     (slow,) = [line for line in lines if "slow" in line and "x" in line and "median" not in line]
     assert slow.startswith("7")
     assert "1.90x slow" in slow
     assert "lost (died) during in call 9: signal 9" in text
-    assert "replaced: instance 3 on 10.0.0.11, in 4.5 s" in text
+    assert "replaced in 4.5 s: instance 3 on 10.0.0.11; weights from instance 0" in text
 
 
 def test_a_narrow_terminal_keeps_what_matters(pod: Pod) -> None:

@@ -51,6 +51,11 @@ def test_a_sparkline_averages_groups_and_leaves_gaps() -> None:
     assert words.sparkline([1, 2, 3, 4], 10, ascii_only=True).isascii()
 
 
+def test_an_outlier_does_not_flatten_a_sparkline() -> None:
+    values = [float(index % 2) for index in range(50)]
+    assert words.sparkline([*values, 1e6], 51) == "▁█" * 25 + "█"
+
+
 def test_a_bar_has_its_width() -> None:
     assert [words.bar(share, 4, ascii_only=True) for share in (None, 0.5, 2.0)] == ["----", "##--", "####"]
 

@@ -63,6 +63,8 @@ def test_a_repaired_run_from_its_start_to_its_end(make: Callable[..., Plan]) -> 
     assert shown == ["run_started", "instance_lost", "repaired", "checkpoint_saved", "evaluation_done", "run_ended"]
     assert last["events"][1]["cause"] == "its process died"
     assert "stack" not in last["events"][1]
+    assert "seconds" not in last["events"][0]
+    assert last["events"][2]["seconds"] >= 0
     assert last["plan"]["total_updates"] == 4
 
 
