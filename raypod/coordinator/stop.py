@@ -8,7 +8,7 @@ import threading
 from types import FrameType
 from typing import Iterator, Optional
 
-from raypod.host.signals import SignalFilter, leave_terminal, stop_signals
+from raypod.host.signals import SignalFilter, cancel_abort, leave_terminal, stop_signals
 
 
 class Stop:
@@ -43,6 +43,7 @@ class Stop:
 
     def on_signal(self, number: int, frame: Optional[FrameType]) -> None:
         """Handle a signal that requests a stop."""
+        cancel_abort()
         if number == signal.SIGHUP:
             leave_terminal()
         if self._filter.is_copy():

@@ -12,6 +12,7 @@ import time
 from types import FrameType
 from typing import Iterator, List, Optional
 
+_RAY_ABORTS_AFTER_S = 3  # `alarm_on_failure_secs` of Abseil, which Ray does not change
 _COPY_S = 0.25  # copies arrive within milliseconds; a user needs longer to press Ctrl-C again
 
 
@@ -50,6 +51,17 @@ def leave_terminal() -> None:
             if stat.S_ISCHR(os.fstat(descriptor).st_mode):  # isatty returns False for a closed terminal
                 os.dup2(null, descriptor)
     os.close(null)
+
+
+def cancel_abort() -> None:
+    """Cancel the alarm by which Ray aborts a process that has not ended 3 seconds after SIGTERM.
+
+    `ray.init()` installs a C++ handler before the one of Python, which sets that alarm although the signal is handled.
+    A handler of a run that still saves a checkpoint and ends its instances calls this first.
+    """
+    remaining_s = signal.alarm(0)
+    if remaining_s > _RAY_ABORTS_AFTER_S:  # another alarm
+        signal.alarm(remaining_s)
 
 
 class SignalFilter:

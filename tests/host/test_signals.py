@@ -14,6 +14,7 @@ import psutil
 import pytest
 from bounded import wait_until
 
+from raypod.coordinator.stop import Stop
 from raypod.host import signals
 from raypod.record import run_state
 
@@ -74,3 +75,16 @@ def test_a_closed_terminal_ends_a_run_with_a_checkpoint(tmp_path: Path) -> None:
     assert state is not None
     assert state.state == run_state.INTERRUPTED
     assert (folder / "checkpoints" / "LATEST").is_file()
+
+
+@pytest.mark.parametrize(("seconds", "is_left"), [(0, False), (3, False), (1000, True)])
+def test_only_the_alarm_of_ray_is_cancelled_by_a_stop(seconds: int, is_left: bool) -> None:
+    stop = Stop()
+    signal.alarm(seconds)
+    try:
+        with stop.deferred():
+            stop.on_signal(signal.SIGTERM, None)
+        assert (signal.alarm(0) > 0) == is_left
+    finally:
+        signal.alarm(0)
+    assert stop.requested
