@@ -8,7 +8,8 @@ update, and the endpoint answers a poll (at most two per second are computed, wh
 The second table compares three kinds of the same run, interleaved: `off` without status, endpoint and event log (the
 script replaces `Training._recorders`), `on` as usual, and `polled` while this process requests `/status` and `/metrics`
 every second. With the inline fleet the coordinator, the endpoint and the instance share one interpreter, which is the
-worst case. A ratio is the median over the rounds of the throughput in relation to `off` in the same round.
+worst case. A ratio relates to `off` in the same round. The CPU time includes the start of the interpreter, and depends
+less than the throughput on other load of the machine.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import contextlib
 import json
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -24,7 +26,7 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Tuple
 
 from raypod.events import CallDone, CallTimes, HeartbeatReport, HostUsage, InstanceStarted, RunStarted, UpdateDone
 from raypod.fleet.base import Beat
@@ -97,8 +99,9 @@ def run(mode: str, folder: Path, flags: List[str]) -> int:
     return train.main([*flags, "--run-dir", str(folder)])
 
 
-def samples_per_s(mode: str, flags: List[str]) -> float:
-    """Run a training in a process of its own; return its throughput without the first call."""
+def measured(mode: str, flags: List[str]) -> Tuple[float, float]:
+    """Run a training in a process of its own; return its throughput without the first call, and its CPU time."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, "run")
         command = [sys.executable, __file__, "--run", mode, "--folder", str(folder), *flags]
@@ -113,7 +116,9 @@ def samples_per_s(mode: str, flags: List[str]) -> float:
                 time.sleep(1.0 if mode == "polled" else 0.2)
         if process.returncode:
             raise SystemExit(f"a run ended with exit code {process.returncode}")
-        return float(json.loads((folder / "summary.json").read_text())["samples_per_s"])
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return float(json.loads((folder / "summary.json").read_text())["samples_per_s"]), cpu
 
 
 def poll(folder: Path) -> None:
@@ -143,16 +148,20 @@ def print_costs(instances: List[int], rounds: int) -> None:
 
 def print_runs(rounds: int, flags: List[str]) -> None:
     """Print the table of throughputs."""
-    found: Dict[str, List[float]] = {mode: [] for mode in MODES}
+    found: Dict[str, List[Tuple[float, float]]] = {mode: [] for mode in MODES}
     for number in range(rounds):
         for mode in MODES if number % 2 == 0 else reversed(MODES):
-            found[mode].append(samples_per_s(mode, flags))
-    print("| run | samples/s, median | smallest | largest | of off, median of the rounds | smallest | largest |")
-    print("|---|---|---|---|---|---|---|")
-    for mode, rates in found.items():
-        ratios = [rate / off for rate, off in zip(rates, found["off"])]
+            found[mode].append(measured(mode, flags))
+    print("| run | samples/s, median | smallest | largest | of off, median | smallest | largest | CPU time, of off |")
+    print("|---|---|---|---|---|---|---|---|")
+    for mode, runs in found.items():
+        rates = [each[0] for each in runs]
+        ratios, cpu_ratios = [
+            [each[column] / off[column] for each, off in zip(runs, found["off"])] for column in (0, 1)
+        ]
         spread = f"{statistics.median(rates):.0f} | {min(rates):.0f} | {max(rates):.0f}"
-        print(f"| {mode} | {spread} | {statistics.median(ratios):.4f} | {min(ratios):.3f} | {max(ratios):.3f} |")
+        of_off = f"{statistics.median(ratios):.4f} | {min(ratios):.3f} | {max(ratios):.3f}"
+        print(f"| {mode} | {spread} | {of_off} | {statistics.median(cpu_ratios):.4f} |")
 
 
 def main() -> int:
