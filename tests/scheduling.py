@@ -14,7 +14,7 @@ MAX_CLUSTER_PROCESSES = 2
 # Beginnings of the names of the files that start Ray clusters, in the order in which they start: the longest first.
 CLUSTERS = (
     *("tests/end_to_end/", "tests/test_launch", "tests/faults/", "tests/fleet/", "tests/api/"),
-    *("tests/tasks/test_from_poprun", "tests/trained/test_evaluate_ray"),
+    *("tests/tasks/test_from_poprun", "tests/trained/test_evaluate_ray", "tests/status/test_prometheus_server"),
 )
 # Of the other files, those that take the longest.
 LONG = ("tests/test_train_convergence",)
