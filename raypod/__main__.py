@@ -125,6 +125,7 @@ COMMANDS: Dict[str, Callable[[Sequence[str]], int]] = {
     "monitor": _command("raypod.monitor.command", "main"),
     "logs": _command("raypod.logs.command", "main"),
     "report": _command("raypod.report.command", "report"),
+    "dashboard": _command("raypod.dashboard.command", "main"),
     **{verb: _command("raypod.trained.commands", verb) for verb in ("evaluate", "export", "average", "predict")},
     "doctor": _command("raypod.pod.doctor", "doctor"),
     "up": _command("raypod.pod.up", "up"),

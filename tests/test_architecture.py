@@ -38,6 +38,7 @@ DIRECTIONS = {
     "logs": "record pod",
     "report": "record model",
     "monitor": "status pod",
+    "dashboard": "report status",
 }
 # The folders of the emulated poptorch, likewise.
 SDK_DIRECTIONS = {

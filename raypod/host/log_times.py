@@ -77,9 +77,12 @@ def offset_at(marks: List[Mark], unix_s: float) -> int:
     return marks[at - 1].size_bytes if at else 0
 
 
-def time_of(marks: List[Mark], offset: int) -> Optional[float]:
-    """Return a time before which the byte before `offset` was written; None if it was written after the last mark."""
-    at = bisect.bisect_left([mark.size_bytes for mark in marks], offset)
+def time_of(sizes: List[int], marks: List[Mark], offset: int) -> Optional[float]:
+    """Return a time before which the byte before `offset` was written; None if it was written after the last mark.
+
+    `sizes` are those of the marks: a caller with many offsets makes the list once.
+    """
+    at = bisect.bisect_left(sizes, offset)
     return marks[at].unix_s if at < len(marks) else None
 
 

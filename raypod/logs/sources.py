@@ -43,6 +43,7 @@ class LogSource:
     def timed_lines(self) -> Iterator[TimedLine]:
         """Yield the new lines, each with a time in seconds since 1970 before which it was written, in order."""
         marks = read_marks(self._log)
+        sizes = [mark.size_bytes for mark in marks]
         while True:
             position = self._file.position
             lines, restarted = self._file.read()
@@ -52,7 +53,7 @@ class LogSource:
             modified_s = self._log.stat().st_mtime
             for line in lines:
                 position += len(line) + 1
-                known_s = time_of(marks, position)
+                known_s = time_of(sizes, marks, position)
                 yield (modified_s if known_s is None else known_s), line
 
     def new_lines(self) -> Iterator[bytes]:

@@ -49,5 +49,5 @@ def test_marks_that_cannot_be_written_or_read_are_left_out(tmp_path: Path) -> No
 def test_offsets_and_times() -> None:
     marks = [Mark(10.0, 100), Mark(20.0, 200)]
     assert [offset_at(marks, at_s) for at_s in (9.0, 10.0, 15.0, 25.0)] == [0, 100, 100, 200]
-    assert [time_of(marks, offset) for offset in (1, 100, 101, 200, 201)] == [10.0, 10.0, 20.0, 20.0, None]
-    assert (offset_at([], 5.0), time_of([], 5)) == (0, None)
+    assert [time_of([100, 200], marks, offset) for offset in (1, 100, 101, 200, 201)] == [10.0, 10.0, 20.0, 20.0, None]
+    assert (offset_at([], 5.0), time_of([], [], 5)) == (0, None)

@@ -1,0 +1,1 @@
+"""`raypod dashboard`: the report of the runs of a folder, live in a browser."""
