@@ -10,7 +10,8 @@ const follow = byId("runs-follow").querySelector("input");
 const address = new URLSearchParams(location.search);
 if (address.has("token")) {
   sessionStorage.setItem("raypod-token", address.get("token"));
-  history.replaceState(null, "", location.pathname + location.hash);
+  address.delete("token");
+  showAddress(address);
 }
 const token = sessionStorage.getItem("raypod-token") || "";
 
@@ -18,7 +19,6 @@ let listed = []; // the runs of the folder
 let seen = null; // names of the first list and of later ones; null before the first one
 const selected = new Map(); // name -> {version, run}
 const rows = new Map(); // name -> elements of the list
-const drawn = { names: "" };
 
 async function get(path, parameters) {
   const response = await fetch(`${path}?${new URLSearchParams(parameters || {})}`, {
@@ -36,16 +36,20 @@ function showState(text, isLost) {
   element.classList.toggle("lost", isLost);
 }
 
-// The selection is a part of the address, so that it survives a reload and can be kept as a bookmark.
+function showAddress(parameters) {
+  const query = parameters.toString();
+  history.replaceState(null, "", location.pathname + (query ? `?${query}` : "") + location.hash);
+}
+
+// The selection is a part of the address, so that it survives a reload.
 function readSelection() {
-  const names = new URLSearchParams(location.hash.slice(1)).getAll("run");
-  for (const name of names.slice(0, MOST_RUNS)) if (!selected.has(name)) selected.set(name, {});
+  const names = new URLSearchParams(location.search).getAll("run");
+  for (const name of names.slice(0, MOST_RUNS)) selected.set(name, {});
   return names.length > 0;
 }
 
 function writeSelection() {
-  const hash = new URLSearchParams([...selected.keys()].map((name) => ["run", name])).toString();
-  history.replaceState(null, "", location.pathname + (hash ? `#${hash}` : ""));
+  showAddress(new URLSearchParams([...selected.keys()].map((name) => ["run", name])));
 }
 
 function select(name, isSelected) {
@@ -120,7 +124,6 @@ function showList() {
 function draw() {
   const order = listed.map((run) => run.name).filter((name) => selected.has(name) && selected.get(name).run);
   window.raypodReport.update(order.map((name) => selected.get(name).run));
-  drawn.names = order.join("/");
 }
 
 function addList(runs) {
@@ -194,12 +197,6 @@ byId("runs-clear").addEventListener("click", () => {
   writeSelection();
   showList();
   draw();
-});
-window.addEventListener("hashchange", () => {
-  selected.clear();
-  readSelection();
-  showList();
-  poll();
 });
 document.addEventListener("visibilitychange", () => document.hidden || poll());
 if (window.innerWidth < 1000) byId("runs-fold").open = false;
