@@ -67,7 +67,7 @@ function rowOf(name) {
   const label = document.createElement("label");
   const box = Object.assign(document.createElement("input"), { type: "checkbox" });
   const make = (tag, kind) => Object.assign(document.createElement(tag), { className: kind });
-  row = { item, box, name: make("span", "name"), facts: make("span", "facts"), badge: make("span", "badge") };
+  row = { item, box, name: make("span", "run-name"), facts: make("span", "run-facts"), badge: make("span", "run-badge") };
   row.text = document.createTextNode("");
   row.bar = document.createElement("progress");
   row.facts.append(row.badge, row.text);
