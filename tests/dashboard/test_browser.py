@@ -98,6 +98,6 @@ def test_it_fits_a_phone_and_shows_the_end_of_the_server(browser: Browser, serve
             open_signed(tab, server)
             tab.wait_for(f"{POINTS} === 5")
             assert tab.run("document.documentElement.scrollWidth") <= width
-            if width > 1000:
+            if width > 1200:
                 server.close()
                 tab.wait_for("document.querySelector('#runs-state').textContent.startsWith('No answer')", 60)

@@ -199,7 +199,7 @@ byId("runs-clear").addEventListener("click", () => {
   draw();
 });
 document.addEventListener("visibilitychange", () => document.hidden || poll());
-if (window.innerWidth < 1000) byId("runs-fold").open = false;
+if (window.innerWidth < 1200) byId("runs-fold").open = false;
 window.raypodDashboard = { selected, poll };
 poll();
 })();
