@@ -112,8 +112,11 @@ class Malicious:
         ({"head.weight": torch.zeros(10, 1).long(), "head.bias": torch.zeros(10)}, "torch.int64 there"),
         ({"epoch": 3, "head.weight": torch.zeros(10, 1)}, "epoch are no tensors"),
         ([1, 2], "it contains a list"),
-        (Malicious(), "[Uu]nsupported|[Uu]npickl|weights_only"),
-        (b"no weights", "--init-weights"),
+        (
+            Malicious(),
+            r"more than tensors, or is damaged \(Unsupported [^()]*exec[^()]*\); write the state dict alone: ",
+        ),
+        (b"no weights", r"or is damaged \(Unsupported operand 110\); write the state dict alone: "),
         (None, "there is no such file, run folder or checkpoint"),
     ],
     ids=["names", "shapes", "dtypes", "values", "list", "code", "damaged", "missing"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Sequence
 
@@ -53,7 +55,13 @@ def _read(path: Path, flag: str) -> Dict[str, torch.Tensor]:
     except CheckpointDamaged as error:
         raise ConfigError(f"{flag}: {error.cause}") from None
     with reported(flag):  # a damaged file can raise anything
-        content: Any = torch.load(str(path), map_location="cpu", weights_only=True)
+        try:
+            content: Any = torch.load(str(path), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ConfigError(
+                f"{flag}: it contains more than tensors, or is damaged ({_cause(error)}); "
+                "write the state dict alone: torch.save(network.state_dict(), FILE)"
+            ) from None
     for key in _NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
@@ -63,6 +71,12 @@ def _read(path: Path, flag: str) -> Dict[str, torch.Tensor]:
     if others:
         raise ConfigError(f"{flag}: it is not a state dict: {', '.join(others)} are no tensors")
     return {str(name): value for name, value in content.items()}
+
+
+def _cause(error: pickle.UnpicklingError) -> str:
+    """Return the cause alone: the message of torch also recommends to load the file without `weights_only`."""
+    text = " ".join(str(error).split()).rpartition("WeightsUnpickler error: ")[2]
+    return re.split(r"\. | Please | Check ", text)[0]
 
 
 def _differences(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> List[str]:
