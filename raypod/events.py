@@ -189,7 +189,7 @@ class UpdateDone:
     epoch: int  # 1-based
     metrics: Dict[str, float]  # value by name; the loss comes first
     samples: int  # since the start of the training, over all replicas
-    samples_per_s: float
+    samples_per_s: float  # over the calls of the last second, at least the last call
     time_s: float  # since the run started
     data_wait_share: float = 0.0  # fraction of the call's duration that was spent waiting for data
     missing_reports: Tuple[int, ...] = ()  # of these instances: they were lost; then all metrics are NaN

@@ -12,6 +12,7 @@ from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 from raypod.events import CallDone, CallReport, CallTimes, EpochDone, UpdateDone
 from raypod.plan.metric import add_sums, sum_exactly, values_of
 from raypod.plan.plan import Plan
+from raypod.record.throughput import RecentThroughput
 
 
 class MetricsAggregator:
@@ -28,6 +29,7 @@ class MetricsAggregator:
         self._last_call_s = started_at_s
         self._calls = 0
         self._timed_samples, self._timed_s = 0, 0.0
+        self._recent = RecentThroughput()
         self._data_wait_s, self._call_s = 0.0, 0.0
         self._epoch: List[UpdateDone] = []
         self._completed_calls: List[CallDone] = []
@@ -92,14 +94,17 @@ class MetricsAggregator:
         reports = sorted(self._pending.pop(first_update, []), key=lambda each: each.instance)
         elapsed_s, self._last_call_s = now_s - self._last_call_s, now_s
         samples = self._plan.geometry.samples_per_call
-        if self._calls:  # the first call includes the compilation
+        if self._calls == 1:  # the first call includes the compilation
+            self._recent.clear()
+        self._recent.add(samples, elapsed_s)
+        if self._calls:
             self._timed_samples, self._timed_s = self._timed_samples + samples, self._timed_s + elapsed_s
             self._data_wait_s += math.fsum(each.data_wait_s for each in reports)
             self._call_s += math.fsum(each.call_s for each in reports)
         self._calls += 1
         if self.first_update_s is None:
             self.first_update_s = now_s - self._started_at_s
-        rate = samples / elapsed_s if elapsed_s > 0 else 0.0
+        rate = self._recent.per_s
         digests = tuple((each.instance, each.samples_digest) for each in reports if each.samples_digest)
         times = tuple(CallTimes(each.instance, each.call_s, each.data_wait_s, each.peer_wait_s) for each in reports)
         profiles = tuple(each.profile for each in reports if each.profile is not None)

@@ -180,13 +180,13 @@ _RUN_METRICS = (
     Metric(
         "raypod_samples_per_second",
         GAUGE,
-        "Samples per second of the last call, over all replicas.",
+        "Samples per second over the last second of training, of all replicas.",
         one(lambda state: state["samples_per_s"]),
     ),
     Metric(
         "raypod_sample_parts_per_second",
         GAUGE,
-        "Parts of samples, for example tokens, per second of the last call.",
+        "Parts of samples, for example tokens, per second over the last second of training.",
         _by_name(
             "part",
             lambda state: {

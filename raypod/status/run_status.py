@@ -115,7 +115,7 @@ class RunStatus:
 
     @property
     def samples_per_s(self) -> float:
-        """The throughput of the last call."""
+        """The throughput of the last second of training, at least of the last call."""
         return self.update.samples_per_s if self.update is not None else 0.0
 
     @property

@@ -62,22 +62,12 @@ function curveSeries(name) {
   return series;
 }
 
-// A call whose report arrives together with the next one seems to take no time. The upper limit of the axis of a rate is
-// therefore at most three times the 95th percentile, and at most the larger of twice the median and five times the rate of
-// the whole run; the values above it are in the tooltips.
-function upperLimit(name, series) {
+// The first seconds of a run have few calls, so that their rates scatter. The upper limit of the axis of a rate is at most
+// three times its 95th percentile; the values above it are in the tooltips.
+function upperLimit(series) {
   const values = series.flatMap((each) => each.data.map((point) => point[1])).filter(isNumber).sort((a, b) => a - b);
-  if (values.length < 20) return null;
-  const quantile = (share) => values[Math.floor(share * values.length)];
-  const usual = Math.max(2 * quantile(0.5), ...(name === "samples_per_s" ? shownRuns().map((run) => 5 * meanRate(run)) : [Infinity]));
-  const limit = Math.min(3 * quantile(0.95), usual);
-  return values[values.length - 1] > limit && limit > 0 ? Number(limit.toPrecision(1)) : null;
-}
-
-// Samples per second from the first to the last row, which include evaluations and checkpoints.
-function meanRate(run) {
-  const rows = run.curves.rows, first = rows[0], last = rows[rows.length - 1];
-  return rows.length > 1 && last[2] > first[2] ? (last[1] - first[1]) / (last[2] - first[2]) : 0;
+  const limit = 3 * values[Math.floor(0.95 * values.length)];
+  return values.length >= 20 && limit > 0 && values[values.length - 1] > limit ? Number(limit.toPrecision(1)) : null;
 }
 
 // The same for all curves, so that the same zoom shows the same updates in all of them.
@@ -110,7 +100,7 @@ function curveOption(name) {
     const axis = AXES[view.x], [least, most] = extent(), unit = UNITS[name] || "", base = chartBase();
     const zoom = view.zoom ? { startValue: view.zoom[0], endValue: view.zoom[1] } : { start: 0, end: 100 };
     const format = (value) => (isNumber(value) ? short(value) + unit : "");
-    const series = curveSeries(name), limit = name.endsWith("_per_s") ? upperLimit(name, series) : null;
+    const series = curveSeries(name), limit = name.endsWith("_per_s") ? upperLimit(series) : null;
     return {
       ...base,
       tooltip: { ...base.tooltip, trigger: "axis", formatter: curveTooltip(unit), axisPointer: { type: "line", lineStyle: { color: css("--muted") } } },
@@ -171,7 +161,7 @@ function curvesSection() {
 
 function ratesSection() {
   const notes = {
-    samples_per_s: "of all replicas; the first call of a process includes the compilation, and peaks above the axis are calls whose reports came together",
+    samples_per_s: "of all replicas; over the last second of training; the first call of a process includes the compilation",
     data_wait_share: "share of the time of the calls, in percent",
   };
   return [h("div", { class: "charts" }, rateKeys().map((name) => figure(`curve:${name}`, titleOf(name), notes[name] || "of all replicas", 280, curveOption(name))))];
