@@ -30,6 +30,7 @@ from raypod.record.run_folder import records  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 MAX_BYTES = 300_000
+WIDTH, DASHBOARD_WIDTH = 1180, 1400  # in CSS pixels; the dashboard lists the runs beside the report from 1200 on
 RUN_LIMIT_S = 900.0
 KILL_AFTER, KILLED = 150, 2  # updates; instance
 FLAGS = ["--epochs", "12", "--evaluate-every", "2", "--device", "emulated"]
@@ -104,14 +105,14 @@ def report_pictures(browser: Browser, folder: Path) -> None:
     command = [sys.executable, "-m", "raypod", "report", "--output", str(page)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([*command, str(folder / "faults")], env=environment, check=True, timeout=120)
-    with browser.page(width=1180) as tab:
+    with browser.page(width=WIDTH) as tab:
         load(tab, page.as_uri())
         write(tab, "report.png", first="#report > header", last="#throughput")
         write(tab, "report-instances.png", first="#instances")
         write(tab, "report-timeline.png", first="#timeline", last="#startup")
     both = [str(folder / "faults"), str(folder / "inline")]
     subprocess.run([*command, *both], env=environment, check=True, timeout=120)
-    with browser.page(width=1180, dark=True) as tab:
+    with browser.page(width=WIDTH, dark=True) as tab:
         load(tab, page.as_uri())
         write(tab, "report-compare.png", first="#report > header", last="#curves")
 
@@ -126,10 +127,10 @@ def dashboard_picture(browser: Browser, folder: Path) -> None:
         try:
             line = process.stdout.readline() if process.stdout else ""
             address = next(word for word in line.split() if word.startswith("http://"))
-            with browser.page(width=1180) as tab:
+            with browser.page(width=DASHBOARD_WIDTH) as tab:
                 load(tab, address)
                 tab.wait_for("raypodReport.charts.size > 0")
-                write(tab, "dashboard.png", height=900)
+                write(tab, "dashboard.png", height=900, width=DASHBOARD_WIDTH)
         finally:
             process.send_signal(signal.SIGINT)
 
@@ -149,7 +150,14 @@ def load(tab: Page, address: str) -> None:
     assert not tab.errors, tab.errors
 
 
-def write(tab: Page, name: str, first: str = "body", last: Optional[str] = None, height: Optional[int] = None) -> None:
+def write(
+    tab: Page,
+    name: str,
+    first: str = "body",
+    last: Optional[str] = None,
+    height: Optional[int] = None,
+    width: int = WIDTH,
+) -> None:
     """Write the picture of the elements from `first` to `last`, or of `height` pixels from `first` on."""
     path = IMAGES / name
     edges: List[float] = tab.run(
@@ -157,7 +165,7 @@ def write(tab: Page, name: str, first: str = "body", last: Optional[str] = None,
         f" document.querySelector({json.dumps(last or first)}).getBoundingClientRect().bottom + scrollY]"
     )
     top = max(0.0, edges[0] - 10)
-    tab.picture(path, clip=(0, top, 1180, height or edges[1] - top + 10))
+    tab.picture(path, clip=(0, top, width, height or edges[1] - top + 10))
     assert path.stat().st_size < MAX_BYTES, f"{path} has {path.stat().st_size} bytes"
 
 

@@ -54,6 +54,8 @@ function seconds(value) {
 }
 
 const percent = (share, digits = 3) => (isNumber(share) ? `${Number((100 * share).toPrecision(digits))} %` : "–");
+const counted = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
+
 const short = (value) => {
   const size = Math.abs(value);
   for (const [unit, sign] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {

@@ -36,7 +36,7 @@ function overview() {
   if (runs.length === 1) {
     const [run] = runs;
     const tiles = [["state", stateOf(run)], ...factsOf(run)];
-    const place = run.plan ? `${number(run.plan.geometry.num_instances)} instances, ${number(run.plan.geometry.total_replicas)} replicas` : "";
+    const place = run.plan ? `${counted(run.plan.geometry.num_instances, "instance")}, ${counted(run.plan.geometry.total_replicas, "replica")}` : "";
     const started = isNumber(run.timeline.origin_unix_s) ? `started ${new Date(1000 * run.timeline.origin_unix_s).toLocaleString()}` : "";
     return [
       h("p", { class: "subtitle" }, [run.task, place, run.device_line, started].filter(Boolean).join(" · ")), message(run),
