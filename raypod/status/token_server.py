@@ -170,7 +170,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Check the token, and serve the route of the path."""
         self._send(self._response())
 
-    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_GET
+    def __getattr__(self, name: str) -> Any:
+        """Return `do_GET` for every method, so that http.server answers none of them before the token is checked."""
+        if name.startswith("do_"):
+            return self.do_GET
+        raise AttributeError(name)
 
     def _response(self) -> Response:
         target = urllib.parse.urlsplit(self.path)

@@ -69,6 +69,12 @@ def test_it_is_read_only_and_reports_errors_of_routes(server: TokenServer) -> No
     assert request(server, "/broken", headers=bearer(server)) == (500, '{"error": "ValueError: no state"}')
 
 
+@pytest.mark.parametrize("method", ["POST", "TRACE", "PROPFIND"])
+def test_every_method_needs_the_token_first(server: TokenServer, method: str) -> None:
+    assert request(server, "/status", method)[0] == 401
+    assert request(server, "/status", method, bearer(server))[0] == 405
+
+
 def test_another_host_name_is_refused(server: TokenServer) -> None:
     assert request(server, "/status", headers={**bearer(server), "Host": "evil.example"})[0] == 403
 
