@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import math
 import os
+import pwd
 import socket
 import time
 from typing import Any, Callable, Deque, Dict, List, Mapping, Optional
@@ -249,4 +250,7 @@ class RunStatus:
 
 def user_name() -> str:
     """Return the name of the user of this process, or the user's number."""
-    return os.environ.get("USER") or str(os.getuid())
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name  # USER is unset in services and containers, and any program can set it
+    except KeyError:
+        return str(os.getuid())

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 from typing import Any, Callable, Dict, Iterator, List, Tuple
+
+import pytest
 
 from raypod.coordinator import coordinator
 from raypod.events import CallReport, HeartbeatReport, HostUsage, InstanceLost, PhaseBegun
@@ -12,7 +16,7 @@ from raypod.fleet.scripted import ScriptedFleet
 from raypod.host.files import strict_json
 from raypod.plan.plan import Leg, Plan
 from raypod.record.metrics import MetricsAggregator
-from raypod.status.run_status import RunStatus
+from raypod.status.run_status import RunStatus, user_name
 
 USAGE = HostUsage(0.5, 1, 2, 3, 4, 5, 6)
 
@@ -77,3 +81,8 @@ def test_a_snapshot_has_the_heartbeats_and_the_usage_of_hosts(make: Callable[...
     assert first["replicas"] == [0, 2]
     assert second["ipus"] == [2, 2]
     assert [usage["cpu_share"] for usage in last["hosts"].values()] == [0.5]
+
+
+def test_the_user_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("USER", raising=False)
+    assert user_name() == pwd.getpwuid(os.getuid()).pw_name
