@@ -22,14 +22,16 @@ _HELP = (
     "e             the events of the run",
     "tab           the next view        escape  the pod",
     "left, right   the previous, the next run (also N, n)",
-    "up, down      select an instance; scroll in the pod, in logs and in events (also k, j)",
+    "up, down      select an instance; scroll in other views (also k, j)",
     "0 to 9        select an instance",
     "enter         from the pod to the run, from the run to the log",
     "q             quit; runs continue",
     "",
-    "waits: share of its calls' time that an instance waits for data. median, slowest: of its calls.",
-    "busy: time of a call without the wait for other instances, over the median of all instances.",
-    "An instance with 1.25x or more is marked as slow. beat: age of the last heartbeat.",
+    "waits         share of its calls' time that an instance waits for data",
+    "median        of the durations of its calls; slowest: the longest of them",
+    "busy          time of a call without the wait for other instances, over the",
+    "              median of all instances; from 1.25x on marked as slow",
+    "beat          age of its last heartbeat",
 )
 
 
