@@ -107,8 +107,8 @@ def _checkpoint_failed(record: Record) -> str:
 
 
 def _instance_lost(record: Record) -> str:
-    during = f" during {record['activity']}" if record["activity"] else ""
-    return f"instance {record['instance']} on {record['host']} {record['kind']}{during}: {record['cause']}"
+    heartbeat = f" (last heartbeat: {record['activity']})" if record["activity"] else ""
+    return f"instance {record['instance']} on {record['host']} {record['kind']}{heartbeat}: {record['cause']}"
 
 
 def _repaired(record: Record) -> str:

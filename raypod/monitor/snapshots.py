@@ -126,8 +126,8 @@ def _metrics(record: Mapping[str, Any]) -> str:
 
 
 def _lost(record: Mapping[str, Any]) -> str:
-    during = f" during {record['activity']}" if record.get("activity") else ""
-    return f"instance {record['instance']} on {record['host']} lost ({record['kind']}){during}: {record['cause']}"
+    heartbeat = f"; last heartbeat: {record['activity']}" if record.get("activity") else ""
+    return f"instance {record['instance']} on {record['host']} lost ({record['kind']}{heartbeat}): {record['cause']}"
 
 
 def _repaired(record: Mapping[str, Any]) -> str:

@@ -46,7 +46,7 @@ EXAMPLES: Tuple[Tuple[events.Event, str], ...] = (
     (EvaluationDone(360, {"loss": 0.5}, 8, 1), "loss 0.5 after update 8 on 360 samples"),
     (
         InstanceLost(1, "host-1", "died", "signal 9\nkilled", "train", "stack", "log"),
-        "instance 1 on host-1 died during train: signal 9 killed",
+        "instance 1 on host-1 died (last heartbeat: train): signal 9 killed",
     ),
     (
         Repaired((1,), ("host-2",), "instance 0", 9, 3.21, 1, 2, (), INSTANCES),

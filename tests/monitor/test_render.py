@@ -68,7 +68,7 @@ def test_the_run_shows_progress_and_its_instances(pod: Pod) -> None:
     (slow,) = [line for line in lines if "slow" in line and "x" in line and "median" not in line]
     assert slow.startswith("7")
     assert "1.90x slow" in slow
-    assert "lost (died) during in call 9: signal 9" in text
+    assert "lost (died; last heartbeat: in call 9): signal 9" in text
     assert "replaced in 4.5 s: instance 3 on 10.0.0.11; weights from instance 0" in text
 
 
@@ -134,3 +134,9 @@ def test_keys_change_the_screen(pod: Pod) -> None:
     assert screen.pressed("h", pod).pressed("x", pod) == screen
     assert screen.pressed("z", pod) == screen
     assert Screen().pressed("right", build_pod("p", 0.0, [], [])) == Screen()
+
+
+def test_the_help_is_complete_in_80_columns(pod: Pod) -> None:
+    text = "\n".join(line.plain for line in render(pod, Screen(POD, shows_help=True), [], (80, 24)))
+    assert "…" not in text
+    assert "heartbeat" in text
