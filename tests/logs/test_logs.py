@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -148,14 +149,23 @@ def test_prefixes_have_colours_on_a_terminal_only(
 
 
 class Following:
-    """`raypod logs --follow` in this thread, and a run in another one."""
+    """`raypod logs --follow` in this thread, and a run in another one.
 
-    def __init__(self, run: RunFolder, capfd: pytest.CaptureFixture[str]) -> None:
-        self.run, self._capfd, self.out, self._failures = run, capfd, "", []  # type: ignore[var-annotated]
+    stdout is a file of its own: `capfd.readouterr()` reads and then truncates its file, and loses what another thread
+    writes between the two.
+    """
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run, self._file = run, run.path.parent / f"{run.path.name}.stdout"
+        self._failures: List[BaseException] = []
         run.state()
 
+    @property
+    def out(self) -> str:
+        """What was printed."""
+        return self._file.read_text() if self._file.exists() else ""
+
     def sees(self, text: str) -> bool:
-        self.out += self._capfd.readouterr().out
         return text in self.out
 
     def __call__(self, steps: Callable[[], None], *flags: str) -> int:
@@ -169,16 +179,16 @@ class Following:
         thread = threading.Thread(target=work)
         thread.start()
         try:
-            code = main(["logs", str(self.run.path), "--follow", *flags])
+            with self._file.open("w") as file, contextlib.redirect_stdout(file):
+                code = main(["logs", str(self.run.path), "--follow", *flags])
         finally:
             thread.join()
         assert not self._failures, self._failures
-        self.out += self._capfd.readouterr().out
         return code
 
 
-def test_following_shows_what_is_added_and_ends_with_the_run(run: RunFolder, capfd: pytest.CaptureFixture[str]) -> None:
-    follow = Following(run, capfd)
+def test_following_shows_what_is_added_and_ends_with_the_run(run: RunFolder) -> None:
+    follow = Following(run)
     new = run.path / "new"
 
     def steps() -> None:
@@ -211,8 +221,8 @@ def test_following_a_run_whose_coordinator_died_is_an_error(run: RunFolder, capf
     assert "zero\n" in out
 
 
-def test_ctrl_c_ends_following(run: RunFolder, capfd: pytest.CaptureFixture[str]) -> None:
-    follow = Following(run, capfd)
+def test_ctrl_c_ends_following(run: RunFolder) -> None:
+    follow = Following(run)
 
     def steps() -> None:
         assert wait_until(lambda: follow.sees("zero c"))

@@ -110,11 +110,9 @@ def test_an_unreachable_host_is_one_line(pod: Tuple[RunFolder, Path], capfd: pyt
     ]
 
 
-def test_following_copies_what_is_added_also_on_a_new_host(
-    pod: Tuple[RunFolder, Path], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_following_copies_what_is_added_also_on_a_new_host(pod: Tuple[RunFolder, Path]) -> None:
     run, far = pod
-    follow = Following(run, capfd)
+    follow = Following(run)
 
     def steps() -> None:
         assert wait_until(lambda: follow.sees("one b"))
