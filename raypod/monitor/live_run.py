@@ -84,9 +84,15 @@ class LiveRun:
 
 
 def with_log_lines(run: Run, last_lines: LastLines) -> Run:
-    """Return a run whose instances have the last lines of their logs, as far as these are on this host."""
+    """Return a run whose instances have the last lines of their logs, as far as these are on this host.
+
+    A log that did not change since the start or the last repair of the run ends with lines of before, such as the
+    exception that the repair answered: it has no line.
+    """
+    since_s = max(run.started_unix_s or 0.0, run.repaired_unix_s or 0.0)
     instances = tuple(
-        dataclasses.replace(each, log_line=last_lines.of(each.log_file) or each.log_line) for each in run.instances
+        dataclasses.replace(each, log_line=last_lines.of(each.log_file, since_s) or each.log_line)
+        for each in run.instances
     )
     return dataclasses.replace(run, instances=instances)
 

@@ -47,11 +47,18 @@ class LastLines:
     def __init__(self) -> None:
         self._tails: Dict[str, LogTail] = {}
 
-    def of(self, path: Optional[str]) -> Optional[str]:
-        """Return the last line of a file; None if there is none."""
-        if not path:
+    def of(self, path: Optional[str], since_s: float = 0.0) -> Optional[str]:
+        """Return the last line of a file; None if there is none, or if nothing was written since a Unix time."""
+        if not path or not _is_newer(path, since_s):
             return None
         tail = self._tails.get(path)
         if tail is None:
             tail = self._tails[path] = LogTail(Path(path), kept=20, tail_bytes=4096)
         return next((line for line in reversed(tail.lines()) if line), None)
+
+
+def _is_newer(path: str, since_s: float) -> bool:
+    try:
+        return Path(path).stat().st_mtime >= since_s
+    except OSError:
+        return False

@@ -88,11 +88,12 @@ class Run:
     eta_s: Optional[float] = None
     last_update_unix_s: Optional[float] = None
     samples_are: str = "samples"
-    samples_per_s: Optional[float] = None
+    samples_per_s: Optional[float] = None  # the mean of a run that has ended
     part_rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
     data_wait_share: Optional[float] = None
     metrics: Mapping[str, Optional[float]] = dataclasses.field(default_factory=dict)
     restarts: int = 0
+    repaired_unix_s: Optional[float] = None  # the last repair
     generation: int = 0
     checkpoint_update: Optional[int] = None
     checkpoint_unix_s: Optional[float] = None

@@ -50,7 +50,10 @@ class RunFiles:
         launch = _json(self.folder / LAUNCH)
         update = self._updates[-1] if self._updates else {}
         evaluation, saved = self._last.get("evaluation_done", {}), self._last.get("checkpoint_saved", {})
-        metrics = {name: value for name, value in update.items() if name not in _NO_METRIC}
+        metrics = {name: value for name, value in update.items() if name not in _NO_METRIC and not _is_rate(name)}
+        state_fields = self._state(state, launch, _integer(update.get("update")))
+        # A folder with an exit code or a dead coordinator has no current throughput, only its mean.
+        rates = update if state_fields["state"] in ("starting", "running") else _json(self.folder / SUMMARY)
         return Run(
             run_dir=str(self.folder),
             kind="launch" if state is None and launch else "training",
@@ -61,10 +64,13 @@ class RunFiles:
             total_updates=_integer(plan.get("total_updates")),
             epoch=update.get("epoch"),
             epochs=_integer(plan.get("total_updates")) / (_integer(plan.get("updates_per_epoch")) or 1),
-            samples_per_s=update.get("samples_per_s"),
-            data_wait_share=update.get("data_wait_share"),
+            samples_are=str(plan.get("samples_are") or "samples"),
+            samples_per_s=_finite(rates.get("samples_per_s")),
+            part_rates={name: rate for name, rate in rates.items() if _is_rate(name) and _finite(rate) is not None},
+            data_wait_share=rates.get("data_wait_share"),
             metrics={name: value for name, value in metrics.items() if isinstance(value, (int, float))},
             restarts=_integer(self._last.get("repaired", {}).get("restarts")),
+            repaired_unix_s=_finite(self._last.get("repaired", {}).get("unix_s")),
             checkpoint_update=saved.get("update"),
             checkpoint_unix_s=saved.get("unix_s"),
             evaluation=evaluation.get("metrics") or {},
@@ -72,7 +78,7 @@ class RunFiles:
             instances=self._instances(plan),
             series=self._series(metrics),
             events=event_lines(self._records),
-            **self._state(state, launch, _integer(update.get("update"))),
+            **state_fields,
         )
 
     def _state(self, state: Optional[RunState], launch: Mapping[str, Any], update: int) -> Dict[str, Any]:
@@ -165,6 +171,11 @@ def _objects(content: Any) -> List[Mapping[str, Any]]:
 
 def _by_instance(content: Any) -> Dict[int, Mapping[str, Any]]:
     return {_integer(each.get("instance")): each for each in _objects(content)}
+
+
+def _is_rate(name: str) -> bool:
+    """Return whether a key of metrics.jsonl or summary.json is a throughput in parts of samples."""
+    return name.endswith("_per_s") and name != "samples_per_s"
 
 
 def _integer(value: Any) -> int:

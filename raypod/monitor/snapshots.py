@@ -12,6 +12,7 @@ Snapshot = Mapping[str, Any]
 _COPIED = (  # keys that have the same name and meaning in `Run`
     *("host", "pid", "user", "phase", "started_unix_s", "device_line", "update", "total_updates", "epoch", "epochs"),
     *("eta_s", "last_update_unix_s", "samples_are", "samples_per_s", "data_wait_share", "restarts", "generation"),
+    "repaired_unix_s",
 )
 _COPIED_INSTANCE = (
     *("instance", "host", "pid", "state", "activity", "activity_s", "waits_for_others", "samples_per_s"),

@@ -83,8 +83,12 @@ def share_done(run: Run) -> Optional[float]:
 
 
 def rate(run: Run) -> str:
-    """Return the throughput with its unit."""
-    return f"{amount(run.samples_per_s)} {run.samples_are}/s" if run.samples_per_s is not None else ""
+    """Return the throughput with its unit, in parts of samples if it has any; of a run that has ended, its mean."""
+    rates = {name.replace("_per_s", "/s"): rate for name, rate in run.part_rates.items()}
+    if not rates and run.samples_per_s is not None:
+        rates = {f"{run.samples_are}/s": run.samples_per_s}
+    mean = "" if run.is_active else "mean "
+    return ", ".join(f"{mean}{amount(rate)} {unit}" for unit, rate in rates.items())
 
 
 def last_save(run: Run, now_unix_s: float) -> str:

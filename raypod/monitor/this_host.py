@@ -75,7 +75,7 @@ class ThisHost:
         known = self._known.get(run.run_dir)
         if known is None:
             return run
-        kept = {name: getattr(known, name) for name in ("user", "samples_are", "part_rates", "program")}
+        kept = {name: getattr(known, name) for name in ("user", "samples_are", "program")}
         return dataclasses.replace(run, **kept)
 
     def _follow(self) -> None:

@@ -91,7 +91,9 @@ def _spark_lines(run: Run, width: int, ascii_only: bool) -> List[Text]:
     lines = []
     for name, limits in zip(names, ranges):
         label = f"{run.samples_are}/s" if name == "samples_per_s" else name
-        newest = run.samples_per_s if name == "samples_per_s" else run.metrics.get(name)
+        values = run.series.get(name, ())
+        is_live_rate = name == "samples_per_s" and run.is_active
+        newest = run.samples_per_s if is_live_rate else run.metrics.get(name, values[-1] if values else None)
         spark = sparkline(run.series.get(name, ()), length, ascii_only)
         line = Text(f"{label:<{_SPARK_LABEL}.{_SPARK_LABEL}} {amount(newest):>8}  ")
         line.append(f"{spark:<{min(length, _spark_width(run, names))}}", style=style.NOTE)
@@ -124,8 +126,9 @@ def _instance_lines(run: Run, width: int, ascii_only: bool) -> List[Text]:
     ]
     if run.kind == "training":
         unit = f"{run.samples_are}/s"
+        if any(one.samples_per_s is not None for one in each):  # unknown for a run that is read from its files
+            columns.append(Column(unit, [(amount(one.samples_per_s), "") for one in each], rank=1, right=True))
         columns += [
-            Column(unit, [(amount(one.samples_per_s), "") for one in each], rank=1, right=True),
             Column("waits", [(percent(one.data_wait_share), _wait_style(one)) for one in each], rank=2, right=True),
             Column("median", [(duration(one.p50_s), "") for one in each], rank=9, right=True),
             Column("slowest", [(duration(one.slowest_s), "") for one in each], rank=3, right=True),

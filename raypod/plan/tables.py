@@ -35,6 +35,7 @@ def describe(plan: Plan) -> Dict[str, Any]:
         "cluster": dataclasses.asdict(placement.cluster),
         "geometry": {name: getattr(plan.geometry, name) for name in _GEOMETRY},
         "task": plan.config.task.name,
+        "samples_are": plan.task.samples_are,
         "dataset": {"name": plan.task.data, **dataclasses.asdict(plan.dataset_size)},
         "updates_per_epoch": plan.updates_per_epoch,
         "total_updates": plan.total_updates,

@@ -67,6 +67,7 @@ class RunStatus:
         self.last_update_unix_s: Optional[float] = None
         self.updates_done = 0  # by this process
         self.restarts, self.generation = 0, 0
+        self.repaired_unix_s: Optional[float] = None
         self.checkpoints_saved, self.checkpoints_failed = 0, 0
         self.checkpoint: Optional[Dict[str, Any]] = None
         self.evaluation: Optional[Dict[str, Any]] = None
@@ -102,7 +103,7 @@ class RunStatus:
         elif isinstance(event, Repaired):
             self.restarts, self.generation, self.position = event.restarts, event.generation, event.update
             self.instances = {each.instance: each for each in event.instances}
-            self.lost = {}
+            self.lost, self.repaired_unix_s = {}, time.time()
         elif isinstance(event, CheckpointSaved):
             self.checkpoints_saved += 1
             self.checkpoint = {"update": event.update, "path": event.path, "unix_s": time.time()}
@@ -165,6 +166,7 @@ class RunStatus:
             "data_wait_share": update.data_wait_share if update else None,
             "last_update_unix_s": self.last_update_unix_s,
             "restarts": self.restarts,
+            "repaired_unix_s": self.repaired_unix_s,
             "generation": self.generation,
             "checkpoints": {
                 "saved": self.checkpoints_saved,

@@ -15,11 +15,13 @@ from bounded import wait_until
 from models import instance, snapshot
 
 from raypod.host.process import process_start_ticks
-from raypod.monitor import gc_monitor, live_run
+from raypod.monitor import gc_monitor, live_run, style
+from raypod.monitor.live_run import with_log_lines
 from raypod.monitor.log_lines import LastLines, LogTail
 from raypod.monitor.model import Device, Run
 from raypod.monitor.run_files import RunFiles, is_run_folder
 from raypod.monitor.this_host import ThisHost
+from raypod.monitor.view_run import run_lines
 from raypod.record import run_state
 from raypod.status import registry
 from raypod.status.endpoint import snapshot_route
@@ -78,11 +80,46 @@ def test_an_ended_run_is_read_from_its_files(folder: Path) -> None:
     assert not is_run_folder(folder / "logs")
     run = RunFiles(folder).read()
     assert (run.state, run.exit_code, run.update, run.total_updates) == ("interrupted", 130, 2, 10)
-    assert (run.metrics, run.samples_per_s, run.checkpoint_update) == ({"loss": 2.0}, 80.0, 2)
+    assert (run.metrics, run.samples_per_s, run.checkpoint_update) == ({"loss": 2.0}, None, 2)
     assert [(each.host, each.pid, each.first_ipu) for each in run.instances] == [("a", 5, 0), ("b", 6, 2)]
     assert run.instances[1].busy_ratio == 2.0
     assert [each.kind for each in run.events] == ["run_started", "checkpoint_saved"]
     assert run.series["loss"] == (2.0, 2.0)
+
+
+def test_an_ended_run_has_the_mean_throughput_of_its_summary_in_its_unit(folder: Path) -> None:
+    plan = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps({**plan, "samples_are": "windows"}))
+    assert style.rate(RunFiles(folder).read()) == ""  # the last update is no current throughput
+    (folder / "summary.json").write_text(json.dumps({"samples_per_s": 70.0}))
+    assert style.rate(RunFiles(folder).read()) == "mean 70 windows/s"
+    (folder / "summary.json").write_text(json.dumps({"samples_per_s": 70.0, "tokens_per_s": 8960.0}))
+    run = RunFiles(folder).read()
+    assert style.rate(run) == "mean 8960 tokens/s"
+    lines = "\n".join(line.plain for line in run_lines(run, 100.0, 0, (160, 40), ascii_only=True))
+    assert "mean 8960 tokens/s" in lines
+    assert "windows/s          80" in lines  # of the last update, beside the sparkline
+    assert lines.count("windows/s") == 1  # no column of unknown throughputs
+
+
+@pytest.mark.parametrize("event", ["process_started", "repaired"])
+def test_a_log_of_before_the_start_or_the_last_repair_has_no_last_line(folder: Path, event: str) -> None:
+    logs = [folder / "logs" / f"instance-{index}.log" for index in range(2)]
+    for log in logs:
+        log.write_text("CollectiveBroken\n")
+        os.utime(str(log), (50.0, 50.0))
+    files, lines = RunFiles(folder), LastLines()
+
+    def shown() -> List[Any]:
+        return [each.log_line for each in with_log_lines(files.read(), lines).instances]
+
+    assert shown() == ["CollectiveBroken", "CollectiveBroken"]
+    append(folder / "events.jsonl", {"unix_s": 60.0, "event": event})
+    assert shown() == [None, None]
+    with logs[1].open("a") as file:
+        file.write("epoch 2\n")
+    os.utime(str(logs[1]), (70.0, 70.0))
+    assert shown() == [None, "epoch 2"]
 
 
 def test_only_what_is_new_is_read_and_a_repeated_update_replaces(folder: Path) -> None:

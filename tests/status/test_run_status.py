@@ -60,6 +60,7 @@ def test_a_repaired_run_from_its_start_to_its_end(make: Callable[..., Plan]) -> 
     assert states[-1] == "idle"
     last = found[-1][1]
     assert (last["update"], last["total_updates"], last["restarts"], last["generation"]) == (4, 4, 1, 2)
+    assert last["repaired_unix_s"] >= last["started_unix_s"]
     assert last["checkpoints"]["saved"] == 1
     assert last["last_evaluation"]["update"] == 4
     assert last["recent_updates"]["update"] == [1, 2, 3, 4]
