@@ -35,7 +35,7 @@ class Run:
         started_ticks = process_start_ticks(os.getpid()) or 0 if ticks is None else ticks
         loss = 1 / self.updates if self.updates else None
         state = RunState(os.getpid(), started_ticks, os.uname().nodename, name, self.updates, 1000, loss, 80.0)
-        state = dataclasses.replace(state, exit_code=exit_code, written_at_s=1e9 + self.updates)
+        state = dataclasses.replace(state, exit_code=exit_code, written_at_s=1e9 + self.updates, restarts=1)
         partial = self.path / "partial"
         partial.write_text(json.dumps(dataclasses.asdict(state)))
         partial.replace(self.path / run_state.NAME)

@@ -40,7 +40,7 @@ def test_the_list_begins_with_what_is_alive_then_with_the_newest(folder: Path) -
     expected = [("alive", "running"), ("done", "done"), ("old", "failed"), ("killed", "died")]
     assert list(states(runs).items()) == expected
     first = runs.list()[0]
-    assert {**first, "loss": 0.5, "restarts": 0, "total_updates": 1000, "samples_per_s": 80.0} == first
+    assert {**first, "loss": 0.5, "restarts": 1, "total_updates": 1000, "samples_per_s": 80.0} == first
 
 
 def test_the_list_follows_changes(folder: Path) -> None:

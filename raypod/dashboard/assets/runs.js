@@ -90,7 +90,7 @@ function factsOf(run) {
   if (ALIVE.includes(run.state) && Number.isFinite(run.samples_per_s)) {
     parts.push(`${Number(run.samples_per_s.toPrecision(3)).toLocaleString("en-US")}/s`);
   }
-  if (run.restarts) parts.push(counted(run.restarts, "restart"));
+  if (run.restarts) parts.push(`${run.restarts} restart${run.restarts === 1 ? "" : "s"}`);
   if (!ALIVE.includes(run.state)) parts.push(new Date(1000 * run.modified_s).toLocaleString());
   return parts.join(" · ");
 }
