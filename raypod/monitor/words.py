@@ -15,6 +15,7 @@ UNKNOWN = "-"
 
 def clean(text: str) -> str:
     """Return foreign text without control characters and escape sequences, in one line."""
+    text = text.rstrip("\r\n")  # ssh ends its messages with both
     return " ".join(_CONTROL.sub("", text.rpartition("\r")[2] or text).split())
 
 

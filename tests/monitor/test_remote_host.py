@@ -80,6 +80,7 @@ def vars_of(run: Any, index: int) -> Dict[str, Any]:
     ("script", "problem"),
     [
         ("echo 'No module named raypod' >&2; exit 1", "No module named raypod"),
+        (r"printf 'u@h: Permission denied.\r\n' >&2; exit 255", "u@h: Permission denied."),  # as ssh prints it
         ("exit 3", "the monitor there ended with exit code 3"),
         ('echo "{}"; echo "[1]"; echo "{"; exit 4', "the monitor there ended with exit code 4"),
     ],
