@@ -78,9 +78,8 @@ def _json(source: PodSource, interval_s: Optional[float]) -> int:
     """Print JSON once, or every `interval_s` seconds until the reader closes the pipe."""
     with source:
         source.wait()
-        if interval_s is None:
-            source.poll()
-            time.sleep(_LOAD_S)
+        source.poll()
+        time.sleep(_LOAD_S)  # before the first line, too: another monitor may read only that one
         try:
             while True:
                 began_s = time.monotonic()

@@ -111,6 +111,7 @@ def test_the_json_stream_ends_with_its_reader() -> None:
         assert process.stderr is not None
         first, second = (json.loads(process.stdout.readline()) for _ in range(2))
         assert first["unix_s"] < second["unix_s"]
+        assert first["usage"]["cpu_share"] is not None  # `monitor --once --cluster` reads no further
         process.stdout.close()
         assert (process.wait(LIMIT_S), process.stderr.read()) == (0, b"")
 
