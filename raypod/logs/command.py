@@ -80,7 +80,8 @@ def _parser() -> FlagParser:
 
 def _checked(folder: Path) -> Path:
     if not folder.is_dir():
-        raise ConfigError(f"logs {folder}: the run folder does not exist")
+        place = "" if folder.is_absolute() else f" in {Path.cwd()}"  # with --cluster the home folder of the head
+        raise ConfigError(f"logs {folder}: the run folder does not exist{place}")
     if not any((folder / name).exists() for name in _MARKS):
         raise ConfigError(f"logs {folder}: not the folder of a run or a launch: it has no {run_folder.PLAN}")
     return folder.absolute()
