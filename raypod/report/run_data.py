@@ -52,6 +52,7 @@ from raypod.report.starts import Starts
 from raypod.report.timeline import Timeline
 
 _MARKS = (METRICS, PLAN, run_state.NAME, event_log.NAME)  # a folder with one of them is a run folder
+_DIED = "died"  # no end on record, and the coordinator is gone
 _MAX_TEXT = 4000  # characters of a message or a setting
 
 
@@ -101,16 +102,20 @@ class RunReader:
         summary.pop("evaluations", None)
         is_running = self._state["state"] in (run_state.STARTING, run_state.RUNNING)
         drawn = plan_data(plan, config)
+        curves, state = self._curves.data(max_rows), dict(self._state)
+        if state["state"] == _DIED and curves["rows"]:
+            # state.json is written from time to time: metrics.jsonl has what a killed process did after that
+            state["update"] = int(curves["rows"][-1][0])
         return {
             "id": str(self.folder),
             "name": self.folder.name,
-            **self._state,
+            **state,
             "epoch": self._curves.epoch,
             "task": plan.get("task"),
             **self._starts.facts,
             "metrics": self._curves.metrics,
             "rates": self._curves.rates,
-            "curves": self._curves.data(max_rows),
+            "curves": curves,
             "evaluations": evaluation_data(self._evaluated, self._curves),
             "calls": self._calls.data(),
             "timeline": self._timeline.data(time.time() if is_running else None),
@@ -192,7 +197,7 @@ def _state_of(folder: Path) -> Dict[str, Any]:
         }
     name = state.state
     if not state.has_ended and state.is_local and not state.is_alive:
-        name = "died"
+        name = _DIED
     return {
         "state": name,
         "exit_code": state.exit_code,

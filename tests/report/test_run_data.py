@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import socket
 from pathlib import Path
 from typing import List
 
@@ -222,3 +223,14 @@ def test_windows_of_calls_are_joined_and_stragglers_stay() -> None:
     slow = data["totals"][3]
     assert (slow["busy_ratio"], slow["calls"], slow["slowest_s"]) == (2.0, 500_000, 0.04)
     assert data["totals"][0]["peer_wait_share"] == pytest.approx(0.5)
+
+
+def test_a_killed_run_has_the_updates_of_its_metrics(tmp_path: Path) -> None:
+    write_lines(tmp_path / "metrics.jsonl", [update_record(update, 1.0) for update in range(1, 31)])
+    gone = {"pid": 2**22 + 1, "started_ticks": 1, "host": socket.gethostname(), "state": "running", "update": 20}
+    unknown = {"total_updates": 90, "loss": None, "samples_per_s": 0.0, "restarts": 0, "exit_code": None}
+    (tmp_path / "state.json").write_text(json.dumps({**gone, **unknown, "message": "", "written_at_s": 0.0}))
+    reader = RunReader(tmp_path)
+    assert reader.refresh()
+    assert (reader.data()["state"], reader.data()["update"]) == ("died", 30)
+    assert not reader.refresh()
