@@ -374,35 +374,53 @@ def test_a_script_of_this_folder_is_not_found_on_the_path(launch: Launch, tmp_pa
     assert "cannot start train.py: it is not on the PATH; run `python train.py`" in found.err
 
 
-def interrupt_after(seconds: float, *numbers: int) -> None:
-    def interrupt() -> None:
-        deadline = time.monotonic() + COMMAND_S
-        while not list(Path("runs").glob("*/logs/instance-1.log")) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        for number in numbers:
-            time.sleep(seconds)
-            os.kill(os.getpid(), number)
+@contextlib.contextmanager
+def interrupted(*numbers: int) -> Iterator[None]:
+    """Send signals to this process, 1 s apart, as soon as both programs have printed that they are ready.
 
-    threading.Thread(target=interrupt, daemon=True).start()
+    None is sent after the context: a signal that arrives late would interrupt the next test.
+    """
+    over = threading.Event()
+
+    def ready() -> bool:
+        logs = [Path(path).read_bytes() for path in Path("runs").glob("*/logs/instance-*.log")]
+        return over.is_set() or sum(b"ready" in log for log in logs) == 2
+
+    def interrupt() -> None:
+        wait_until(ready, COMMAND_S)
+        for number in numbers:
+            if over.is_set():
+                return
+            os.kill(os.getpid(), number)
+            over.wait(1.0)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 TRAPS = (
-    "import signal, sys, time\nsignal.signal(signal.{0}, lambda *_: (print('stopped'), sys.exit(0)))\ntime.sleep(60)"
+    "import signal, sys, time\nsignal.signal(signal.{0}, lambda *_: (print('stopped'), sys.exit(0)))\n"
+    "print('ready', flush=True)\ntime.sleep(60)"
 )
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_is_forwarded(launch: Launch, name: str) -> None:
     number = int(signal.Signals[name])
-    interrupt_after(1.5, number)
-    found = launch(*TWO, *python(TRAPS.format(name)))
+    with interrupted(number):
+        found = launch(*TWO, *python(TRAPS.format(name)))
     assert found.code == 128 + number
-    assert (found.lines(0), found.lines(1)) == (["stopped"], ["stopped"])
+    assert (found.lines(0), found.lines(1)) == (["ready", "stopped"], ["ready", "stopped"])
 
 
 def test_a_second_sigint_kills_the_programs(launch: Launch) -> None:
-    interrupt_after(1.0, signal.SIGINT, signal.SIGINT)
-    found = launch(*TWO, "sh", "-c", "trap 'echo no' INT TERM; for i in $(seq 600); do sleep 0.1; done")
+    with interrupted(signal.SIGINT, signal.SIGINT):
+        found = launch(*TWO, "sh", "-c", "trap 'echo no' INT TERM; echo ready; for i in $(seq 600); do sleep 0.1; done")
     assert found.code == 130
 
 
