@@ -89,6 +89,8 @@ class PodSource:
     def _here(self) -> Tuple[HostFacts, List[Run]]:
         facts, runs = self._this_host.poll()
         name = next(iter(self._local), facts.name)
+        # With rates: the monitor of another host shows them.
+        facts = dataclasses.replace(facts, usage=self._rated("", name, facts.usage, time.monotonic()))
         self.facts = facts
         names = dict.fromkeys([facts.name, *interface_addresses().values()], name)
         return facts, [with_names(run, names) for run in runs]

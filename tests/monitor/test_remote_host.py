@@ -14,7 +14,7 @@ from models import make_run
 from raypod.host.files import strict_json
 from raypod.monitor.build_pod import build_pod
 from raypod.monitor.log_lines import LogTail
-from raypod.monitor.model import HostFacts, Pod, to_json
+from raypod.monitor.model import HostFacts, Pod, Usage, to_json
 from raypod.monitor.pod_source import PodSource
 from raypod.monitor.remote_host import RemoteHost
 from raypod.monitor.remote_log import RemoteLog
@@ -138,3 +138,19 @@ def test_no_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         host.stop()
         host.join()
+
+
+def test_the_facts_for_other_monitors_have_the_rates_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    received = iter((1000, 3000))
+    source = PodSource(0.2)
+    monkeypatch.setattr(
+        source._this_host,
+        "poll",
+        lambda: (HostFacts("here", Usage(network_received_bytes=next(received), network_sent_bytes=0)), []),
+    )
+    rates = []
+    for _ in range(2):
+        source.poll()
+        rates.append(source.facts.usage.received_bytes_per_s)
+    assert rates[0] is None
+    assert (rates[1] or 0.0) > 0.0
