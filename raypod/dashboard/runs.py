@@ -54,7 +54,8 @@ class RunsFolder:
         """`folder` holds run folders, or is one itself. ConfigError if it cannot be read."""
         self.folder = folder.resolve()
         if not folder.is_dir():
-            raise ConfigError(f"dashboard {folder}: the folder does not exist; give the folder that holds the runs")
+            problem = "is not a folder" if folder.exists() else "the folder does not exist"
+            raise ConfigError(f"dashboard {folder}: {problem}; give the folder that holds the runs")
         self._entries: Dict[str, Entry] = {}
         self._readers: OrderedDict[str, _Reader] = collections.OrderedDict()
         self._lock = threading.Lock()

@@ -24,7 +24,9 @@ def report(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     readers = _readers(args.runs)
     target = readers[0].folder / NAME if len(readers) == 1 else Path(NAME)
-    output = Path(args.output) if args.output else target
+    if args.output == "":
+        raise ConfigError("--output is empty; name a file")
+    output = Path(args.output) if args.output is not None else target
     if output.is_dir():
         raise ConfigError(f"--output {output} is a folder; name a file in it, as {output / NAME}")
     try:

@@ -114,6 +114,7 @@ def test_a_mistake_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("file").touch()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -121,6 +122,7 @@ def test_a_mistake_is_one_line(
         for flags, message in (
             ([], "dashboard runs: the folder does not exist"),
             (["missing"], "dashboard missing: the folder does not exist"),
+            (["file"], "dashboard file: is not a folder; give the folder that holds the runs"),
             ([".", "--port", "70000"], "--port 70000: must be a port number"),
             ([".", "--port", "x"], "--port x: must be a port number"),
             ([".", "--port", port], f"--port {port}: Address already in use; choose another port"),

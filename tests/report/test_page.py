@@ -81,6 +81,7 @@ def test_the_command_writes_a_report(tmp_path: Path, monkeypatch: Any, capsys: A
         (["."], "is no run folder"),
         ([], "the following arguments are required"),
         (["one", "--output", "."], "is a folder"),
+        (["one", "--output", ""], "--output is empty; name a file"),
         (["one", "--output", "none/report.html"], "cannot write none/report.html"),
     ],
 )
@@ -127,6 +128,15 @@ def test_curves_have_the_points_of_the_metrics(tmp_path: Path, browser: Browser)
         assert tab.run("document.querySelector('#instances').innerText").count("slow") >= 2
         assert tab.errors == []
         assert tab.requests == [(tmp_path / "page.html").as_uri()]
+
+
+def test_a_run_without_a_summary_names_its_last_checkpoint(tmp_path: Path, browser: Browser) -> None:
+    write_run(tmp_path / "run")
+    with browser.page() as tab:
+        opened(tab, [{**data_of(tmp_path / "run"), "summary": None}], tmp_path)
+        rows = "[...document.querySelectorAll('#environment tr')].map((row) => row.innerText)"
+        assert any(row.split() == ["last", "checkpoint", "update-00000020"] for row in tab.run(rows))
+        assert tab.errors == []
 
 
 def test_untrusted_text_is_shown_and_not_run(tmp_path: Path, browser: Browser) -> None:

@@ -84,11 +84,15 @@ function environmentSection() {
     return found.map(([value, instances]) => `${value} (instances ${instances.join(", ")})`).join("; ");
   };
   const summary = (run, name) => ((run.summary || {})[name] ? String(run.summary[name]) : "–");
+  const lastSaved = (run) => {  // of a run without a summary; the text is the folder, and how long it took
+    const saved = run.timeline.marks.filter((mark) => mark[0] === "checkpoint_saved");
+    return saved.length ? saved[saved.length - 1][4].split(",")[0] : "–";
+  };
   const lines = [
     ["device", (run) => run.device_line || "–"], ["hosts", (run) => [...new Set(run.instances.map((each) => each.host))].join(", ") || "–"],
     ["parameters", (run) => number(run.parameters)], ["run folder", (run) => run.id], ["raypod of the coordinator", (run) => run.raypod || "–"],
     ...packages.map((name) => [name, (run) => version(run, name)]),
-    ["weights, SHA-256", (run) => summary(run, "weights_sha256")], ["last checkpoint", (run) => summary(run, "checkpoint")],
+    ["weights, SHA-256", (run) => summary(run, "weights_sha256")], ["last checkpoint", (run) => (run.summary ? summary(run, "checkpoint") : lastSaved(run))],
   ];
   const rows = lines.map(([name, value]) => {
     const values = runs.map(value);
