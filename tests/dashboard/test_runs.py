@@ -127,7 +127,7 @@ def test_a_run_folder_is_a_folder_of_one_run(folder: Path) -> None:
     assert runs.data("done", 100, "") is not None
 
 
-@pytest.mark.parametrize("name", ["missing", "file"])
-def test_a_folder_that_does_not_exist_is_a_mistake(folder: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"dashboard .*{name}: the folder does not exist; give the folder"):
+@pytest.mark.parametrize(("name", "problem"), [("missing", "the folder does not exist"), ("file", "is not a folder")])
+def test_a_folder_that_is_none_is_a_mistake(folder: Path, name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"dashboard .*{name}: {problem}; give the folder"):
         RunsFolder(folder / name)
