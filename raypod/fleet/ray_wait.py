@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import time
-from typing import Any, Iterable, List, NamedTuple, Optional, Sequence
+from typing import Any, Deque, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 NO_VALUE = object()
 _GATHER_S = 0.005  # the reports of a call arrive within a few milliseconds
 _PAUSE_S = 2.0  # longer intervals between two polls are pauses
+_KEPT_PAUSES = 100
 
 
 class Arrival(NamedTuple):
@@ -35,17 +37,30 @@ def take_ready(ray: Any, refs: Iterable[Any], within_s: float) -> List[Arrival]:
 class PauseDetector:
     """Detects that this process did not poll: it was stopped, or blocked by its output. Others cannot be judged by it.
 
-    While the process does not poll, replies wait to be read.
+    While the process does not poll, replies wait to be read; if its whole host stands still, the other processes there
+    do nothing either. Therefore timeouts do not count pauses. They count the first seconds of each, so that many
+    pauses cannot keep a timeout from ending.
     """
 
     def __init__(self) -> None:
         self._polled_s = time.monotonic()
+        self._pauses: Deque[Tuple[float, float]] = collections.deque(
+            maxlen=_KEPT_PAUSES
+        )  # (from, to) that do not count
 
     def poll(self) -> float:
-        """Return the seconds since the previous poll if that is a pause, else 0.0."""
+        """Return the seconds since the previous poll that do not count; 0.0 if there was no pause."""
         now_s = time.monotonic()
-        elapsed_s, self._polled_s = now_s - self._polled_s, now_s
-        return elapsed_s if elapsed_s > _PAUSE_S else 0.0
+        from_s, self._polled_s = self._polled_s + _PAUSE_S, now_s
+        if now_s <= from_s:
+            return 0.0
+        self._pauses.append((from_s, now_s))
+        return now_s - from_s
+
+    def within(self, duration_s: float, now_s: float) -> float:
+        """Return the seconds that do not count of the `duration_s` seconds before `now_s`."""
+        since_s = now_s - duration_s
+        return sum(max(0.0, to_s - max(from_s, since_s)) for from_s, to_s in self._pauses)
 
 
 def _take(ray: Any, ready: Sequence[Any]) -> List[Arrival]:

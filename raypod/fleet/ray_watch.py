@@ -160,7 +160,8 @@ class Watch:
         if paused_s:
             now_s = time.monotonic()
             self._heartbeats = {
-                index: dataclasses.replace(each, received_s=now_s) for index, each in self._heartbeats.items()
+                index: dataclasses.replace(each, received_s=min(now_s, each.received_s + paused_s))
+                for index, each in self._heartbeats.items()
             }
             for requests in {task.requests for task in self._outstanding.values()}:
                 if requests is not None:
@@ -175,12 +176,19 @@ class Watch:
         for ref, report, error, _ in take_ready(self._ray, self._beats, 0):
             index = self._beats.pop(ref)
             if error is None:
-                self._heartbeats[index] = self._heartbeats[index].next(report, now_s)
+                self._heartbeats[index] = self._heartbeats[index].next(self._without_pauses(report), now_s)
         if now_s - self._requested_s >= _HEARTBEAT_INTERVAL_S:
             self._requested_s = now_s
             without_request = set(range(len(self._actors))) - set(self._beats.values())
             self._beats.update({self._actors[index].beat.remote(): index for index in sorted(without_request)})
         return True
+
+    def _without_pauses(self, report: Optional[HeartbeatReport]) -> Optional[HeartbeatReport]:
+        """Return a report whose activity does not include the pauses: the instance may have been stopped, too."""
+        if report is None:
+            return None
+        duration_s = report.duration_s - self._pauses.within(report.duration_s, time.monotonic())
+        return dataclasses.replace(report, duration_s=duration_s)
 
     def _overdue(self) -> List[Suspect]:
         """Return the instances that exceed the timeout of a request."""

@@ -102,9 +102,9 @@ class RayHosts:
             if host not in pending and not self._done[host]:
                 self._reads[actor.read.remote(_READ_S)] = (host, time.monotonic())
         arrived = [(self._reads.pop(each.ref)[0], each) for each in take_ready(self._ray, self._reads, within_s)]
-        now_s = time.monotonic()
-        if self._pauses.poll():  # this process was stopped or blocked: answers that arrived then are not read yet
-            self._reads = {ref: (host, now_s) for ref, (host, _) in self._reads.items()}
+        now_s, paused_s = time.monotonic(), self._pauses.poll()
+        if paused_s:  # this process was stopped or blocked: answers that arrived then are not read yet
+            self._reads = {ref: (host, min(now_s, sent_s + paused_s)) for ref, (host, sent_s) in self._reads.items()}
         late = [host for host, since_s in self._reads.values() if now_s - since_s > _READ_S + _LOST_S]
         for host, arrival in arrived:
             report: HostReport = self._value(arrival, host)

@@ -177,6 +177,39 @@ def test_a_request_has_a_timeout_that_does_not_count_pauses_of_this_process(flee
         fleet.watch.results({Ref("never", NEVER): 0}, "a call", BOUND)
 
 
+def test_a_frozen_instance_is_detected_although_this_process_pauses_all_the_time(fleet: Fleet) -> None:
+    started_s = fleet.ray.now_s
+
+    def beat(index: int) -> Ref:
+        return Ref(None, NEVER) if index == 2 else Ref(HeartbeatReport(index, IN_CALL, 0.1, 2, 0.5, True))
+
+    def pause() -> None:
+        fleet.ray.now_s += 5.0
+        assert fleet.ray.now_s - started_s < 120
+
+    fleet.beat = beat  # type: ignore[method-assign]
+    _, broken = fleet.follow(pause)
+    assert lost(broken) == [(2, "silent")]
+
+
+def test_the_time_in_which_the_whole_host_stood_still_makes_no_instance_stuck(fleet: Fleet) -> None:
+    began_s, paused = fleet.ray.now_s, []
+
+    def beat(index: int) -> Ref:
+        in_call_s = fleet.ray.now_s - began_s
+        return Ref(None, NEVER) if index == 2 else Ref(HeartbeatReport(index, IN_CALL, in_call_s, 2, 0.5, True))
+
+    def stand_still_once() -> None:
+        if fleet.ray.now_s > began_s + 5.0 and not paused:
+            paused.append(True)
+            fleet.ray.now_s += 300.0
+
+    fleet.beat = beat  # type: ignore[method-assign]
+    _, broken = fleet.follow(stand_still_once)
+    assert paused
+    assert lost(broken) == [(2, "silent")]
+
+
 def test_the_death_of_an_instance_is_the_cause_of_the_errors_of_the_others(fleet: Fleet) -> None:
     for index in range(3):
         fleet.streams[index].items.append((0.0, TaskError(CollectiveBroken(index, "connection reset"))))
