@@ -12,6 +12,7 @@ import collections
 import itertools
 import math
 import statistics
+import threading
 import time
 from typing import Any, Deque, Dict, List, Optional, Sequence, Set, Tuple
 
@@ -21,6 +22,7 @@ from raypod.events import CallDone, CallTimes, Event, Repaired, RunEnded, RunSta
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 STRAGGLER_RATIO = 1.25  # an instance that is busy for this multiple of the median is marked as slow
 _RECENT_CALLS = 256
+_BATCH = 64  # events that are counted at a time
 _FIRST_WINDOW_S, _WINDOW_SHARE = 10.0, 0.01  # of the time since the log was opened
 _MAX_KEPT = 1024  # calls of a window
 
@@ -75,42 +77,65 @@ class RecentCalls:
 
 
 class CallsByInstance:
-    """The calls of all instances of a run."""
+    """The calls of all instances of a run. Other threads may read what the coordinator's thread handles.
+
+    `handle` collects events and counts them in batches: between two updates, the code and the data of the counting are
+    in no cache of the processor, and counting takes ten times as long.
+    """
 
     def __init__(self, kept: int = _RECENT_CALLS) -> None:
         self._kept = kept
         self._compiling: Set[int] = set()  # their next call is the first one of their process
-        self.by_instance: Dict[int, RecentCalls] = {}
+        self._by_instance: Dict[int, RecentCalls] = {}
+        self._collected: Deque[Event] = collections.deque()
+        self._lock = threading.RLock()  # a signal handler may end the window of a log during a count
 
     def handle(self, event: Event) -> None:
         """Count the calls of an event, if it has any."""
         if isinstance(event, CallDone):
-            for times in event.times:
-                if times.instance in self._compiling:
-                    self._compiling.discard(times.instance)
-                else:
-                    self._calls_of(times.instance).add(times)
-        elif isinstance(event, RunStarted):
-            self._compiling = {each.instance for each in event.instances}
-        elif isinstance(event, Repaired):
-            self._compiling.update(event.lost)
+            self._collected.append(event)
+            if len(self._collected) >= _BATCH:
+                self._count()
+        elif isinstance(event, (RunStarted, Repaired)):
+            self._collected.append(event)
 
     def forget(self) -> None:
         """Discard all calls; a process whose first call was discarded is not compiling again."""
-        self.by_instance = {}
+        self._count()
+        self._by_instance = {}
+
+    def by_instance(self) -> Dict[int, RecentCalls]:
+        """Return the calls of each instance that has any."""
+        self._count()
+        return dict(self._by_instance)
 
     def summaries(self) -> Dict[int, Dict[str, Optional[float]]]:
         """Return `RecentCalls.summary` of each instance, with `busy_ratio`: its busy time over the median of all."""
-        known = dict(self.by_instance)  # another thread may add an instance
-        found = {index: calls.summary() for index, calls in sorted(known.items())}
+        found = {index: calls.summary() for index, calls in sorted(self.by_instance().items())}
         ratios = busy_ratios({index: each["busy_s"] for index, each in found.items()})
         return {index: {**each, "busy_ratio": ratios.get(index)} for index, each in found.items()}
 
-    def _calls_of(self, instance: int) -> RecentCalls:
-        found = self.by_instance.get(instance)
-        if found is None:
-            found = self.by_instance[instance] = RecentCalls(self._kept)
-        return found
+    def _count(self) -> None:
+        with self._lock:
+            while self._collected:
+                event = self._collected.popleft()
+                if isinstance(event, CallDone):
+                    self._add(event.times)
+                elif isinstance(event, RunStarted):
+                    self._compiling = {each.instance for each in event.instances}
+                elif isinstance(event, Repaired):
+                    self._compiling.update(event.lost)
+
+    def _add(self, calls: Sequence[CallTimes]) -> None:
+        for times in calls:
+            index = times.instance
+            if index in self._compiling:
+                self._compiling.discard(index)
+            else:
+                found = self._by_instance.get(index)
+                if found is None:
+                    found = self._by_instance[index] = RecentCalls(self._kept)
+                found.add(times)
 
 
 class CallTimesLog:
@@ -121,27 +146,23 @@ class CallTimesLog:
     """
 
     def __init__(self) -> None:
-        self._opened_s = self._began_s = time.monotonic()
+        self._opened_s = time.monotonic()
         self._calls = CallsByInstance(_MAX_KEPT)
         self._first_update: Optional[int] = None
         self._num_calls = 0
+        self._begin_window()
 
     def handle(self, event: Event) -> Optional[Dict[str, Any]]:
         """Count the calls of an event; return the record of a window that ends with it, else None."""
         self._calls.handle(event)
+        if isinstance(event, CallDone):
+            if self._first_update is None:
+                self._first_update = event.first_update
+            self._num_calls += 1
+            return self.end_window() if time.monotonic() >= self._ends_s else None
         if isinstance(event, RunStarted):
-            self._began_s = time.monotonic()
-        if isinstance(event, RunEnded):
-            return self.end_window()
-        if not isinstance(event, CallDone):
-            return None
-        if self._first_update is None:
-            self._first_update = event.first_update
-        self._num_calls += 1
-        now_s = time.monotonic()
-        if now_s - self._began_s < max(_FIRST_WINDOW_S, _WINDOW_SHARE * (now_s - self._opened_s)):
-            return None
-        return self.end_window()
+            self._begin_window()
+        return self.end_window() if isinstance(event, RunEnded) else None
 
     def end_window(self) -> Optional[Dict[str, Any]]:
         """Return the record of the calls since the last window, None without any, and begin the next window."""
@@ -153,8 +174,15 @@ class CallTimesLog:
             "instances": [{"instance": index, **each} for index, each in summaries.items()],
         }
         self._calls.forget()
-        self._began_s, self._first_update, self._num_calls = time.monotonic(), None, 0
+        self._first_update, self._num_calls = None, 0
+        self._begin_window()
         return record if summaries else None
+
+    def _begin_window(self) -> None:
+        """Begin the next window; one of length w ends once w is 1 % of the time since the log was opened."""
+        self._began_s = time.monotonic()
+        share = _WINDOW_SHARE / (1 - _WINDOW_SHARE)
+        self._ends_s = self._began_s + max(_FIRST_WINDOW_S, share * (self._began_s - self._opened_s))
 
 
 def busy_ratios(busy_s: Dict[int, Optional[float]]) -> Dict[int, float]:

@@ -46,10 +46,12 @@ class EventLog:
 
     def handle(self, event: Event) -> None:
         """Append an event, and the times of the calls before it if their window has ended."""
+        if isinstance(event, UpdateDone):
+            return
         times = self._call_times.handle(event)
         if times is not None:
             self._write("call_times", times)
-        if not isinstance(event, (UpdateDone, CallDone)):
+        if not isinstance(event, CallDone):
             self._write(event_name(type(event)), fields_of(event))
 
     def __enter__(self) -> EventLog:

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Mapping, Optional
+from typing import Any, Callable, Dict, Iterator, Mapping
 
 from typing_extensions import Protocol
 
@@ -19,22 +20,27 @@ from raypod.status import registry
 from raypod.status.token_server import Query, Response, Route, TokenServer, json_response, read_token
 
 TOKEN_FILE = "status-token"  # in the run folder, mode 0600
-_FRESH_S = 0.5  # a snapshot serves all requests within this time
+_LEAST_S, _MOST_S = 0.5, 2.0  # limits of the time for which a snapshot serves all requests
+_RUN_SHARE = 0.001  # of a core: the training shares its processor with the endpoint
 
 
 class Cached:
-    """Calls a function at most every half a second, whatever the number of clients; callable from any thread."""
+    """The result of a function, which serves all clients for a time; callable from any thread."""
 
-    def __init__(self, compute: Callable[[], Any]) -> None:
-        self._compute, self._lock = compute, threading.Lock()
+    def __init__(self, compute: Callable[[], Any], share: float = 1.0) -> None:
+        """Compute the result so rarely that this takes at most a share of a core, but every 0.5 to 2 s on request."""
+        self._compute, self._share, self._lock = compute, share, threading.Lock()
         self._value: Any = None
-        self._computed_s: Optional[float] = None
+        self._expires_s = -math.inf
 
     def __call__(self) -> Any:
-        """Return the function's value, at most half a second old."""
+        """Return the result, at most 2 s old."""
         with self._lock:
-            if self._computed_s is None or time.monotonic() - self._computed_s > _FRESH_S:
-                self._value, self._computed_s = self._compute(), time.monotonic()
+            if time.monotonic() > self._expires_s:
+                began_s = time.thread_time()
+                self._value = self._compute()
+                cpu_s = time.thread_time() - began_s
+                self._expires_s = time.monotonic() + min(_MOST_S, max(_LEAST_S, cpu_s / self._share))
             return self._value
 
 
@@ -44,8 +50,8 @@ def snapshot_route(snapshot: Callable[[], Mapping[str, Any]]) -> Route:
 
 
 def cached_route(respond: Callable[[], Response]) -> Route:
-    """Return the route that serves a response, which is at most half a second old."""
-    cached = Cached(respond)
+    """Return the route that serves a response, at most 2 s old, which costs a run almost nothing."""
+    cached = Cached(respond, _RUN_SHARE)
 
     def serve(query: Query) -> Response:
         response: Response = cached()

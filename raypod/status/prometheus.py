@@ -326,7 +326,7 @@ def families(metrics: Iterable[Metric], scrape: Scrape) -> List[Family]:
 
 def run_families(status: RunStatus) -> List[Family]:
     """Return the metrics of a training run."""
-    return families(METRICS, Scrape(status.current(), dict(status.calls.by_instance)))
+    return families(METRICS, Scrape(status.current(), status.calls.by_instance()))
 
 
 def started_families(status: RunStatus) -> List[Family]:

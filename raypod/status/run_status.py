@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 import os
 import pwd
@@ -77,12 +78,12 @@ class RunStatus:
 
     def handle(self, event: Event) -> None:
         """Update the state from an event."""
-        self.calls.handle(event)
         if isinstance(event, UpdateDone):
             self.update, self.position, self.last_update_unix_s = event, event.update, time.time()
             self.updates_done += 1
             self._losses.append(event)
             return
+        self.calls.handle(event)
         if isinstance(event, PhaseBegun):
             self.phase, self.phase_began_s = event.phase, time.monotonic()
         elif isinstance(event, _LOGGED):
@@ -250,6 +251,7 @@ class RunStatus:
         return columns
 
 
+@functools.lru_cache(maxsize=None)
 def user_name() -> str:
     """Return the name of the user of this process, or the user's number."""
     try:

@@ -54,7 +54,7 @@ def test_the_first_call_of_a_process_is_not_counted() -> None:
     calls.handle(Repaired((1,), ("host",), "instance 0", 2, 1.0, 1, 2))
     calls.handle(call(2, 1.0, 30.0))
     calls.handle(call(3, 1.0, 1.0))
-    assert [(each.calls, each.slowest_s) for each in calls.by_instance.values()] == [(3, 1.0), (2, 1.0)]
+    assert [(each.calls, each.slowest_s) for each in calls.by_instance().values()] == [(3, 1.0), (2, 1.0)]
 
 
 def test_buckets_count_all_calls_up_to_their_bound() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 from pathlib import Path
@@ -56,40 +57,43 @@ def test_a_run_does_not_resume_in_the_folder_of_another_one(
     assert (other / "config.yaml").read_bytes() == before
 
 
-@pytest.fixture
-def limit_file_sizes() -> Iterator[Callable[[], None]]:
-    """Return a function after which writes fail as on a full disk."""
+@contextlib.contextmanager
+def file_size_limit() -> Iterator[Callable[[], None]]:
+    """Yield a function after which writes fail as on a full disk, within the context.
+
+    A fixture would end too late: pytest first writes the result of the test, maybe into a file.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_leaves_the_files_of_a_run_unchanged(
-    folder: Path, limit_file_sizes: Callable[[], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_leaves_the_files_of_a_run_unchanged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     capsys.readouterr()
-    limit_file_sizes()
-    assert command("--resume", str(folder), "--updates", "5") == 2
+    with file_size_limit() as fill_disk:
+        fill_disk()
+        assert command("--resume", str(folder), "--updates", "5") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "cannot write into the run folder" in line
     assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
 
 def test_a_full_disk_at_the_end_is_reported_in_one_line(
-    tmp_path: Path,
-    limit_file_sizes: Callable[[], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write = run_folder.write_summary
 
-    def write_to_full_disk(*arguments: object) -> None:
-        limit_file_sizes()
-        write(*arguments)
+    with file_size_limit() as fill_disk:
 
-    monkeypatch.setattr(run_folder, "write_summary", write_to_full_disk)
-    assert command(*QUICK, "--updates", "2", "--run-dir", str(tmp_path / "run")) == 1
+        def write_to_full_disk(*arguments: object) -> None:
+            fill_disk()
+            write(*arguments)
+
+        monkeypatch.setattr(run_folder, "write_summary", write_to_full_disk)
+        assert command(*QUICK, "--updates", "2", "--run-dir", str(tmp_path / "run")) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "summary.json cannot be written" in line
 

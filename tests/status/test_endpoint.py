@@ -6,6 +6,7 @@ import http.client
 import json
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
@@ -17,9 +18,10 @@ from raypod.events import Event, UpdateDone
 from raypod.host import abort
 from raypod.plan.plan import Plan
 from raypod.record import run_state
-from raypod.status.endpoint import TOKEN_FILE, served
+from raypod.status import endpoint
+from raypod.status.endpoint import TOKEN_FILE, cached_route, served
 from raypod.status.exposition import CONTENT_TYPE
-from raypod.status.token_server import TokenServer, read_token
+from raypod.status.token_server import Response, TokenServer, read_token
 
 FLAGS: Dict[str, Any] = {"fleet": "inline", "device": "emulated", "num_instances": 1, "replicas": 1, "batch_size": 64}
 FLAGS["lr_schedule"] = "constant"  # so that the number of updates may change
@@ -159,3 +161,25 @@ def test_the_token_is_removed_by_an_exception_and_by_an_abort(
             abort.abort(ConfigError("Ray hangs"))
         assert not (tmp_path / TOKEN_FILE).exists()
         assert json.loads((tmp_path / run_state.NAME).read_text())["status_port"] is None
+
+
+@pytest.mark.parametrize(("cpu_s", "kept_s"), [(0.0001, 0.5), (0.001, 1.0), (0.1, 2.0)])
+def test_a_response_is_computed_so_rarely_that_it_takes_a_thousandth_of_a_core(
+    cpu_s: float, kept_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = {"monotonic": 100.0, "thread_time": 0.0}
+    clocks = SimpleNamespace(monotonic=lambda: now_s["monotonic"], thread_time=lambda: now_s["thread_time"])
+    monkeypatch.setattr(endpoint, "time", clocks)
+    computed = []
+
+    def respond() -> Response:
+        now_s["thread_time"] += cpu_s
+        computed.append(now_s["monotonic"])
+        return Response(b"")
+
+    route = cached_route(respond)
+    while now_s["monotonic"] < 110.0:
+        route({})
+        now_s["monotonic"] += 0.01
+    assert computed[1] - computed[0] == pytest.approx(kept_s, abs=0.03)
+    assert len(computed) == pytest.approx(10 / kept_s, abs=1)
