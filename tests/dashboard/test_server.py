@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -8,7 +9,7 @@ import signal
 import socket
 import threading
 from pathlib import Path
-from typing import Any, Iterator, List, Tuple
+from typing import Any, Iterator, Tuple
 
 import pytest
 from bounded import wait_until
@@ -90,23 +91,22 @@ def test_the_page_and_the_data(server: TokenServer, tmp_path: Path) -> None:
 
 
 def test_the_command_prints_one_line_and_ends_by_ctrl_c(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    Run(tmp_path / "a").train(1)
-    printed: List[str] = [""]
+    runs, printed = tmp_path / "runs", tmp_path / "printed"
+    Run(runs / "a").train(1)
+    printed.touch()
 
     def steps() -> None:
-        def has_line() -> bool:
-            printed[0] += capfd.readouterr().out
-            return printed[0].endswith("\n")
-
-        wait_until(has_line)
+        wait_until(lambda: printed.read_text().endswith("\n"))
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=steps)
     thread.start()
-    assert main(["dashboard", str(tmp_path)]) == 0
+    # capfd loses what is printed while another thread reads it.
+    with printed.open("w", buffering=1) as file, contextlib.redirect_stdout(file):
+        assert main(["dashboard", str(runs)]) == 0
     thread.join()
-    pattern = rf"The dashboard of {tmp_path}: http://127\.0\.0\.1:\d+/\?token=[0-9a-f]{{64}}\n"
-    assert re.fullmatch(pattern, printed[0])
+    pattern = rf"The dashboard of {runs}: http://127\.0\.0\.1:\d+/\?token=[0-9a-f]{{64}}\n"
+    assert re.fullmatch(pattern, printed.read_text())
     assert capfd.readouterr() == ("", "")
 
 
