@@ -65,6 +65,9 @@ class Logs:
         wait_synced(list(self._hosts.values()))
         self._report_problems()
         self._open_sources(exists=True)
+        if not (self._sources or self._hosts or follows):
+            which = "no log" if self._selection.instances is None else "no log of these instances"
+            self._warn("", f"{which} in {self._folder / 'logs'}; only a run under Ray and a launch write them")
         printer = Printer([*self._sources, *([EVENTS] if self._selection.kinds else [])])
         self._print_all(printer, events)
         end: Optional[RunEnd] = None

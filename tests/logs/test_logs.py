@@ -88,6 +88,15 @@ def test_a_log_without_marks_is_shown_whole_if_it_changed(run: RunFolder, capsys
         assert len(lines(capsys)) == expected
 
 
+def test_a_run_without_logs_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.event(130, "phase_begun", phase="training", update=0)
+    for flags, which in ([], "no log"), (["--instance", "1"], "no log of these instances"):
+        assert main(["logs", str(folder.path), *flags]) == 0
+        text = f"raypod: warning: {which} in {folder.path}/logs; only a run under Ray and a launch write them\n"
+        assert capsys.readouterr().err == text
+
+
 def test_of_a_progress_bar_the_last_state_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.log(0, "\r 1 %\r 50 %\r\r\nsaved\r\n")
