@@ -7,7 +7,7 @@ import contextlib
 from pathlib import Path
 from typing import Deque, Dict, List, Optional
 
-from raypod.monitor.words import clean
+from raypod.monitor.words import clean, clean_line
 from raypod.record.growing_file import GrowingFile
 
 _TAIL_BYTES = 65536  # are read of a file at first
@@ -34,7 +34,7 @@ class LogTail:
                 self._lines.clear()
             elif self._is_cut and new:
                 new, self._is_cut = new[1:], False  # the first one is incomplete
-            self._lines.extend(clean(line.decode(errors="replace")) for line in new)
+            self._lines.extend(clean_line(line.decode(errors="replace")) for line in new)
         return list(self._lines)
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class LastLines:
         tail = self._tails.get(path)
         if tail is None:
             tail = self._tails[path] = LogTail(Path(path), kept=20, tail_bytes=4096)
-        return next((line for line in reversed(tail.lines()) if line), None)
+        return next((clean(line) for line in reversed(tail.lines()) if line), None)
 
 
 def _is_newer(path: str, since_s: float) -> bool:

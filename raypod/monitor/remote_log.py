@@ -8,7 +8,7 @@ import subprocess
 import threading
 from typing import Deque, List, Optional
 
-from raypod.monitor.words import clean
+from raypod.monitor.words import clean_line
 from raypod.plan.cluster import Cluster, Host
 from raypod.pod import ssh
 
@@ -49,5 +49,5 @@ class RemoteLog:
         with process:
             assert process.stdout is not None
             for line in iter(lambda: process.stdout.readline(_MAX_LINE), b""):  # type: ignore[union-attr]
-                self._lines.append(clean(line.decode(errors="replace")))
+                self._lines.append(clean_line(line.decode(errors="replace")))
         self._lines.append(f"(the connection has ended with exit code {process.returncode})")

@@ -14,9 +14,15 @@ UNKNOWN = "-"
 
 
 def clean(text: str) -> str:
-    """Return foreign text without control characters and escape sequences, in one line."""
-    text = text.rstrip("\r\n")  # ssh ends its messages with both
-    return " ".join(_CONTROL.sub("", text.rpartition("\r")[2] or text).split())
+    """Return foreign text without control characters and escape sequences, in one line with single spaces."""
+    return " ".join(clean_line(text).split())
+
+
+def clean_line(line: str) -> str:
+    """Return a line of a log without control characters and escape sequences, with its indentation."""
+    line = line.rstrip("\r\n")  # ssh ends its messages with both
+    printable = _CONTROL.sub("", line.rpartition("\r")[2] or line)
+    return " ".join(printable.expandtabs().splitlines()).rstrip()  # U+2028 and others are line ends, too
 
 
 def duration(seconds: Optional[float]) -> str:

@@ -64,3 +64,9 @@ def test_foreign_text_cannot_control_the_terminal() -> None:
     text = "10%\r 50% \x1b[31mred\x1b[0m\x1b]0;title\x07 a\x07\x08b\x9b2J\tc\x1b[?1049h"
     assert words.clean(text) == "50% red ab2J c"
     assert words.clean("done\r") == "done"
+    assert words.clean("a\u2028 b  c ") == "a b c"
+
+
+def test_a_line_of_a_log_keeps_its_indentation() -> None:
+    assert words.clean_line("    raise  \x1b[31mError\x1b[0m \n") == "    raise  Error"
+    assert words.clean_line("\ta\u2028b\r\n") == "        a b"
