@@ -125,6 +125,7 @@ class HeartbeatReport:
     waits_for_others: bool  # inside a collective operation
     cpu_s: float = 0.0  # CPU time of the instance's running threads and their child processes
     host_usage: Optional[HostUsage] = None  # from the first instance of a host
+    log_line: Optional[str] = None  # the last line of its log; None if it wrote none, or has no log of its own
 
 
 @dataclasses.dataclass(frozen=True)

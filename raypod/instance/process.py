@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional,
 from raypod.errors import ClusterError, CollectiveBroken
 from raypod.events import CallReport, HeartbeatReport, InstanceStarted
 from raypod.host import process, sdk, torchvision_import
+from raypod.host.last_line import LastLine
 from raypod.host.log_times import LogTimes
 from raypod.host.spans import recorder
 from raypod.instance import collectives
@@ -47,6 +48,7 @@ class InstanceProcess:
         os.chdir(working_dir)
         _redirect_output(Path(plan.log_file(index)))
         self._log_times = LogTimes(Path(plan.log_file(index)))
+        self._last_line = LastLine(Path(plan.log_file(index)))
         sys.stdout.write(f"{log_header(plan, index, str(os.getpid()))}started on {socket.gethostname()}\n")
         spec = plan.placement.instances[index]
         cpus = process.cpus_of_node(spec.local_index) if plan.placement.binds_numa else None
@@ -84,7 +86,9 @@ class InstanceProcess:
     def beat(self) -> Optional[HeartbeatReport]:
         """Return the heartbeat of the instance; None while it is being built."""
         self._log_times.mark()
-        return self._instance.heartbeat.beat() if self._instance is not None else None
+        if self._instance is None:
+            return None
+        return dataclasses.replace(self._instance.heartbeat.beat(), log_line=self._last_line.read())
 
     def clock(self) -> float:
         """Return the monotonic clock of this host, in seconds."""
@@ -143,6 +147,8 @@ class InstanceProcess:
 
     def _call(self, method: str, *arguments: Any) -> Any:
         assert self._instance is not None, "call build first"
+        if method == "leave":  # for a repair, which answers the exception at the end of the log
+            self._last_line.forget()
         with self._instance.heartbeat.set_activity(method), self._convert_peer_errors():
             return getattr(self._instance, method)(*arguments)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
@@ -85,14 +86,14 @@ def _instance(content: Mapping[str, Any]) -> Instance:
     fields = {key: content[key] for key in _COPIED_INSTANCE if content.get(key) is not None}
     fields.update({key: calls.get(key) for key in _COPIED_CALL})
     fields.update(zip(("first_replica", "num_replicas", "first_ipu", "num_ipus"), (*replicas, *ipus)))
-    return Instance(**fields)
+    line = content.get("log_line") or content.get("last_line")  # of a training, of a launch
+    return Instance(**fields, log_line=clean(str(line)) if line else None)
 
 
 def _program(content: Mapping[str, Any]) -> Instance:
     instance = _instance(content)
-    line, code = content.get("last_line"), content.get("exit_code")
-    state = instance.state if code is None else f"exit code {code}"
-    return Instance(**{**vars(instance), "state": state, "log_line": clean(str(line)) if line else None})
+    code = content.get("exit_code")
+    return instance if code is None else dataclasses.replace(instance, state=f"exit code {code}")
 
 
 def _numbers(values: Mapping[str, Any]) -> Dict[str, Optional[float]]:

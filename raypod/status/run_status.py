@@ -215,6 +215,7 @@ class RunStatus:
             "samples_per_s": self._plan.geometry.combined_batch_size / p50_s if p50_s else None,
             "call_s": dict(calls),
             "log_file": self._plan.log_file(spec.index),
+            "log_line": report.log_line if report else None,
         }
 
     def _state_of(self, index: int, has_heartbeat: bool) -> str:

@@ -137,6 +137,20 @@ def test_the_environment_is_set_before_the_instances_import_the_sdk(pod: Any, tm
     assert "instance 1 of 2" in Path(fleet._plan.log_file(1)).read_text()
 
 
+def test_a_heartbeat_has_the_last_line_of_the_log_since_the_start_or_the_last_repair(pod: Any, tmp_path: Path) -> None:
+    fleet = RayFleet(plan_for(tmp_path, pod={"num_instances": 2}))
+    try:
+        fleet.start()
+        beats = pod.get([actor.beat.remote() for actor in fleet._actors])
+        logs = [Path(fleet._plan.log_file(index)).read_text().splitlines() for index in range(2)]
+        pod.get([actor.call.remote("leave") for actor in fleet._actors])
+        later = pod.get([actor.beat.remote() for actor in fleet._actors])
+    finally:
+        fleet.close()
+    assert [each.log_line for each in beats] == [lines[-1] for lines in logs]
+    assert [each.log_line for each in later] == [None, None]
+
+
 def test_a_killed_instance_is_named_and_nothing_is_left(pod: Any, tmp_path: Path) -> None:
     plan = plan_for(tmp_path, pod={"num_instances": 2}, training={"updates": 600}, run={"max_restarts": 0})
     killed_at_s: List[float] = []

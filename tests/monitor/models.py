@@ -39,6 +39,7 @@ def instance(index: int, **changed: Any) -> Dict[str, Any]:
         "samples_per_s": 160.0,
         "call_s": calls,
         "log_file": f"/runs/a/logs/instance-{index}.log",
+        "log_line": None,
         **changed,
     }
 

@@ -8,6 +8,8 @@ from models import instance, make_run, usage
 
 from raypod.host.files import strict_json
 from raypod.monitor.build_pod import build_pod, collapsed, with_names
+from raypod.monitor.live_run import with_log_lines
+from raypod.monitor.log_lines import LastLines
 from raypod.monitor.model import Device, HostFacts, Ipu, Usage, from_json, to_json
 from raypod.monitor.rates import RateMeter
 
@@ -90,3 +92,8 @@ def test_launches_have_programs() -> None:
     assert [(each.state, each.log_line) for each in launch.instances] == [("running", "ab"), ("exit code 3", None)]
     (host,) = build_pod("pod", 0.0, [HostFacts("h", num_ipus=2)], [launch]).hosts
     assert [(each.ipu, each.state) for each in host.ipus] == [(0, "idle"), (1, "idle")]
+
+
+def test_the_last_log_line_of_an_instance_on_another_host_is_that_of_its_heartbeat() -> None:
+    run = make_run(instances=[instance(0, log_line="\x1b[31mwarning:\x1b[0m  slow disk"), instance(1)])
+    assert [each.log_line for each in with_log_lines(run, LastLines()).instances] == ["warning: slow disk", None]

@@ -40,7 +40,7 @@ class LosesOne(ScriptedFleet):
 
 def statuses(plan: Plan, fleet: ScriptedFleet) -> List[Tuple[Any, Dict[str, Any]]]:
     """Return each event of a run with the snapshot after it."""
-    beat = HeartbeatReport(0, "in call 1", 2.0, 1, 0.5, True, 1.0, USAGE)
+    beat = HeartbeatReport(0, "in call 1", 2.0, 1, 0.5, True, 1.0, USAGE, "last line")
     status = RunStatus(plan, lambda: {0: Beat(beat, 0.0)})
     found: List[Tuple[Any, Dict[str, Any]]] = [(None, status.snapshot())]
     for event in coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)):
@@ -78,6 +78,7 @@ def test_a_snapshot_has_the_heartbeats_and_the_usage_of_hosts(make: Callable[...
     last = statuses(plan, ScriptedFleet(plan))[-1][1]
     first, second = last["instances"]
     assert (first["activity"], first["calls"], first["waits_for_others"]) == ("in call 1", 1, True)
+    assert (first["log_line"], second["log_line"]) == ("last line", None)
     assert (second["activity"], second["calls"], second["heartbeat_age_s"]) == (None, 0, None)
     assert first["replicas"] == [0, 2]
     assert second["ipus"] == [2, 2]
