@@ -16,7 +16,7 @@ from typing import Dict, Iterable, List, Optional
 
 from raypod.events import FailureKind, HeartbeatReport
 from raypod.instance.control import IDLE, LOADING
-from raypod.plan.config import RunSection
+from raypod.plan.run_section import RunSection
 
 SLOWEST_CALL_FACTOR = 3.0  # a call may take this many times the slowest call so far
 BUSY_FACTOR = 10.0

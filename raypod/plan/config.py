@@ -14,7 +14,9 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 from typing_extensions import Literal
 
-from raypod.plan.values import Epochs, Names, Trackers, Updates, parse_evaluations, parse_interval
+from raypod.plan.run_section import RunSection
+from raypod.plan.section import MAX_TIMEOUT_S, Section
+from raypod.plan.values import Epochs, Names, parse_evaluations
 
 CHECKPOINTS = "checkpoints"  # of a run folder
 MANIFEST = "manifest.json"  # its presence makes a folder a checkpoint
@@ -23,23 +25,6 @@ TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet1
 VISION_TRANSFORMERS = ("vit_tiny", "vit_small", "vit_b_16")
 IMAGE_CLASSIFICATION, LANGUAGE_MODEL = "image-classification", "language-model"
 LR_SCHEDULES = ("constant", "step", "linear", "cosine", "polynomial")
-_MAX_S = 1e6  # of every timeout; larger values overflow the timers of the operating system
-
-
-class Section(pydantic.BaseModel):
-    """Base class of the sections: immutable; unknown keys are errors."""
-
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
-
-    @pydantic.field_validator("*", mode="before")
-    @classmethod
-    def _check_kind(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
-        """Reject empty strings, and booleans for numbers, which pydantic would convert to 0 and 1."""
-        if isinstance(value, str) and not value.strip():
-            raise ValueError("must not be empty; omit it for the default")
-        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation not in (bool, Optional[bool]):
-            raise ValueError("must not be a boolean")
-        return value
 
 
 class TaskOptions(Section):
@@ -214,88 +199,9 @@ class PodSection(Section):
     )
     cluster: Optional[str] = Field(None, description="cluster YAML file of `ray up` (default: this host)")
     wait_hosts: float = Field(
-        0, ge=0, le=_MAX_S, description="seconds to wait for hosts that have not joined the cluster yet"
+        0, ge=0, le=MAX_TIMEOUT_S, description="seconds to wait for hosts that have not joined the cluster yet"
     )
     executable_cache_path: Optional[str] = Field(None, description="cache folder of compiled executables")
-
-
-class RunSection(Section):
-    """How the run is executed, and where its files are."""
-
-    device: Literal["auto", "ipu", "emulated"] = Field(
-        "auto", description="SDK to run on; auto: ipu if it is installed"
-    )
-    fleet: Literal["ray", "inline"] = Field("ray", description="inline: one instance in this process, without Ray")
-    collectives: Literal["auto", "horovod", "gloo"] = Field(
-        "auto", description="backend between instances; auto: Horovod if it is installed"
-    )
-    strict: Optional[bool] = Field(
-        None,
-        description="emulated SDK: what an IPU rejects, or has no memory for, is an error instead of a warning "
-        "(default: the variable EMULATED_POD_STRICT)",
-    )
-    run_dir: Optional[str] = Field(None, description="run folder (default runs/<time>-<name>)")
-    resume: Optional[str] = Field(None, description="run folder or checkpoint to resume from")
-    resume_anyway: Optional[str] = Field(
-        None, description="comma-separated settings that may differ from those of the checkpoint"
-    )
-    checkpoint_every: str = Field("1 epoch", description="interval, as in 100 updates, 2 epochs, 10 minutes")
-    keep_checkpoints: int = Field(3, ge=1, description="newest checkpoints to keep, besides the best by --best-metric")
-    best_metric: Optional[str] = Field(
-        None, description="test metric of the best checkpoint, as in loss (default: the task's, accuracy of images)"
-    )
-    on_nonfinite: Literal["stop", "continue"] = Field("stop", description="reaction to a loss that is NaN or infinite")
-    status_port: int = Field(
-        0, ge=0, le=65_535, description="port of the status endpoint on loopback; 0: the system chooses one"
-    )
-    profile: Updates = Field(
-        None, description="write profile.json, a trace of all instances for ui.perfetto.dev, as in updates 20-25"
-    )
-    trackers: Trackers = Field(
-        None, description="record the run also with tensorboard, mlflow, wandb, or module:Class, as in mlflow,wandb"
-    )
-    tracker_artifacts: Literal["none", "report", "checkpoint", "all"] = Field(
-        "report", description="files that trackers get at the end: report.html and the config, the newest checkpoint"
-    )
-    tracker_timeout_s: float = Field(
-        30, gt=0, le=_MAX_S, description="time that trackers have at the end of the run to record the rest"
-    )
-    tensorboard: bool = Field(False, description="also write TensorBoard event files into the run folder")
-    save_timeout_s: float = Field(600, gt=0, le=_MAX_S, description="timeout for writing a checkpoint")
-    start_timeout_s: float = Field(120, gt=0, le=_MAX_S, description="timeout for each step of starting the instances")
-    report_timeout_s: float = Field(
-        1800, gt=0, le=_MAX_S, description="timeout for the next report of an instance, including compilation"
-    )
-    stop_timeout_s: float = Field(10, gt=0, le=_MAX_S, description="grace period for an instance to exit")
-    max_restarts: int = Field(
-        3, ge=0, description="repairs before the run fails; an hour without a failure resets the count"
-    )
-    dead_after_s: float = Field(
-        1,
-        gt=0,
-        le=_MAX_S,
-        description="seconds to wait, after an error of an instance, for Ray to report a dead process as its cause",
-    )
-    silent_after_s: float = Field(
-        15, gt=0, le=_MAX_S, description="timeout for detecting a frozen process or an unreachable host"
-    )
-    stuck_after_s: float = Field(
-        30,
-        gt=0,
-        le=_MAX_S,
-        description="timeout of a call: this or 3 x the slowest call so far; 10 x the larger while it uses CPU time",
-    )
-
-    @property
-    def writes_tensorboard(self) -> bool:
-        """Whether the run writes TensorBoard event files."""
-        return self.tensorboard or "tensorboard" in (self.trackers or ())
-
-    @pydantic.field_validator("checkpoint_every")
-    @classmethod
-    def _is_an_interval(cls, value: str) -> str:
-        parse_interval(value)
-        return value
 
 
 class Config(pydantic.BaseModel):

@@ -10,7 +10,7 @@ import pytest
 from raypod.events import HeartbeatReport
 from raypod.fleet.liveness import BUSY_FACTOR, LastHeartbeat, Suspect, find_suspects, find_unreleased
 from raypod.instance.control import IDLE, LOADING
-from raypod.plan.config import RunSection
+from raypod.plan.run_section import RunSection
 
 NOW_S = 1000.0
 IN_CALL = "in call 7"
