@@ -14,7 +14,7 @@ from raypod.errors import UserError
 from raypod.host import sdk
 from raypod.host.lease_file import EXPIRES_AFTER_S
 from raypod.host.process import environment_variables
-from raypod.plan import learning_rate, resolve, tables
+from raypod.plan import flags, learning_rate, resolve, tables
 from raypod.plan.cluster import LOCAL, read_cluster
 from raypod.plan.environment import strict_environment
 from raypod.plan.plan import Plan, make_plan
@@ -48,14 +48,17 @@ def plan_of(argv: Sequence[str], prog: str, switches: Sequence[str] = ()) -> Tup
     Raises:
         UserError: a flag, the config, the cluster file or the data set is wrong.
     """
-    parser = FlagParser(prog=prog, description="Train a model on a pod. Without flags: a ResNet on digits.")
+    description = (
+        "Train a model on this host or on a pod. Without flags: a ResNet on digits, on two emulated instances."
+    )
+    parser = FlagParser(prog=prog, add_help=False, description=description)
     schema = schema_for(argv)
-    resolve.add_flags(parser, schema)
+    groups = flags.add_flags(parser, schema)
     for switch in switches:
-        parser.add_argument(switch, action="store_true", help=_SWITCHES[switch])
+        groups["output"].add_argument(switch, action="store_true", help=_SWITCHES[switch])
     if "--detach" in switches:  # of the background process
         parser.add_argument("--lease", help=argparse.SUPPRESS)
-    args = resolve.parse_arguments(parser, argv)
+    args = flags.parse_arguments(parser, argv)
     values, source = resolve.merge(args, schema)
     return plan_from(values, source, is_dry=getattr(args, "dry_run", True)), args
 

@@ -17,12 +17,17 @@ from raypod.record.progress import Progress
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code: 0 done, 1 failed, 2 wrong request, 130 interrupted."""
-    return report_errors(lambda: _train(sys.argv[1:] if argv is None else argv))
+    return report_errors(lambda: _train(sys.argv[1:] if argv is None else argv, "raypod.train"))
 
 
-def _train(argv: Sequence[str]) -> int:
+def command(argv: Sequence[str]) -> int:
+    """Run `raypod train`; the same, but it raises RaypodError."""
+    return _train(argv, "raypod train")
+
+
+def _train(argv: Sequence[str], prog: str) -> int:
     started_at_s = time.monotonic() - process_age_s()
-    plan, args = planning.plan_of(argv, "raypod.train", ["--dry-run", "--detach", "--take-over"])
+    plan, args = planning.plan_of(argv, prog, ["--dry-run", "--detach", "--take-over"])
     if args.dry_run:
         plan, _ = resume_point(plan)
         print(planning.render_with_pipeline(plan))  # noqa: T201

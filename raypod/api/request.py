@@ -14,6 +14,7 @@ from raypod.errors import ConfigError
 from raypod.host import sdk
 from raypod.plan import resolve
 from raypod.plan.config import Config, fields
+from raypod.plan.flags import ALIASES
 from raypod.plan.plan import Plan
 from raypod.tasks import registry
 
@@ -102,7 +103,7 @@ def _base_of(config: ConfigLike) -> Union[str, resolve.Values, None]:
 def _by_section(flags: Mapping[str, Any], schema: resolve.Schema) -> Dict[str, Any]:
     """Return keyword flags by section.key. ConfigError for an unknown flag, with the nearest known one."""
     names = {key: f"{section}.{key}" for section, key, _ in fields(schema.options) if f"{section}.{key}" != "task.name"}
-    names.update({flag[2:].replace("-", "_"): names[key] for key, flags_ in resolve.ALIASES.items() for flag in flags_})
+    names.update({flag[2:].replace("-", "_"): names[key] for key, flags_ in ALIASES.items() for flag in flags_})
     given: Dict[str, Any] = {}
     for flag, value in flags.items():
         if flag not in names:

@@ -8,23 +8,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, Union, get_args
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, Union
 
 import pydantic
 import yaml
-from pydantic.fields import FieldInfo
 
-from raypod.cli import FlagParser, Joined, nearest, suggestion
+from raypod.cli import FlagParser, nearest, suggestion
 from raypod.errors import ConfigError
 from raypod.plan.config import CHECKPOINTS, IMAGE_CLASSIFICATION, MANIFEST, Config, PodSection, TaskOptions, fields
 from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader
 
 Values = Dict[str, Dict[str, Any]]  # section -> key -> value as given, not validated
-_TASK_NAME = "task.name"
-ALIASES = {"replicas": ["--num-replicas"], "image_size": ["--resize"], "trackers": ["--tracker"]}
-_REPEATED = ("trackers",)  # keys whose flag can be given several times
-# Flags of the commands that take those of a config; the options of a task must not have their names.
-_OF_COMMANDS = ("--help", "--config", "--dry-run", "--json", "--detach", "--take-over", "--lease", "--timeout")
+TASK_NAME = "task.name"
 
 
 class Schema(NamedTuple):
@@ -52,7 +47,7 @@ def task_name(argv: Sequence[str]) -> str:
     for flag in ("--task", "--config", "--resume"):
         parser.add_argument(flag, nargs="?")
     known, rest = parser.parse_known_args(list(argv))
-    overrides = [word.partition("=")[2] for word in rest if word.startswith(f"{_TASK_NAME}=")]
+    overrides = [word.partition("=")[2] for word in rest if word.startswith(f"{TASK_NAME}=")]
     source = known.config or _config_of_resumed(known.resume)
     values = read_yaml(Path(source)) if source else {}
     return str(known.task or next(iter(overrides), None) or task_of_values(values))
@@ -61,61 +56,6 @@ def task_name(argv: Sequence[str]) -> str:
 def task_of_values(values: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the name of the task of a config's values, which need not be valid."""
     return str(values.get("task", {}).get("name") or IMAGE_CLASSIFICATION)
-
-
-def flags_of(section: str, key: str, field: FieldInfo) -> List[str]:
-    """Return the flags of a key: its own first, and that of False last, if it is a boolean."""
-    names = [_flag(f"{section}.{key}"), *ALIASES.get(key, [])]
-    return [*names, f"--no-{names[0][2:]}"] if _is_boolean(field) else names
-
-
-def check_options(task: str, options: Type[TaskOptions]) -> None:
-    """Raise ConfigError for an option without a default, or whose key or flag is another one's."""
-    keys = {key: section for section, key, _ in fields()}
-    flags = {flag for section, key, field in fields() for flag in flags_of(section, key, field)} | {*_OF_COMMANDS}
-    for key, field in options.model_fields.items():
-        if field.is_required():
-            raise ConfigError(f"task {task}: its option {key} has no default")
-        if key in keys:
-            raise ConfigError(f"task {task}: its option {key} is a key of the section {keys[key]}; rename it")
-        own = flags_of("task", key, field)
-        taken = next((flag for flag in own if flag in flags), None)
-        if taken is not None:
-            raise ConfigError(f"task {task}: the flag {taken} of its option {key} exists already; rename it")
-        flags.update(own)
-
-
-def add_flags(parser: argparse.ArgumentParser, schema: Schema = NO_SCHEMA) -> None:
-    """Add `--config`, a flag for every key, and `section.key=value`."""
-    sections = ", ".join(Config.model_fields)
-    parser.add_argument("--config", metavar="FILE", help=f"YAML file with the sections {sections}")
-    for section, key, field in fields(schema.options):
-        add_flag(parser, section, key, field, schema.defaults.get(f"{section}.{key}", field.default))
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="any key, by its full name")
-
-
-def add_flag(parser: argparse.ArgumentParser, section: str, key: str, field: FieldInfo, default: Any) -> None:
-    """Add the flag of a key, with its help text."""
-    target = f"{section}.{key}"
-    names = flags_of(section, key, field)
-    choices = get_args(field.annotation) if isinstance(field.default, str) else ()
-    help_text = f"{field.description} [{default}]".replace("%", "%%")
-    if _is_boolean(field):
-        parser.add_argument(*names[:-1], dest=target, action="store_true", default=None, help=help_text)
-        parser.add_argument(names[-1], dest=target, action="store_false", help=argparse.SUPPRESS)
-    else:
-        metavar = "{" + ",".join(choices) + "}" if choices else key.upper()
-        action = Joined if key in _REPEATED else "store"
-        parser.add_argument(*names, dest=target, metavar=metavar, help=help_text, action=action)
-
-
-def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse flags and overrides in any order. ConfigError for an unknown flag, with the nearest known one."""
-    args, unknown = parser.parse_known_intermixed_args(list(argv))
-    for word in unknown:
-        known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
-        raise ConfigError(f"unknown flag {word}{suggestion(word.split('=')[0], sorted(known))}; --help lists all")
-    return args
 
 
 def resolve(args: argparse.Namespace, schema: Schema = NO_SCHEMA) -> Config:
@@ -172,14 +112,6 @@ def _config_of_resumed(resume: Optional[Any]) -> Optional[str]:
     folder = run_folder_of(str(resume)) if resume else None
     path = folder / "config.yaml" if folder else None
     return str(path) if path and path.is_file() else None
-
-
-def _is_boolean(field: FieldInfo) -> bool:
-    return field.annotation in (bool, Optional[bool])
-
-
-def _flag(name: str) -> str:
-    return "--task" if name == _TASK_NAME else "--" + name.partition(".")[2].replace("_", "-")
 
 
 def _given(args: argparse.Namespace, schema: Schema) -> Dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 from raypod import cli
 from raypod.fleet import gcs
-from raypod.plan import environment, resolve
+from raypod.plan import environment, flags, resolve
 from raypod.plan.cluster import LOCAL, Cluster, Host, cluster_from, read_file
 from raypod.plan.config import Config
 from raypod.plan.placement import Sizes, place
@@ -30,14 +30,15 @@ _COLUMN_WIDTHS = (8, 15, 4)  # level, what, host
 
 def doctor(argv: Sequence[str]) -> int:
     """Print the findings; return 2 if one of them prevents a run, else 0."""
-    parser = cli.FlagParser(prog="raypod doctor", description="Check whether the pod is ready for a run.")
+    description = "Check whether the pod is ready for a run with the same flags."
+    parser = cli.FlagParser(prog="raypod doctor", add_help=False, description=description)
     schema = schema_for(argv)
-    resolve.add_flags(parser, schema)
+    flags.add_flags(parser, schema)
     parser.add_argument("--json", action="store_true", help="print findings and facts as JSON")
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="S", help="timeout of the probe of each host [60]"
     )
-    args = resolve.parse_arguments(parser, argv)
+    args = flags.parse_arguments(parser, argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # messages of hosts can contain what this locale cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
     resolved = resolve.resolve(args, schema)

@@ -16,7 +16,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from raypod.cli import suggestion
 from raypod.errors import ConfigError
 from raypod.host import sdk, torchvision_import
-from raypod.plan import resolve, user_code
+from raypod.plan import flags, resolve, user_code
 from raypod.plan.config import IMAGE_CLASSIFICATION, LANGUAGE_MODEL, Config, TaskOptions
 from raypod.plan.plan import Plan, TaskFacts
 from raypod.tasks import image_facts, language_facts
@@ -65,12 +65,12 @@ def schema_of(name: str) -> resolve.Schema:
     """Return what a task adds to the config.
 
     Raises:
-        ConfigError: there is no such task, it cannot be imported, or as `resolve.check_options`.
+        ConfigError: there is no such task, it cannot be imported, or as `flags.check_options`.
     """
     if name in _BY_NAME:
         return resolve.Schema(_BY_NAME[name].options, _BY_NAME[name].defaults)
     task = _user_class(name)
-    resolve.check_options(name, task.Options)
+    flags.check_options(name, task.Options)
     return resolve.Schema(task.Options, task.defaults)
 
 

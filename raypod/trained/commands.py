@@ -11,8 +11,8 @@ from typing import Any, Dict, List, Sequence, Tuple
 from raypod.cli import FlagParser, format_table
 from raypod.errors import ConfigError
 from raypod.host.files import replace_file, strict_json
+from raypod.plan.flags import parse_arguments
 from raypod.plan.plan import Plan
-from raypod.plan.resolve import parse_arguments
 from raypod.trained import checkpoints, settings
 
 _CHECKPOINT = (

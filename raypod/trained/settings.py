@@ -10,7 +10,7 @@ from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 from raypod import planning
 from raypod.cli import suggestion
 from raypod.errors import ConfigError
-from raypod.plan import resolve
+from raypod.plan import flags, resolve
 from raypod.plan.config import Config, fields
 from raypod.plan.plan import Plan, pipeline_stages
 from raypod.tasks.registry import schema_of
@@ -47,7 +47,7 @@ def add_flags(parser: argparse.ArgumentParser, names: Sequence[str], overrides: 
     """Add the flags of keys, and with `overrides` `section.key=value`. Their defaults are the values of the run."""
     for section, key, field in fields():
         if f"{section}.{key}" in names:
-            resolve.add_flag(parser, section, key, field, "as the run")
+            flags.add_flag(parser, section, key, field, "as the run")
     if not overrides:
         parser.set_defaults(overrides=())
         return

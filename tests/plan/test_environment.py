@@ -9,7 +9,7 @@ from typing import Callable, List, Optional
 
 import pytest
 
-from raypod.plan import resolve
+from raypod.plan import flags, resolve
 from raypod.plan.cluster import LOCAL, Cluster, Host, VipuPartition
 from raypod.plan.environment import device_environment, instance_environment
 from raypod.plan.placement import Sizes, place
@@ -81,13 +81,13 @@ def test_another_sitecustomize_still_runs(make: Callable[..., Plan], tmp_path: P
     assert done.stdout.strip() == b"42", done.stderr
 
 
-@pytest.mark.parametrize(("flags", "expected"), [([], None), (["--strict"], "1"), (["--no-strict"], "0")])
+@pytest.mark.parametrize(("given", "expected"), [([], None), (["--strict"], "1"), (["--no-strict"], "0")])
 def test_strict_mode_is_a_variable_of_the_emulated_sdk(
-    make: Callable[..., Plan], flags: List[str], expected: Optional[str]
+    make: Callable[..., Plan], given: List[str], expected: Optional[str]
 ) -> None:
     parser = argparse.ArgumentParser()
-    resolve.add_flags(parser)
-    strict = resolve.resolve(resolve.parse_arguments(parser, flags)).run.strict
+    flags.add_flags(parser)
+    strict = resolve.resolve(flags.parse_arguments(parser, given)).run.strict
     plan = make(run={"strict": strict})
     found = instance_environment(plan, plan.placement.instances[1]).get("EMULATED_POD_STRICT")
     assert found == expected

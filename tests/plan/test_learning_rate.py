@@ -14,7 +14,7 @@ from raypod import planning
 from raypod.checkpoint.resume import LENGTH, settings_of
 from raypod.cli import FlagParser
 from raypod.errors import ConfigError
-from raypod.plan import resolve, user_code
+from raypod.plan import flags, resolve, user_code
 from raypod.plan.learning_rate import RunFacts, check_function, learning_rate
 from raypod.plan.plan import Plan
 from raypod.plan.resolve import from_values
@@ -101,7 +101,7 @@ def test_a_custom_schedule_has_no_warmup_by_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("given", "message"),
     [
         (["--lr-schedule", "cosin"], "known are constant, step, linear, cosine, polynomial, or module:function"),
         (["--lr-schedule", "no_such_module:rate"], "no_such_module"),
@@ -116,11 +116,11 @@ def test_a_custom_schedule_has_no_warmup_by_default() -> None:
         (["--lr-power", "0", "--lr-schedule", "polynomial"], "greater than 0"),
     ],
 )
-def test_a_wrong_schedule_is_one_line_before_the_run(flags: List[str], message: str) -> None:
+def test_a_wrong_schedule_is_one_line_before_the_run(given: List[str], message: str) -> None:
     parser = FlagParser()
-    resolve.add_flags(parser)
+    flags.add_flags(parser)
     with pytest.raises(ConfigError, match=message) as error:
-        planning.plan_from(*resolve.merge(parser.parse_args(["--updates", "8", *flags])))
+        planning.plan_from(*resolve.merge(parser.parse_args(["--updates", "8", *given])))
     assert "\n" not in str(error.value)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from raypod import cli
 from raypod.errors import ConfigError
-from raypod.plan import config, resolve
+from raypod.plan import config, flags, resolve
 
 DIGITS = Path(__file__).resolve().parents[2] / "configs" / "digits.yaml"
 REQUIRED_FLAGS = [
@@ -44,8 +44,8 @@ REQUIRED_FLAGS = [
 
 def parse(*argv: str) -> config.Config:
     parser = cli.FlagParser(prog="test")
-    resolve.add_flags(parser)
-    return resolve.resolve(resolve.parse_arguments(parser, argv))
+    flags.add_flags(parser)
+    return resolve.resolve(flags.parse_arguments(parser, argv))
 
 
 def test_without_flags_the_config_is_the_default() -> None:
@@ -55,7 +55,7 @@ def test_without_flags_the_config_is_the_default() -> None:
 @pytest.mark.parametrize("flag", REQUIRED_FLAGS)
 def test_the_flag_exists(flag: str) -> None:
     parser = cli.FlagParser(prog="test")
-    resolve.add_flags(parser)
+    flags.add_flags(parser)
     assert flag in parser.format_help()
 
 

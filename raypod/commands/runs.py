@@ -1,0 +1,95 @@
+"""The command lines of `raypod plan`, `verify-data`, `status`, `attach`, `stop` and `version`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Callable, Sequence
+
+from raypod.cli import FlagParser, format_table
+from raypod.errors import ConfigError
+
+_DESCRIPTIONS = {
+    "status": "Print the state of a run.",
+    "attach": "Print the output of a detached run until it ends.",
+    "stop": "Stop a run after the current call, with a checkpoint.",
+}
+
+
+def plan(argv: Sequence[str]) -> int:
+    """Print the plan of a `raypod train` command line as a table or as JSON."""
+    from raypod import planning
+
+    planned, args = planning.plan_of(argv, "raypod plan", ["--json"])
+    if args.json:
+        print(json.dumps(planning.describe_with_pipeline(planned), indent=2))  # noqa: T201
+    else:
+        print(planning.render_with_pipeline(planned))  # noqa: T201
+    return 0
+
+
+def verify_data(argv: Sequence[str]) -> int:
+    """Verify from the ledger that each epoch used every sample exactly once; return 1 if it did not."""
+    description = "Prove from the ledger of a run that each epoch used every sample exactly once."
+    parser = FlagParser(prog="raypod verify-data", description=description)
+    parser.add_argument("run", metavar="RUN_FOLDER")
+    folder = _run_folder("verify-data", parser.parse_args(argv).run)
+    from raypod.record import verify_data as verification  # imports NumPy
+
+    verdict = verification.verify(folder)
+    print("\n".join(verdict.lines))  # noqa: T201
+    return 0 if verdict.is_proved else 1
+
+
+def status(argv: Sequence[str]) -> int:
+    """Print the state of a run."""
+    from raypod import detached
+
+    return _control("status", detached.status, argv)
+
+
+def attach(argv: Sequence[str]) -> int:
+    """Print the output of a detached run until it ends."""
+    from raypod import detached
+
+    return _control("attach", detached.attach, argv)
+
+
+def stop(argv: Sequence[str]) -> int:
+    """Stop a run with a checkpoint."""
+    from raypod import detached
+
+    return _control("stop", detached.stop, argv)
+
+
+def version(argv: Sequence[str]) -> int:
+    """Print the versions of the packages that determine results, a line each."""
+    from raypod.host.process import versions
+
+    FlagParser(prog="raypod version", description="Print the versions of raypod and of what it uses.").parse_args(argv)
+    print("\n".join(format_table(versions())))  # noqa: T201
+    return 0
+
+
+def _control(verb: str, action: Callable[[Path], int], argv: Sequence[str]) -> int:
+    """Run a command on a run folder of this host, or on the head of a cluster by ssh."""
+    parser = FlagParser(prog=f"raypod {verb}", description=_DESCRIPTIONS[verb])
+    parser.add_argument("run", metavar="RUN_FOLDER", help="path on the host where the run was started")
+    parser.add_argument("--cluster", metavar="FILE", help="run the command on the head of this cluster")
+    args = parser.parse_args(argv)
+    if args.cluster:
+        from raypod.plan.cluster import read_cluster
+        from raypod.pod import ssh
+
+        cluster = read_cluster(args.cluster)
+        head = cluster.hosts[0]
+        if not ssh.is_local(head):
+            return ssh.pass_through(head, cluster.ssh, [cluster.python, "-m", "raypod", verb, args.run])
+    return action(_run_folder(verb, args.run))
+
+
+def _run_folder(verb: str, name: str) -> Path:
+    folder = Path(name)
+    if not folder.is_dir():
+        raise ConfigError(f"{verb} {folder}: the run folder does not exist")
+    return folder

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import re
+from typing import List, Sequence
+
+import pytest
+
+from raypod.__main__ import main
+from raypod.cli import FlagParser
+from raypod.plan import config, flag_help, flags
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *words])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def flags_in(text: str) -> List[str]:
+    """The flags that have an entry of their own."""
+    return re.findall(r"^  (--[a-z0-9-]+)", text, re.MULTILINE)
+
+
+def test_help_shows_what_is_used_most_and_names_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "--help")
+    assert 20 <= len(flags_in(text)) <= 24
+    assert {"--config", "--task", "--dataset", "--model", "--epochs", "--replicas", "--cluster"} <= {*flags_in(text)}
+    assert "--stuck-after-s" not in text
+    assert "--help-all every flag" in " ".join(text.split())
+    assert text == shown(capsys, "-h")
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_every_flag_is_in_one_group_and_in_the_whole_help(capsys: pytest.CaptureFixture[str]) -> None:
+    of_groups = [flag for group in flag_help.GROUPS for flag in flags_in(shown(capsys, "--help", group))]
+    assert len(of_groups) == len(set(of_groups))
+    keys = {f"--{'task' if key == 'name' else key.replace('_', '-')}" for _, key, _ in config.fields()}
+    assert keys <= {*of_groups}
+    assert {*flags_in(shown(capsys, "--help-all"))} == {*of_groups, "--config"}
+
+
+@pytest.mark.parametrize(
+    ("group", "lines"),
+    [
+        ("training", ["--batch-size N micro-batch size: samples per forward pass [integer >= 1; default: 8]"]),
+        ("training", ["--seed N", "[integer >= 0, < 2^31; default: 42]"]),
+        ("data", ["--augment randomly crop", "[on by default]", "--download", "[off by default]"]),
+        ("checkpoints", ["--checkpoint-every INTERVAL", "--save-timeout-s SECONDS", "--resume PATH"]),
+        ("failures", ["--on-nonfinite {stop,continue} reaction to a loss that is NaN or infinite [default: stop]"]),
+    ],
+)
+def test_an_entry_has_type_range_and_default(
+    group: str, lines: Sequence[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = " ".join(shown(capsys, "--help", group).split())
+    assert all(line in text for line in lines)
+
+
+def test_an_unknown_group_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help", "dta"]) == 2
+    assert capsys.readouterr().err == "raypod: error: --help dta: no such group; did you mean data?\n"
+
+
+def test_other_parsers_keep_the_help_of_argparse() -> None:
+    parser = FlagParser(prog="test")
+    flags.add_flags(parser)
+    assert "--stuck-after-s SECONDS" in parser.format_help()
+    assert "--help-all" not in parser.format_help()
