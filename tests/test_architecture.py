@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import re
 from pathlib import Path
 from typing import Dict, List, Set
 
@@ -132,3 +133,26 @@ def test_rooms_are_few() -> None:
     assert all(
         (room / "__init__.py").exists() for room in PACKAGE.iterdir() if room.name in DIRECTIONS and room.is_dir()
     )
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_the_documented_files_exist(page: str) -> None:
+    root = PACKAGE.parent
+    named = re.findall(r"`([\w{},./-]+/[\w{},.-]*|[\w{},]+\.py)`", (root / page).read_text())
+    paths = [path for name in named for path in _expanded(name)]
+    assert len(paths) > 20
+    folders = (PACKAGE, PACKAGE / "emulated_sdk", PACKAGE / "emulated_sdk" / "poptorch", root, root / "scripts")
+    assert [path for path in paths if not any((folder / path).exists() for folder in folders)] == []
+
+
+def _expanded(name: str) -> List[str]:
+    """Return the names of `a{b,c}`."""
+    before, brace, rest = name.partition("{")
+    inner, _, after = rest.partition("}")
+    return [f"{before}{part}{after}" for part in inner.split(",")] if brace else [name]
+
+
+def test_every_room_is_documented() -> None:
+    text = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
+    rooms = [path.name for path in PACKAGE.iterdir() if path.is_dir() and (path / "__init__.py").exists()]
+    assert [room for room in rooms if f"| `{room}/` |" not in text] == []
