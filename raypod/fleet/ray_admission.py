@@ -22,9 +22,7 @@ NO_TOKEN = (
     "Ray {} does not support token authentication (added in 2.52). Any process that can connect to its ports can run "
     "commands"
 )
-NO_TOKEN_REMEDY = (
-    "restrict the ports to the cluster's hosts with a firewall, or enable TLS: see 'What is exposed' in the README"
-)
+NO_TOKEN_REMEDY = "restrict the ports to the cluster's hosts with a firewall, or enable TLS: see docs/exposed.md"
 
 
 def ray_version() -> str:

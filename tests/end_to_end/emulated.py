@@ -121,13 +121,13 @@ def copy_source(folder: Path, hosts: int) -> None:
 
 
 def operate(pod: EmulatedPod, shared: Path, start: str, within_s: float = 60) -> str:
-    """Run the README's command that begins with `start` on the operator's machine, in `shared`; return its output."""
-    return pod.run("op", "bash", "-c", f"cd {shared}\n{readme_command(start)}", within_s=within_s)
+    """Run the command of docs/pods.md that begins with `start` on the operator, in `shared`; return its output."""
+    return pod.run("op", "bash", "-c", f"cd {shared}\n{documented_command(start)}", within_s=within_s)
 
 
-def readme_command(start: str) -> str:
-    """Return the command line of the README's section "A pod" that begins with `start`, as it is printed."""
-    section = (REPOSITORY / "README.md").read_text().partition("\n### A pod\n")[2].partition("\n### ")[0]
+def documented_command(start: str) -> str:
+    """Return the command line of docs/pods.md that begins with `start`, as it is printed."""
+    section = (REPOSITORY / "docs" / "pods.md").read_text().partition("\n## A pod on one machine")[0]
     (line,) = [line for line in section.splitlines() if line.startswith(start)]
     return line
 

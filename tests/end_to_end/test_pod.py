@@ -21,8 +21,8 @@ from end_to_end.emulated import (
     EmulatedPod,
     address,
     copy_source,
+    documented_command,
     operate,
-    readme_command,
     skip_reason,
     train_here,
 )
@@ -32,7 +32,7 @@ from raypod.detached import log_of
 from raypod.record import run_state, verify_data
 from raypod.record.run_state import RunState
 
-CLUSTER = "cluster/pod64.yaml"  # as in the README
+CLUSTER = "cluster/pod64.yaml"  # as in docs/pods.md
 HOSTS = 3  # plus a fourth, the intruder, which is not in the cluster file
 INTRUDER = 4
 TRAINING = ["--num-instances", str(HOSTS), "--replicas", str(2 * HOSTS), "--device", "emulated"]
@@ -51,7 +51,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pod(shared: Path) -> Iterator[EmulatedPod]:
-    """The pod, with a Ray cluster that the README's commands started on its first three hosts."""
+    """The pod, with a Ray cluster that the documented commands started on its first three hosts."""
     copy_source(shared, HOSTS)
     made = EmulatedPod(f"t{os.getpid()}", HOSTS + 1, shared)
     try:
@@ -90,7 +90,9 @@ def test_doctor_reports_ready(pod: EmulatedPod, shared: Path) -> None:
 def test_a_run_on_the_pod_has_the_weights_of_a_run_on_one_host(
     pod: EmulatedPod, shared: Path, on_this_host: Path
 ) -> None:
-    settings = f"Host HEAD head\n  HostName {address(1)}\n"  # the README's line is for an operator who has such a name
+    settings = (
+        f"Host HEAD head\n  HostName {address(1)}\n"  # the documented line is for an operator who has such a name
+    )
     pod.run("op", "bash", "-c", f"printf {shlex.quote(settings)} > ~/.ssh/config")
     pod.run("on", "1", "ln", "-s", sys.prefix, "/root/raypod/venv")  # where setup_commands install on real hosts
     try:
@@ -131,7 +133,9 @@ def test_a_horovod_that_other_hosts_cannot_reach_is_rejected(pod: EmulatedPod, s
     try:
         run = f"{train(shared, 'rejected', '--collectives', 'horovod')}"
         output = pod.run("on", "1", "bash", "-lc", f"({run}); echo exit code $?", check=False)
-        doctor = pod.run("op", "bash", "-c", f"cd {shared} && {readme_command('python -m raypod doctor')}", check=False)
+        doctor = pod.run(
+            "op", "bash", "-c", f"cd {shared} && {documented_command('python -m raypod doctor')}", check=False
+        )
         sizes = f"--num-instances {HOSTS} --num-replicas {HOSTS} --run-dir {shared}/launched"
         launch = f"cd {REPOSITORY} && python -m raypod.launch --cluster {shared}/{CLUSTER} {sizes} true"
         launched = pod.run("on", "1", "bash", "-lc", launch)

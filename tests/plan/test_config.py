@@ -38,7 +38,7 @@ def test_a_config_is_immutable() -> None:
 
 
 def test_all_keys() -> None:
-    """A new key must be added here, and to the README."""
+    """A new key must be added here, and to the documentation."""
     keys = [key for _, key, _ in fields()]
     assert len(keys) == len(set(keys)), "flags have no section, so keys must be unique over all sections"
     assert " ".join(keys) == (
