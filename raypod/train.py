@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from typing import Optional, Sequence
@@ -9,50 +11,71 @@ from typing import Optional, Sequence
 from raypod import detached, planning
 from raypod.api.training import Claimed, Training, claimed, resume_point
 from raypod.cli import INTERRUPTED, report_errors
-from raypod.coordinator.stop import Stop
+from raypod.coordinator.stop import Stop, deadline_of, stop_on_signal
 from raypod.events import RunEnded
 from raypod.host.process import process_age_s
 from raypod.record.progress import Progress
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Run the command and return its exit code: 0 done, 1 failed, 2 wrong request, 130 interrupted."""
-    return report_errors(lambda: _train(sys.argv[1:] if argv is None else argv, "raypod.train"))
+def main(argv: Optional[Sequence[str]] = None, stop: Optional[Stop] = None) -> int:
+    """Run the command and return its exit code.
+
+    Returns:
+        0 done, 1 failed, 2 wrong request, 130 interrupted; 130 or that of `--preemption-exit-code` preempted.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    return report_errors(lambda: _train(words, "raypod.train", Stop() if stop is None else stop))
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run `raypod train`; the same, but it raises RaypodError."""
-    return _train(argv, "raypod train")
+    """Run `raypod train`, the command of this process."""
+    return _run_process(argv, "raypod train")
 
 
-def _train(argv: Sequence[str], prog: str) -> int:
+def _train(argv: Sequence[str], prog: str, stop: Stop) -> int:
     started_at_s = time.monotonic() - process_age_s()
-    plan, args = planning.plan_of(argv, prog, ["--dry-run", "--detach", "--take-over"])
-    if args.dry_run:
-        plan, _ = resume_point(plan)
-        print(planning.render_with_pipeline(plan))  # noqa: T201
-        return 0
-    # The background process verifies its checkpoint.
-    with claimed(plan, _log, args.take_over, args.lease, verify=not args.detach) as run:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stop_on_signal(stop))
+        switches = ["--dry-run", "--detach", "--take-over"]
+        plan, args = planning.plan_of(argv, prog, switches, lambda config: stop.configure(config.run))
+        if args.dry_run:
+            plan, _ = resume_point(plan)
+            print(planning.render_with_pipeline(plan))  # noqa: T201
+            return 0
+        if not args.detach:
+            stack.enter_context(deadline_of(stop))
+        # The background process verifies its checkpoint.
+        run = stack.enter_context(claimed(plan, _log, args.take_over, args.lease, verify=not args.detach))
         if args.detach:
             return detached.detach(argv, run.claim, plan.config.run.start_timeout_s)
-        return _run(run, started_at_s)
+        return _run(run, stop, started_at_s)
 
 
-def _run(run: Claimed, started_at_s: float) -> int:
-    training = Training(run, Progress(run.plan), Stop(), started_at_s)
-    was_interrupted = False
+def _run(run: Claimed, stop: Stop, started_at_s: float) -> int:
+    training = Training(run, Progress(run.plan), stop, started_at_s)
+    exit_code = 0
     for event in training.events():
-        if isinstance(event, RunEnded):
-            was_interrupted = event.interrupted
+        if isinstance(event, RunEnded) and event.interrupted:
+            exit_code = stop.exit_code if event.preempted else INTERRUPTED
     print(f"Waiting for data: {100 * training.metrics.data_wait_share:.1f} % of the time of the calls")  # noqa: T201
     print(f"Everything else: {run.plan.run_dir}")  # noqa: T201
-    return INTERRUPTED if was_interrupted else 0
+    return exit_code
 
 
 def _log(text: str) -> None:
     print(f"raypod: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
+def _run_process(argv: Sequence[str], prog: str) -> int:
+    """Run the command. After a preemption exit without Python's finalization, which can take longer than is left."""
+    stop = Stop()
+    code = report_errors(lambda: _train(argv, prog, stop))
+    if stop.must_leave:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_run_process(sys.argv[1:], "raypod.train"))
