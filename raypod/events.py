@@ -268,6 +268,18 @@ class Repaired:
 
 
 @dataclasses.dataclass(frozen=True)
+class Resized:
+    """The run continues with other replicas: the samples of every update stay, the bits of the weights do not."""
+
+    update: int
+    replicas: int
+    gradient_accumulation: int
+    replicas_before: int  # with the gradient accumulation that gave the same global batch
+    hosts: Tuple[str, ...]  # of each instance, in instance order
+    cause: str
+
+
+@dataclasses.dataclass(frozen=True)
 class StoppedEarly:
     """The run ends after `update` updates: `patience` evaluations in a row did not improve a metric."""
 
@@ -296,6 +308,9 @@ class RunEnded:
     checkpoint: Optional[str]
     cause: str = ""  # of an interruption without a signal
     ema_sha256: Optional[str] = None  # of the averaged weights
+    resizes: Tuple[
+        Dict[str, int], ...
+    ] = ()  # changes of the number of replicas, oldest first: see `checkpoint.Manifest`
 
 
 _Measured = TypeVar("_Measured", UpdateDone, EvaluationDone)
@@ -329,6 +344,7 @@ Event = Union[
     EvaluationDone,
     InstanceLost,
     Repaired,
+    Resized,
     StoppedEarly,
     RunEnded,
 ]

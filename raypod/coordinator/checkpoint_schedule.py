@@ -7,7 +7,7 @@ import dataclasses
 import math
 import time
 from pathlib import Path
-from typing import Dict, Iterable, Iterator, Optional
+from typing import Dict, Iterable, Iterator, List, Optional
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint
@@ -21,6 +21,7 @@ from raypod.events import (
     CheckpointSaved,
     Event,
     InstanceStarted,
+    Resized,
     SaveReport,
     UpdateDone,
 )
@@ -41,6 +42,7 @@ class CheckpointSchedule:
         self._begun_update: Optional[int] = None
         self._receiver: Optional[Server] = None  # of the checkpoints of instance 0, if it shares no disk with this host
         self.last: Optional[CheckpointSaved] = None
+        self.resizes: List[Dict[str, int]] = list(resumed.manifest.resizes) if resumed else []
         self.generation = next_generation(plan, resumed)
         self.rollback_to(resumed)
 
@@ -65,7 +67,13 @@ class CheckpointSchedule:
             return
         started = self._started
         manifest = manifest_of(
-            self._plan, update, self.generation, started.data_fingerprint, dict(started.versions), tested
+            self._plan,
+            update,
+            self.generation,
+            started.data_fingerprint,
+            dict(started.versions),
+            tested,
+            self.resizes,
         )
         yield CheckpointBegun(update)
         fleet.call("save", manifest)
@@ -82,6 +90,7 @@ class CheckpointSchedule:
     def rollback_to(self, checkpoint: Optional[Checkpoint]) -> None:
         """Continue from a checkpoint, or from the beginning (None): later checkpoints become due again."""
         self._begun_update, self.last = None, None
+        self.resizes = [each for each in self.resizes if checkpoint is not None and each["update"] <= checkpoint.update]
         self._begun_s = time.monotonic()
         if checkpoint is not None and _is_in(checkpoint, self._plan.run_dir):
             self._begun_update = checkpoint.update
@@ -89,6 +98,11 @@ class CheckpointSchedule:
             self.last = CheckpointSaved(
                 checkpoint.update, str(checkpoint.path), manifest.weights_sha256, manifest.ema_sha256
             )
+
+    def add_resize(self, event: Resized) -> None:
+        """Record a change of the number of replicas in all further checkpoints."""
+        record = {name: getattr(event, name) for name in ("update", "replicas", "gradient_accumulation")}
+        self.resizes = [*self.resizes, record]
 
     def use_new_writer(self, fleet: Fleet) -> None:
         """Make a new instance 0 write the checkpoints; the one that its predecessor had not finished is due again."""

@@ -16,6 +16,7 @@ from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.resume import check_data
 from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
 from raypod.coordinator.early_stopping import early_stop
+from raypod.coordinator.elastic import resize_on_resume
 from raypod.coordinator.recovery import Recovery, begin
 from raypod.coordinator.stop import Stop, stop_on_signal
 from raypod.errors import ConfigError
@@ -67,6 +68,10 @@ def run(
         recovery = Recovery(plan, fleet, metrics, schedule, started[0].device, resumed)
         evaluations = Evaluations(plan, fleet, schedule, earlier_evaluations)
         yield _run_started(started, fleet, first_update, schedule.generation)
+        resized = resize_on_resume(plan, resumed, fleet.hosts())
+        if resized is not None:
+            schedule.add_resize(resized)
+            yield resized
         # Run the evaluation that the previous process missed.
         yield from recovery.until_done(first_update, partial(evaluations.evaluate, first_update))
         yield from _Training(plan, fleet, metrics, schedule, recovery, evaluations, stop).events()
@@ -76,7 +81,8 @@ def run(
         yield PhaseBegun("ending", metrics.position)
         if stopped is not None and not is_interrupted:
             yield stopped
-        yield RunEnded(metrics.position, is_interrupted, saved.weights_sha256, saved.path, stop.cause, saved.ema_sha256)
+        hashes, resizes = (saved.weights_sha256, saved.ema_sha256), tuple(schedule.resizes)
+        yield RunEnded(metrics.position, is_interrupted, hashes[0], saved.path, stop.cause, hashes[1], resizes)
 
 
 class _Training:

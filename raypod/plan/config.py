@@ -201,6 +201,7 @@ class PodSection(Section):
     wait_hosts: float = Field(
         0, ge=0, le=MAX_TIMEOUT_S, description="seconds to wait for hosts that have not joined the cluster yet"
     )
+    elastic: bool = Field(False, description="continue with fewer replicas while hosts are lost, with equal updates")
     executable_cache_path: Optional[str] = Field(None, description="cache folder of compiled executables")
 
 
