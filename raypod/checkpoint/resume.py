@@ -194,7 +194,7 @@ def _check_settings(plan: Plan, found: ResumePoint, was_cut_off: bool) -> Resume
     """Return `found`. ConfigError if the plan cannot resume from it."""
     path = found.checkpoint.path
     manifest, settings, allowed = found.checkpoint.manifest, settings_of(plan), _allowed_differences(plan)
-    if plan.config.pod.elastic and _has_equal_updates(manifest, settings):
+    if plan.config.pod.is_elastic and _has_equal_updates(manifest, settings):
         allowed += _SUMMATION
     difference = first_difference(manifest, settings, allowed)
     if difference is not None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Dict, Iterable, Iterator, List, Optional
 
 from raypod.checkpoint import storage
-from raypod.checkpoint.format import Checkpoint
+from raypod.checkpoint.format import Checkpoint, Manifest
 from raypod.checkpoint.resume import manifest_of
 from raypod.checkpoint.transfer import Server
-from raypod.coordinator.checkpoint_access import write_here
+from raypod.coordinator.checkpoint_access import write_here, write_kept
 from raypod.errors import CheckpointDamaged, CheckpointNotSaved, LossNotFinite
 from raypod.events import (
     CheckpointBegun,
@@ -25,7 +25,7 @@ from raypod.events import (
     SaveReport,
     UpdateDone,
 )
-from raypod.fleet.base import Fleet, FleetBroken
+from raypod.fleet.base import ElasticFleet, Fleet, FleetBroken
 from raypod.plan.plan import Plan
 from raypod.plan.values import parse_interval
 from raypod.record.ledger import last_generation
@@ -65,19 +65,20 @@ class CheckpointSchedule:
         if update == self._begun_update:
             self._begun_s = time.monotonic()
             return
-        started = self._started
-        manifest = manifest_of(
-            self._plan,
-            update,
-            self.generation,
-            started.data_fingerprint,
-            dict(started.versions),
-            tested,
-            self.resizes,
-        )
         yield CheckpointBegun(update)
-        fleet.call("save", manifest)
+        fleet.call("save", self._manifest(update, tested))
         self._begun_update, self._begun_s = update, time.monotonic()
+
+    def save_on(self, fleet: ElasticFleet, root: int, update: int) -> Iterator[Event]:
+        """Write the state after `update` updates that instance `root` has kept, unless there is that checkpoint."""
+        if self.last is None or self.last.update != update:
+            yield CheckpointBegun(update)
+            yield from map(self.record, write_kept(fleet, root, self._manifest(update), self._plan.run_dir))
+
+    def _manifest(self, update: int, tested: Optional[Dict[str, float]] = None) -> Manifest:
+        versions = dict(self._started.versions)
+        fingerprint = self._started.data_fingerprint
+        return manifest_of(self._plan, update, self.generation, fingerprint, versions, tested, self.resizes)
 
     def add_evaluation(self, update: int, tested: Dict[str, float]) -> None:
         """Add the test metrics to the checkpoint of `update`, if it was written before the evaluation."""
@@ -99,8 +100,14 @@ class CheckpointSchedule:
                 checkpoint.update, str(checkpoint.path), manifest.weights_sha256, manifest.ema_sha256
             )
 
+    def resize(self, plan: Plan, started: InstanceStarted) -> None:
+        """Continue with a plan of other replicas; `started` is the report of its instance 0."""
+        self._plan, self._started = plan, started
+
     def add_resize(self, event: Resized) -> None:
         """Record a change of the number of replicas in all further checkpoints."""
+        if self.resizes and self.resizes[-1]["replicas"] == event.replicas:
+            return  # the checkpoint from which the run resumes has these sizes
         record = {name: getattr(event, name) for name in ("update", "replicas", "gradient_accumulation")}
         self.resizes = [*self.resizes, record]
 

@@ -8,7 +8,7 @@ The position of a sample in the global batch decides to which accumulation step 
 from __future__ import annotations
 
 import dataclasses
-from typing import Dict, Iterator, List, Sequence, Tuple
+from typing import Iterator, List, Sequence, Tuple
 
 from raypod.errors import ConfigError, UserError
 from raypod.plan.cluster import Cluster, Host
@@ -29,13 +29,13 @@ def largest_fit(full: Plan, room: Sequence[Room], uses_partition: bool = False) 
 
     Args:
         full: the plan of the run with all hosts.
-        room: the hosts that respond, in the order in which they are used.
+        room: the hosts that respond, in the order in which they are used, with the replicas for which each has room.
         uses_partition: the instances attach to the V-IPU partition of the cluster file.
 
     Raises:
         ConfigError: there is none; the message has the reasons.
     """
-    reasons: Dict[str, None] = {}
+    reason = ""
     for replicas, num_hosts in _candidates(full):
         per_host = replicas // num_hosts
         hosts = [each.host for each in room if each.replicas >= per_host][:num_hosts]
@@ -44,10 +44,24 @@ def largest_fit(full: Plan, room: Sequence[Room], uses_partition: bool = False) 
         try:
             return _with_replicas(full, replicas, hosts, uses_partition)
         except UserError as error:
-            reasons[str(error)] = None
+            reason = reason or f"; {error}"
     there = ", ".join(f"{each.host} ({each.replicas})" for each in room) or "none"
-    why = "; ".join(reasons) or f"hosts that respond, with the replicas that they have room for: {there}"
-    raise ConfigError(f"no power of two of replicas can continue: {why}")
+    raise ConfigError(f"no power of two of replicas can continue on the hosts that respond: {there}{reason}")
+
+
+def smaller_plans(full: Plan) -> List[Plan]:
+    """Return the plans with which a run continues while 1, 2, ... hosts are lost; one for each number of replicas."""
+    hosts = full.placement.hosts
+    room = [Room(host.name, full.geometry.total_replicas // len(hosts)) for host in hosts]
+    found: List[Plan] = []
+    for left in reversed(range(1, len(hosts))):
+        try:
+            plan = largest_fit(full, room[:left])
+        except ConfigError:
+            break
+        if not found or sizes_of(plan) != sizes_of(found[-1]):
+            found.append(plan)
+    return found
 
 
 def sizes_of(plan: Plan) -> Tuple[int, int]:

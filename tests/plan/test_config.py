@@ -50,7 +50,7 @@ def test_all_keys() -> None:
         "momentum weight_decay max_grad_norm loss_scaling reduction "
         "label_smoothing evaluate_every early_stopping early_stopping_metric evaluation_iterations seed "
         "replicas num_instances ipus_per_replica num_ipus threads_per_replica cluster wait_hosts "
-        "elastic executable_cache_path "
+        "elastic min_hosts executable_cache_path "
         "device fleet collectives strict run_dir resume resume_anyway checkpoint_every keep_checkpoints best_metric "
         "on_nonfinite status_port profile trackers tracker_artifacts tracker_timeout_s tensorboard "
         "save_timeout_s start_timeout_s report_timeout_s stop_timeout_s "

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from raypod.datasets.order import call_positions
 from raypod.errors import ConfigError
 from raypod.plan.cluster import Cluster, Host, VipuPartition
-from raypod.plan.elastic import Room, largest_fit, sizes_of
+from raypod.plan.elastic import Room, largest_fit, sizes_of, smaller_plans
 from raypod.plan.plan import DatasetSize, Plan, TaskFacts, make_plan
 from raypod.plan.resolve import from_values
+from raypod.plan.tables import render
+
+EIGHT = {"replicas": 8, "num_instances": 4}
 
 
 def plan_on(hosts: int, replicas: int, instances: Optional[int] = None, **training: Any) -> Plan:
@@ -81,7 +84,7 @@ def test_hosts_without_enough_room_are_left_out() -> None:
 
 @pytest.mark.parametrize("room", [[], rooms("a", 0)])
 def test_without_room_the_error_names_the_hosts(room: List[Room]) -> None:
-    with pytest.raises(ConfigError, match=r"no power of two of replicas can continue: .* (none|a \(0\))$") as caught:
+    with pytest.raises(ConfigError, match=r"can continue on the hosts that respond: (none|a \(0\))$") as caught:
         largest_fit(plan_on(2, 4), room)
     assert "\n" not in str(caught.value)
 
@@ -94,6 +97,15 @@ def test_the_graph_compile_domains_of_a_partition_limit_the_instances() -> None:
     assert sizes_of(largest_fit(full, rooms("a", 2))) == (2, 2)
     with pytest.raises(ConfigError, match="partition p has 2 GCDs and the run 1 instances"):
         largest_fit(full, rooms("a", 2), uses_partition=True)
+
+
+def test_the_plan_shows_what_the_run_continues_with() -> None:
+    plans = smaller_plans(plan_on(4, 8))
+    assert [(*sizes_of(plan), hosts_of(plan)) for plan in plans] == [(4, 2, "ab"), (2, 4, "a")]
+    assert smaller_plans(plan_on(1, 4)) == []
+    limited = dataclasses.replace(plan_on(4, 8), config=from_values({"pod": {**EIGHT, "min_hosts": 2}}))
+    assert "elastic  while hosts are lost: 4 replicas x 2 (accumulation) on 2 hosts\n" in render(limited)
+    assert "elastic" not in render(plan_on(4, 8))
 
 
 def samples_of_update(plan: Plan, update: int) -> List[List[int]]:
