@@ -97,6 +97,10 @@ class ClusterError(UserError):
     """Raised if the plan needs 64 IPUs and the pod has 16, or a host of the cluster file is not alive."""
 
 
+class PodTooSmall(ClusterError):
+    """Raised if hosts of the plan have not joined the Ray cluster, or have fewer IPUs than the plan puts on them."""
+
+
 class SdkError(UserError):
     """Raised for `--device ipu` if the Poplar SDK is not enabled; the message contains the import error."""
 

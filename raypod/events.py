@@ -268,6 +268,18 @@ class Repaired:
 
 
 @dataclasses.dataclass(frozen=True)
+class Resized:
+    """The run continues with other replicas: the samples of every update stay, the bits of the weights do not."""
+
+    update: int
+    replicas: int
+    gradient_accumulation: int
+    replicas_before: int  # with the gradient accumulation that gave the same global batch
+    hosts: Tuple[str, ...]  # of each instance, in instance order
+    cause: str
+
+
+@dataclasses.dataclass(frozen=True)
 class StoppedEarly:
     """The run ends after `update` updates: `patience` evaluations in a row did not improve a metric."""
 
@@ -297,6 +309,7 @@ class RunEnded:
     cause: str = ""  # of an interruption without a signal
     ema_sha256: Optional[str] = None  # of the averaged weights
     preempted: bool = False  # the interruption is a preemption
+    resizes: Tuple[Dict[str, int], ...] = ()  # changes of the number of replicas: see `checkpoint.Manifest`
 
 
 _Measured = TypeVar("_Measured", UpdateDone, EvaluationDone)
@@ -330,6 +343,7 @@ Event = Union[
     EvaluationDone,
     InstanceLost,
     Repaired,
+    Resized,
     StoppedEarly,
     RunEnded,
 ]

@@ -5,6 +5,9 @@ another) and frozen, inside training, pauses, checkpoints, evaluations and repai
 ends the run. Then one instance in this process does the same updates without faults. The exit code is 0 if every update
 has the same loss and accuracy, every evaluation the same result, no sample and no update is lost or repeated, and the
 weights are bitwise equal. The last line is the summary.
+
+With `--elastic` the instances are on two hosts, of which one ends in the middle of the time and stays lost: the run
+continues with half of the replicas, and further faults. From there on the bits differ; the mean loss must not.
 """
 
 from __future__ import annotations
@@ -14,22 +17,24 @@ import contextlib
 import json
 import math
 import signal
+import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from chaos_faults import KINDS, FaultInjector, FaultyFleet, render_table  # noqa: E402 - the checkout's own
+from chaos_hosts import two_hosts  # noqa: E402
 
 from raypod.coordinator import coordinator  # noqa: E402
-from raypod.events import Event, InstanceLost, Repaired, RunEnded, RunStarted, UpdateDone  # noqa: E402
+from raypod.events import Event, InstanceLost, Repaired, Resized, RunEnded, RunStarted, UpdateDone  # noqa: E402
 from raypod.fleet.inline import InlineFleet  # noqa: E402
 from raypod.fleet.ray import RayFleet  # noqa: E402
-from raypod.plan.cluster import LOCAL  # noqa: E402
+from raypod.plan.cluster import LOCAL, Cluster  # noqa: E402
 from raypod.plan.plan import Plan, make_plan  # noqa: E402
 from raypod.plan.resolve import from_values  # noqa: E402
 from raypod.record import run_folder, verify_data  # noqa: E402
@@ -41,23 +46,32 @@ INSTANCES = 4
 FAULTY_SHARE = 0.7  # of the time; the rest is for the faster run without faults
 ENDLESS = 10_000_000
 MOST_SHOWN = 10  # differences of each file
+MOST_LOSS_CHANGE = 0.05  # of the mean loss, if the bits differ
 
 
-def plan_for(folder: Path, fleet: str, updates: int) -> Plan:
+def plan_for(folder: Path, fleet: str, updates: int, cluster: Cluster = LOCAL) -> Plan:
     """Plan 4 replicas on digits; the learning rate does not depend on the number of updates."""
     run = {"device": "emulated", "fleet": fleet, "max_restarts": 100_000, "checkpoint_every": "15 updates"}
     training = {"updates": updates, "epochs": 100_000, "lr_schedule": "constant", "learning_rate": 0.02}
-    pod = {"replicas": 4, "num_instances": 1 if fleet == "inline" else INSTANCES}
+    pod = {"replicas": 4, "num_instances": 1 if fleet == "inline" else INSTANCES, "elastic": not cluster.is_local}
     bounds = {"silent_after_s": 8, "start_timeout_s": 600}  # a machine with other load starts processes slowly
     config = from_values({"run": {**run, **bounds}, "training": {**training, "evaluate_every": 1}, "pod": pod})
-    plan = make_plan(config, LOCAL, facts_of(config), str(folder / "run"))
+    plan = make_plan(config, cluster, facts_of(config), str(folder / "run"))
     run_folder.create(plan)
     return plan
 
 
-def events_of(plan: Plan, faults: Optional[FaultInjector] = None, within_s: float = math.inf) -> List[Event]:
-    """Run a plan; return its events. With `faults`, stop it after a time of training, once all faults are repaired."""
-    end_s, is_stopped = math.inf, False
+def events_of(
+    plan: Plan,
+    faults: Optional[FaultInjector] = None,
+    within_s: float = math.inf,
+    lose_host: Optional[Callable[[], None]] = None,
+) -> List[Event]:
+    """Run a plan; return its events. With `faults`, stop it after a time of training, once all faults are repaired.
+
+    `lose_host` ends a host of the plan, after half of that time.
+    """
+    end_s, is_stopped, is_whole = math.inf, False, True
     fleet: Any = InlineFleet(plan) if faults is None else FaultyFleet(RayFleet(plan), faults)
     found = []
     with Sinks(plan) as sinks, contextlib.closing(coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0))) as events:
@@ -68,13 +82,21 @@ def events_of(plan: Plan, faults: Optional[FaultInjector] = None, within_s: floa
                 end_s = time.monotonic() + within_s
             elif isinstance(event, InstanceLost):
                 print(f"  lost: instance {event.instance}, {event.kind}: {event.cause}", flush=True)
+            elif isinstance(event, Resized):
+                print(f"  {event.replicas} replicas x accumulation {event.gradient_accumulation}: {event.cause}")
             elif isinstance(event, Repaired):
+                is_whole = True
                 print(f"  repaired in {event.seconds:.1f} s, after update {event.update}", flush=True)
             if faults is not None:
-                is_late = time.monotonic() > end_s
+                is_late = time.monotonic() > end_s and lose_host is None
                 if is_late:
                     faults.cancel()
-                faults.handle(event, may_begin=not is_late)
+                faults.handle(event, may_begin=not is_late and is_whole)
+                is_due = time.monotonic() > end_s - within_s / 2 and isinstance(event, UpdateDone)
+                if lose_host is not None and is_due and faults.is_idle:
+                    print("  the second host is lost", flush=True)
+                    lose_host()
+                    lose_host, is_whole = None, False
                 if is_late and faults.is_idle and isinstance(event, UpdateDone) and not is_stopped:
                     is_stopped = True
                     signal.raise_signal(signal.SIGTERM)
@@ -98,46 +120,79 @@ def differences(what: str, disturbed: Dict[int, Any], reference: Dict[int, Any])
     return lines + ([f"{what}: {len(different)} of {len(updates)} differ"] if different else [])
 
 
+def mean_losses(after: float, *results: Dict[int, Any]) -> Tuple[float, ...]:
+    """Return the mean loss of each of several results over the updates after one."""
+    return tuple(statistics.mean(loss for update, (loss, _) in each.items() if update > after) for each in results)
+
+
+def compare(plan: Plan, reference: Plan, updates: int, same_until: float) -> List[str]:
+    """Return how the files of a run differ from those of the run without faults.
+
+    Every figure must be the same until the update `same_until`, and the mean loss afterwards nearly.
+    """
+    wrong = []
+    for what, file in (("loss, accuracy", run_folder.METRICS), ("evaluation", run_folder.EVALUATIONS)):
+        found, expected = results_of(plan, file), results_of(reference, file)
+        if file == run_folder.EVALUATIONS and updates not in found:
+            expected.pop(updates)  # a run that is interrupted does not evaluate its last update
+        wrong += differences(f"updates of {file}", dict.fromkeys(found), dict.fromkeys(expected))
+        same = [{update: each[update] for update in each if update <= same_until} for each in (found, expected)]
+        wrong += differences(what, *same)
+        if file == run_folder.METRICS and updates > same_until:
+            after, expected_after = mean_losses(same_until, found, expected)
+            print(f"mean loss after update {same_until:g}: {after:.4f}, without faults {expected_after:.4f}")
+            if abs(after - expected_after) > MOST_LOSS_CHANGE:
+                wrong.append(
+                    f"the mean loss after update {same_until:g} is {after:.4f} instead of {expected_after:.4f}"
+                )
+    return wrong
+
+
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=5.0, help="about how long it takes")
     parser.add_argument("--seed", type=int, default=1, help="of the faults")
+    parser.add_argument("--elastic", action="store_true", help="on two hosts, of which one is lost for good")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        plan = plan_for(Path(folder, "faulty"), "ray", ENDLESS)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        cluster, lose = stack.enter_context(two_hosts()) if args.elastic else (LOCAL, None)
+        plan = plan_for(Path(folder, "faulty"), "ray", ENDLESS, cluster)
         faults = FaultInjector(plan, args.seed)
         print(f"with faults (seed {args.seed})", flush=True)
-        disturbed = events_of(plan, faults, FAULTY_SHARE * 60 * args.minutes)
+        disturbed = events_of(plan, faults, FAULTY_SHARE * 60 * args.minutes, lose)
         verdict = verify_data.verify(Path(plan.run_dir))
-        updates = next(event.updates for event in disturbed if isinstance(event, RunEnded))
-        print(f"{updates} updates, without faults", flush=True)
-        undisturbed_plan = plan_for(Path(folder, "reference"), "inline", updates)
-        reference = events_of(undisturbed_plan)
+        ended = next(event for event in disturbed if isinstance(event, RunEnded))
+        print(f"{ended.updates} updates, without faults", flush=True)
+        undisturbed_plan = plan_for(Path(folder, "reference"), "inline", ended.updates)
+        expected = next(event for event in events_of(undisturbed_plan) if isinstance(event, RunEnded))
+        resized = [event.update for event in disturbed if isinstance(event, Resized)]
         wrong = [line for line in verdict.lines if line.startswith("NOT PROVED: ")]
-        for what, file in (("loss, accuracy", run_folder.METRICS), ("evaluation", run_folder.EVALUATIONS)):
-            found, expected = results_of(plan, file), results_of(undisturbed_plan, file)
-            if file == run_folder.EVALUATIONS and updates not in found:
-                expected.pop(updates)  # a run that is interrupted does not evaluate its last update
-            wrong += differences(what, found, expected)
-    done = [event.update for event in disturbed if isinstance(event, UpdateDone)]
-    samples = plan.geometry.global_batch_size
-    lost, repeated = (updates - len(set(done))) * samples, (len(done) - len(set(done))) * samples
-    repairs = sum(isinstance(event, Repaired) for event in disturbed)
-    ended = [next(event for event in each if isinstance(event, RunEnded)) for each in (reference, disturbed)]
-    is_equal = ended[0].weights_sha256 == ended[1].weights_sha256
-    injected = sum(faults.injected.values())
+        wrong += compare(plan, undisturbed_plan, ended.updates, resized[0] if resized else math.inf)
+    if len(resized) != args.elastic:
+        wrong.append(f"the run has changed its size {len(resized)} times")
     if faults.repaired != faults.injected:
-        wrong.append(f"{injected - sum(faults.repaired.values())} faults were not repaired")
+        wrong.append(f"{sum(faults.injected.values()) - sum(faults.repaired.values())} faults were not repaired")
     print("".join(f"{line}\n" for line in [*wrong, render_table(faults)]), end="")
+    return summarize(plan, disturbed, faults, wrong, ended.weights_sha256 == expected.weights_sha256)
+
+
+def summarize(plan: Plan, events: List[Event], faults: FaultInjector, wrong: List[str], is_equal: bool) -> int:
+    """Print the summary; return the exit code."""
+    done = [event.update for event in events if isinstance(event, UpdateDone)]
+    updates, samples = max(done), plan.geometry.global_batch_size
+    lost, repeated = (updates - len(set(done))) * samples, (len(done) - len(set(done))) * samples
+    repairs = sum(isinstance(event, Repaired) for event in events)
     by_kind = {kind: sum(count for (of, _), count in faults.injected.items() if of == kind) for kind in KINDS}
     kinds = ", ".join(f"{kind} {count}" for kind, count in by_kind.items())
+    resized = [event for event in events if isinstance(event, Resized)]
+    expected = "DIFFERENT" if not resized else f"different since update {resized[0].update}, as expected"
     print(
-        f"chaos: {injected} faults injected ({kinds}), {repairs} repairs, {updates} updates, "
+        f"chaos: {sum(faults.injected.values())} faults injected ({kinds}), {repairs} repairs, {updates} updates, "
         f"samples lost {lost}, samples repeated {repeated}, differences {len(wrong)}, hash "
-        f"{'equal' if is_equal else 'DIFFERENT'}"
+        f"{'equal' if is_equal else expected}"
     )
-    return 0 if is_equal and not lost and not repeated and not wrong else 1
+    return 0 if is_equal != bool(resized) and not lost and not repeated and not wrong else 1
 
 
 if __name__ == "__main__":

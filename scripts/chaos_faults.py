@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Callable, Counter, Dict, Iterator, List, Set, Tuple
 
 from raypod.checkpoint import storage
-from raypod.events import CallReport, Event, InstanceStarted, Repaired, RunStarted, UpdateDone
+from raypod.events import CallReport, Event, Repaired, Resized, RunStarted, UpdateDone
 from raypod.fleet.base import Fleet
 from raypod.plan.plan import Leg, Plan
 
@@ -77,6 +77,8 @@ class FaultInjector:
         """Follow the events of the run; begin the next fault if it is time to, and if `may_begin`."""
         if isinstance(event, RunStarted):
             self._device_line = event.device_line
+        elif isinstance(event, Resized):  # the remaining faults are those of the instances that are left
+            self._instances = len(event.hosts)
         elif isinstance(event, Repaired):
             self._unrepaired -= set(event.lost)
             self._next_s = time.monotonic() + self._quiet_s
@@ -122,11 +124,12 @@ class FaultInjector:
             self._phases[kind] = self._random.sample(KINDS[kind], len(KINDS[kind]))
         phase = self._phases[kind].pop()
         self._quiet_s = self._random.uniform(*_QUIET_S)
-        victims = self._random.sample(range(self._instances), 3)
+        victims = self._random.sample(range(self._instances), min(3, self._instances))
         if phase == "writing":
             victims = [0, *(each for each in victims if each)]
         count = 2 if kind == "kill-two" else 1
-        return Fault(kind, phase, tuple(victims[:count]), victims[count], self._random.uniform(0, PHASES[phase]))
+        trigger = victims[min(count, len(victims) - 1)]  # of another instance, if a phase of a repair needs it
+        return Fault(kind, phase, tuple(victims[:count]), trigger, self._random.uniform(0, PHASES[phase]))
 
     def _begin(self, fault: Fault) -> None:
         self._fault, self._is_begun, self._counted, self._timers = fault, False, ("", ""), []
@@ -188,19 +191,13 @@ class FaultInjector:
 
 
 class FaultyFleet:
-    """A fleet whose instances suffer faults. See `Fleet` for the methods."""
+    """A fleet whose instances suffer faults. See `Fleet` for the methods; those without a fault are the fleet's."""
 
     def __init__(self, fleet: Fleet, faults: FaultInjector) -> None:
         self._fleet, self._faults = fleet, faults
 
-    @property
-    def start_seconds(self) -> List[Tuple[str, float]]:
-        """See `Fleet`."""
-        return self._fleet.start_seconds
-
-    def start(self) -> List[InstanceStarted]:
-        """See `Fleet.start`."""
-        return self._fleet.start()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fleet, name)
 
     def call(self, method: str, *arguments: Any) -> List[Any]:
         """See `Fleet.call`."""
@@ -220,22 +217,6 @@ class FaultyFleet:
         """See `Fleet.repair`."""
         self._faults.enter("repair")
         return self._fleet.repair(lost, may_share_hosts)
-
-    def draining(self) -> List[str]:
-        """See `Fleet.draining`."""
-        return self._fleet.draining()
-
-    def has_room_for(self, instances: Tuple[int, ...], may_share_hosts: bool) -> bool:
-        """See `Fleet.has_room_for`."""
-        return self._fleet.has_room_for(instances, may_share_hosts)
-
-    def hosts(self) -> List[str]:
-        """See `Fleet.hosts`."""
-        return self._fleet.hosts()
-
-    def close(self) -> None:
-        """See `Fleet.close`."""
-        self._fleet.close()
 
 
 def _log(plan: Plan, instance: int) -> str:

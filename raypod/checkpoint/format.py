@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.plan.metric import LOSS, Metric
 
@@ -43,6 +43,9 @@ class Manifest:
         default_factory=dict
     )  # test metrics; empty: not evaluated at this update
     files: Dict[str, FileRecord] = dataclasses.field(default_factory=dict)
+    # The changes of the number of replicas until this update, oldest first: `update`, `replicas` and
+    # `gradient_accumulation` of each `events.Resized`.
+    resizes: Tuple[Dict[str, int], ...] = ()
 
     def to_json(self) -> bytes:
         """Return the JSON that `manifest_from_json` parses."""
@@ -71,6 +74,7 @@ def manifest_from_json(text: bytes) -> Manifest:
     accuracy = content.pop("test_accuracy", None)  # of manifests before tasks had their own metrics
     if accuracy is not None:
         content["tested"] = {"accuracy": accuracy}
+    content["resizes"] = tuple(content.get("resizes", ()))
     return Manifest(files=files, **content)
 
 

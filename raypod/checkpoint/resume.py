@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint, Manifest
@@ -55,6 +55,10 @@ _SAFE_TO_CHANGE = {
     "training.loss_scaling",
     "pod.threads_per_replica",
 }
+# With --elastic these may differ, if the global batch and the micro-batch are the same: so are the samples of every
+# update then, but not the order in which their gradients are summed.
+_SUMMATION = ("pod.replicas", "training.gradient_accumulation")
+_SAMPLES_OF_UPDATES = ("global_batch_size", "training.batch_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +132,7 @@ def manifest_of(
     data_fingerprint: str,
     versions: Dict[str, str],
     tested: Optional[Dict[str, float]] = None,
+    resizes: Sequence[Dict[str, int]] = (),
 ) -> Manifest:
     """Return the manifest of a run after `update` updates. The writer adds the files and the hash of the weights."""
     epoch, update_of_epoch = divmod(update, plan.updates_per_epoch)
@@ -140,6 +145,7 @@ def manifest_of(
         geometry=dataclasses.asdict(plan.geometry),
         versions=versions,
         tested=tested or {},
+        resizes=tuple(resizes),
     )
 
 
@@ -173,14 +179,24 @@ def first_difference(manifest: Manifest, settings: Dict[str, Any], allowed: List
         if theirs == ours or name in allowed or short in allowed:
             continue
         option = f"; --resume-anyway {short} resumes with {ours}" if name in _SAFE_TO_CHANGE else ""
+        if name in _SUMMATION and _has_equal_updates(manifest, settings):
+            option = "; its updates have the same samples: --elastic resumes, with other bits"
         return f"its {name} is {theirs} and this run's is {ours}{option}"
     return None
+
+
+def _has_equal_updates(manifest: Manifest, settings: Dict[str, Any]) -> bool:
+    """Return whether every update has the samples, and the micro-batches, of the checkpoint's training."""
+    return all(manifest.settings.get(name) == settings.get(name) for name in _SAMPLES_OF_UPDATES)
 
 
 def _check_settings(plan: Plan, found: ResumePoint, was_cut_off: bool) -> ResumePoint:
     """Return `found`. ConfigError if the plan cannot resume from it."""
     path = found.checkpoint.path
-    difference = first_difference(found.checkpoint.manifest, settings_of(plan), _allowed_differences(plan))
+    manifest, settings, allowed = found.checkpoint.manifest, settings_of(plan), _allowed_differences(plan)
+    if plan.config.pod.is_elastic and _has_equal_updates(manifest, settings):
+        allowed += _SUMMATION
+    difference = first_difference(manifest, settings, allowed)
     if difference is not None:
         raise ConfigError(f"--resume {path}: {difference}")
     left = plan.total_updates - found.checkpoint.update

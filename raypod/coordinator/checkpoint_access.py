@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Optional
+from typing import Optional, Tuple
 
 from raypod.checkpoint import storage
-from raypod.checkpoint.format import Checkpoint
+from raypod.checkpoint.format import Checkpoint, Manifest
 from raypod.checkpoint.transfer import CheckpointFiles, CheckpointReceiver, Server
-from raypod.fleet.base import Fleet
+from raypod.events import SaveReport
+from raypod.fleet.base import ElasticFleet, Fleet
 
 
 def load_on(fleet: Fleet, root: int, checkpoint: Checkpoint) -> None:
@@ -35,3 +36,17 @@ def write_here(fleet: Fleet, run_dir: str) -> Optional[Server]:
     server = fleet.serve(CheckpointReceiver, str(checkpoints))
     fleet.call("send_checkpoints_to", server)
     return server
+
+
+def write_kept(fleet: ElasticFleet, root: int, manifest: Manifest, run_dir: str) -> Tuple[SaveReport, ...]:
+    """Write the state that instance `root` has kept after `release` into the run folder of this host."""
+    checkpoints = storage.checkpoints_folder(run_dir)
+    with storage.unique_file(checkpoints) as path:
+        has_folder = path is not None and fleet.call_on((root,), "has_file", str(path))[root]
+    server = None if has_folder else fleet.serve(CheckpointReceiver, str(checkpoints))
+    try:
+        reports: Tuple[SaveReport, ...] = fleet.call_on((root,), "save_kept", manifest, server)[root]
+        return reports
+    finally:
+        if server is not None:
+            server.close()

@@ -7,13 +7,13 @@ import dataclasses
 import math
 import time
 from pathlib import Path
-from typing import Dict, Iterable, Iterator, Optional
+from typing import Dict, Iterable, Iterator, List, Optional
 
 from raypod.checkpoint import storage
-from raypod.checkpoint.format import Checkpoint
+from raypod.checkpoint.format import Checkpoint, Manifest
 from raypod.checkpoint.resume import manifest_of
 from raypod.checkpoint.transfer import Server
-from raypod.coordinator.checkpoint_access import write_here
+from raypod.coordinator.checkpoint_access import write_here, write_kept
 from raypod.errors import CheckpointDamaged, CheckpointNotSaved, LossNotFinite
 from raypod.events import (
     CheckpointBegun,
@@ -21,10 +21,11 @@ from raypod.events import (
     CheckpointSaved,
     Event,
     InstanceStarted,
+    Resized,
     SaveReport,
     UpdateDone,
 )
-from raypod.fleet.base import Fleet, FleetBroken
+from raypod.fleet.base import ElasticFleet, Fleet, FleetBroken
 from raypod.plan.plan import Plan
 from raypod.plan.values import parse_interval
 from raypod.record.ledger import last_generation
@@ -41,6 +42,7 @@ class CheckpointSchedule:
         self._begun_update: Optional[int] = None
         self._receiver: Optional[Server] = None  # of the checkpoints of instance 0, if it shares no disk with this host
         self.last: Optional[CheckpointSaved] = None
+        self.resizes: List[Dict[str, int]] = list(resumed.manifest.resizes) if resumed else []
         self.generation = next_generation(plan, resumed)
         self.rollback_to(resumed)
 
@@ -63,13 +65,20 @@ class CheckpointSchedule:
         if update == self._begun_update:
             self._begun_s = time.monotonic()
             return
-        started = self._started
-        manifest = manifest_of(
-            self._plan, update, self.generation, started.data_fingerprint, dict(started.versions), tested
-        )
         yield CheckpointBegun(update)
-        fleet.call("save", manifest)
+        fleet.call("save", self._manifest(update, tested))
         self._begun_update, self._begun_s = update, time.monotonic()
+
+    def save_on(self, fleet: ElasticFleet, root: int, update: int) -> Iterator[Event]:
+        """Write the state after `update` updates that instance `root` has kept, unless there is that checkpoint."""
+        if self.last is None or self.last.update != update:
+            yield CheckpointBegun(update)
+            yield from map(self.record, write_kept(fleet, root, self._manifest(update), self._plan.run_dir))
+
+    def _manifest(self, update: int, tested: Optional[Dict[str, float]] = None) -> Manifest:
+        versions = dict(self._started.versions)
+        fingerprint = self._started.data_fingerprint
+        return manifest_of(self._plan, update, self.generation, fingerprint, versions, tested, self.resizes)
 
     def add_evaluation(self, update: int, tested: Dict[str, float]) -> None:
         """Add the test metrics to the checkpoint of `update`, if it was written before the evaluation."""
@@ -82,6 +91,7 @@ class CheckpointSchedule:
     def rollback_to(self, checkpoint: Optional[Checkpoint]) -> None:
         """Continue from a checkpoint, or from the beginning (None): later checkpoints become due again."""
         self._begun_update, self.last = None, None
+        self.resizes = [each for each in self.resizes if checkpoint is not None and each["update"] <= checkpoint.update]
         self._begun_s = time.monotonic()
         if checkpoint is not None and _is_in(checkpoint, self._plan.run_dir):
             self._begun_update = checkpoint.update
@@ -89,6 +99,17 @@ class CheckpointSchedule:
             self.last = CheckpointSaved(
                 checkpoint.update, str(checkpoint.path), manifest.weights_sha256, manifest.ema_sha256
             )
+
+    def resize(self, plan: Plan, started: InstanceStarted) -> None:
+        """Continue with a plan of other replicas; `started` is the report of its instance 0."""
+        self._plan, self._started = plan, started
+
+    def add_resize(self, event: Resized) -> None:
+        """Record a change of the number of replicas in all further checkpoints."""
+        if self.resizes and self.resizes[-1]["replicas"] == event.replicas:
+            return  # the checkpoint from which the run resumes has these sizes
+        record = {name: getattr(event, name) for name in ("update", "replicas", "gradient_accumulation")}
+        self.resizes = [*self.resizes, record]
 
     def use_new_writer(self, fleet: Fleet) -> None:
         """Make a new instance 0 write the checkpoints; the one that its predecessor had not finished is due again."""

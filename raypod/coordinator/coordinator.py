@@ -11,16 +11,16 @@ import itertools
 import time
 from functools import partial
 from pathlib import Path
-from typing import Dict, Generator, Iterator, List, Optional, Sequence, Tuple
+from typing import Dict, Generator, Iterator, List, Optional, Sequence, Tuple, cast
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint
-from raypod.checkpoint.resume import check_data
 from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
 from raypod.coordinator.early_stopping import early_stop
-from raypod.coordinator.recovery import Recovery, begin
+from raypod.coordinator.elastic import Elastic, resize_at_start, start
+from raypod.coordinator.recovery import FailurePolicy, Recovery, begin
+from raypod.coordinator.same_data import check_same_data
 from raypod.coordinator.stop import Stop, stop_on_signal
-from raypod.errors import ConfigError
 from raypod.events import (
     EvaluationDone,
     EvaluationReport,
@@ -31,7 +31,7 @@ from raypod.events import (
     RunStarted,
     StoppedEarly,
 )
-from raypod.fleet.base import Fleet
+from raypod.fleet.base import ElasticFleet, Fleet
 from raypod.instance.control import IDLE
 from raypod.plan.metric import sum_exactly, values_of
 from raypod.plan.plan import Leg, Plan
@@ -63,19 +63,28 @@ def run(
     with stop_on_signal(stop), contextlib.closing(fleet):
         stop.describe = partial(describe_unsaved, plan, fleet, metrics)
         stop.abandon_loading = lambda: fleet.abandon_loading()
-        started = fleet.start()
+        current, started, missing = start(plan, fleet)
         stop.check()
-        check_same_data(plan, started, resumed)
-        begin(plan, fleet, resumed)
+        check_same_data(current, started, resumed)
+        begin(current, fleet, resumed)
         metrics.begin_at(first_update)
-        schedule = CheckpointSchedule(plan, started[0], resumed)
+        metrics.resize(current)
+        schedule = CheckpointSchedule(current, started[0], resumed)
         schedule.use_new_writer(fleet)
-        recovery = Recovery(plan, fleet, metrics, schedule, started[0].device, resumed)
+        policy = FailurePolicy(started[0].device, plan.config.run.max_restarts, plan.config.pod.is_elastic)
+        elastic = None
+        if plan.config.pod.is_elastic and plan.config.run.fleet == "ray":
+            elastic = Elastic(plan, current, cast(ElasticFleet, fleet), metrics, schedule, policy, stop, resumed)
+        recovery = Recovery(plan, fleet, metrics, schedule, policy, resumed, elastic)
         evaluations = Evaluations(plan, fleet, schedule, earlier_evaluations, stop)
+        resized = resize_at_start(plan, current, missing, resumed, fleet.hosts())
+        if resized is not None:
+            schedule.add_resize(resized)
+            yield resized
         yield _run_started(started, fleet, first_update, schedule.generation)
         # Run the evaluation that the previous process missed.
         yield from recovery.until_done(first_update, partial(evaluations.evaluate, first_update))
-        yield from _Training(plan, fleet, metrics, schedule, recovery, evaluations, stop).events()
+        yield from _Training(plan, fleet, metrics, schedule, recovery, evaluations, stop, elastic).events()
         stop.begin_end()
         assert schedule.last is not None, "a run ends with a checkpoint"
         saved, stopped = schedule.last, evaluations.early_stop()
@@ -83,10 +92,10 @@ def run(
         yield PhaseBegun("ending", metrics.position)
         if stopped is not None and not is_interrupted:
             yield stopped
-        is_preempted = is_interrupted and stop.is_preempted
         yield RunEnded(
             *(metrics.position, is_interrupted, saved.weights_sha256, saved.path, stop.cause, saved.ema_sha256),
-            preempted=is_preempted,
+            preempted=is_interrupted and stop.is_preempted,
+            resizes=tuple(schedule.resizes),
         )
 
 
@@ -102,9 +111,10 @@ class _Training:
         recovery: Recovery,
         evaluations: Evaluations,
         stop: Stop,
+        elastic: Optional[Elastic] = None,
     ) -> None:
         self._plan, self._fleet, self._metrics, self._schedule = plan, fleet, metrics, schedule
-        self._recovery, self._evaluations, self._stop = recovery, evaluations, stop
+        self._recovery, self._evaluations, self._stop, self._elastic = recovery, evaluations, stop, elastic
 
     def events(self) -> Iterator[Event]:
         """Train, write the last checkpoint, and run the last evaluation."""
@@ -131,14 +141,24 @@ class _Training:
             yield from self._evaluate(update)
         tested = self._evaluations.metrics_after(update)
         draining = [] if is_last or self._stop.requested else self._fleet.draining()
+        must_resize = ""
         if draining and not self._recovery.can_move_away_from(draining):
-            self._stop.request(f"Ray drains host {', '.join(draining)}", is_drained=True)
-            draining = []
+            cause = f"Ray drains host {', '.join(draining)}"
+            if self._elastic is not None and self._elastic.can_leave():
+                must_resize = cause
+            else:
+                self._stop.request(cause, is_drained=True)
+                draining = []
         if self._schedule.is_due(update) or tested or self._stop.requested or draining:
             with self._stop.saving():
                 yield from self._recovery.until_done(update, partial(self._schedule.begin, self._fleet, update, tested))
-        if draining:
+            if not (is_last or draining or self._stop.requested) and self._elastic is not None:
+                must_resize = "hosts have returned" if self._elastic.can_grow() else ""
+        if draining or must_resize:
             yield from self._finish_save(update)
+        if must_resize and self._elastic is not None:
+            yield from self._elastic.resize(must_resize)
+        elif draining:
             yield from self._recovery.move_away_from(draining)
 
     def _run_leg(self, leg: Leg) -> Iterator[Event]:
@@ -235,20 +255,6 @@ def combined(plan: Plan, reports: Sequence[EvaluationReport]) -> Tuple[int, Dict
     """Return the number of samples, and the value of each metric, of the reports of all instances."""
     sums = [sum_exactly(itertools.chain(*parts)) for parts in zip(*(report.sums for report in reports))]
     return sum(report.samples for report in reports), values_of(plan.task.metrics, sums)
-
-
-def check_same_data(plan: Plan, started: List[InstanceStarted], resumed: Optional[Checkpoint] = None) -> None:
-    """Check that all instances loaded the same data set, and that it is the one of the checkpoint."""
-    first = started[0]
-    for other in started:
-        if other.data_fingerprint != first.data_fingerprint:
-            raise ConfigError(
-                f"the data set of instance {other.instance} on host {other.host} differs from that of instance "
-                f"{first.instance} on host {first.host}: fingerprints {other.data_fingerprint} and "
-                f"{first.data_fingerprint}; copy one to all hosts"
-            )
-    if resumed is not None:
-        check_data(plan, resumed, first.data_fingerprint)
 
 
 def describe_unsaved(plan: Plan, fleet: Fleet, metrics: MetricsAggregator) -> str:

@@ -10,8 +10,9 @@ weights are those of a run without a failure.
 | it `raised` later | replace it; the same exception at the same update a second time ends the run | same |
 | the instances lost their connections, all alive | form the process group again | same |
 | no instance has a state | continue from the newest valid checkpoint, or from the beginning | same |
+| no host can replace it, with `--elastic` | continue with fewer replicas (elastic.py) | same |
 | Ray drains a host | move its instances (not counted); if that is impossible, save a checkpoint and end | same |
-| place of a replacement | same host; a spare host; any host | same host; a spare host with free IPUs |
+| place of a replacement | same host; a spare host; any host (see note 3) | same host; a spare host with free IPUs |
 | a failure after `run.max_restarts` restarts | end the run with an exception; see note 2 | same |
 
 Note 1: the loss of one instance ends the device runs of the others. All detach, continue from the newest weights that
@@ -19,6 +20,8 @@ one of them has read back from its devices, and attach again.
 
 Note 2: InstanceFailed for the first lost instance of that failure; RunError if only the connections failed. The message
 also quotes the first failure since the restarts were last refilled (REFILL_S).
+
+Note 3: not with `--elastic`, where an instance shares its host only with those that the plan puts there.
 
 The words in backticks in the first column are values of `events.FailureKind`.
 """
@@ -29,12 +32,14 @@ import dataclasses
 import time
 from typing import Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
+from typing_extensions import Protocol
+
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.resume import newest_valid
 from raypod.coordinator.checkpoint_access import load_on
 from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
-from raypod.errors import CheckpointDamaged, RunError, WeightsDiffer
+from raypod.errors import CheckpointDamaged, HostLost, RunError, WeightsDiffer
 from raypod.events import Event, PhaseBegun, Repaired
 from raypod.fleet.base import Fleet, FleetBroken, failure_of
 from raypod.instance.seeding import new_seeding
@@ -57,8 +62,9 @@ class Decision:
 class FailurePolicy:
     """Decides what to do about each failure of a run. Performs no I/O."""
 
-    def __init__(self, device: str, max_restarts: int) -> None:
-        self.may_share_hosts = _MAY_SHARE_HOSTS[device]
+    def __init__(self, device: str, max_restarts: int, is_elastic: bool = False) -> None:
+        self.may_share_hosts = _MAY_SHARE_HOSTS[device] and not is_elastic
+        self.uses_partition = not _MAY_SHARE_HOSTS[device]  # a V-IPU partition, if the cluster file has one
         self._max_restarts = self._remaining = max_restarts
         self._last_s: Optional[float] = None
         self._first_failure = ""
@@ -103,6 +109,13 @@ class FailurePolicy:
         return Decision((), False, failure_of(dataclasses.replace(first, cause=first.cause + suffix)))
 
 
+class Shrinking(Protocol):
+    """Continues a run with fewer replicas: `elastic.Elastic`."""
+
+    def shrink(self, gone: HostLost, lost: Set[int], began_s: float) -> Iterator[Event]:
+        """Continue after `gone`: no host can replace it. `lost` instances have no state."""
+
+
 class Recovery:
     """Runs parts of a run, and repairs the fleet if they raise FleetBroken."""
 
@@ -112,12 +125,12 @@ class Recovery:
         fleet: Fleet,
         metrics: MetricsAggregator,
         schedule: CheckpointSchedule,
-        device: str,
+        policy: FailurePolicy,
         resumed: Optional[Checkpoint],
+        elastic: Optional[Shrinking] = None,
     ) -> None:
         self._plan, self._fleet, self._metrics, self._schedule = plan, fleet, metrics, schedule
-        self._resumed = resumed
-        self._policy = FailurePolicy(device, plan.config.run.max_restarts)
+        self._resumed, self._policy, self._elastic = resumed, policy, elastic
 
     def once(self, action: Iterator[Event]) -> Iterator[Event]:
         """Yield the events of `action`; if the fleet breaks, repair it and drop the rest of the action.
@@ -152,11 +165,13 @@ class Recovery:
             yield from self._replace(tuple(sorted(moving)), moving, self._policy.may_share_hosts, time.monotonic())
         except FleetBroken as broken:
             yield from self._repair(broken, moving)
+        except HostLost as gone:
+            yield from self._shrink(gone, moving, time.monotonic())
 
     def can_move_away_from(self, hosts: Sequence[str]) -> bool:
         """Return whether other hosts have room for the instances on `hosts`, and other instances have the state."""
         moving = self._instances_on(hosts)
-        if len(moving) == self._plan.geometry.num_instances:
+        if len(moving) == len(self._fleet.hosts()):
             return False
         return self._fleet.has_room_for(moving, self._policy.may_share_hosts)
 
@@ -182,6 +197,14 @@ class Recovery:
                 return
             except FleetBroken as again:
                 broken = again
+            except HostLost as gone:
+                yield from self._shrink(gone, replaced, began_s)
+                return
+
+    def _shrink(self, gone: HostLost, lost: Set[int], began_s: float) -> Iterator[Event]:
+        if self._elastic is None:
+            raise gone
+        yield from self._elastic.shrink(gone, lost, began_s)
 
     def _replace(
         self, lost: Tuple[int, ...], replaced: Set[int], may_share_hosts: bool, began_s: float
@@ -217,7 +240,7 @@ class Recovery:
         """
         root = newest(positions)
         if root is not None:
-            seed(self._fleet, None, root, receivers(positions, root, self._plan.geometry.num_instances))
+            seed(self._fleet, None, root, receivers(positions, root, len(self._fleet.hosts())))
             return f"instance {root}", positions[root], ()
         valid, damaged = newest_valid(storage.checkpoints_folder(self._plan.run_dir))
         checkpoint = valid or self._resumed

@@ -14,7 +14,8 @@ from typing_extensions import Protocol
 from raypod.checkpoint.transfer import Server
 from raypod.errors import InstanceFailed, RunError
 from raypod.events import CallReport, ClockReading, EvaluationReport, HeartbeatReport, InstanceLost, InstanceStarted
-from raypod.plan.plan import Leg
+from raypod.plan.elastic import Room
+from raypod.plan.plan import Leg, Plan
 
 Labels = Tuple[Tuple[str, str], ...]
 
@@ -146,3 +147,40 @@ class Fleet(Protocol):
 
     def close(self) -> None:
         """End every process, actor, placement group and session that `start` created. May be called repeatedly."""
+
+
+class ElasticFleet(Fleet, Protocol):
+    """A fleet that can continue with another plan after instances were lost that no host can replace."""
+
+    def release(self, survivors: Sequence[int]) -> Dict[int, int]:
+        """Make the survivors leave the process group. Return, for each, the update of the state kept (-1 for none).
+
+        Raises:
+            FleetBroken: further instances were lost.
+        """
+
+    def call_on(self, instances: Sequence[int], method: str, *arguments: Any) -> Dict[int, Any]:
+        """Call a method of some instances in parallel, after `release`; return the results by instance.
+
+        Raises:
+            FleetBroken: one of them was lost.
+        """
+
+    def room(self) -> List[Room]:
+        """Return the hosts of the cluster that may respond, in its order. Cheap; a lost host may be among them."""
+
+    def wait_for_room(self, is_enough: Callable[[List[Room]], bool], stop_requested: Callable[[], bool]) -> List[Room]:
+        """Return the hosts of the cluster that respond, in its order.
+
+        Waits until `is_enough` or `stop_requested` returns true, at most `pod.wait_hosts` seconds.
+        """
+
+    def resize(self, plan: Plan) -> List[InstanceStarted]:
+        """End all instances and start those of a plan; return their reports. They have no state.
+
+        It can be called again after an error.
+
+        Raises:
+            FleetBroken: an instance was lost.
+            ClusterError, WaitTimedOut: a host is not available.
+        """

@@ -9,21 +9,23 @@ import dataclasses
 import importlib
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 from raypod.events import CallReport, ClockReading, EvaluationReport, HeartbeatReport, InstanceStarted
 from raypod.fleet.base import Beat, Family, FleetBroken, Labels, failure_of
 from raypod.fleet.ray_clocks import read_clocks
 from raypod.fleet.ray_metrics import RayMetrics
-from raypod.fleet.ray_nodes import draining_hosts, host_name, wait_for_nodes
+from raypod.fleet.ray_nodes import draining_hosts, host_name, match_hosts, wait_for_nodes
 from raypod.fleet.ray_replace import ProcessKiller, Replacements
 from raypod.fleet.ray_reservation import Reservation, reserve
+from raypod.fleet.ray_room import HostRoom
 from raypod.fleet.ray_server import RayServer
 from raypod.fleet.ray_session import RaySession
 from raypod.fleet.ray_watch import Requests, Watch
 from raypod.host.process import StepTimer
 from raypod.instance.control import IDLE
 from raypod.instance.process import InstanceProcess
+from raypod.plan.elastic import Room
 from raypod.plan.plan import Leg, Plan
 
 _UNRESPONSIVE_S = 2.0  # ping timeout on abnormal shutdown
@@ -36,6 +38,7 @@ class RayFleet:
     def __init__(self, plan: Plan, log: Callable[[str], None] = lambda line: None) -> None:
         """`log` receives a line for the user while `start` waits for hosts."""
         self._plan, self._bounds, self._log = plan, plan.config.run, log
+        self._full = plan  # that of `resize` can be a smaller one
         self._start_bound = (self._bounds.start_timeout_s, "run.start_timeout_s")
         # An instance that responds handles a request during a leg at once. One that does not is silent before this.
         self._leg_bound = (self._bounds.silent_after_s + self._bounds.stop_timeout_s, "run.stop_timeout_s")
@@ -68,20 +71,10 @@ class RayFleet:
         placement = self._plan.placement
         nodes = wait_for_nodes(self._ray, placement, self._plan.config.pod.wait_hosts, self._log)
         self._timer.end("wait for hosts")
-        self._reservation = reserve(self._ray, placement, nodes, self._start_bound)
-        for spec in placement.instances:
-            share = len(placement.instances_on(spec.host_index))
-            node, options = nodes[spec.host_index], self._reservation.options(spec.host_index, share)
-            self._actors.append(self._start_actor(spec.index, node, options))
-            self._nodes.append(node)
-        self._watch = Watch(self._ray, self._plan, self._actors, self.hosts(), self._killer)
         try:
-            self._started = self._all("the instances to start", self._start_bound, "build")
-            self._timer.end("start the instances")
-            self._rendezvous(0)
+            self._start_instances(nodes)
         except FleetBroken as broken:  # a failed start is not repaired
             raise failure_of(broken.losses[0]) if broken.losses else broken from None
-        self._timer.end("meet")
         if self._exported is not None:
             metrics = importlib.import_module("ray.util.metrics")
             self._metrics = RayMetrics(metrics, *self._exported, self._log)
@@ -142,16 +135,12 @@ class RayFleet:
         self._generation += 1
         for index in lost:
             self._killer.kill(self._actors[index])
-        heartbeats = self._watch.heartbeats() if self._watch is not None else {}
         replacements = self._replacements().start(lost, self._nodes, may_share_hosts, self._start_actor)
         for index, replacement in replacements.items():
             self._actors[index], self._nodes[index] = replacement.actor, replacement.node
-        self._watch = Watch(self._ray, self._plan, self._actors, self.hosts(), self._killer)
-        self._watch.record_heartbeats(
-            {index: _as_idle(report) for index, report in heartbeats.items() if index not in lost}
-        )
-        building = {self._actors[index].build.remote(): index for index in lost}
         survivors = [index for index in range(len(self._actors)) if index not in lost]
+        self._watch = self._new_watch(survivors)
+        building = {self._actors[index].build.remote(): index for index in lost}
         leaving = {self._actors[index].call.remote("leave"): index for index in survivors}
         built = self._watch.add_requests(building, "the replacements to start", self._start_bound)
         try:
@@ -161,6 +150,36 @@ class RayFleet:
         self._rendezvous(survivors[0] if survivors else 0)
         self._is_idle = True
         return positions
+
+    def release(self, survivors: Sequence[int]) -> Dict[int, int]:
+        """See `ElasticFleet.release`."""
+        self._is_idle = False
+        self._watch = self._new_watch(survivors)
+        return self.call_on(survivors, "leave")
+
+    def call_on(self, instances: Sequence[int], method: str, *arguments: Any) -> Dict[int, Any]:
+        """See `ElasticFleet.call_on`."""
+        assert self._watch is not None, "start comes first"
+        refs = {self._actors[index].call.remote(method, *arguments): index for index in instances}
+        bound = (self._bounds.report_timeout_s, "run.report_timeout_s")
+        return self._watch.results(refs, f"{method} of {len(refs)} instances", bound)
+
+    def room(self) -> List[Room]:
+        """See `ElasticFleet.room`."""
+        return HostRoom(self._ray, self._full, self._log).alive()
+
+    def wait_for_room(self, is_enough: Callable[[List[Room]], bool], stop_requested: Callable[[], bool]) -> List[Room]:
+        """See `ElasticFleet.wait_for_room`."""
+        return HostRoom(self._ray, self._full, self._log).wait(is_enough, stop_requested)
+
+    def resize(self, plan: Plan) -> List[InstanceStarted]:
+        """See `ElasticFleet.resize`."""
+        self._end_instances()
+        self._plan, self._actors, self._nodes, self._started = plan, [], [], []
+        self._draining_s = 0.0
+        self._generation += 1
+        self._start_instances(match_hosts(self._ray, plan.placement))
+        return self._started
 
     def draining(self) -> List[str]:
         """See `Fleet.draining`."""
@@ -210,6 +229,30 @@ class RayFleet:
             self._actors, self._reservation, self._ray = [], None, None
             self._session.close()
 
+    def _start_instances(self, nodes: List[Dict[str, Any]]) -> None:
+        """Start the actors of the plan on the nodes of its hosts, and form their process group."""
+        assert self._killer is not None, "start comes first"
+        placement = self._plan.placement
+        self._reservation = reserve(self._ray, placement, nodes, self._start_bound)
+        for spec in placement.instances:
+            share = len(placement.instances_on(spec.host_index))
+            node, options = nodes[spec.host_index], self._reservation.options(spec.host_index, share)
+            self._actors.append(self._start_actor(spec.index, node, options))
+            self._nodes.append(node)
+        self._watch = Watch(self._ray, self._plan, self._actors, self.hosts(), self._killer)
+        self._started = self._all("the instances to start", self._start_bound, "build")
+        self._timer.end("start the instances")
+        self._rendezvous(0)
+        self._timer.end("meet")
+
+    def _new_watch(self, survivors: Sequence[int]) -> Watch:
+        """Return a watch of the current actors, in which only the survivors can be silent."""
+        assert self._killer is not None, "start comes first"
+        before = self._watch.heartbeats() if self._watch is not None else {}
+        watch = Watch(self._ray, self._plan, self._actors, self.hosts(), self._killer)
+        watch.record_heartbeats({index: _as_idle(before.get(index)) for index in survivors})
+        return watch
+
     def _replacements(self) -> Replacements:
         assert self._reservation is not None, "start comes first"
         assert self._killer is not None, "start comes first"
@@ -257,6 +300,14 @@ class RayFleet:
 
     def _end_actors(self) -> None:
         assert self._killer is not None, "start comes first"
+        self._end_instances()
+        for server in self._servers:
+            server.close()
+        self._killer.close()
+
+    def _end_instances(self) -> None:
+        """End all actors, and the reservation of their hosts."""
+        assert self._killer is not None, "start comes first"
         if self._is_idle:  # let the instances close what they have opened
             requests = {actor.call.remote("close"): actor for actor in self._actors}
             frozen = self._unresponsive(requests, self._bounds.stop_timeout_s)
@@ -267,11 +318,9 @@ class RayFleet:
                 self._killer.kill_frozen(actor)
             else:
                 self._killer.kill(actor)
-        for server in self._servers:
-            server.close()
-        self._killer.close()
         if self._reservation is not None:
             self._reservation.release(self._ray)
+            self._reservation = None
 
     def _unresponsive(self, requests: Dict[Any, Any], timeout_s: float) -> List[Any]:
         """Return the actors that do not reply to their request within a time."""

@@ -6,9 +6,9 @@ import functools
 import importlib
 import logging
 import time
-from typing import Any, Callable, Dict, List, Set
+from typing import Any, Callable, Dict, List, Sequence, Set
 
-from raypod.errors import ClusterError
+from raypod.errors import ClusterError, PodTooSmall
 from raypod.plan.cluster import LOCAL, Host
 from raypod.plan.placement import Placement
 
@@ -24,7 +24,8 @@ def wait_for_nodes(
     `log` receives a line every 10 s while hosts are missing.
 
     Raises:
-        ClusterError: hosts are still missing after `timeout_s` seconds, or have fewer IPUs than the plan needs.
+        PodTooSmall: hosts are still missing after `timeout_s` seconds, or have fewer IPUs than the plan needs.
+        ClusterError: as `match_hosts`.
     """
     deadline, logged_s = time.monotonic() + timeout_s, -_LOG_INTERVAL_S
     while missing_hosts(ray, placement) and time.monotonic() < deadline:
@@ -37,23 +38,24 @@ def wait_for_nodes(
 
 def missing_hosts(ray: Any, placement: Placement) -> List[str]:
     """Return the hosts of a placement without a live Ray node."""
-    return [host.name for host, node in zip(placement.hosts, _nodes_of(ray, placement)) if not node]
+    return [host.name for host, node in zip(placement.hosts, nodes_of(ray, placement.hosts)) if not node]
 
 
 def match_hosts(ray: Any, placement: Placement) -> List[Dict[str, Any]]:
     """Return the Ray node of every host of a placement, in order.
 
     Raises:
-        ClusterError: hosts are missing, are the same node, or have fewer IPUs than the plan needs.
+        PodTooSmall: hosts are missing, or have fewer IPUs than the plan needs.
+        ClusterError: hosts are the same node.
     """
     alive = [node for node in ray.nodes() if node["Alive"]]
     missing = missing_hosts(ray, placement)
     if missing:
-        raise ClusterError(
+        raise PodTooSmall(
             f"{placement.cluster.name}: no Ray node is alive on {', '.join(missing)}; "
             f"alive: {', '.join(node['NodeManagerAddress'] for node in alive)}"
         )
-    nodes = _nodes_of(ray, placement)
+    nodes = nodes_of(ray, placement.hosts)
     same = [host.name for host, node in zip(placement.hosts, nodes) if nodes.count(node) > 1]
     if same:
         raise ClusterError(f"{placement.cluster.name}: {', '.join(same)} are names of one host; list it once")
@@ -61,7 +63,7 @@ def match_hosts(ray: Any, placement: Placement) -> List[Dict[str, Any]]:
     for index, (host, node) in enumerate(zip(placement.hosts, nodes)):
         needed, available = placement.ipus_on(index), node["Resources"].get("IPU", 0)
         if total and needed > available:  # the hosts of an emulated pod have no IPU resource
-            raise ClusterError(
+            raise PodTooSmall(
                 f"host {host.name} has {available:g} IPUs and the plan puts {needed} on it (the pod has {total:g} in "
                 f"all, the plan needs {placement.sizes.total_ipus}); use fewer replicas or more hosts"
             )
@@ -81,7 +83,7 @@ def is_in_cluster(placement: Placement, node: Dict[str, Any]) -> bool:
     return any(_is_on(host, node) for host in placement.cluster.hosts)
 
 
-def _nodes_of(ray: Any, placement: Placement) -> List[Dict[str, Any]]:
+def nodes_of(ray: Any, hosts: Sequence[Host]) -> List[Dict[str, Any]]:
     """Return the live node of each host; {} for none."""
     alive = [node for node in ray.nodes() if node["Alive"]]
 
@@ -90,7 +92,7 @@ def _nodes_of(ray: Any, placement: Placement) -> List[Dict[str, Any]]:
             return bool(node["NodeID"] == ray.get_runtime_context().get_node_id())
         return _is_on(host, node)
 
-    return [next((node for node in alive if is_node_of(host, node)), {}) for host in placement.hosts]
+    return [next((node for node in alive if is_node_of(host, node)), {}) for host in hosts]
 
 
 def _is_on(host: Host, node: Dict[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from raypod.host.process import process_start_ticks
 from raypod.plan.plan import Plan
 
 _ACTOR_START_S = 10.0  # for the process of an actor to start on a responsive host; its imports come later
+_ELASTIC_START_S = 30.0  # the same on the last host to try, if the run can continue without it
 _KILL_S = 10.0  # for the hosts to kill processes; an unreachable one never does
 
 
@@ -81,6 +82,9 @@ class Replacements:
     def __init__(self, ray: Any, plan: Plan, reservation: Reservation, killer: ProcessKiller) -> None:
         self._ray, self._plan, self._reservation, self._killer = ray, plan, reservation, killer
         self._start_timeout_s = plan.config.run.start_timeout_s
+        # Without further candidates an early timeout has no advantage, unless the run can continue without the host.
+        is_elastic = plan.config.pod.is_elastic
+        self._last_timeout_s = min(_ELASTIC_START_S, self._start_timeout_s) if is_elastic else self._start_timeout_s
 
     def start(
         self,
@@ -101,13 +105,10 @@ class Replacements:
         untried = {index: self._candidates(index, lost, nodes, may_share_hosts) for index in lost}
         while len(found) < len(lost):
             probes: Dict[Any, Tuple[int, Replacement]] = {}
-            for index in lost:
-                if index not in found:
-                    node = self._next(index, nodes[index], untried[index])
-                    actor = start_actor(index, node, self._options(index, node, nodes[index], may_share_hosts))
-                    probes[actor.beat.remote()] = (index, Replacement(actor, node))
-            # Without further candidates an early timeout has no advantage.
-            timeout_s = min(_ACTOR_START_S, self._start_timeout_s) if any(untried.values()) else self._start_timeout_s
+            for index, node in self._next_nodes([each for each in lost if each not in found], nodes, untried, found):
+                actor = start_actor(index, node, self._options(index, node, nodes[index], may_share_hosts))
+                probes[actor.beat.remote()] = (index, Replacement(actor, node))
+            timeout_s = min(_ACTOR_START_S, self._start_timeout_s) if any(untried.values()) else self._last_timeout_s
             ready, _ = self._ray.wait(list(probes), num_returns=len(probes), timeout=timeout_s)
             for ref, (index, replacement) in probes.items():
                 if ref in ready and self._succeeded(ref):
@@ -138,6 +139,21 @@ class Replacements:
             candidates += [node for node in others if node["NodeID"] not in used]
             candidates += [node for node in others if node["NodeID"] in used and may_share_hosts]
         return candidates
+
+    def _next_nodes(
+        self,
+        missing: Sequence[int],
+        nodes: List[Dict[str, Any]],
+        untried: Dict[int, List[Dict[str, Any]]],
+        found: Dict[int, Replacement],
+    ) -> List[Tuple[int, Dict[str, Any]]]:
+        """Return the next node to try for each of `missing`. If one has none, end the actors that were `found`."""
+        try:
+            return [(index, self._next(index, nodes[index], untried[index])) for index in missing]
+        except HostLost:
+            for replacement in found.values():
+                self._killer.kill(replacement.actor)
+            raise
 
     def _next(self, index: int, own: Dict[str, Any], untried: List[Dict[str, Any]]) -> Dict[str, Any]:
         if not untried:

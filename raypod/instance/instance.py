@@ -32,10 +32,10 @@ from raypod.host.sdk import Sdk
 from raypod.instance.control import LOADING, Heartbeat, StopGate
 from raypod.instance.process_group import ProcessGroup
 from raypod.instance.profile import Profile
+from raypod.instance.rate import ScheduledRate
 from raypod.instance.replica_model import EvaluationSums, ReplicaModel
 from raypod.instance.seeding import Endpoint, Seeding, SeedingPeer
 from raypod.model import program
-from raypod.plan.learning_rate import learning_rate
 from raypod.plan.plan import Leg, Plan
 from raypod.tasks.registry import task_of_plan
 
@@ -50,7 +50,7 @@ class Instance:
         self._update = self._host_update = -1  # of the weights on the device and on the host; -1: not trained yet
         self._feed: Optional[Feed] = None
         self._poptorch_models: List[Any] = []  # each attaches to the device
-        self._optimizer_is_set = True  # the device has, or will be compiled with, the optimizer's current values
+        self._rate = ScheduledRate(plan)
         self._group = ProcessGroup(plan.placement.cluster.data_network)
         self._seeding_peer: Optional[SeedingPeer] = None
         self._saves: Optional[BackgroundWriter] = None  # only in instance 0
@@ -208,7 +208,7 @@ class Instance:
             if not self._gate.enter(first_call + number):
                 return
             update = leg.first_update + number * device_iterations
-            self._set_learning_rate(update)
+            self._rate.set(self._training, self._model.optimizer, update)
             began, peer_wait_before = time.monotonic(), self._sdk.peer_wait_s()
             with self.heartbeat.in_call(first_call + number):
                 digest = self._feed.samples_digest()
@@ -280,6 +280,14 @@ class Instance:
         if self._saves is not None:
             self._saves.begin(manifest, State(**self._state()))
 
+    def save_kept(self, manifest: Manifest, server: Optional[Server]) -> Tuple[SaveReport, ...]:
+        """Write the state that `leave` has kept, in any instance; return the reports not returned yet."""
+        self._saves = self._saves or BackgroundWriter(self._plan)
+        if server is not None:
+            self._saves.send_to(server)
+        self._saves.begin(manifest, State(**self._state()))
+        return self._saves.finish()
+
     def has_file(self, path: str) -> bool:
         """Return whether a file exists on this host."""
         return Path(path).exists()
@@ -312,20 +320,10 @@ class Instance:
 
     def _load_state(self, state: Dict[str, Any]) -> None:
         self._model.load_state(state)
-        self._optimizer_is_set = False
+        self._rate.is_set = False
         self._model.load_replica_state(self._training, state["replicas"])
         self._update = self._host_update = state.get("update", -1)
         self._model.begin_average_at(self._update)
-
-    def _set_learning_rate(self, update: int) -> None:
-        plan, optimizer = self._plan, self._model.optimizer
-        rate = learning_rate(plan.config, update, plan.total_updates, plan.updates_per_epoch)
-        if self._optimizer_is_set and rate == optimizer.param_groups[0]["lr"]:
-            return
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        self._training.setOptimizer(optimizer)
-        self._optimizer_is_set = True
 
     def _report(self, update: int, outputs: Tuple[torch.Tensor, torch.Tensor], samples_digest: str) -> CallReport:
         return CallReport(

@@ -101,7 +101,8 @@ class ReplicaModel:
         return recent_results.without_rows(program.read_replica_state(training))
 
     def load_replica_state(self, training: Any, state: Optional[Dict[str, Any]]) -> None:
-        """Load a state of `replica_state`."""
+        """Load a state of `replica_state`, also that of another number of replicas."""
+        state = program.replica_state_for(self._geometry.total_replicas, state)
         self._loaded_replica_state = state
         if self._keeps_results:
             state = recent_results.with_empty_rows(state, self._geometry, self._num_sums)

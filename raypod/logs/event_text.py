@@ -16,6 +16,7 @@ from raypod.events import (
     InstanceLost,
     PhaseBegun,
     Repaired,
+    Resized,
     RunEnded,
     RunStarted,
     StoppedEarly,
@@ -27,7 +28,7 @@ SHOWN = frozenset(
     [
         *_PROCESS,
         *map(event_name, (RunStarted, EvaluationDone, CheckpointSaved, CheckpointFailed, InstanceLost, Repaired)),
-        *map(event_name, (StoppedEarly, RunEnded)),
+        *map(event_name, (Resized, StoppedEarly, RunEnded)),
     ]
 )
 ALL = SHOWN | {"call_times", *map(event_name, (PhaseBegun, CheckpointBegun, EpochDone))}
@@ -119,6 +120,13 @@ def _repaired(record: Record) -> str:
     )
 
 
+def _resized(record: Record) -> str:
+    return (
+        f"{record['replicas']} replicas x accumulation {record['gradient_accumulation']} after update "
+        f"{record['update']}, instead of {record['replicas_before']} replicas: {record['cause']}"
+    )
+
+
 def _stopped_early(record: Record) -> str:
     return f"after update {record['update']}: {record['metric']} was best after update {record['best_update']}"
 
@@ -165,6 +173,7 @@ _TEXTS: Dict[str, Callable[[Record], str]] = {
     "checkpoint_failed": _checkpoint_failed,
     "instance_lost": _instance_lost,
     "repaired": _repaired,
+    "resized": _resized,
     "stopped_early": _stopped_early,
     "run_ended": _run_ended,
     "call_times": _call_times,

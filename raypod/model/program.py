@@ -246,6 +246,18 @@ def read_replica_state(training: Any) -> Optional[Dict[str, Any]]:
     return state
 
 
+def replica_state_for(replicas: int, state: Optional[Dict[str, Any]]) -> Optional[Dict[str, Any]]:
+    """Return a state of `read_replica_state` for another number of replicas: replica r gets the buffers of r modulo it.
+
+    The random state counts the micro-batches of a replica. It stays: a replica with another index, or with more
+    micro-batches done, draws numbers that no other one has drawn.
+    """
+    if state is None:
+        return None
+    buffers = {name: values[torch.arange(replicas) % len(values)] for name, values in state["buffers"].items()}
+    return {**state, "buffers": buffers}
+
+
 def load_replica_state(training: Any, state: Optional[Dict[str, Any]]) -> None:
     """Restore a state of `read_replica_state`; does nothing for None or if the SDK cannot load it."""
     loader = getattr(training, "loadEmulatedReplicaState", None)

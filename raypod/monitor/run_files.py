@@ -116,12 +116,24 @@ class RunFiles:
                     self._placed = _by_instance(record.get("instances"))
             self._records = [*self._records, *records][-_KEPT_EVENTS:]
 
+    def _specs(self, plan: Mapping[str, Any]) -> List[Mapping[str, Any]]:
+        """Return the instances of the plan; after a change of the number of replicas, those that replaced them."""
+        resized = self._last.get("resized", {})
+        hosts, replicas = resized.get("hosts"), _integer(resized.get("replicas"))
+        if not isinstance(hosts, list) or not hosts:
+            return _objects(plan.get("instances"))
+        local = replicas // len(hosts)
+        return [
+            {"index": index, "host": host, "replica_offset": index * local, "local_replicas": local}
+            for index, host in enumerate(hosts)
+        ]
+
     def _instances(self, plan: Mapping[str, Any]) -> Tuple[Instance, ...]:
         times = _by_instance(self._last.get("call_times", {}).get("instances"))
         geometry = plan.get("geometry")
         ipus = _integer(geometry.get("local_ipus")) if isinstance(geometry, dict) else 0
         found = []
-        for spec in _objects(plan.get("instances")):
+        for spec in self._specs(plan):
             index = _integer(spec.get("index"))
             placed, calls = self._placed.get(index, {}), times.get(index, {})
             statistics: Dict[str, Any] = {key: calls.get(key) for key in _CALL_KEYS}

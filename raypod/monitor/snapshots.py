@@ -155,6 +155,7 @@ _TEXTS: Dict[str, Callable[[Mapping[str, Any]], str]] = {
     "checkpoint_failed": lambda record: f"checkpoint after update {record['update']} failed: {record['cause']}",
     "instance_lost": _lost,
     "repaired": _repaired,
+    "resized": lambda record: f"continues on {record['replicas']} replicas after update {record['update']}",
     "stopped_early": lambda record: f"stops early after update {record['update']}: {record['metric']}",
     "run_ended": _ended,
     "process_failed": lambda record: f"failed with exit code {record['exit_code']}: {record['message']}",

@@ -31,6 +31,7 @@ _EVENTS = {
     "process_failed": BAD,
     "checkpoint_failed": BAD,
     "repaired": WARN,
+    "resized": WARN,
     "checkpoint_saved": NOTE,
     "evaluation_done": "magenta",
     "epoch_done": DIM,

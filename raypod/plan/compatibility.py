@@ -19,6 +19,14 @@ def check_compatible(config: Config) -> None:
         raise ConfigError(f"--init-ignore {','.join(training.init_ignore)} has no effect without --init-weights")
 
 
+def check_min_hosts(config: Config, replicas: int, hosts: int) -> None:
+    """Raise ConfigError if a plan of `replicas` replicas uses fewer hosts than `--min-hosts`."""
+    least = config.pod.min_hosts or 1
+    if hosts < least:
+        used = f"{hosts} host{'s' * (hosts > 1)}"
+        raise ConfigError(f"--min-hosts {least}: a plan of {replicas} replica{'s' * (replicas > 1)} uses {used}")
+
+
 def check_metrics(config: Config, names: Sequence[str], test_samples: int) -> None:
     """Raise ConfigError for a metric that the task does not have, or if no evaluation can end the run early.
 

@@ -201,7 +201,16 @@ class PodSection(Section):
     wait_hosts: float = Field(
         0, ge=0, le=MAX_TIMEOUT_S, description="seconds to wait for hosts that have not joined the cluster yet"
     )
+    elastic: bool = Field(False, description="continue with fewer replicas while hosts are lost, with equal updates")
+    min_hosts: Optional[int] = Field(
+        None, ge=1, description="elastic: the fewest hosts that continue, else the run ends"
+    )
     executable_cache_path: Optional[str] = Field(None, description="cache folder of compiled executables")
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of replicas may change; `min_hosts` implies it."""
+        return self.elastic or self.min_hosts is not None
 
 
 class Config(pydantic.BaseModel):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import List, Optional, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 from raypod.errors import ClusterError, ConfigError
 from raypod.plan.cluster import Cluster, Host, VipuPartition
@@ -133,6 +133,15 @@ def place(cluster: Cluster, sizes: Sizes, threads_per_replica: int = 1) -> Place
     placement = Placement(cluster, sizes, tuple(specs))
     _check_hosts(placement, per_host)
     return placement
+
+
+def specs_of(sizes: Sizes, hosts: Sequence[str]) -> Tuple[InstanceSpec, ...]:
+    """Return the instances on hosts, which are those of each instance, without their threads (0)."""
+    names, local = list(dict.fromkeys(hosts)), sizes.local_replicas
+    return tuple(
+        InstanceSpec(index, host, names.index(host), list(hosts[:index]).count(host), index * local, local, 0)
+        for index, host in enumerate(hosts)
+    )
 
 
 def _check_hosts(placement: Placement, per_host: int) -> None:

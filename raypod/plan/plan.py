@@ -10,7 +10,7 @@ from typing import Dict, List, Optional, Sequence, Tuple
 
 from raypod.errors import ConfigError
 from raypod.plan.cluster import Cluster
-from raypod.plan.compatibility import check_compatible, check_metrics
+from raypod.plan.compatibility import check_compatible, check_metrics, check_min_hosts
 from raypod.plan.config import Config
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.placement import Placement, Sizes, place
@@ -247,6 +247,7 @@ def make_plan(config: Config, cluster: Cluster, task: TaskFacts, run_dir: str) -
             "add --num-instances 1, or omit --fleet inline"
         )
     placement = place(cluster, geometry, pod.threads_per_replica)
+    check_min_hosts(config, geometry.total_replicas, len(placement.hosts))
     splits = tuple(training.pipeline_splits or ())
     _check_pipeline(config, geometry, splits)
     return Plan(config, placement, geometry, task, run_dir, splits)

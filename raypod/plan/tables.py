@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.cli import format_table
 from raypod.plan.cluster import Host, VipuPartition
+from raypod.plan.elastic import smaller_plans
 from raypod.plan.placement import (
     InstanceSpec,
     Placement,
@@ -72,6 +73,7 @@ def render(plan: Plan) -> str:
         ),
         *_pipeline_rows(plan),
         *_cluster_rows(placement),
+        *_elastic_rows(plan),
         (
             "global batch",
             f"{training.batch_size} (micro-batch) x {training.gradient_accumulation} (accumulation) x "
@@ -126,6 +128,17 @@ def _cluster_rows(placement: Placement) -> List[Tuple[str, str]]:
         if conflict:
             rows.append(("", f"a run on IPUs would fail: {conflict}"))
     return rows
+
+
+def _elastic_rows(plan: Plan) -> List[Tuple[str, str]]:
+    if not plan.config.pod.is_elastic:
+        return []
+    plans = [
+        f"{_count(each.geometry.total_replicas, 'replica')} x {each.geometry.gradient_accumulation} (accumulation) on "
+        f"{_count(len(each.placement.hosts), 'host')}"
+        for each in smaller_plans(plan)
+    ]
+    return [("elastic", f"while hosts are lost: {', or '.join(plans)}" if plans else "no smaller plan")]
 
 
 def _partition(vipu: VipuPartition, placement: Placement) -> str:

@@ -10,22 +10,33 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Dict, List, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
-from raypod.events import CallDone, Event, Repaired, RunStarted
+from raypod.events import CallDone, Event, Repaired, Resized, RunStarted
 from raypod.host.files import AppendOnlyFile
-from raypod.plan.plan import Plan
+from raypod.plan.plan import Geometry, Plan
 
 NAME = "ledger.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerationStarted:
-    """A generation trains from `update` (0-based) on, with `instances` instances."""
+    """A generation trains from `update` (0-based) on, with these sizes; None: those of the run's plan."""
 
     generation: int
     update: int
     instances: int
+    replicas: Optional[int] = None
+    gradient_accumulation: Optional[int] = None
+
+    def geometry(self, planned: Geometry) -> Geometry:
+        """Return the sizes of this generation of a run that was planned with other ones."""
+        return dataclasses.replace(
+            planned,
+            num_instances=self.instances,
+            total_replicas=self.replicas or planned.total_replicas,
+            gradient_accumulation=self.gradient_accumulation or planned.gradient_accumulation,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +62,15 @@ class Ledger:
         self._file = AppendOnlyFile(Path(plan.run_dir) / NAME)
         self._file.end_line()
         self._generation = 0
+        geometry = plan.geometry
+        self._sizes = (geometry.num_instances, geometry.total_replicas, geometry.gradient_accumulation)
 
     def handle(self, event: Event) -> None:
         """Append the generation or the call of an event, if it has one."""
         if isinstance(event, RunStarted):
             self.begin(event.generation, event.first_update)
+        elif isinstance(event, Resized):
+            self._sizes = (len(event.hosts), event.replicas, event.gradient_accumulation)
         elif isinstance(event, Repaired):
             self.begin(event.generation, event.update)
         elif isinstance(event, CallDone):
@@ -64,7 +79,7 @@ class Ledger:
     def begin(self, generation: int, update: int) -> None:
         """Start `generation`, which trains from `update` on; the following calls belong to it."""
         self._generation = generation
-        self._write(GenerationStarted(generation, update, self._plan.geometry.num_instances))
+        self._write(GenerationStarted(generation, update, *self._sizes))
 
     def write(self, call: CallDone) -> None:
         """Append a call."""

@@ -43,6 +43,10 @@ class MetricsAggregator:
         self._pending.clear()
         self.position = update
 
+    def resize(self, plan: Plan) -> None:
+        """Continue with a plan of other instances, whose updates have the same samples. No report is pending."""
+        self._plan = plan
+
     def begin_leg(self, now_s: float) -> None:
         """Exclude the time before a leg (start, save, evaluation) from the throughput."""
         self._last_call_s = now_s

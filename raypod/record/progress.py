@@ -20,6 +20,7 @@ from raypod.events import (
     Event,
     InstanceLost,
     Repaired,
+    Resized,
     RunEnded,
     RunStarted,
     StoppedEarly,
@@ -82,6 +83,8 @@ class Progress:
             return self._evaluation_line(event)
         if isinstance(event, (CheckpointFailed, InstanceLost, Repaired)):
             return _failure_line(event)
+        if isinstance(event, Resized):
+            return _resized_line(event)
         if isinstance(event, StoppedEarly):
             return f"Stopped early after update {event.update}: {event.reason}"
         if isinstance(event, RunEnded) and event.interrupted:
@@ -132,6 +135,15 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def _resized_line(event: Resized) -> str:
+    return (
+        f"Elastic: {event.replicas} replicas x accumulation {event.gradient_accumulation} from update "
+        f"{event.update + 1} on, instead of {event.replicas_before} replicas "
+        f"({event.cause}): every update has the same samples, but sums them in another order, so the bits of the "
+        "weights differ"
+    )
 
 
 def _failure_line(event: Union[CheckpointFailed, InstanceLost, Repaired]) -> str:

@@ -128,6 +128,7 @@ def write_summary(
         "ema_sha256": ended.ema_sha256,
         "device": started.device,
         "restarts": repaired.restarts if repaired else 0,
+        "resizes": list(ended.resizes),
         "topology": topology_summary(plan),
         "interrupted": ended.interrupted,
         "preempted": ended.preempted,

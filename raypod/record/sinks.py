@@ -13,7 +13,7 @@ from typing import Any, Iterator, List, Optional, Tuple, Type, Union
 from typing_extensions import Protocol
 
 from raypod.errors import ConfigError, RunError
-from raypod.events import CheckpointBegun, EvaluationDone, Event, RunStarted, UpdateDone, flat_record
+from raypod.events import CheckpointBegun, EvaluationDone, Event, Resized, RunStarted, UpdateDone, flat_record
 from raypod.host.files import AppendOnlyFile, replace_file, strict_json
 from raypod.plan import user_code
 from raypod.plan.config import Config
@@ -72,14 +72,18 @@ class Sinks:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._sinks: List[Sink] = []
+        self._resized: Tuple[Event, ...] = ()  # before the run started
 
     def handle(self, event: Event) -> None:
         """Write an event to the files that record it."""
         if isinstance(event, RunStarted):
             for sink in _open_sinks(self._plan, event.first_update):
                 self._sinks.append(sink)
-                sink.handle(event)
+                for each in (*self._resized, event):
+                    sink.handle(each)
             return
+        if isinstance(event, Resized) and not self._sinks:
+            self._resized = (event,)
         for sink in self._sinks:
             sink.handle(event)
             if isinstance(event, CheckpointBegun):  # a run that resumes from it finds every line before it

@@ -23,7 +23,11 @@ from raypod.record.ledger import CallRecord, GenerationStarted, Line
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """What determines the order of a run's samples. The number of instances may change between generations."""
+    """What determines the order of a run's samples.
+
+    The number of instances may change between generations, and in an elastic run that of the replicas, with the same
+    global batch.
+    """
 
     geometry: Geometry
     seed: int
@@ -66,13 +70,13 @@ def verify(run_dir: Path) -> Verdict:
 
 def check_ledger(order: Order, lines: List[Line], unreadable: List[int], missing_end: Sequence[str] = ()) -> Verdict:
     """Check the lines of a ledger. `unreadable` are line numbers; `missing_end` are further findings."""
-    calls, instances, notes = _calls_in_effect(order, lines)
+    calls, geometries, notes = _calls_in_effect(order, lines)
     # No fault by itself: if a truncated call was not repeated, its updates are missing below.
     notes += [f"line {number} of the ledger cannot be read" for number in unreadable]
     faults = [*missing_end, *_gaps(order, calls)]
     checker = _Checker(order)
     for call in calls:
-        faults += checker.check_call(call, instances[call.generation])
+        faults += checker.check_call(call, geometries[call.generation])
     notes += checker.epochs()
     faults += checker.miscounted()
     updates = len(calls) * order.geometry.device_iterations
@@ -103,23 +107,27 @@ def _missing_end(run_dir: Path, order: Order, lines: List[Line]) -> List[str]:
     return faults
 
 
-def _calls_in_effect(order: Order, lines: List[Line]) -> Tuple[List[CallRecord], Dict[int, int], List[str]]:
-    """Return the calls that are not superseded, the number of instances by generation, and notes on the others."""
+def _calls_in_effect(order: Order, lines: List[Line]) -> Tuple[List[CallRecord], Dict[int, Geometry], List[str]]:
+    """Return the calls that are not superseded, the sizes by generation, and notes on the generations."""
     calls: List[CallRecord] = []
-    instances: Dict[int, int] = {}
+    geometries: Dict[int, Geometry] = {}
     notes: List[str] = []
+    replicas: Optional[int] = None
     for line in lines:
         if isinstance(line, GenerationStarted):
             superseded = [call for call in calls if call.update >= line.update]
             calls = [call for call in calls if call.update < line.update]
-            instances[line.generation] = line.instances
+            sizes = geometries[line.generation] = line.geometry(order.geometry)
+            is_resized, replicas = replicas not in (None, sizes.total_replicas), sizes.total_replicas
             if line.generation > 1:
                 updates = len(superseded) * order.geometry.device_iterations
-                notes.append(f"generation {line.generation} began after update {line.update}: {updates} superseded")
+                resized = f"; {replicas} replicas x accumulation {sizes.gradient_accumulation}" if is_resized else ""
+                note = f"generation {line.generation} began after update {line.update}: {updates} superseded{resized}"
+                notes.append(note)
         else:
-            instances.setdefault(line.generation, order.geometry.num_instances)
+            geometries.setdefault(line.generation, order.geometry)
             calls.append(line)
-    return calls, instances, notes
+    return calls, geometries, notes
 
 
 def _gaps(order: Order, calls: List[CallRecord]) -> List[str]:
@@ -144,10 +152,13 @@ class _Checker:
         self._samples = np.zeros(0, dtype=np.int64)
         self._seen: Dict[int, np.ndarray] = {}
 
-    def check_call(self, call: CallRecord, instances: int) -> List[str]:
-        """Return the faults of a call."""
-        order, geometry = self._order, dataclasses.replace(self._order.geometry, num_instances=instances)
+    def check_call(self, call: CallRecord, geometry: Geometry) -> List[str]:
+        """Return the faults of a call of a generation with these sizes."""
+        order = self._order
         where = f"the call at update {call.update + 1}"
+        if geometry.global_batch_size != order.geometry.global_batch_size:
+            batches = f"{geometry.global_batch_size} samples, not {order.geometry.global_batch_size}"
+            return [f"{where} is of generation {call.generation}, whose updates have {batches}"]
         per_epoch = geometry.updates_per_epoch(order.train_samples)
         epoch, in_epoch = divmod(call.update, per_epoch)
         expected = (epoch, in_epoch * geometry.global_batch_size, geometry.samples_per_call)
@@ -158,7 +169,7 @@ class _Checker:
             self._epoch, self._samples = epoch, epoch_order(order.seed, epoch, order.train_samples)
         faults = []
         seen = self._seen.setdefault(epoch, np.zeros(order.train_samples, dtype=np.int64))
-        for instance in range(instances):
+        for instance in range(geometry.num_instances):
             samples = self._samples[call_positions(geometry, instance, in_epoch // geometry.device_iterations)]
             found_digest = call.digests.get(instance)
             if found_digest is None:

@@ -183,6 +183,10 @@ _TEXTS: Dict[str, Callable[[Dict[str, Any]], str]] = {
         f"instances {_listed(record.get('lost'))} replaced on {_listed(record.get('hosts'))} "
         f"in {record.get('seconds') or 0:.3g} s, weights from {record.get('seeded_from')}"
     ),
+    "resized": lambda record: (
+        f"{record.get('replicas')} replicas x accumulation {record.get('gradient_accumulation')} instead of "
+        f"{record.get('replicas_before')} replicas: {record.get('cause')}"
+    ),
     "stopped_early": lambda record: (
         f"{record.get('metric')} did not improve for {record.get('patience')} evaluations; "
         f"the best is that after update {record.get('best_update')}"

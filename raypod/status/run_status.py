@@ -27,6 +27,7 @@ from raypod.events import (
     InstanceStarted,
     PhaseBegun,
     Repaired,
+    Resized,
     RunEnded,
     RunStarted,
     StoppedEarly,
@@ -34,7 +35,7 @@ from raypod.events import (
 )
 from raypod.fleet.base import Beat
 from raypod.instance.control import IDLE
-from raypod.plan.placement import InstanceSpec
+from raypod.plan.placement import InstanceSpec, specs_of
 from raypod.plan.plan import Plan
 from raypod.plan.tables import describe
 from raypod.record.call_times import CallsByInstance
@@ -45,7 +46,7 @@ _RECENT_EVENTS = 50
 _RECENT_UPDATES = 512  # for sparklines
 _LOGGED = (
     *(RunStarted, CheckpointSaved, CheckpointFailed, EvaluationDone, EpochDone),
-    *(InstanceLost, Repaired, StoppedEarly, RunEnded),
+    *(InstanceLost, Repaired, Resized, StoppedEarly, RunEnded),
 )
 _NOT_SHOWN = ("stack", "instances", "seconds", "device_line")  # of an event: long, or elsewhere in the snapshot
 
@@ -56,6 +57,7 @@ class RunStatus:
     def __init__(self, plan: Plan, heartbeats: Callable[[], Mapping[int, Beat]]) -> None:
         """`heartbeats` is `Fleet.heartbeats`."""
         self._plan, self._heartbeats = plan, heartbeats
+        self._specs, self._sizes = plan.placement.instances, plan.placement.sizes
         self._description = describe(plan)
         self.calls = CallsByInstance()
         self.started_unix_s = time.time()
@@ -99,6 +101,12 @@ class RunStatus:
         if isinstance(event, RunStarted):
             self.started, self.position, self.generation = event, event.first_update, event.generation
             self.instances = {each.instance: each for each in event.instances}
+        elif isinstance(event, Resized):
+            self._sizes = dataclasses.replace(
+                self._sizes, total_replicas=event.replicas, num_instances=len(event.hosts)
+            )
+            self._specs = specs_of(self._sizes, event.hosts)
+            self.instances = {index: each for index, each in self.instances.items() if index < len(event.hosts)}
         elif isinstance(event, InstanceLost):
             self.lost = {**self.lost, event.instance: event}
         elif isinstance(event, Repaired):
@@ -189,15 +197,14 @@ class RunStatus:
     def _instances(self, beats: Mapping[int, Beat]) -> List[Dict[str, Any]]:
         summaries, now_s = self.calls.summaries(), time.monotonic()
         return [
-            self._instance(spec, beats.get(spec.index), summaries.get(spec.index, {}), now_s)
-            for spec in self._plan.placement.instances
+            self._instance(spec, beats.get(spec.index), summaries.get(spec.index, {}), now_s) for spec in self._specs
         ]
 
     def _instance(
         self, spec: InstanceSpec, beat: Optional[Beat], calls: Mapping[str, Optional[float]], now_s: float
     ) -> Dict[str, Any]:
         instance, report = self.instances.get(spec.index), beat.report if beat else None
-        sizes = self._plan.placement.sizes
+        sizes = self._sizes
         p50_s = calls.get("p50_s")
         return {
             "instance": spec.index,
@@ -212,7 +219,7 @@ class RunStatus:
             "calls": report.calls if report else 0,
             "cpu_s": report.cpu_s if report else None,
             "heartbeat_age_s": now_s - beat.received_s if beat else None,
-            "samples_per_s": self._plan.geometry.combined_batch_size / p50_s if p50_s else None,
+            "samples_per_s": self._plan.geometry.samples_per_call / sizes.num_instances / p50_s if p50_s else None,
             "call_s": dict(calls),
             "log_file": self._plan.log_file(spec.index),
             "log_line": report.log_line if report else None,
@@ -231,7 +238,7 @@ class RunStatus:
     def _hosts(self, beats: Mapping[int, Beat]) -> Dict[str, Optional[Dict[str, Any]]]:
         """Return the usage of each host, None if no instance there has reported it yet."""
         found: Dict[str, Optional[Dict[str, Any]]] = {}
-        for spec in self._plan.placement.instances:
+        for spec in self._specs:
             instance = self.instances.get(spec.index)
             host, beat = instance.host if instance else spec.host, beats.get(spec.index)
             usage: Optional[HostUsage] = beat.report.host_usage if beat else None

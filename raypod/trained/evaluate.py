@@ -11,7 +11,8 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
-from raypod.coordinator.coordinator import check_same_data, evaluate_now
+from raypod.coordinator.coordinator import evaluate_now
+from raypod.coordinator.same_data import check_same_data
 from raypod.coordinator.stop import Stop, stop_on_signal
 from raypod.errors import RunError
 from raypod.fleet.choice import fleet_for

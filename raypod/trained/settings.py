@@ -130,6 +130,7 @@ def plan_of(config: Config, changes: Mapping[str, Any], source: str) -> Plan:
         UserError: a setting, or the data set, cannot be used.
     """
     values = changed(config, changes, EVALUATION)
+    values["pod"].pop("min_hosts", None)  # of the training
     pod, run, training = values["pod"], values["run"], values["training"]
     if "pod.num_instances" in changes and "run.fleet" not in changes:
         run["fleet"] = "ray"

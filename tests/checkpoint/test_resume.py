@@ -20,10 +20,11 @@ from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.resume import manifest_of
 from raypod.checkpoint.storage import checkpoints_folder
 from raypod.errors import ConfigError
-from raypod.events import CheckpointSaved, Event, RunEnded, UpdateDone
+from raypod.events import CheckpointSaved, Event, Resized, RunEnded, UpdateDone
 from raypod.plan.cluster import LOCAL
 from raypod.plan.plan import DatasetSize, Plan, TaskFacts, make_plan
 from raypod.plan.resolve import from_values
+from raypod.record import run_folder, verify_data
 
 Make = Callable[..., Plan]
 
@@ -158,6 +159,22 @@ def test_the_placement_may_differ(make: Make, sections: Dict[str, Any]) -> None:
     assert find(make, path, **sections).checkpoint.update == 44
 
 
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 4), (8, 1)])
+def test_another_number_of_replicas_resumes_only_an_elastic_run_with_equal_updates(make: Make, sizes: Any) -> None:
+    path = save(make(), 44).path
+    replicas, accumulation = sizes
+    sections = {"training": {"gradient_accumulation": accumulation}}
+    is_equal = replicas * accumulation == 4
+    with pytest.raises(ConfigError, match=f"replicas is 4 and this run's is {replicas}{'; .*--elastic' * is_equal}"):
+        find(make, path, pod={"replicas": replicas, "num_instances": 1}, **sections)
+    elastic = {"replicas": replicas, "num_instances": 1, "elastic": True}
+    if is_equal:
+        assert find(make, path, pod=elastic, **sections).checkpoint.update == 44
+    else:
+        with pytest.raises(ConfigError, match="pod.replicas is 4 and this run's is 8$"):
+            find(make, path, pod=elastic, **sections)
+
+
 # ---- resumed runs ----------------------------------------------------------------------------------------------------
 
 # Dropout and BatchNorm have state per replica, which must be restored too.
@@ -210,6 +227,39 @@ def test_a_run_stopped_anywhere_resumes_bit_for_bit(make: Make, model: str, tmp_
     expected = [json.loads(line) for line in (tmp_path / "uninterrupted" / "metrics.jsonl").read_text().splitlines()]
     keys = ("update", "epoch", "loss", "accuracy", "samples")
     assert [[line[key] for key in keys] for line in lines] == [[line[key] for key in keys] for line in expected]
+
+
+def test_runs_with_fewer_and_then_more_replicas_have_the_same_updates(make: Make, model: str, tmp_path: Path) -> None:
+    def resumed(replicas: int, updates: int) -> List[Event]:
+        training = {"model": model, "updates": updates, "gradient_accumulation": 8 // replicas, "batch_size": 4}
+        pod = {"replicas": replicas, "num_instances": 1, "elastic": True}
+        run_section = {"fleet": "inline", "device": "emulated", "resume": str(folder) if folder.exists() else None}
+        plan = make(training={**training, "lr_schedule": "constant"}, pod=pod, run=run_section)
+        run_folder.create(plan)
+        return run(plan)
+
+    folder = tmp_path / "run"
+    sizes = [(4, 10), (2, 20), (1, 30), (8, 40)]
+    events = [resumed(*each) for each in sizes]
+    changes = [event for each in events for event in each if isinstance(event, Resized)]
+    assert [(each.update, each.replicas, each.replicas_before) for each in changes] == [
+        (10, 2, 4),
+        (20, 1, 2),
+        (30, 8, 1),
+    ]
+    (ended,) = (event for event in events[-1] if isinstance(event, RunEnded))
+    assert [(each["update"], each["replicas"], each["gradient_accumulation"]) for each in ended.resizes] == [
+        (10, 2, 4),
+        (20, 1, 8),
+        (30, 8, 1),
+    ]
+    verdict = verify_data.verify(folder)
+    assert verdict.is_proved, verdict.lines
+    assert "generation 4 began after update 30: 0 superseded; 8 replicas x accumulation 1" in verdict.lines
+    newest = resume.newest_valid(checkpoints_folder(str(folder)))[0]
+    assert newest is not None
+    replicas = writer.load_checkpoint(newest.path)["replicas"]
+    assert {len(values) for values in replicas["buffers"].values()} == {8}
 
 
 def test_a_setting_that_differs_takes_effect(make: Make, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from raypod.events import (
     InstanceStarted,
     PhaseBegun,
     Repaired,
+    Resized,
     RunEnded,
     RunStarted,
     StoppedEarly,
@@ -51,6 +52,10 @@ EXAMPLES: Tuple[Tuple[events.Event, str], ...] = (
     (
         Repaired((1,), ("host-2",), "instance 0", 9, 3.21, 1, 2, (), INSTANCES),
         "instance 1 on host-2, from instance 0; continues after update 9, 3.2 s; restarts 1, generation 2",
+    ),
+    (
+        Resized(9, 2, 4, 4, ("host-0",), "host-1 is lost"),
+        "2 replicas x accumulation 4 after update 9, instead of 4 replicas: host-1 is lost",
     ),
     (StoppedEarly(12, "loss", 3, 9, 0.5), "after update 12: loss was best after update 9"),
     (RunEnded(12, True, "b" * 64, None, "drained"), "interrupted (drained) after update 12, weights bbbbbbbbbbbb"),

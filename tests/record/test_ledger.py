@@ -21,11 +21,18 @@ from raypod.record.verify_data import Order, Verdict, check_ledger
 SEED = 5
 
 
-def generation_lines(order: Order, generation: int, instances: int, first_update: int, end_update: int) -> List[Line]:
-    """The lines of one generation without faults."""
-    geometry = dataclasses.replace(order.geometry, num_instances=instances)
+def generation_lines(
+    order: Order, generation: int, instances: int, first_update: int, end_update: int, fewer: int = 1
+) -> List[Line]:
+    """The lines of one generation without faults, with the replicas divided by `fewer`."""
+    started = GenerationStarted(generation, first_update, instances)
+    if fewer > 1:
+        planned = order.geometry
+        sizes = (planned.total_replicas // fewer, planned.gradient_accumulation * fewer)
+        started = GenerationStarted(generation, first_update, instances, *sizes)
+    geometry = started.geometry(order.geometry)
     per_epoch = geometry.updates_per_epoch(order.train_samples)
-    lines: List[Line] = [GenerationStarted(generation, first_update, instances)]
+    lines: List[Line] = [started]
     for update in range(first_update, end_update, geometry.device_iterations):
         epoch, in_epoch = divmod(update, per_epoch)
         samples = epoch_order(order.seed, epoch, order.train_samples)
@@ -121,6 +128,25 @@ def test_superseded_calls_of_a_resumed_run_do_not_count() -> None:
     assert not checked(ORDER, lines).is_proved
 
 
+def test_a_generation_with_fewer_replicas_is_proved_and_named() -> None:
+    lines = [*generation_lines(ORDER, 1, 2, 0, 7), *generation_lines(ORDER, 2, 1, 6, 12, fewer=2)]
+    lines += generation_lines(ORDER, 3, 2, 12, 18)
+    verdict = checked(ORDER, lines)
+    assert verdict.is_proved, verdict.lines
+    assert verdict.lines[:2] == (
+        "generation 2 began after update 6: 1 superseded; 2 replicas x accumulation 2",
+        "generation 3 began after update 12: 0 superseded; 4 replicas x accumulation 1",
+    )
+    assert not checked(ORDER, [*lines[:8], dataclasses.replace(lines[8], replicas=None), *lines[9:]]).is_proved
+
+
+def test_a_generation_with_another_global_batch_is_not_proved() -> None:
+    started = GenerationStarted(1, 0, 2, replicas=2, gradient_accumulation=1)
+    verdict = checked(ORDER, [started, *WHOLE[1:]])
+    assert not verdict.is_proved
+    assert "update 1 is of generation 1, whose updates have 4 samples, not 8" in verdict.lines[0]
+
+
 def test_a_truncated_line_does_not_affect_the_others(make: Callable[..., Plan], tmp_path: Path) -> None:
     plan = make()
     Path(plan.run_dir).mkdir()
@@ -134,9 +160,9 @@ def test_a_truncated_line_does_not_affect_the_others(make: Callable[..., Plan], 
         path.write_bytes(path.read_bytes() + b'{"generation": 2, "upd')
     lines, unreadable = ledger.read(path)
     assert lines == [
-        GenerationStarted(1, 0, 2),
+        GenerationStarted(1, 0, 2, 4, 1),
         CallRecord(1, 0, 0, 0, 32, {0: "aa", 1: "bb"}),
-        GenerationStarted(2, 1, 2),
+        GenerationStarted(2, 1, 2, 4, 1),
         CallRecord(2, 1, 0, 32, 32, {0: "aa", 1: "bb"}),
     ]
     assert unreadable == [3, 6]

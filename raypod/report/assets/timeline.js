@@ -5,6 +5,7 @@ const MARKS = {
   evaluation_done: { name: "evaluated", symbol: "circle", size: 8, colour: "evaluating" },
   instance_lost: { name: "instance lost", symbol: "diamond", size: 14, colour: "repairing" },
   repaired: { name: "repaired", symbol: "diamond", size: 14, colour: "evaluating" },
+  resized: { name: "resized", symbol: "roundRect", size: 12, colour: "evaluating" },
   stopped_early: { name: "stopped early", symbol: "rect", size: 9, colour: "ending" },
   process_failed: { name: "failed", symbol: "diamond", size: 16, colour: "repairing" },
   process_interrupted: { name: "interrupted", symbol: "rect", size: 11, colour: "saving" },
@@ -12,8 +13,8 @@ const MARKS = {
   run_ended: { name: "ended", symbol: "rect", size: 9, colour: "training" },
 };
 const CAUSES = { started: "started", resumed: "resumed", repaired: "after a repair" };
-const IN_TABLE = ["instance_lost", "repaired", "checkpoint_failed", "stopped_early", "process_failed", "process_interrupted",
-  "process_preempted"];
+const IN_TABLE = ["instance_lost", "repaired", "resized", "checkpoint_failed", "stopped_early", "process_failed",
+  "process_interrupted", "process_preempted"];
 
 function timelineOf(run) {
   const timeline = run.timeline;

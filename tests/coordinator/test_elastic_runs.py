@@ -1,0 +1,327 @@
+"""Elastic runs of a scripted fleet: hosts are lost and return, and what else happens meanwhile."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
+
+import pytest
+import torch
+
+from raypod.checkpoint import storage, writer
+from raypod.checkpoint.format import Retention
+from raypod.coordinator import coordinator
+from raypod.errors import ClusterError, HostLost, InstanceFailed, PodTooSmall
+from raypod.events import (
+    CallReport,
+    CheckpointSaved,
+    Event,
+    InstanceLost,
+    InstanceStarted,
+    Repaired,
+    Resized,
+    RunEnded,
+    SaveReport,
+    UpdateDone,
+)
+from raypod.fleet.base import FleetBroken
+from raypod.fleet.scripted import ScriptedFleet
+from raypod.plan.cluster import Cluster, Host
+from raypod.plan.elastic import Room
+from raypod.plan.plan import Leg, Plan, make_plan
+from raypod.plan.resolve import from_values
+from raypod.record import run_folder, verify_data
+from raypod.record.metrics import MetricsAggregator
+from raypod.record.sinks import Sinks
+from raypod.tasks.registry import facts_of
+
+HOSTS = "abcd"
+WEIGHTS = {"weight": torch.zeros(2)}
+
+
+def plan_on(folder: Path, updates: int = 40, **pod: Any) -> Plan:
+    """8 replicas on 4 hosts with one instance each, and a checkpoint every 10 updates."""
+    cluster = Cluster("pod", tuple(Host(name, name) for name in HOSTS))
+    pod = {"replicas": 8, "num_instances": 4, "elastic": True, **pod}
+    training = {"updates": updates, "batch_size": 2}
+    config = from_values({"training": training, "pod": pod, "run": {"checkpoint_every": "10 updates"}})
+    plan = make_plan(config, cluster, facts_of(config), str(folder / "run"))
+    run_folder.create(plan)
+    return plan
+
+
+def lost(*instances: int) -> FleetBroken:
+    losses = tuple(
+        InstanceLost(each, HOSTS[each], "died", "its process died", "", "", f"instance-{each}.log")
+        for each in instances
+    )
+    return FleetBroken(losses, "")
+
+
+class Pod(ScriptedFleet):
+    """An elastic fleet whose hosts are `there`. It loses an instance at the update `fails_at` with its host."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.there = list(HOSTS)
+        self.fails_at = {13: (3,)}  # update: instances
+        self.returns_at: Dict[int, str] = {}  # update: host
+        self.broken_resizes: List[Exception] = []
+        self.broken_saves: List[FleetBroken] = []
+        self.wait_stops = self.waits_only_for_lost_hosts = False
+        self.saved_on: List[int] = []
+
+    def call(self, method: str, *arguments: Any) -> List[Any]:
+        if method == "save":
+            self.called.append(method)
+            self._saves = (self._written(arguments[0]),)
+            return [None] * len(self._instances)
+        results = super().call(method, *arguments)
+        return [writer.tensors.weights_sha256(WEIGHTS)] * len(results) if method == "seed_weights" else results
+
+    def _written(self, manifest: Any) -> SaveReport:
+        folder = storage.checkpoints_folder(self._plan.run_dir)
+        found = writer.write_checkpoint(folder, manifest, writer.State(WEIGHTS, {}), Retention(3))
+        return SaveReport(manifest.update, str(found.path), found.manifest.weights_sha256, None)
+
+    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+        for report in super().run(leg, stop_requested):
+            if report.first_update in self.returns_at:
+                self.there.append(self.returns_at.pop(report.first_update))
+            if report.first_update in self.fails_at:
+                instances = self.fails_at.pop(report.first_update)
+                hosts = self.hosts()
+                self.there = [host for host in self.there if host not in [hosts[each] for each in instances]]
+                self.position = report.first_update
+                raise lost(*instances)
+            yield report
+
+    def repair(self, instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+        assert not may_share_hosts
+        raise HostLost(self.hosts()[instances[0]], instances, "no other host responds", "the log")
+
+    def release(self, survivors: Sequence[int]) -> Dict[int, int]:
+        return dict.fromkeys(survivors, self.position)
+
+    def call_on(self, instances: Sequence[int], method: str, *arguments: Any) -> Dict[int, Any]:
+        if method == "save_kept":
+            if self.broken_saves:
+                raise self.broken_saves.pop()
+            self.saved_on += instances
+            return {each: (self._written(arguments[0]),) for each in instances}
+        return {each: {"has_file": True, "finish_saves": ()}.get(method) for each in instances}
+
+    def room(self) -> List[Room]:
+        return [Room(host, 2) for host in sorted(self.there)]
+
+    def wait_for_room(self, is_enough: Callable[[List[Room]], bool], stop_requested: Callable[[], bool]) -> List[Room]:
+        if self.waits_only_for_lost_hosts:
+            assert is_enough(self.room()) is (len(self.there) == len(HOSTS))
+        if self.wait_stops:
+            signal.raise_signal(signal.SIGTERM)
+            assert stop_requested()
+        return self.room()
+
+    def resize(self, plan: Plan) -> List[InstanceStarted]:
+        called = self.called
+        if self.broken_resizes:
+            raise self.broken_resizes.pop()
+        super().__init__(plan)
+        self.called = called
+        return self.started()
+
+    def has_room_for(self, instances: Tuple[int, ...], may_share_hosts: bool) -> bool:
+        return not instances
+
+
+def events_of(plan: Plan, fleet: ScriptedFleet) -> List[Event]:
+    found = []
+    with Sinks(plan) as sinks:
+        for event in coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)):
+            sinks.handle(event)
+            found.append(event)
+    return found
+
+
+def of(events: List[Event], kind: type) -> List[Any]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def changes(events: List[Event]) -> List[Tuple[int, int, int, str]]:
+    return [
+        (event.update, event.replicas, event.gradient_accumulation, "".join(event.hosts))
+        for event in of(events, Resized)
+    ]
+
+
+def test_the_run_continues_after_the_update_of_a_survivor_and_grows_at_the_next_checkpoint(tmp_path: Path) -> None:
+    plan = plan_on(tmp_path)
+    fleet = Pod(plan)
+    fleet.returns_at, fleet.waits_only_for_lost_hosts = {21: "d"}, True
+    events = events_of(plan, fleet)
+    assert changes(events) == [(13, 4, 2, "ab"), (30, 8, 1, "abcd")]
+    assert [event.update for event in of(events, UpdateDone)] == list(range(1, 41))
+    assert [event.update for event in of(events, CheckpointSaved)] == [13, 30, 40]
+    assert fleet.saved_on == [0]
+    repairs = of(events, Repaired)
+    assert [(each.update, each.generation, each.restarts, len(each.lost)) for each in repairs] == [
+        (13, 2, 1, 2),
+        (30, 3, 1, 4),
+    ]
+    (ended,) = of(events, RunEnded)
+    assert ended.resizes == (
+        {"update": 13, "replicas": 4, "gradient_accumulation": 2},
+        {"update": 30, "replicas": 8, "gradient_accumulation": 1},
+    )
+
+
+def test_a_host_that_returns_in_time_leaves_the_bits_as_they_are(tmp_path: Path) -> None:
+    plan = plan_on(tmp_path, wait_hosts=60)
+
+    class Returns(Pod):
+        def wait_for_room(
+            self, is_enough: Callable[[List[Room]], bool], stop_requested: Callable[[], bool]
+        ) -> List[Room]:
+            assert not is_enough(self.room())
+            assert not stop_requested()
+            self.there.append("d")
+            assert is_enough(self.room())
+            return self.room()
+
+    events = events_of(plan, Returns(plan))
+    assert not changes(events)
+    assert [(each.update, each.restarts) for each in of(events, Repaired)] == [(13, 1)]
+    assert [event.update for event in of(events, UpdateDone)] == list(range(1, 41))
+    assert of(events, RunEnded)[0].resizes == ()
+
+
+def test_without_elastic_the_run_ends(tmp_path: Path) -> None:
+    plan = plan_on(tmp_path, elastic=False)
+
+    class Fixed(Pod):
+        def repair(self, instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+            return super().repair(instances, False)
+
+    with pytest.raises(HostLost, match="host d is lost, with instance 3: no other host responds"):
+        events_of(plan, Fixed(plan))
+
+
+def test_an_instance_that_is_lost_while_it_saves_is_replaced_by_another_survivor(tmp_path: Path) -> None:
+    plan = plan_on(tmp_path)
+    fleet = Pod(plan)
+    fleet.broken_saves = [lost(0)]
+    events = events_of(plan, fleet)
+    assert fleet.saved_on == [1]
+    assert [event.instance for event in of(events, InstanceLost)] == [3, 0]
+    assert [event.update for event in of(events, UpdateDone)] == list(range(1, 41))
+
+
+def test_without_a_survivor_the_newest_checkpoint_counts(tmp_path: Path) -> None:
+    plan = plan_on(tmp_path)
+    fleet = Pod(plan)
+    fleet.fails_at = {13: (0, 1, 2, 3)}
+    fleet.returns_at = {12: "e"}
+
+    def room() -> List[Room]:
+        return [Room("a", 2)]
+
+    fleet.room = room  # type: ignore[method-assign]
+    events = events_of(plan, fleet)
+    assert changes(events) == [(10, 2, 4, "a")]
+    assert fleet.saved_on == []
+    assert [event.update for event in of(events, UpdateDone)] == list(range(1, 41)), "repeated updates are no events"
+
+
+@pytest.mark.parametrize("error", [lost(1), ClusterError("the Ray node of b has ended"), FleetBroken((), "refused")])
+def test_a_failure_while_the_instances_start_is_another_restart(tmp_path: Path, error: Exception) -> None:
+    plan = plan_on(tmp_path, min_hosts=1)
+    fleet = Pod(plan)
+    fleet.broken_resizes = [error]
+    events = events_of(plan, fleet)
+    assert changes(events) == [(13, 4, 2, "ab")]
+    assert [each.restarts for each in of(events, Repaired)] == [2]
+
+
+def test_failures_of_every_start_end_the_run(tmp_path: Path) -> None:
+    plan = plan_on(tmp_path)
+    fleet = Pod(plan)
+    fleet.broken_resizes = [lost(1), lost(1), lost(1), lost(1)]
+    with pytest.raises(InstanceFailed, match="limit --max-restarts 3 is reached"):
+        events_of(plan, fleet)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_too_few_hosts_end_the_run_with_one_line_and_a_checkpoint(tmp_path: Path, is_stopped: bool) -> None:
+    plan = plan_on(tmp_path, min_hosts=3)
+    fleet = Pod(plan)
+    fleet.wait_stops = is_stopped
+    expected = KeyboardInterrupt if is_stopped else HostLost
+    with pytest.raises(expected) as caught:
+        events_of(plan, fleet)
+    if not is_stopped:
+        message = (
+            "host d is lost, with instance 3: no power of two of replicas can continue on the hosts that respond: "
+        )
+        assert str(caught.value).startswith(f"{message}a (2), b (2), c (2); --min-hosts 3: a plan of 4 replicas uses 2")
+        assert "\n" not in str(caught.value)
+    found, _ = storage.list_checkpoints(storage.checkpoints_folder(plan.run_dir))
+    assert found[0].update == 13
+
+
+def test_a_host_that_is_drained_is_left(tmp_path: Path) -> None:
+    plan = plan_on(tmp_path)
+
+    class Drained(Pod):
+        def draining(self) -> List[str]:
+            return ["b"] if "b" in self.hosts() and self.drains else []
+
+        def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+            for report in super().run(leg, stop_requested):
+                yield report
+                self.drains = self.drains or (report.first_update, report.instance) == (14, 3)
+
+        def room(self) -> List[Room]:
+            return [each for each in super().room() if each.host != "b" or not self.drains]
+
+        drains = False
+
+    fleet = Drained(plan)
+    fleet.fails_at = {}
+    events = events_of(plan, fleet)
+    (change,) = changes(events)
+    assert change == (15, 4, 2, "ac")
+    assert of(events, Resized)[0].cause == "Ray drains host b"
+    assert [each.restarts for each in of(events, Repaired)] == [0]
+    assert [event.update for event in of(events, UpdateDone)] == list(range(1, 41))
+
+
+class Late(Pod):
+    """Only some hosts have joined the cluster when the run starts."""
+
+    def start(self) -> List[InstanceStarted]:
+        raise PodTooSmall("pod: no Ray node is alive on c, d")
+
+
+def test_a_run_starts_on_the_hosts_that_have_joined(tmp_path: Path) -> None:
+    plan = plan_on(tmp_path)
+    fleet = Late(plan)
+    fleet.there, fleet.fails_at, fleet.returns_at = ["a", "b"], {}, {11: "c", 21: "d"}
+    events = events_of(plan, fleet)
+    assert isinstance(events[0], Resized)
+    assert events[0].cause == "pod: no Ray node is alive on c, d"
+    assert changes(events) == [(0, 4, 2, "ab"), (30, 8, 1, "abcd")]
+    assert [event.update for event in of(events, UpdateDone)] == list(range(1, 41))
+    notes = verify_data.verify(Path(plan.run_dir)).lines  # a scripted fleet reports no digests
+    assert any(
+        "generation 2 began after update 30: 0 superseded; 8 replicas x accumulation 1" in note for note in notes
+    )
+
+
+@pytest.mark.parametrize("pod", [{"elastic": False}, {"min_hosts": 3}])
+def test_a_run_without_enough_hosts_does_not_start(tmp_path: Path, pod: Dict[str, Any]) -> None:
+    plan = plan_on(tmp_path, **pod)
+    fleet = Late(plan)
+    fleet.there = ["a", "b"]
+    with pytest.raises(ClusterError, match="no Ray node is alive on c, d"):
+        events_of(plan, fleet)
