@@ -7,7 +7,7 @@ import difflib
 import sys
 from typing import Any, Callable, Iterable, List, NoReturn, Sequence
 
-from raypod.errors import ConfigError, RaypodError
+from raypod.errors import ConfigError, Preempted, RaypodError
 
 INTERRUPTED = 130
 
@@ -19,6 +19,9 @@ def report_errors(command: Callable[[], int]) -> int:
     except RaypodError as error:
         print(f"raypod: error: {error}", file=sys.stderr)  # noqa: T201 - the command line's own output
         return error.exit_code
+    except Preempted as preempted:
+        print(f"raypod: {preempted}", file=sys.stderr)  # noqa: T201
+        return preempted.exit_code
     except KeyboardInterrupt as interrupt:
         print("raypod: interrupted", file=sys.stderr)  # noqa: T201
         return int(getattr(interrupt, "exit_code", INTERRUPTED))

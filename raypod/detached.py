@@ -129,12 +129,12 @@ def stop(run_dir: Path, within_s: float = 900.0) -> int:
     if state.has_ended or not state.is_alive:
         print(f"{run_dir}: nothing to stop, {_describe(state, is_alive=False)[0]}")  # noqa: T201
         return 0
-    os.kill(state.pid, signal.SIGTERM)
+    os.kill(state.pid, signal.SIGINT)  # not SIGTERM, which can be the notice of a preemption
     deadline = time.monotonic() + within_s
     while state.is_alive:
         if time.monotonic() > deadline:
             raise RunError(
-                f"{run_dir}: the run has not ended {within_s:g} s after SIGTERM; a second stop ends it at once"
+                f"{run_dir}: the run has not ended {within_s:g} s after SIGINT; a second stop ends it at once"
             )
         time.sleep(_POLL_S)
     print(f"{run_dir}: {_describe(_state_of(run_dir), is_alive=False)[0]}")  # noqa: T201
@@ -153,7 +153,7 @@ def _describe(state: RunState, is_alive: bool) -> Tuple[str, bool]:
     if state.state == run_state.FAILED:
         return f"failed (exit code {state.exit_code}): {state.message}", False
     if state.has_ended:
-        return f"{state.state} after update {state.update}", True
+        return f"{state.state} after update {state.update}{': ' if state.message else ''}{state.message}", True
     if not is_alive:
         return (
             f"its coordinator died at update {state.update}; the same command resumes from the last checkpoint",

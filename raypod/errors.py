@@ -50,6 +50,20 @@ class RaypodError(Exception):
     exit_code = 1
 
 
+class Preempted(KeyboardInterrupt):
+    """Raised if a preemption ends a run before its last checkpoint is written; that one is the newest before.
+
+    It is a KeyboardInterrupt, as the interruption by any other signal.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message, exit_code)
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class UserError(RaypodError):
     """Raised for a wrong request; the message states what is wrong, where, and what to do."""
 

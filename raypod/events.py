@@ -296,6 +296,7 @@ class RunEnded:
     checkpoint: Optional[str]
     cause: str = ""  # of an interruption without a signal
     ema_sha256: Optional[str] = None  # of the averaged weights
+    preempted: bool = False  # the interruption is a preemption
 
 
 _Measured = TypeVar("_Measured", UpdateDone, EvaluationDone)

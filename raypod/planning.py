@@ -16,6 +16,7 @@ from raypod.host.lease_file import EXPIRES_AFTER_S
 from raypod.host.process import environment_variables
 from raypod.plan import flags, learning_rate, resolve, tables
 from raypod.plan.cluster import LOCAL, read_cluster
+from raypod.plan.config import Config
 from raypod.plan.environment import strict_environment
 from raypod.plan.plan import Plan, make_plan
 from raypod.plan.profile_window import window_of
@@ -34,7 +35,12 @@ _SWITCHES = {
 }
 
 
-def plan_of(argv: Sequence[str], prog: str, switches: Sequence[str] = ()) -> Tuple[Plan, argparse.Namespace]:
+def plan_of(
+    argv: Sequence[str],
+    prog: str,
+    switches: Sequence[str] = (),
+    on_config: Callable[[Config], None] = lambda config: None,
+) -> Tuple[Plan, argparse.Namespace]:
     """Return the plan of a command line, and the parsed flags.
 
     If the command line is one that runs (`--dry-run` is a switch of it and is not given), the data set is downloaded
@@ -44,6 +50,7 @@ def plan_of(argv: Sequence[str], prog: str, switches: Sequence[str] = ()) -> Tup
         argv: the flags, without the program's name.
         prog: the program's name in messages.
         switches: further boolean flags: any of `--dry-run`, `--json`, `--detach`, `--take-over`.
+        on_config: called with the config before what takes long: data, a pipeline.
 
     Raises:
         UserError: a flag, the config, the cluster file or the data set is wrong.
@@ -60,16 +67,22 @@ def plan_of(argv: Sequence[str], prog: str, switches: Sequence[str] = ()) -> Tup
         parser.add_argument("--lease", help=argparse.SUPPRESS)
     args = flags.parse_arguments(parser, argv)
     values, source = resolve.merge(args, schema)
-    return plan_from(values, source, is_dry=getattr(args, "dry_run", True)), args
+    return plan_from(values, source, getattr(args, "dry_run", True), on_config), args
 
 
-def plan_from(values: resolve.Values, source: str, is_dry: bool = False) -> Plan:
+def plan_from(
+    values: resolve.Values,
+    source: str,
+    is_dry: bool = False,
+    on_config: Callable[[Config], None] = lambda config: None,
+) -> Plan:
     """Return the plan of the values of a config, and download the data set where the config asks for it.
 
     Args:
         values: section -> key -> value.
         source: where the values come from, for messages.
         is_dry: download nothing; a missing data set counts with its published size.
+        on_config: see `plan_of`.
 
     Raises:
         UserError: the config, the cluster file or the data set is wrong.
@@ -78,6 +91,7 @@ def plan_from(values: resolve.Values, source: str, is_dry: bool = False) -> Plan
     cluster = LOCAL if path is None else read_cluster(str(path))
     schema = schema_of(resolve.task_of_values(values))
     config = resolve.from_values(values, source, None if path is None else cluster.num_instances, schema)
+    on_config(config)
     run_dir = run_folder.choose(config)
     plan = make_plan(config, cluster, facts_of(config, is_dry), run_dir)
     window_of(plan)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
 import sys
 import time
+from pathlib import Path
 from typing import Optional, Sequence
 
 from raypod import detached, planning
 from raypod.api.training import Claimed, Training, claimed, resume_point
 from raypod.cli import INTERRUPTED, report_errors
-from raypod.coordinator.stop import Stop
+from raypod.coordinator.stop import Stop, deadline_of, stop_on_signal
+from raypod.errors import Preempted
 from raypod.events import RunEnded
 from raypod.host.process import process_age_s
 from raypod.record.progress import Progress
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Run the command and return its exit code: 0 done, 1 failed, 2 wrong request, 130 interrupted."""
+    """Run the command and return its exit code.
+
+    Returns:
+        0 done, 1 failed, 2 wrong request, 130 interrupted; 130 or that of `--preemption-exit-code` preempted.
+    """
     return report_errors(lambda: _train(sys.argv[1:] if argv is None else argv, "raypod.train"))
 
 
@@ -27,27 +36,58 @@ def command(argv: Sequence[str]) -> int:
 
 def _train(argv: Sequence[str], prog: str) -> int:
     started_at_s = time.monotonic() - process_age_s()
-    plan, args = planning.plan_of(argv, prog, ["--dry-run", "--detach", "--take-over"])
-    if args.dry_run:
-        plan, _ = resume_point(plan)
-        print(planning.render_with_pipeline(plan))  # noqa: T201
-        return 0
-    # The background process verifies its checkpoint.
-    with claimed(plan, _log, args.take_over, args.lease, verify=not args.detach) as run:
+    stop = Stop()
+    try:
+        code = _train_until(stop, argv, prog, started_at_s)
+    except Preempted as preempted:
+        _exit_soon(stop, preempted.exit_code)
+        raise
+    _exit_soon(stop, code)
+    return code
+
+
+def _train_until(stop: Stop, argv: Sequence[str], prog: str, started_at_s: float) -> int:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stop_on_signal(stop))
+        switches = ["--dry-run", "--detach", "--take-over"]
+        plan, args = planning.plan_of(argv, prog, switches, lambda config: stop.configure(config.run))
+        if args.dry_run:
+            plan, _ = resume_point(plan)
+            print(planning.render_with_pipeline(plan))  # noqa: T201
+            return 0
+        if not args.detach:
+            stack.enter_context(deadline_of(stop))
+        # The background process verifies its checkpoint.
+        run = stack.enter_context(claimed(plan, _log, args.take_over, args.lease, verify=not args.detach))
         if args.detach:
             return detached.detach(argv, run.claim, plan.config.run.start_timeout_s)
-        return _run(run, started_at_s)
+        return _run(run, stop, started_at_s)
 
 
-def _run(run: Claimed, started_at_s: float) -> int:
-    training = Training(run, Progress(run.plan), Stop(), started_at_s)
-    was_interrupted = False
+def _run(run: Claimed, stop: Stop, started_at_s: float) -> int:
+    training = Training(run, Progress(run.plan), stop, started_at_s)
+    exit_code = 0
     for event in training.events():
-        if isinstance(event, RunEnded):
-            was_interrupted = event.interrupted
+        if isinstance(event, RunEnded) and event.interrupted:
+            exit_code = stop.exit_code if event.preempted else INTERRUPTED
     print(f"Waiting for data: {100 * training.metrics.data_wait_share:.1f} % of the time of the calls")  # noqa: T201
     print(f"Everything else: {run.plan.run_dir}")  # noqa: T201
-    return INTERRUPTED if was_interrupted else 0
+    return exit_code
+
+
+def _exit_soon(stop: Stop, code: int) -> None:
+    """After a notice with a deadline, make the process exit without Python's finalization, which can take seconds."""
+
+    def exit_now() -> None:
+        with contextlib.suppress(OSError, ValueError):  # the reader has closed its end
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+    started = Path(sys.argv[0])
+    is_own_process = "raypod" in (started.name, started.parent.name)  # else the caller of `main` determines the code
+    if stop.must_leave and is_own_process:
+        atexit.register(exit_now)
 
 
 def _log(text: str) -> None:

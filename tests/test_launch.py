@@ -418,6 +418,14 @@ def test_a_signal_is_forwarded(launch: Launch, name: str) -> None:
     assert (found.lines(0), found.lines(1)) == (["ready", "stopped"], ["ready", "stopped"])
 
 
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
+def test_a_signal_for_the_programs_is_passed_on_and_ends_no_launch(launch: Launch, name: str) -> None:
+    with interrupted(int(signal.Signals[name])):
+        found = launch(*TWO, *python(TRAPS.format(name)))
+    assert found.code == 0
+    assert (found.lines(0), found.lines(1)) == (["ready", "stopped"], ["ready", "stopped"])
+
+
 def test_a_second_sigint_kills_the_programs(launch: Launch) -> None:
     with interrupted(signal.SIGINT, signal.SIGINT):
         found = launch(*TWO, "sh", "-c", "trap 'echo no' INT TERM; echo ready; for i in $(seq 600); do sleep 0.1; done")

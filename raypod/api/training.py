@@ -15,11 +15,12 @@ from raypod import planning
 from raypod.checkpoint import resume, weights_file
 from raypod.coordinator import coordinator
 from raypod.coordinator.early_stopping import early_stop
-from raypod.coordinator.stop import Stop
+from raypod.coordinator.stop import Stop, deadline_of
 from raypod.errors import ConfigError, LeaseLost, UserError, summarize_exception
 from raypod.events import EvaluationDone, Event, RunStarted
 from raypod.fleet.base import Fleet
 from raypod.fleet.choice import fleet_for
+from raypod.host.abort import on_abort
 from raypod.host.lease_file import Log
 from raypod.plan.plan import Plan
 from raypod.plan.profile_window import rounding_of, window_of
@@ -164,8 +165,11 @@ class Training:
         If the generator is closed before its end, the run stops after the current call, with a checkpoint.
         """
         plan, lease, is_closed = self._run.plan, self._run.claim.lease, False
+        self._stop.configure(plan.config.run)
         run_folder.create(plan)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(deadline_of(self._stop))
+            stack.enter_context(on_abort(lambda error: lease.abandon()))
             trackers = stack.enter_context(TrackerProcesses(plan, self._reporter.warn, self._started_unix_s))
             stack.push(self._write_report)  # the last step before that of the trackers: it reads the other files
             fleet = fleet_for(plan, self._reporter.print_line)
@@ -186,7 +190,7 @@ class Training:
     def _recorders(self, fleet: Fleet, stack: contextlib.ExitStack) -> Iterator[Recorder]:
         """Open what shows the run to other processes: `state.json`, the status endpoint and `events.jsonl`."""
         plan, folder = self._run.plan, self._run.claim.folder
-        state = stack.enter_context(run_state.StateFile(folder, plan.total_updates))
+        state = stack.enter_context(run_state.StateFile(folder, plan.total_updates, self._stop.exit_code))
         yield state
         yield CoordinatorLogTimes(folder)
         status = RunStatus(plan, fleet.heartbeats)

@@ -10,8 +10,10 @@ import contextlib
 import itertools
 import time
 from functools import partial
+from pathlib import Path
 from typing import Dict, Generator, Iterator, List, Optional, Sequence, Tuple
 
+from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.resume import check_data
 from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
@@ -30,11 +32,13 @@ from raypod.events import (
     StoppedEarly,
 )
 from raypod.fleet.base import Fleet
+from raypod.instance.control import IDLE
 from raypod.plan.metric import sum_exactly, values_of
 from raypod.plan.plan import Leg, Plan
 from raypod.record.metrics import MetricsAggregator
 
 Events = Generator[Event, None, None]
+_RECENT_S = 1.5  # age of a heartbeat that shows what its instance does now
 
 
 def run(
@@ -57,6 +61,8 @@ def run(
     """
     first_update, stop = resumed.update if resumed else 0, stop or Stop()
     with stop_on_signal(stop), contextlib.closing(fleet):
+        stop.describe = partial(describe_unsaved, plan, fleet, metrics)
+        stop.abandon_loading = lambda: fleet.abandon_loading()
         started = fleet.start()
         stop.check()
         check_same_data(plan, started, resumed)
@@ -65,18 +71,23 @@ def run(
         schedule = CheckpointSchedule(plan, started[0], resumed)
         schedule.use_new_writer(fleet)
         recovery = Recovery(plan, fleet, metrics, schedule, started[0].device, resumed)
-        evaluations = Evaluations(plan, fleet, schedule, earlier_evaluations)
+        evaluations = Evaluations(plan, fleet, schedule, earlier_evaluations, stop)
         yield _run_started(started, fleet, first_update, schedule.generation)
         # Run the evaluation that the previous process missed.
         yield from recovery.until_done(first_update, partial(evaluations.evaluate, first_update))
         yield from _Training(plan, fleet, metrics, schedule, recovery, evaluations, stop).events()
+        stop.begin_end()
         assert schedule.last is not None, "a run ends with a checkpoint"
         saved, stopped = schedule.last, evaluations.early_stop()
         is_interrupted = metrics.position < evaluations.last_update()
         yield PhaseBegun("ending", metrics.position)
         if stopped is not None and not is_interrupted:
             yield stopped
-        yield RunEnded(metrics.position, is_interrupted, saved.weights_sha256, saved.path, stop.cause, saved.ema_sha256)
+        is_preempted = is_interrupted and stop.is_preempted
+        yield RunEnded(
+            *(metrics.position, is_interrupted, saved.weights_sha256, saved.path, stop.cause, saved.ema_sha256),
+            preempted=is_preempted,
+        )
 
 
 class _Training:
@@ -121,10 +132,11 @@ class _Training:
         tested = self._evaluations.metrics_after(update)
         draining = [] if is_last or self._stop.requested else self._fleet.draining()
         if draining and not self._recovery.can_move_away_from(draining):
-            self._stop.request(f"Ray drains host {', '.join(draining)}")
+            self._stop.request(f"Ray drains host {', '.join(draining)}", is_drained=True)
             draining = []
         if self._schedule.is_due(update) or tested or self._stop.requested or draining:
-            yield from self._recovery.until_done(update, partial(self._schedule.begin, self._fleet, update, tested))
+            with self._stop.saving():
+                yield from self._recovery.until_done(update, partial(self._schedule.begin, self._fleet, update, tested))
         if draining:
             yield from self._finish_save(update)
             yield from self._recovery.move_away_from(draining)
@@ -157,29 +169,47 @@ class _Training:
             yield from self._schedule.begin(self._fleet, update)
             yield from self._schedule.finish(self._fleet)
 
-        yield from self._recovery.until_done(update, save)
+        with self._stop.saving():
+            yield from self._recovery.until_done(update, save)
 
 
 class Evaluations:
     """The evaluations of a run. Each update is evaluated at most once: a rollback reproduces the same weights."""
 
     def __init__(
-        self, plan: Plan, fleet: Fleet, schedule: CheckpointSchedule, earlier_evaluations: Sequence[EvaluationDone]
+        self,
+        plan: Plan,
+        fleet: Fleet,
+        schedule: CheckpointSchedule,
+        earlier_evaluations: Sequence[EvaluationDone],
+        stop: Optional[Stop] = None,
     ) -> None:
         """`earlier_evaluations` holds the evaluations that the run had made before it was resumed."""
-        self._plan, self._fleet, self._schedule = plan, fleet, schedule
+        self._plan, self._fleet, self._schedule, self._stop = plan, fleet, schedule, stop or Stop()
         self._evaluations = {each.update: each for each in earlier_evaluations}
 
     def evaluate(self, update: int) -> Iterator[Event]:
-        """Evaluate the test split after `update` updates, if that is due and has not been done."""
+        """Evaluate the test split after `update` updates, if that is due and has not been done.
+
+        A preemption with a deadline abandons it: the run that resumes makes it.
+        """
         if not self._plan.is_evaluated_after(update) or update in self._evaluations:
             return
         yield PhaseBegun("evaluating", update)
-        samples, values = evaluate_now(self._fleet, self._plan)
+        found = self._evaluated()
+        if found is None:
+            return
+        samples, values = found
         done = EvaluationDone(samples, values, update, (update - 1) // self._plan.updates_per_epoch + 1)
         self._evaluations[update] = done
         self._schedule.add_evaluation(update, done.metrics)
         yield done
+
+    def _evaluated(self) -> Optional[Tuple[int, Dict[str, float]]]:
+        if self._stop.grace_s is None or self._stop.must_leave:  # the latter: of the last update, if there is time
+            return evaluate_now(self._fleet, self._plan)
+        reports = self._fleet.evaluate(lambda: self._stop.must_leave)
+        return None if reports is None else combined(self._plan, reports)
 
     def early_stop(self) -> Optional[StoppedEarly]:
         """Return how the evaluations end the run early; None if they do not."""
@@ -198,7 +228,11 @@ class Evaluations:
 
 def evaluate_now(fleet: Fleet, plan: Plan) -> Tuple[int, Dict[str, float]]:
     """Evaluate the current weights of all instances; return the number of samples, and the value of each metric."""
-    reports: List[EvaluationReport] = fleet.call("evaluate")
+    return combined(plan, fleet.call("evaluate"))
+
+
+def combined(plan: Plan, reports: Sequence[EvaluationReport]) -> Tuple[int, Dict[str, float]]:
+    """Return the number of samples, and the value of each metric, of the reports of all instances."""
     sums = [sum_exactly(itertools.chain(*parts)) for parts in zip(*(report.sums for report in reports))]
     return sum(report.samples for report in reports), values_of(plan.task.metrics, sums)
 
@@ -215,6 +249,19 @@ def check_same_data(plan: Plan, started: List[InstanceStarted], resumed: Optiona
             )
     if resumed is not None:
         check_data(plan, resumed, first.data_fingerprint)
+
+
+def describe_unsaved(plan: Plan, fleet: Fleet, metrics: MetricsAggregator) -> str:
+    """Return what an end at this moment means for the run, and what its instances do; callable from any thread."""
+    newest, update = storage.latest_name(Path(plan.run_dir)), metrics.position
+    if newest == storage.checkpoint_path(Path(), update).name:
+        return f"the checkpoint of update {update} is written; the same command continues from it"
+    now_s, doing = time.monotonic(), ""
+    for index, (report, received_s) in sorted(fleet.heartbeats().items()):
+        if report.activity != IDLE and now_s - received_s < _RECENT_S and not doing:
+            doing = f" (instance {index}: {report.activity} for {report.duration_s + now_s - received_s:.0f} s)"
+    state = f"update {update} is in no checkpoint" if update else "no update is done"
+    return f"{state}{doing}; the same command continues from {newest or 'the beginning'}"
 
 
 def _run_started(started: List[InstanceStarted], fleet: Fleet, first_update: int, generation: int) -> RunStarted:

@@ -32,6 +32,7 @@ class Feed:
         self._test_loader: Optional[SampleLoader] = None
         self._stream: Optional[Generator[Call, None, None]] = None
         self._samples = np.zeros(0, dtype=np.int64)  # indices of the call that `calls` yielded last
+        self._is_interrupted = False
         self._next_update = 0  # the update whose batch the stream yields next
         if not source.is_in_memory:
             data = plan.config.data
@@ -55,6 +56,8 @@ class Feed:
                 self._samples, batch = next(self._stream)
             except BaseException:
                 self._end_stream()
+                if self._is_interrupted:
+                    return
                 raise
             self._next_update = update + iterations
             yield batch
@@ -78,6 +81,12 @@ class Feed:
         calls = list(self._evaluation_samples(total))
         for samples, batch in zip(calls, self._evaluation_batches([call % total for call in calls])):
             yield batch, int((samples < total).sum())
+
+    def interrupt(self) -> None:
+        """End `calls`, from another thread or a signal handler, while it waits for samples. It yields nothing more."""
+        self._is_interrupted = True
+        if self._loader is not None:
+            self._loader.interrupt()
 
     def close(self) -> None:
         """End background loading and the worker processes."""

@@ -126,7 +126,8 @@ class SampleLoader:
 
     def __init__(self, data: Any, seed: int, num_workers: int) -> None:
         self._calls = _Calls()
-        samples: Any = SeededSamples(data, seed)
+        self._samples = SeededSamples(data, seed)
+        samples: Any = self._samples
         calls: Any = self._calls
         self._loader: Any = DataLoader(
             samples,
@@ -140,6 +141,11 @@ class SampleLoader:
         """Yield (indices, samples) of each call: an int64 tensor as the workers received it, and a collated batch."""
         self._calls.keys = ([(epoch, int(sample)) for sample in samples] for epoch, samples in calls)
         return iter(self._loader)
+
+    def interrupt(self) -> None:
+        """End a wait of another thread for samples by an exception there, at the latest when its sample is loaded."""
+        self._samples.is_interrupted = True
+        self.close()
 
     def close(self) -> None:
         """End the worker processes, and any wait of another thread for their results."""
@@ -176,8 +182,11 @@ class SeededSamples:
 
     def __init__(self, data: Any, seed: int) -> None:
         self._data, self._seed = data, seed
+        self.is_interrupted = False  # the next sample raises InterruptedError
 
     def __getitem__(self, key: Tuple[int, int]) -> Any:
+        if self.is_interrupted:
+            raise InterruptedError
         epoch, sample = key
         with _seeded(sample_seed(self._seed, epoch, sample)):
             return sample, self._data[sample]

@@ -7,13 +7,13 @@ simulates them. The coordinator treats all alike.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from typing_extensions import Protocol
 
 from raypod.checkpoint.transfer import Server
 from raypod.errors import InstanceFailed, RunError
-from raypod.events import CallReport, ClockReading, HeartbeatReport, InstanceLost, InstanceStarted
+from raypod.events import CallReport, ClockReading, EvaluationReport, HeartbeatReport, InstanceLost, InstanceStarted
 from raypod.plan.plan import Leg
 
 Labels = Tuple[Tuple[str, str], ...]
@@ -88,6 +88,18 @@ class Fleet(Protocol):
         """Run a leg in every instance; yield the reports of all instances as they arrive.
 
         Once `stop_requested()` returns true, all instances stop after the same call, as early as possible.
+        """
+
+    def abandon_loading(self) -> None:
+        """Do not wait for the data of a call that no instance has begun, in a leg that is requested to stop.
+
+        It is for the end of the run. Called in a signal handler of the main thread, which may be within `run`.
+        """
+
+    def evaluate(self, is_abandoned: Callable[[], bool]) -> Optional[List[EvaluationReport]]:
+        """Evaluate the test split in all instances; return their reports in instance order.
+
+        Once `is_abandoned()` returns true, all instances end the evaluation after their current call; returns None.
         """
 
     def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:

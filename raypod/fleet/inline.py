@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Iterator, List,
 
 from raypod.checkpoint.transfer import Server
 from raypod.errors import InstanceFailed, RaypodError, RunError, summarize_exception
-from raypod.events import CallReport, ClockReading, InstanceStarted
+from raypod.events import CallReport, ClockReading, EvaluationReport, InstanceStarted
 from raypod.fleet.base import Beat, Family, Labels
 from raypod.host import sdk, torchvision_import
 from raypod.host.spans import recorder
@@ -22,6 +22,10 @@ from raypod.plan.plan import Leg, Plan
 
 if TYPE_CHECKING:
     from raypod.instance.instance import Instance
+
+
+class _LoadingAbandoned(BaseException):
+    """Ends a leg that waits for data: not an Exception, which a user's data set may handle."""
 
 
 class InlineFleet:
@@ -64,11 +68,23 @@ class InlineFleet:
     def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
         """See `Fleet.run`."""
         assert self._instance is not None
-        with self._failures():
+        with self._failures(), contextlib.suppress(_LoadingAbandoned):
             for report in self._instance.run(leg):
                 yield report
                 if stop_requested():
                     return
+
+    def abandon_loading(self) -> None:
+        """See `Fleet.abandon_loading`. Interrupts the main thread, where the data is loaded."""
+        if self._instance is not None and self._instance.heartbeat.is_loading:
+            raise _LoadingAbandoned
+
+    def evaluate(self, is_abandoned: Callable[[], bool]) -> Optional[List[EvaluationReport]]:
+        """See `Fleet.evaluate`."""
+        assert self._instance is not None, "start comes first"
+        with self._failures(), self._instance.heartbeat.set_activity("evaluate"):
+            report = self._instance.evaluate(is_abandoned)
+        return None if is_abandoned() else [report]
 
     def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
         """Not supported, and not called: this fleet does not raise FleetBroken."""

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
-from raypod.events import CallReport, ClockReading, HeartbeatReport, InstanceStarted
+from raypod.events import CallReport, ClockReading, EvaluationReport, HeartbeatReport, InstanceStarted
 from raypod.fleet.base import Beat, Family, FleetBroken, Labels, failure_of
 from raypod.fleet.ray_clocks import read_clocks
 from raypod.fleet.ray_metrics import RayMetrics
@@ -54,6 +54,7 @@ class RayFleet:
         self._generation = 0
         self._draining: List[str] = []
         self._draining_s = 0.0
+        self._abandons_loading = False
         self._is_idle = False  # all instances respond, and none runs a leg
         self._timer = StepTimer()
         self.start_seconds = self._timer.steps
@@ -108,9 +109,30 @@ class RayFleet:
                 pause = self._request_now("pause") if stop_requested() else None
             elif pause.are_done and stop is None:
                 stop = self._request_now("stop_after", max(pause.results.values()))
+            elif stop is not None and stop.are_done and self._abandons_loading:
+                self._abandons_loading = False
+                self._request_now("end_loading")
         if pause is not None:
             self._all("reopen of all instances", self._leg_bound, "call_now", "reopen")
         self._is_idle = True
+
+    def abandon_loading(self) -> None:
+        """See `Fleet.abandon_loading`."""
+        self._abandons_loading = True
+
+    def evaluate(self, is_abandoned: Callable[[], bool]) -> Optional[List[EvaluationReport]]:
+        """See `Fleet.evaluate`."""
+        assert self._watch is not None, "start comes first"
+        self._is_idle = False
+        refs = {actor.call.remote("evaluate"): index for index, actor in enumerate(self._actors)}
+        bound = (self._bounds.report_timeout_s, "run.report_timeout_s")
+        evaluated = self._watch.add_requests(refs, "evaluate of all instances", bound)
+        abandoned: Optional[Requests] = None
+        for _ in self._watch.follow():
+            if abandoned is None and is_abandoned():
+                abandoned = self._request_now("abandon_evaluation")
+        self._is_idle = True
+        return [evaluated.results[index] for index in range(len(self._actors))] if abandoned is None else None
 
     def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
         """See `Fleet.repair`."""

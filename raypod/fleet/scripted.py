@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
 from raypod.checkpoint.transfer import Server
 from raypod.events import CallReport, ClockReading, EvaluationReport, InstanceStarted, SaveReport
@@ -59,6 +59,13 @@ class ScriptedFleet:
             if stop_requested():
                 return
             yield from self._reports[update]
+
+    def abandon_loading(self) -> None:
+        """See `Fleet.abandon_loading`."""
+
+    def evaluate(self, is_abandoned: Callable[[], bool]) -> Optional[List[EvaluationReport]]:
+        """See `Fleet.evaluate`."""
+        return None if is_abandoned() else self.call("evaluate")
 
     def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
         """See `Fleet.repair`. Subclasses that lose instances override it."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import Callable, Iterator, List, NoReturn
+from typing import Callable, Iterator, List, NoReturn, Union
 
-from raypod.errors import RaypodError
+from raypod.errors import Preempted, RaypodError
 
-_cleanups: List[Callable[[RaypodError], None]] = []
+Ending = Union[RaypodError, Preempted]
+_cleanups: List[Callable[[Ending], None]] = []
 
 
 @contextlib.contextmanager
-def on_abort(cleanup: Callable[[RaypodError], None]) -> Iterator[None]:
+def on_abort(cleanup: Callable[[Ending], None]) -> Iterator[None]:
     """Within this context, `abort` calls `cleanup` with its error. It runs in another thread than the main one."""
     _cleanups.append(cleanup)
     try:
@@ -22,7 +23,7 @@ def on_abort(cleanup: Callable[[RaypodError], None]) -> Iterator[None]:
         _cleanups.remove(cleanup)
 
 
-def abort(error: RaypodError) -> NoReturn:
+def abort(error: Ending) -> NoReturn:
     """Run the cleanups, the last registered one first, print the error as one line, and exit with its exit code."""
     try:
         for cleanup in reversed(_cleanups):
@@ -30,7 +31,8 @@ def abort(error: RaypodError) -> NoReturn:
     finally:
         try:
             end_of_bar = "\n" if sys.stderr.isatty() else ""  # a progress bar leaves the cursor in its line
-            sys.stderr.write(f"{end_of_bar}raypod: error: {error}\n")
+            what = "" if isinstance(error, Preempted) else "error: "
+            sys.stderr.write(f"{end_of_bar}raypod: {what}{error}\n")
             sys.stderr.flush()
         finally:
             os._exit(error.exit_code)

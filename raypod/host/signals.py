@@ -22,6 +22,11 @@ def stop_signals() -> List[signal.Signals]:
     return numbers if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*numbers, signal.SIGHUP]
 
 
+def preemption_signals() -> List[signal.Signals]:
+    """Return the signals by which Slurm and Kubernetes announce a preemption: SIGUSR1 (`--signal`) and SIGTERM."""
+    return [signal.SIGUSR1, signal.SIGTERM]
+
+
 @contextlib.contextmanager
 def postponed_signals() -> Iterator[None]:
     """Within this context, signals that request a stop have no effect; the first of them is delivered at its end."""
@@ -33,7 +38,7 @@ def postponed_signals() -> Iterator[None]:
     def on_signal(number: int, frame: Optional[FrameType]) -> None:
         received.append(number)
 
-    before = {number: signal.signal(number, on_signal) for number in stop_signals()}
+    before = {number: signal.signal(number, on_signal) for number in {*stop_signals(), *preemption_signals()}}
     try:
         yield
     finally:

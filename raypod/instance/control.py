@@ -69,6 +69,11 @@ class Heartbeat:
         usage = self._host_meter.measure() if self._host_meter is not None else None
         return HeartbeatReport(self._instance, activity, seconds, self._calls_done, slowest, waits, cpu_s, usage)
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether the instance waits for data."""
+        return self._activity[0] == LOADING
+
     def stack(self) -> str:
         """Return the stack of the working thread as in a traceback; "" before it has started working."""
         frame = self._frame()
@@ -130,6 +135,12 @@ class StopGate:
     def is_closed(self) -> bool:
         """Whether no call at all may start."""
         return self._last == 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last call that may start has started."""
+        with self._condition:
+            return self._last is not None and self._started >= self._last
 
     def pause(self) -> int:
         """Start no more calls until `stop_after`; return the number of calls started so far."""

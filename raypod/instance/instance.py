@@ -11,7 +11,7 @@ import dataclasses
 import os
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import horovod.torch as hvd
 import numpy as np
@@ -54,6 +54,7 @@ class Instance:
         self._group = ProcessGroup(plan.placement.cluster.data_network)
         self._seeding_peer: Optional[SeedingPeer] = None
         self._saves: Optional[BackgroundWriter] = None  # only in instance 0
+        self._is_evaluation_abandoned = False
         self._timer = StepTimer()
         self._profile = Profile(plan, self._spec, sdk)
 
@@ -241,7 +242,16 @@ class Instance:
         """End the leg after `calls` calls of the run. All instances must get the same number."""
         self._gate.stop_after(calls)
 
-    def evaluate(self) -> EvaluationReport:
+    def abandon_evaluation(self) -> None:
+        """End an evaluation after its current call, from another thread; its report is incomplete."""
+        self._is_evaluation_abandoned = True
+
+    def end_loading(self) -> None:
+        """End the wait for the data of a call that may not start, from another thread. This is the end of the run."""
+        if self._feed is not None and self._gate.is_over and self.heartbeat.is_loading:
+            self._feed.interrupt()
+
+    def evaluate(self, is_abandoned: Callable[[], bool] = lambda: False) -> EvaluationReport:
         """Evaluate this instance's share of the test split, with the BatchNorm statistics of global replica 0."""
         assert self._feed is not None, "call build first"
         network = self._model.network
@@ -255,6 +265,8 @@ class Instance:
         sums = EvaluationSums(2 * len(self._plan.task.metrics))
         with self._model.evaluated_weights():
             for batch, valid in self._feed.evaluation_calls():
+                if self._is_evaluation_abandoned or is_abandoned():
+                    break
                 if self._gate.is_closed:  # a long evaluation must not delay the repair; it is repeated afterwards
                     raise CollectiveBroken(self._spec.index, "the evaluation was aborted")
                 sums.add(self._inference(*batch)[:valid])

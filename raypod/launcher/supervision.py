@@ -26,6 +26,7 @@ _POLL_S = 0.2  # longest delay until a signal or `close` takes effect
 _EXIT_MARGIN_S = 5.0  # time beyond the grace period; after it, the reapers end the programs alone
 _SIGNAL_GRACES = 10  # grace periods for programs to exit after a forwarded signal
 _READ_BYTES = 1 << 16
+_MESSAGES = (signal.SIGUSR1, signal.SIGUSR2)
 _ABORTED = 128 + signal.SIGABRT  # exit code after an uncaught C++ exception
 Write = Callable[[bytes, float], Optional[bool]]
 
@@ -56,10 +57,14 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Signals:
-    """SIGINT, SIGTERM and SIGHUP: recorded while programs run, raised as `Interrupted` at any other time."""
+    """SIGINT, SIGTERM and SIGHUP: recorded while programs run, raised as `Interrupted` at any other time.
+
+    SIGUSR1 and SIGUSR2 do not end a launch: as mpirun does, it passes them on to the programs (`take_messages`).
+    """
 
     def __init__(self) -> None:
         self.received: List[int] = []
+        self._messages: List[int] = []
         self._raised: Optional[int] = None
         self._is_recording = False
         self._filter = SignalFilter()
@@ -72,6 +77,14 @@ class Signals:
             raise Interrupted(number)
         self.received.append(number)
 
+    def take_messages(self) -> List[int]:
+        """Return and clear the signals to pass on, in their order."""
+        taken, self._messages = self._messages, []
+        return taken
+
+    def _on_message(self, number: int, frame: Optional[FrameType]) -> None:
+        self._messages.append(number)
+
     @contextlib.contextmanager
     def handled(self, record: bool = False) -> Iterator[Signals]:
         """Install the handlers; record signals instead of raising if `record`.
@@ -79,6 +92,7 @@ class Signals:
         Entering it again, as after `ray.init()`, raises a signal whose exception Python has ignored.
         """
         before = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
+        before.update({number: signal.signal(number, self._on_message) for number in _MESSAGES})
         self._is_recording, was_recording = record, self._is_recording
         try:
             if self._raised is not None:  # Python ignores exceptions in finalizers and other callbacks
@@ -153,7 +167,9 @@ class Supervision:
             self._end_at_s = time.monotonic() + self._grace_s
 
     def _forward_signals(self) -> None:
-        """Forward the first signal to the programs; a second one kills them."""
+        """Pass on SIGUSR1 and SIGUSR2; forward the first other signal to the programs; a second one kills them."""
+        for number in self._signals.take_messages():
+            self._hosts.signal(number)
         for number in self._signals.received[self._forwarded :]:
             self._forwarded += 1
             if self._forwarded == 1:

@@ -22,7 +22,7 @@ from raypod.events import (
 )
 from raypod.record.event_log import event_name
 
-_PROCESS = ("process_started", "process_failed", "process_interrupted")
+_PROCESS = ("process_started", "process_failed", "process_interrupted", "process_preempted")
 SHOWN = frozenset(
     [
         *_PROCESS,
@@ -125,6 +125,7 @@ def _stopped_early(record: Record) -> str:
 
 def _run_ended(record: Record) -> str:
     how = "interrupted" if record["interrupted"] else "complete"
+    how = "preempted" if record.get("preempted") else how
     cause = f" ({record['cause']})" if record["cause"] else ""
     return f"{how}{cause} after update {record['updates']}, weights {record['weights_sha256'][:12]}"
 
@@ -155,6 +156,7 @@ _TEXTS: Dict[str, Callable[[Record], str]] = {
     "process_started": _process_started,
     "process_failed": _process_ended,
     "process_interrupted": _process_ended,
+    "process_preempted": _process_ended,
     "run_started": _run_started,
     "phase_begun": _phase_begun,
     "evaluation_done": _evaluation_done,

@@ -74,7 +74,7 @@ class Run:
     pid: Optional[int] = None
     user: str = ""
     program: str = ""  # the task of a training, the command of a launch
-    state: str = ""  # starting, running, done, interrupted, failed, or died: without an end on record
+    state: str = ""  # starting, running, done, interrupted, preempted, failed, or died: without an end on record
     problem: Optional[str] = None  # why the state is not current
     phase: str = ""
     started_unix_s: Optional[float] = None

@@ -141,7 +141,9 @@ def _repaired(record: Mapping[str, Any]) -> str:
 
 def _ended(record: Mapping[str, Any]) -> str:
     cause = f" ({record['cause']})" if record.get("cause") else ""
-    return f"{'interrupted' if record['interrupted'] else 'done'}{cause} after update {record['updates']}"
+    how = "interrupted" if record["interrupted"] else "done"
+    how = "preempted" if record.get("preempted") else how
+    return f"{how}{cause} after update {record['updates']}"
 
 
 _TEXTS: Dict[str, Callable[[Mapping[str, Any]], str]] = {
@@ -157,6 +159,7 @@ _TEXTS: Dict[str, Callable[[Mapping[str, Any]], str]] = {
     "run_ended": _ended,
     "process_failed": lambda record: f"failed with exit code {record['exit_code']}: {record['message']}",
     "process_interrupted": lambda record: "interrupted by a signal",
+    "process_preempted": lambda record: record["message"],
     "program_started": lambda record: f"program {record['instance']} started on {record['host']}",
     "program_ended": lambda record: f"program {record['instance']} ended with exit code {record['exit_code']}",
 }

@@ -18,6 +18,7 @@ _STATES = {
     "repairing": WARN,
     "ending": WARN,
     "interrupted": WARN,
+    "preempted": WARN,
     "lost": BAD,
     "failed": BAD,
     "died": BAD,

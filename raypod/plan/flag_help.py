@@ -38,7 +38,7 @@ _GROUP_OF_KEY = {
         ),
         "failures": (
             *("on_nonfinite", "start_timeout_s", "report_timeout_s", "stop_timeout_s", "max_restarts", "dead_after_s"),
-            *("silent_after_s", "stuck_after_s"),
+            *("silent_after_s", "stuck_after_s", "preemption_grace_s", "preemption_exit_code"),
         ),
     }.items()
     for key in keys

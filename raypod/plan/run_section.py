@@ -80,6 +80,15 @@ class RunSection(Section):
         le=MAX_TIMEOUT_S,
         description="timeout of a call: this or 3 x the slowest call so far; 10 x the larger while it uses CPU time",
     )
+    preemption_grace_s: Optional[float] = Field(
+        None,
+        gt=0,
+        le=MAX_TIMEOUT_S,
+        description="time from SIGTERM or SIGUSR1 to the end of the run (default: no limit)",
+    )
+    preemption_exit_code: Optional[int] = Field(
+        None, ge=1, le=255, description="exit code of a run that a preemption ends (default: 130)"
+    )
 
     @property
     def writes_tensorboard(self) -> bool:

@@ -33,7 +33,7 @@ class EventLog:
     """The event log of a run folder, open for appending.
 
     Its first line is `process_started`. Leaving the context by an error writes `process_failed`, or
-    `process_interrupted` after a signal.
+    `process_interrupted` after a signal, or `process_preempted`.
     """
 
     def __init__(self, run_dir: Path, plan: Dict[str, Any]) -> None:

@@ -86,7 +86,8 @@ class Progress:
             return f"Stopped early after update {event.update}: {event.reason}"
         if isinstance(event, RunEnded) and event.interrupted:
             cause = f" ({event.cause})" if event.cause else ""
-            return f"Interrupted after update {event.updates}; continue with --resume {self._plan.run_dir}{cause}"
+            how = "Preempted" if event.preempted else "Interrupted"
+            return f"{how} after update {event.updates}; continue with --resume {self._plan.run_dir}{cause}"
         return None
 
     def _evaluation_line(self, event: EvaluationDone) -> str:

@@ -130,6 +130,7 @@ def write_summary(
         "restarts": repaired.restarts if repaired else 0,
         "topology": topology_summary(plan),
         "interrupted": ended.interrupted,
+        "preempted": ended.preempted,
         "stopped_early": {**dataclasses.asdict(stopped), "reason": stopped.reason} if stopped else None,
         "checkpoint": ended.checkpoint,
     }

@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from typing import Optional, Tuple
 
-from raypod.errors import LeaseLost, RaypodError
+from raypod import cli
+from raypod.errors import LeaseLost, Preempted, RaypodError
 from raypod.events import Event, Repaired, RunEnded, RunStarted, UpdateDone
 from raypod.host.abort import on_abort
 from raypod.host.files import strict_json
@@ -23,6 +24,7 @@ from raypod.host.process import process_start_ticks
 NAME = "state.json"
 _WRITE_INTERVAL_S = 1.0
 STARTING, RUNNING, DONE, INTERRUPTED, FAILED = "starting", "running", "done", "interrupted", "failed"
+PREEMPTED = "preempted"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +91,10 @@ def is_unfinished(run_dir: Path) -> bool:
 
 def end_of(error: BaseException) -> Tuple[str, int, str]:
     """Return the state, the exit code and the message of a run that an error ends."""
+    if isinstance(error, Preempted):
+        return PREEMPTED, error.exit_code, str(error)
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, 130, ""
+        return INTERRUPTED, cli.INTERRUPTED, ""
     code = error.exit_code if isinstance(error, RaypodError) else 1
     return FAILED, code, " ".join(f"{error}".split()) or type(error).__name__
 
@@ -98,8 +102,8 @@ def end_of(error: BaseException) -> Tuple[str, int, str]:
 class StateFile:
     """Writes the state of the run of this process."""
 
-    def __init__(self, run_dir: Path, total_updates: int) -> None:
-        self._path = run_dir / NAME
+    def __init__(self, run_dir: Path, total_updates: int, preemption_exit_code: int = cli.INTERRUPTED) -> None:
+        self._path, self._preemption_exit_code = run_dir / NAME, preemption_exit_code
         ticks = process_start_ticks(os.getpid()) or 0
         self._state = RunState(os.getpid(), ticks, socket.gethostname(), STARTING, 0, total_updates)
         self._written_s = -_WRITE_INTERVAL_S
@@ -123,7 +127,9 @@ class StateFile:
         elif isinstance(event, Repaired):
             self._write(dataclasses.replace(self._state, update=event.update, restarts=event.restarts))
         elif isinstance(event, RunEnded):
-            code, state = (130, INTERRUPTED) if event.interrupted else (0, DONE)
+            code, state = (cli.INTERRUPTED, INTERRUPTED) if event.interrupted else (0, DONE)
+            if event.preempted:
+                code, state = self._preemption_exit_code, PREEMPTED
             self._state = dataclasses.replace(self._state, state=state, exit_code=code, update=event.updates)
 
     def __enter__(self) -> StateFile:

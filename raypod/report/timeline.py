@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, List, Optional
 
 _MAX_SPANS = 1500
 _MAX_MARKS = 300  # of a kind
-_ENDS = ("run_ended", "process_failed", "process_interrupted")
+_ENDS = ("run_ended", "process_failed", "process_interrupted", "process_preempted")
 
 
 class Timeline:
@@ -166,6 +166,12 @@ def _metrics_text(record: Dict[str, Any]) -> str:
     return ", ".join(f"{name} {value:.5g}" for name, value in pairs if isinstance(value, (int, float)))
 
 
+def _run_ended_text(record: Dict[str, Any]) -> str:
+    if not record.get("interrupted"):
+        return "finished"
+    return f"{'preempted' if record.get('preempted') else 'interrupted'} {record.get('cause') or ''}"
+
+
 _TEXTS: Dict[str, Callable[[Dict[str, Any]], str]] = {
     "checkpoint_saved": lambda record: PurePosixPath(str(record.get("path"))).name,
     "checkpoint_failed": lambda record: f"not saved: {record.get('cause')}",
@@ -183,7 +189,8 @@ _TEXTS: Dict[str, Callable[[Dict[str, Any]], str]] = {
     ),
     "process_failed": lambda record: f"{record.get('message')} (exit code {record.get('exit_code')})",
     "process_interrupted": lambda record: str(record.get("message") or "interrupted"),
-    "run_ended": lambda record: f"interrupted {record.get('cause') or ''}" if record.get("interrupted") else "finished",
+    "process_preempted": lambda record: str(record.get("message") or "preempted"),
+    "run_ended": _run_ended_text,
 }
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # planning imports this module, and must not import torch
 Ratios = Dict[str, Tuple[Any, Any]]  # numerator and denominator by the name of the metric
 _RESERVED = {  # keys of metrics.jsonl, evaluations.jsonl, a checkpoint's manifest and summary.json
     *(field.name for event in (UpdateDone, EvaluationDone) for field in dataclasses.fields(event)),
-    *("updates", "epochs", "evaluations", "device", "restarts", "topology", "interrupted", "checkpoint"),
+    *("updates", "epochs", "evaluations", "device", "restarts", "topology", "interrupted", "preempted", "checkpoint"),
     *("seconds_to_first_update", "seconds_to_start", "weights_sha256", "ema_sha256", "stopped_early"),
 }
 

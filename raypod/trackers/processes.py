@@ -16,6 +16,7 @@ import raypod
 from raypod.errors import LeaseLost
 from raypod.events import Event, PhaseBegun, RunEnded, RunStarted
 from raypod.plan.plan import Plan
+from raypod.record import run_state
 from raypod.record.run_folder import LOGS
 from raypod.record.run_state import end_of
 from raypod.trackers import memory
@@ -56,7 +57,7 @@ class TrackerProcesses:
     def __exit__(self, kind: Optional[type], error: Optional[BaseException], _: object) -> None:
         """Let the processes record the rest, and end those that need too long."""
         if error is not None:
-            self._end = INTERRUPTED if end_of(error)[1] == 130 else FAILED
+            self._end = FAILED if end_of(error)[0] == run_state.FAILED else INTERRUPTED
         try:
             if not isinstance(error, LeaseLost):  # another process has the folder, and its own trackers
                 self._finish()

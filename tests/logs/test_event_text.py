@@ -93,7 +93,7 @@ def test_the_lines_of_the_process_and_of_the_calls_have_a_text(tmp_path: Path) -
 def test_every_event_of_a_run_is_known_and_has_an_example() -> None:
     logged_types = set(typing.get_args(events.Event)) - {UpdateDone, CallDone}
     assert {type(event) for event, _ in EXAMPLES} == logged_types
-    process = {"process_started", "process_failed", "process_interrupted", "call_times"}
+    process = {"process_started", "process_failed", "process_interrupted", "process_preempted", "call_times"}
     assert process | {event_name(each) for each in logged_types} == ALL
     assert SHOWN < ALL
 

@@ -13,7 +13,7 @@ import pytest
 from documented import DOCS
 
 from raypod import events
-from raypod.errors import InstanceFailed
+from raypod.errors import InstanceFailed, Preempted
 from raypod.events import CallDone, CallTimes, InstanceStarted, RunStarted, UpdateDone
 from raypod.plan.tables import topology_summary
 from raypod.record.event_log import NAME, EventLog, event_name
@@ -57,12 +57,12 @@ def test_the_lines_of_the_process_and_of_the_calls_have_their_fields(tmp_path: P
     instances = tuple(InstanceStarted(each, "a", 1, "emulated", "", 1, ()) for each in range(2))
     times = CallDone(0, (), tuple(CallTimes(each, 1.0, 0.0, 0.5) for each in range(2)))
     counts = {"total_updates": 4, **topology_summary(plan)}
-    for error in (InstanceFailed(1, "a", "it broke", "log"), KeyboardInterrupt()):
+    for error in (InstanceFailed(1, "a", "it broke", "log"), KeyboardInterrupt(), Preempted("preempted", 85)):
         with pytest.raises(type(error)), EventLog(tmp_path, counts) as log:
             fail(log, [RunStarted("emulated", "", 0, 1, (), 1, instances), times, times], error)
     lines = [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines()]
     written = {line["event"]: set(line) - {"unix_s", "event"} for line in lines}
-    for kind in ("process_started", "process_failed", "process_interrupted", "call_times"):
+    for kind in ("process_started", "process_failed", "process_interrupted", "process_preempted", "call_times"):
         assert found[kind][0] - {"raypod"} == written[kind] - {"raypod"}
     calls = next(line for line in lines if line["event"] == "call_times")
     assert [set(each) for each in calls["instances"]] == [found["call_times"][1]] * 2

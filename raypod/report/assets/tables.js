@@ -1,5 +1,5 @@
 // The overview, the settings with the differences between runs, and the versions.
-const STATES = { done: "good", running: "good", starting: "good", failed: "bad", died: "bad", interrupted: "warn", unknown: "warn" };
+const STATES = { done: "good", running: "good", starting: "good", failed: "bad", died: "bad", interrupted: "warn", preempted: "warn", unknown: "warn" };
 
 function stateOf(run) {
   return h("span", { class: `state ${STATES[run.state] || "warn"}` }, run.state);

@@ -8,10 +8,12 @@ const MARKS = {
   stopped_early: { name: "stopped early", symbol: "rect", size: 9, colour: "ending" },
   process_failed: { name: "failed", symbol: "diamond", size: 16, colour: "repairing" },
   process_interrupted: { name: "interrupted", symbol: "rect", size: 11, colour: "saving" },
+  process_preempted: { name: "preempted", symbol: "rect", size: 11, colour: "saving" },
   run_ended: { name: "ended", symbol: "rect", size: 9, colour: "training" },
 };
 const CAUSES = { started: "started", resumed: "resumed", repaired: "after a repair" };
-const IN_TABLE = ["instance_lost", "repaired", "checkpoint_failed", "stopped_early", "process_failed", "process_interrupted"];
+const IN_TABLE = ["instance_lost", "repaired", "checkpoint_failed", "stopped_early", "process_failed", "process_interrupted",
+  "process_preempted"];
 
 function timelineOf(run) {
   const timeline = run.timeline;
