@@ -114,8 +114,15 @@ def attach(run_dir: Path) -> int:
     return end.exit_code
 
 
-def stop(run_dir: Path, within_s: float = 900.0) -> int:
+def announce_preemption(run_dir: Path) -> int:
+    """Stop a run as `stop`, as the preemption of its machine does: see docs/preemption.md."""
+    return stop(run_dir, number=signal.SIGUSR1)
+
+
+def stop(run_dir: Path, within_s: float = 900.0, number: int = signal.SIGINT) -> int:
     """Stop a run after the current call, with a checkpoint; a second stop ends it at once. Return 0 when it has ended.
+
+    It sends the signal `number`, by default not SIGTERM, which can be the notice of a preemption.
 
     Raises:
         RunError: the run does not end within `within_s` seconds; the default allows a long call and a large checkpoint.
@@ -129,12 +136,12 @@ def stop(run_dir: Path, within_s: float = 900.0) -> int:
     if state.has_ended or not state.is_alive:
         print(f"{run_dir}: nothing to stop, {_describe(state, is_alive=False)[0]}")  # noqa: T201
         return 0
-    os.kill(state.pid, signal.SIGINT)  # not SIGTERM, which can be the notice of a preemption
+    os.kill(state.pid, number)
     deadline = time.monotonic() + within_s
     while state.is_alive:
         if time.monotonic() > deadline:
             raise RunError(
-                f"{run_dir}: the run has not ended {within_s:g} s after SIGINT; a second stop ends it at once"
+                f"{run_dir}: the run has not ended {within_s:g} s after the request; a second stop ends it at once"
             )
         time.sleep(_POLL_S)
     print(f"{run_dir}: {_describe(_state_of(run_dir), is_alive=False)[0]}")  # noqa: T201

@@ -76,7 +76,10 @@ def _control(verb: str, action: Callable[[Path], int], argv: Sequence[str]) -> i
     parser = FlagParser(prog=f"raypod {verb}", description=_DESCRIPTIONS[verb])
     parser.add_argument("run", metavar="RUN_FOLDER", help="path on the host where the run was started")
     parser.add_argument("--cluster", metavar="FILE", help="run the command on the head of this cluster")
+    if verb == "stop":
+        parser.add_argument("--preemption", action="store_true", help="announce a preemption: docs/preemption.md")
     args = parser.parse_args(argv)
+    is_preemption = getattr(args, "preemption", False)
     if args.cluster:
         from raypod.plan.cluster import read_cluster
         from raypod.pod import ssh
@@ -84,7 +87,12 @@ def _control(verb: str, action: Callable[[Path], int], argv: Sequence[str]) -> i
         cluster = read_cluster(args.cluster)
         head = cluster.hosts[0]
         if not ssh.is_local(head):
-            return ssh.pass_through(head, cluster.ssh, [cluster.python, "-m", "raypod", verb, args.run])
+            words = [verb, *(["--preemption"] if is_preemption else []), args.run]
+            return ssh.pass_through(head, cluster.ssh, [cluster.python, "-m", "raypod", *words])
+    if is_preemption:
+        from raypod import detached
+
+        action = detached.announce_preemption
     return action(_run_folder(verb, args.run))
 
 

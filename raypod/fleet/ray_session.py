@@ -94,17 +94,8 @@ class RaySession:
         return HeadWatch(address, f"host {name}, the head of the Ray cluster,", way_out)
 
     def _join(self, address: str) -> Any:
-        # `ray.init` reports a rejection only after 20 s, and without its reason.
-        variables = ray_admission.join_environment(address) if re.fullmatch(r"[^/]+:\d+", address) else {}
         self._started_here = True
-        try:
-            with environment_variables(variables), _exit_after(self._join_timeout_s, address):
-                ray = importlib.import_module("ray")
-                with _keep_sigterm_handler(ray):
-                    ray.init(address=address, **_INIT_OPTIONS)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ClusterError(f"cannot join the Ray cluster at {address}: {' '.join(str(error).split())}") from error
-        return ray
+        return _join(address, self._join_timeout_s)
 
     def _start_local(self) -> Any:
         self._started_here = True
@@ -159,6 +150,38 @@ class RaySession:
         finally:
             if self._processes is not None:
                 self._processes.close()
+
+
+@contextlib.contextmanager
+def running_session() -> Iterator[Any]:
+    """Yield the `ray` module, connected to the cluster that runs on this host.
+
+    Raises:
+        ClusterError: no cluster runs here, or it rejects this process.
+    """
+    address = _running_cluster(None)
+    if address is None:
+        raise ClusterError("no Ray cluster is running on this host; start it with `ray start`, or set RAY_ADDRESS")
+    try:
+        yield _join(address, _JOIN_S)
+    finally:
+        if _is_connected():
+            with postponed_signals():
+                sys.modules["ray"].shutdown()
+
+
+def _join(address: str, within_s: float) -> Any:
+    """Connect to a running cluster, and return the `ray` module."""
+    # `ray.init` reports a rejection only after 20 s, and without its reason.
+    variables = ray_admission.join_environment(address) if re.fullmatch(r"[^/]+:\d+", address) else {}
+    try:
+        with environment_variables(variables), _exit_after(within_s, address):
+            ray = importlib.import_module("ray")
+            with _keep_sigterm_handler(ray):
+                ray.init(address=address, **_INIT_OPTIONS)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ClusterError(f"cannot join the Ray cluster at {address}: {' '.join(str(error).split())}") from error
+    return ray
 
 
 def _is_connected() -> bool:
