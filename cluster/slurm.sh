@@ -21,8 +21,10 @@
 
 set -euo pipefail
 
+: "${SLURM_JOB_ID:?start this script with sbatch}"
 : "${RAYPOD_RUN_DIR:=$HOME/raypod-runs/$SLURM_JOB_ID}"   # EDIT: a folder that all nodes share; the same after a requeue
 : "${RAYPOD_PYTHON:=$HOME/raypod/venv/bin/python}"       # EDIT: the same on all nodes, with raypod and ray
+test -x "$RAYPOD_PYTHON" || RAYPOD_PYTHON=$(command -v python3)
 : "${RAYPOD_IPUS_PER_HOST:=0}"        # EDIT: 16 on the hosts of a POD64; 0: the emulated SDK
 : "${RAYPOD_INSTANCES_PER_HOST:=1}"
 : "${RAYPOD_SDK:=}"                   # EDIT: folder of the Poplar SDK, as in /opt/poplar_sdk (inferred)
@@ -41,9 +43,10 @@ export RAY_TMPDIR="${RAY_TMPDIR:-/tmp/ray-$SLURM_JOB_ID}"
 # Prints the address of the node on which it runs. A name that resolves to loopback, as in Debian's /etc/hosts, is skipped.
 # shellcheck disable=SC2016 # the tasks expand it
 ADDRESS='
-address=$(getent ahostsv4 "$SLURMD_NODENAME" | awk "NR == 1 {print \$1}")
+name=${SLURMD_NODENAME:-$(hostname)}
+address=$(getent ahostsv4 "$name" | awk "NR == 1 {print \$1}")
 case "$address" in
-  "$SLURMD_NODENAME") ;;
+  "$name") ;;
   127.* | "") address=$(hostname -I | cut -d " " -f 1) ;;
 esac
 '
@@ -57,14 +60,16 @@ unset OMP_NUM_THREADS  # raypod chooses the number of threads
 mkdir -p -m 700 "$RAY_TMPDIR"
 set -- --node-ip-address="$address" --disable-usage-stats --block
 if test "$RAYPOD_IPUS_PER_HOST" -gt 0; then set -- "$@" --resources="{\"IPU\": $RAYPOD_IPUS_PER_HOST}"; fi
-if test "$address" = "$HEAD_ADDRESS"; then
+if test "$RAYPOD_ROLE" = head; then
   exec "$RAYPOD_PYTHON" -m ray.scripts.scripts start --head --port="$RAYPOD_RAY_PORT" --include-dashboard=false "$@"
 fi
 exec "$RAYPOD_PYTHON" -m ray.scripts.scripts start --address="$HEAD_ADDRESS:$RAYPOD_RAY_PORT" "$@"
 '
 
 # This script runs on the first node of the job.
-head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+nodes=$(wc -l <<<"$names")
+head_node=$(head -n 1 <<<"$names")
 # shellcheck disable=SC2016
 HEAD_ADDRESS=$(srun --nodes=1 --ntasks=1 --nodelist="$head_node" bash -c "$ADDRESS"'echo "$address"')
 export HEAD_ADDRESS RAY_ADDRESS="$HEAD_ADDRESS:$RAYPOD_RAY_PORT"
@@ -105,24 +110,27 @@ run() {
 trap end_ray EXIT
 trap notify USR1 TERM
 
-# A step for the head, then one for the others: a worker that starts long before the head gives up.
-srun --overlap --nodes=1 --ntasks=1 --nodelist="$head_node" bash -c "$START_RAY" &
+# A step for the head, then one for the others once it runs: Ray writes this file then. A worker that joins before the
+# head's own processes makes the start of the head fail, and one that starts long before gives up.
+head_file=$RAY_TMPDIR/ray/ray_current_cluster
+rm -f "$head_file"
+RAYPOD_ROLE="head" srun --overlap --nodes=1 --ntasks=1 --nodelist="$head_node" bash -c "$START_RAY" &
 started+=($!)
 for ((waited = 0; waited < RAYPOD_START_S; waited++)); do
-  if (: >"/dev/tcp/$HEAD_ADDRESS/$RAYPOD_RAY_PORT") 2>/dev/null; then break; fi
+  if grep -qs ":$RAYPOD_RAY_PORT" "$head_file"; then break; fi
   kill -0 "${started[0]}" 2>/dev/null || break
   sleep 1
 done
-workers=$((SLURM_JOB_NUM_NODES - 1))
+workers=$((nodes - 1))
 if ((workers > 0)); then
-  srun --overlap --nodes="$workers" --ntasks="$workers" --ntasks-per-node=1 --exclude="$head_node" \
-    bash -c "$START_RAY" &
+  RAYPOD_ROLE="worker" srun --overlap --nodes="$workers" --ntasks="$workers" --ntasks-per-node=1 \
+    --exclude="$head_node" bash -c "$START_RAY" &
   started+=($!)
 fi
 
 mkdir -p "$RAYPOD_RUN_DIR.slurm"
 cluster=$RAYPOD_RUN_DIR.slurm/cluster.yaml
-run "$RAYPOD_PYTHON" -m raypod cluster-file --hosts "$SLURM_JOB_NUM_NODES" --wait-s "$RAYPOD_START_S" \
+run "$RAYPOD_PYTHON" -m raypod cluster-file --hosts "$nodes" --wait-s "$RAYPOD_START_S" \
   --instances-per-host "$RAYPOD_INSTANCES_PER_HOST" --name "job-$SLURM_JOB_ID" --output "$cluster"
 if ((code == 0)); then
   run "$RAYPOD_PYTHON" -m raypod.train --cluster "$cluster" --run-dir "$RAYPOD_RUN_DIR" \

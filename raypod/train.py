@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Optional, Sequence
 
 from raypod import detached, planning
 from raypod.api.training import Claimed, Training, claimed, resume_point
 from raypod.cli import INTERRUPTED, report_errors
 from raypod.coordinator.stop import Stop, deadline_of, stop_on_signal
+from raypod.errors import Preempted
 from raypod.events import RunEnded
 from raypod.host.process import process_age_s
 from raypod.record.progress import Progress
 
 
-def main(argv: Optional[Sequence[str]] = None, stop: Optional[Stop] = None) -> int:
+def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code.
 
     Returns:
         0 done, 1 failed, 2 wrong request, 130 interrupted; 130 or that of `--preemption-exit-code` preempted.
     """
-    words = sys.argv[1:] if argv is None else argv
-    return report_errors(lambda: _train(words, "raypod.train", Stop() if stop is None else stop))
+    return report_errors(lambda: _train(sys.argv[1:] if argv is None else argv, "raypod.train"))
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run `raypod train`, the command of this process."""
-    return _run_process(argv, "raypod train")
+    """Run `raypod train`; the same, but it raises RaypodError."""
+    return _train(argv, "raypod train")
 
 
-def _train(argv: Sequence[str], prog: str, stop: Stop) -> int:
+def _train(argv: Sequence[str], prog: str) -> int:
     started_at_s = time.monotonic() - process_age_s()
+    stop = Stop()
+    try:
+        code = _train_until(stop, argv, prog, started_at_s)
+    except Preempted as preempted:
+        _exit_soon(stop, preempted.exit_code)
+        raise
+    _exit_soon(stop, code)
+    return code
+
+
+def _train_until(stop: Stop, argv: Sequence[str], prog: str, started_at_s: float) -> int:
     with contextlib.ExitStack() as stack:
         stack.enter_context(stop_on_signal(stop))
         switches = ["--dry-run", "--detach", "--take-over"]
@@ -62,20 +75,24 @@ def _run(run: Claimed, stop: Stop, started_at_s: float) -> int:
     return exit_code
 
 
+def _exit_soon(stop: Stop, code: int) -> None:
+    """After a notice with a deadline, make the process exit without Python's finalization, which can take seconds."""
+
+    def exit_now() -> None:
+        with contextlib.suppress(OSError, ValueError):  # the reader has closed its end
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+    started = Path(sys.argv[0])
+    is_own_process = "raypod" in (started.name, started.parent.name)  # else the caller of `main` determines the code
+    if stop.must_leave and is_own_process:
+        atexit.register(exit_now)
+
+
 def _log(text: str) -> None:
     print(f"raypod: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _run_process(argv: Sequence[str], prog: str) -> int:
-    """Run the command. After a preemption exit without Python's finalization, which can take longer than is left."""
-    stop = Stop()
-    code = report_errors(lambda: _train(argv, prog, stop))
-    if stop.must_leave:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
-
-
 if __name__ == "__main__":
-    sys.exit(_run_process(sys.argv[1:], "raypod.train"))
+    sys.exit(main())

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import psutil
 import pytest
@@ -30,14 +30,15 @@ INLINE = ["--fleet", "inline", "--num-instances", "1"]
 class Command:
     """A training in a working directory in which files make it slow. See `preemptible`."""
 
-    def __init__(self, folder: Path, *flags: str, grace_s: float = GRACE_S) -> None:
+    def __init__(self, folder: Path, *flags: str, grace_s: float = GRACE_S, within: Sequence[str] = ()) -> None:
+        """`within` is the command line before that of the training."""
         self.folder, self.run = folder, folder / "run"
         notice = ["--preemption-grace-s", str(grace_s), "--preemption-exit-code", str(CODE)]
         line = [sys.executable, "-m", "raypod.train", *FLAGS, *SCHEDULE, "--run-dir", "run", *notice, *flags]
         paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._err = (folder / "err").open("a+")
         self.process = subprocess.Popen(
-            line,
+            [*within, *line],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": paths},
             stdout=self._err,
@@ -215,6 +216,22 @@ def test_an_evaluation_is_abandoned_and_made_by_the_next_process(start: Callable
     assert [each["update"] for each in again.summary["evaluations"]] == [20, 22]
 
 
+def test_the_first_process_of_a_container(start: Callable[..., Command]) -> None:
+    """The kernel ignores signals to PID 1 that have no handler, and PID 1 gets orphans as children."""
+    namespace = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], check=False, timeout=60).returncode:
+        pytest.skip("PID namespaces are not permitted here")
+    command = start(within=namespace)
+    command.reach_update(6)
+    (first,) = psutil.Process(command.process.pid).children()
+    processes = first.children(recursive=True)
+    first.send_signal(signal.SIGTERM)
+    assert command.process.wait(COMMAND_S) == CODE, command.output
+    assert_saved(command)
+    assert command.state.pid == 1
+    assert not psutil.wait_procs(processes, timeout=COMMAND_S)[1]
+
+
 def test_under_ray_a_signal_to_the_process_group(start: Callable[..., Command]) -> None:
     command = start()
     command.reach_update(6)
@@ -241,6 +258,45 @@ def test_under_ray_a_call_that_is_too_long_and_data_that_comes_too_late(
     else:
         assert_unsaved(command, ": in call ")
     assert not psutil.wait_procs(processes, timeout=COMMAND_S)[1]
+
+
+def test_under_ray_a_repair_is_completed_first(start: Callable[..., Command]) -> None:
+    command = start("--checkpoint-every", "1000 updates")
+    command.reach_update(6)
+    log = (command.run / "logs" / "instance-1.log").read_text()
+    os.kill(int(log.rpartition(", pid ")[2].partition(":")[0]), signal.SIGKILL)
+    command.reach(lambda: '"repairing"' in (command.run / "events.jsonl").read_text())
+    assert command.end_by(signal.SIGTERM)[0] == CODE
+    assert_saved(command)
+    assert command.summary["restarts"] == 1
+
+
+SCRIPT = """
+import raypod
+
+try:
+    raypod.fit(dataset="preemptible:data", model="preemptible:model", augment=False, device="emulated", fleet="inline",
+               num_instances=1, epochs=9, run_dir="run", preemption_grace_s=60, progress=False)
+except raypod.Interrupted as interrupted:
+    print("preempted:", interrupted.result.summary["preempted"])
+"""
+
+
+def test_a_script_that_trains(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).parent / "preemptible.py", tmp_path)
+    (tmp_path / "steady").touch()
+    run = tmp_path / "run"
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    line = [sys.executable, "-c", SCRIPT]
+    with subprocess.Popen(line, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, text=True) as script:
+        metrics = run / "metrics.jsonl"
+        assert wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 3, COMMAND_S)
+        script.send_signal(signal.SIGTERM)
+        out, _ = script.communicate(timeout=COMMAND_S)
+    assert (script.returncode, out) == (0, "preempted: True\n")
+    state = run_state.read(run)
+    assert state is not None
+    assert state.state == run_state.PREEMPTED
 
 
 def test_a_detached_run(start: Callable[..., Command], capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,9 +77,7 @@ def _control(verb: str, action: Callable[[Path], int], argv: Sequence[str]) -> i
     parser.add_argument("run", metavar="RUN_FOLDER", help="path on the host where the run was started")
     parser.add_argument("--cluster", metavar="FILE", help="run the command on the head of this cluster")
     if verb == "stop":
-        parser.add_argument(
-            "--preemption", action="store_true", help="the machine is taken away: see docs/preemption.md"
-        )
+        parser.add_argument("--preemption", action="store_true", help="announce a preemption: docs/preemption.md")
     args = parser.parse_args(argv)
     is_preemption = getattr(args, "preemption", False)
     if args.cluster:
@@ -88,8 +86,8 @@ def _control(verb: str, action: Callable[[Path], int], argv: Sequence[str]) -> i
 
         cluster = read_cluster(args.cluster)
         head = cluster.hosts[0]
-        words = [verb, *(["--preemption"] if is_preemption else []), args.run]
         if not ssh.is_local(head):
+            words = [verb, *(["--preemption"] if is_preemption else []), args.run]
             return ssh.pass_through(head, cluster.ssh, [cluster.python, "-m", "raypod", *words])
     if is_preemption:
         from raypod import detached

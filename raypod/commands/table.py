@@ -32,11 +32,11 @@ GROUPS: Dict[str, Dict[str, Command]] = {
     },
     "Pod": {
         "doctor": Command("check whether the hosts are ready for a run", "raypod.pod.doctor", "doctor"),
-        "cluster-file": Command(
-            "write the cluster file of a running Ray cluster", "raypod.fleet.ray_cluster_file", "write_cluster_file"
-        ),
         "up": Command("start Ray on the hosts of a cluster file", "raypod.pod.up", "up"),
         "down": Command("stop Ray on them", "raypod.pod.up", "down"),
+        "cluster-file": Command(
+            "write the cluster file of the Ray cluster that runs here", "raypod.fleet.ray_cluster_file", "write"
+        ),
     },
     "Watch and control": {
         "status": Command("print the state of a run", "raypod.commands.runs", "status"),

@@ -7,6 +7,7 @@ A preemption is announced by SIGUSR1, and by SIGTERM if one of the `--preemption
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from types import FrameType
@@ -19,6 +20,7 @@ from raypod.host.signal_deadline import SignalDeadline
 from raypod.host.signals import SignalFilter, cancel_abort, leave_terminal, preemption_signals, stop_signals
 from raypod.plan.run_section import RunSection
 
+_RECORDING_S = 0.3  # for the files to record the end: a disk that hangs must not keep the process from ending in time
 # What a signal does, and whether the approaching deadline interrupts the main thread.
 _AT_ONCE, _DEFERRED, _SAVING, _ENDING = "raise", "request a stop", "request a stop, uninterrupted", "ignore a notice"
 
@@ -43,7 +45,7 @@ class Stop:
         self.is_signalled = self.is_preempted = False
         self.grace_s: Optional[float] = None
         self.exit_code = INTERRUPTED
-        self.describe: Callable[[], str] = lambda: "nothing had started; repeat the command"
+        self.describe: Callable[[], str] = lambda: "repeat the command"
         self.abandon_loading: Callable[[], None] = lambda: None
         self.has_deadline = False
         self._notices: Collection[int] = (signal.SIGUSR1,)
@@ -54,7 +56,8 @@ class Stop:
         self._filter = SignalFilter()
 
     def configure(self, run: RunSection) -> None:
-        """Set what is a preemption, and what it does."""
+        """Set what is a preemption, and what it does, for a run that has not started yet."""
+        self.describe = lambda: "nothing had started; repeat the command"
         self.grace_s = run.preemption_grace_s
         self.exit_code = INTERRUPTED if run.preemption_exit_code is None else run.preemption_exit_code
         if run.preemption_grace_s is not None or run.preemption_exit_code is not None:
@@ -139,6 +142,9 @@ class Stop:
     def end_now(self) -> None:
         """End this process. Called in a thread."""
         self.is_preempted = self._is_late = True
+        last = threading.Timer(_RECORDING_S, os._exit, (self.exit_code,))
+        last.daemon = True
+        last.start()
         interruption = self._interruption()
         assert isinstance(interruption, Preempted), "is_preempted was set"
         abort(interruption)

@@ -24,7 +24,7 @@ _LOG_INTERVAL_S = 10.0
 _HEAD = "node:__internal_head__"  # the resource of Ray's head node
 
 
-def write_cluster_file(argv: Sequence[str]) -> int:
+def write(argv: Sequence[str]) -> int:
     """Run the command. Returns 0.
 
     Raises:

@@ -62,15 +62,6 @@ class RunSection(Section):
         1800, gt=0, le=MAX_TIMEOUT_S, description="timeout for the next report of an instance, including compilation"
     )
     stop_timeout_s: float = Field(10, gt=0, le=MAX_TIMEOUT_S, description="grace period for an instance to exit")
-    preemption_grace_s: Optional[float] = Field(
-        None,
-        gt=0,
-        le=MAX_TIMEOUT_S,
-        description="time from SIGTERM or SIGUSR1 to the end of the run (default: no limit)",
-    )
-    preemption_exit_code: Optional[int] = Field(
-        None, ge=1, le=255, description="exit code of a run that a preemption ends (default: 130)"
-    )
     max_restarts: int = Field(
         3, ge=0, description="repairs before the run fails; an hour without a failure resets the count"
     )
@@ -88,6 +79,15 @@ class RunSection(Section):
         gt=0,
         le=MAX_TIMEOUT_S,
         description="timeout of a call: this or 3 x the slowest call so far; 10 x the larger while it uses CPU time",
+    )
+    preemption_grace_s: Optional[float] = Field(
+        None,
+        gt=0,
+        le=MAX_TIMEOUT_S,
+        description="time from SIGTERM or SIGUSR1 to the end of the run (default: no limit)",
+    )
+    preemption_exit_code: Optional[int] = Field(
+        None, ge=1, le=255, description="exit code of a run that a preemption ends (default: 130)"
     )
 
     @property

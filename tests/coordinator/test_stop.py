@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import signal
 from types import SimpleNamespace
-from typing import Any, Tuple
+from typing import Any, List, Tuple
 
 import pytest
+from bounded import wait_until
 
 from raypod.coordinator import stop as stop_module
 from raypod.coordinator.stop import Stop, deadline_of, stop_on_signal
 from raypod.errors import Preempted
 from raypod.host import signals
-from raypod.plan.config import RunSection
+from raypod.plan.run_section import RunSection
 
 GRACE = {"preemption_grace_s": 60.0}
 
@@ -141,6 +142,8 @@ def test_a_host_that_ray_drains_is_a_preemption_if_that_is_configured() -> None:
 def test_an_unknown_state_does_not_keep_the_process_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
     monkeypatch.setattr(stop_module, "abort", ended.append)
+    exits: List[int] = []
+    monkeypatch.setattr(stop_module, "os", SimpleNamespace(_exit=exits.append))
     stop = stop_with(**GRACE, preemption_exit_code=85)
 
     def fail() -> str:
@@ -150,6 +153,7 @@ def test_an_unknown_state_does_not_keep_the_process_alive(monkeypatch: pytest.Mo
     stop.end_now()
     assert str(ended[0]).endswith("the state of the run is unknown (OSError: no disk)")
     assert ended[0].exit_code == 85
+    assert wait_until(lambda: exits == [85])  # also if a disk hangs, so that `abort` does not return
 
 
 def test_the_contexts_restore_handlers_and_wakeup_descriptor() -> None:

@@ -54,7 +54,7 @@ def test_all_keys() -> None:
         "device fleet collectives strict run_dir resume resume_anyway checkpoint_every keep_checkpoints best_metric "
         "on_nonfinite status_port profile trackers tracker_artifacts tracker_timeout_s tensorboard "
         "save_timeout_s start_timeout_s report_timeout_s stop_timeout_s "
-        "preemption_grace_s preemption_exit_code max_restarts dead_after_s silent_after_s stuck_after_s"
+        "max_restarts dead_after_s silent_after_s stuck_after_s preemption_grace_s preemption_exit_code"
     )
 
 

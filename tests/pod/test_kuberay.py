@@ -17,7 +17,7 @@ import yaml
 from bounded import COMMAND_S, wait_until
 
 from raypod.cli import FlagParser
-from raypod.plan import resolve
+from raypod.plan import flags, resolve
 from raypod.record import run_state
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,8 +93,8 @@ def test_the_job_fits_its_cluster() -> None:
     assert prepare[:6] == ["python", "-m", "raypod", "cluster-file", "--hosts", str(hosts)]
     assert training[:3] == ["python", "-m", "raypod.train"]
     parser = FlagParser()
-    resolve.add_flags(parser)
-    values, _ = resolve.merge(resolve.parse_arguments(parser, training[3:]))
+    flags.add_flags(parser)
+    values, _ = resolve.merge(flags.parse_arguments(parser, training[3:]))
     config = resolve.from_values(values, "the entrypoint")
     assert config.pod.cluster == prepare[prepare.index("--output") + 1]
     assert config.run.preemption_grace_s is not None
@@ -119,9 +119,10 @@ def test_the_hooks_are_valid(hook: str) -> None:
 def test_the_hook_of_the_head_preempts_the_training_and_waits_for_its_end(tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
-    (programs / "python").symlink_to(sys.executable)
-    (programs / "ray").write_text('#!/bin/sh\ncp run/state.json "ended-before-ray-$1"\n')
-    (programs / "ray").chmod(0o755)
+    texts = {"python": f'exec {sys.executable} "$@"', "ray": 'cp run/state.json "ended-before-ray-$1"'}
+    for name, text in texts.items():
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
     run_dir = tmp_path / "run"
     variables = {
         **os.environ,
