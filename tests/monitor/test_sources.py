@@ -87,6 +87,17 @@ def test_an_ended_run_is_read_from_its_files(folder: Path) -> None:
     assert run.series["loss"] == (2.0, 2.0)
 
 
+def test_a_run_that_continued_on_one_host_has_its_instance(folder: Path) -> None:
+    resized = {"replicas": 2, "gradient_accumulation": 2, "replicas_before": 4, "hosts": ["a"], "update": 1}
+    append(
+        folder / "events.jsonl",
+        {"unix_s": 4.0, "event": "resized", "cause": "host b is lost", **resized},
+        {"unix_s": 5.0, "event": "repaired", "instances": [{"instance": 0, "host": "a", "pid": 7}]},
+    )
+    (only,) = RunFiles(folder).read().instances
+    assert (only.host, only.pid, only.first_replica, only.num_replicas) == ("a", 7, 0, 2)
+
+
 def test_an_ended_run_has_the_mean_throughput_of_its_summary_in_its_unit(folder: Path) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     (folder / "plan.json").write_text(json.dumps({**plan, "samples_are": "windows"}))

@@ -9,7 +9,7 @@ from typing import Any, Callable
 
 import pytest
 
-from raypod.events import EpochDone, EvaluationDone, Repaired, RunEnded, RunStarted, UpdateDone
+from raypod.events import EpochDone, EvaluationDone, Repaired, Resized, RunEnded, RunStarted, UpdateDone
 from raypod.plan.plan import Plan
 from raypod.record.progress import Progress
 
@@ -104,3 +104,11 @@ def test_a_repair_names_the_damaged_checkpoints(shown: Callable[..., Any]) -> No
     warning, line = shown(io.StringIO(), repaired)[0].splitlines()
     assert warning == f"warning: {damaged[0]}"
     assert line.startswith("Repaired in 2.0 s: new instance 0 on a, instance 1 on b, with the state of checkpoints/")
+
+
+def test_a_change_of_the_replicas_says_that_the_bits_differ(shown: Callable[..., Any]) -> None:
+    (line,) = shown(io.StringIO(), Resized(13, 2, 4, 4, ("a",), "host b is lost"))[0].splitlines()
+    assert line == (
+        "Elastic: 2 replicas x accumulation 4 from update 14 on, instead of 4 replicas (host b is lost): every update "
+        "has the same samples, but sums them in another order, so the bits of the weights differ"
+    )

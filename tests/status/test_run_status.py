@@ -10,7 +10,17 @@ from typing import Any, Callable, Dict, Iterator, List, Tuple
 import pytest
 
 from raypod.coordinator import coordinator
-from raypod.events import CallReport, HeartbeatReport, HostUsage, InstanceLost, PhaseBegun
+from raypod.events import (
+    CallReport,
+    HeartbeatReport,
+    HostUsage,
+    InstanceLost,
+    InstanceStarted,
+    PhaseBegun,
+    Repaired,
+    Resized,
+    RunStarted,
+)
 from raypod.fleet.base import Beat, FleetBroken
 from raypod.fleet.scripted import ScriptedFleet
 from raypod.host.files import strict_json
@@ -88,3 +98,21 @@ def test_a_snapshot_has_the_heartbeats_and_the_usage_of_hosts(make: Callable[...
 def test_the_user_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("USER", raising=False)
     assert user_name() == pwd.getpwuid(os.getuid()).pw_name
+
+
+def test_a_run_that_changes_its_size_shows_its_new_instances(make: Callable[..., Plan]) -> None:
+    plan = make(pod={"replicas": 8, "num_instances": 4})
+    status = RunStatus(plan, dict)
+    instances = tuple(InstanceStarted(each, host, each, "emulated", "", 1, ()) for each, host in enumerate("abcd"))
+    status.handle(RunStarted("emulated", "", 0, 1, (), 1, instances))
+    status.handle(InstanceLost(3, "d", "died", "its process died", "", "", "instance-3.log"))
+    status.handle(Resized(5, 4, 2, 8, ("a", "b"), "host d is lost"))
+    status.handle(Repaired((0, 1), ("a", "b"), "a checkpoint", 5, 2.0, 1, 2, (), instances[:2]))
+    found = status.snapshot()
+    assert [(each["host"], each["replicas"], each["ipus"]) for each in found["instances"]] == [
+        ("a", [0, 2], [0, 2]),
+        ("b", [2, 2], [2, 2]),
+    ]
+    assert list(found["hosts"]) == ["a", "b"]
+    assert [event["event"] for event in found["events"]][-2:] == ["resized", "repaired"]
+    assert found["update"] == 5
