@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any, Callable, Dict, Sequence, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 from raypod.cli import FlagParser
 from raypod.errors import UserError
@@ -20,8 +20,11 @@ from raypod.plan.config import Config
 from raypod.plan.environment import strict_environment
 from raypod.plan.plan import Plan, make_plan
 from raypod.plan.profile_window import window_of
+from raypod.plan.urls import check_words, is_url
 from raypod.record import run_folder
 from raypod.record.sinks import check_packages
+from raypod.storage import snapshots
+from raypod.storage.backends import check_scheme
 from raypod.tasks.registry import facts_of, schema_for, schema_of, task_of_plan
 
 _SWITCHES = {
@@ -55,6 +58,8 @@ def plan_of(
     Raises:
         UserError: a flag, the config, the cluster file or the data set is wrong.
     """
+    check_words(argv)
+    snapshots.take_resumed(_value_of(argv, "--resume", "run.resume"))
     description = (
         "Train a model on this host or on a pod. Without flags: a ResNet on digits, on two emulated instances."
     )
@@ -92,6 +97,9 @@ def plan_from(
     schema = schema_of(resolve.task_of_values(values))
     config = resolve.from_values(values, source, None if path is None else cluster.num_instances, schema)
     on_config(config)
+    resume = config.run.resume
+    if resume is not None and is_url(resume) and resolve.run_folder_of(resume) is None:  # that of a config file
+        snapshots.take_resumed(resume)
     run_dir = run_folder.choose(config)
     plan = make_plan(config, cluster, facts_of(config, is_dry), run_dir)
     window_of(plan)
@@ -116,8 +124,18 @@ def check_host(plan: Plan) -> None:
         SdkError: this host is the pod, and the SDK is missing.
     """
     check_packages(plan.config)
+    if plan.config.run.storage_path is not None:
+        check_scheme(plan.config.run.storage_path, "--storage-path")
     if plan.placement.cluster.is_local:
         sdk.sdk_for_programs(plan.config.run.device)
+
+
+def _value_of(argv: Sequence[str], flag: str, key: str) -> Optional[str]:
+    """Return the value of a flag, or of the override of its key; None without one."""
+    words = list(argv)
+    following = [after for word, after in zip(words, words[1:]) if word == flag]
+    joined = [word.partition("=")[2] for word in words if word.startswith((f"{flag}=", f"{key}="))]
+    return next(iter([*following, *joined]), None)
 
 
 def render_with_pipeline(plan: Plan) -> str:

@@ -18,6 +18,7 @@ from raypod.errors import Preempted
 from raypod.events import RunEnded
 from raypod.host.process import process_age_s
 from raypod.record.progress import Progress
+from raypod.storage.restore import check
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -52,7 +53,7 @@ def _train_until(stop: Stop, argv: Sequence[str], prog: str, started_at_s: float
         switches = ["--dry-run", "--detach", "--take-over"]
         plan, args = planning.plan_of(argv, prog, switches, lambda config: stop.configure(config.run))
         if args.dry_run:
-            plan, _ = resume_point(plan)
+            plan, _ = resume_point(check(plan))
             print(planning.render_with_pipeline(plan))  # noqa: T201
             return 0
         if not args.detach:

@@ -35,6 +35,8 @@ from raypod.status import prometheus
 from raypod.status.endpoint import cached_route, served, snapshot_route
 from raypod.status.run_status import RunStatus
 from raypod.status.token_server import check_port
+from raypod.storage.mirror import Mirror
+from raypod.storage.restore import restore
 from raypod.trackers.processes import TrackerProcesses
 
 
@@ -118,7 +120,8 @@ def claimed(
         held = claim.claim(plan.config, plan.run_dir, take_over, log)
     with held:
         check_port(plan.config.run.status_port)  # here, so that also `--detach` finds it before it starts a process
-        plan, found = resume_point(dataclasses.replace(plan, run_dir=str(held.folder)), verify)
+        plan = restore(dataclasses.replace(plan, run_dir=str(held.folder)), held, log)
+        plan, found = resume_point(plan, verify)
         yield Claimed(plan, held, found)
 
 
@@ -170,10 +173,11 @@ class Training:
         with contextlib.ExitStack() as stack:
             stack.enter_context(deadline_of(self._stop))
             stack.enter_context(on_abort(lambda error: lease.abandon()))
+            mirror = stack.enter_context(Mirror(plan, self._reporter.warn, self._reporter.print_line))
             trackers = stack.enter_context(TrackerProcesses(plan, self._reporter.warn, self._started_unix_s))
             stack.push(self._write_report)  # the last step before that of the trackers: it reads the other files
             fleet = fleet_for(plan, self._reporter.print_line)
-            recorders = [*self._recorders(fleet, stack), trackers]
+            recorders = [*self._recorders(fleet, stack), trackers, mirror]
             with self._opened(fleet) as (events, sinks):
                 for event in events:
                     lease.check()

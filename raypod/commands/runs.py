@@ -8,6 +8,7 @@ from typing import Callable, Sequence
 
 from raypod.cli import FlagParser, format_table
 from raypod.errors import ConfigError
+from raypod.plan.urls import is_url
 
 _DESCRIPTIONS = {
     "status": "Print the state of a run.",
@@ -32,8 +33,14 @@ def verify_data(argv: Sequence[str]) -> int:
     """Verify from the ledger that each epoch used every sample exactly once; return 1 if it did not."""
     description = "Prove from the ledger of a run that each epoch used every sample exactly once."
     parser = FlagParser(prog="raypod verify-data", description=description)
-    parser.add_argument("run", metavar="RUN_FOLDER")
-    folder = _run_folder("verify-data", parser.parse_args(argv).run)
+    parser.add_argument("run", metavar="RUN", help="a run folder or URL")
+    run = parser.parse_args(argv).run
+    if is_url(run):
+        from raypod.storage import snapshots
+
+        folder = snapshots.local_folder(run, "verify-data")
+    else:
+        folder = _run_folder("verify-data", run)
     from raypod.record import verify_data as verification  # imports NumPy
 
     verdict = verification.verify(folder)

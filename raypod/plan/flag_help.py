@@ -35,6 +35,7 @@ _GROUP_OF_KEY = {
         "pod": ("device", "fleet", "collectives", "strict"),
         "checkpoints": (
             *("resume", "resume_anyway", "checkpoint_every", "keep_checkpoints", "best_metric", "save_timeout_s"),
+            *("storage_path", "storage_timeout_s", "keep_remote"),
         ),
         "failures": (
             *("on_nonfinite", "start_timeout_s", "report_timeout_s", "stop_timeout_s", "max_restarts", "dead_after_s"),
@@ -58,6 +59,7 @@ _METAVARS = {
     **dict.fromkeys(("init_ignore", "freeze", "pipeline_splits", "resume_anyway", "trackers"), "NAMES"),
     **dict.fromkeys(("best_metric", "early_stopping_metric"), "METRIC"),
     "checkpoint_every": "INTERVAL",
+    "storage_path": "URL",
     "cluster": "FILE",
     "name": "TASK",
     "profile": "UPDATES",

@@ -17,6 +17,7 @@ from raypod.cli import FlagParser, nearest, suggestion
 from raypod.errors import ConfigError
 from raypod.plan.config import CHECKPOINTS, IMAGE_CLASSIFICATION, MANIFEST, Config, PodSection, TaskOptions, fields
 from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader
+from raypod.plan.urls import is_url
 
 Values = Dict[str, Dict[str, Any]]  # section -> key -> value as given, not validated
 TASK_NAME = "task.name"
@@ -35,6 +36,7 @@ class Schema(NamedTuple):
 
 
 NO_SCHEMA = Schema()  # of a task without options
+remote_runs: Dict[str, Path] = {}  # local copies of remote runs, by the URL of `--resume`
 
 
 def task_name(argv: Sequence[str]) -> str:
@@ -267,7 +269,12 @@ def _validation_message(detail: Any, prefix: str = "") -> str:
 
 
 def run_folder_of(resume: str) -> Optional[Path]:
-    """Return the run folder of `--resume`: itself, or that of a checkpoint; None for a checkpoint elsewhere."""
+    """Return the run folder of `--resume`: itself, or that of a checkpoint; None for a checkpoint elsewhere.
+
+    That of a URL is its local copy, if there is one.
+    """
+    if is_url(resume):
+        return remote_runs.get(resume.rstrip("/"))
     path = Path(resume).resolve()
     if not (path / MANIFEST).exists():
         return path

@@ -9,7 +9,7 @@ from pydantic import Field
 from typing_extensions import Literal
 
 from raypod.plan.section import MAX_TIMEOUT_S, Section
-from raypod.plan.values import Trackers, Updates, parse_interval
+from raypod.plan.values import ResumePath, StorageUrl, Trackers, Updates, parse_interval
 
 
 class RunSection(Section):
@@ -28,12 +28,21 @@ class RunSection(Section):
         "(default: the variable EMULATED_POD_STRICT)",
     )
     run_dir: Optional[str] = Field(None, description="run folder (default runs/<time>-<name>)")
-    resume: Optional[str] = Field(None, description="run folder or checkpoint to resume from")
+    resume: ResumePath = Field(None, description="run folder, checkpoint, or URL of one of them to resume from")
     resume_anyway: Optional[str] = Field(
         None, description="comma-separated settings that may differ from those of the checkpoint"
     )
     checkpoint_every: str = Field("1 epoch", description="interval, as in 100 updates, 2 epochs, 10 minutes")
     keep_checkpoints: int = Field(3, ge=1, description="newest checkpoints to keep, besides the best by --best-metric")
+    storage_path: StorageUrl = Field(
+        None, description="URL under which the run is mirrored, as in s3://bucket/prefix, sftp://host/path, file:///mnt"
+    )
+    storage_timeout_s: float = Field(
+        120, gt=0, le=MAX_TIMEOUT_S, description="time at the end of the run to mirror the rest"
+    )
+    keep_remote: Optional[int] = Field(
+        None, ge=1, description="newest checkpoints to keep on the remote storage (default: --keep-checkpoints)"
+    )
     best_metric: Optional[str] = Field(
         None, description="test metric of the best checkpoint, as in loss (default: the task's, accuracy of images)"
     )

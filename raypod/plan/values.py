@@ -10,6 +10,8 @@ import pydantic
 from pydantic import Field
 from typing_extensions import Annotated
 
+from raypod.plan.urls import check_url, is_url
+
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 _INTERVAL = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(update|epoch|minute)s?\s*$")
 _UPDATES = re.compile(r"\s*updates?\s+(\d{1,12})(?:\s*-\s*(\d{1,12}))?\s*$")
@@ -108,6 +110,14 @@ def _check_updates(text: Optional[str]) -> Optional[str]:
     return text
 
 
+def _check_storage(url: Optional[str]) -> Optional[str]:
+    return None if url is None else check_url(url, "--storage-path")
+
+
+def _check_resume(where: Optional[str]) -> Optional[str]:
+    return check_url(where, "--resume") if where is not None and is_url(where) else where
+
+
 Names = Annotated[
     Optional[Tuple[str, ...]], pydantic.BeforeValidator(_split_words), pydantic.AfterValidator(_check_different)
 ]
@@ -118,3 +128,5 @@ Epochs = Annotated[
 ]
 Trackers = Annotated[Names, pydantic.AfterValidator(_check_trackers)]
 Updates = Annotated[Optional[str], pydantic.AfterValidator(_check_updates)]
+StorageUrl = Annotated[Optional[str], pydantic.AfterValidator(_check_storage)]
+ResumePath = Annotated[Optional[str], pydantic.AfterValidator(_check_resume)]

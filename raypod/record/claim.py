@@ -39,6 +39,7 @@ class Claim:
             with contextlib.suppress(FileNotFoundError):
                 self._before[name] = (folder / name).read_bytes()
         self._logs: Optional[Set[Path]] = set((folder / LOGS).iterdir()) if (folder / LOGS).is_dir() else None
+        self._added: List[Path] = []
         self._is_kept, self._is_discarded, self._is_handed_over = not restores, False, False
 
     def keep(self) -> None:
@@ -46,6 +47,10 @@ class Claim:
         self._is_kept = True
         with contextlib.suppress(OSError):  # the leases of earlier runs have no effect
             self.lease.remove_ended()
+
+    def add(self, path: Path) -> None:
+        """Note a file or folder that was put into the folder for the run, and is removed if the folder is restored."""
+        self._added.append(path)
 
     def hand_over(self, pid: int) -> None:
         """Hand the claim over to a child process, which adopts it: leaving the context does not end it.
@@ -79,6 +84,10 @@ class Claim:
             remove_empty(self._created)
 
     def _restore(self) -> None:
+        for path in self._added:
+            if not path.is_dir():
+                path.unlink(missing_ok=True)
+        remove_empty(sorted(path for path in self._added if path.is_dir()))
         for name in _REPLACED:
             path = self.folder / name
             if name in self._before and path.read_bytes() != self._before[name]:

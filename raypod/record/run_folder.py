@@ -26,6 +26,7 @@ from raypod.plan.config import Config
 from raypod.plan.plan import Plan, default_run_dir
 from raypod.plan.resolve import run_folder_of
 from raypod.plan.tables import describe, topology_summary
+from raypod.plan.urls import is_url, run_url
 from raypod.record import run_state
 from raypod.record.growing_file import parse_records
 from raypod.record.metrics import MetricsAggregator
@@ -36,7 +37,13 @@ _MARKS = (METRICS, PLAN, run_state.NAME)  # a folder with one of them is a run f
 
 
 def choose(resolved: Config) -> str:
-    """Return the folder of a run: `--run-dir`, the folder of the resumed run, or a new one under `runs/`."""
+    """Return the folder of a run: `--run-dir`, the folder of the resumed run, or a new one under `runs/`.
+
+    A run that resumes from a URL has a folder under `runs/` with the name of the remote run.
+    """
+    if resolved.run.resume and is_url(resolved.run.resume):
+        name = run_url(resolved.run.resume).name
+        return os.path.abspath(resolved.run.run_dir or f"runs/{name}")  # noqa: PTH100 - keeps symlinks
     resumed = run_folder_of(resolved.run.resume) if resolved.run.resume else None
     if resumed and not resolved.run.run_dir and resumed.is_dir():
         return str(resumed)
@@ -46,7 +53,9 @@ def choose(resolved: Config) -> str:
 def is_named(config: Config, run_dir: str) -> bool:
     """Return whether the config names the folder that `choose` returned, so that it may exist."""
     resume = config.run.resume
-    return bool(config.run.run_dir) or (resume is not None and run_folder_of(resume) == Path(run_dir).resolve())
+    if config.run.run_dir or resume is None:
+        return bool(config.run.run_dir)
+    return is_url(resume) or run_folder_of(resume) == Path(run_dir).resolve()
 
 
 def check_is_run_folder(folder: Path, config: Config) -> None:

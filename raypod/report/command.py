@@ -11,6 +11,7 @@ from raypod.errors import ConfigError
 from raypod.host.files import replace_file
 from raypod.report.page import render_bounded
 from raypod.report.run_data import RunReader
+from raypod.storage import snapshots
 
 NAME = "report.html"
 
@@ -18,12 +19,13 @@ NAME = "report.html"
 def report(argv: Sequence[str]) -> int:
     """Write the report of one or more runs, and print its path."""
     parser = FlagParser(prog="raypod report", description="Write one HTML page that shows runs, also unfinished ones.")
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run folder; several are drawn over each other")
-    default = f"RUN/{NAME} for one run, {NAME} in the current folder for several"
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run folder or URL; several are drawn over each other")
+    default = f"RUN/{NAME} for one run, {NAME} in the current folder for several or a URL"
     parser.add_argument("--output", metavar="FILE", help=f"the file [{default}]")
     args = parser.parse_args(argv)
     readers = _readers(args.runs)
-    target = readers[0].folder / NAME if len(readers) == 1 else Path(NAME)
+    is_copy = snapshots.is_copy(readers[0].folder)
+    target = readers[0].folder / NAME if len(readers) == 1 and not is_copy else Path(NAME)
     if args.output == "":
         raise ConfigError("--output is empty; name a file")
     output = Path(args.output) if args.output is not None else target
@@ -53,7 +55,7 @@ def _readers(folders: Sequence[str]) -> List[RunReader]:
     """Return the readers of run folders, each folder once, after the first read."""
     readers: Dict[Path, RunReader] = {}
     for name in folders:
-        reader = RunReader(Path(name))
+        reader = RunReader(snapshots.local_folder(name, "report"))
         readers.setdefault(reader.folder, reader)
     for reader in readers.values():
         reader.refresh()

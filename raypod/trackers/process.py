@@ -21,12 +21,12 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from raypod.errors import summarize_exception
 from raypod.host.files import file_lock
+from raypod.host.redaction import Redaction, redacted_output
 from raypod.plan import user_code
 from raypod.plan.resolve import read_yaml
 from raypod.record import run_folder, run_state
 from raypod.trackers import memory
 from raypod.trackers.follower import Follower, newest_steps
-from raypod.trackers.redaction import Redaction, redacted_output
 from raypod.trackers.tracker import KILLED, Point, RunFacts, Steps, Tracker
 
 _KINDS = {

@@ -47,7 +47,7 @@ def average_run(
     if last < 1:
         raise ConfigError(f"--last {last} must be at least 1")
     checkpoints.check_has_ended(run, "wait for its end: it removes old checkpoints")
-    path = Path(output) if output is not None else run.folder / f"average-{last}.safetensors"
+    path = Path(output) if output is not None else run.outputs / f"average-{last}.safetensors"
     settings.check_writable(path)
     newest_first = [checkpoints.load_checkpoint(each.path) for each in checkpoints.newest(run, last)]
     averaged = Weights(mean([each.tensors for each in newest_first]), path, newest_first[0].update)

@@ -14,6 +14,7 @@ from raypod.errors import CheckpointDamaged, ConfigError
 from raypod.plan.config import CHECKPOINTS, Config
 from raypod.record import run_state
 from raypod.record.run_folder import CONFIG
+from raypod.storage import snapshots
 from raypod.tasks.registry import facts_of, load_config
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ class Run:
     def checkpoints(self) -> Path:
         """The folder of its checkpoints."""
         return storage.checkpoints_folder(self.folder)
+
+    @property
+    def outputs(self) -> Path:
+        """The folder of what commands write by default: the run folder, or the current one for a remote run."""
+        return Path() if snapshots.is_copy(self.folder) else self.folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +66,7 @@ def open_run(where: PathLike) -> Run:
     Raises:
         ConfigError: it is neither, or its config cannot be read.
     """
-    path = Path(where).resolve()
+    path = snapshots.local_folder(os.fspath(where), "RUN").resolve()
     if not path.is_dir():
         raise ConfigError(f"{where}: there is no such run folder or checkpoint")
     checkpoint = path if storage.is_checkpoint(path) else None
@@ -118,6 +124,7 @@ def load_checkpoint(path: Path, ema: Optional[bool] = None) -> Weights:
     """
     from raypod.checkpoint import tensors  # planning and help work without torch
 
+    snapshots.complete(path)
     try:
         checkpoint = storage.read_manifest(path)
         storage.verify(checkpoint)
@@ -207,4 +214,4 @@ def described(weights: Weights) -> Dict[str, Union[str, int, None]]:
     from raypod.checkpoint import tensors  # as above
 
     sha256 = tensors.weights_sha256(weights.tensors)
-    return {"checkpoint": str(weights.path), "update": weights.update, "weights_sha256": sha256}
+    return {"checkpoint": snapshots.shown(weights.path), "update": weights.update, "weights_sha256": sha256}

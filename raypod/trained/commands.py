@@ -176,7 +176,7 @@ def _print(text: str) -> None:
 
 def _parser(verb: str, description: str) -> FlagParser:
     parser = FlagParser(prog=f"raypod {verb}", description=description)
-    parser.add_argument("run", metavar="RUN", help="run folder, or a checkpoint in it")
+    parser.add_argument("run", metavar="RUN", help="run folder, a checkpoint in it, or the URL of one of them")
     return parser
 
 

@@ -75,7 +75,7 @@ def export_run(
     config = settings.host_config(run, changes)
     if pixels:
         config = config.model_copy(update={"data": config.data.model_copy(update={"eight_bit_io": True})})
-    path = Path(output) if output is not None else run.folder / f"{_stem(config, weights)}{suffix}"
+    path = Path(output) if output is not None else run.outputs / f"{_stem(config, weights)}{suffix}"
     settings.check_writable(path)
     with open_network(config, weights) as network:
         exported = _exported(network, weights, pixels)

@@ -19,12 +19,12 @@ from raypod import train
 from raypod.api.request import plan_of
 from raypod.errors import ConfigError, RunError
 from raypod.events import EvaluationDone, PhaseBegun, RunStarted, UpdateDone, flat_record
+from raypod.host.redaction import Redaction
 from raypod.plan.plan import Plan
 from raypod.record import run_folder
 from raypod.trackers import memory, process
 from raypod.trackers.follower import Follower
 from raypod.trackers.processes import TrackerProcesses
-from raypod.trackers.redaction import Redaction
 from raypod.trackers.tracker import Point, RunFacts, Steps
 
 FLAGS = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--replicas", "2", "--lr-schedule", "constant"]

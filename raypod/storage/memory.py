@@ -1,0 +1,68 @@
+"""`storage.json` of a run folder: the identity of the run, and how far it is mirrored. It holds no credentials."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import uuid
+from pathlib import Path
+from typing import Any, Dict, Tuple
+
+NAME = "storage.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """The content of the file; the counts are those of the last start of the run.
+
+    Attributes:
+        run_id: identifies the run over all its resumes, also on other hosts.
+        place: the URL at which this run was found or begun; "" if the storage has not answered yet.
+        checkpoints, files: number of uploads.
+        uploaded_bytes: of the uploads.
+        failures: attempts that failed and were repeated.
+        skipped_checkpoints: checkpoints that were removed on this host before they could be uploaded.
+        pending: names of what is not on the storage.
+        error: why the mirror fails at the moment.
+        last_error: the last reason for a failure.
+        is_complete: everything is on the storage, and the run has ended.
+    """
+
+    run_id: str = ""
+    place: str = ""
+    checkpoints: int = 0
+    files: int = 0
+    uploaded_bytes: int = 0
+    failures: int = 0
+    skipped_checkpoints: int = 0
+    pending: Tuple[str, ...] = ()
+    error: str = ""
+    last_error: str = ""
+    is_complete: bool = False
+
+    def summary(self, url: str) -> Dict[str, Any]:
+        """Return the entry `storage` of `summary.json`."""
+        counts = ("checkpoints", "files", "uploaded_bytes", "failures", "skipped_checkpoints")
+        return {
+            "url": url,
+            **{name: getattr(self, name) for name in counts},
+            "not_mirrored": list(self.pending),
+            "last_error": self.last_error,
+        }
+
+
+def read(run_dir: Path) -> Memory:
+    """Return the content of the file; that of a new run without a readable one."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        content = json.loads((run_dir / NAME).read_text())
+        return Memory(**{**content, "pending": tuple(content["pending"])})
+    return Memory(run_id=uuid.uuid4().hex)
+
+
+def write(run_dir: Path, memory: Memory) -> None:
+    """Replace the file. OSError if it cannot be written."""
+    path = run_dir / NAME
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(dataclasses.asdict(memory)) + "\n")
+    partial.replace(path)

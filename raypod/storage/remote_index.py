@@ -1,0 +1,74 @@
+"""The index of a run on the storage, as the process that mirrors the run keeps it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Dict, Optional
+
+from raypod.storage import index
+from raypod.storage.errors import StorageError
+from raypod.storage.index import Content, Index
+from raypod.storage.store import Store
+
+
+class PlaceTaken(StorageError):
+    """Raised if another run, or another process of the same run, uses the place on the storage."""
+
+
+class RemoteIndex:
+    """Reads and writes `index.json`, and makes sure that no other run is overwritten."""
+
+    def __init__(self, store: Store, run_id: str, writer: str, is_known: bool) -> None:
+        """`is_known`: this run was mirrored to the place before, so that a missing index was removed by someone."""
+        self._store, self._run_id, self._writer, self._is_known = store, run_id, writer, is_known
+        self._index: Optional[Index] = None
+
+    def check(self) -> None:
+        """Read the index, and become its writer the first time.
+
+        Raises:
+            PlaceTaken: another run has the place, or another process mirrors this one by now.
+        """
+        text = self._store.read(index.NAME)
+        if text is None:
+            if self._index is None and not self._is_known and self._store.list_folder():
+                raise PlaceTaken(f"{self._store.url} holds other files; use another --run-dir or --storage-path")
+            found = self._index or Index(self._run_id, self._writer)
+        else:
+            found = self._parsed(text)
+        if found.run_id != self._run_id:
+            raise PlaceTaken(f"{self._store.url} holds another run; use another --run-dir or --storage-path")
+        if self._index is not None and found.writer != self._writer:
+            raise PlaceTaken(f"another process mirrors the run to {self._store.url} by now")
+        if self._index is None:
+            self._index = dataclasses.replace(found, writer=self._writer)
+            self._write(self._index)
+        elif text is None:
+            self._write(self._index)
+
+    def announce(self, contents: Dict[str, Content]) -> None:
+        """Add new contents of files, before these are uploaded."""
+        assert self._index is not None, "the index was read before"
+        self._write(self._index.with_new(contents))
+
+    def confirm(self, name: str, content: Content) -> None:
+        """Keep only the content that a file has on the storage by now; the next `announce` writes that."""
+        assert self._index is not None, "the index was read before"
+        self._index.files[name] = [content]
+
+    def _parsed(self, text: bytes) -> Index:
+        try:
+            return index.from_json(text)
+        except ValueError as error:
+            if self._index is not None or self._is_known:  # damaged by someone: it is written again
+                return self._index or Index(self._run_id, self._writer)
+            raise PlaceTaken(f"{self._store.url}: {error}; use another --run-dir or --storage-path") from None
+
+    def write(self) -> None:
+        """Write the index with what was confirmed."""
+        assert self._index is not None, "the index was read before"
+        self._write(self._index)
+
+    def _write(self, content: Index) -> None:
+        self._store.write_bytes(index.NAME, content.to_json())
+        self._index = content

@@ -1,0 +1,170 @@
+"""Mirror a run until it ends: rounds of uploads, repeated after errors with growing pauses."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import time
+import traceback
+from pathlib import Path
+from typing import Any, List
+
+from typing_extensions import Protocol
+
+from raypod.checkpoint.format import Retention
+from raypod.host.files import replace_file, strict_json
+from raypod.record.run_folder import SUMMARY
+from raypod.storage import memory
+from raypod.storage.errors import describe
+from raypod.storage.memory import Memory
+from raypod.storage.mirrored_checkpoints import MirroredCheckpoints
+from raypod.storage.mirrored_files import MirroredFiles, latest_of
+from raypod.storage.remote_index import PlaceTaken, RemoteIndex
+from raypod.storage.store import Store
+
+_INTERVAL_S, _MOST_WAIT_S = 10.0, 30.0  # between rounds; between attempts
+_SHARE = 0.05  # of the time for files that grow, which are uploaded as a whole
+_LEAST_GAP_S = 1.0  # between rounds, if checkpoints follow each other faster
+_PATIENCE = 2  # failures in a row, before they are reported
+
+
+class Commands(Protocol):
+    """What the coordinator tells, see `process.Input`."""
+
+    has_ended: bool
+
+    def take(self) -> List[str]:
+        """Return the names of the checkpoints that were saved since the last call."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the next command, at most for a time."""
+
+
+class RunMirror:
+    """Keeps the copy of a run folder on a storage up to date."""
+
+    def __init__(self, run_dir: Path, store: Store, kept: Retention, writer: str) -> None:
+        self._run_dir, self._store = run_dir, store
+        self._memory = memory.read(run_dir)
+        is_known = self._memory.place == store.url
+        self._index = RemoteIndex(store, self._memory.run_id, writer, is_known)
+        self._files = MirroredFiles(run_dir, store, self._index)
+        self._checkpoints = MirroredCheckpoints(run_dir, store, kept)
+        self._before = self._memory  # the counts of an earlier process of this run
+        self._failed_in_a_row = 0
+        self._is_new = True  # the connection
+
+    def follow(self, commands: Commands) -> bool:
+        """Mirror the run until it ends. Return whether everything is on the storage.
+
+        Errors of the storage are repeated without end: the coordinator ends this process.
+        """
+        tenacity: Any = importlib.import_module("tenacity")
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_never,
+            wait=tenacity.wait_random_exponential(multiplier=1, max=_MOST_WAIT_S),
+            retry=tenacity.retry_if_not_exception_type(PlaceTaken),
+            before_sleep=lambda state: self._note_failure(state.outcome.exception()),
+            sleep=commands.wait,
+            reraise=True,
+        )
+        try:
+            while True:
+                has_ended, began_s = commands.has_ended, time.monotonic()
+                retrying(self._round, commands)
+                if has_ended:
+                    self._finish(retrying)
+                    return True
+                self._pause(commands, time.monotonic() - began_s)
+        except PlaceTaken as error:
+            self._remember(error=describe(error), last_error=describe(error), pending=self._pending())
+            return False
+
+    def _pause(self, commands: Commands, took_s: float) -> None:
+        """Wait for the next round."""
+        least_s = max(_LEAST_GAP_S, took_s)
+        ends_s = time.monotonic() + max(_INTERVAL_S, took_s / _SHARE)
+        began_s = time.monotonic()
+        commands.wait(ends_s - began_s)
+        gap_s = least_s - (time.monotonic() - began_s)
+        while gap_s > 0 and not commands.has_ended:
+            time.sleep(min(gap_s, 0.1))
+            gap_s -= 0.1
+
+    def _round(self, commands: Commands) -> None:
+        self._store.is_busy = True
+        saved = commands.take()
+        for name in saved:
+            self._checkpoints.announce(name)
+        self._remember(pending=self._pending())
+        if self._memory.place != self._store.url:
+            self._index.check()
+            self._remember(place=self._store.url)
+        is_thorough = bool(saved) or self._is_new or commands.has_ended
+        if is_thorough:
+            self._files.audit()
+        # The metrics before the checkpoint: a run that resumes from it finds every line before it.
+        self._files.sync(self._files.pending())
+        self._remember(pending=self._pending())
+        if is_thorough or self._checkpoints.pending():
+            self._checkpoints.sync()
+            self._files.sync(latest_of(self._run_dir))
+        self._is_new, self._failed_in_a_row = False, 0
+        self._remember(error="", pending=())
+        self._store.is_busy = False
+
+    def _finish(self, retrying: Any) -> None:
+        """Upload `summary.json` with the counts of the mirror, and the index."""
+        is_summarized = (self._run_dir / SUMMARY).is_file()
+        if is_summarized:
+            add_to_summary(self._run_dir, dataclasses.replace(self._counted(), pending=()), self._store.url)
+        self._remember(pending=(SUMMARY,) if is_summarized else ())
+
+        def upload() -> None:
+            self._store.is_busy = True
+            self._files.sync([SUMMARY] if is_summarized else [])
+            self._index.write()
+
+        retrying(upload)
+        self._remember(pending=(), error="", is_complete=True)
+
+    def _pending(self) -> List[str]:
+        return [*self._files.pending(), *self._checkpoints.pending()]
+
+    def _note_failure(self, error: BaseException) -> None:
+        traceback.print_exception(type(error), error, error.__traceback__)
+        self._failed_in_a_row += 1
+        self._is_new = True
+        self._store.disconnect()
+        self._store.is_busy = False
+        text = describe(error)
+        is_reported = self._failed_in_a_row >= _PATIENCE or not self._memory.place
+        shown = text if is_reported else self._memory.error
+        failures = self._memory.failures + 1
+        self._remember(error=shown, last_error=text, failures=failures, pending=self._pending())
+
+    def _counted(self) -> Memory:
+        before = self._before
+        return dataclasses.replace(
+            self._memory,
+            checkpoints=before.checkpoints + self._checkpoints.uploads,
+            files=before.files + self._files.uploads,
+            uploaded_bytes=before.uploaded_bytes + self._store.written_bytes,
+            skipped_checkpoints=before.skipped_checkpoints + len(self._checkpoints.skipped),
+        )
+
+    def _remember(self, **changed: Any) -> None:
+        if "pending" in changed:
+            changed["pending"] = tuple(changed["pending"])
+        found = dataclasses.replace(self._counted(), **changed)
+        if found != self._memory:
+            self._memory = found
+            memory.write(self._run_dir, found)
+
+
+def add_to_summary(run_dir: Path, found: Memory, url: str) -> None:
+    """Set the entry `storage` of `summary.json`. OSError or ValueError if the file cannot be read or written."""
+    path = run_dir / SUMMARY
+    content = {**json.loads(path.read_text()), "storage": found.summary(url)}
+    replace_file(path, (strict_json(content, indent=2) + "\n").encode())
