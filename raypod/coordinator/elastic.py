@@ -99,7 +99,8 @@ class Elastic:
             HostLost: too few hosts are left.
             RunError: the policy ends the run, or no state could be saved.
         """
-        yield from self._save_state(set(lost))
+        with self._stop.saving():
+            yield from self._save_state(set(lost))
         yield from self._resize_until_done(f"host {gone.host} is lost", began_s, gone)
 
     def can_grow(self) -> bool:
@@ -189,11 +190,13 @@ class Elastic:
             return gone is None or (plan is not None and sizes_of(plan) == sizes_of(self._full))
 
         room = self._fleet.wait_for_room(is_enough, lambda: self._stop.requested)
+        if self._stop.must_leave:  # the state is saved, and there is no time to start the instances for a regular end
+            self._stop.leave()
         try:
             return largest_fit(self._full, room, self._policy.uses_partition)
         except ConfigError as error:
-            if self._stop.is_signalled:
-                raise KeyboardInterrupt from None
+            if self._stop.requested:
+                self._stop.leave()
             hosts = self.plan.placement.instances
             lost = gone or HostLost(hosts[0].host, tuple(spec.index for spec in hosts), "", self.plan.log_file(0))
             raise HostLost(lost.host, lost.instances, f"{error}; restart hosts, then --resume", lost.logs) from None

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from types import FrameType
-from typing import Callable, Collection, Iterator, Optional
+from typing import Callable, Collection, Iterator, NoReturn, Optional
 
 from raypod.cli import INTERRUPTED
 from raypod.errors import Preempted, summarize_exception
@@ -104,6 +104,10 @@ class Stop:
         self.cause = "" if self.is_signalled else self.cause or cause
         self.is_preempted = self.is_preempted or (is_drained and self._drain_is_preemption)
 
+    def leave(self) -> NoReturn:
+        """End the run without its last checkpoint, as its stop was requested. KeyboardInterrupt, or Preempted."""
+        self._interrupt()
+
     def on_signal(self, number: int, frame: Optional[FrameType]) -> None:
         """Handle a signal that requests a stop."""
         cancel_abort()
@@ -149,7 +153,7 @@ class Stop:
         assert isinstance(interruption, Preempted), "is_preempted was set"
         abort(interruption)
 
-    def _interrupt(self) -> None:
+    def _interrupt(self) -> NoReturn:
         self._raised = self._interruption()
         raise self._raised
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ import torch
 from raypod.checkpoint import storage, writer
 from raypod.checkpoint.format import Retention
 from raypod.coordinator import coordinator
-from raypod.errors import ClusterError, HostLost, InstanceFailed, PodTooSmall
+from raypod.coordinator.stop import Stop
+from raypod.errors import ClusterError, HostLost, InstanceFailed, PodTooSmall, Preempted
 from raypod.events import (
     CallReport,
     CheckpointSaved,
@@ -69,7 +70,8 @@ class Pod(ScriptedFleet):
         self.returns_at: Dict[int, str] = {}  # update: host
         self.broken_resizes: List[Exception] = []
         self.broken_saves: List[FleetBroken] = []
-        self.wait_stops = self.waits_only_for_lost_hosts = False
+        self.wait_stops = 0  # the signal that arrives during a wait
+        self.waits_only_for_lost_hosts = False
         self.saved_on: List[int] = []
 
     def call(self, method: str, *arguments: Any) -> List[Any]:
@@ -119,7 +121,7 @@ class Pod(ScriptedFleet):
         if self.waits_only_for_lost_hosts:
             assert is_enough(self.room()) is (len(self.there) == len(HOSTS))
         if self.wait_stops:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(self.wait_stops)
             assert stop_requested()
         return self.room()
 
@@ -135,10 +137,10 @@ class Pod(ScriptedFleet):
         return not instances
 
 
-def events_of(plan: Plan, fleet: ScriptedFleet) -> List[Event]:
+def events_of(plan: Plan, fleet: ScriptedFleet, stop: Optional[Stop] = None) -> List[Event]:
     found = []
     with Sinks(plan) as sinks:
-        for event in coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)):
+        for event in coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0), stop=stop):
             sinks.handle(event)
             found.append(event)
     return found
@@ -255,7 +257,7 @@ def test_failures_of_every_start_end_the_run(tmp_path: Path) -> None:
 def test_too_few_hosts_end_the_run_with_one_line_and_a_checkpoint(tmp_path: Path, is_stopped: bool) -> None:
     plan = plan_on(tmp_path, min_hosts=3)
     fleet = Pod(plan)
-    fleet.wait_stops = is_stopped
+    fleet.wait_stops = signal.SIGTERM if is_stopped else 0
     expected = KeyboardInterrupt if is_stopped else HostLost
     with pytest.raises(expected) as caught:
         events_of(plan, fleet)
@@ -265,6 +267,25 @@ def test_too_few_hosts_end_the_run_with_one_line_and_a_checkpoint(tmp_path: Path
         )
         assert str(caught.value).startswith(f"{message}a (2), b (2), c (2); --min-hosts 3: a plan of 4 replicas uses 2")
         assert "\n" not in str(caught.value)
+    found, _ = storage.list_checkpoints(storage.checkpoints_folder(plan.run_dir))
+    assert found[0].update == 13
+
+
+@pytest.mark.parametrize("grace_s", [None, 60.0])
+def test_a_preemption_while_a_lost_host_is_awaited_leaves_its_state_in_a_checkpoint(
+    tmp_path: Path, grace_s: Optional[float]
+) -> None:
+    plan, stop = plan_on(tmp_path), Stop()
+    fleet = Pod(plan)
+    fleet.wait_stops, stop.grace_s = signal.SIGUSR1, grace_s
+    events: List[Event] = []
+    if grace_s is not None:  # no time to start instances that would only end
+        with pytest.raises(Preempted, match="the checkpoint of update 13 is written; the same command continues from"):
+            events += events_of(plan, fleet, stop)
+    else:
+        events = events_of(plan, fleet, stop)
+        assert changes(events) == [(13, 4, 2, "ab")]
+        assert of(events, RunEnded)[0].preempted
     found, _ = storage.list_checkpoints(storage.checkpoints_folder(plan.run_dir))
     assert found[0].update == 13
 
