@@ -38,7 +38,7 @@ from raypod.plan.plan import Leg, Plan
 from raypod.record.metrics import MetricsAggregator
 
 Events = Generator[Event, None, None]
-_RECENT_S = 1.5  # age of a heartbeat that shows what its instance does now
+_RECENT_S = 5.0  # age of a heartbeat, one per second, that still shows what its instance does
 
 
 def run(

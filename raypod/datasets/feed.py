@@ -49,6 +49,8 @@ class Feed:
         """
         iterations = self._plan.geometry.device_iterations
         for update in range(leg.first_update, leg.first_update + leg.num_updates, iterations):
+            if self._is_interrupted:
+                return
             if self._stream is None or self._next_update != update:
                 self._end_stream()
                 self._stream = self._batches_from(update)
@@ -83,7 +85,7 @@ class Feed:
             yield batch, int((samples < total).sum())
 
     def interrupt(self) -> None:
-        """End `calls`, from another thread or a signal handler, while it waits for samples. It yields nothing more."""
+        """End `calls`, from another thread, also while it waits for samples. It yields nothing more."""
         self._is_interrupted = True
         if self._loader is not None:
             self._loader.interrupt()

@@ -247,8 +247,8 @@ class Instance:
         self._is_evaluation_abandoned = True
 
     def end_loading(self) -> None:
-        """End the wait for the data of a call that may not start, from another thread. This is the end of the run."""
-        if self._feed is not None and self._gate.is_over and self.heartbeat.is_loading:
+        """Do not wait for the data of a call that may not start, from another thread. This is the end of the run."""
+        if self._feed is not None and self._gate.is_over:
             self._feed.interrupt()
 
     def evaluate(self, is_abandoned: Callable[[], bool] = lambda: False) -> EvaluationReport:
