@@ -10,20 +10,40 @@ import json
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
+from raypod.checkpoint.digest import SHA256, XXH3_128
 from raypod.plan.metric import LOSS, Metric
 
 WEIGHTS, OPTIMIZER, REPLICAS = "weights.safetensors", "optimizer.safetensors", "replicas.safetensors"
 EMA = "ema.safetensors"  # the averaged weights, with --ema
 TENSOR_FILES = (WEIGHTS, OPTIMIZER, REPLICAS, EMA)
-_FORMAT = 1
+_FORMAT, _FORMAT_WITH_XXH3 = 1, 2  # raypod before XXH3-128 reads the first, and names the second in its error
 
 
 @dataclasses.dataclass(frozen=True)
 class FileRecord:
-    """The expected size and hash of one file of a checkpoint."""
+    """The expected size and hash of one file of a checkpoint: one of the two hashes. ValueError for none or both."""
 
     size_bytes: int
-    sha256: str
+    sha256: Optional[str] = None
+    xxh3_128: Optional[str] = None
+
+    def __post_init__(self) -> None:
+        if (self.sha256 is None) == (self.xxh3_128 is None):
+            raise ValueError(f"a file has one hash, {SHA256} or {XXH3_128}")
+
+    @property
+    def algorithm(self) -> str:
+        """The algorithm of the hash, see `digest`."""
+        return SHA256 if self.xxh3_128 is None else XXH3_128
+
+    @property
+    def digest(self) -> str:
+        """The hash, as hexadecimal digits."""
+        return self.sha256 or self.xxh3_128 or ""
+
+    def to_dict(self) -> Dict[str, Any]:
+        """Return the record as the manifest has it: without the hash that it does not have."""
+        return {"size_bytes": self.size_bytes, self.algorithm: self.digest}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +69,10 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Return the JSON that `manifest_from_json` parses."""
-        return (json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=2) + "\n").encode()
+        has_xxh3 = any(record.algorithm == XXH3_128 for record in self.files.values())
+        content = {"format": _FORMAT_WITH_XXH3 if has_xxh3 else _FORMAT, **dataclasses.asdict(self)}
+        content["files"] = {name: record.to_dict() for name, record in self.files.items()}
+        return (json.dumps(content, indent=2) + "\n").encode()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +91,8 @@ class Checkpoint:
 def manifest_from_json(text: bytes) -> Manifest:
     """Parse a manifest. ValueError, TypeError, KeyError or AttributeError for any other content."""
     content = json.loads(text.decode())
-    if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
-        raise ValueError(f"it is not a manifest of format {_FORMAT}")
+    if not isinstance(content, dict) or content.pop("format", None) not in (_FORMAT, _FORMAT_WITH_XXH3):
+        raise ValueError(f"it is not a manifest of format {_FORMAT} or {_FORMAT_WITH_XXH3}")
     files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
     accuracy = content.pop("test_accuracy", None)  # of manifests before tasks had their own metrics
     if accuracy is not None:

@@ -9,13 +9,23 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import os
 import re
 import secrets
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ContextManager, Iterator, List, Optional, Tuple, Union
 
-from raypod.checkpoint.format import Checkpoint, Manifest, Retention, checkpoints_to_remove, manifest_from_json
+from raypod.checkpoint import digest
+from raypod.checkpoint.format import (
+    Checkpoint,
+    FileRecord,
+    Manifest,
+    Retention,
+    checkpoints_to_remove,
+    manifest_from_json,
+)
 from raypod.errors import CheckpointDamaged
 from raypod.host import files
 from raypod.plan.config import CHECKPOINTS, MANIFEST
@@ -23,7 +33,7 @@ from raypod.plan.config import CHECKPOINTS, MANIFEST
 _MANIFEST_SHA256, _LATEST = "manifest.sha256", "LATEST"
 _PARTIAL, _REMOVED = ".partial", ".removed"
 _NAME = re.compile(r"update-(\d+)$")
-_CHUNK_BYTES = 4 << 20
+_MOST_THREADS = 4  # that hash files: a checkpoint has at most four
 
 
 def checkpoints_folder(run_dir: Union[str, Path]) -> Path:
@@ -94,7 +104,7 @@ def replace_manifest(checkpoint: Checkpoint, manifest: Manifest) -> None:
 
 
 def verify(checkpoint: Checkpoint) -> None:
-    """Check the size and hash of every file. CheckpointDamaged names the first one that does not match."""
+    """Check the size and hash of every file, in threads. CheckpointDamaged names the first one that does not match."""
     for name, record in checkpoint.manifest.files.items():
         file = checkpoint.path / name
         if Path(name).name != name or not file.is_file():
@@ -102,8 +112,10 @@ def verify(checkpoint: Checkpoint) -> None:
         size = file.stat().st_size
         if size != record.size_bytes:
             raise CheckpointDamaged(str(checkpoint.path), f"{name} has {size} bytes, expected {record.size_bytes}")
-        if _sha256_of(file) != record.sha256:
-            raise CheckpointDamaged(str(checkpoint.path), f"the SHA-256 of {name} does not match {MANIFEST}")
+    threads = max(1, min(len(checkpoint.manifest.files), len(os.sched_getaffinity(0)), _MOST_THREADS))
+    with ThreadPoolExecutor(threads, "checkpoint-verify") as pool:
+        for each in [pool.submit(_verify_hash, checkpoint.path, *item) for item in checkpoint.manifest.files.items()]:
+            each.result()
 
 
 def identity(path: Path) -> Tuple[int, ...]:
@@ -177,7 +189,7 @@ def new_checkpoint(checkpoints: Path, update: int) -> Iterator[Path]:
     files.replace_file(checkpoints / _LATEST, f"{target.name}\n".encode())
 
 
-def new_file(partial: Path, name: str) -> ContextManager[files.HashedFile]:
+def new_file(partial: Path, name: str) -> ContextManager[files.NewFile]:
     """Create a file in the folder of `new_checkpoint`; it is flushed to disk at the end of the block."""
     return files.new_file(partial / name)
 
@@ -212,14 +224,13 @@ def _sha256_line(text: bytes) -> bytes:
     return f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode()
 
 
-def _sha256_of(file: Path) -> str:
-    digest = hashlib.sha256()
+def _verify_hash(path: Path, name: str, record: FileRecord) -> None:
+    """Check the hash of a file of a checkpoint. CheckpointDamaged if it does not match or cannot be computed."""
     try:
-        with file.open("rb") as stream:
-            while True:
-                chunk = stream.read(_CHUNK_BYTES)
-                if not chunk:
-                    return digest.hexdigest()
-                digest.update(chunk)
+        found = digest.digest_of_file(path / name, record.algorithm)
     except OSError as error:
-        raise CheckpointDamaged(str(file), error.strerror or str(error)) from None
+        raise CheckpointDamaged(str(path / name), error.strerror or str(error)) from None
+    except ImportError as error:
+        raise CheckpointDamaged(str(path), f"{name} cannot be verified: {error}") from None
+    if found != record.digest:
+        raise CheckpointDamaged(str(path), f"the {digest.TITLES[record.algorithm]} of {name} does not match {MANIFEST}")

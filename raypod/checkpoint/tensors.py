@@ -3,7 +3,7 @@
 The format (https://huggingface.co/docs/safetensors): the length of a JSON header (8 bytes, little endian), the header
 (name to dtype, shape and offsets), the bytes of the tensors. Loading it executes no code; `torch.load` with
 `weights_only=True` guarantees this from torch 2.6 on only (CVE-2025-32434), and torch 2.0.1 is supported here.
-The `safetensors` package is not used: here bytes are hashed while they are written, without a second copy in memory.
+The `safetensors` package is not used: here bytes are hashed while they are written, and nothing is copied in memory.
 
 Nested state, such as an optimizer's, is split into named tensors and a JSON structure that refers to them by name.
 """
@@ -14,15 +14,16 @@ import hashlib
 import json
 import math
 from pathlib import Path
-from typing import Any, BinaryIO, Dict, List, Mapping, Tuple
+from typing import Any, BinaryIO, Dict, Iterator, List, Mapping, Tuple, Union
 
 import numpy as np
 import torch
 from torch import nn
 
 from raypod.checkpoint import storage
+from raypod.checkpoint.scattered_read import read_into
 from raypod.errors import CheckpointDamaged, ConfigError
-from raypod.host.files import HashedFile
+from raypod.host.files import NewFile
 
 _NAMES = {
     torch.float64: "F64",
@@ -45,11 +46,24 @@ MISSING = "missing"  # in place of the shape of a tensor
 Tensors = Dict[str, torch.Tensor]
 
 
-def write_tensors(file: HashedFile, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+class TensorFile:
+    """The content of a file of CPU tensors of any shape, as buffers that share the memory of contiguous tensors."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+        """TypeError for a dtype that the format does not have."""
+        self._header, self._tensors = _encode_header(tensors, metadata, alignment=1), tensors
+        self.size_bytes = len(self._header) + sum(each.numel() * each.element_size() for each in tensors.values())
+
+    def __iter__(self) -> Iterator[Union[bytes, memoryview]]:
+        yield self._header
+        for tensor in self._tensors.values():
+            yield memoryview(_bytes_of(tensor.contiguous()))
+
+
+def write_tensors(file: NewFile, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """Write CPU tensors of any shape. TypeError for a dtype that the format does not have."""
-    file.write(_encode_header(tensors, metadata, alignment=1))
-    for tensor in tensors.values():
-        file.write(_bytes_of(tensor.contiguous()))
+    for buffer in TensorFile(tensors, metadata):
+        file.write(buffer)
 
 
 def read_tensors(path: Path) -> Tuple[Tensors, Dict[str, str]]:
@@ -65,10 +79,9 @@ def read_tensors(path: Path) -> Tuple[Tensors, Dict[str, str]]:
             data_bytes = size - file.tell()
             tensors = {name: _allocate(entry, data_bytes) for name, entry in header.items()}
             _check_offsets(path, header, tensors, data_bytes)
-            for tensor in tensors.values():
-                values = _bytes_of(tensor)
-                if len(values) and file.readinto(values) != len(values):
-                    raise CheckpointDamaged(str(path), "it is truncated")
+            read_into(file.fileno(), file.tell(), [memoryview(_bytes_of(each)) for each in tensors.values()])
+    except EOFError:
+        raise CheckpointDamaged(str(path), "it is truncated") from None
     except OSError as error:
         raise CheckpointDamaged(str(path), error.strerror or str(error)) from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -130,9 +143,9 @@ def unpack_flat(flat: np.ndarray) -> Any:
 
 
 def copy_to_cpu(nested: Any) -> Any:
-    """Return the same nested state with a copy of every tensor on the CPU."""
+    """Return the same nested state with a contiguous copy of every tensor on the CPU."""
     if isinstance(nested, torch.Tensor):
-        return nested.detach().to("cpu", copy=True)
+        return nested.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     if isinstance(nested, Mapping):
         return {key: copy_to_cpu(value) for key, value in nested.items()}
     if isinstance(nested, (list, tuple)):

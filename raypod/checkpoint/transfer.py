@@ -1,7 +1,8 @@
 """Checkpoints between hosts without a shared disk: an instance sends them to the coordinator's host, or fetches one.
 
 A process on the coordinator's host serves a `CheckpointReceiver` or a `CheckpointFiles`; the instance calls its
-methods through a `Server`. Files are sent in chunks, a few at a time, and hashed on both sides. Does not import torch.
+methods through a `Server`. Files are sent in chunks, a few at a time, and hashed on both sides; a received checkpoint
+is read again from the disk before it is committed. Does not import torch.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any, Deque, Dict, Generator, Iterator, List, Tuple, Union
 
 from typing_extensions import Protocol
 
-from raypod.checkpoint import storage
+from raypod.checkpoint import digest, storage
 from raypod.checkpoint.format import TENSOR_FILES, Checkpoint, FileRecord, Manifest, Retention
 from raypod.errors import CheckpointDamaged
-from raypod.host.files import HashedFile, new_file
+from raypod.host.files import NewFile, new_file
 
 CHUNK_BYTES = 2 << 20
 _IN_FLIGHT = 4  # requests; they hide the latency of the network and bound the memory for chunks
@@ -114,7 +115,7 @@ class CheckpointSender:
         self._requests.add("begin", update)
 
     @contextlib.contextmanager
-    def new_file(self, name: str) -> Iterator[HashedFile]:
+    def new_file(self, name: str) -> Iterator[NewFile]:
         """Yield a file of the checkpoint. What is written to it has been sent at the end of the block."""
         pending = bytearray()
 
@@ -127,7 +128,7 @@ class CheckpointSender:
                     self._requests.add("write", name, bytes(pending))
                     pending.clear()
 
-        yield HashedFile(append)
+        yield NewFile(append)
         if pending:
             self._requests.add("write", name, bytes(pending))
 
@@ -146,20 +147,31 @@ def fetch(server: Server, checkpoint: Checkpoint, folder: Path, timeout_s: float
     """
     requests = _Requests(server, timeout_s)
     for name, record in checkpoint.manifest.files.items():
+        try:
+            hashed = digest.new_digest(record.algorithm)
+        except ImportError as error:
+            raise CheckpointDamaged(str(checkpoint.path), f"{name} cannot be verified: {error}") from None
+        size_bytes = 0
         with new_file(folder / _checked(name)) as file:
-            for offset in range(0, record.size_bytes, CHUNK_BYTES):
-                for data in requests.add("read", name, offset):
-                    file.write(data)
-            for data in requests.finish():
+            for data in _chunks(requests, name, record):
                 file.write(data)
-        if FileRecord(file.size_bytes, file.sha256) != record:
+                hashed.update(data)
+                size_bytes += len(data)
+        if (size_bytes, hashed.hexdigest()) != (record.size_bytes, record.digest):
             raise CheckpointDamaged(str(checkpoint.path), f"{name} differs from its record in the manifest")
+
+
+def _chunks(requests: _Requests, name: str, record: FileRecord) -> Iterator[bytes]:
+    """Request a file from a `CheckpointFiles`; yield its content in order."""
+    for offset in range(0, record.size_bytes, CHUNK_BYTES):
+        yield from requests.add("read", name, offset)
+    yield from requests.finish()
 
 
 def _receive(checkpoints: Path, update: int) -> Generator[None, _Message, None]:
     """Write a checkpoint from messages: (name, bytes) for the end of a file, the manifest as the last one."""
     with storage.new_checkpoint(checkpoints, update) as partial:
-        received: Dict[str, HashedFile] = {}
+        received: Dict[str, NewFile] = {}
         with contextlib.ExitStack() as opened:
             while True:
                 message = yield
@@ -169,10 +181,19 @@ def _receive(checkpoints: Path, update: int) -> Generator[None, _Message, None]:
                 if name not in received:
                     received[name] = opened.enter_context(storage.new_file(partial, _checked(name)))
                 received[name].write(data)
-        if {name: FileRecord(file.size_bytes, file.sha256) for name, file in received.items()} != message.files:
-            raise ConnectionError("the received files differ from those that were sent")
+        _check_received(partial, message, list(received))
         storage.write_manifest(partial, message)
     yield
+
+
+def _check_received(partial: Path, manifest: Manifest, names: List[str]) -> None:
+    """ConnectionError unless the files on the disk are those of the manifest."""
+    try:
+        storage.verify(Checkpoint(partial, manifest))
+    except CheckpointDamaged as error:
+        raise ConnectionError(f"the received files differ from those that were sent ({error})") from None
+    if set(names) != set(manifest.files):
+        raise ConnectionError("the received files differ from those that were sent")
 
 
 def _checked(name: str) -> str:

@@ -1,7 +1,8 @@
 """Write checkpoints atomically, in a background thread: a checkpoint is complete or absent, and never damages another.
 
 The order of steps guarantees this: write all files into a temporary folder and flush each to disk, write the manifest
-that describes them, rename the folder, update `LATEST`, and only then remove older checkpoints.
+that describes them, rename the folder, update `LATEST`, and only then remove older checkpoints. Other threads compute
+the hashes meanwhile, from the tensors in memory.
 """
 
 from __future__ import annotations
@@ -9,19 +10,23 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Tuple, Union
 
 import torch
 
-from raypod.checkpoint import storage, tensors
+from raypod.checkpoint import digest, storage, tensors
 from raypod.checkpoint.format import EMA, OPTIMIZER, REPLICAS, WEIGHTS, Checkpoint, FileRecord, Manifest, Retention
 from raypod.checkpoint.transfer import CheckpointSender, Server, fetch
 from raypod.errors import WaitTimedOut
 from raypod.events import SaveReport
 from raypod.host import spans
-from raypod.host.files import HashedFile
+from raypod.host.files import NewFile
 from raypod.plan.plan import Plan
+
+_HASHING_THREADS = 2  # one for the SHA-256 of the weights, which takes longest, one for the files
+_CHECKED_VALUES = 1 << 16  # at a time: `torch.isfinite` allocates more memory than its argument has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,28 +177,42 @@ class BackgroundWriter:
             self._reports.append(SaveReport(manifest.update, path, "", cause))
 
 
-def _write_files(new_file: Callable[[str], ContextManager[HashedFile]], manifest: Manifest, state: State) -> Manifest:
+def _write_files(new_file: Callable[[str], ContextManager[NewFile]], manifest: Manifest, state: State) -> Manifest:
     """Write the tensor files; return the manifest with their records and the hash of the weights."""
-    contents: Dict[str, Tuple[Mapping[str, torch.Tensor], Mapping[str, str]]] = {
-        WEIGHTS: (state.weights, {}),
-        OPTIMIZER: tensors.pack_nested(state.optimizer),
+    contents = {
+        WEIGHTS: tensors.TensorFile(state.weights, {}),
+        OPTIMIZER: tensors.TensorFile(*tensors.pack_nested(state.optimizer)),
     }
     if state.ema is not None:
-        contents[EMA] = (state.ema, {})
+        contents[EMA] = tensors.TensorFile(state.ema, {})
     if state.replicas is not None:
-        contents[REPLICAS] = tensors.pack_nested(state.replicas)
-    records = {}
-    for name, (named, metadata) in contents.items():
-        with new_file(name) as file:
-            tensors.write_tensors(file, named, metadata)
-        records[name] = FileRecord(file.size_bytes, file.sha256)
-    ema = tensors.weights_sha256(state.ema) if state.ema is not None else None
-    sha256 = tensors.weights_sha256(state.weights)
-    return dataclasses.replace(manifest, files=records, weights_sha256=sha256, ema_sha256=ema)
+        contents[REPLICAS] = tensors.TensorFile(*tensors.pack_nested(state.replicas))
+    algorithms = {name: digest.algorithm_for(content.size_bytes) for name, content in contents.items()}
+    with ThreadPoolExecutor(_HASHING_THREADS, "checkpoint-hash") as pool:
+        sha256 = pool.submit(tensors.weights_sha256, state.weights)
+        ema = pool.submit(tensors.weights_sha256, state.ema) if state.ema is not None else None
+        digests = {name: pool.submit(digest.digest_of, content, algorithms[name]) for name, content in contents.items()}
+        try:
+            for name, content in contents.items():
+                with new_file(name) as file:
+                    for buffer in content:
+                        file.write(buffer)
+        except BaseException:
+            for each in digests.values():
+                each.cancel()
+            raise
+    records = {
+        name: FileRecord(content.size_bytes, **{algorithms[name]: digests[name].result()})
+        for name, content in contents.items()
+    }
+    ema_sha256 = ema.result() if ema is not None else None
+    return dataclasses.replace(manifest, files=records, weights_sha256=sha256.result(), ema_sha256=ema_sha256)
 
 
 def _first_nonfinite(state: State) -> Optional[str]:
     for name, tensor in state.weights.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            return name
+        if tensor.is_floating_point():
+            values = tensor.reshape(-1)
+            if not all(bool(torch.isfinite(part).all()) for part in torch.split(values, _CHECKED_VALUES)):
+                return name
     return None

@@ -1,4 +1,4 @@
-"""Durable file operations: atomic replacement, hashed and append-only files, a lock file, and strict JSON.
+"""Durable file operations: atomic replacement, new and append-only files, a lock file, and strict JSON.
 
 Files that are replaced or renamed are complete or absent after a kill or a power loss: their content is flushed to disk
 before the rename, and the folder entry after it.
@@ -7,9 +7,9 @@ before the rename, and the folder entry after it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -21,41 +21,42 @@ from typing import Any, Callable, Iterator, Optional, Union
 from raypod.errors import WaitTimedOut
 
 _CHUNK_BYTES = 8 << 20
+_SYNC_FILE_RANGE_WRITE = 2  # of linux/fs.h
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOCK_POLL_S = 0.05
 Bytes = Union[bytes, memoryview]
 
 
-class HashedFile:
-    """A file being written; counts its bytes and computes their SHA-256."""
+class NewFile:
+    """A file that is being written."""
 
     def __init__(self, append: Callable[[memoryview], object]) -> None:
         """`append` writes bytes (uint8 [bytes]) to the end of the file."""
         self._append = append
-        self._digest = hashlib.sha256()
-        self.size_bytes = 0
-
-    @property
-    def sha256(self) -> str:
-        """The hash of what has been written so far."""
-        return self._digest.hexdigest()
 
     def write(self, data: Bytes) -> None:
         """Append. OSError as from the file system or the connection."""
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         for first in range(0, len(view), _CHUNK_BYTES):
-            chunk = view[first : first + _CHUNK_BYTES]
-            self._append(chunk)
-            self._digest.update(chunk)
-        self.size_bytes += len(view)
+            self._append(view[first : first + _CHUNK_BYTES])
 
 
 @contextlib.contextmanager
-def new_file(path: Path) -> Iterator[HashedFile]:
+def new_file(path: Path) -> Iterator[NewFile]:
     """Create a file; it is flushed to disk at the end of the block. FileExistsError if it exists."""
     descriptor = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    written = flushed = 0
+
+    def append(data: memoryview) -> None:
+        nonlocal written, flushed
+        _write_all(descriptor, data)
+        written += len(data)
+        if written - flushed >= _CHUNK_BYTES:  # the disk writes while the rest of the file is copied to the page cache
+            _start_flush(descriptor, flushed, written - flushed)
+            flushed = written
+
     try:
-        yield HashedFile(lambda data: _write_all(descriptor, data))
+        yield NewFile(append)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -202,3 +203,20 @@ def _write_all(descriptor: int, data: memoryview) -> None:
     while len(data):
         written = os.write(descriptor, data)
         data = data[written:]
+
+
+def _start_flush(descriptor: int, first: int, count: int) -> None:
+    """Start writing a range of a file [bytes] to disk, without waiting for it. `os.fsync` waits, and reports errors."""
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, first, count, _SYNC_FILE_RANGE_WRITE)
+
+
+def _load_sync_file_range() -> Any:
+    """The function of the C library, which `os` does not have; None where the library does not have it either."""
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return function
+
+
+_sync_file_range = _load_sync_file_range()

@@ -188,3 +188,10 @@ def test_different_shapes_are_those_of_either_side_in_order() -> None:
         ("b", ("[0, 3]", "[3]")),
         ("other", (tensors.MISSING, "[]")),
     ]
+
+
+def test_a_copy_is_contiguous_so_that_writing_it_copies_nothing() -> None:
+    image = torch.arange(48.0).reshape(1, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    copy = tensors.copy_to_cpu(image)
+    assert copy.is_contiguous()
+    assert torch.equal(copy, image)

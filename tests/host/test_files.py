@@ -21,6 +21,25 @@ def test_a_replaced_file_has_its_new_content_and_leaves_nothing_else(tmp_path: P
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"new"]
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_large_file_is_flushed_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    ranges = []
+
+    def flush(descriptor: int, first: int, count: int, flags: int) -> None:
+        assert os.fstat(descriptor).st_size == first + count
+        ranges.append((first, count))
+
+    monkeypatch.setattr(files, "_CHUNK_BYTES", 8)
+    monkeypatch.setattr(files, "_sync_file_range", flush if is_known else None)
+    with files.new_file(tmp_path / "file") as file:
+        for part in (b"abcde", b"fgh", b"ijklmnopqrstuvwxyz", b"", b"0"):
+            file.write(part)
+    assert (tmp_path / "file").read_bytes() == b"abcdefghijklmnopqrstuvwxyz0"
+    assert ranges == ([(0, 8), (8, 8), (16, 8)] if is_known else [])
+
+
 def test_an_append_only_file_keeps_lines_while_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
