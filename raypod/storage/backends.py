@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
-from typing import Any, Dict, Tuple
+import warnings
+from typing import Any, Dict, Iterator, Tuple
 
 from raypod.errors import ConfigError
 from raypod.plan.urls import scheme_of
@@ -37,7 +39,8 @@ def check_scheme(url: str, setting: str, writes: bool = True) -> None:
             f"{setting} {url} needs the package {package}, which is not installed: pip install 'raypod[{extra}]'"
         )
     try:
-        fsspec.get_filesystem_class(scheme)
+        with _without_warnings():
+            fsspec.get_filesystem_class(scheme)
     except ImportError as error:
         raise ConfigError(f"{setting} {url}: its storage library cannot be imported: {error}") from None
 
@@ -51,7 +54,17 @@ def connect(url: str) -> Tuple[Any, str]:
         limits = {"connect_timeout": _CONNECT_S, "read_timeout": _READ_S, "retries": {"max_attempts": 2}}
         options["config_kwargs"] = limits
     elif scheme in SFTP:
-        kind = importlib.import_module("raypod.storage.sftp").VerifiedSftp
+        with _without_warnings():
+            kind = importlib.import_module("raypod.storage.sftp").VerifiedSftp
         fsspec.register_implementation(scheme, kind, clobber=True)
-    file_system, path = fsspec.core.url_to_fs(url, **options)
+    with _without_warnings():
+        file_system, path = fsspec.core.url_to_fs(url, **options)
     return file_system, str(path)
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Ignore warnings of packages about the versions of Python and of each other that are installed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -23,11 +23,12 @@ class Digests:
     parts, and their number.
     """
 
-    def __init__(self, part_bytes: int) -> None:
-        """`part_bytes` is the size of the parts in which the stream is uploaded, except the last one."""
-        self._part_bytes = part_bytes
-        self._sha256, self._md5 = hashlib.sha256(), _new_md5()
-        self._part, self._left = _new_md5(), part_bytes
+    def __init__(self, part_bytes: Optional[int]) -> None:
+        """`part_bytes` is the size of the parts of an upload, except the last one; None: without checksums."""
+        self._part_bytes = self._left = part_bytes or 0
+        self._sha256 = hashlib.sha256()
+        self._part = _new_md5() if part_bytes else None  # of the current part
+        self._whole: Any = None  # from the second part on; before, it is that of the part
         self._parts: List[bytes] = []
         self.size_bytes = 0
 
@@ -39,27 +40,28 @@ class Digests:
     @property
     def checksums(self) -> Set[str]:
         """The checksums, in lower case, with which a store may describe the object."""
-        if self._md5 is None:
+        if self._part is None:
             return set()
         parts = [*self._parts, *([self._part.digest()] if self._left < self._part_bytes else [])]
         combined = _new_md5()
         combined.update(b"".join(parts))
-        return {self._md5.hexdigest(), f"{combined.hexdigest()}-{len(parts)}"}
+        whole = self._part if self._whole is None else self._whole
+        return {whole.hexdigest(), f"{combined.hexdigest()}-{len(parts)}"}
 
     def add(self, data: bytes) -> None:
         """Add bytes to the end."""
         self.size_bytes += len(data)
         self._sha256.update(data)
-        if self._md5 is None:
-            return
-        self._md5.update(data)
         view = memoryview(data)
-        while len(view):
+        while self._part is not None and len(view):
             taken = view[: self._left]
             self._part.update(taken)
+            if self._whole is not None:
+                self._whole.update(taken)
             self._left -= len(taken)
             view = view[len(taken) :]
             if not self._left:
+                self._whole = self._whole or self._part
                 self._parts.append(self._part.digest())
                 self._part, self._left = _new_md5(), self._part_bytes
 

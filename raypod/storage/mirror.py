@@ -57,10 +57,7 @@ class Mirror:
             self._begin()
         elif isinstance(event, CheckpointSaved):
             self._send(Path(event.path).name)
-        now_s = time.monotonic()
-        if self._process is not None and now_s - self._looked_s > _LOOK_S:
-            self._looked_s = now_s
-            self._look()
+        self._look()
 
     def __enter__(self) -> Mirror:
         return self
@@ -111,18 +108,28 @@ class Mirror:
                 os.write(self._process.stdin.fileno(), f"{name}\n".encode())
 
     def _look(self) -> None:
-        """Warn about a failure, and start a process again that has died."""
-        assert self._process is not None
-        found = memory.read(self._folder)
-        if found.error:
-            self._warn_once(f"fails: {found.error}; the run continues, and the mirror tries again")
-        elif not found.place and time.monotonic() - self._started_s > _ANSWER_S:
+        """Warn about a failure, and start a process again that has died, from time to time."""
+        found = self._warn_of_error()
+        if self._process is None or found is None:
+            return
+        if not found.error and not found.place and time.monotonic() - self._started_s > _ANSWER_S:
             self._warn_once(f"has not answered for {_ANSWER_S:g} s; the run continues, and the mirror tries again")
         if self._process.poll() is not None and not found.error:
             wait_s = _RESTART_S[min(self._starts, len(_RESTART_S)) - 1]
             if time.monotonic() - self._started_s > wait_s:
                 self._kill()
                 self._start()
+
+    def _warn_of_error(self) -> Optional[memory.Memory]:
+        """Return what the process remembers, at most once per second; warn if it fails."""
+        now_s = time.monotonic()
+        if self._process is None or now_s - self._looked_s < _LOOK_S:
+            return None
+        self._looked_s = now_s
+        found = memory.read(self._folder)
+        if found.error:
+            self._warn_once(f"fails: {found.error}; the run continues, and the mirror tries again")
+        return found
 
     def _finish(self) -> None:
         if self._process is not None and self._process.poll() is not None and not memory.read(self._folder).error:
@@ -134,6 +141,7 @@ class Mirror:
         deadline_s = time.monotonic() + self._timeout_s
         while self._process is not None and self._process.poll() is None and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
+            self._warn_of_error()
         self._kill()
         found = memory.read(self._folder)
         if found.is_complete:

@@ -53,7 +53,7 @@ class Store:
             StorageError: the storage holds something else after the upload, or the file is shorter.
         """
         part_bytes = max(_PART_BYTES, -(-size_bytes // _MAX_PARTS // _CHUNK_BYTES) * _CHUNK_BYTES)
-        digests, target = Digests(part_bytes), self._path(name)
+        digests, target = Digests(part_bytes if self._is_object_store else None), self._path(name)
         written = target if self._is_object_store else target + _PARTIAL
         with self._writing(written, part_bytes) as output:
             while digests.size_bytes < size_bytes:
@@ -168,7 +168,7 @@ class Store:
             raise StorageError(f"{name} has {info['size']} bytes on the storage after its upload, {expected}")
         if checksum_in(info) in digests.checksums:
             return
-        back = Digests(_PART_BYTES)
+        back = Digests(None)
         with file_system.open(path, "rb", block_size=_PART_BYTES, **self._reading()) as file:
             for chunk in self._chunks(file, digests.size_bytes + 1):
                 back.add(chunk)

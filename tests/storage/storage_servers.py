@@ -159,38 +159,44 @@ def sftp_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuple
         pytest.skip("the package paramiko is not installed: pip install 'raypod[sftp]'")
     if _SSHD is None or not shutil.which("ssh-keygen"):
         pytest.skip("OpenSSH's server is not installed")
-    needs_folder = os.getuid() == 0 and not _RUN_SSHD.exists()  # sshd refuses to start as root without it
-    if needs_folder:
-        _RUN_SSHD.mkdir()
-    try:
-        home = folder / "home"
-        (home / ".ssh").mkdir(parents=True)
-        _new_key(folder / "host_key")
-        _new_key(home / ".ssh" / "id_ed25519")
-        shutil.copy(str(home / ".ssh" / "id_ed25519.pub"), str(folder / "authorized_keys"))
-        server = Server(free_port(), [_SSHD, "-D", "-f", str(folder / "sshd_config")])
-        (folder / "sshd_config").write_text(
-            f"Port {server.port}\nListenAddress 127.0.0.1\nHostKey {folder}/host_key\nPidFile none\nStrictModes no\n"
-            f"AuthorizedKeysFile {folder}/authorized_keys\nPermitRootLogin yes\nSubsystem sftp internal-sftp\n"
-            "PasswordAuthentication no\nMaxStartups 100\n"
-        )
-        _allow_failures(folder / "sshd_config")
-        know_host(folder, home, server.port)
-        monkeypatch.setenv("HOME", str(home))
-        monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
-        server.start()
-        yield server, home
-        server.kill()
-    finally:
-        if needs_folder:
-            _RUN_SSHD.rmdir()
+    program = _sshd_command()
+    home = folder / "home"
+    (home / ".ssh").mkdir(parents=True)
+    _new_key(folder / "host_key")
+    _new_key(home / ".ssh" / "id_ed25519")
+    shutil.copy(str(home / ".ssh" / "id_ed25519.pub"), str(folder / "authorized_keys"))
+    server = Server(free_port(), [*program, "-D", "-f", str(folder / "sshd_config")])
+    (folder / "sshd_config").write_text(
+        f"Port {server.port}\nListenAddress 127.0.0.1\nHostKey {folder}/host_key\nPidFile none\nStrictModes no\n"
+        f"AuthorizedKeysFile {folder}/authorized_keys\nPermitRootLogin yes\nSubsystem sftp internal-sftp\n"
+        "PasswordAuthentication no\nMaxStartups 100\n"
+    )
+    _allow_failures(program, folder / "sshd_config")
+    know_host(folder, home, server.port)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    server.start()
+    yield server, home
+    server.kill()
 
 
-def _allow_failures(config: Path) -> None:
+def _sshd_command() -> List[str]:
+    """Return the command that starts sshd. As root it needs a folder that may not exist: then in an own /run."""
+    assert _SSHD is not None
+    if os.getuid() != 0 or _RUN_SSHD.exists():
+        return [_SSHD]
+    script = 'mount -t tmpfs tmpfs /run && mkdir /run/sshd && exec "$0" "$@"'
+    command = ["unshare", "--mount", "sh", "-c", script, _SSHD]
+    if not shutil.which("unshare") or subprocess.run([*command[:-1], "true"], check=False, timeout=30).returncode:
+        pytest.skip(f"{_RUN_SSHD}, which sshd needs, does not exist, and mounting a file system is not permitted here")
+    return command
+
+
+def _allow_failures(program: List[str], config: Path) -> None:
     """Let OpenSSH 9.8 and later answer a host whose connections failed; older versions do not know the option."""
     before = config.read_text()
     config.write_text(f"{before}PerSourcePenalties no\n")
-    checked = subprocess.run([_SSHD or "", "-t", "-f", str(config)], capture_output=True, check=False, timeout=30)
+    checked = subprocess.run([*program, "-t", "-f", str(config)], capture_output=True, check=False, timeout=30)
     if checked.returncode:
         config.write_text(before)
 

@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
+from bounded import wait_until
 from storage.mirrored_runs import FLAGS, Place, same_files, store_of, verified
 from storage.storage_servers import SECRET, free_port, use_s3
 
 import raypod
+import raypod.events
 from raypod import train
 from raypod.__main__ import main
 from raypod.api import training
 from raypod.checkpoint import storage as checkpoint_storage
 from raypod.errors import ClusterError, ConfigError
 from raypod.plan.urls import check_url, check_words, is_url, run_url
-from raypod.storage import backends
+from raypod.storage import backends, memory
 from raypod.storage.store import Store
 
 EPOCHS = [*FLAGS, "--updates", "40", "--checkpoint-every", "10 updates"]
@@ -194,6 +196,36 @@ def test_an_absent_storage_costs_one_warning_and_the_time_limit(
     assert len(checkpoints) == 3
     for path in run.rglob("*"):
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
+
+
+def test_a_training_whose_storage_server_is_killed_and_started_again(
+    sftp: Place, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server, run = sftp.server, tmp_path / "run"
+    assert server is not None
+    remote = tmp_path / "remote" / "run" / "checkpoints" / "update-00000010" / "manifest.json"
+
+    def react(event: raypod.events.Event) -> None:
+        if isinstance(event, raypod.events.UpdateDone) and event.update == 20:
+            assert wait_until(remote.exists)
+            server.kill()
+        elif isinstance(event, raypod.events.RunEnded):
+            assert wait_until(lambda: memory.read(run).failures >= 2)
+            server.start()
+
+    fit = {"fleet": "inline", "device": "emulated", "model": "tiny", "replicas": 2, "lr_schedule": "constant"}
+    raypod.fit(
+        callbacks=react, updates=40, checkpoint_every="10 updates", storage_path=sftp.url, run_dir=str(run), **fit
+    )
+    found = summary_of(run)["storage"]
+    assert found["not_mirrored"] == []
+    assert found["failures"] >= 2
+    assert len(warnings_of(capfd)) <= 1, "none if the server answers before the coordinator looks"
+    assert verified(sftp.url, "run", tmp_path / "copy")
+    assert same_files(run, tmp_path / "copy")
+    whole = tmp_path / "whole"
+    assert train.main([*EPOCHS, "--run-dir", str(whole)]) == 0
+    assert summary_of(whole)["weights_sha256"] == summary_of(run)["weights_sha256"]
 
 
 def test_keep_remote_keeps_more_than_the_host(local: Place, tmp_path: Path) -> None:
