@@ -220,8 +220,9 @@ class Watch:
                 self._abort_collectives({loss.instance for loss in (*losses, *late)})
             yield from self._take(_BROKEN_POLL_INTERVAL_S, errors)
             if aborted_s is not None and self._is_check_due():
-                instances = {task.instance for task in self._outstanding.values()}
-                unreleased = find_unreleased(self._heartbeats, instances, aborted_s, time.monotonic(), self._bounds)
+                instances, now_s = {task.instance for task in self._outstanding.values()}, time.monotonic()
+                counted_since_s = aborted_s + self._pauses.within(now_s - aborted_s, now_s)
+                unreleased = find_unreleased(self._heartbeats, instances, counted_since_s, now_s, self._bounds)
                 late += [self._lose(each) for each in unreleased or self._overdue()]
         raise self._cause(losses, errors, late, suspects[0].cause if have_lost_connections else "")
 

@@ -210,6 +210,33 @@ def test_the_time_in_which_the_whole_host_stood_still_makes_no_instance_stuck(fl
     assert lost(broken) == [(2, "silent")]
 
 
+def test_a_pause_while_the_survivors_end_their_calls_makes_none_stuck(
+    make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod, bounds = {"replicas": 4, "num_instances": 4}, {"silent_after_s": 6, "stop_timeout_s": 10}
+    fleet = Fleet(ScriptedRay(monkeypatch), make(pod=pod, run=bounds))
+    fleet.streams[0].items.append((0.0, TaskError(CollectiveBroken(0, "timed out"))))
+    released: List[int] = []
+
+    def beat(index: int) -> Ref:
+        return Ref(None, NEVER) if index == 2 else Ref(HeartbeatReport(index, IN_CALL, 1.0, 2, 0.5, True))
+
+    def abort(index: int) -> Ref:
+        if index == 2:  # it is frozen
+            return Ref(None, NEVER)
+        if index not in released:
+            released.append(index)
+            fleet.ray.now_s += 30.0 if index == 3 else 0.0
+            fleet.streams[index].end_s = fleet.ray.now_s + 3.0
+        return Ref(None)
+
+    monkeypatch.setattr(fleet, "beat", beat)
+    monkeypatch.setattr(fleet, "abort", abort)
+    _, broken = fleet.follow()
+    assert {*released} == {0, 1, 3}
+    assert lost(broken) == [(2, "silent")]
+
+
 def test_the_death_of_an_instance_is_the_cause_of_the_errors_of_the_others(fleet: Fleet) -> None:
     for index in range(3):
         fleet.streams[index].items.append((0.0, TaskError(CollectiveBroken(index, "connection reset"))))
