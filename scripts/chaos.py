@@ -8,6 +8,9 @@ weights are bitwise equal. The last line is the summary.
 
 With `--elastic` the instances are on two hosts, of which one ends in the middle of the time and stays lost: the run
 continues with half of the replicas, and further faults. From there on the bits differ; the mean loss must not.
+
+With `--storage` the run is mirrored to an S3 server that is killed and started again, without its content, again and
+again until the end of the training. In the end the storage must have the run's files and its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from chaos_faults import KINDS, FaultInjector, FaultyFleet, render_table  # noqa: E402 - the checkout's own
 from chaos_hosts import two_hosts  # noqa: E402
+from chaos_storage import URL, KilledServer, missing_packages  # noqa: E402
 
 from raypod.coordinator import coordinator  # noqa: E402
 from raypod.events import Event, InstanceLost, Repaired, Resized, RunEnded, RunStarted, UpdateDone  # noqa: E402
@@ -40,6 +44,7 @@ from raypod.plan.resolve import from_values  # noqa: E402
 from raypod.record import run_folder, verify_data  # noqa: E402
 from raypod.record.metrics import MetricsAggregator  # noqa: E402
 from raypod.record.sinks import Sinks  # noqa: E402
+from raypod.storage.mirror import Mirror  # noqa: E402
 from raypod.tasks.registry import facts_of  # noqa: E402
 
 INSTANCES = 4
@@ -49,11 +54,14 @@ MOST_SHOWN = 10  # differences of each file
 MOST_LOSS_CHANGE = 0.05  # of the mean loss, if the bits differ
 
 
-def plan_for(folder: Path, fleet: str, updates: int, cluster: Cluster = LOCAL) -> Plan:
+def plan_for(
+    folder: Path, fleet: str, updates: int, cluster: Cluster = LOCAL, storage_path: Optional[str] = None
+) -> Plan:
     """Plan 4 replicas on digits; the learning rate does not depend on the number of updates."""
     run = {"device": "emulated", "fleet": fleet, "max_restarts": 100_000, "checkpoint_every": "15 updates"}
     training = {"updates": updates, "epochs": 100_000, "lr_schedule": "constant", "learning_rate": 0.02}
     pod = {"replicas": 4, "num_instances": 1 if fleet == "inline" else INSTANCES, "elastic": not cluster.is_local}
+    run = {**run, "storage_path": storage_path}
     bounds = {"silent_after_s": 8, "start_timeout_s": 600}  # a machine with other load starts processes slowly
     config = from_values({"run": {**run, **bounds}, "training": {**training, "evaluate_every": 1}, "pod": pod})
     plan = make_plan(config, cluster, facts_of(config), str(folder / "run"))
@@ -66,27 +74,29 @@ def events_of(
     faults: Optional[FaultInjector] = None,
     within_s: float = math.inf,
     lose_host: Optional[Callable[[], None]] = None,
+    storage: Optional[KilledServer] = None,
 ) -> List[Event]:
     """Run a plan; return its events. With `faults`, stop it after a time of training, once all faults are repaired.
 
-    `lose_host` ends a host of the plan, after half of that time.
+    `lose_host` ends a host of the plan, after half of that time. `storage` runs until the run is mirrored.
     """
     end_s, is_stopped, is_whole = math.inf, False, True
     fleet: Any = InlineFleet(plan) if faults is None else FaultyFleet(RayFleet(plan), faults)
     found = []
-    with Sinks(plan) as sinks, contextlib.closing(coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0))) as events:
+    with contextlib.ExitStack() as stack:
+        mirror = stack.enter_context(Mirror(plan, warn=print, print_line=print))
+        sinks = stack.enter_context(Sinks(plan))
+        events = stack.enter_context(contextlib.closing(coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0))))
         for event in events:
             sinks.handle(event)
+            mirror.handle(event)
             found.append(event)
+            show(event)
+            is_whole = is_whole or isinstance(event, Repaired)
+            if isinstance(event, RunEnded) and storage is not None:
+                storage.settle()
             if isinstance(event, RunStarted):
                 end_s = time.monotonic() + within_s
-            elif isinstance(event, InstanceLost):
-                print(f"  lost: instance {event.instance}, {event.kind}: {event.cause}", flush=True)
-            elif isinstance(event, Resized):
-                print(f"  {event.replicas} replicas x accumulation {event.gradient_accumulation}: {event.cause}")
-            elif isinstance(event, Repaired):
-                is_whole = True
-                print(f"  repaired in {event.seconds:.1f} s, after update {event.update}", flush=True)
             if faults is not None:
                 is_late = time.monotonic() > end_s and lose_host is None
                 if is_late:
@@ -101,6 +111,16 @@ def events_of(
                     is_stopped = True
                     signal.raise_signal(signal.SIGTERM)
     return found
+
+
+def show(event: Event) -> None:
+    """Print a fault, a repair, or a change of the number of replicas."""
+    if isinstance(event, InstanceLost):
+        print(f"  lost: instance {event.instance}, {event.kind}: {event.cause}", flush=True)
+    elif isinstance(event, Resized):
+        print(f"  {event.replicas} replicas x accumulation {event.gradient_accumulation}: {event.cause}")
+    elif isinstance(event, Repaired):
+        print(f"  repaired in {event.seconds:.1f} s, after update {event.update}", flush=True)
 
 
 def results_of(plan: Plan, file: str) -> Dict[int, Any]:
@@ -154,13 +174,19 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0, help="about how long it takes")
     parser.add_argument("--seed", type=int, default=1, help="of the faults")
     parser.add_argument("--elastic", action="store_true", help="on two hosts, of which one is lost for good")
+    parser.add_argument("--storage", action="store_true", help="mirrored to a server that is killed again and again")
     args = parser.parse_args()
+    if args.storage and missing_packages():
+        parser.error(f"--storage needs {', '.join(missing_packages())}: pip install 'raypod[storage-test]'")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         cluster, lose = stack.enter_context(two_hosts()) if args.elastic else (LOCAL, None)
-        plan = plan_for(Path(folder, "faulty"), "ray", ENDLESS, cluster)
+        storage = KilledServer(args.seed) if args.storage else None
+        if storage is not None:
+            stack.enter_context(storage.running())
+        plan = plan_for(Path(folder, "faulty"), "ray", ENDLESS, cluster, URL if storage else None)
         faults = FaultInjector(plan, args.seed)
         print(f"with faults (seed {args.seed})", flush=True)
-        disturbed = events_of(plan, faults, FAULTY_SHARE * 60 * args.minutes, lose)
+        disturbed = events_of(plan, faults, FAULTY_SHARE * 60 * args.minutes, lose, storage)
         verdict = verify_data.verify(Path(plan.run_dir))
         ended = next(event for event in disturbed if isinstance(event, RunEnded))
         print(f"{ended.updates} updates, without faults", flush=True)
@@ -169,6 +195,9 @@ def main() -> int:
         resized = [event.update for event in disturbed if isinstance(event, Resized)]
         wrong = [line for line in verdict.lines if line.startswith("NOT PROVED: ")]
         wrong += compare(plan, undisturbed_plan, ended.updates, resized[0] if resized else math.inf)
+        if storage is not None:
+            wrong += storage.differences(Path(plan.run_dir))
+            print(f"the storage server was killed {storage.kills} times")
     if len(resized) != args.elastic:
         wrong.append(f"the run has changed its size {len(resized)} times")
     if faults.repaired != faults.injected:

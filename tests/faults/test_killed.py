@@ -136,8 +136,8 @@ def test_a_frozen_instance_is_detected_and_replaced(session: Any, undisturbed: O
     outcome = run(plan, [(9, send(signal.SIGSTOP, 1))])
     assert_undisturbed(plan, outcome, undisturbed)
     assert 1 in [loss.instance for loss in outcome.losses]
-    # Where this machine stands still for seconds, the wait of the other instance can be detected as well; which instance
-    # is lost, and why, is tested with a scripted clock in tests/fleet/test_ray_watch.py.
+    # If this machine stands still for seconds, the wait of the other instance can be detected as well. Which one is
+    # lost, and why, is tested with a scripted clock in tests/fleet/test_ray_watch.py.
     assert {loss.kind for loss in outcome.losses} <= {"silent", "stuck"}, outcome.losses
     assert all("run.silent_after_s = 6" in loss.cause for loss in outcome.losses if loss.kind == "silent")
 
