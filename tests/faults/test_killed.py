@@ -72,7 +72,8 @@ def assert_profile(plan: Plan, pids: List[int]) -> None:
     first, replacement, survivor = (each["process"] for each in sorted(part["clocks"], key=_killed_first(pids)))
     assert by_kind["call", survivor] >= 10
     assert by_kind["call", first] >= 3
-    assert by_kind["call", first] + by_kind["call", replacement] >= 10
+    # The spans of calls that the killed process had done, but whose reports the coordinator did not get, are lost.
+    assert by_kind["call", first] + by_kind["call", replacement] >= 8
     assert all(by_kind["wait for peers", process] for process in (first, replacement, survivor))
     names = {event["name"] for event in profile["traceEvents"] if event["pid"] == 1}
     assert names >= {"repairing", "instance lost", "repaired", "start the instances", "loss"}
