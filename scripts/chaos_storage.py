@@ -26,7 +26,7 @@ from raypod.host.process import environment_variables  # noqa: E402
 from raypod.record.run_folder import EVALUATIONS, METRICS  # noqa: E402
 
 URL = f"s3://{BUCKET}/chaos"
-_MIRRORED = ("config.yaml", METRICS, EVALUATIONS, "ledger.jsonl", "summary.json")
+_MIRRORED = ("config.yaml", METRICS, EVALUATIONS, "ledger.jsonl")
 _UP_S, _DOWN_S = (6.0, 20.0), (2.0, 10.0)
 
 
@@ -62,13 +62,13 @@ class KilledServer:
         import fsspec
 
         newest = list_checkpoints(checkpoints_folder(run_dir))[0][0].path
-        files = [*(run_dir / name for name in _MIRRORED), *newest.iterdir()]
+        files = [*(run_dir / name for name in _MIRRORED), *sorted(newest.iterdir())]
         store, wrong = fsspec.filesystem("s3"), []
         for file in files:
             name = f"{BUCKET}/chaos/{run_dir.name}/{file.relative_to(run_dir)}"
             if not store.exists(name):
                 wrong.append(f"the storage has no {file.relative_to(run_dir)}")
-            elif file.name != "summary.json" and store.cat_file(name) != file.read_bytes():
+            elif store.cat_file(name) != file.read_bytes():
                 wrong.append(f"the storage has another {file.relative_to(run_dir)}")
         return wrong
 
