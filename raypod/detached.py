@@ -115,7 +115,7 @@ def attach(run_dir: Path) -> int:
 
 
 def announce_preemption(run_dir: Path) -> int:
-    """Stop a run as `stop`, as the preemption of its machine does: see docs/preemption.md."""
+    """Stop a run as `stop`, as the preemption of its machine does: docs/how-to/preemption.md."""
     return stop(run_dir, number=signal.SIGUSR1)
 
 

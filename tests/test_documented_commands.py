@@ -1,4 +1,4 @@
-"""The commands of docs/training.md and docs/language-models.md, without Ray, and with few updates and little text."""
+"""The commands of the pages training.md and language-models.md, without Ray, and with few updates and little text."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize(("page", "count"), [("training.md", 6), ("language-models.md", 3)])
+@pytest.mark.parametrize(("page", "count"), [("reference/training.md", 6), ("how-to/language-models.md", 3)])
 def test_every_command_of_the_page(page: str, count: int) -> None:
     for name, code in modules(page).items():
         Path(name).write_text(code)
-    text = ["--max-mb", "0.1"] if page == "language-models.md" else []
+    text = ["--max-mb", "0.1"] if page == "how-to/language-models.md" else []
     found = commands(page)
     assert len(found) == count
     for line in found:

@@ -10,10 +10,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
     wrong = []
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
@@ -33,8 +33,9 @@ def test_the_readme_is_a_page() -> None:
 
 
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
-    navigation = (ROOT / "mkdocs.yml").read_text().partition("nav:")[2]
-    assert [page.name for page in PAGES if page.parent.name == "docs" and page.name not in navigation] == []
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if f" {page}\n" not in navigation] == []
 
 
 def _anchors(page: Path) -> Set[str]:

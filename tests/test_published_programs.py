@@ -24,7 +24,7 @@ def imported_script(monkeypatch):
 
 
 def test_every_row_is_in_the_documentation(script):
-    documented = re.findall(r"^\| `([\w.-]+)` \|", (HOME / "docs/programs.md").read_text(), re.MULTILINE)
+    documented = re.findall(r"^\| `([\w.-]+)` \|", (HOME / "docs/reference/programs.md").read_text(), re.MULTILINE)
     assert documented == [program.name for program in script.programs()]
 
 

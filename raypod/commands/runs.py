@@ -84,7 +84,9 @@ def _control(verb: str, action: Callable[[Path], int], argv: Sequence[str]) -> i
     parser.add_argument("run", metavar="RUN_FOLDER", help="path on the host where the run was started")
     parser.add_argument("--cluster", metavar="FILE", help="run the command on the head of this cluster")
     if verb == "stop":
-        parser.add_argument("--preemption", action="store_true", help="announce a preemption: docs/preemption.md")
+        parser.add_argument(
+            "--preemption", action="store_true", help="announce a preemption: docs/how-to/preemption.md"
+        )
     args = parser.parse_args(argv)
     is_preemption = getattr(args, "preemption", False)
     if args.cluster:

@@ -65,7 +65,7 @@ class RunsFolder:
             raise ConfigError(f"dashboard {folder}: {error.strerror}") from None
 
     def list(self) -> List[Dict[str, Any]]:
-        """Return the runs: those that are alive first, then the newest one first. See docs/observability.md."""
+        """Return the runs: those that are alive first, then the newest one first: docs/reference/observability.md."""
         with self._lock:
             before, self._entries = self._entries, {}
             for name, path in self._paths().items():

@@ -22,7 +22,9 @@ NO_TOKEN = (
     "Ray {} does not support token authentication (added in 2.52). Any process that can connect to its ports can run "
     "commands"
 )
-NO_TOKEN_REMEDY = "restrict the ports to the cluster's hosts with a firewall, or enable TLS: see docs/exposed.md"
+NO_TOKEN_REMEDY = (
+    "restrict the ports to the cluster's hosts with a firewall, or enable TLS: see docs/explanation/exposed.md"
+)
 
 
 def ray_version() -> str:

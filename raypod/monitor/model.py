@@ -1,6 +1,6 @@
 """What the monitor shows, as immutable plain data: the hosts of a pod with their IPUs, and the runs on them.
 
-`to_json` and `from_json` define the output of `raypod monitor --json`; see docs/observability.md for its keys.
+`to_json` and `from_json` define the output of `raypod monitor --json`; docs/reference/observability.md has its keys.
 """
 
 from __future__ import annotations

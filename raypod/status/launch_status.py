@@ -50,7 +50,7 @@ class _Output:
 
 
 class LaunchStatus:
-    """The state of one launch. See docs/observability.md for the keys of `snapshot`."""
+    """The state of one launch. See docs/reference/observability.md for the keys of `snapshot`."""
 
     def __init__(self, placement: Placement, command: Sequence[str]) -> None:
         """`command` is the program with its arguments."""

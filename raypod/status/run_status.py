@@ -52,7 +52,7 @@ _NOT_SHOWN = ("stack", "instances", "seconds", "device_line")  # of an event: lo
 
 
 class RunStatus:
-    """The state of one run. See docs/observability.md for the keys of `snapshot`."""
+    """The state of one run. See docs/reference/observability.md for the keys of `snapshot`."""
 
     def __init__(self, plan: Plan, heartbeats: Callable[[], Mapping[int, Beat]]) -> None:
         """`heartbeats` is `Fleet.heartbeats`."""

@@ -13,7 +13,7 @@ from poptorch_models import Line, options, seeded
 from torch import nn
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent.parent / "docs" / "emulated-sdk.md"
+PAGE = HERE.parent.parent / "docs" / "reference/emulated-sdk.md"
 
 
 def rows() -> List[List[str]]:

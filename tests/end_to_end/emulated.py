@@ -121,13 +121,13 @@ def copy_source(folder: Path, hosts: int) -> None:
 
 
 def operate(pod: EmulatedPod, shared: Path, start: str, within_s: float = 60) -> str:
-    """Run the command of docs/pods.md that begins with `start` on the operator, in `shared`; return its output."""
+    """Return the output of the command of docs/how-to/pods.md that begins with `start`, on the operator in `shared`."""
     return pod.run("op", "bash", "-c", f"cd {shared}\n{documented_command(start)}", within_s=within_s)
 
 
 def documented_command(start: str) -> str:
-    """Return the command line of docs/pods.md that begins with `start`, as it is printed."""
-    section = (REPOSITORY / "docs" / "pods.md").read_text().partition("\n## A pod on one machine")[0]
+    """Return the command line of docs/how-to/pods.md that begins with `start`, as it is printed."""
+    section = (REPOSITORY / "docs" / "how-to/pods.md").read_text().partition("\n## A pod on one machine")[0]
     (line,) = [line for line in section.splitlines() if line.startswith(start)]
     return line
 

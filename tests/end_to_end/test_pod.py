@@ -32,7 +32,7 @@ from raypod.detached import log_of
 from raypod.record import run_state, verify_data
 from raypod.record.run_state import RunState
 
-CLUSTER = "cluster/pod64.yaml"  # as in docs/pods.md
+CLUSTER = "cluster/pod64.yaml"  # as in docs/how-to/pods.md
 HOSTS = 3  # plus a fourth, the intruder, which is not in the cluster file
 INTRUDER = 4
 TRAINING = ["--num-instances", str(HOSTS), "--replicas", str(2 * HOSTS), "--device", "emulated"]

@@ -34,7 +34,7 @@ TASKS: Dict[str, Dict[str, Any]] = {
 @pytest.fixture(params=list(TASKS))
 def sections(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Dict[str, Any]:
     """The config of a task, whose module is in the current folder."""
-    for name, code in modules("your-own-task.md").items():
+    for name, code in modules("tutorials/your-own-task.md").items():
         (tmp_path / name).write_text(code)
     monkeypatch.chdir(tmp_path)
     return TASKS[request.param]

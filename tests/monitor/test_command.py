@@ -58,7 +58,7 @@ def test_json_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["monitor", "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     content = json.loads(line)
-    documentation = (Path(__file__).parents[2] / "docs" / "observability.md").read_text()
+    documentation = (Path(__file__).parents[2] / "docs" / "reference/observability.md").read_text()
     section = documentation.partition("## The monitor")[2].partition("\n## ")[0]
     (run,), host = content["runs"], content["hosts"][-1]
     found = [content, run, run["instances"][0], run["events"][0], host, host["ipus"][0], host["usage"]]

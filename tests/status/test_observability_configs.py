@@ -102,7 +102,7 @@ def test_the_dashboard_is_complete_and_its_panels_do_not_overlap() -> None:
 
 
 def test_the_documentation_lists_every_metric_and_every_key(make: Callable[..., Plan]) -> None:
-    text = (FOLDER.parents[1] / "docs" / "observability.md").read_text()
+    text = (FOLDER.parents[1] / "docs" / "reference/observability.md").read_text()
     listed = {metric.name for metric in prometheus.METRICS}
     for metric in (*prometheus.METRICS, *(each for each in launch_status.METRICS if each.name not in listed)):
         assert f"| `{metric.name}` | {metric.kind} | {metric.help} |\n" in text

@@ -1,4 +1,4 @@
-"""The tasks of docs/your-own-task.md learn, their models are used, and type checkers accept them."""
+"""The tasks of docs/tutorials/your-own-task.md learn, their models are used, and type checkers accept them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raypod import train
 from raypod.__main__ import main
 from raypod.trained.formats import METADATA_FILE
 
-PAGE = "your-own-task.md"
+PAGE = "tutorials/your-own-task.md"
 ROOT = Path(__file__).resolve().parents[2]
 
 

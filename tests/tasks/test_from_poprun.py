@@ -1,4 +1,4 @@
-"""The steps of docs/from-poprun.md run."""
+"""The steps of docs/how-to/from-poprun.md run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from documented import commands, modules
 
 from raypod import train
 
-PAGE = "from-poprun.md"
+PAGE = "how-to/from-poprun.md"
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Every command of docs/trained-models.md, in one process: without Ray, and with fewer updates."""
+"""Every command of docs/how-to/trained-models.md, in one process: without Ray, and with fewer updates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_every_command_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     Image.fromarray(digits()[3, 0].numpy()).save("photos/seven.png")
     text = ["--task", "language-model", "--max-mb", "0.1", "--sequence-length", "32", "--updates", "2"]
     train_inline(tmp_path / "runs" / "text", *text, "--replicas", "1")
-    found = commands("trained-models.md")
+    found = commands("how-to/trained-models.md")
     assert len(found) == 13
     for line in found:
         words = shlex.split(line.replace("--num-instances 4", ""))[2:]
