@@ -7,12 +7,10 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterator, Tuple
 
-import psutil
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from ray_cluster import SECOND_HOST, ray_cluster  # noqa: E402 - the checkout's own
+from ray_cluster import SECOND_HOST, end_host, ray_cluster  # noqa: E402 - the checkout's own
 
 from raypod.plan.cluster import Cluster, Host  # noqa: E402
 
@@ -24,15 +22,6 @@ def two_hosts() -> Iterator[Tuple[Cluster, Callable[[], None]]]:
         addresses = (started.nodes[0].node_ip_address, SECOND_HOST)
 
         def lose() -> None:
-            node, found = started.nodes[1], []
-            for infos in node.all_processes.values():
-                for info in infos:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process = psutil.Process(info.process.pid)
-                        found += [process, *process.children(recursive=True)]
-            for process in found:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            started.cluster.remove_node(node, allow_graceful=False)
+            end_host(started, started.nodes[1])
 
         yield Cluster("two hosts", tuple(Host(address, address) for address in addresses)), lose

@@ -7,6 +7,8 @@ import importlib
 import os
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence
 
+import psutil
+
 SECOND_HOST, THIRD_HOST = "127.0.0.2", "127.0.0.3"
 SIZES = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False}
 
@@ -43,3 +45,22 @@ def ray_cluster(
         cluster.shutdown()
         os.environ.clear()
         os.environ.update(environment)
+
+
+def processes_of(node: Any) -> List[psutil.Process]:
+    """Return all processes of a Ray node, its raylet first."""
+    found: List[psutil.Process] = []
+    for infos in node.all_processes.values():
+        for info in infos:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(info.process.pid)
+                found += [process, *process.children(recursive=True)]
+    return found
+
+
+def end_host(started: RayCluster, node: Any) -> None:
+    """End all processes of a host at once, as if it had lost its power; Ray alone would keep its instances running."""
+    for process in processes_of(node):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    started.cluster.remove_node(node, allow_graceful=False)

@@ -9,17 +9,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import signal
 import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
 from typing import Callable, List, Optional
 
-import raypod
 from raypod.errors import LeaseLost
 from raypod.events import CheckpointSaved, Event, RunStarted
+from raypod.host.session_process import end_session, start_module
 from raypod.plan.plan import Plan
 from raypod.record.run_folder import LOGS, SUMMARY
 from raypod.storage import memory
@@ -80,22 +78,12 @@ class Mirror:
         self._start()
 
     def _start(self) -> None:
-        package = str(Path(raypod.__file__).resolve().parent.parent)
-        paths = [package, os.environ.get("PYTHONPATH", "")]
-        command: List[str] = [sys.executable, "-m", "raypod.storage.process", str(self._folder.resolve())]
-        command += [str(self._path), f"--keep={self._keep}", f"--timeout-s={self._timeout_s}"]
-        command += [f"--metric={self._metric.name}", f"--better={self._metric.better}", f"--writer={self._writer}"]
+        arguments: List[str] = [str(self._folder.resolve()), str(self._path), f"--keep={self._keep}"]
+        arguments += [f"--timeout-s={self._timeout_s}", f"--metric={self._metric.name}"]
+        arguments += [f"--better={self._metric.better}", f"--writer={self._writer}"]
         self._started_s, self._starts = time.monotonic(), self._starts + 1
         try:
-            with (self._folder / LOGS / "storage.log").open("ab") as output:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-                    start_new_session=True,
-                )
+            self._process = start_module("raypod.storage.process", arguments, self._folder / LOGS / "storage.log")
             assert self._process.stdin is not None
             os.set_blocking(self._process.stdin.fileno(), False)
         except OSError as error:
@@ -170,11 +158,5 @@ class Mirror:
     def _kill(self) -> None:
         """End the process and those that it has started, which have its session."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        if process.stdin is not None:
-            with contextlib.suppress(OSError):
-                process.stdin.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if process is not None:
+            end_session(process)

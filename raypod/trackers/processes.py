@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Callable, Dict, List, Optional
 
-import raypod
 from raypod.errors import LeaseLost
 from raypod.events import Event, PhaseBegun, RunEnded, RunStarted
+from raypod.host.session_process import end_session, start_module
 from raypod.plan.plan import Plan
 from raypod.record import run_state
 from raypod.record.run_folder import LOGS
@@ -63,27 +60,16 @@ class TrackerProcesses:
                 self._finish()
         finally:
             for process in self._processes.values():
-                _kill(process)
+                end_session(process)
 
     def _start(self, name: str) -> None:
         path = memory.path_of(self._folder, name)
         log = self._folder / LOGS / f"tracker-{memory.file_name(name)}.log"
-        package = str(Path(raypod.__file__).resolve().parent.parent)
-        paths = [package, os.environ.get("PYTHONPATH", "")]
-        command = [sys.executable, "-m", "raypod.trackers.process", str(self._folder.resolve()), name]
-        command += [f"--artifacts={self._artifacts}", f"--timeout-s={self._timeout_s}"]
-        command += [f"--started-unix-s={self._started_unix_s}"]
+        arguments = [str(self._folder.resolve()), name, f"--artifacts={self._artifacts}"]
+        arguments += [f"--timeout-s={self._timeout_s}", f"--started-unix-s={self._started_unix_s}"]
         try:
             memory.write(path, dataclasses.replace(memory.read(path), error="", is_complete=False))
-            with log.open("ab") as output:
-                self._processes[name] = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-                    start_new_session=True,
-                )
+            self._processes[name] = start_module("raypod.trackers.process", arguments, log)
         except OSError as error:
             self._warn_once(name, f"cannot be started: {error.strerror or error}")
 
@@ -109,13 +95,3 @@ class TrackerProcesses:
         if name not in self._warned:
             self._warned.append(name)
             self._warn(f"tracker {name} {text}; see {LOGS}/tracker-{memory.file_name(name)}.log in the run folder")
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those that it has started, which have its session."""
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

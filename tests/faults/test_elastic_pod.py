@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
-import psutil
 import pytest
 from harness import Outcome, assert_undisturbed, plan_for, run
-from ray_cluster import SECOND_HOST, SIZES, RayCluster, ray_cluster
+from ray_cluster import SECOND_HOST, SIZES, RayCluster, end_host, ray_cluster
 
 from raypod.checkpoint.resume import newest_valid
 from raypod.checkpoint.storage import checkpoints_folder
@@ -43,20 +41,6 @@ def plan_on(hosts: RayCluster, folder: Path, training: Optional[Dict[str, Any]] 
         training=training,
         run={"checkpoint_every": "10 updates"},
     )
-
-
-def end_host(hosts: RayCluster, node: Any) -> None:
-    """End all processes of a host at once, as if it had lost its power."""
-    found: List[psutil.Process] = []
-    for infos in node.all_processes.values():
-        for info in infos:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(info.process.pid)
-                found += [process, *process.children(recursive=True)]
-    for process in found:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    hosts.cluster.remove_node(node, allow_graceful=False)
 
 
 def sizes(outcome: Outcome) -> List[Tuple[int, int, int]]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Iterator, List
+from typing import Iterator
 
-import psutil
 import pytest
 from harness import assert_undisturbed, plan_for, run
-from ray_cluster import SECOND_HOST, THIRD_HOST, RayCluster, ray_cluster
+from ray_cluster import SECOND_HOST, THIRD_HOST, RayCluster, end_host, processes_of, ray_cluster
 
 from raypod.plan.cluster import Cluster, Host
 from raypod.plan.plan import Plan
@@ -34,17 +32,6 @@ def hosts() -> Iterator[RayCluster]:
                 process.kill()
 
 
-def processes_of(node: Any) -> List[psutil.Process]:
-    """Return all processes of a Ray node, its raylet first."""
-    found: List[psutil.Process] = []
-    for infos in node.all_processes.values():
-        for info in infos:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(info.process.pid)
-                found += [process, *process.children(recursive=True)]
-    return found
-
-
 @pytest.mark.skipif(
     HAS_OLD_RAY, reason="Ray 2.10 is often too slow to start work on the spare host before it is given up"
 )
@@ -62,9 +49,7 @@ def test_the_instances_of_a_lost_host_move_to_a_spare_host_then_to_a_used_one(
     assert [host.name for host in plan.placement.hosts] == list(addresses[:2])
 
     def end_second(plan: Plan) -> None:
-        for process in processes_of(second):  # all at once; Ray alone would keep its instance running
-            process.kill()
-        hosts.cluster.remove_node(second, allow_graceful=False)
+        end_host(hosts, second)
 
     def freeze_spare(plan: Plan) -> None:
         for process in processes_of(spare):

@@ -1,0 +1,41 @@
+"""Start a module of raypod as a process with a session of its own, and end all processes of that session."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Sequence
+
+import raypod
+
+
+def start_module(module: str, arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start `python -m module arguments`. Its standard input is a pipe, and its output is appended to `log`.
+
+    Raises:
+        OSError: the log cannot be written, or the process cannot be started.
+    """
+    paths = [str(Path(raypod.__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            start_new_session=True,
+        )
+
+
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """End a process of `start_module` and those that it has started, which have its session."""
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
