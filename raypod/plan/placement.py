@@ -89,6 +89,25 @@ class Placement:
         """Whether instances are bound to NUMA nodes: the cluster file requests it, and a host has several instances."""
         return self.cluster.numa and self.instances[-1].local_index > 0
 
+    @property
+    def cpus_per_host(self) -> Optional[int]:
+        """The CPUs of a host, without those of this host that this process may not use; None if unknown."""
+        return _known_cpus(self.cluster, self.hosts[0])
+
+    @property
+    def oversubscription(self) -> str:
+        """Why the instances of a host together run more threads than it has CPUs, and what to do; "" if not."""
+        per_host, threads = len(self.instances_on(0)), self.instances[0].threads_per_replica
+        cpus = self.cpus_per_host
+        if cpus is None or per_host * threads <= cpus:
+            return ""
+        fewer = f", or --threads-per-replica {cpus // per_host}" if per_host <= cpus else ""
+        count = f"{per_host} instances" if per_host > 1 else "1 instance"
+        return (
+            f"{count} x {threads} threads share {cpus} CPUs of a host: use at most {max(1, cpus // threads)} "
+            f"per host{fewer}"
+        )
+
     def instances_on(self, host_index: int) -> List[InstanceSpec]:
         """Return the instances of one host."""
         return [spec for spec in self.instances if spec.host_index == host_index]
@@ -118,7 +137,7 @@ def place(cluster: Cluster, sizes: Sizes, threads_per_replica: int = 1) -> Place
     for index in range(sizes.num_instances):
         host_index, local_index = divmod(index, per_host)
         host = cluster.hosts[host_index]
-        cores = host.cpus or os.cpu_count() or 1
+        cores = _known_cpus(cluster, host) or os.cpu_count() or 1
         specs.append(
             InstanceSpec(
                 index=index,
@@ -142,6 +161,11 @@ def specs_of(sizes: Sizes, hosts: Sequence[str]) -> Tuple[InstanceSpec, ...]:
         InstanceSpec(index, host, names.index(host), list(hosts[:index]).count(host), index * local, local, 0)
         for index, host in enumerate(hosts)
     )
+
+
+def _known_cpus(cluster: Cluster, host: Host) -> Optional[int]:
+    """Return the CPUs that instances can use on a host; None if only the host knows."""
+    return len(os.sched_getaffinity(0)) if cluster.is_local else host.cpus
 
 
 def _check_hosts(placement: Placement, per_host: int) -> None:
