@@ -101,12 +101,10 @@ class Placement:
         cpus = self.cpus_per_host
         if cpus is None or per_host * threads <= cpus:
             return ""
-        fewer = f", or --threads-per-replica {cpus // per_host}" if per_host <= cpus else ""
-        count = f"{per_host} instances" if per_host > 1 else "1 instance"
-        return (
-            f"{count} x {threads} threads share {cpus} CPUs of a host: use at most {max(1, cpus // threads)} "
-            f"per host{fewer}"
-        )
+        ways = [f"at most {cpus // threads} instances per host"] if cpus >= threads else []
+        ways += [f"--threads-per-replica {cpus // per_host}"] if cpus >= per_host else []
+        running = f"{per_host} x {threads} threads (instances x threads per replica)"
+        return f"{running} share the {cpus} CPUs of a host: use {' or '.join(ways) or 'fewer of both'}"
 
     def instances_on(self, host_index: int) -> List[InstanceSpec]:
         """Return the instances of one host."""

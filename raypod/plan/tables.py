@@ -155,7 +155,8 @@ def _core_rows(placement: Placement) -> List[Tuple[str, str]]:
     if placement.oversubscription:
         rows.append(("", f"WARNING, oversubscribed: {placement.oversubscription}"))
     elif at_a_time < spec.local_replicas:
-        rows.append(("", f"on the emulated SDK {at_a_time} of the replicas of an instance compute at a time"))
+        at_a_time_of = f"{at_a_time} of its {spec.local_replicas} replicas at a time"
+        rows.append(("", f"an instance computes {at_a_time_of} (emulated SDK)"))
     return rows
 
 

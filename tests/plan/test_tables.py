@@ -54,11 +54,11 @@ def test_the_plan_shows_the_cores_per_replica(make: Callable[..., Plan], monkeyp
     assert "8 CPUs per host for 2 replicas: 4 per replica, 1 thread each\n" in render(make(pod={"replicas": 2}))
     sixteen = make(pod={"replicas": 16, "bind_cores": True})
     assert "0.5 per replica, 1 thread each; each instance is bound to its own, by NUMA node\n" in render(sixteen)
-    assert "on the emulated SDK 4 of the replicas of an instance compute at a time" in render(sixteen)
+    assert "an instance computes 4 of its 8 replicas at a time (emulated SDK)" in render(sixteen)
     many = make(pod={"replicas": 4, "num_instances": 4, "threads_per_replica": 3})
     assert (
-        "WARNING, oversubscribed: 4 instances x 3 threads share 8 CPUs of a host: use at most 2 per host, "
-        "or --threads-per-replica 2" in render(many)
+        "WARNING, oversubscribed: 4 x 3 threads (instances x threads per replica) share the 8 CPUs of a host: "
+        "use at most 2 instances per host or --threads-per-replica 2" in render(many)
     )
     auto = make(pod={"replicas": 4, "threads_per_replica": 0})
     assert "2 per replica, 2 threads each" in render(auto)
@@ -69,7 +69,9 @@ def test_the_cores_of_other_hosts_are_those_of_the_cluster_file() -> None:
     assert place(hosts, Sizes(4, 4, 1)).cpus_per_host is None
     four = dataclasses.replace(hosts, hosts=tuple(dataclasses.replace(host, cpus=4) for host in hosts.hosts))
     assert place(four, Sizes(4, 4, 1)).oversubscription == ""
-    assert "8 instances x 1 threads share 4 CPUs" in place(four, Sizes(16, 16, 1)).oversubscription
+    assert place(four, Sizes(16, 16, 1)).oversubscription.endswith("use at most 4 instances per host")
+    assert place(four, Sizes(2, 2, 1), 8).oversubscription.endswith("use --threads-per-replica 4")
+    assert place(four, Sizes(16, 16, 1), 8).oversubscription.endswith("use fewer of both")
 
 
 def test_inline_instances_are_not_bound(make: Callable[..., Plan]) -> None:
