@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import List, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 from raypod.errors import ClusterError, ConfigError
 from raypod.plan.cluster import Cluster, Host, VipuPartition
@@ -108,7 +108,8 @@ class Placement:
 
     def instances_on(self, host_index: int) -> List[InstanceSpec]:
         """Return the instances of one host."""
-        return [spec for spec in self.instances if spec.host_index == host_index]
+        per_host = self.instances[-1].local_index + 1
+        return list(self.instances[host_index * per_host : (host_index + 1) * per_host])
 
     def ipus_on(self, host_index: int) -> int:
         """Return the number of IPUs that the instances of one host use."""
@@ -154,11 +155,14 @@ def place(cluster: Cluster, sizes: Sizes, threads_per_replica: int = 1) -> Place
 
 def specs_of(sizes: Sizes, hosts: Sequence[str]) -> Tuple[InstanceSpec, ...]:
     """Return the instances on hosts, which are those of each instance, without their threads (0)."""
-    names, local = list(dict.fromkeys(hosts)), sizes.local_replicas
-    return tuple(
-        InstanceSpec(index, host, names.index(host), list(hosts[:index]).count(host), index * local, local, 0)
-        for index, host in enumerate(hosts)
-    )
+    local = sizes.local_replicas
+    before: Dict[str, int] = {}  # instances of each host so far
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    found = []
+    for index, host in enumerate(hosts):
+        found.append(InstanceSpec(index, host, numbers[host], before.get(host, 0), index * local, local, 0))
+        before[host] = before.get(host, 0) + 1
+    return tuple(found)
 
 
 def _known_cpus(cluster: Cluster, host: Host) -> Optional[int]:
