@@ -11,6 +11,7 @@ root's state dict and unpacking it on all others. Results are medians of interle
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -19,19 +20,21 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, Iterator, List, Tuple
 
 SCRIPTS = Path(__file__).resolve().parent
 NETWORK = "10.78.0"
 NAMES = {"seeding": "seeding", "horovod": "hvd.broadcast_parameters", "per tensor": "gloo, per tensor"}
 
 
-def measure(hosts: int, state: str, rounds: int, shared: str, environment: Dict[str, str]) -> Dict[str, Any]:
-    """Start the peers and return the JSON that the first one prints."""
+def measure(
+    hosts: int, state: str, rounds: int, shared: str, environment: Dict[str, str], ways: str = ",".join(NAMES)
+) -> Dict[str, Any]:
+    """Start the peers and return the JSON that the first one prints. `ways` are those of the peers, by commas."""
     with tempfile.TemporaryDirectory(dir=shared) as folder:
         started: List[subprocess.Popen[str]] = []
         for rank in range(hosts):
-            words = [str(rank), str(hosts), state, str(rounds), NETWORK, folder]
+            words = [str(rank), str(hosts), state, str(rounds), NETWORK, folder, ways]
             peer = ["python", str(SCRIPTS / "bench_seeding_peer.py"), *words]
             line = [str(SCRIPTS / "pod.sh"), "on", str(rank + 1), *peer]
             piped = subprocess.PIPE if rank == 0 else None
@@ -54,6 +57,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     cases = [("ResNet-50", hosts) for hosts in args.hosts] + [("1 GB", hosts) for hosts in args.large_hosts]
+    with pod_of(max(hosts for _, hosts in cases), args.gbit) as (shared, environment):
+        print("\n| state | hosts | ideal, s | " + " | ".join(f"{name}, s | of ideal" for name in NAMES.values()) + " |")
+        print("|---|---|---|" + "---|---|" * len(NAMES), flush=True)
+        for state, hosts in cases:
+            result = measure(hosts, state, args.rounds, shared, environment)
+            print(row(state, hosts, result, args.gbit), flush=True)
+    which = result["horovod"]
+    print(f"\nhvd: the {which} Horovod; links of {args.gbit:g} Gbit/s; medians of {args.rounds} rounds")
+
+
+@contextlib.contextmanager
+def pod_of(hosts: int, gbit: float) -> Iterator[Tuple[str, Dict[str, str]]]:
+    """Yield a folder that the hosts of a new pod share, and the environment of `pod.sh`; 0 Gbit/s: without a limit."""
     repository = str(SCRIPTS.parent)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the pod is removed on SIGTERM too
     with tempfile.TemporaryDirectory() as shared:
@@ -70,22 +86,12 @@ def main() -> None:
         def pod(*words: str) -> None:
             subprocess.run([str(SCRIPTS / "pod.sh"), *words], env=environment, check=True, timeout=120)
 
-        pod("up", str(max(hosts for _, hosts in cases)))
+        pod("up", str(hosts))
         try:
-            pod("speed", f"{args.gbit:g}gbit")
-            print(
-                "\n| state | hosts | ideal, s | "
-                + " | ".join(f"{name}, s | of ideal" for name in NAMES.values())
-                + " |"
-            )
-            print("|---|---|---|" + "---|---|" * len(NAMES), flush=True)
-            for state, hosts in cases:
-                result = measure(hosts, state, args.rounds, shared, environment)
-                print(row(state, hosts, result, args.gbit), flush=True)
+            pod("speed", f"{gbit:g}gbit" if gbit else "off")
+            yield shared, environment
         finally:
             pod("down")
-    which = result["horovod"]
-    print(f"\nhvd: the {which} Horovod; links of {args.gbit:g} Gbit/s; medians of {args.rounds} rounds")
 
 
 def row(state: str, hosts: int, result: Dict[str, Any], gbit: float) -> str:

@@ -1,6 +1,8 @@
-"""The process of one host in `bench_seeding.py`: python bench_seeding_peer.py RANK SIZE STATE ROUNDS NETWORK FOLDER.
+"""The process of one host in `bench_seeding.py`.
 
-Rank 0 prints the seconds of every round as JSON.
+    python bench_seeding_peer.py RANK SIZE STATE ROUNDS NETWORK FOLDER WAYS
+
+WAYS are names of `Methods`, separated by commas. Rank 0 prints the seconds of every round as JSON.
 """
 
 from __future__ import annotations
@@ -109,6 +111,17 @@ class Methods:
 
         return self._timed(broadcast), self._state
 
+    def exchange(self) -> Any:
+        """Run the emulated SDK's gradient exchange on tensors of the size of the state."""
+        from _pod import reduce
+
+        total = torch.ones(sum(tensor.numel() for tensor in self._state.values()))
+        sizes = {"replica_offset": self._rank, "total_replicas": len(self._hosts)}
+        processes = {"process_id": self._rank, "num_processes": len(self._hosts)}
+        seconds = self._timed(lambda: reduce.tree_sum_([total], **sizes, **processes))
+        assert bool((total == len(self._hosts)).all())
+        return seconds, {"sum": total}
+
     def _timed(self, work: Callable[[], None]) -> float:
         dist.barrier()
         began = time.monotonic()
@@ -126,13 +139,15 @@ def check(received: Dict[str, torch.Tensor], name: str) -> None:
 
 
 def main() -> None:
-    rank, size, state_name, rounds, network, folder = sys.argv[1:]
+    rank, size, state_name, rounds, network, folder, chosen = sys.argv[1:]
     hosts = [f"{network}.{11 + each}" for each in range(int(size))]
     kept = join(int(rank), hosts, Path(folder))
     torch.set_num_threads(1)
     state = STATES[state_name]()
     methods = Methods(int(rank), hosts, state)
-    ways = {"seeding": methods.seeding, "horovod": methods.horovod, "per tensor": methods.per_tensor}
+    known = {"seeding": methods.seeding, "horovod": methods.horovod, "per tensor": methods.per_tensor}
+    known["exchange"] = methods.exchange
+    ways = {name: known[name] for name in chosen.split(",")}
     seconds: Dict[str, List[float]] = {name: [] for name in ways}
     for round_ in range(int(rounds) + 1):
         for name, way in ways.items():

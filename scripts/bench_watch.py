@@ -1,9 +1,16 @@
-"""The cost of receiving the reports of many instances: `python scripts/bench_watch.py [--instances 4 16 64]`.
+"""The cost of receiving the reports of many instances: `python scripts/bench_watch.py [--instances 4 8 16 32 64]`.
 
-Real Ray actors without CPUs report calls through streams, as instances do: all at the same time, every `--interval`
-seconds. One column takes one message per `ray.wait`, the other one everything that is ready. Both receive the same
-streams in the same run, in alternating rounds. Figures are microseconds per call of all instances (medians): the CPU
-time of the receiving thread, and the time to receive reports that have all arrived already.
+The message path of a run under Ray: processes of `InstanceProcess`, one per instance, in a private Ray session; each
+reports its calls through its stream and replies to heartbeats. `Watch` receives all of it, and `MetricsAggregator`
+folds it into updates. Only the instance within the process is a small one, without torch: it waits for the time of its
+next call, which is the same for all, every `--interval` seconds. The same processes serve all sizes, in interleaved
+rounds. `--baseline` adds a loop that takes one message per `ray.wait`.
+
+Columns, medians over the rounds (smallest - largest), in microseconds per call and instance:
+    CPU of the thread         of the thread that receives, heartbeats and aggregation included
+    CPU of the process        of all threads of the driver, with those of Ray
+    wall                      of the thread, to receive and aggregate reports that have all arrived already
+and the number of polls of Ray per call.
 """
 
 from __future__ import annotations
@@ -12,6 +19,7 @@ import argparse
 import os
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List
@@ -22,89 +30,176 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 
 import ray  # noqa: E402
 
-from raypod.events import CallReport  # noqa: E402 - the checkout's own
-from raypod.fleet.ray_wait import NO_VALUE, take_ready  # noqa: E402
+from raypod.events import CallReport, InstanceStarted  # noqa: E402 - the checkout's own
+from raypod.fleet import ray_watch  # noqa: E402
+from raypod.fleet.ray_replace import ProcessKiller  # noqa: E402
+from raypod.instance.control import Heartbeat  # noqa: E402
+from raypod.instance.process import InstanceProcess  # noqa: E402
+from raypod.plan.cluster import LOCAL  # noqa: E402
+from raypod.plan.plan import Leg, Plan, make_plan  # noqa: E402
+from raypod.plan.resolve import from_values  # noqa: E402
+from raypod.record.metrics import MetricsAggregator  # noqa: E402
+from raypod.tasks.registry import facts_of  # noqa: E402
 
-Receive = Callable[[List[Any]], int]
-
-
-class Instance:
-    """Reports calls."""
-
-    def ready(self) -> bool:
-        """Return True: the actor is started."""
-        return True
-
-    def run(self, calls: int, first_s: float, interval_s: float) -> Iterator[List[CallReport]]:
-        """Yield a report per call, at times that are the same for all instances."""
-        for call in range(calls):
-            time.sleep(max(0.0, first_s + call * interval_s - time.time()))
-            yield [CallReport(0, call, (((1.0, 1.0),),))]
+Receive = Callable[[Plan, List[Any], List[Any]], int]
+_STACKED_S = 0.03  # between two calls that are received later: just above the interval in which calls share a message
 
 
-def one_message_per_wait(streams: List[Any]) -> int:
-    """Receive all items of the streams; return their number. The baseline."""
-    pending, received = list(streams), 0
+class SmallInstance:
+    """What `InstanceProcess` needs of an instance; a call waits until its time."""
+
+    def __init__(self, index: int, metrics: int) -> None:
+        self._index, self._metrics = index, metrics
+        self.heartbeat = Heartbeat(index, reports_host=index == 0)
+        self._first_s = self._interval_s = 0.0
+
+    def set_pace(self, first_s: float, interval_s: float) -> None:
+        """Make the next leg end its first call at `first_s`, seconds since 1970, and then one per `interval_s`."""
+        self._first_s, self._interval_s = first_s, interval_s
+
+    def run(self, leg: Leg) -> Iterator[CallReport]:
+        """Yield a report per call."""
+        for number, update in enumerate(range(leg.first_update, leg.end)):
+            with self.heartbeat.in_call(number):
+                time.sleep(max(0.0, self._first_s + number * self._interval_s - time.time()))
+            sums = (((1.0 / (1 + self._index), 1.0) * self._metrics,),)
+            yield CallReport(self._index, update, sums, call_s=self._interval_s, samples_digest="0123456789abcdef")
+
+
+class SmallProcess(InstanceProcess):
+    """The process of an instance, with a small instance."""
+
+    def _build(self) -> InstanceStarted:
+        small: Any = SmallInstance(self._index, len(self._plan.task.metrics))
+        self._instance = small
+        return InstanceStarted(self._index, "localhost", os.getpid(), "emulated", "small", 1, ())
+
+
+class Counted:
+    """The module `ray`, with its calls of `wait` counted."""
+
+    waits = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ray, name)
+
+    def wait(self, *arguments: Any, **named: Any) -> Any:
+        """Call `ray.wait`."""
+        Counted.waits += 1
+        return ray.wait(*arguments, **named)
+
+
+def one_message_per_wait(plan: Plan, actors: List[Any], streams: List[Any]) -> int:
+    """Receive all reports of the streams; return the number of updates. The baseline, without heartbeats."""
+    metrics, pending, updates = MetricsAggregator(plan, time.monotonic()), list(streams), 0
     while pending:
+        Counted.waits += 1
         for stream in ray.wait(pending, timeout=0.2)[0]:
             try:
-                ray.get(next(stream))
-                received += 1
+                for report in ray.get(next(stream)):
+                    updates += len(metrics.add(report, time.monotonic()))
             except StopIteration:
                 pending.remove(stream)
-    return received
+    return updates
 
 
-def everything_ready(streams: List[Any]) -> int:
-    """Do the same with `take_ready`."""
-    pending, received = list(streams), 0
-    while pending:
-        for arrival in take_ready(ray, pending, 0.2):
-            received += arrival.value is not NO_VALUE
-            if arrival.is_finished:
-                pending.remove(arrival.ref)
-    return received
+def by_watch(plan: Plan, actors: List[Any], streams: List[Any]) -> int:
+    """Do the same as the coordinator does in a leg."""
+    counted: Any = Counted()
+    watch = ray_watch.Watch(counted, plan, actors, ["localhost"] * len(actors), ProcessKiller(ray))
+    metrics, updates = MetricsAggregator(plan, time.monotonic()), 0
+    watch.add_streams({stream: index for index, stream in enumerate(streams)})
+    for index, reports in watch.follow():
+        for report in reports if index is not None else ():
+            updates += len(metrics.add(report, time.monotonic()))
+            metrics.take_calls()
+    return updates
 
 
-def microseconds(receive: Receive, actors: List[Any], calls: int, interval_s: float) -> List[float]:
-    """Return CPU time per call while reports arrive, and time per call once all have arrived."""
-    streams = [
-        each.run.options(num_returns="streaming").remote(calls, time.time() + 0.5, interval_s) for each in actors
-    ]
-    began_s = time.thread_time()
-    assert receive(streams) == calls * len(actors)
-    arriving_s = time.thread_time() - began_s
-    streams = [each.run.options(num_returns="streaming").remote(calls, 0.0, 0.0) for each in actors]
+def measure(receive: Receive, plan: Plan, actors: List[Any], interval_s: float) -> List[float]:
+    """Return the columns of the table for one round; all values but the last are microseconds."""
+    per_report = 1e6 / plan.total_updates / len(actors)
+    leg = plan.next_leg(0)
+
+    def begin(interval_s: float) -> List[Any]:
+        first_s = time.time() + 0.5
+        ray.get([actor.call.remote("set_pace", first_s, interval_s) for actor in actors])
+        return [actor.run.options(num_returns="streaming").remote(leg) for actor in actors]
+
+    streams = begin(interval_s)
+    Counted.waits, began_s, process_s = 0, time.thread_time(), time.process_time()
+    assert receive(plan, actors, streams) == plan.total_updates
+    arriving_s, of_process_s, waits = time.thread_time() - began_s, time.process_time() - process_s, Counted.waits
+    streams = begin(_STACKED_S)
     ray.wait([stream.completed() for stream in streams], num_returns=len(streams))
-    began_s = time.perf_counter()
-    assert receive(streams) == calls * len(actors)
-    return [1e6 * arriving_s / calls, 1e6 * (time.perf_counter() - began_s) / calls]
+    time.sleep(0.3)
+    wall_s = time.perf_counter()
+    assert receive(plan, actors, streams) == plan.total_updates
+    wall_s = time.perf_counter() - wall_s
+    return [*(per_report * each for each in (arriving_s, of_process_s, wall_s)), waits / plan.total_updates]
+
+
+def plan_of(instances: int, calls: int, run_dir: str) -> Plan:
+    """Return the plan of a run of a replica per instance with one leg of `calls` calls."""
+    config = from_values(
+        {
+            "data": {"dataset": "synthetic", "samples": instances * (calls + 1)},
+            "training": {"batch_size": 1, "updates": calls, "epochs": 1},
+            "pod": {"replicas": instances, "num_instances": instances},
+        }
+    )
+    return make_plan(config, LOCAL, facts_of(config), run_dir)
+
+
+def start(instances: int, run_dir: str) -> List[Any]:
+    """Start the processes of a private Ray session."""
+    began_s, plan = time.monotonic(), plan_of(instances, 1, run_dir)
+    cpus = max(2, instances // 8)  # as many processes as this start at the same time
+    ray.init(
+        address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False
+    )
+    small = ray.remote(SmallProcess).options(num_cpus=0, max_concurrency=8)
+    actors = [small.remote(plan, index, str(ROOT)) for index in range(instances)]
+    ray.get([actor.build.remote() for actor in actors], timeout=240)
+    print(f"Ray {ray.__version__}; {instances} processes started in {time.monotonic() - began_s:.1f} s", flush=True)
+    return actors
 
 
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instances", type=int, nargs="+", default=[4, 16, 64])
-    parser.add_argument("--calls", type=int, default=100, help="calls per round")
-    parser.add_argument("--interval", type=float, default=0.1, help="seconds between two calls")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--instances", type=int, nargs="+", default=[4, 8, 16, 32, 64])
+    parser.add_argument("--calls", type=int, default=16, help="calls per round")
+    parser.add_argument("--interval", type=float, default=0.2, help="seconds between two calls")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--baseline", action="store_true", help="also measure one message per wait")
     args = parser.parse_args()
-    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
-    receivers: Dict[str, Receive] = {"one message per wait": one_message_per_wait, "all ready": everything_ready}
-    print(f"Ray {ray.__version__}\n| instances | receiver | CPU while arriving, us/call | all arrived, us/call |")
-    print("|---|---|---|---|")
-    actors: List[Any] = []
-    for instances in args.instances:
-        actors += [ray.remote(Instance).options(num_cpus=0).remote() for _ in range(instances - len(actors))]
-        ray.get([actor.ready.remote() for actor in actors])
-        rounds: Dict[str, List[List[float]]] = {name: [] for name in receivers}
-        for _ in range(args.rounds):
-            for name, receive in receivers.items():
-                rounds[name].append(microseconds(receive, actors, args.calls, args.interval))
-        for name, measured in rounds.items():
-            arriving, arrived = (statistics.median(column) for column in zip(*measured))
-            print(f"| {instances} | {name} | {arriving:.0f} | {arrived:.0f} |", flush=True)
-    ray.shutdown()
+    receivers: Dict[str, Receive] = {"raypod": by_watch}
+    if args.baseline:
+        receivers["one message per wait"] = one_message_per_wait
+    measured: Dict[Any, List[List[float]]] = {}
+    with tempfile.TemporaryDirectory() as run_dir:
+        try:
+            actors = start(max(args.instances), run_dir)
+            for _ in range(args.rounds):
+                for instances in args.instances:
+                    plan = plan_of(instances, args.calls, run_dir)
+                    for name, receive in receivers.items():
+                        row = measure(receive, plan, actors[:instances], args.interval)
+                        measured.setdefault((name, instances), []).append(row)
+        finally:
+            print_table(measured)
+            ray.shutdown()
+
+
+def print_table(measured: Dict[Any, List[List[float]]]) -> None:
+    """Print the medians of all rounds so far."""
+    print("| receiver | instances | CPU of the thread | CPU of the process | wall | polls per call |")
+    print("|---|---|---|---|---|---|")
+    for (name, instances), rounds in sorted(measured.items()):
+        columns = list(zip(*rounds))
+        cells = " | ".join(f"{statistics.median(each):.0f} ({min(each):.0f} - {max(each):.0f})" for each in columns[:3])
+        print(f"| {name} | {instances} | {cells} | {statistics.median(columns[3]):.1f} |", flush=True)
 
 
 if __name__ == "__main__":

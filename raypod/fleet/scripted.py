@@ -14,18 +14,13 @@ _WEIGHTS_SHA256 = "0" * 64
 
 
 class ScriptedFleet:
-    """A fleet whose reports are prepared in advance; every instance reports every call. See `Fleet`."""
+    """A fleet in which every instance reports every call. See `Fleet`."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._instances = plan, range(plan.geometry.num_instances)
         self.start_seconds: List[Tuple[str, float]] = []
         self.called: List[str] = []  # method names, in order
         self._saves: Tuple[SaveReport, ...] = ()
-        iterations = plan.geometry.device_iterations
-        self._reports: Dict[int, List[CallReport]] = {
-            update: [self._report(instance, update) for instance in self._instances]
-            for update in range(0, plan.total_updates, iterations)
-        }
 
     def start(self) -> List[InstanceStarted]:
         """See `Fleet.start`."""
@@ -58,7 +53,11 @@ class ScriptedFleet:
         for update in range(leg.first_update, leg.end, self._plan.geometry.device_iterations):
             if stop_requested():
                 return
-            yield from self._reports[update]
+            yield from self.reports(update)
+
+    def reports(self, update: int) -> List[CallReport]:
+        """Return the reports of the call that begins with `update` (0-based)."""
+        return [self._report(instance, update) for instance in self._instances]
 
     def abandon_loading(self) -> None:
         """See `Fleet.abandon_loading`."""

@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any, Callable, Iterator, Optional, Union
+from typing import Any, Callable, Iterable, Iterator, Optional, Union
 
 from raypod.errors import WaitTimedOut
 
@@ -64,12 +64,26 @@ def new_file(path: Path) -> Iterator[NewFile]:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Set the content of a file atomically."""
+    _replace(path, (data,))
+
+
+def keep_beginning(path: Path, size: int) -> None:
+    """Remove all but the first `size` bytes of a file atomically; a file that is no longer is left as it is."""
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size > size:
+            starts = range(0, size, _CHUNK_BYTES)
+            _replace(path, (file.read(min(_CHUNK_BYTES, size - start)) for start in starts))
+
+
+def _replace(path: Path, content: Iterable[bytes]) -> None:
+    """Set the content of a file atomically to that of all parts."""
     partial = path.with_name(path.name + ".partial")
     with contextlib.suppress(FileNotFoundError):
         os.unlink(str(partial))  # noqa: PTH108 - tests inject faults into these functions of os
     try:
         with new_file(partial) as file:
-            file.write(data)
+            for data in content:
+                file.write(data)
     except OSError:
         with contextlib.suppress(OSError):
             os.unlink(str(partial))  # noqa: PTH108

@@ -21,8 +21,9 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import cloudpickle  # type: ignore[import-untyped]
 
 from raypod.errors import ClusterError, summarize_exception
-from raypod.host import process, sdk, torchvision_import
+from raypod.host import sdk, torchvision_import
 from raypod.instance import collectives
+from raypod.instance.binding import take_cores
 from raypod.instance.process_group import ProcessGroup
 from raypod.plan.environment import STARTUP_DIR, device_environment, join_path, placement_environment
 from raypod.plan.placement import Placement, partition_conflict
@@ -71,9 +72,7 @@ class FunctionProcess:
         self._output: List[Tuple[int, bytes]] = []
         self._output_lock = threading.Lock()
         self._pipes = [self._redirect(number) for number in (STDOUT, STDERR)]
-        cpus = process.cpus_of_node(self._spec.local_index) if setup.placement.binds_numa else None
-        if cpus is not None:  # before torch counts cores and starts threads
-            process.bind_process(cpus)
+        take_cores(setup.placement, self._spec)  # before torch counts cores and starts threads
         os.environ.update(placement_environment(setup.placement, self._spec))
         os.environ.update(device_environment(setup.placement, self._spec))
         os.environ["PYTHONPATH"] = join_path(STARTUP_DIR, os.environ.get("PYTHONPATH", ""))

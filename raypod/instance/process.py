@@ -24,6 +24,7 @@ from raypod.host.last_line import LastLine
 from raypod.host.log_times import LogTimes
 from raypod.host.spans import recorder
 from raypod.instance import collectives
+from raypod.instance.binding import take_cores
 from raypod.plan.environment import instance_environment
 from raypod.plan.placement import partition_conflict
 from raypod.plan.plan import Leg, Plan
@@ -51,10 +52,8 @@ class InstanceProcess:
         self._last_line = LastLine(Path(plan.log_file(index)))
         sys.stdout.write(f"{log_header(plan, index, str(os.getpid()))}started on {socket.gethostname()}\n")
         spec = plan.placement.instances[index]
-        cpus = process.cpus_of_node(spec.local_index) if plan.placement.binds_numa else None
-        if cpus is not None:  # before torch counts cores and starts threads
-            process.bind_process(cpus)
         os.environ.update(instance_environment(plan, spec, os.environ.get("PYTHONPATH", "")))
+        take_cores(plan.placement, spec)  # before torch counts cores and starts threads
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instance")
 
     def identity(self) -> Tuple[int, int]:

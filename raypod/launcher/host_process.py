@@ -89,13 +89,14 @@ class HostProcess:
         outputs: Dict[int, Tuple[int, int]] = {}
         described: List[Dict[str, Any]] = []
         inherited: List[int] = []
-        for program in programs:
+        bound = [cpus_of_node(each.numa_index) if each.numa_index is not None else None for each in programs]
+        for program, cpus in zip(programs, bound):
             stdin, self._stdin = os.pipe() if program.reads_stdin else (os.open(os.devnull, os.O_RDONLY), self._stdin)
             stdout, program_stdout = _open_stdout()
             stderr, program_stderr = os.pipe()
             outputs[stdout], outputs[stderr] = (program.instance, STDOUT), (program.instance, STDERR)
             files = [stdin, program_stdout, program_stderr]
-            described.append(_describe(program, files))
+            described.append(_describe(program, files, cpus, sharing=bound.count(cpus)))
             inherited += files
         ends = self._start_reaper(inherited)
         self._pump = OutputPump(outputs, ends, [program.instance for program in programs])
@@ -170,14 +171,17 @@ class HostProcess:
                 data = data[os.write(self._commands, data) :]
 
 
-def _describe(program: Program, files: List[int]) -> Dict[str, Any]:
+def _describe(program: Program, files: List[int], cpus: Optional[List[int]], sharing: int) -> Dict[str, Any]:
+    """Return what the reaper needs; `sharing` programs have the same CPUs, None for those of this process."""
+    # The replicas of all emulated SDKs on this host together run no more threads than it has CPUs.
+    at_a_time = max(1, len(os.sched_getaffinity(0) if cpus is None else cpus) // sharing)
     return {
         "index": program.instance,
         "argv": program.argv,
-        "environment": program.environment,
+        "environment": {"EMULATED_POD_REPLICAS_AT_A_TIME": str(at_a_time), **program.environment},
         "working_dir": program.working_dir,
         "files": files,
-        "cpus": cpus_of_node(program.numa_index) if program.numa_index is not None else None,
+        "cpus": cpus,
     }
 
 

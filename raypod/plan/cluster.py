@@ -63,7 +63,7 @@ class Cluster:
     hosts: Tuple[Host, ...]
     instances_per_host: int = 1
     data_network: Optional[str] = None  # CIDR of the network between instances; None: Ray's addresses
-    numa: bool = False  # bind the instances of a host to its NUMA nodes
+    numa: bool = False  # bind the instances of a host to their own cores, by NUMA node
     sdk: Optional[str] = None  # folder of the Poplar SDK on the hosts
     python: str = "python3"  # interpreter on the hosts
     folder: Optional[str] = None  # folder of raypod on the hosts

@@ -15,6 +15,10 @@ def check_compatible(config: Config) -> None:
     check_settings(training)
     if training.max_grad_norm is not None and training.optimizer == "lamb":
         raise ConfigError("--max-grad-norm: poptorch.optim.LAMB cannot clip gradients; use sgd, adam or adamw")
+    if config.pod.bind_cores and config.run.fleet == "inline":
+        raise ConfigError(
+            "--bind-cores has no effect with --fleet inline, whose instance runs in this process; omit it"
+        )
     if training.init_ignore and not training.init_weights:
         raise ConfigError(f"--init-ignore {','.join(training.init_ignore)} has no effect without --init-weights")
 

@@ -197,6 +197,9 @@ class PodSection(Section):
     threads_per_replica: int = Field(
         1, ge=0, le=4096, description="intra-op threads per replica; 0: the cores of the host divided by its replicas"
     )
+    bind_cores: Optional[bool] = Field(
+        None, description="bind each instance to its own cores, by NUMA node (default: `numa` of the cluster file)"
+    )
     cluster: Optional[str] = Field(None, description="cluster YAML file of `ray up` (default: this host)")
     wait_hosts: float = Field(
         0, ge=0, le=MAX_TIMEOUT_S, description="seconds to wait for hosts that have not joined the cluster yet"

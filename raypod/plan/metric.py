@@ -8,6 +8,7 @@ from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from typing_extensions import Literal
 
+_MAX_PARTS = 1024  # values that are kept before they are combined to a few parts
 Sums = Tuple[float, ...]  # numerator and denominator of each metric, one after the other
 
 
@@ -89,6 +90,26 @@ def sum_exactly(values: Iterable[float]) -> float:
         return math.fsum(values)
     except (ValueError, OverflowError):
         return math.nan
+
+
+class ExactMean:
+    """The mean of any number of values, in bounded memory: the correctly rounded sum divided by their number."""
+
+    def __init__(self) -> None:
+        self._parts: List[float] = []
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        """Add a value."""
+        self._parts.append(value)
+        self._count += 1
+        if len(self._parts) >= _MAX_PARTS:
+            self._parts = list(exact_parts(self._parts))
+
+    @property
+    def value(self) -> float:
+        """The mean; NaN without values."""
+        return sum_exactly(self._parts) / self._count if self._count else math.nan
 
 
 def add_sums(rows: Sequence[Sums]) -> List[float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import List, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 from raypod.errors import ClusterError, ConfigError
 from raypod.plan.cluster import Cluster, Host, VipuPartition
@@ -89,9 +89,27 @@ class Placement:
         """Whether instances are bound to NUMA nodes: the cluster file requests it, and a host has several instances."""
         return self.cluster.numa and self.instances[-1].local_index > 0
 
+    @property
+    def cpus_per_host(self) -> Optional[int]:
+        """The CPUs of a host, without those of this host that this process may not use; None if unknown."""
+        return _known_cpus(self.cluster, self.hosts[0])
+
+    @property
+    def oversubscription(self) -> str:
+        """Why the instances of a host together run more threads than it has CPUs, and what to do; "" if not."""
+        per_host, threads = len(self.instances_on(0)), self.instances[0].threads_per_replica
+        cpus = self.cpus_per_host
+        if cpus is None or per_host * threads <= cpus:
+            return ""
+        ways = [f"at most {cpus // threads} instances per host"] if cpus >= threads else []
+        ways += [f"--threads-per-replica {cpus // per_host}"] if cpus >= per_host else []
+        running = f"{per_host} x {threads} threads (instances x threads per replica)"
+        return f"{running} share the {cpus} CPUs of a host: use {' or '.join(ways) or 'fewer of both'}"
+
     def instances_on(self, host_index: int) -> List[InstanceSpec]:
         """Return the instances of one host."""
-        return [spec for spec in self.instances if spec.host_index == host_index]
+        per_host = self.instances[-1].local_index + 1
+        return list(self.instances[host_index * per_host : (host_index + 1) * per_host])
 
     def ipus_on(self, host_index: int) -> int:
         """Return the number of IPUs that the instances of one host use."""
@@ -118,7 +136,7 @@ def place(cluster: Cluster, sizes: Sizes, threads_per_replica: int = 1) -> Place
     for index in range(sizes.num_instances):
         host_index, local_index = divmod(index, per_host)
         host = cluster.hosts[host_index]
-        cores = host.cpus or os.cpu_count() or 1
+        cores = _known_cpus(cluster, host) or os.cpu_count() or 1
         specs.append(
             InstanceSpec(
                 index=index,
@@ -137,11 +155,19 @@ def place(cluster: Cluster, sizes: Sizes, threads_per_replica: int = 1) -> Place
 
 def specs_of(sizes: Sizes, hosts: Sequence[str]) -> Tuple[InstanceSpec, ...]:
     """Return the instances on hosts, which are those of each instance, without their threads (0)."""
-    names, local = list(dict.fromkeys(hosts)), sizes.local_replicas
-    return tuple(
-        InstanceSpec(index, host, names.index(host), list(hosts[:index]).count(host), index * local, local, 0)
-        for index, host in enumerate(hosts)
-    )
+    local = sizes.local_replicas
+    before: Dict[str, int] = {}  # instances of each host so far
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    found = []
+    for index, host in enumerate(hosts):
+        found.append(InstanceSpec(index, host, numbers[host], before.get(host, 0), index * local, local, 0))
+        before[host] = before.get(host, 0) + 1
+    return tuple(found)
+
+
+def _known_cpus(cluster: Cluster, host: Host) -> Optional[int]:
+    """Return the CPUs that instances can use on a host; None if only the host knows."""
+    return len(os.sched_getaffinity(0)) if cluster.is_local else host.cpus
 
 
 def _check_hosts(placement: Placement, per_host: int) -> None:

@@ -246,6 +246,8 @@ def make_plan(config: Config, cluster: Cluster, task: TaskFacts, run_dir: str) -
             f"the inline fleet runs one instance, not {geometry.num_instances}; "
             "add --num-instances 1, or omit --fleet inline"
         )
+    if pod.bind_cores is not None:
+        cluster = dataclasses.replace(cluster, numa=pod.bind_cores)
     placement = place(cluster, geometry, pod.threads_per_replica)
     check_min_hosts(config, geometry.total_replicas, len(placement.hosts))
     splits = tuple(training.pipeline_splits or ())

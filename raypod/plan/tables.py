@@ -74,6 +74,7 @@ def render(plan: Plan) -> str:
         *_pipeline_rows(plan),
         *_cluster_rows(placement),
         *_elastic_rows(plan),
+        *_core_rows(placement),
         (
             "global batch",
             f"{training.batch_size} (micro-batch) x {training.gradient_accumulation} (accumulation) x "
@@ -141,6 +142,24 @@ def _elastic_rows(plan: Plan) -> List[Tuple[str, str]]:
     return [("elastic", f"while hosts are lost: {', or '.join(plans)}" if plans else "no smaller plan")]
 
 
+def _core_rows(placement: Placement) -> List[Tuple[str, str]]:
+    """Return the rows for the CPUs of a host and their division between its replicas."""
+    spec, per_host, cpus = placement.instances[0], len(placement.instances_on(0)), placement.cpus_per_host
+    replicas, threads = per_host * spec.local_replicas, _count(spec.threads_per_replica, "thread")
+    bound = "; each instance is bound to its own, by NUMA node" if placement.cluster.numa else ""
+    if cpus is None:
+        return [("cores", f"{threads} per replica; the cluster file has no cpus_per_host{bound}")]
+    text = f"{_count(cpus, 'CPU')} per host for {_count(replicas, 'replica')}: {cpus / replicas:.3g} per replica"
+    rows = [("cores", f"{text}, {threads} each{bound}")]
+    at_a_time = max(1, cpus // per_host // spec.threads_per_replica)
+    if placement.oversubscription:
+        rows.append(("", f"WARNING, oversubscribed: {placement.oversubscription}"))
+    elif at_a_time < spec.local_replicas:
+        at_a_time_of = f"{at_a_time} of its {spec.local_replicas} replicas at a time"
+        rows.append(("", f"an instance computes {at_a_time_of} (emulated SDK)"))
+    return rows
+
+
 def _partition(vipu: VipuPartition, placement: Placement) -> str:
     gcds, domains = _count(num_gcds(vipu, placement), "GCD"), _count(vipu.link_domains, "IPU-Link domain")
     return f"{vipu.partition} at {vipu.server}:{vipu.port}: {gcds}, {domains}"
@@ -152,8 +171,6 @@ def _instance_rows(placement: Placement) -> List[List[str]]:
     has_ipus = placement.cluster.vipu is not None or any(host.ipus for host in placement.hosts)
     if has_ipus:
         header += ["IPUs", "ILD", "GCD", "device"]
-    if placement.binds_numa:
-        header.append("NUMA")
     rows = [header]
     for spec in placement.instances:
         threads = spec.local_replicas * spec.threads_per_replica
@@ -161,8 +178,6 @@ def _instance_rows(placement: Placement) -> List[List[str]]:
         if has_ipus:
             cells.append(_range(spec.index * placement.sizes.local_ipus, placement.sizes.local_ipus))
             cells += _devices(placement, spec).values()
-        if placement.binds_numa:
-            cells.append(f"node {spec.local_index}")
         rows.append(["-" if cell is None else str(cell) for cell in cells])
     return rows
 

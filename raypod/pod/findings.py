@@ -208,7 +208,7 @@ def _limits(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
         text = f"at most {facts['open_files']} open files"
         yield Finding(WARN, host, "limits", text, "raise the hard limit nofile in /etc/security/limits.conf")
     if expected.cluster.numa and facts["numa_nodes"] < 2:
-        yield Finding(OK, host, "NUMA", "one node: no binding")
+        yield Finding(OK, host, "NUMA", "one node: its cores are divided between the instances")
 
 
 def _token(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:

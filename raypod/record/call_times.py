@@ -25,6 +25,8 @@ _RECENT_CALLS = 256
 _BATCH = 64  # events that are counted at a time
 _FIRST_WINDOW_S, _WINDOW_SHARE = 10.0, 0.01  # of the time since the log was opened
 _MAX_KEPT = 1024  # calls of a window
+_MAX_KEPT_OF_ALL = 1 << 18  # calls of all instances together, about 25 MB; above 256 instances fewer are kept of each
+_MIN_KEPT = 32
 
 
 class RecentCalls:
@@ -123,6 +125,8 @@ class CallsByInstance:
                     self._add(event.times)
                 elif isinstance(event, RunStarted):
                     self._compiling = {each.instance for each in event.instances}
+                    share = _MAX_KEPT_OF_ALL // max(1, len(event.instances))
+                    self._kept = min(self._kept, max(_MIN_KEPT, share))
                 elif isinstance(event, Repaired):
                     self._compiling.update(event.lost)
 

@@ -1,4 +1,4 @@
-"""Read the lines that were appended to a file since the previous read, while another process writes it."""
+"""Read the lines that were appended to a file since the previous read, or its last ones, while it is written."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 _MAX_BYTES = 64 << 20  # of one read
+_TAIL_BYTES = 64 << 10  # of one read from the end
 
 
 class NewLines(NamedTuple):
@@ -72,6 +73,38 @@ class GrowingFile:
         """Return the records of new lines of JSON. null reads as NaN; lines that are no JSON object are skipped."""
         lines, restarted = self.read()
         return NewRecords(parse_records(lines), restarted)
+
+
+class LastLine(NamedTuple):
+    """A line from the end of a file, with its newline if it has one, and the offset of its end in bytes."""
+
+    text: bytes
+    end: int
+
+
+def last_lines(path: Path) -> Iterator[LastLine]:
+    """Yield the lines of a file from its last one back to its first one; none without a file.
+
+    What is read depends on the lines that are taken, not on the size of the file.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        begin = file.seek(0, os.SEEK_END)
+        tail = b""  # what was read and not yielded; it begins at `begin`
+        while begin:
+            size = min(_TAIL_BYTES, begin)
+            begin -= size
+            file.seek(begin)
+            tail = file.read(size) + tail
+            found = [line + b"\n" for line in tail.split(b"\n")]
+            found[-1] = found[-1][:-1]  # what follows the last newline
+            end = begin + len(tail)
+            for line in reversed(found[1:] if begin else found):  # the first one may begin before
+                if line:
+                    yield LastLine(line, end)
+                end -= len(line)
+            tail = found[0]
 
 
 def parse_records(lines: List[bytes]) -> List[Dict[str, Any]]:

@@ -15,6 +15,7 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 from raypod.events import CallDone, Event, Repaired, Resized, RunStarted
 from raypod.host.files import AppendOnlyFile
 from raypod.plan.plan import Geometry, Plan
+from raypod.record.growing_file import last_lines
 
 NAME = "ledger.jsonl"
 
@@ -98,7 +99,7 @@ class Ledger:
         self._file.close()
 
     def _write(self, line: Line) -> None:
-        self._file.write_line(json.dumps(dataclasses.asdict(line)))
+        self._file.write_line(json.dumps(vars(line)))  # `asdict` would copy every digest
 
 
 def read(path: Path) -> Tuple[List[Line], List[int]]:
@@ -107,18 +108,26 @@ def read(path: Path) -> Tuple[List[Line], List[int]]:
     unreadable: List[int] = []
     for number, text in enumerate(path.read_bytes().split(b"\n"), start=1):
         if text.strip():
-            try:
-                lines.append(_parse(json.loads(text.decode())))
-            except (ValueError, TypeError, AttributeError, KeyError):
+            line = _parsed(text)
+            if line is None:
                 unreadable.append(number)
+            else:
+                lines.append(line)
     return lines, unreadable
 
 
 def last_generation(run_dir: str) -> int:
     """Return the newest generation in the ledger of a run folder; 0 without a ledger."""
-    path = Path(run_dir) / NAME
-    lines = read(path)[0] if path.is_file() else []
-    return max((line.generation for line in lines), default=0)
+    found = (_parsed(line.text) for line in last_lines(Path(run_dir) / NAME))  # generations only grow
+    return next((line.generation for line in found if line is not None), 0)
+
+
+def _parsed(text: bytes) -> Optional[Line]:
+    """Return a line of a ledger; None if it is truncated or damaged."""
+    try:
+        return _parse(json.loads(text.decode()))
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return None
 
 
 def _parse(content: Dict[str, Any]) -> Line:

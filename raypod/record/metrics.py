@@ -10,7 +10,7 @@ import math
 from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 
 from raypod.events import CallDone, CallReport, CallTimes, EpochDone, UpdateDone
-from raypod.plan.metric import add_sums, sum_exactly, values_of
+from raypod.plan.metric import ExactMean, add_sums, values_of
 from raypod.plan.plan import Plan
 from raypod.record.throughput import RecentThroughput
 
@@ -31,7 +31,7 @@ class MetricsAggregator:
         self._timed_samples, self._timed_s = 0, 0.0
         self._recent = RecentThroughput()
         self._data_wait_s, self._call_s = 0.0, 0.0
-        self._epoch: List[UpdateDone] = []
+        self._epoch: Dict[str, ExactMean] = {}
         self._completed_calls: List[CallDone] = []
         self.position = 0
         self.epochs_done = 0
@@ -132,16 +132,20 @@ class MetricsAggregator:
             )
         self.position = updates[-1].update
         new = [update for update in updates if self.last is None or update.update > self.last.update]
-        self._epoch.extend(new)
+        self._add_to_epoch(new)
         self.last = new[-1] if new else self.last
         return new
 
     def end_epoch(self, epoch: int) -> EpochDone:
         """Return the means over the updates since the previous epoch ended. `epoch` is 0-based."""
-        done = [update for update in self._epoch if update.has_results]
-        self._epoch, self.epochs_done = [], epoch + 1
+        means, self._epoch, self.epochs_done = self._epoch, {}, epoch + 1
         names = [metric.name for metric in self._plan.task.metrics]
-        return EpochDone(epoch + 1, {name: _mean([each.metrics[name] for each in done]) for name in names})
+        return EpochDone(epoch + 1, {name: means.get(name, ExactMean()).value for name in names})
+
+    def _add_to_epoch(self, updates: Sequence[UpdateDone]) -> None:
+        for update in updates:
+            for name, value in update.metrics.items() if update.has_results else ():
+                self._epoch.setdefault(name, ExactMean()).add(value)
 
     @property
     def samples_per_s(self) -> float:
@@ -158,10 +162,6 @@ class MetricsAggregator:
         metrics = self._plan.task.metrics
         sums = add_sums([of_replica for report in reports for of_replica in report.sums[index]])
         return values_of(metrics, sums or [0.0] * 2 * len(metrics))
-
-
-def _mean(values: List[float]) -> float:
-    return sum_exactly(values) / len(values) if values else math.nan
 
 
 def _data_wait_share(reports: List[CallReport]) -> float:

@@ -28,7 +28,7 @@ from raypod.plan.resolve import run_folder_of
 from raypod.plan.tables import describe, topology_summary
 from raypod.plan.urls import is_url, run_url
 from raypod.record import run_state
-from raypod.record.growing_file import parse_records
+from raypod.record.growing_file import last_lines, parse_records
 from raypod.record.metrics import MetricsAggregator
 
 METRICS, EVALUATIONS, SUMMARY = "metrics.jsonl", "evaluations.jsonl", "summary.json"
@@ -159,8 +159,9 @@ def evaluations_until(plan: Plan, update: int) -> List[EvaluationDone]:
 
 def last_update(run_dir: Path) -> Optional[UpdateDone]:
     """Return the newest update in the metrics of a run folder; None if there is none."""
-    lines = records(run_dir / METRICS)
-    return from_flat_record(UpdateDone, lines[-1]) if lines else None
+    found = (each for line in last_lines(run_dir / METRICS) for each in parse_records([line.text]))
+    newest = next(found, None)
+    return None if newest is None else from_flat_record(UpdateDone, newest)
 
 
 def records(path: Path) -> List[Dict[str, Any]]:

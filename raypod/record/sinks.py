@@ -14,10 +14,11 @@ from typing_extensions import Protocol
 
 from raypod.errors import ConfigError, RunError
 from raypod.events import CheckpointBegun, EvaluationDone, Event, Resized, RunStarted, UpdateDone, flat_record
-from raypod.host.files import AppendOnlyFile, replace_file, strict_json
+from raypod.host.files import AppendOnlyFile, keep_beginning, replace_file, strict_json
 from raypod.plan import user_code
 from raypod.plan.config import Config
 from raypod.plan.plan import Plan
+from raypod.record.growing_file import last_lines
 from raypod.record.ledger import Ledger
 from raypod.record.run_folder import EVALUATIONS, METRICS
 
@@ -113,10 +114,15 @@ class JsonLines:
 
     def __init__(self, path: Path, event_type: Type[Union[UpdateDone, EvaluationDone]], first_update: int) -> None:
         """Keep the lines up to `first_update`, from which a resumed run continues; remove later ones."""
-        kept = [line for line in _lines(path) if _update_of(line) <= first_update] if first_update else []
-        replace_file(path, "".join(kept).encode())
+        if first_update and path.is_file():
+            # The lines are in the order of their updates, and only the last one can be truncated.
+            kept = (line.end for line in last_lines(path) if _update_of(line.text) <= first_update)
+            keep_beginning(path, next(kept, 0))
+        else:
+            replace_file(path, b"")
         self._event_type = event_type
         self._file = AppendOnlyFile(path)
+        self._file.end_line()
 
     def handle(self, event: Event) -> None:
         """Append the line of an event of the type."""
@@ -132,11 +138,7 @@ class JsonLines:
         self._file.close()
 
 
-def _lines(path: Path) -> List[str]:
-    return path.read_text().splitlines(keepends=True) if path.is_file() else []
-
-
-def _update_of(line: str) -> float:
+def _update_of(line: bytes) -> float:
     """Return the update of a line; infinity for a truncated line."""
     try:
         content: Any = json.loads(line)

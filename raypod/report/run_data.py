@@ -54,6 +54,7 @@ from raypod.report.timeline import Timeline
 
 _MARKS = (METRICS, PLAN, run_state.NAME, event_log.NAME)  # a folder with one of them is a run folder
 _DIED = "died"  # no end on record, and the coordinator is gone
+_PART_BYTES = 4 << 20  # of the metrics that are parsed at a time: as objects they take ten times as much memory
 _MAX_TEXT = 4000  # characters of a message or a setting
 
 
@@ -71,7 +72,7 @@ class RunReader:
             known = "does not exist" if not folder.exists() else f"is no run folder: it has none of {', '.join(_MARKS)}"
             raise ConfigError(f"{folder} {known}")
         self.folder = Path(os.path.abspath(folder))  # noqa: PTH100 - keeps symlinks
-        self._metrics = GrowingFile(folder / METRICS)
+        self._metrics = GrowingFile(folder / METRICS, max_bytes=_PART_BYTES)
         self._evaluations = GrowingFile(folder / EVALUATIONS)
         self._events = GrowingFile(folder / event_log.NAME)
         self._curves, self._evaluated = Curves(), []  # type: Tuple[Curves, List[Dict[str, Any]]]

@@ -31,7 +31,7 @@ EVALUATION = (
     *("training.batch_size", "training.evaluation_iterations", "training.precision", "training.execution"),
     *("training.pipeline_splits", "training.pipeline_balance"),
     *("pod.replicas", "pod.num_instances", "pod.ipus_per_replica", "pod.num_ipus", "pod.threads_per_replica"),
-    *("pod.cluster", "pod.wait_hosts", "pod.executable_cache_path"),
+    *("pod.bind_cores", "pod.cluster", "pod.wait_hosts", "pod.executable_cache_path"),
     *("run.device", "run.fleet", "run.collectives", "run.strict"),
     *("run.start_timeout_s", "run.report_timeout_s", "run.stop_timeout_s", "run.silent_after_s", "run.stuck_after_s"),
 )

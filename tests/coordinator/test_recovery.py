@@ -280,7 +280,7 @@ def test_a_lost_report_is_recovered_or_its_update_has_no_loss(make: Callable[...
     undisturbed = [event for event in events_of(plan, ScriptedFleet(plan)) if isinstance(event, UpdateDone)]
     fleet = LosesAReport(plan)
     if is_recovered:
-        fleet.recovered = [each for each in fleet._reports[fleet.UPDATE] if each.instance == 1]
+        fleet.recovered = [each for each in fleet.reports(fleet.UPDATE) if each.instance == 1]
     events = events_of(plan, fleet)
     found = [event for event in events if isinstance(event, UpdateDone)]
     assert [event.update for event in found] == [1, 2, 3, 4, 5]

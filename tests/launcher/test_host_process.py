@@ -209,6 +209,18 @@ def test_programs_block_while_their_output_is_not_read(host: Callable[..., Host]
     assert not report.ends
 
 
+def test_programs_share_the_cpus_of_their_host(host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    program = python("import os; print(os.environ['EMULATED_POD_REPLICAS_AT_A_TIME'])")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    found = host(program, program, program)
+    found.read(lambda: len(found.ends) == 3)
+    assert [found.text(index).strip() for index in range(3)] == ["2", "2", "2"]
+    monkeypatch.setenv("EMULATED_POD_REPLICAS_AT_A_TIME", "5")  # the caller's own choice
+    own = host(program)
+    own.read(lambda: len(own.ends) == 1)
+    assert own.text().strip() == "5"
+
+
 def test_cores_of_numa_nodes(tmp_path: Path) -> None:
     allowed = sorted(os.sched_getaffinity(0))
     for node, cpu in enumerate((allowed[0], allowed[-1])):

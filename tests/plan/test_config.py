@@ -49,7 +49,7 @@ def test_all_keys() -> None:
         "lr_schedule lr_floor lr_power lr_steps lr_gamma warmup_updates init_weights init_ignore freeze ema "
         "momentum weight_decay max_grad_norm loss_scaling reduction "
         "label_smoothing evaluate_every early_stopping early_stopping_metric evaluation_iterations seed "
-        "replicas num_instances ipus_per_replica num_ipus threads_per_replica cluster wait_hosts "
+        "replicas num_instances ipus_per_replica num_ipus threads_per_replica bind_cores cluster wait_hosts "
         "elastic min_hosts executable_cache_path "
         "device fleet collectives strict run_dir resume resume_anyway checkpoint_every keep_checkpoints "
         "storage_path storage_timeout_s keep_remote best_metric "

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import subprocess
 import sys
 from typing import Callable
 
 import pytest
 
+from raypod.errors import ConfigError
 from raypod.plan.cluster import cluster_of
 from raypod.plan.placement import Sizes, place
 from raypod.plan.plan import Plan
@@ -44,3 +47,33 @@ def test_planning_does_not_import_ray(command: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "replicas" in done.stdout
+
+
+def test_the_plan_shows_the_cores_per_replica(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    assert "8 CPUs per host for 2 replicas: 4 per replica, 1 thread each\n" in render(make(pod={"replicas": 2}))
+    sixteen = make(pod={"replicas": 16, "bind_cores": True})
+    assert "0.5 per replica, 1 thread each; each instance is bound to its own, by NUMA node\n" in render(sixteen)
+    assert "an instance computes 4 of its 8 replicas at a time (emulated SDK)" in render(sixteen)
+    many = make(pod={"replicas": 4, "num_instances": 4, "threads_per_replica": 3})
+    assert (
+        "WARNING, oversubscribed: 4 x 3 threads (instances x threads per replica) share the 8 CPUs of a host: "
+        "use at most 2 instances per host or --threads-per-replica 2" in render(many)
+    )
+    auto = make(pod={"replicas": 4, "threads_per_replica": 0})
+    assert "2 per replica, 2 threads each" in render(auto)
+
+
+def test_the_cores_of_other_hosts_are_those_of_the_cluster_file() -> None:
+    hosts = cluster_of("a,b")
+    assert place(hosts, Sizes(4, 4, 1)).cpus_per_host is None
+    four = dataclasses.replace(hosts, hosts=tuple(dataclasses.replace(host, cpus=4) for host in hosts.hosts))
+    assert place(four, Sizes(4, 4, 1)).oversubscription == ""
+    assert place(four, Sizes(16, 16, 1)).oversubscription.endswith("use at most 4 instances per host")
+    assert place(four, Sizes(2, 2, 1), 8).oversubscription.endswith("use --threads-per-replica 4")
+    assert place(four, Sizes(16, 16, 1), 8).oversubscription.endswith("use fewer of both")
+
+
+def test_inline_instances_are_not_bound(make: Callable[..., Plan]) -> None:
+    with pytest.raises(ConfigError, match="--bind-cores has no effect with --fleet inline"):
+        make(pod={"num_instances": 1, "bind_cores": True}, run={"fleet": "inline"})

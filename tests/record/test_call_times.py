@@ -103,3 +103,14 @@ def test_the_number_of_windows_grows_slowly(monkeypatch: pytest.MonkeyPatch) -> 
 
 def _started(index: int) -> InstanceStarted:
     return InstanceStarted(index, "host", 1, "emulated", "", 1, ())
+
+
+def test_many_instances_keep_fewer_calls_each() -> None:
+    calls = CallsByInstance(kept=1024)
+    calls.handle(RunStarted("emulated", "", 0, 1, (), 1, tuple(_started(index) for index in range(4096))))
+    for number in range(200):
+        calls.handle(CallDone(number, (), (CallTimes(7, float(number), 0.0, 0.0),)))
+    summary = calls.summaries()[7]
+    assert calls.by_instance()[7].calls == 199  # without the first one, which compiles
+    assert summary["mean_s"] == sum(range(136, 200)) / 64  # 2 ** 18 / 4096 = 64
+    assert summary["slowest_s"] == 199

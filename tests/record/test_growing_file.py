@@ -3,7 +3,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from raypod.record.growing_file import GrowingFile
+import pytest
+
+from raypod.record import growing_file
+from raypod.record.growing_file import GrowingFile, last_lines
 
 
 def test_only_complete_new_lines_are_returned(tmp_path: Path) -> None:
@@ -44,3 +47,27 @@ def test_a_read_is_bounded_and_a_longer_line_is_returned_in_pieces(tmp_path: Pat
     growing = GrowingFile(path, max_bytes=8)
     assert [growing.read().lines for _ in range(4)] == [[b"a", b"b\r c"], [b"x" * 8], [b"x"], []]
     assert growing.read_rest() == b"end"
+
+
+@pytest.mark.parametrize("content", [b"", b"a", b"\n", b"\n\na", b"one\ntwo\n", b"one\n\nthree", b"long line\nx\n" * 9])
+@pytest.mark.parametrize("tail_bytes", [1, 3, 64])
+def test_last_lines_are_those_of_the_file_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, tail_bytes: int
+) -> None:
+    monkeypatch.setattr(growing_file, "_TAIL_BYTES", tail_bytes)
+    path = tmp_path / "lines"
+    assert list(last_lines(path)) == []
+    path.write_bytes(content)
+    found = list(last_lines(path))
+    assert [line.text for line in reversed(found)] == content.splitlines(keepends=True)
+    assert all(content[: line.end].endswith(line.text) for line in found)
+
+
+def test_last_lines_read_only_the_end_of_a_large_file(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    with path.open("wb") as file:
+        file.truncate(1 << 36)  # a hole of 64 GiB
+        file.seek(0, 2)
+        file.write(b"\nfirst\nlast\n")
+    lines = last_lines(path)
+    assert [next(lines).text, next(lines).text] == [b"last\n", b"first\n"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from typing import Callable, List
 
 import pytest
 
 from raypod.events import CallReport, EpochDone, UpdateDone
+from raypod.plan.metric import ExactMean
 from raypod.plan.plan import Plan
 from raypod.record.metrics import MetricsAggregator
 
@@ -117,3 +119,29 @@ def test_after_a_rollback_no_update_is_emitted_again(make: Callable[..., Plan]) 
     emitted = [metrics.add(report(0, [[1.0] * 4], [[8] * 4], first=first), 3.0) for first in (1, 2, 3)]
     assert [[each.update for each in updates] for updates in emitted] == [[], [], [4]]
     assert metrics.position == 4
+
+
+def test_the_mean_of_an_epoch_is_exact_and_its_memory_bounded() -> None:
+    mean, values = ExactMean(), []
+    assert math.isnan(mean.value)
+    for number in range(5000):
+        values.append((-1.0) ** number * 10.0 ** (number % 40 - 20))
+        mean.add(values[-1])
+        assert len(mean._parts) <= 1024
+    assert mean.value == math.fsum(values) / len(values)
+    mean.add(math.inf)
+    assert mean.value == math.inf
+    for _ in range(1024):
+        mean.add(-math.inf)
+    assert math.isnan(mean.value)
+
+
+def test_an_epoch_keeps_no_updates(make: Callable[..., Plan]) -> None:
+    metrics = MetricsAggregator(make(pod={"num_instances": 1, "replicas": 1}, data={"samples": 80_000}), 0.0)
+    refs = []
+    for call in range(3):
+        (update,) = metrics.add(report(0, [[float(call)]], [[8]], first=call), 1.0)
+        refs.append(weakref.ref(update))
+    del update
+    assert [ref() is None for ref in refs] == [True, True, False]  # the last one is `metrics.last`
+    assert metrics.end_epoch(0).metrics["loss"] == 1.0

@@ -15,6 +15,7 @@ from event_files import scalars
 
 from raypod import train
 from raypod.events import EvaluationDone, UpdateDone
+from raypod.record.run_folder import last_update
 from raypod.record.sinks import JsonLines, TensorBoardWriter
 
 FLAGS = ["--fleet", "inline", "--device", "emulated", "--lr-schedule", "constant", "--model", "tiny", "--tensorboard"]
@@ -35,6 +36,33 @@ def test_a_resumed_run_has_no_duplicate_lines(tmp_path: Path) -> None:
     again = JsonLines(path, UpdateDone, 2)
     again.handle(update(3))
     again.close()
+    assert [json.loads(text)["update"] for text in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_resume_reads_the_end_of_the_metrics_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, parsed = tmp_path / "metrics.jsonl", []
+    first = JsonLines(path, UpdateDone, 0)
+    for number in range(1, 1001):
+        first.handle(update(number))
+    first.close()
+    before = path.stat().st_ino
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))
+    JsonLines(path, UpdateDone, 1000).close()
+    assert (path.stat().st_ino, len(parsed)) == (before, 1)  # nothing to remove, so the file stays
+    JsonLines(path, UpdateDone, 990).close()
+    newest = last_update(tmp_path)
+    assert newest is not None
+    assert (newest.update, len(parsed)) == (990, 1 + 11 + 1)
+    assert [loads(text)["update"] for text in path.read_text().splitlines()] == list(range(1, 991))
+
+
+def test_a_last_line_without_its_newline_is_ended(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"update": 1}\n{"update": 2}')
+    lines = JsonLines(path, UpdateDone, 2)
+    lines.handle(update(3))
+    lines.close()
     assert [json.loads(text)["update"] for text in path.read_text().splitlines()] == [1, 2, 3]
 
 

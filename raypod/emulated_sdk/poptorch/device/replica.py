@@ -148,30 +148,40 @@ class Replica:
 
 
 class ReplicaThreads:
-    """Runs each replica in a thread, as many at a time as there are cores; a single one runs in the caller's thread."""
+    """Runs each replica in a thread, as many at a time as there are cores; a single one runs in the caller's thread.
+
+    `EMULATED_POD_REPLICAS_AT_A_TIME` limits their number where several processes share the cores.
+    `EMULATED_POD_REPLICA_CPUS` (as in `0,1;2,3`) binds the threads to CPUs, and each replica to one of the threads, so
+    that it stays near its memory.
+    """
 
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
-        self._pool: Optional[ThreadPoolExecutor] = None
-        if replicas > 1:
-            # A new thread takes torch's number of intra-op threads only at its first parallel region, when oneDNN may
-            # have read OpenMP's number already.
-            self._pool = ThreadPoolExecutor(
-                max_workers=min(replicas, _cores()),  # more threads would evict each other's caches
-                thread_name_prefix="replica",
-                initializer=torch.set_num_threads,
-                initargs=(torch.get_num_threads(),),
-            )
-            weakref.finalize(self, self._pool.shutdown, wait=False)
+        self._pools: List[ThreadPoolExecutor] = []
+        cpus = _replica_cpus()[:replicas]
+        for each, workers in [(each, 1) for each in cpus] or [([], min(replicas, _at_a_time()))]:
+            if replicas > 1:
+                # A new thread takes torch's number of intra-op threads only at its first parallel region, when oneDNN
+                # may have read OpenMP's number already.
+                pool = ThreadPoolExecutor(
+                    max_workers=workers,  # more threads would evict each other's caches
+                    thread_name_prefix="replica",
+                    initializer=_begin_thread,
+                    initargs=(torch.get_num_threads(), each),
+                )
+                self._pools.append(pool)
+                weakref.finalize(self, pool.shutdown, wait=False)
 
     def each(self, work: Callable[[int], None]) -> None:
         """Run `work(replica)` for every replica and wait for all; raises the error of the first that failed."""
-        if self._pool is None:
+        if not self._pools:
             work(0)
             return
         caller = _ThreadState()
         futures: List[Future[None]] = [
-            self._pool.submit(contextvars.copy_context().run, caller.run, work, replica)
+            self._pools[replica * len(self._pools) // self._replicas].submit(
+                contextvars.copy_context().run, caller.run, work, replica
+            )
             for replica in range(self._replicas)
         ]
         try:
@@ -186,8 +196,8 @@ class ReplicaThreads:
 
     def close(self) -> None:
         """Stop the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        for pool in self._pools:
+            pool.shutdown()
 
 
 class _ThreadState:
@@ -214,8 +224,27 @@ class _ThreadState:
                 torch._C._pop_torch_function_stack()
 
 
-def _cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _begin_thread(threads: int, cpus: List[int]) -> None:
+    """Set the intra-op threads of the present thread, and the CPUs of it and of the threads that it starts."""
+    torch.set_num_threads(threads)
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+
+
+def _at_a_time() -> int:
+    """Return how many replicas compute at the same time: by default as many as there are usable cores."""
+    text = os.environ.get("EMULATED_POD_REPLICAS_AT_A_TIME")
+    if text is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not text.isdigit() or int(text) < 1:
+        raise Error(f"EMULATED_POD_REPLICAS_AT_A_TIME={text}: must be a whole number, 1 or more")
+    return int(text)
+
+
+def _replica_cpus() -> List[List[int]]:
+    """Return the CPUs of each thread in which replicas run; [] if the threads are not bound."""
+    text = os.environ.get("EMULATED_POD_REPLICA_CPUS", "")
+    try:
+        return [[int(cpu) for cpu in part.split(",")] for part in text.split(";")] if text else []
+    except ValueError:
+        raise Error(f"EMULATED_POD_REPLICA_CPUS={text}: must be lists of CPUs, as in 0,1;2,3") from None

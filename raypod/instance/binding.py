@@ -1,0 +1,27 @@
+"""Give the process of an instance its share of the cores of its host."""
+
+from __future__ import annotations
+
+import os
+
+from raypod.host import cores
+from raypod.host.process import bind_process
+from raypod.plan.placement import InstanceSpec, Placement
+
+
+def take_cores(placement: Placement, spec: InstanceSpec) -> None:
+    """Bind this process to the cores of an instance, if the placement binds, and set variables of the emulated SDK.
+
+    They say how many replicas compute at the same time, so that the instances of a host together do not run more
+    threads than it has CPUs, or, if the placement binds, on which CPUs they do. No result depends on them: the number
+    of threads within a replica stays that of the plan.
+    """
+    found = cores.usable_cores()
+    mine = cores.divide(found, len(placement.instances_on(spec.host_index)))[spec.local_index]
+    cpus = cores.replica_cpus(mine, spec.local_replicas, spec.threads_per_replica)
+    if placement.cluster.numa:
+        if mine != found:
+            bind_process(cores.cpus_of(mine))
+        os.environ["EMULATED_POD_REPLICA_CPUS"] = ";".join(",".join(map(str, each)) for each in cpus)
+    else:
+        os.environ["EMULATED_POD_REPLICAS_AT_A_TIME"] = str(len(cpus))
