@@ -1,7 +1,7 @@
 """Background runs: `--detach`, and `python -m raypod status|attach|stop RUN`.
 
-The coordinator runs in a session of its own and writes its output to `logs/coordinator.log`. The other commands read
-`state.json` and that log, and send signals to the process that `state.json` names.
+The coordinator runs in a session of its own, or as a Ray job, and its output is in `logs/coordinator.log`. The other
+commands read `state.json` and that log, and send signals to the process that `state.json` names.
 """
 
 from __future__ import annotations
@@ -9,61 +9,99 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import List, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 from raypod.checkpoint import storage
 from raypod.cli import format_table
+from raypod.commands.background import Background, BackgroundProcess, RayJob
 from raypod.errors import ConfigError, RunError, UserError
+from raypod.fleet.ray_jobs import JobServer, find_job_server
 from raypod.host import lease_file
+from raypod.plan.plan import Plan
 from raypod.record import run_state
 from raypod.record.claim import Claim
 from raypod.record.coordinator_log import log_of
 from raypod.record.run_end import RunEndWatch, may_be_alive
 from raypod.record.run_state import RunState
 
+RAY_JOB, PROCESS = "ray-job", "process"  # the values of --detach-as
 _POLL_S = 0.2
 
 
-def detach(argv: Sequence[str], claimed: Claim, start_timeout_s: float) -> int:
-    """Start a command line of `raypod.train` in a background process, and hand the claim over to it.
+def detach(argv: Sequence[str], claimed: Claim, plan: Plan, way: Optional[str] = None) -> int:
+    """Start a command line of `raypod.train` in the background, and hand the claim over to its process.
 
-    Returns 0 once the run trains or `start_timeout_s` seconds have passed, or the exit code of a process that ended.
+    It is a Ray job where the cluster that the run joins has a job server, otherwise a process that this one starts;
+    `way` (RAY_JOB, PROCESS) determines it. Returns 0 once the run trains or `start_timeout_s` seconds have passed, or
+    the exit code of a process that ended.
+
+    Raises:
+        ConfigError: `way` is RAY_JOB, and there is no job server; or the log cannot be written.
+        RunError: `way` is RAY_JOB, and Ray does not start the job.
     """
-    run_dir = claimed.folder
-    log = log_of(run_dir)
-    own = ["--run-dir", str(run_dir), "--lease", claimed.lease.owner]
-    command = [sys.executable, "-m", "raypod.train", *_without_run_dir(argv), *own]
+    server, reason = _job_server(plan, way)
+    log = log_of(claimed.folder)
+    own = ["--run-dir", str(claimed.folder), "--lease", claimed.lease.owner]
+    command = [sys.executable, "-m", "raypod.train", *_own_arguments(argv), *own]
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         output = log.open("ab")
     except OSError as error:
         raise ConfigError(f"cannot write {log}: {error.strerror}") from None
-    with output:
+    with output, contextlib.ExitStack() as stack:
         began = output.tell()
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    claimed.hand_over(child.pid)
-    print(f"Run folder: {run_dir}\nSupervisor: pid {child.pid}, its output: {log}")  # noqa: T201
-    deadline = time.monotonic() + start_timeout_s
+        started: Optional[Background] = None
+        if server is not None:
+            try:
+                started = stack.enter_context(RayJob(server, claimed.folder.name, command, log))
+            except RunError as error:
+                if way == RAY_JOB:
+                    raise
+                reason = str(error)
+        if started is None:
+            started = BackgroundProcess(command, output)
+        claimed.hand_over(started.pid)
+        started.begin()
+        print(f"Run folder: {claimed.folder}\n{started.text}, its output: {log}")  # noqa: T201
+        if reason:
+            print(f"Not a Ray job: {reason}")  # noqa: T201
+        return _await_start(started, claimed, log, began, plan.config.run.start_timeout_s)
+
+
+def _job_server(plan: Plan, way: Optional[str]) -> Tuple[Optional[JobServer], str]:
+    """Return the job server for a run; without one, the reason."""
+    if way == PROCESS:
+        return None, f"--detach-as {PROCESS}"
+    try:
+        if plan.config.run.fleet == "inline":
+            raise ConfigError("--fleet inline does not use Ray")
+        return find_job_server(plan.placement.cluster), ""
+    except UserError as error:
+        if way == RAY_JOB:
+            raise ConfigError(f"--detach-as {RAY_JOB}: {error}") from None
+        return None, str(error)
+
+
+def _await_start(started: Background, claimed: Claim, log: Path, began: int, within_s: float) -> int:
+    """Wait until the run trains. `began` is the size of its log in bytes before it was started."""
+    deadline = time.monotonic() + within_s
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the wait, not the run
         while time.monotonic() < deadline:
-            state = run_state.read(run_dir)
-            if state is not None and state.pid == child.pid and state.state == run_state.RUNNING:
+            state = run_state.read(claimed.folder)
+            if state is not None and state.pid == started.pid and state.state == run_state.RUNNING:
                 break
-            code = child.poll()
+            code = started.poll()
             if code is not None:
                 sys.stderr.buffer.write(_last_line(log, began))
                 sys.stderr.flush()
                 claimed.take_back(discard=code == UserError.exit_code)
                 return code
             time.sleep(_POLL_S)
-    print(f"python -m raypod status|attach|stop {run_dir}")  # noqa: T201
-    child.returncode = 0  # prevents Popen's ResourceWarning: the process continues on purpose
+    print(f"python -m raypod status|attach|stop {claimed.folder}")  # noqa: T201
+    started.leave()
     return 0
 
 
@@ -78,6 +116,8 @@ def status(run_dir: Path) -> int:
         ("coordinator", f"pid {state.pid} on {state.host}"),
         ("update", f"{state.update} of {state.total_updates}"),
     ]
+    if state.submission_id is not None:
+        rows.insert(2, ("Ray job", state.submission_id))
     if state.loss is not None:
         rows.append(("loss", f"{state.loss:.3f}, {state.samples_per_s or 0:.0f} images/s"))
     if state.restarts:
@@ -169,15 +209,16 @@ def _describe(state: RunState, is_alive: bool) -> Tuple[str, bool]:
     return state.state, True
 
 
-def _without_run_dir(argv: Sequence[str]) -> List[str]:
-    """Return the command line without `--detach` and the run folder."""
+def _own_arguments(argv: Sequence[str]) -> List[str]:
+    """Return the command line without the run folder, and without what makes it one of the background."""
     kept: List[str] = []
     skip = False
     for word in argv:
-        is_run_dir = word == "--run-dir" or word.startswith(("--run-dir=", "run.run_dir="))
-        if not skip and not is_run_dir and word != "--detach":
+        is_joined = word.startswith(("--run-dir=", "run.run_dir=", "--detach-as="))
+        has_value = word in ("--run-dir", "--detach-as")
+        if not skip and not is_joined and not has_value and word != "--detach":
             kept.append(word)
-        skip = not skip and word == "--run-dir"
+        skip = not skip and has_value
     return kept
 
 

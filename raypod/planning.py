@@ -31,6 +31,7 @@ _SWITCHES = {
     "--dry-run": "print the plan and exit; nothing is written or downloaded",
     "--json": "print the plan as JSON",
     "--detach": "run in the background; control it with `python -m raypod status|attach|stop RUN_FOLDER`",
+    "--detach-as": "--detach, as a Ray job or as a process; default: a Ray job where Ray's job server runs",
     "--take-over": (
         "end the run that uses the run folder, also on another host, and continue it here; for a host that is lost, "
         f"wait until its lease has expired ({EXPIRES_AFTER_S:g} s after its last heartbeat) instead"
@@ -68,8 +69,9 @@ def plan_of(
     groups = flags.add_flags(parser, schema)
     for switch in switches:
         groups["output"].add_argument(switch, action="store_true", help=_SWITCHES[switch])
-    if "--detach" in switches:  # of the background process
-        parser.add_argument("--lease", help=argparse.SUPPRESS)
+    if "--detach" in switches:
+        groups["output"].add_argument("--detach-as", choices=("ray-job", "process"), help=_SWITCHES["--detach-as"])
+        parser.add_argument("--lease", help=argparse.SUPPRESS)  # of the background process
     args = flags.parse_arguments(parser, argv)
     values, source = resolve.merge(args, schema)
     return plan_from(values, source, getattr(args, "dry_run", True), on_config), args

@@ -56,12 +56,13 @@ def _train_until(stop: Stop, argv: Sequence[str], prog: str, started_at_s: float
             plan, _ = resume_point(check(plan))
             print(planning.render_with_pipeline(plan))  # noqa: T201
             return 0
-        if not args.detach:
+        is_detached = args.detach or args.detach_as is not None
+        if not is_detached:
             stack.enter_context(deadline_of(stop))
         # The background process verifies its checkpoint.
-        run = stack.enter_context(claimed(plan, _log, args.take_over, args.lease, verify=not args.detach))
-        if args.detach:
-            return detached.detach(argv, run.claim, plan.config.run.start_timeout_s)
+        run = stack.enter_context(claimed(plan, _log, args.take_over, args.lease, verify=not is_detached))
+        if is_detached:
+            return detached.detach(argv, run.claim, run.plan, args.detach_as)
         return _run(run, stop, started_at_s)
 
 

@@ -18,6 +18,7 @@ from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
 ANSWERED, REFUSED, SILENT = "answered", "refused", "silent"
 _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 _ALL_NODES = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
+_GET_VALUE = "/ray.rpc.InternalKVGcsService/InternalKVGet"
 _DATA, _HEADERS, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 4, 6, 7, 8  # RFC 7540, section 6
 _ACK = _END_STREAM = 1
 _END_HEADERS = 4
@@ -57,6 +58,17 @@ def alive_addresses(address: str, token: Optional[str] = None, timeout_s: float 
     return found
 
 
+def dashboard_address(address: str, token: Optional[str] = None, timeout_s: float = 3.0) -> str:
+    """Return HOST:PORT of the dashboard according to the GCS; "" if it has none. OSError if it does not respond."""
+    key = b"dashboard"  # InternalKVGetRequest.key, and .namespace
+    request = b"".join(bytes([number << 3 | 2, len(key)]) + key for number in (1, 2))
+    answer = _call(address, _GET_VALUE, token, timeout_s, request)
+    if answer.state != ANSWERED:
+        raise OSError(f"the GCS at {address} did not answer: {answer.detail}")
+    value = dict(_fields(answer.body)).get(2, b"")  # InternalKVGetReply.value
+    return value.decode(errors="replace") if isinstance(value, bytes) else ""
+
+
 def own_token() -> Optional[str]:
     """Return this user's token, from where Ray reads it; None if there is none."""
     if os.environ.get("RAY_AUTH_TOKEN"):
@@ -73,8 +85,8 @@ def token_path() -> str:
     return os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token")  # noqa: PTH111
 
 
-def _call(address: str, method: str, token: Optional[str], timeout_s: float) -> Answer:
-    """Perform one unary call with an empty request, over a new connection."""
+def _call(address: str, method: str, token: Optional[str], timeout_s: float, message: bytes = b"") -> Answer:
+    """Perform one unary call over a new connection."""
     host, _, port = address.rpartition(":")
     headers = [(":method", "POST"), (":scheme", "http"), (":path", method), (":authority", address)]
     headers += [("te", "trailers"), ("content-type", "application/grpc")]
@@ -85,7 +97,7 @@ def _call(address: str, method: str, token: Optional[str], timeout_s: float) -> 
     request = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, settings)
     request += _frame(_WINDOW, 0, 0, struct.pack(">I", _LARGEST_WINDOW - 65535))
     request += _frame(_HEADERS, _END_HEADERS, 1, b"".join(_literal(name, value) for name, value in headers))
-    request += _frame(_DATA, _END_STREAM, 1, bytes(5))  # not compressed, 0 bytes long
+    request += _frame(_DATA, _END_STREAM, 1, struct.pack(">BI", 0, len(message)) + message)  # not compressed
     try:
         with _connect(host, int(port), timeout_s) as connection:
             connection.sendall(request)

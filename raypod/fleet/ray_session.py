@@ -70,7 +70,7 @@ class RaySession:
         if _is_connected():
             return importlib.import_module("ray")
         cluster = self._placement.cluster
-        running = _running_cluster(cluster.gcs_address)
+        running = running_cluster(cluster.gcs_address)
         if running is None and not cluster.is_local:
             raise ClusterError(
                 f"no Ray cluster is running for {cluster.name}; start it with {self._start_command}, then run this "
@@ -159,7 +159,7 @@ def running_session() -> Iterator[Any]:
     Raises:
         ClusterError: no cluster runs here, or it rejects this process.
     """
-    address = _running_cluster(None)
+    address = running_cluster(None)
     if address is None:
         raise ClusterError("no Ray cluster is running on this host; start it with `ray start`, or set RAY_ADDRESS")
     try:
@@ -189,7 +189,7 @@ def _is_connected() -> bool:
     return ray is not None and bool(ray.is_initialized())
 
 
-def _running_cluster(gcs_address: Optional[str]) -> Optional[str]:
+def running_cluster(gcs_address: Optional[str]) -> Optional[str]:
     """Return the address of the Ray cluster of this host; None if it does not accept connections.
 
     Sources: RAY_ADDRESS, the cluster file, and the file that `ray start` writes on this host.

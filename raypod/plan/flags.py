@@ -17,7 +17,8 @@ ALIASES = {"replicas": ["--num-replicas"], "image_size": ["--resize"], "trackers
 _REPEATED = ("trackers",)  # keys whose flag can be given several times
 # Flags of the commands that take those of a config; the options of a task must not have their names.
 _OF_COMMANDS = (
-    *("--help", "--help-all", "--config", "--dry-run", "--json", "--detach", "--take-over", "--lease", "--timeout"),
+    *("--help", "--help-all", "--config", "--dry-run", "--json", "--detach", "--detach-as", "--take-over"),
+    *("--lease", "--timeout"),
 )
 
 

@@ -19,6 +19,7 @@ from raypod.errors import LeaseLost, Preempted, RaypodError
 from raypod.events import Event, Repaired, RunEnded, RunStarted, UpdateDone
 from raypod.host.abort import on_abort
 from raypod.host.files import strict_json
+from raypod.host.job_driver import submission_id_of
 from raypod.host.process import process_start_ticks
 
 NAME = "state.json"
@@ -45,6 +46,7 @@ class RunState:
     written_at_s: float = 0.0  # seconds since 1970
     status_port: Optional[int] = None  # of the status endpoint on the coordinator's loopback interface, while it runs
     status_token_file: Optional[str] = None  # path of the file with the token of the endpoint, mode 0600
+    submission_id: Optional[str] = None  # of the Ray job in which the coordinator runs
 
     @property
     def is_local(self) -> bool:
@@ -105,7 +107,8 @@ class StateFile:
     def __init__(self, run_dir: Path, total_updates: int, preemption_exit_code: int = cli.INTERRUPTED) -> None:
         self._path, self._preemption_exit_code = run_dir / NAME, preemption_exit_code
         ticks = process_start_ticks(os.getpid()) or 0
-        self._state = RunState(os.getpid(), ticks, socket.gethostname(), STARTING, 0, total_updates)
+        own = (os.getpid(), ticks, socket.gethostname())
+        self._state = RunState(*own, STARTING, 0, total_updates, submission_id=submission_id_of(os.environ))
         self._written_s = -_WRITE_INTERVAL_S
         self._stack = contextlib.ExitStack()
         self._write(self._state)
