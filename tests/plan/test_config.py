@@ -45,7 +45,7 @@ def test_all_keys() -> None:
         "name dataset data_dir download cache_dir samples image classes augment crop_padding flip image_size "
         "num_workers async_dataloader eight_bit_io "
         "model stem norm pipeline_splits pipeline_balance execution "
-        "precision batch_size gradient_accumulation device_iterations epochs updates optimizer learning_rate "
+        "precision memory_format batch_size gradient_accumulation device_iterations epochs updates optimizer learning_rate "
         "lr_schedule lr_floor lr_power lr_steps lr_gamma warmup_updates init_weights init_ignore freeze ema "
         "momentum weight_decay max_grad_norm loss_scaling reduction "
         "label_smoothing evaluate_every early_stopping early_stopping_metric evaluation_iterations seed "

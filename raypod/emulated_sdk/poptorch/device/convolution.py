@@ -73,7 +73,8 @@ def _conv_forward(
 ) -> torch.Tensor:
     axes = _product_axes(self, inputs, weight)
     if axes is None:
-        return nn.Conv2d._conv_forward(self, inputs, weight, bias)
+        of_torch: torch.Tensor = nn.Conv2d._conv_forward(self, inputs, weight, bias)
+        return of_torch
     result: torch.Tensor = _Product.apply(inputs, weight, bias, *axes)  # type: ignore[no-untyped-call]
     return result
 
@@ -102,7 +103,7 @@ class _Product(torch.autograd.Function):
     """A convolution of float32 inputs [n, c, h, w] with weights [o, c, kh, kw] by matrix products."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], rows: _Axis, columns: _Axis
     ) -> torch.Tensor:
         images = inputs.permute(0, 2, 3, 1).contiguous()
@@ -114,7 +115,7 @@ class _Product(torch.autograd.Function):
         return outputs.view(images.shape[0], rows.outputs, columns.outputs, -1).permute(0, 3, 1, 2)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
         windows, weight, matrix = ctx.saved_tensors
         rows, columns = ctx.rows, ctx.columns
         gradients = gradient.permute(0, 2, 3, 1).reshape(-1, weight.shape[0])
