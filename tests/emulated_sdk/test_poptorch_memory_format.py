@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Dict, Optional, Tuple
 
 import poptorch
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 from torch.nn import functional
 
@@ -33,18 +35,35 @@ class Net(nn.Module):
         return features, functional.cross_entropy(logits.float(), labels)
 
 
-def train(network: nn.Module, replicas: int = 1, updates: int = 3) -> Any:
+def train(network: nn.Module, replicas: int = 1, updates: int = 3, rank: int = 0, size: int = 1) -> Any:
+    """Train on the share of one of `size` processes of `replicas` replicas in all."""
     options = poptorch.Options()
     options.Training.gradientAccumulation(2)
-    options.replicationFactor(replicas)
+    options.replicationFactor(replicas // size)
+    options.Distributed.configureProcessId(rank, size)
     optimizer = poptorch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     training = poptorch.trainingModel(network, options, optimizer)
     generator = torch.Generator().manual_seed(1)
     for _ in range(updates):
-        images = torch.randn(4 * replicas, 3, 4, 4, generator=generator)
-        outputs = training(images, torch.arange(4 * replicas))
+        images = torch.randn(2, replicas, 2, 3, 4, 4, generator=generator)  # step, replica, sample
+        labels = torch.arange(10)[: 2 * replicas].expand(2, -1).reshape(2, replicas, 2)
+        mine = slice(rank * replicas // size, (rank + 1) * replicas // size)
+        outputs = training(*(each[:, mine].flatten(0, 2).contiguous() for each in (images, labels)))
         assert outputs[0].is_contiguous(), "a program may take a view of an output"
     return training
+
+
+def trained_in_both(rank: int, size: int) -> Dict[str, torch.Tensor]:
+    """Return the weights of a training of 2 replicas in each format, by format and name."""
+    torch.set_num_threads(1)
+    found = {}
+    for name in ("contiguous", "channels_last"):
+        os.environ[VARIABLE] = name
+        training = train(network(), replicas=2, rank=rank, size=size)
+        training.copyWeightsToHost()
+        weights = {key: value.clone() for key, value in training.model.state_dict().items() if "running" not in key}
+        found.update({f"{name}/{key}": value for key, value in weights.items()})
+    return found
 
 
 def network(**arguments: Any) -> Net:
@@ -103,12 +122,15 @@ def test_weights_optimizer_state_and_checkpoints_are_contiguous_and_fit_both_for
         assert torch.allclose(tensor, other, atol=1e-5), name
 
 
-@pytest.mark.parametrize("name", ["contiguous", "channels_last"])
-def test_the_bits_depend_on_the_format_only(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(VARIABLE, name)
-    found = []
-    for _ in range(2):
-        trained = network()
-        train(trained, replicas=2).copyWeightsToHost()
-        found.append(trained.state_dict())
-    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+def test_the_bits_depend_on_the_format_and_not_on_the_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "")  # is restored after the test
+    threads = torch.get_num_threads()
+    try:
+        expected = trained_in_both(0, 1)
+    finally:
+        torch.set_num_threads(threads)
+    for found in run_ranks(__file__, ["trained_in_both"], 2)["trained_in_both"]:
+        different = [key for key in expected if not torch.equal(found[key], expected[key])]
+        assert not different
+    weight = "deep.weight"
+    assert not torch.equal(expected[f"contiguous/{weight}"], expected[f"channels_last/{weight}"])
