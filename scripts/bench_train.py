@@ -1,14 +1,14 @@
-"""Training speed against baselines in the same run: `python scripts/bench_train.py [--rounds 5]`.
+"""Training speed against baselines in the same run: `python scripts/bench_train.py [--rounds 5] [--work NAME ...]`.
 
-All run the same work: ResNet-18 on 3x32x32 synthetic images, micro-batch 16, accumulation 2, 2 processes with one
-thread each, fp32.
+All run the same works (bench_train_works.py): networks on synthetic images of 3x32x32, decoders on text, gradient
+accumulation 2, 2 processes with one thread each, fp32.
 
-* limit: two processes with a fixed batch, without data loading or communication: the limit of the cores;
+* limit: two processes with a fixed batch, without data loading or communication: torch's own speed on these cores;
 * torchrun: DistributedDataParallel over gloo, no_sync during accumulation;
 * raypod: 2 instances x 1 replica under Ray.
 
-Rounds are interleaved; figures are medians, ratios are medians over the rounds. Then the breakdown of the time to the
-first update, and the overhead per update with a model of few parameters.
+Rounds are interleaved; figures are medians, ratios are medians over the rounds with the smallest and the largest. Then
+the breakdown of the time to the first update, and the overhead per update with a model of few parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Optional, Sequence
+
+from bench_train_works import WORKS
 
 ROOT = Path(__file__).resolve().parent.parent
 PEER = str(ROOT / "scripts" / "bench_train_peer.py")
@@ -34,17 +36,18 @@ def last_json(output: str) -> Dict[str, Any]:
     return json.loads([line for line in output.splitlines() if line.startswith("{")][-1])
 
 
-def run_limit(updates: int) -> float:
-    command = [sys.executable, PEER, "limit", "--updates", str(updates)]
+def run_limit(work: str, updates: int) -> float:
+    command = [sys.executable, PEER, "limit", "--work", work, "--updates", str(updates)]
     processes = [subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    return sum(last_json(process.communicate(timeout=LIMIT_S)[0])["images_per_s"] for process in processes)
+    return sum(last_json(process.communicate(timeout=LIMIT_S)[0])["per_s"] for process in processes)
 
 
-def run_torchrun(updates: int) -> float:
+def run_torchrun(work: str, updates: int) -> float:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]
-    command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", PEER, "ddp", "--updates", str(updates)]
+    command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", PEER, "ddp"]
+    command += ["--work", work, "--updates", str(updates)]
     done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=LIMIT_S, check=True)
-    return last_json(done.stdout)["images_per_s"]
+    return last_json(done.stdout)["per_s"]
 
 
 def run_raypod(*flags: str) -> Dict[str, Any]:
@@ -55,19 +58,35 @@ def run_raypod(*flags: str) -> Dict[str, Any]:
         return json.loads(Path(folder, "run", "summary.json").read_text())
 
 
-def throughput(rounds: int, updates: int) -> None:
-    work = ["--dataset", "synthetic", "--samples", "1024", "--image", "3x32x32", "--model", "resnet18"]
-    work += ["--batch-size", "16", "--gradient-accumulation", "2", "--replicas", "2", "--num-instances", "2"]
-    rates: Dict[str, List[float]] = {"limit": [], "torchrun": [], "raypod": []}
-    for _ in range(rounds):
-        rates["limit"].append(run_limit(updates))
-        rates["torchrun"].append(run_torchrun(updates))
-        rates["raypod"].append(run_raypod(*work, "--updates", str(updates), "--epochs", "100")["samples_per_s"])
-        print("  ".join(f"{name} {values[-1]:.1f}" for name, values in rates.items()), flush=True)
-    print("\n| ResNet-18, 2 x 1 x 16 x 2 | images/s | of the limit | of torchrun |\n|---|---|---|---|")
-    for name, values in rates.items():
-        ratios = [median(a / b for a, b in zip(values, rates[base])) for base in ("limit", "torchrun")]
-        print(f"| {name} | {median(values):.1f} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
+def rate_of(summary: Dict[str, Any], unit: str) -> float:
+    """Return what a run's summary states per second: images, or tokens."""
+    return float(summary["samples_per_s" if unit == "images" else f"{unit}_per_s"])
+
+
+def throughput(names: Sequence[str], rounds: int, updates: Optional[int]) -> None:
+    rows = []
+    for name in names:
+        work = WORKS[name]
+        count = updates or work.updates
+        flags = (*work.flags, "--updates", str(count + 1))  # the first call, which compiles, is not counted
+        rates: Dict[str, List[float]] = {"limit": [], "torchrun": [], "raypod": []}
+        for _ in range(rounds):
+            rates["limit"].append(run_limit(name, count))
+            rates["torchrun"].append(run_torchrun(name, count))
+            rates["raypod"].append(rate_of(run_raypod(*flags), work.unit))
+            measured = "  ".join(f"{each} {values[-1]:.1f}" for each, values in rates.items())
+            print(f"{name}: {work.unit}/s: {measured}", flush=True)
+        medians = " | ".join(f"{median(values):.1f}" for values in rates.values())
+        ratios = " | ".join(spread(rates["raypod"], rates[base]) for base in ("limit", "torchrun"))
+        rows.append(f"| {work.title} | {medians} | {ratios} |")
+    print("\n| 2 processes x 1 thread | limit | torchrun | raypod | of the limit | of torchrun |")
+    print("|---|---|---|---|---|---|", *rows, sep="\n", flush=True)
+
+
+def spread(values: Sequence[float], bases: Sequence[float]) -> str:
+    """Return the median of the ratios of the rounds, and the smallest and the largest."""
+    ratios = [value / base for value, base in zip(values, bases)]
+    return f"{median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
 
 
 def start_up(rounds: int) -> None:
@@ -98,12 +117,13 @@ def orchestration(updates: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--updates", type=int, default=16)
+    parser.add_argument("--updates", type=int, help="measured updates (default: by the work)")
+    parser.add_argument("--work", choices=list(WORKS), nargs="+", default=list(WORKS))
     parser.add_argument("--only", choices=["throughput", "start", "orchestration"])
     args = parser.parse_args()
     began = time.monotonic()
     if args.only in (None, "throughput"):
-        throughput(args.rounds, args.updates)
+        throughput(args.work, args.rounds, args.updates)
     if args.only in (None, "start"):
         start_up(args.rounds)
     if args.only in (None, "orchestration"):

@@ -1,7 +1,7 @@
 """The baselines of bench_train.py, one process each: DistributedDataParallel under torchrun, and the compute limit.
 
-Both train the same network (raypod.model.networks) with the same optimizer and sizes, and print one line of JSON:
-{"images_per_s": ...}. Started by bench_train.py.
+Both train the network of a work of bench_train_works.py with torch's optimizer and the same sizes, and print one line
+of JSON: {"per_s": ...}, images or tokens. Started by bench_train.py.
 """
 
 from __future__ import annotations
@@ -10,75 +10,86 @@ import argparse
 import json
 import os
 import time
+from typing import Any, Tuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn import functional
+from bench_train_works import WORKS
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from raypod import datasets
-from raypod.model import networks
+from raypod.datasets.source import Source
 from raypod.plan.config import Config
-from raypod.plan.resolve import from_values
+from raypod.planning import plan_of
+from raypod.tasks.registry import task_of_plan
+from raypod.tasks.task import Task
+
+_SAMPLES = 1024
+_OPTIMIZERS: Any = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
-def settings(args: argparse.Namespace) -> Config:
-    return from_values(
-        {
-            "data": {"dataset": "synthetic", "samples": args.samples, "image": "3x32x32"},
-            "training": {
-                "model": args.model,
-                "batch_size": args.micro_batch,
-                "gradient_accumulation": args.accumulation,
-            },
-            "pod": {"replicas": 2, "num_instances": 2},
-        }
-    )
+class Peer:
+    """The task of a work, its network and torch's optimizer."""
+
+    def __init__(self, name: str) -> None:
+        plan, _ = plan_of(
+            [*WORKS[name].flags, "--device", "emulated"], prog="bench_train_peer.py", switches=["--dry-run"]
+        )
+        self.config: Config = plan.config
+        self.parts_per_sample = plan.task.parts[1] if plan.task.parts else 1
+        self.task: Task = task_of_plan(plan)
+        self.source: Source = self.task.load()
+        training = self.config.training
+        torch.manual_seed(training.seed)
+        self.network = self.task.network(self.source.first_batch(training.seed))
+        groups = self.task.parameter_groups(self.network, training.weight_decay)
+        momentum = {"momentum": training.momentum} if training.optimizer == "sgd" else {}
+        self.optimizer = _OPTIMIZERS[training.optimizer](groups, lr=training.learning_rate, **momentum)
+
+    @property
+    def data(self) -> TensorDataset:
+        """The first samples of the training split, as tensors in memory."""
+        samples = np.arange(min(_SAMPLES, len(self.source.train)))
+        return TensorDataset(*self.source.gather(self.source.train, samples, None))
+
+    def backward(self, network: Any, batch: Tuple[torch.Tensor, ...]) -> None:
+        """Run forward and backward of a micro-batch."""
+        loss, _ = self.task.training_outputs(network, *batch)
+        (loss / self.config.training.gradient_accumulation).backward()
+
+    def rate(self, updates: int, seconds: float) -> float:
+        """Return the images or tokens per second of this process."""
+        training = self.config.training
+        return updates * training.gradient_accumulation * training.batch_size * self.parts_per_sample / seconds
 
 
-def network_and_optimizer(config: Config) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(config.training.seed)
-    network = networks.build_model(config, 3, 32, 10)
-    decayed = [parameter for parameter in network.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in network.parameters() if parameter.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": 5e-4}, {"params": others, "weight_decay": 0.0}]
-    return network, torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-
-
-def limit(config: Config, updates: int, warm_up: int) -> float:
-    """Train on a fixed batch without data loading or communication; return this process's images per second."""
-    network, optimizer = network_and_optimizer(config)
-    images = torch.randn(config.training.batch_size, 3, 32, 32)
-    labels = torch.arange(config.training.batch_size) % 10
+def limit(peer: Peer, updates: int, warm_up: int) -> float:
+    """Train on a fixed batch without data loading or communication; return this process's rate."""
+    batch = peer.data[: peer.config.training.batch_size]
     began = 0.0
     for update in range(updates + warm_up):
         if update == warm_up:
             began = time.monotonic()
-        optimizer.zero_grad()
-        for _ in range(config.training.gradient_accumulation):
-            loss = functional.cross_entropy(network(images), labels) / config.training.gradient_accumulation
-            loss.backward()
-        optimizer.step()
-    samples = updates * config.training.gradient_accumulation * config.training.batch_size
-    return samples / (time.monotonic() - began)
+        peer.optimizer.zero_grad()
+        for _ in range(peer.config.training.gradient_accumulation):
+            peer.backward(peer.network, batch)
+        peer.optimizer.step()
+    return peer.rate(updates, time.monotonic() - began)
 
 
-def ddp(config: Config, updates: int, warm_up: int) -> float:
-    """Train with DataLoader, DistributedSampler and no_sync during accumulation; images per second of all processes."""
+def ddp(peer: Peer, updates: int, warm_up: int) -> float:
+    """Train with DataLoader, DistributedSampler and no_sync during accumulation; return the rate of all processes."""
     dist.init_process_group("gloo")
-    network, optimizer = network_and_optimizer(config)
-    model = DistributedDataParallel(network)
-    splits = datasets.load(config)
-    images = (torch.from_numpy(splits.train.images).float() / 255 - splits.mean[0]) / splits.std[0]
-    data = TensorDataset(images, torch.from_numpy(splits.train.labels))
-    loader = DataLoader(data, config.training.batch_size, sampler=DistributedSampler(data), drop_last=True)
-    accumulation = config.training.gradient_accumulation
+    model = DistributedDataParallel(peer.network)
+    data = peer.data
+    loader = DataLoader(data, peer.config.training.batch_size, sampler=DistributedSampler(data), drop_last=True)
+    accumulation = peer.config.training.gradient_accumulation
     micro_batches, began = iter(loader), 0.0
     for update in range(updates + warm_up):
         if update == warm_up:
             began = time.monotonic()
-        optimizer.zero_grad()
+        peer.optimizer.zero_grad()
         for step in range(accumulation):
             batch = next(micro_batches, None)
             if batch is None:
@@ -86,12 +97,11 @@ def ddp(config: Config, updates: int, warm_up: int) -> float:
                 batch = next(micro_batches)
             if step < accumulation - 1:
                 with model.no_sync():
-                    (functional.cross_entropy(model(batch[0]), batch[1]) / accumulation).backward()
+                    peer.backward(model, batch)
             else:
-                (functional.cross_entropy(model(batch[0]), batch[1]) / accumulation).backward()
-        optimizer.step()
-    samples = updates * accumulation * config.training.batch_size * dist.get_world_size()
-    rate = samples / (time.monotonic() - began)
+                peer.backward(model, batch)
+        peer.optimizer.step()
+    rate = peer.rate(updates, time.monotonic() - began) * dist.get_world_size()
     dist.destroy_process_group()
     return rate
 
@@ -99,18 +109,15 @@ def ddp(config: Config, updates: int, warm_up: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("peer", choices=["ddp", "limit"])
-    parser.add_argument("--model", default="resnet18")
-    parser.add_argument("--micro-batch", type=int, default=16)
-    parser.add_argument("--accumulation", type=int, default=2)
-    parser.add_argument("--samples", type=int, default=1024)
-    parser.add_argument("--updates", type=int, default=16)
+    parser.add_argument("--work", choices=list(WORKS), required=True)
+    parser.add_argument("--updates", type=int, required=True)
     parser.add_argument("--warm-up", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(1)
     measure = {"ddp": ddp, "limit": limit}[args.peer]
-    rate = measure(settings(args), args.updates, args.warm_up)
+    rate = measure(Peer(args.work), args.updates, args.warm_up)
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps({"images_per_s": rate}), flush=True)
+        print(json.dumps({"per_s": rate}), flush=True)
 
 
 if __name__ == "__main__":

@@ -144,6 +144,8 @@ def resume_point(plan: Plan, verify: bool = True) -> Tuple[Plan, Optional[resume
         plan, found = resume.resume_interrupted(plan, verify)
     if found is None:
         weights_file.check_on_head(plan, verify)
+    else:
+        plan = resume.in_recorded_format(plan, found.checkpoint.manifest)
     run_folder.check_may_write(plan)
     return plan, found
 

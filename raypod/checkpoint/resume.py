@@ -36,6 +36,7 @@ _WITHOUT_EFFECT = {
     "training.pipeline_balance",
     "training.execution",
 }
+MEMORY_FORMAT = "training.memory_format"
 LENGTH, FINGERPRINT = "total_updates", "data_fingerprint"
 # With other values the state still fits and every position still means the same sample; the run can be resumed, but
 # computes other weights than an uninterrupted run.
@@ -49,6 +50,7 @@ _SAFE_TO_CHANGE = {
     "training.lr_floor",
     "training.lr_power",
     "training.label_smoothing",
+    MEMORY_FORMAT,
     "training.warmup_updates",
     "training.momentum",
     "training.weight_decay",
@@ -67,6 +69,19 @@ class ResumePoint:
 
     checkpoint: Checkpoint
     damaged: Tuple[str, ...]
+
+
+def recorded_memory_format(manifest: Manifest) -> str:
+    """Return the memory format in which a checkpoint was trained; checkpoints without a record are contiguous."""
+    return str(manifest.settings.get(MEMORY_FORMAT, "contiguous"))
+
+
+def in_recorded_format(plan: Plan, manifest: Manifest) -> Plan:
+    """Return the plan with the memory format of a checkpoint if it leaves the choice to the SDK."""
+    if plan.config.training.memory_format != "auto":
+        return plan
+    training = plan.config.training.model_copy(update={"memory_format": recorded_memory_format(manifest)})
+    return dataclasses.replace(plan, config=plan.config.model_copy(update={"training": training}))
 
 
 def find_checkpoint(plan: Plan, was_cut_off: bool = False, verify: bool = True) -> ResumePoint:
@@ -173,6 +188,8 @@ def first_difference(manifest: Manifest, settings: Dict[str, Any], allowed: List
     defaults = {f"{name}.{key}": value for name, section in sections for key, value in section.items()}
     for name, ours in settings.items():
         theirs = manifest.settings.get(name, defaults.get(name))
+        if name == MEMORY_FORMAT:
+            theirs = recorded_memory_format(manifest)
         if name == LENGTH and None in (ours, theirs):
             continue  # the schedule of one of the two does not depend on the length: the schedules are compared instead
         short = name.rpartition(".")[2]
@@ -193,7 +210,8 @@ def _has_equal_updates(manifest: Manifest, settings: Dict[str, Any]) -> bool:
 def _check_settings(plan: Plan, found: ResumePoint, was_cut_off: bool) -> ResumePoint:
     """Return `found`. ConfigError if the plan cannot resume from it."""
     path = found.checkpoint.path
-    manifest, settings, allowed = found.checkpoint.manifest, settings_of(plan), _allowed_differences(plan)
+    manifest, allowed = found.checkpoint.manifest, _allowed_differences(plan)
+    settings = settings_of(in_recorded_format(plan, manifest))
     if plan.config.pod.is_elastic and _has_equal_updates(manifest, settings):
         allowed += _SUMMATION
     difference = first_difference(manifest, settings, allowed)

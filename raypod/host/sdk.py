@@ -58,8 +58,7 @@ def select(device: str) -> Sdk:
     if has_ipus:
         # The emulated Horovod is the fallback for hosts without one: last in the path, an installed one has priority.
         sys.path.append(EMULATED_SDK)
-        strict = ", on which --strict has no effect" if is_strict() else ""
-        return Sdk("ipu", f"Poplar SDK (poptorch {version}){strict}")
+        return Sdk("ipu", f"Poplar SDK (poptorch {version}){_without_effect()}")
     if device == "ipu":
         raise SdkError("--device ipu: poptorch is installed but finds no IPU here; configure a partition")
     _remove_modules()
@@ -102,6 +101,14 @@ def importable(device: str) -> Iterator[None]:
 def is_strict() -> bool:
     """Return whether the environment enables the emulated SDK's strict mode, by its rule, without importing it."""
     return os.environ.get("EMULATED_POD_STRICT", "0") not in ("", "0")
+
+
+def _without_effect() -> str:
+    """Return the words for the requested settings of the emulated SDK, which the real one does not have."""
+    flags = ["--strict"] if is_strict() else []
+    if os.environ.get("EMULATED_POD_MEMORY_FORMAT", "auto") not in ("", "auto"):
+        flags.append("--memory-format")
+    return f", on which {' and '.join(flags)} ha{'s' if len(flags) == 1 else 've'} no effect" if flags else ""
 
 
 def make_store_importable() -> None:

@@ -278,14 +278,14 @@ class Instance:
         """Read the weights back, in all instances; instance 0 copies them and writes them in the background."""
         self._read_back()
         if self._saves is not None:
-            self._saves.begin(manifest, State(**self._state()))
+            self._saves.begin(self._model.recorded(manifest, self._training), State(**self._state()))
 
     def save_kept(self, manifest: Manifest, server: Optional[Server]) -> Tuple[SaveReport, ...]:
         """Write the state that `leave` has kept, in any instance; return the reports not returned yet."""
         self._saves = self._saves or BackgroundWriter(self._plan)
         if server is not None:
             self._saves.send_to(server)
-        self._saves.begin(manifest, State(**self._state()))
+        self._saves.begin(self._model.recorded(manifest, self._training), State(**self._state()))
         return self._saves.finish()
 
     def has_file(self, path: str) -> bool:

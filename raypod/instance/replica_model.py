@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
 from raypod.checkpoint import tensors
+from raypod.checkpoint.format import Manifest
+from raypod.checkpoint.resume import MEMORY_FORMAT
 from raypod.datasets.source import Batch
 from raypod.events import CallReport, EvaluationReport
 from raypod.model import freezing, program, recent_results
@@ -76,6 +79,13 @@ class ReplicaModel:
     def weights_sha256(self) -> str:
         """Return the hash of the weights, as checkpoints record it."""
         return tensors.weights_sha256(self.network.state_dict())
+
+    def recorded(self, manifest: Manifest, training: Any) -> Manifest:
+        """Return the manifest with the memory format that the SDK has chosen, if the plan leaves the choice to it."""
+        chosen = getattr(training, "emulatedMemoryFormat", None) if training.isCompiled() else None
+        if chosen is None or manifest.settings.get(MEMORY_FORMAT) != "auto":
+            return manifest
+        return dataclasses.replace(manifest, settings={**manifest.settings, MEMORY_FORMAT: chosen()})
 
     def num_parameters(self) -> int:
         """Return the number of scalars in all parameters."""

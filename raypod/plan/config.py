@@ -87,6 +87,11 @@ class TrainingSection(Section):
         "pipelined", description="the IPUs of a replica run at the same time, or one after the other"
     )
     precision: Literal["16.16", "16.32", "32.32"] = Field("32.32", description="bits of activations and weights")
+    memory_format: Literal["auto", "contiguous", "channels_last"] = Field(
+        "auto",
+        description="layout of images and convolution weights on the emulated SDK; auto: by the model. An IPU's "
+        "compiler chooses its own",
+    )
     batch_size: int = Field(8, ge=1, description="micro-batch size: samples per forward pass")
     gradient_accumulation: int = Field(1, ge=1, description="micro-batches per replica and update")
     device_iterations: int = Field(1, ge=1, description="weight updates per call")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # raypod.launch has no training plan and does not import pyda
     from raypod.plan.plan import Plan
 
 IPUS_PER_LINK_DOMAIN = 64  # of a POD64, the largest IPU-Link domain
+MEMORY_FORMAT = "EMULATED_POD_MEMORY_FORMAT"
 STARTUP_DIR = str(Path(__file__).parent.parent / "host" / "startup")
 
 
@@ -31,6 +32,7 @@ def instance_environment(plan: Plan, spec: InstanceSpec, python_path: str = "") 
     env["EMULATED_POD_TIMEOUT_S"] = str(plan.config.run.report_timeout_s)
     env.update(cache_environment(plan.config.pod.executable_cache_path))
     env.update(strict_environment(plan.config.run.strict))
+    env[MEMORY_FORMAT] = plan.config.training.memory_format
     if plan.config.run.collectives == "gloo":
         env["EMULATED_POD_HOROVOD"] = "emulated"
     return env

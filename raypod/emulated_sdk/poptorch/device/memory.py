@@ -53,9 +53,11 @@ class DeviceMemory:
         groups: the parameters of which groups of replicas have their own values.
         first_replica: the position of the first local replica among those of all processes.
         user_model: the module that the program holds, if `model` is a shallow copy of it.
+        channels_last: the names of the 4-D weights to store in the memory format `torch.channels_last`.
 
     Attributes:
         parameters: the weights, as the parameters of replica 0; of a grouped parameter the values of all groups.
+        channels_last: the names of the weights in that memory format.
         updated: the same as the optimizer updates them: those in half as float32 copies.
     """
 
@@ -66,8 +68,10 @@ class DeviceMemory:
         user_model: Optional[torch.nn.Module] = None,
         groups: Optional[Mapping[str, ReplicaGroups]] = None,
         first_replica: int = 0,
+        channels_last: Collection[str] = (),
     ) -> None:
         self._model = model
+        self.channels_last = frozenset(channels_last)
         self.groups: Mapping[str, ReplicaGroups] = groups or {}
         self._first_replica = first_replica
         self._user_model = model if user_model is None else user_model
@@ -76,6 +80,8 @@ class DeviceMemory:
                 name: _device_copy(self.groups[name].to_device(tensor) if name in self.groups else tensor)
                 for name, tensor in model.named_parameters()
             }
+            for name in channels_last:
+                self._weights[name] = self._weights[name].contiguous(memory_format=torch.channels_last)
             self._half = {name: weight for name, weight in self._weights.items() if weight.dtype == torch.half}
             self._copies = {name: weight.float() for name, weight in self._half.items()}
             self.replicas = [self._replica(first_replica + index) for index in range(replicas)]

@@ -87,9 +87,9 @@ class OutputCollector:
 
 
 def _joined(pieces: List[torch.Tensor]) -> torch.Tensor:
-    """Return one new tensor; a single scalar stays 0-d."""
+    """Return one new contiguous tensor; a single scalar stays 0-d."""
     if pieces[0].dim():
-        return torch.cat(pieces)
+        return torch.cat(pieces).contiguous()  # the pieces may be in another memory format
     return torch.stack(pieces) if len(pieces) > 1 else pieces[0].clone()
 
 

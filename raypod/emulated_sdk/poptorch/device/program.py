@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
+from poptorch.device import convolution, memory_format
 from poptorch.device.arguments import Arguments, BatchLayout, synthetic_inputs
 from poptorch.device.compilation import Trace, TraceSettings, trace
 from poptorch.device.memory import DeviceMemory
@@ -15,7 +16,7 @@ from poptorch.device.memory_estimate import IpuMemory, Usage, check_memory, esti
 from poptorch.device.numerics import rounds_stochastically
 from poptorch.device.outputs import FINAL_LOSS_SCALE, AnchorOutputs, OutputCollector, anchors_of, check_output_period
 from poptorch.device.replica import Forward, Replica, ReplicaThreads
-from poptorch.device.replica_groups import Groupings, groups_of
+from poptorch.device.replica_groups import Groupings, ReplicaGroups, groups_of
 from poptorch.device.transaction import CallTransaction, NoTransaction, ReplicaBuffers
 from poptorch.device.weight_update import NoUpdate, WeightUpdate, device_groups, placement_of
 from poptorch.enums import MeanReductionStrategy
@@ -78,7 +79,6 @@ class Program:
         check_number(self.layout.replicas)  # before the replicas are created
         placement = placement_of(options)
         groups = groups_of(groupings or {}, dict(model.named_parameters()), placement.total_replicas)
-        self.memory = DeviceMemory(model, self.layout.replicas, user_model, groups, placement.first_replica)
         self._options = options
         self._update = NoUpdate()
         self._transaction = NoTransaction()
@@ -86,17 +86,16 @@ class Program:
         self._checks_numbers = compiler.get("enableFloatingPointChecks")
         self._threads = ReplicaThreads(self.layout.replicas)
         self._synthetic = synthetic_inputs(arguments.spec, self.layout) if compiler.get("syntheticDataMode") else None
-        self.memory.check_buffers(compiler.get("updatableNamedBuffers") or ())
-        reject_changed_buffers = self.layout.input_groups > 1 and options.broadcast_buffers
-        settings = TraceSettings(self.is_training, reject_changed_buffers, options._execution_strategy)
-        example_inputs = self._synthetic or arguments.example_inputs
-        self.traced: Trace = trace(self.memory.scratch(), arguments, example_inputs, settings)
+        self.memory, self.traced = self._compiled(model, user_model, groups)
         check_placement(self.traced.placement, options, self.is_training)
         check_overlap(options, self.traced.overlapped)
         adapts_loss_scaling = self.is_training and compiler.get(_AUTO_LOSS_SCALING)
         self.tensor_names = (*self.traced.tensor_names, *([FINAL_LOSS_SCALE] if adapts_loss_scaling else []))
         self._anchors = anchors_of(options, self.tensor_names)
         anchored = [anchor.name for anchor in self._anchors]
+        if self.memory.channels_last and self.traced.is_plain:
+            for memory in self.memory.replicas:
+                convolution.specialize(memory.module)
         self._replicas = [
             Replica(
                 memory,
@@ -153,6 +152,11 @@ class Program:
         return self.traced.structure.unflatten(results)
 
     @property
+    def memory_format(self) -> str:
+        """The memory format of the convolutions: "contiguous" or "channels_last"."""
+        return memory_format.CHANNELS_LAST if self.memory.channels_last else memory_format.CONTIGUOUS
+
+    @property
     def rng_state(self) -> List[int]:
         """The seed, and the micro-batches run by each replica, which determine the device's random numbers."""
         return [self._replicas[0].seed, self._replicas[0].micro_batches]
@@ -188,6 +192,22 @@ class Program:
     def close(self) -> None:
         """Stop the replicas' threads."""
         self._threads.close()
+
+    def _compiled(
+        self, model: torch.nn.Module, user_model: Optional[torch.nn.Module], groups: Mapping[str, ReplicaGroups]
+    ) -> Tuple[DeviceMemory, Trace]:
+        """Return the memory and the trace of a model, in the memory format of `memory_format`."""
+        options, first = self._options, placement_of(self._options).first_replica
+        reject_changed_buffers = self.layout.input_groups > 1 and options.broadcast_buffers
+        settings = TraceSettings(self.is_training, reject_changed_buffers, options._execution_strategy)
+        example_inputs = self._synthetic or self.arguments.example_inputs
+
+        def compiled(channels_last: FrozenSet[str]) -> Tuple[DeviceMemory, Trace]:
+            memory = DeviceMemory(model, self.layout.replicas, user_model, groups, first, channels_last)
+            memory.check_buffers(options._Popart.options.get("updatableNamedBuffers") or ())
+            return memory, trace(memory.scratch(), self.arguments, example_inputs, settings)
+
+        return memory_format.choose(memory_format.convolution_weights(model, groups), compiled)
 
     def _run_micro_batches(self, iteration: int, call: _Call, index: int) -> None:
         """Run one replica's micro-batches of one device iteration."""

@@ -45,6 +45,13 @@ class Measurements:
             raise Error("Model has not been compiled or has been destroyed. Call it, or compile(), first")
         return self._program
 
+    def emulatedMemoryFormat(self) -> str:
+        """Return the memory format of the convolutions, "contiguous" or "channels_last"; only the emulation has this.
+
+        Raises Error unless the model is compiled.
+        """
+        return self._compiled().memory_format
+
     def cycleCount(self) -> int:
         """Return the duration of the last call in cycles of a Mk2 IPU's clock.
 

@@ -105,7 +105,8 @@ class DeviceOptimizer:
                 value = held.get(name, {}).get(stored.key)
                 value = self._initial(name, stored.key) if value is None else value
                 if value is not None:
-                    found[stored.name] = stored.encoded(value).expand(self._shape(name, stored.key)).clone()
+                    encoded = stored.encoded(value).expand(self._shape(name, stored.key))
+                    found[stored.name] = encoded.clone(memory_format=torch.contiguous_format)
         if self.loss_scale_update_factor is not None:
             found[_UPDATE_FACTOR] = torch.tensor(self.loss_scale_update_factor)
         return found
