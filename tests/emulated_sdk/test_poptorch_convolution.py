@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Tuple
+from typing import Any, List, Tuple
 
 import pytest
 import torch
@@ -56,6 +56,35 @@ def test_a_product_has_the_values_and_gradients_of_the_convolution(
         assert other.grad is not None
         assert own.grad.stride() == own.stride(), "the reduction would copy it"
         assert torch.allclose(own.grad, other.grad, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_that_products_accumulate_are_those_of_autograd(shape: Tuple[Any, ...]) -> None:
+    plain, special = layers(shape, bias=True)
+    for _ in range(3):
+        images = torch.randn(2, shape[0], *shape[5]).to(memory_format=torch.channels_last)
+        plain(images).square().sum().backward()
+        loss = special(images).square().sum()
+        with convolution.Accumulating():
+            loss.backward()
+    for own, other in zip(special.parameters(), plain.parameters()):
+        assert own.grad is not None
+        assert other.grad is not None
+        assert own.grad.stride() == own.stride(), "the reduction would copy it"
+        assert torch.allclose(own.grad, other.grad, rtol=1e-4, atol=1e-3)
+
+
+def test_a_hook_of_a_weight_and_autograd_grad_get_the_gradient() -> None:
+    _, special = layers((96, 96, 3, 1, 1, (1, 1)), bias=False)
+    loss = special(torch.randn(2, 96, 1, 1)).sum()
+    (expected,) = torch.autograd.grad(loss, special.weight, retain_graph=True)
+    assert special.weight.grad is None
+    seen: List[torch.Tensor] = []
+    special.weight.register_hook(seen.append)
+    with convolution.Accumulating():
+        loss.backward()
+    assert torch.equal(seen[0], expected)
+    assert torch.equal(special.weight.grad, expected)
 
 
 @pytest.mark.parametrize(

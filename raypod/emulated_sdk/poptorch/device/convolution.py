@@ -10,6 +10,7 @@ The choice depends on shapes only, so every replica computes the same bits.
 
 from __future__ import annotations
 
+import threading
 import types
 from typing import Any, NamedTuple, Optional, Tuple
 
@@ -19,6 +20,22 @@ from torch.nn import functional
 
 # Weights per output position from which a product is faster (measured on one core with AVX-512, fp32).
 _WEIGHTS_PER_POSITION = 2048
+
+
+_local = threading.local()
+
+
+class Accumulating:
+    """Context of a backward pass to the `grad` of all leaves, in which products add to those of their weights.
+
+    autograd would copy the first gradient of a weight, and read and write the others once more than necessary.
+    """
+
+    def __enter__(self) -> None:
+        _local.is_accumulating = True
+
+    def __exit__(self, *exc_info: object) -> None:
+        _local.is_accumulating = False
 
 
 class _Axis(NamedTuple):
@@ -123,16 +140,44 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_inputs = _add_windows(gradients.mm(matrix), ctx.shape, rows, columns).permute(0, 3, 1, 2)
         if ctx.needs_input_grad[1]:
-            used = gradients.t().mm(windows).view(weight.shape[0], rows.taps, columns.taps, -1)
-            if weight.is_contiguous() and used.numel() == weight.numel():  # a kernel of 1x1, or one channel
-                of_weight = used.view(weight.shape)
-            elif used.numel() == weight.numel():
-                of_weight = used.permute(0, 3, 1, 2)
+            if _accumulates(weight):
+                _accumulate(weight, gradients, windows, rows, columns)
             else:
-                of_weight = torch.zeros_like(weight)
-                _used(of_weight, rows, columns).copy_(used)
+                of_weight = _weight_gradient(weight, gradients, windows, rows, columns)
         of_bias = gradients.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return of_inputs, of_weight, of_bias, None, None
+
+
+def _weight_gradient(
+    weight: torch.Tensor, gradients: torch.Tensor, windows: torch.Tensor, rows: _Axis, columns: _Axis
+) -> torch.Tensor:
+    """Return the gradient of weights [o, c, kh, kw], with their strides."""
+    used = gradients.t().mm(windows).view(weight.shape[0], rows.taps, columns.taps, -1)
+    if used.numel() != weight.numel():
+        result = torch.zeros_like(weight)
+        _used(result, rows, columns).copy_(used)
+        return result
+    # A kernel of 1x1 is contiguous in both formats.
+    return used.view(weight.shape) if weight.is_contiguous() else used.permute(0, 3, 1, 2)
+
+
+def _accumulates(weight: torch.Tensor) -> bool:
+    # A hook on the weight observes the gradient that autograd passes to it.
+    return getattr(_local, "is_accumulating", False) and weight.is_leaf and not weight._backward_hooks
+
+
+def _accumulate(
+    weight: torch.Tensor, gradients: torch.Tensor, windows: torch.Tensor, rows: _Axis, columns: _Axis
+) -> None:
+    """Add the gradient of a leaf to its `grad`."""
+    total = weight.grad
+    if total is None:
+        weight.grad = _weight_gradient(weight, gradients, windows, rows, columns)
+    elif rows.taps * columns.taps == weight.shape[2] * weight.shape[3] and total.stride() == weight.stride():
+        total.permute(0, 2, 3, 1).view(weight.shape[0], -1).addmm_(gradients.t(), windows)
+    else:
+        used = gradients.t().mm(windows).view(weight.shape[0], rows.taps, columns.taps, -1)
+        _used(total, rows, columns).add_(used)
 
 
 def _used(weight: torch.Tensor, rows: _Axis, columns: _Axis) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from _pod import spans
 from _pod.gradient_sum import GradientSum, Placement
 
+from poptorch.device.convolution import Accumulating
 from poptorch.device.memory import DeviceMemory
 from poptorch.device.numerics import HalfAccumulator, HalfWeights
 from poptorch.device.outputs import Scales
@@ -113,7 +114,7 @@ class WeightUpdate(NoUpdate):
         if not loss.requires_grad:
             return
         scaling = self.optimizer.loss_scaling / self.loss_terms
-        with self._accumulators[replica] if self._accumulators else contextlib.nullcontext():
+        with self._accumulators[replica] if self._accumulators else contextlib.nullcontext(), Accumulating():
             torch.autograd.backward(loss, None if scaling == 1.0 else torch.full_like(loss, scaling))
             self._accumulate_half(replica)
 
