@@ -12,7 +12,8 @@ Assumptions:
 - The exchange is `_pod.reduce`'s recursive halving and doubling, nearest instance first. Its instances transfer at the
   same time, and each takes a constant time per byte that it sends and receives. On IPUs the exchange is that of the
   IPU-Links; this one is the emulated SDK's between hosts.
-- A report costs the driver a constant time and a constant number of bytes (`scripts/bench_watch.py` measures both).
+- A report costs the driver a constant time, which `scripts/bench_watch.py` measures, and a constant number of bytes,
+  which is a guess.
 - No loss, no congestion, no other traffic. Latencies: `--latency-us` per message between hosts.
 - Where processes share fewer cores than there are processes (the small pods here), their times per byte add up.
 """
@@ -33,11 +34,15 @@ EXCHANGE_CHUNK_BYTES = 1 << 24  # _pod.reduce
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds per byte of a stage of the chain and of an instance in the exchange; seconds and bytes per report."""
+    """Seconds per byte of a stage of the chain and of an instance in the exchange; seconds and bytes per report.
+
+    `report_s` is the CPU time of the driver's receiving thread, `driver_s` that of all its threads.
+    """
 
     stage_s: float
     exchange_s: float
     report_s: float
+    driver_s: float
     report_bytes: float
     latency_s: float = 50e-6
 
@@ -114,10 +119,11 @@ def prediction(pod: Pod, costs: Costs, sizes: Dict[str, float], calls_per_s: flo
         )
     reports = pod.instances * calls_per_s
     traffic = f"{8e-6 * reports * costs.report_bytes:.1f} Mbit/s at the head"
-    share = f"{100 * reports * costs.report_s:.1f} % of a core of the driver"
+    thread, process = (f"{100 * reports * each:.0f} %" for each in (costs.report_s, costs.driver_s))
+    share = f"{thread} of the driver's receiving thread, {process} of a core for its whole process"
     rows.append(f"| reports of {calls_per_s:g} calls per second | {reports:.0f} per second, {traffic}, {share} |")
     most = 1 / costs.report_s / pod.instances
-    rows.append(f"| calls per second at which one core of the driver is busy | {most:.0f} |")
+    rows.append(f"| calls per second at which the receiving thread is busy | {most:.0f} |")
     return rows
 
 
@@ -159,16 +165,18 @@ def main() -> None:
     parser.add_argument("--efficiency", type=float, default=0.95, help="share of the speed that carries payload")
     parser.add_argument("--calls", type=float, default=5.0, help="calls per second and instance")
     parser.add_argument("--latency-us", type=float, default=50.0, help="of a message between hosts")
-    parser.add_argument("--stage-gb", type=float, default=0.9, help="GB/s of a stage of the seeding")
-    parser.add_argument("--exchange-gb", type=float, default=0.9, help="GB/s of an instance in the exchange")
-    parser.add_argument("--report-us", type=float, default=300.0, help="time of the driver per report")
+    parser.add_argument("--stage-gb", type=float, default=0.38, help="GB/s of a stage of the seeding")
+    parser.add_argument("--exchange-gb", type=float, default=0.62, help="GB/s of an instance in the exchange")
+    parser.add_argument("--report-us", type=float, default=171.0, help="of the driver's receiving thread per report")
+    parser.add_argument("--driver-us", type=float, default=515.0, help="of all threads of the driver per report")
     parser.add_argument("--report-bytes", type=float, default=2000.0, help="bytes per report, with Ray's messages")
     parser.add_argument("--measure", action="store_true", help="calibrate here, and compare with small pods (root)")
     parser.add_argument("--pods", nargs="+", default=["2:1", "4:1", "8:0.25"], help="HOSTS:GBIT of the small pods")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     stage_s, exchange_s = 1e-9 / args.stage_gb, 1e-9 / args.exchange_gb
-    costs = Costs(stage_s, exchange_s, args.report_us / 1e6, args.report_bytes, args.latency_us / 1e6)
+    reports = (args.report_us / 1e6, args.driver_us / 1e6, args.report_bytes)
+    costs = Costs(stage_s, exchange_s, *reports, args.latency_us / 1e6)
     if args.measure:
         costs, size = calibrated(costs, args.rounds)
         print(f"calibrated: stage {1e-9 / costs.stage_s:.2f} GB/s, exchange {1e-9 / costs.exchange_s:.2f} GB/s\n")

@@ -24,4 +24,4 @@ def take_cores(placement: Placement, spec: InstanceSpec) -> None:
             bind_process(cores.cpus_of(mine))
         os.environ["EMULATED_POD_REPLICA_CPUS"] = ";".join(",".join(map(str, each)) for each in cpus)
     else:
-        os.environ["EMULATED_POD_REPLICAS_AT_A_TIME"] = str(len(cpus))
+        os.environ.setdefault("EMULATED_POD_REPLICAS_AT_A_TIME", str(len(cpus)))

@@ -6,7 +6,7 @@ import pytest
 import simulate_pod
 from simulate_pod import Costs, Pod
 
-FREE = Costs(stage_s=0.0, exchange_s=0.0, report_s=1e-4, report_bytes=1000.0, latency_s=0.0)
+FREE = Costs(stage_s=0.0, exchange_s=0.0, report_s=1e-4, driver_s=2e-4, report_bytes=1000.0, latency_s=0.0)
 
 
 def test_two_hosts_transfer_at_the_speed_of_their_link() -> None:
@@ -30,7 +30,7 @@ def test_instances_of_a_host_send_as_much_to_others_as_one_would() -> None:
 
 
 def test_processes_on_shared_cores_take_turns() -> None:
-    costs = Costs(stage_s=1e-9, exchange_s=1e-9, report_s=0.0, report_bytes=0.0, latency_s=0.0)
+    costs = Costs(stage_s=1e-9, exchange_s=1e-9, report_s=0.0, driver_s=0.0, report_bytes=0.0, latency_s=0.0)
     shared, own = Pod(8, 1, 0.0, cores_of_all=2), Pod(8, 1, 0.0)
     assert simulate_pod.exchange_s(shared, costs, 1e9) == pytest.approx(4 * simulate_pod.exchange_s(own, costs, 1e9))
     assert simulate_pod.seeding_s(shared, costs, 1e9) == pytest.approx(
