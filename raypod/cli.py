@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextvars
 import difflib
+import itertools
 import sys
-from typing import Any, Callable, Iterable, List, NoReturn, Sequence
+from typing import Any, Callable, Iterable, List, NoReturn, Optional, Sequence
 
 from raypod.errors import ConfigError, Preempted, RaypodError
 
@@ -36,6 +38,45 @@ class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError with argparse's message in one line."""
         raise ConfigError(f"{message.replace('argument ', '', 1)} ({self.prog} --help lists all flags)")
+
+    def parse_args(self, args: Optional[Sequence[str]] = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse a command line. ConfigError for a wrong one, which names the flag nearest to an unknown one."""
+        words = sys.argv[1:] if args is None else list(args)
+        self.check_flags(words)
+        return super().parse_args(words, namespace)
+
+    def check_flags(self, words: Sequence[str]) -> None:
+        """Raise ConfigError for the first unknown flag, before argparse reports what is missing."""
+        if _is_sought.get():
+            raise _ParserFound(self)
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        for word in itertools.takewhile(lambda each: each != "--", words):
+            name = word.partition("=")[0]
+            if name.startswith("--") and name not in known:
+                found = nearest(name, sorted(known))
+                hint = f"; did you mean {found[0]}?" if found else ""
+                raise ConfigError(f"unknown flag {name}{hint}; {self.prog} --help lists all")
+
+
+class _ParserFound(BaseException):  # no handler of a command catches it
+    def __init__(self, parser: FlagParser) -> None:
+        super().__init__()
+        self.parser = parser
+
+
+_is_sought = contextvars.ContextVar("_is_sought", default=False)
+
+
+def parser_of(command: Callable[[Sequence[str]], Any]) -> FlagParser:
+    """Return the parser of a command, which builds one before it reads its words; nothing of it is run."""
+    token = _is_sought.set(True)
+    try:
+        command([])
+    except _ParserFound as found:
+        return found.parser
+    finally:
+        _is_sought.reset(token)
+    raise TypeError(f"{command} has no FlagParser")
 
 
 def nearest(word: str, known: Iterable[str], count: int = 1) -> List[str]:

@@ -55,6 +55,8 @@ GROUPS: Dict[str, Dict[str, Command]] = {
         "predict": Command("classify images, or continue a text", "raypod.trained.commands", "predict"),
     },
     "Other": {
+        "files": Command("list or print the recipes and cluster files", "raypod.commands.files", "files"),
+        "completion": Command("print the completion script of a shell", "raypod.commands.completion", "completion"),
         "version": Command("print the versions of raypod and of what it uses", "raypod.commands.runs", "version"),
     },
 }
