@@ -6,12 +6,14 @@ import argparse
 import contextvars
 import difflib
 import itertools
+import os
 import sys
 from typing import Any, Callable, Iterable, List, NoReturn, Optional, Sequence
 
 from raypod.errors import ConfigError, Preempted, RaypodError
 
 INTERRUPTED = 130
+_STYLES = {"bold": 1, "red": 31, "green": 32, "yellow": 33}
 
 
 def report_errors(command: Callable[[], int]) -> int:
@@ -19,7 +21,8 @@ def report_errors(command: Callable[[], int]) -> int:
     try:
         return int(command())
     except RaypodError as error:
-        print(f"raypod: error: {error}", file=sys.stderr)  # noqa: T201 - the command line's own output
+        label = paint("error:", "red", sys.stderr)
+        print(f"raypod: {label} {error}", file=sys.stderr)  # noqa: T201 - the command line's own output
         return error.exit_code
     except Preempted as preempted:
         print(f"raypod: {preempted}", file=sys.stderr)  # noqa: T201
@@ -27,6 +30,16 @@ def report_errors(command: Callable[[], int]) -> int:
     except KeyboardInterrupt as interrupt:
         print("raypod: interrupted", file=sys.stderr)  # noqa: T201
         return int(getattr(interrupt, "exit_code", INTERRUPTED))
+
+
+def paint(text: str, style: str, stream: Any) -> str:
+    """Return `text` as `stream` shows it in a style: bold, red, green or yellow.
+
+    It is unchanged if the stream is no terminal, the terminal is dumb, or the variable NO_COLOR is set.
+    """
+    if not stream.isatty() or os.environ.get("TERM") == "dumb" or os.environ.get("NO_COLOR"):
+        return text
+    return f"\x1b[{_STYLES[style]}m{text}\x1b[0m"
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -39,7 +52,9 @@ class FlagParser(argparse.ArgumentParser):
         """Raise ConfigError with argparse's message in one line."""
         raise ConfigError(f"{message.replace('argument ', '', 1)} ({self.prog} --help lists all flags)")
 
-    def parse_args(self, args: Optional[Sequence[str]] = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_args(  # type: ignore[override]
+        self, args: Optional[Sequence[str]] = None, namespace: Optional[argparse.Namespace] = None
+    ) -> argparse.Namespace:
         """Parse a command line. ConfigError for a wrong one, which names the flag nearest to an unknown one."""
         words = sys.argv[1:] if args is None else list(args)
         self.check_flags(words)

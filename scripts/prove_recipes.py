@@ -98,7 +98,10 @@ def prove(recipe: str, updates: int, folder: Path) -> bool:
     tested = "" if accuracy is None else f", test accuracy {accuracy:.2f} %"
     seconds = time.monotonic() - began_s
     verdict = "falls" if last < FALLS_TO * first else "DOES NOT FALL"
-    print(f"{recipe}: {len(losses)} updates, loss {first:.3f} -> {last:.3f} {verdict}{tested}, {seconds:.0f} s", flush=True)
+    print(
+        f"{recipe}: {len(losses)} updates, loss {first:.3f} -> {last:.3f} {verdict}{tested}, {seconds:.0f} s",
+        flush=True,
+    )
     return last < FALLS_TO * first
 
 

@@ -47,7 +47,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_train_and_launch_are_the_modules_of_their_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--epohcs", "3"]) == 2
-    assert capsys.readouterr().err == "raypod: error: unknown flag --epohcs; did you mean --epochs?; raypod train --help lists all\n"
+    assert (
+        capsys.readouterr().err
+        == "raypod: error: unknown flag --epohcs; did you mean --epochs?; raypod train --help lists all\n"
+    )
     assert main(["launch", "--version"]) == 0
     assert capsys.readouterr().out.startswith("raypod")
 

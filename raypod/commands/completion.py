@@ -45,7 +45,9 @@ def completion(argv: Sequence[str]) -> int:
     except ImportError:
         raise ConfigError(f"completion {shell} needs shtab: pip install 'raypod[completion]'") from None
     if shell not in shtab.SUPPORTED_SHELLS:
-        raise ConfigError(f"completion {shell} needs a newer shtab, which needs Python 3.9 or later: pip install -U shtab")
+        raise ConfigError(
+            f"completion {shell} needs a newer shtab, which needs Python 3.9 or later: pip install -U shtab"
+        )
     print(shtab.complete(_whole_parser(shtab), shell=shell))  # noqa: T201
     return 0
 

@@ -18,7 +18,7 @@ _REPEATED = ("trackers",)  # keys whose flag can be given several times
 # Flags of the commands that take those of a config; the options of a task must not have their names.
 _OF_COMMANDS = (
     *("--help", "--help-all", "--config", "--dry-run", "--json", "--detach", "--detach-as", "--take-over"),
-    *("--lease", "--timeout"),
+    *("--lease", "--timeout", "--quiet", "--verbose"),
 )
 
 

@@ -96,8 +96,7 @@ def combine(
         section, _, key = name.partition(".")
         check_keys({section: {key: None}}, "the command line", schema)
     source = config or _config_of_resumed(given.get("run.resume"))
-    path = shipped.find(source, shipped.RECIPES) if isinstance(source, str) else None
-    values = _copied(source or {}) if path is None else read_yaml(path)
+    values = read_yaml(shipped.find(source, shipped.RECIPES)) if isinstance(source, str) else _copied(source or {})
     if source is not config:
         for key in ("run_dir", "resume_anyway"):
             values.get("run", {}).pop(key, None)

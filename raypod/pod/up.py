@@ -108,8 +108,8 @@ def _own_file(name: str) -> ClusterFile:
     path = shipped.find(name, shipped.CLUSTERS)
     if not Path(name).exists() and path.is_file():
         raise ClusterError(
-            f"{name} does not exist here; `raypod files {path.name} > {path.name}` writes the one that raypod contains: "
-            "edit the lines marked EDIT"
+            f"{name} does not exist here; `raypod files {path.name} > {path.name}` writes the one that raypod "
+            "contains: edit the lines marked EDIT"
         )
     return read_file(name)
 
