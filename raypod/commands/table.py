@@ -37,6 +37,7 @@ GROUPS: Dict[str, Dict[str, Command]] = {
         "cluster-file": Command(
             "write the cluster file of the Ray cluster that runs here", "raypod.fleet.ray_cluster_file", "write"
         ),
+        "bundle": Command("write a folder of wheels for hosts without an index", "raypod.pod.bundle", "bundle"),
     },
     "Watch and control": {
         "status": Command("print the state of a run", "raypod.commands.runs", "status"),

@@ -6,7 +6,7 @@ In a checkout these are its top-level folders; the wheel has a copy of them insi
 from __future__ import annotations
 
 from pathlib import Path
-from typing import List
+from typing import List, Optional
 
 from raypod.cli import nearest
 
@@ -18,6 +18,13 @@ def folder(kind: str) -> Path:
     """Return the folder of the files of a kind: `configs` or `cluster`."""
     inside = _PACKAGE / "shipped" / kind
     return inside if inside.is_dir() else _PACKAGE.parent / kind
+
+
+def project_file(name: str) -> Optional[Path]:
+    """Return a file at the top of raypod's checkout; None for an installed package."""
+    path = _PACKAGE.parent / name
+    is_checkout = (_PACKAGE.parent / "pyproject.toml").is_file() and not (_PACKAGE / "shipped").is_dir()
+    return path if is_checkout and path.is_file() else None
 
 
 def names(kind: str) -> List[str]:
