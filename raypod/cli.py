@@ -7,19 +7,23 @@ import contextvars
 import difflib
 import itertools
 import os
+import select
 import sys
 from typing import Any, Callable, Iterable, List, NoReturn, Optional, Sequence
 
 from raypod.errors import ConfigError, Preempted, RaypodError
 
 INTERRUPTED = 130
+_CLOSED_PIPE = 141  # as a shell reports SIGPIPE
 _STYLES = {"bold": 1, "red": 31, "green": 32, "yellow": 33}
 
 
 def report_errors(command: Callable[[], int]) -> int:
     """Run a command and return its exit code; print an error of raypod as one line on stderr."""
     try:
-        return int(command())
+        code = int(command())
+        sys.stdout.flush()
+        return code
     except RaypodError as error:
         label = paint("error:", "red", sys.stderr)
         print(f"raypod: {label} {error}", file=sys.stderr)  # noqa: T201 - the command line's own output
@@ -30,6 +34,20 @@ def report_errors(command: Callable[[], int]) -> int:
     except KeyboardInterrupt as interrupt:
         print("raypod: interrupted", file=sys.stderr)  # noqa: T201
         return int(getattr(interrupt, "exit_code", INTERRUPTED))
+    except BrokenPipeError:
+        if not _stdout_is_closed():
+            raise
+        return _CLOSED_PIPE
+
+
+def _stdout_is_closed() -> bool:
+    """Return whether the reader of stdout has ended, as `head` does; then what is still buffered is discarded."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # an error is always reported
+    if not poll.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def paint(text: str, style: str, stream: Any) -> str:

@@ -85,3 +85,18 @@ def test_a_misspelt_flag_names_the_nearest(line: str, capsys: pytest.CaptureFixt
 def test_every_flag_of_every_command_is_described(name: str) -> None:
     for action in parser_of(table.COMMANDS[name].run)._actions:
         assert action.help, action
+
+
+@pytest.mark.parametrize("flags", [[], ["-u"]], ids=["buffered", "unbuffered"])
+def test_a_reader_that_ends_early_is_no_traceback(flags: List[str]) -> None:
+    line = [sys.executable, *flags, "-m", "raypod", "files", "pod64"]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (141, b"")
+
+
+def test_quiet_and_verbose_contradict_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "-q", "-v", "--dry-run"]) == 2
+    assert "--quiet and --verbose contradict each other" in capsys.readouterr().err
