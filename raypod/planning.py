@@ -30,7 +30,7 @@ from raypod.tasks.registry import facts_of, schema_for, schema_of, task_of_plan
 _SWITCHES = {
     "--dry-run": "print the plan and exit; nothing is written or downloaded",
     "--json": "print the plan as JSON",
-    "--detach": "run in the background; control it with `python -m raypod status|attach|stop RUN_FOLDER`",
+    "--detach": "run in the background; control it with `raypod status|attach|stop RUN_FOLDER`",
     "--detach-as": "--detach, as a Ray job or as a process; default: a Ray job where Ray's job server runs",
     "--quiet": "print only warnings, errors and the result",
     "--verbose": "also print the placement of every instance and the versions",

@@ -1,4 +1,4 @@
-"""The recipes of `configs/` train on generated data in the real format: a few updates; `prove_recipes.py` makes more."""
+"""The recipes of `configs/` train on generated data in the real format; `prove_recipes.py` makes more updates."""
 
 from __future__ import annotations
 
