@@ -36,6 +36,8 @@ def render(plan: Plan, seconds: float, width: Optional[int] = None) -> str:
 
 
 def _throughput(plan: Plan, summary: Dict[str, Any]) -> str:
+    if not summary["samples_per_s"]:
+        return "not known: the first call is not timed"
     rates = plan.task.part_rates(summary["samples_per_s"])
     names = rates or {f"{plan.task.samples_are}_per_s": summary["samples_per_s"]}
     shown = ", ".join(f"{rate:.0f} {name.replace('_per_s', '/s')}" for name, rate in names.items())
