@@ -121,6 +121,7 @@ def render_brief(plan: Plan, width: Optional[int] = None) -> str:
         ("global batch", f"{batch} = {geometry.global_batch_size} {plan.task.samples_are} per update"),
         ("pod", hosts),
         ("placement", f"{size} x {_count(geometry.ipus_per_replica, 'IPU')} = {_count(geometry.total_ipus, 'IPU')}"),
+        *_oversubscription_rows(placement),
         *_pipeline_rows(plan),
         *_conflict_rows(placement),
         *_elastic_rows(plan),
@@ -192,14 +193,17 @@ def _core_rows(placement: Placement) -> List[Tuple[str, str]]:
     if cpus is None:
         return [("cores", f"{threads} per replica; the cluster file has no cpus_per_host{bound}")]
     text = f"{_count(cpus, 'CPU')} per host for {_count(replicas, 'replica')}: {cpus / replicas:.3g} per replica"
-    rows = [("cores", f"{text}, {threads} each{bound}")]
+    rows = [("cores", f"{text}, {threads} each{bound}"), *_oversubscription_rows(placement)]
     at_a_time = max(1, cpus // per_host // spec.threads_per_replica)
-    if placement.oversubscription:
-        rows.append(("", f"WARNING, oversubscribed: {placement.oversubscription}"))
-    elif at_a_time < spec.local_replicas:
+    if not placement.oversubscription and at_a_time < spec.local_replicas:
         at_a_time_of = f"{at_a_time} of its {spec.local_replicas} replicas at a time"
         rows.append(("", f"an instance computes {at_a_time_of} (emulated SDK)"))
     return rows
+
+
+def _oversubscription_rows(placement: Placement) -> List[Tuple[str, str]]:
+    found = placement.oversubscription
+    return [("", f"WARNING, oversubscribed: {found}")] if found else []
 
 
 def _partition(vipu: VipuPartition, placement: Placement) -> str:
