@@ -1,14 +1,14 @@
 """`raypod bundle`: a folder of wheels with which hosts without a package index install raypod.
 
 `pip download` evaluates the markers of requirements (`; python_version < "3.9"`) for its own interpreter, also with
-`--python-version`. Therefore the requirements of the downloaded wheels are read again for the Python of the hosts, and
-what is missing is downloaded, until nothing is.
+`--python-version`. Therefore the interpreter of the hosts' version runs pip if this machine has it. Otherwise the
+requirements of the downloaded wheels are read again for the hosts: what is missing is downloaded, until nothing is, and
+what they do not need is removed.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import platform
 import re
@@ -25,6 +25,8 @@ from raypod.plan.shipped import project_file
 from raypod.pod import wheels
 from raypod.pod.bundle_script import INSTALL
 
+_VERSION = ".".join(map(str, sys.version_info[:2]))
+_START_S = 60.0  # limit of the start of an interpreter
 _ROUNDS = 8  # of downloads of what is missing
 _GLIBC_MINOR = 31  # that of Ubuntu 20.04, the system of hosts with the Poplar SDK 3.3/3.4
 _DESCRIPTION = """Write a folder of wheels for hosts without a package index: raypod, ray[default], what they need, and
@@ -43,8 +45,7 @@ def bundle(argv: Sequence[str]) -> int:
     parser = FlagParser(prog="raypod bundle", description=_DESCRIPTION)
     parser.add_argument("folder", metavar="FOLDER", help="the folder to write; it must not exist")
     parser.add_argument("requirements", metavar="REQUIREMENT", nargs="*", help="more to install, as PopTorch's wheel")
-    own = ".".join(map(str, sys.version_info[:2]))
-    parser.add_argument("--python", default=own, metavar="X.Y", help=f"Python of the hosts [{own}]")
+    parser.add_argument("--python", default=_VERSION, metavar="X.Y", help=f"Python of the hosts [{_VERSION}]")
     parser.add_argument(
         "--platform", action="append", metavar="TAG", help="platform tag of the hosts' wheels, can be repeated "
         f"[that of this machine, with glibc 2.{_GLIBC_MINOR}]"
@@ -58,9 +59,8 @@ def bundle(argv: Sequence[str]) -> int:
     target = Target(_checked_version(args.python), args.platform or _platforms())
     if folder.exists():
         raise ConfigError(f"bundle {folder}: it exists; remove it, or choose another folder")
-    if importlib.util.find_spec("pip") is None:
-        raise ConfigError(f"bundle {folder}: {sys.executable} has no pip; install it with: python -m ensurepip")
     constraints = Path(args.constraints) if args.constraints else project_file("constraints.txt")
+    wheels.check_requirements(args.requirements)
     if constraints is not None and not constraints.is_file():
         raise ConfigError(f"bundle {folder}: the file of --constraints, {constraints}, does not exist")
     pip = Pip(target, args.index, wheels.constraints_for(constraints, target.python), args.timeout, str(folder))
@@ -84,6 +84,29 @@ def _platforms() -> List[str]:
     return [*modern, *(f"{name}_{machine}" for name in ("manylinux2014", "manylinux2010", "manylinux1", "linux"))]
 
 
+def _interpreter_for(version: str) -> str:
+    """Return this interpreter, or one of another version if this machine has it with pip.
+
+    Raises:
+        ConfigError: this interpreter has no pip.
+    """
+    if version != _VERSION:
+        other = shutil.which(f"python{version}")
+        if other is not None and _has_pip(other):
+            return other
+    if not _has_pip(sys.executable):
+        raise ConfigError(f"bundle: {sys.executable} has no pip; install it with: python -m ensurepip")
+    return sys.executable
+
+
+def _has_pip(interpreter: str) -> bool:
+    line = [interpreter, "-c", "import pip"]
+    try:
+        return subprocess.run(line, stderr=subprocess.DEVNULL, timeout=_START_S, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
 class Pip:
     """Runs `pip download` for the hosts."""
 
@@ -93,6 +116,7 @@ class Pip:
         """`name` is that of the bundle, for messages."""
         self.target, self._timeout_s, self._name = target, timeout_s, name
         self._constraints = list(constraints)
+        self._interpreter = _interpreter_for(target.python)
         self._flags = [word for url in indexes for word in ("--extra-index-url", url)]
         self._target_flags = ["--only-binary=:all:", "--implementation=cp", f"--python-version={target.python}"]
         self._target_flags += [f"--platform={tag}" for tag in target.platforms]
@@ -116,7 +140,7 @@ class Pip:
 
     def run(self, words: Sequence[str]) -> None:
         """Run pip. ConfigError with its last error."""
-        line = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *words]
+        line = [self._interpreter, "-m", "pip", "--disable-pip-version-check", "--no-input", *words]
         try:
             done = subprocess.run(line, capture_output=True, text=True, timeout=self._timeout_s, check=False)
         except subprocess.TimeoutExpired:
@@ -169,8 +193,11 @@ def _fill(folder: Path, pip: Pip, requirements: Sequence[str]) -> None:
     for _ in range(_ROUNDS):
         chosen = {name: version for name, version in wheels.versions_in(folder).items() if name != "raypod"}
         pip.download(missing, folder, chosen)
-        missing = wheels.missing_in(folder, requirements, pip.target.python)
+        needed, missing = wheels.closure_in(folder, ["raypod", *requirements], pip.target.python)
         if not missing:
+            for path in folder.iterdir():
+                if wheels.name_and_version(path)[0] not in needed:
+                    path.unlink()
             return
     raise ConfigError(f"bundle: after {_ROUNDS} downloads these are still missing: {', '.join(missing)}")
 

@@ -9,7 +9,7 @@ import importlib.metadata
 import re
 import zipfile
 from pathlib import Path
-from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from packaging.markers import Marker
 from packaging.requirements import InvalidRequirement, Requirement
@@ -31,6 +31,19 @@ def versions_in(folder: Path) -> Dict[str, str]:
     return dict(name_and_version(path) for path in folder.glob("*.whl"))
 
 
+def check_requirements(texts: Sequence[str]) -> None:
+    """Raise ConfigError for a text that is neither a requirement nor the path of a wheel."""
+    for text in texts:
+        if text.endswith(".whl"):
+            if not Path(text).is_file():
+                raise ConfigError(f"bundle: the wheel {text} does not exist")
+            continue
+        try:
+            Requirement(text)
+        except InvalidRequirement:
+            raise ConfigError(f"bundle: {text!r} is neither a requirement, as numpy>=1.20, nor a wheel") from None
+
+
 def constraints_for(file: Optional[Path], python: str) -> List[str]:
     """Return the lines of a constraints file that hold for a version of Python, without their markers."""
     lines = file.read_text().splitlines() if file is not None else []
@@ -38,17 +51,22 @@ def constraints_for(file: Optional[Path], python: str) -> List[str]:
     return [f"{each.name}{each.specifier}" for each in found if _holds(each.marker, python)]
 
 
-def missing_in(folder: Path, requirements: Sequence[str], python: str) -> List[str]:
-    """Return the requirements of the wheels in a folder, and of `requirements`, for which it has no wheel."""
+class Closure(NamedTuple):
+    """What requirements need of a folder: the names of wheels, and requirements for which there is none."""
+
+    needed: Set[str]
+    missing: List[str]
+
+
+def closure_in(folder: Path, requirements: Sequence[str], python: str) -> Closure:
+    """Follow requirements through the wheels of a folder; a requirement can be the path of a wheel, too."""
     wheels = {name_and_version(path)[0]: path for path in folder.glob("*.whl")}
     missing: Dict[str, str] = {}
     seen: Set[Tuple[str, str]] = set()
-    pending = [(name, "") for name in wheels]
+    pending: List[Tuple[str, str]] = []
     for text in requirements:
-        try:
-            pending += _with_extras(Requirement(text))
-        except InvalidRequirement:  # the path of a wheel, which is in the folder
-            continue
+        is_file = text.endswith(".whl")
+        pending += [(name_and_version(Path(text))[0], "")] if is_file else _with_extras(Requirement(text))
     while pending:
         name, extra = pending.pop()
         if (name, extra) in seen or name not in wheels:
@@ -59,7 +77,7 @@ def missing_in(folder: Path, requirements: Sequence[str], python: str) -> List[s
                 if canonicalize_name(each.name) not in wheels:
                     missing[canonicalize_name(each.name)] = f"{each.name}{_extras(each)}{each.specifier}"
                 pending += _with_extras(each)
-    return sorted(missing.values())
+    return Closure({name for name, _ in seen}, sorted(missing.values()))
 
 
 def repack(package: str, folder: Path) -> None:
