@@ -6,9 +6,9 @@ A command is imported when it runs, so that the light ones start fast.
 from __future__ import annotations
 
 import sys
-from typing import List, Optional, Sequence
+from typing import List, Optional, Sequence, TextIO
 
-from raypod.cli import report_errors, suggestion
+from raypod.cli import paint, report_errors, suggestion
 from raypod.commands.table import COMMANDS, EXAMPLES, GROUPS
 from raypod.errors import ConfigError
 
@@ -23,7 +23,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def _dispatch(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_usage(), file=sys.stdout if words else sys.stderr)
+        stream = sys.stdout if words else sys.stderr
+        print(_usage(stream), file=stream)
         return 0 if words else 2
     name = "version" if words[0] == "--version" else words[0]
     if name not in COMMANDS:
@@ -31,7 +32,7 @@ def _dispatch(words: Sequence[str]) -> int:
     return COMMANDS[name].run(words[1:])
 
 
-def _usage() -> str:
+def _usage(stream: TextIO) -> str:
     lines: List[str] = [
         "usage: raypod COMMAND [flags]",
         "",
@@ -39,10 +40,14 @@ def _usage() -> str:
         "emulation of the SDK.",
     ]
     for group, commands in GROUPS.items():
-        lines += ["", f"{group}:"]
+        lines += ["", paint(f"{group}:", "bold", stream)]
         lines += [f"  {name.ljust(_WIDTH)}{command.summary}" for name, command in commands.items()]
     width = max(map(len, EXAMPLES)) + 2
-    lines += ["", "Examples:", *(f"  {example.ljust(width)}{what}" for example, what in EXAMPLES.items())]
+    lines += [
+        "",
+        paint("Examples:", "bold", stream),
+        *(f"  {example.ljust(width)}{what}" for example, what in EXAMPLES.items()),
+    ]
     lines += ["", "raypod COMMAND --help describes a command."]
     return "\n".join(lines)
 

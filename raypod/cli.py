@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import contextvars
 import difflib
+import itertools
+import os
+import select
 import sys
-from typing import Any, Callable, Iterable, List, NoReturn, Sequence
+from typing import Any, Callable, Iterable, List, NoReturn, Optional, Sequence
 
 from raypod.errors import ConfigError, Preempted, RaypodError
 
 INTERRUPTED = 130
+_CLOSED_PIPE = 141  # as a shell reports SIGPIPE
+_STYLES = {"bold": 1, "red": 31, "green": 32, "yellow": 33}
 
 
 def report_errors(command: Callable[[], int]) -> int:
     """Run a command and return its exit code; print an error of raypod as one line on stderr."""
     try:
-        return int(command())
+        code = int(command())
+        sys.stdout.flush()
+        return code
     except RaypodError as error:
-        print(f"raypod: error: {error}", file=sys.stderr)  # noqa: T201 - the command line's own output
+        label = paint("error:", "red", sys.stderr)
+        print(f"raypod: {label} {error}", file=sys.stderr)  # noqa: T201 - the command line's own output
         return error.exit_code
     except Preempted as preempted:
         print(f"raypod: {preempted}", file=sys.stderr)  # noqa: T201
@@ -25,6 +34,30 @@ def report_errors(command: Callable[[], int]) -> int:
     except KeyboardInterrupt as interrupt:
         print("raypod: interrupted", file=sys.stderr)  # noqa: T201
         return int(getattr(interrupt, "exit_code", INTERRUPTED))
+    except BrokenPipeError:
+        if not _stdout_is_closed():
+            raise
+        return _CLOSED_PIPE
+
+
+def _stdout_is_closed() -> bool:
+    """Return whether the reader of stdout has ended, as `head` does; then what is still buffered is discarded."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # an error is always reported
+    if not poll.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
+def paint(text: str, style: str, stream: Any) -> str:
+    """Return `text` as `stream` shows it in a style: bold, red, green or yellow.
+
+    It is unchanged if the stream is no terminal, the terminal is dumb, or the variable NO_COLOR is set.
+    """
+    if not stream.isatty() or os.environ.get("TERM") == "dumb" or os.environ.get("NO_COLOR"):
+        return text
+    return f"\x1b[{_STYLES[style]}m{text}\x1b[0m"
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -36,6 +69,47 @@ class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError with argparse's message in one line."""
         raise ConfigError(f"{message.replace('argument ', '', 1)} ({self.prog} --help lists all flags)")
+
+    def parse_args(  # type: ignore[override]
+        self, args: Optional[Sequence[str]] = None, namespace: Optional[argparse.Namespace] = None
+    ) -> argparse.Namespace:
+        """Parse a command line. ConfigError for a wrong one, which names the flag nearest to an unknown one."""
+        words = sys.argv[1:] if args is None else list(args)
+        self.check_flags(words)
+        return super().parse_args(words, namespace)
+
+    def check_flags(self, words: Sequence[str]) -> None:
+        """Raise ConfigError for the first unknown flag, before argparse reports what is missing."""
+        if _is_sought.get():
+            raise _ParserFound(self)
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        for word in itertools.takewhile(lambda each: each != "--", words):
+            name = word.partition("=")[0]
+            if name.startswith("--") and name not in known:
+                found = nearest(name, sorted(known))
+                hint = f"; did you mean {found[0]}?" if found else ""
+                raise ConfigError(f"unknown flag {name}{hint}; {self.prog} --help lists all")
+
+
+class _ParserFound(BaseException):  # no handler of a command catches it
+    def __init__(self, parser: FlagParser) -> None:
+        super().__init__()
+        self.parser = parser
+
+
+_is_sought = contextvars.ContextVar("_is_sought", default=False)
+
+
+def parser_of(command: Callable[[Sequence[str]], Any]) -> FlagParser:
+    """Return the parser of a command, which builds one before it reads its words; nothing of it is run."""
+    token = _is_sought.set(True)
+    try:
+        command([])
+    except _ParserFound as found:
+        return found.parser
+    finally:
+        _is_sought.reset(token)
+    raise TypeError(f"{command} has no FlagParser")
 
 
 def nearest(word: str, known: Iterable[str], count: int = 1) -> List[str]:

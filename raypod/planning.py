@@ -30,13 +30,17 @@ from raypod.tasks.registry import facts_of, schema_for, schema_of, task_of_plan
 _SWITCHES = {
     "--dry-run": "print the plan and exit; nothing is written or downloaded",
     "--json": "print the plan as JSON",
-    "--detach": "run in the background; control it with `python -m raypod status|attach|stop RUN_FOLDER`",
+    "--detach": "run in the background; control it with `raypod status|attach|stop RUN_FOLDER`",
     "--detach-as": "--detach, as a Ray job or as a process; default: a Ray job where Ray's job server runs",
+    "--quiet": "print only warnings, errors and the result",
+    "--verbose": "also print the placement of every instance and the versions",
     "--take-over": (
         "end the run that uses the run folder, also on another host, and continue it here; for a host that is lost, "
         f"wait until its lease has expired ({EXPIRES_AFTER_S:g} s after its last heartbeat) instead"
     ),
 }
+
+_LETTERS = {"--quiet": "-q", "--verbose": "-v"}
 
 
 def plan_of(
@@ -53,7 +57,7 @@ def plan_of(
     Args:
         argv: the flags, without the program's name.
         prog: the program's name in messages.
-        switches: further boolean flags: any of `--dry-run`, `--json`, `--detach`, `--take-over`.
+        switches: further boolean flags: any of those in `_SWITCHES`.
         on_config: called with the config before what takes long: data, a pipeline.
 
     Raises:
@@ -68,7 +72,8 @@ def plan_of(
     schema = schema_for(argv)
     groups = flags.add_flags(parser, schema)
     for switch in switches:
-        groups["output"].add_argument(switch, action="store_true", help=_SWITCHES[switch])
+        names = [_LETTERS[switch], switch] if switch in _LETTERS else [switch]
+        groups["output"].add_argument(*names, action="store_true", help=_SWITCHES[switch])
     if "--detach" in switches:
         groups["output"].add_argument("--detach-as", choices=("ray-job", "process"), help=_SWITCHES["--detach-as"])
         parser.add_argument("--lease", help=argparse.SUPPRESS)  # of the background process

@@ -14,10 +14,10 @@ from raypod import detached, planning
 from raypod.api.training import Claimed, Training, claimed, resume_point
 from raypod.cli import INTERRUPTED, report_errors
 from raypod.coordinator.stop import Stop, deadline_of, stop_on_signal
-from raypod.errors import Preempted
+from raypod.errors import ConfigError, Preempted
 from raypod.events import RunEnded
 from raypod.host.process import process_age_s
-from raypod.record.progress import Progress
+from raypod.record import progress, summary_table
 from raypod.storage.restore import check
 
 
@@ -50,8 +50,10 @@ def _train(argv: Sequence[str], prog: str) -> int:
 def _train_until(stop: Stop, argv: Sequence[str], prog: str, started_at_s: float) -> int:
     with contextlib.ExitStack() as stack:
         stack.enter_context(stop_on_signal(stop))
-        switches = ["--dry-run", "--detach", "--take-over"]
+        switches = ["--dry-run", "--detach", "--take-over", "--quiet", "--verbose"]
         plan, args = planning.plan_of(argv, prog, switches, lambda config: stop.configure(config.run))
+        if args.quiet and args.verbose:
+            raise ConfigError("--quiet and --verbose contradict each other; give one of them")
         if args.dry_run:
             plan, _ = resume_point(check(plan))
             print(planning.render_with_pipeline(plan))  # noqa: T201
@@ -63,17 +65,18 @@ def _train_until(stop: Stop, argv: Sequence[str], prog: str, started_at_s: float
         run = stack.enter_context(claimed(plan, _log, args.take_over, args.lease, verify=not is_detached))
         if is_detached:
             return detached.detach(argv, run.claim, run.plan, args.detach_as)
-        return _run(run, stop, started_at_s)
+        detail = progress.QUIET if args.quiet else progress.VERBOSE if args.verbose else progress.NORMAL
+        return _run(run, stop, started_at_s, detail)
 
 
-def _run(run: Claimed, stop: Stop, started_at_s: float) -> int:
-    training = Training(run, Progress(run.plan), stop, started_at_s)
+def _run(run: Claimed, stop: Stop, started_at_s: float, detail: int) -> int:
+    training = Training(run, progress.Progress(run.plan, detail=detail), stop, started_at_s)
     exit_code = 0
     for event in training.events():
         if isinstance(event, RunEnded) and event.interrupted:
             exit_code = stop.exit_code if event.preempted else INTERRUPTED
-    print(f"Waiting for data: {100 * training.metrics.data_wait_share:.1f} % of the time of the calls")  # noqa: T201
-    print(f"Everything else: {run.plan.run_dir}")  # noqa: T201
+    if detail > progress.QUIET:
+        print(summary_table.render(run.plan, time.monotonic() - started_at_s, progress.width_of(sys.stdout)))  # noqa: T201
     return exit_code
 
 

@@ -7,7 +7,9 @@ workers; 4. eight replicas in four instances. Each with three methods:
   takes a fixed time per call and no CPU, as an IPU does, so that the times show the host side;
 * simulated device, raypod's data path: the same images, a whole call at a time; the device enlarges them;
 * emulated SDK, raypod's data path: a real training on this CPU. Losses and accuracies are those of the training; times
-  are those of the emulation, not of an IPU.
+  are those of the emulation, not of an IPU. The global batch of steps 2 to 4 is eight times that of step 1: their
+  learning rate is scaled with it, and they train for --most-epochs. The column `epochs` is the first epoch after which
+  the test accuracy is that of step 1's last.
 
 Without --data-dir the data is generated in CIFAR-10's format (make_cifar.py). --plot needs `raypod[plot]`.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -42,10 +45,11 @@ STEPS: Tuple[Tuple[str, List[str]], ...] = (
     (f"{REPLICAS} replicas, 4 instances", ["--replicas", str(REPLICAS), "--num-instances", "4"]),
 )
 SIMULATED = ["--model", "compare:simulated_device", "--optimizer", "sgd", "--learning-rate", "0.001"]
+TRAINED = "emulated SDK, raypod's data path"
 METHODS: Dict[str, List[str]] = {
     "simulated device, tutorial's data path": [*SIMULATED, "--dataset", "compare:by_sample"],
     "simulated device, raypod's data path": [*SIMULATED, "--dataset", "cifar10"],
-    "emulated SDK, raypod's data path": ["--dataset", "cifar10"],
+    TRAINED: ["--dataset", "cifar10"],
 }
 
 
@@ -58,6 +62,7 @@ class Row(NamedTuple):
     data_wait_share: float
     loss: float
     test_accuracy: float
+    epochs: float  # until the test accuracy of step 1; infinite if it is not reached
 
 
 class SimulatedDevice(nn.Module):
@@ -120,14 +125,19 @@ def by_sample(data_dir: str) -> Tuple[BySample, BySample, int]:
     return BySample(train.images, train.labels), BySample(test.images, test.labels), splits.classes
 
 
-def run(args: argparse.Namespace, data_dir: str, method: str, step: str, flags: List[str]) -> Row:
-    """Train in a subprocess."""
+def run(args: argparse.Namespace, data_dir: str, method: str, number: int, target: float) -> Row:
+    """Train step `number` (from 0 on) in a subprocess; `target` is the test accuracy that counts its epochs."""
+    step, flags = STEPS[number]
+    is_larger = method == TRAINED and number > 0
+    epochs = args.most_epochs if is_larger else args.epochs
+    rate = args.learning_rate * (REPLICAS if is_larger else 1)
     sizes = [args.batch_size, args.gradient_accumulation, args.device_iterations]
     names = ["--batch-size", "--gradient-accumulation", "--device-iterations", "--epochs"]
-    common = [word for name, value in zip(names, [*sizes, args.epochs]) for word in (name, str(value))]
+    common = [word for name, value in zip(names, [*sizes, epochs]) for word in (name, str(value))]
     common += ["--eight-bit-io", "--async-dataloader", "--device", "emulated", "--data-dir", data_dir]
     if "--model" not in METHODS[method]:
-        common += ["--model", args.model, "--learning-rate", str(args.learning_rate), "--warmup-updates", "10"]
+        common += ["--model", args.model, "--learning-rate", str(rate), "--warmup-updates", "10"]
+        common += ["--evaluate-every", "1"]
     seconds = args.call_ms / 1000 / (args.gradient_accumulation * args.device_iterations)
     environment = {**os.environ, SECONDS: str(seconds)}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
@@ -139,8 +149,10 @@ def run(args: argparse.Namespace, data_dir: str, method: str, step: str, flags: 
         summary = json.loads(Path(folder, "run", "summary.json").read_text())
         plan = json.loads(Path(folder, "run", "plan.json").read_text())
     images = plan["updates_per_epoch"] * plan["geometry"]["global_batch_size"]
-    rate = summary["samples_per_s"]
-    return Row(step, images / rate, rate, summary["data_wait_share"], summary["loss"], summary["test_accuracy"])
+    speed, accuracy = summary["samples_per_s"], summary["test_accuracy"]
+    reached = [each["epoch"] for each in summary["evaluations"] if each["accuracy"] >= (target if number else accuracy)]
+    until = float(min(reached)) if reached else math.inf
+    return Row(step, images / speed, speed, summary["data_wait_share"], summary["loss"], accuracy, until)
 
 
 def median_row(rows: List[Row]) -> Row:
@@ -152,12 +164,12 @@ def print_table(method: str, rows: List[Row], is_trained: bool) -> None:
     """Print the steps of one method."""
     print(f"\n{method}")
     head = f"{'step':<26}{'s per epoch':>12}{'images/s':>10}{'to step 1':>11}{'waiting for data':>18}"
-    print(head + (f"{'loss':>8}{'test acc':>10}" if is_trained else ""))
+    print(head + (f"{'loss':>8}{'test acc':>10}{'epochs':>8}" if is_trained else ""))
     for row in rows:
         ratio = row.images_per_s / rows[0].images_per_s
         line = f"{row.step:<26}{row.epoch_s:>12.2f}{row.images_per_s:>10.0f}{ratio:>11.2f}"
         line += f"{100 * row.data_wait_share:>16.1f} %"
-        print(line + (f"{row.loss:>8.3f}{row.test_accuracy:>8.1f} %" if is_trained else ""))
+        print(line + (f"{row.loss:>8.3f}{row.test_accuracy:>8.1f} %{row.epochs:>8g}" if is_trained else ""))
 
 
 def draw(path: Path, found: Dict[str, List[Row]], title: str) -> None:
@@ -167,8 +179,8 @@ def draw(path: Path, found: Dict[str, List[Row]], title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(found), figsize=(4.6 * len(found), 4.2))
-    for axis, (method, rows) in zip(axes, found.items()):
+    figure, grid = pyplot.subplots(1, len(found), squeeze=False, figsize=(4.6 * len(found), 4.2))
+    for axis, (method, rows) in zip(grid[0], found.items()):
         names = [f"{number}. {row.step}".replace(", ", ",\n") for number, row in enumerate(rows, start=1)]
         seconds = [row.epoch_s for row in rows]
         waiting = [row.epoch_s * row.data_wait_share for row in rows]
@@ -177,7 +189,7 @@ def draw(path: Path, found: Dict[str, List[Row]], title: str) -> None:
         axis.set_title(method.replace(", ", ",\n"), fontsize=10)
         axis.set_ylabel("seconds per epoch")
         axis.tick_params(axis="x", labelsize=7)
-    axes[0].legend(fontsize=8)
+    grid[0][0].legend(fontsize=8)
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
     figure.savefig(str(path), dpi=120)
@@ -193,6 +205,8 @@ def main() -> None:
     parser.add_argument("--gradient-accumulation", type=int, default=2)
     parser.add_argument("--device-iterations", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--most-epochs", type=int, default=6, help="of the trained steps 2 to 4")
+    parser.add_argument("--only-trained", action="store_true", help="only the method on the emulated SDK")
     parser.add_argument("--call-ms", type=float, default=60, help="time per call of the simulated device")
     parser.add_argument("--model", default="resnet8", help="model of the emulated SDK")
     parser.add_argument("--learning-rate", type=float, default=0.05)
@@ -209,14 +223,18 @@ def main() -> None:
         per_call = args.batch_size * args.gradient_accumulation * args.device_iterations
         title = f"{what}; a call feeds {per_call} images per replica; simulated device: {args.call_ms:g} ms per call"
         print(f"{title}; {os.cpu_count()} cores", flush=True)
-        rounds: Dict[str, List[List[Row]]] = {method: [[] for _ in STEPS] for method in METHODS}
+        chosen = [TRAINED] if args.only_trained else [*METHODS]
+        rounds: Dict[str, List[List[Row]]] = {method: [[] for _ in STEPS] for method in chosen}
         for _ in range(args.rounds):
-            for method in METHODS:
-                for index, (step, flags) in enumerate(STEPS):
-                    rounds[method][index].append(run(args, data_dir, method, step, flags))
+            for method in chosen:
+                target = 0.0
+                for index in range(len(STEPS)):
+                    row = run(args, data_dir, method, index, target)
+                    target = target if index else row.test_accuracy
+                    rounds[method][index].append(row)
     found = {method: [median_row(each) for each in steps] for method, steps in rounds.items()}
     for method, rows in found.items():
-        print_table(method, rows, is_trained=method.startswith("emulated"))
+        print_table(method, rows, is_trained=method == TRAINED)
     if args.plot:
         draw(args.plot, found, title)
         print(f"\nplot: {args.plot}")

@@ -28,11 +28,16 @@ def images_of(labels: np.ndarray, patterns: np.ndarray, random: np.random.Genera
     return noisy.clip(0, 255).astype(np.uint8).transpose(0, 3, 1, 2).reshape(len(labels), 3 * SIDE * SIDE)
 
 
+def patterns_of(classes: int, random: np.random.Generator) -> np.ndarray:
+    """Return float32 [classes, PATTERNS, 3, SIDE, SIDE] in 0..255: the patterns of each class."""
+    coarse = random.integers(0, 256, (classes, PATTERNS, 3, COARSE, COARSE)).astype(np.float32)
+    return coarse.repeat(SIDE // COARSE, axis=3).repeat(SIDE // COARSE, axis=4)
+
+
 def write(folder: Path, train: int, test: int, classes: int, seed: int = 0) -> Path:
     """Write `cifar-10-batches-py` (10 classes) or `cifar-100-python` (100) to `folder`; return its path."""
     random = np.random.default_rng(seed)
-    coarse = random.integers(0, 256, (classes, PATTERNS, 3, COARSE, COARSE)).astype(np.float32)
-    patterns = coarse.repeat(SIDE // COARSE, axis=3).repeat(SIDE // COARSE, axis=4)
+    patterns = patterns_of(classes, random)
     if classes == 10:
         name, key, meta, names = "cifar-10-batches-py", "labels", "batches.meta", "label_names"
         sizes = [len(part) for part in np.array_split(np.arange(train), 5)]

@@ -11,6 +11,7 @@ from typing import List
 import pytest
 
 from raypod.__main__ import main
+from raypod.cli import parser_of
 from raypod.commands import table
 
 LIGHT = ["--help", "version --help", "logs --help", "status --help", "verify-data --help"]
@@ -39,14 +40,17 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
     found = dict(line.split() for line in capsys.readouterr().out.splitlines())
     assert found["python"] == sys.version.split()[0]
-    assert {"torch", "numpy", "ray"} <= {*found}
+    assert {"torch", "numpy", "ray", "poptorch"} <= {*found}
     assert main(["--version"]) == 0
     assert main(["version", "all"]) == 2
 
 
 def test_train_and_launch_are_the_modules_of_their_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--epohcs", "3"]) == 2
-    assert capsys.readouterr().err == "raypod: error: unknown flag --epohcs; did you mean --epochs?; --help lists all\n"
+    assert (
+        capsys.readouterr().err
+        == "raypod: error: unknown flag --epohcs; did you mean --epochs?; raypod train --help lists all\n"
+    )
     assert main(["launch", "--version"]) == 0
     assert capsys.readouterr().out.startswith("raypod")
 
@@ -59,3 +63,40 @@ def test_the_help_imports_neither_torch_nor_ray(line: str, tmp_path: Path) -> No
     words: List[str] = [sys.executable, "-c", code]
     ended = subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=tmp_path, timeout=60)
     assert (ended.returncode, ended.stderr.decode().split("\n")[-2]) == (0, "[]")
+
+
+FLAGS = {
+    "monitor --intervall 3": "--intervall; did you mean --interval?; raypod monitor",
+    "export --formt onnx": "--formt; did you mean --format?; raypod export",
+    "up --wait-host=3": "--wait-host; did you mean --wait-hosts?; raypod up",
+    "doctor --clutser f": "--clutser; did you mean --cluster?; raypod doctor",
+    "version --zzz": "--zzz; raypod version",
+}
+
+
+@pytest.mark.parametrize("line", FLAGS)
+def test_a_misspelt_flag_names_the_nearest(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"raypod: error: unknown flag {FLAGS[line]} --help lists all\n")
+
+
+@pytest.mark.parametrize("name", [name for name in table.COMMANDS if name != "launch"])
+def test_every_flag_of_every_command_is_described(name: str) -> None:
+    for action in parser_of(table.COMMANDS[name].run)._actions:
+        assert action.help, action
+
+
+@pytest.mark.parametrize("flags", [[], ["-u"]], ids=["buffered", "unbuffered"])
+def test_a_reader_that_ends_early_is_no_traceback(flags: List[str]) -> None:
+    line = [sys.executable, *flags, "-m", "raypod", "files", "pod64"]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (141, b"")
+
+
+def test_quiet_and_verbose_contradict_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "-q", "-v", "--dry-run"]) == 2
+    assert "--quiet and --verbose contradict each other" in capsys.readouterr().err

@@ -74,7 +74,9 @@ def version(argv: Sequence[str]) -> int:
     from raypod.host.process import versions
 
     FlagParser(prog="raypod version", description="Print the versions of raypod and of what it uses.").parse_args(argv)
-    print("\n".join(format_table(versions())))  # noqa: T201
+    found = dict(versions())
+    found.setdefault("poptorch", "emulated")  # without the SDK, raypod's own implementation is used
+    print("\n".join(format_table([*found.items()])))  # noqa: T201
     return 0
 
 

@@ -37,6 +37,7 @@ GROUPS: Dict[str, Dict[str, Command]] = {
         "cluster-file": Command(
             "write the cluster file of the Ray cluster that runs here", "raypod.fleet.ray_cluster_file", "write"
         ),
+        "bundle": Command("write a folder of wheels for hosts without an index", "raypod.pod.bundle", "bundle"),
     },
     "Watch and control": {
         "status": Command("print the state of a run", "raypod.commands.runs", "status"),
@@ -55,6 +56,8 @@ GROUPS: Dict[str, Dict[str, Command]] = {
         "predict": Command("classify images, or continue a text", "raypod.trained.commands", "predict"),
     },
     "Other": {
+        "files": Command("list or print the recipes and cluster files", "raypod.commands.files", "files"),
+        "completion": Command("print the completion script of a shell", "raypod.commands.completion", "completion"),
         "version": Command("print the versions of raypod and of what it uses", "raypod.commands.runs", "version"),
     },
 }

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import http.client
 import os
 import shutil
 import sys
 import tarfile
 import tempfile
+import urllib.error
 import urllib.request
+import zlib
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Optional
 
@@ -159,7 +162,7 @@ def download(archive: Archive, root: Path, timeout_s: float) -> None:
         with file_lock(root / f".{archive.name}.lock", timeout_s, "run.start_timeout_s"):
             if not (root / archive.folder).is_dir():
                 _fetch(archive, root)
-    except (OSError, tarfile.TarError) as error:  # urllib's errors are OSErrors
+    except (OSError, EOFError, tarfile.TarError, zlib.error, http.client.HTTPException) as error:  # urllib's: OSErrors
         raise ConfigError(
             f"--download: cannot get {archive.url} ({error}); without network access, copy the file to this host "
             f"and unpack it in {root}"
@@ -173,12 +176,18 @@ def _fetch(archive: Archive, root: Path) -> None:
         file = partial / archive.name
         with urllib.request.urlopen(archive.url, timeout=_READ_TIMEOUT_S) as source, file.open("wb") as target:
             md5 = _copy(source, target)
+            expected, received = source.headers.get("Content-Length"), target.tell()
+        if expected is not None and received < int(expected):
+            raise OSError(f"the server ended the connection after {received} of {expected} bytes; try again")
         if md5 != archive.md5:
             raise OSError(f"its MD5 checksum is {md5}, expected {archive.md5}")
         with tarfile.open(str(file)) as packed:
             options: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # since Python 3.8.17
             packed.extractall(str(partial), **options)
         (partial / archive.folder).rename(root / archive.folder)
+    except urllib.error.HTTPError as error:
+        error.close()  # it holds the connection
+        raise
     finally:
         shutil.rmtree(str(partial), ignore_errors=True)
 

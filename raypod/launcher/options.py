@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import textwrap
 from pathlib import Path
 from typing import Any, Dict, List, NoReturn, Optional, Sequence, Tuple
 
@@ -18,6 +19,7 @@ from raypod.cli import nearest
 from raypod.errors import ConfigError
 from raypod.plan.unique_keys import UniqueKeyLoader
 
+_WIDTH, _COLUMN = 80, 34  # of the help, and where its texts begin
 INT, NUMBER, TEXT, YES_NO, WORDS = "N", "S", "TEXT", "yes|no", "ARGS"
 
 
@@ -184,15 +186,21 @@ def usage(prog: str) -> str:
         letter = f"-{option.letter}, " if option.letter else "    "
         name = f"{letter}--{option.name} {option.kind}" if option.letter != "x" else "-x VAR[=VALUE]"
         default = "" if option.default in (None, ()) else f" [{_text(option.default)}]"
-        lines.append(f"  {name:<38}{option.help}{default}")
-    lines += [
-        f"  {'-v, -vv':<38}log more details",
-        f"  {'--version, --version-format':<38}print the version of raypod",
-        "",
-    ]
-    lines += [f"--{BY_KEY[key].name} is not supported: {instead}." for key, instead in _REFUSED.items()]
-    lines += ["", *_NOTES]
+        lines += _described(name, f"{option.help}{default}")
+    lines += _described("-v, -vv", "log more details")
+    lines += _described("--version, --version-format", "print the version of raypod")
+    notes = [f"--{BY_KEY[key].name} is not supported: {instead}." for key, instead in _REFUSED.items()]
+    for text in ("", *notes, "", " ".join(_NOTES)):
+        lines += textwrap.wrap(text, _WIDTH) or [""]
     return "\n".join(lines)
+
+
+def _described(name: str, text: str) -> List[str]:
+    """Return the lines of an option in the help; a long name has a line of its own."""
+    parts = textwrap.wrap(text, _WIDTH - _COLUMN, break_on_hyphens=False)
+    if len(name) + 3 > _COLUMN:
+        return [f"  {name}", *(f"{'':{_COLUMN}}{part}" for part in parts)]
+    return [f"  {name if index == 0 else '':{_COLUMN - 2}}{part}" for index, part in enumerate(parts)]
 
 
 class _Scanner:

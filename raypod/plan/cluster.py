@@ -15,7 +15,7 @@ from typing import Dict, List, Optional, Tuple
 import yaml
 
 from raypod.errors import ClusterError
-from raypod.plan import cluster_file
+from raypod.plan import cluster_file, shipped
 from raypod.plan.cluster_file import ClusterFile
 
 GCS_PORT = 6379  # default port of `ray start --head`
@@ -103,7 +103,10 @@ def read_file(path: str) -> ClusterFile:
         ClusterError: see `read_cluster`.
     """
     try:
-        file = cluster_file.parse(Path(path).read_text())
+        file = cluster_file.parse(shipped.find(path, shipped.CLUSTERS).read_text())
+    except FileNotFoundError as error:
+        others = shipped.hint(path, shipped.CLUSTERS)
+        raise ClusterError(f"cannot read the cluster file {path}: {error.strerror}{others}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ClusterError(f"cannot read the cluster file {path}: {getattr(error, 'strerror', error)}") from None
     except yaml.YAMLError as error:

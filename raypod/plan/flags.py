@@ -7,7 +7,7 @@ from typing import Any, List, Optional, Sequence, Type
 
 from pydantic.fields import FieldInfo
 
-from raypod.cli import Joined, suggestion
+from raypod.cli import FlagParser, Joined
 from raypod.errors import ConfigError
 from raypod.plan import flag_help
 from raypod.plan.config import Config, TaskOptions, fields
@@ -18,7 +18,7 @@ _REPEATED = ("trackers",)  # keys whose flag can be given several times
 # Flags of the commands that take those of a config; the options of a task must not have their names.
 _OF_COMMANDS = (
     *("--help", "--help-all", "--config", "--dry-run", "--json", "--detach", "--detach-as", "--take-over"),
-    *("--lease", "--timeout"),
+    *("--lease", "--timeout", "--quiet", "--verbose"),
 )
 
 
@@ -75,13 +75,10 @@ def add_flag(
     return parser.add_argument(*names, dest=target, metavar=metavar, help=help_text, action=action)
 
 
-def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(parser: FlagParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse flags and overrides in any order. ConfigError for an unknown flag, with the nearest known one."""
-    args, unknown = parser.parse_known_intermixed_args(list(argv))
-    for word in unknown:
-        known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
-        raise ConfigError(f"unknown flag {word}{suggestion(word.split('=')[0], sorted(known))}; --help lists all")
-    return args
+    parser.check_flags(argv)
+    return parser.parse_intermixed_args(list(argv))
 
 
 def _is_boolean(field: FieldInfo) -> bool:

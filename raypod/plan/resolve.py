@@ -15,6 +15,7 @@ import yaml
 
 from raypod.cli import FlagParser, nearest, suggestion
 from raypod.errors import ConfigError
+from raypod.plan import shipped
 from raypod.plan.config import CHECKPOINTS, IMAGE_CLASSIFICATION, MANIFEST, Config, PodSection, TaskOptions, fields
 from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader
 from raypod.plan.urls import is_url
@@ -51,7 +52,7 @@ def task_name(argv: Sequence[str]) -> str:
     known, rest = parser.parse_known_args(list(argv))
     overrides = [word.partition("=")[2] for word in rest if word.startswith(f"{TASK_NAME}=")]
     source = known.config or _config_of_resumed(known.resume)
-    values = read_yaml(Path(source)) if source else {}
+    values = read_yaml(shipped.find(source, shipped.RECIPES)) if source else {}
     return str(known.task or next(iter(overrides), None) or task_of_values(values))
 
 
@@ -95,7 +96,7 @@ def combine(
         section, _, key = name.partition(".")
         check_keys({section: {key: None}}, "the command line", schema)
     source = config or _config_of_resumed(given.get("run.resume"))
-    values = read_yaml(Path(source)) if isinstance(source, str) else _copied(source or {})
+    values = read_yaml(shipped.find(source, shipped.RECIPES)) if isinstance(source, str) else _copied(source or {})
     if source is not config:
         for key in ("run_dir", "resume_anyway"):
             values.get("run", {}).pop(key, None)
@@ -190,7 +191,8 @@ def read_yaml(path: Path) -> Values:
     try:
         text = path.read_text()
     except OSError as error:
-        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
+        others = shipped.hint(str(path), shipped.RECIPES) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}{others}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not YAML: it is not a text file ({error})") from None
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import textwrap
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.cli import format_table
@@ -27,6 +29,7 @@ _GEOMETRY = (  # the keys of `geometry` in plan.json
 )
 _MAX_NAMES = 8  # of hosts; of more only the first and the last are shown
 _NAME_WIDTH = 12
+_LEAST_ROOM = 20  # columns of a folded text
 
 
 def describe(plan: Plan) -> Dict[str, Any]:
@@ -61,9 +64,6 @@ def topology_summary(plan: Plan) -> Dict[str, int]:
 def render(plan: Plan) -> str:
     """Return the plan as a table: the sizes, and one line per instance."""
     placement, geometry, training = plan.placement, plan.geometry, plan.config.training
-    size, kind = plan.dataset_size, plan.task.samples_are
-    tested = f"{size.test_samples} test" if size.test_samples else f"NO test {kind}: nothing will be evaluated"
-    published = " (published sizes; the files are missing)" if size.is_published else ""
     rows = [
         ("pod", f"{placement.cluster.name}: {_count(len(placement.hosts), 'host')} ({_names(placement.hosts)})"),
         (
@@ -85,7 +85,7 @@ def render(plan: Plan) -> str:
             f"{_count(training.device_iterations, 'update')}; each instance feeds "
             f"{geometry.combined_batch_size} samples",
         ),
-        ("data", f"{plan.task.data}: {size.train_samples} training, {tested}{published}"),
+        ("data", _data(plan)),
         ("model", f"{plan.task.model}, precision {training.precision}, {training.optimizer}"),
         (
             "length",
@@ -94,7 +94,40 @@ def render(plan: Plan) -> str:
         ("bits", _reproducibility(plan)),
         ("run folder", plan.run_dir),
     ]
-    return "\n".join([*_aligned(rows), "", *_aligned(_instance_rows(placement))])
+    return "\n".join([*aligned(rows), "", *aligned(_instance_rows(placement))])
+
+
+def render_brief(plan: Plan, width: Optional[int] = None) -> str:
+    """Return what is trained, for how long and where, a line each; `render` has the rest.
+
+    Args:
+        plan: the plan.
+        width: of a terminal in columns: longer texts are folded. None folds nothing.
+    """
+    placement, geometry, training = plan.placement, plan.geometry, plan.config.training
+    hosts = placement.cluster.name
+    if not placement.cluster.is_local:
+        hosts += f": {_count(len(placement.hosts), 'host')} ({_names(placement.hosts)})"
+    accumulation = training.gradient_accumulation
+    steps = "" if accumulation == 1 else f" x {accumulation} (accumulation)"
+    batch = f"{training.batch_size}{steps} x {_count(geometry.total_replicas, 'replica')}"
+    epochs = f" ({_count(training.epochs, 'epoch')} of {plan.updates_per_epoch})"
+    is_cut = plan.total_updates != training.epochs * plan.updates_per_epoch
+    size = f"{_count(geometry.num_instances, 'instance')} x {_count(geometry.local_replicas, 'replica')}"
+    rows = [
+        ("model", f"{plan.task.model}, precision {training.precision}, {training.optimizer}"),
+        ("data", _data(plan)),
+        ("length", f"{plan.total_updates} updates{f', {plan.updates_per_epoch} per epoch' if is_cut else epochs}"),
+        ("global batch", f"{batch} = {geometry.global_batch_size} {plan.task.samples_are} per update"),
+        ("pod", hosts),
+        ("placement", f"{size} x {_count(geometry.ipus_per_replica, 'IPU')} = {_count(geometry.total_ipus, 'IPU')}"),
+        *_oversubscription_rows(placement),
+        *_pipeline_rows(plan),
+        *_conflict_rows(placement),
+        *_elastic_rows(plan),
+        ("run folder", shown_path(plan.run_dir)),
+    ]
+    return "\n".join(aligned(rows, width))
 
 
 def render_topology(placement: Placement, num_ilds: Optional[int]) -> str:
@@ -106,6 +139,13 @@ def render_topology(placement: Placement, num_ilds: Optional[int]) -> str:
         domain = link_domain_index(spec, placement, num_ilds or 1)
         rows.append((spec.host, str(domain), str(spec.index), replicas, ipus))
     return "\n".join(format_table(rows, boxed=True))
+
+
+def _data(plan: Plan) -> str:
+    size, kind = plan.dataset_size, plan.task.samples_are
+    tested = f"{size.test_samples} test" if size.test_samples else f"NO test {kind}: nothing will be evaluated"
+    published = " (published sizes; the files are missing)" if size.is_published else ""
+    return f"{plan.task.data}: {size.train_samples} training, {tested}{published}"
 
 
 def _pipeline_rows(plan: Plan) -> List[Tuple[str, str]]:
@@ -125,10 +165,13 @@ def _cluster_rows(placement: Placement) -> List[Tuple[str, str]]:
         rows.append(("data network", f"{cluster.data_network}: only rendezvous, Gloo and Horovod use it"))
     if cluster.vipu is not None:
         rows.append(("partition", _partition(cluster.vipu, placement)))
-        conflict = partition_conflict(cluster.vipu, placement)
-        if conflict:
-            rows.append(("", f"a run on IPUs would fail: {conflict}"))
-    return rows
+    return [*rows, *_conflict_rows(placement)]
+
+
+def _conflict_rows(placement: Placement) -> List[Tuple[str, str]]:
+    vipu = placement.cluster.vipu
+    conflict = partition_conflict(vipu, placement) if vipu is not None else None
+    return [("", f"a run on IPUs would fail: {conflict}")] if conflict else []
 
 
 def _elastic_rows(plan: Plan) -> List[Tuple[str, str]]:
@@ -150,14 +193,17 @@ def _core_rows(placement: Placement) -> List[Tuple[str, str]]:
     if cpus is None:
         return [("cores", f"{threads} per replica; the cluster file has no cpus_per_host{bound}")]
     text = f"{_count(cpus, 'CPU')} per host for {_count(replicas, 'replica')}: {cpus / replicas:.3g} per replica"
-    rows = [("cores", f"{text}, {threads} each{bound}")]
+    rows = [("cores", f"{text}, {threads} each{bound}"), *_oversubscription_rows(placement)]
     at_a_time = max(1, cpus // per_host // spec.threads_per_replica)
-    if placement.oversubscription:
-        rows.append(("", f"WARNING, oversubscribed: {placement.oversubscription}"))
-    elif at_a_time < spec.local_replicas:
+    if not placement.oversubscription and at_a_time < spec.local_replicas:
         at_a_time_of = f"{at_a_time} of its {spec.local_replicas} replicas at a time"
         rows.append(("", f"an instance computes {at_a_time_of} (emulated SDK)"))
     return rows
+
+
+def _oversubscription_rows(placement: Placement) -> List[Tuple[str, str]]:
+    found = placement.oversubscription
+    return [("", f"WARNING, oversubscribed: {found}")] if found else []
 
 
 def _partition(vipu: VipuPartition, placement: Placement) -> str:
@@ -193,9 +239,26 @@ def _devices(placement: Placement, spec: InstanceSpec) -> Dict[str, Optional[int
     }
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> List[str]:
-    """Return the lines of a table whose first column is right-aligned."""
+def aligned(rows: Sequence[Sequence[str]], width: Optional[int] = None) -> List[str]:
+    """Return the lines of a table whose first column is right-aligned.
+
+    `width` folds the second of two columns to a terminal of so many columns, except in the middle of a word or a path.
+    """
+    if width is not None:
+        room = max(_LEAST_ROOM, width - _NAME_WIDTH - 2)
+        wrapper = textwrap.TextWrapper(room, break_long_words=False, break_on_hyphens=False)
+        rows = [
+            (name if index == 0 else "", part)
+            for name, text in rows
+            for index, part in enumerate(wrapper.wrap(text) or [""])
+        ]
     return format_table([(row[0].rjust(_NAME_WIDTH), *row[1:]) for row in rows])
+
+
+def shown_path(path: str) -> str:
+    """Return a path relative to the current folder, if it is below it."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith(os.pardir) else relative
 
 
 def _names(hosts: Sequence[Host]) -> str:

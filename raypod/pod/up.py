@@ -20,6 +20,7 @@ from typing import Dict, List, Sequence
 from raypod.cli import FlagParser
 from raypod.errors import ClusterError, RunError
 from raypod.fleet import gcs, ray_admission
+from raypod.plan import shipped
 from raypod.plan.cluster import Cluster, Host, cluster_from, raise_mistakes, read_file
 from raypod.plan.cluster_file import ClusterFile
 from raypod.pod import file_checks, loaded_sources, ssh, stop_cluster
@@ -42,7 +43,7 @@ def up(argv: Sequence[str]) -> int:
     parser.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="timeout of `ray up` itself [1800]")
     parser.add_argument("--no-restart", action="store_true", help="do not restart a running Ray")
     args = parser.parse_args(argv)
-    file = read_file(args.file)
+    file = _own_file(args.file)
     raise_mistakes(args.file, [*file_checks.access_errors(file), *file_checks.launch_errors(file)])
     cluster = cluster_from(file, args.file)
     for warning in file_checks.launch_warnings(file):
@@ -68,7 +69,7 @@ def up(argv: Sequence[str]) -> int:
 def down(argv: Sequence[str]) -> int:
     """Stop a cluster on all hosts of its file, and nothing else."""
     args = _parser("down", "Stop Ray on all hosts of a cluster file.").parse_args(argv)
-    file = read_file(args.file)
+    file = _own_file(args.file)
     raise_mistakes(args.file, file_checks.access_errors(file))
     cluster = cluster_from(file, args.file)
     if not file_checks.is_marked(file):
@@ -100,6 +101,17 @@ def _parser(verb: str, description: str) -> FlagParser:
     parser = FlagParser(prog=f"raypod {verb}", description=description)
     parser.add_argument("file", metavar="FILE", help="the cluster file")
     return parser
+
+
+def _own_file(name: str) -> ClusterFile:
+    """Return the parsed file. ClusterError for one that exists only inside raypod, with the addresses of an example."""
+    path = shipped.find(name, shipped.CLUSTERS)
+    if not Path(name).exists() and path.is_file():
+        raise ClusterError(
+            f"{name} does not exist here; `raypod files {path.name} > {path.name}` writes the one that raypod "
+            "contains: edit the lines marked EDIT"
+        )
+    return read_file(name)
 
 
 def _prepare_token(path: Path) -> None:

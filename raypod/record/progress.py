@@ -5,14 +5,19 @@ The bar uses tqdm, on the driver only. If stderr is neither a terminal nor that 
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import shutil
 import sys
+import textwrap
 import time
 from pathlib import Path
-from typing import Any, Optional, TextIO, Union
+from typing import Any, List, Optional, TextIO, Union
 
 from tqdm.auto import tqdm
 
+from raypod.cli import paint
 from raypod.events import (
     CheckpointFailed,
     EpochDone,
@@ -26,25 +31,53 @@ from raypod.events import (
     StoppedEarly,
     UpdateDone,
 )
+from raypod.host.process import versions
 from raypod.plan.plan import Plan
-from raypod.plan.tables import render
+from raypod.plan.tables import render, render_brief
 
+QUIET, NORMAL, VERBOSE = -1, 0, 1
 _LINE_INTERVAL_S = 10.0  # between lines inside an epoch, if stderr is not a terminal
+_BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
+_NO_BAR = "{desc} {n_fmt}/{total_fmt}{postfix}"
+_WIDTH = 80  # of a terminal that does not know its own
+_LEAST_BAR = 12  # columns that the percentage and a short bar need
+
+
+def width_of(stream: TextIO) -> Optional[int]:
+    """Return the columns of the terminal that a stream writes to; None if it is no terminal."""
+    if not stream.isatty():
+        return None
+    if not os.environ.get("COLUMNS"):
+        with contextlib.suppress(OSError):  # a notebook's stream, for example, has no file descriptor
+            return os.get_terminal_size(stream.fileno()).columns or _WIDTH
+    return shutil.get_terminal_size().columns
 
 
 class Progress:
     """Shows the events of a run: the bar on stderr, all lines on stdout."""
 
-    def __init__(self, plan: Plan, out: Optional[TextIO] = None, err: Optional[TextIO] = None) -> None:
-        self._plan, self._out, self._err = plan, out or sys.stdout, err or sys.stderr
+    def __init__(
+        self,
+        plan: Plan,
+        out: Optional[TextIO] = None,
+        err: Optional[TextIO] = None,
+        detail: int = NORMAL,
+    ) -> None:
+        """`detail` is QUIET: warnings and the result; NORMAL; or VERBOSE: also the whole plan and the versions."""
+        self._plan, self._out, self._err, self._detail = plan, out or sys.stdout, err or sys.stderr, detail
         self._bar: Optional[Any] = None
-        self._has_bar = self._err.isatty() or type(self._err).__module__.startswith("ipykernel.")
+        is_shown = self._err.isatty() or type(self._err).__module__.startswith("ipykernel.")
+        self._has_bar = is_shown and detail > QUIET
+        self._first: Optional[UpdateDone] = None  # from which the remaining time is estimated
         self._last_line_s = time.monotonic()
         self._warned_nonfinite = False
 
     def begin(self) -> None:
         """Print the plan, before anything is started."""
-        self.print_line(render(self._plan))
+        is_whole = self._detail == VERBOSE
+        self.print_line(render(self._plan) if is_whole else render_brief(self._plan, width_of(self._out)))
+        if self._detail == VERBOSE:
+            self.print_line(f"\n{'versions':>12}  {', '.join(' '.join(each) for each in versions())}")
         self.print_line("")
 
     def show(self, event: Event) -> None:
@@ -53,19 +86,45 @@ class Progress:
             self._show_update(event)
             return
         line = self._line_of(event)
-        if line is not None:
-            self._close_bar()
-            self.print_line(line)
+        if line is None or (self._detail == QUIET and not self._is_important(event)):
+            return
+        self._close_bar()
+        line, style = self._folded(line), self._style_of(event)
+        self._write(paint(line, style, self._out) if style else line)
 
     def warn(self, text: str) -> None:
-        """Print a warning."""
-        self.print_line(f"warning: {text}")
+        """Print a warning, also a quiet run."""
+        self._close_bar()
+        self._write(self._folded(f"warning: {text}").replace("warning:", paint("warning:", "yellow", self._out), 1))
 
     def print_line(self, text: str) -> None:
-        """Print a line to stdout."""
+        """Print a line to stdout, unless the run is quiet."""
+        if self._detail > QUIET:
+            self._write(self._folded(text))
+
+    def _folded(self, text: str) -> str:
+        """Return lines that fit into the terminal of stdout, if it is one. Words, as paths, are kept whole."""
+        width = width_of(self._out)
+        if width is None:
+            return text
+        wrapper = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        return "\n".join(line if len(line) <= wrapper.width else wrapper.fill(line) for line in text.split("\n"))
+
+    def _write(self, text: str) -> None:
         self._last_line_s = time.monotonic()
         self._out.write(text + "\n")
         self._out.flush()
+
+    def _is_important(self, event: Event) -> bool:
+        """Return whether a quiet run shows an event: what went wrong, and the result."""
+        is_result = isinstance(event, EvaluationDone) and event.update >= self._plan.total_updates
+        return is_result or isinstance(event, (CheckpointFailed, InstanceLost, Repaired, Resized, RunEnded))
+
+    def _style_of(self, event: Event) -> Optional[str]:
+        if isinstance(event, EvaluationDone):
+            return "bold" if event.update >= self._plan.total_updates else None
+        styles = {InstanceLost: "red", CheckpointFailed: "yellow", Repaired: "green", Resized: "yellow"}
+        return styles.get(type(event))
 
     def close(self) -> None:
         """Close the progress bar."""
@@ -103,36 +162,61 @@ class Progress:
         value = best.text(event.metrics[best.name])
         return f"Test {best.name}: {value} of {event.samples} {task.samples_are}{f' ({shown})' if shown else ''}"
 
-    def _figures(self, event: UpdateDone) -> str:
+    def _figures(self, event: UpdateDone) -> List[str]:
+        """Return the metrics of an update and its rates, each as a text."""
         task = self._plan.task
-        results = ", ".join(metric.shown(event.metrics[metric.name], 0, "=") for metric in task.metrics)
+        results = [metric.shown(event.metrics[metric.name], 0, "=") for metric in task.metrics]
         if not event.has_results:
-            results = f"{' and '.join(metric.label or metric.name for metric in task.metrics)} unknown"
+            results = [f"{' and '.join(metric.label or metric.name for metric in task.metrics)} unknown"]
         rates = {f"{task.samples_are}_per_s": event.samples_per_s} if task.parts is None else event.part_rates
-        return ", ".join([results, *(f"{rate:.0f} {name.replace('_per_s', '/s')}" for name, rate in rates.items())])
+        return [*results, *(f"{rate:.0f} {name.replace('_per_s', '/s')}" for name, rate in rates.items())]
+
+    def _time_left(self, event: UpdateDone) -> Optional[str]:
+        """Return the estimated rest of the run, from the updates since the first that this process showed."""
+        if self._first is None or event.update <= self._first.update:
+            self._first = event
+            return None
+        pace_s = (event.time_s - self._first.time_s) / (event.update - self._first.update)
+        left_s = pace_s * (self._plan.total_updates - event.update)
+        return f"{tqdm.format_interval(left_s)} left" if math.isfinite(left_s) else None
+
+    def _fitting(self, event: UpdateDone, room: int) -> str:
+        """Return the remaining time and the figures; metrics after the first are left out until they fit."""
+        left, figures = self._time_left(event), self._figures(event)
+        parts = [*([left] if left else []), *figures]
+        first = len(parts) - len(figures) + 1
+        while len(parts) > first + 1 and len(", ".join(parts)) > room:
+            del parts[first]
+        return ", ".join(parts)
 
     def _show_update(self, event: UpdateDone) -> None:
         if not self._warned_nonfinite and event.has_results and not math.isfinite(event.loss):
             self._warned_nonfinite = True
-            self._close_bar()
             stops = self._plan.config.run.on_nonfinite == "stop"
             consequence = "the run stops" if stops else "the run continues (--on-nonfinite continue)"
             self.warn(f"the loss became {event.loss} at update {event.update}; {consequence}")
         if not self._has_bar:
             if time.monotonic() - self._last_line_s > _LINE_INTERVAL_S:
-                self.print_line(f"update {event.update}/{self._plan.total_updates}: {self._figures(event)}")
+                figures = self._fitting(event, sys.maxsize)
+                self.print_line(f"update {event.update}/{self._plan.total_updates}: {figures}")
             return
         if self._bar is None:
             done = (event.update - 1) % self._plan.updates_per_epoch
             left = self._plan.total_updates - (event.update - 1 - done)
             total = min(self._plan.updates_per_epoch, left)
             label = f"[Epoch {event.epoch:02d}]"
-            self._bar = tqdm(desc=label, total=total, initial=done, file=self._err, unit="update", dynamic_ncols=True)
-        self._bar.set_postfix_str(self._figures(event), refresh=False)
+            self._bar = tqdm(desc=label, total=total, initial=done, file=self._err, leave=False)
+        columns = width_of(self._err) or _WIDTH
+        counts = len(f"[Epoch {event.epoch:02d}] {self._bar.total}/{self._bar.total}, ")
+        figures = self._fitting(event, columns - counts - 1)
+        self._bar.bar_format = _BAR if columns > counts + len(figures) + _LEAST_BAR else _NO_BAR
+        self._bar.ncols = columns
+        self._bar.set_postfix_str(figures, refresh=False)
         self._bar.update(1)
 
     def _close_bar(self) -> None:
         if self._bar is not None:
+            self._bar.refresh()
             self._bar.close()
             self._bar = None
 

@@ -126,7 +126,7 @@ def test_a_mistake_is_one_line(
             ([".", "--port", "70000"], "--port 70000: must be a port number"),
             ([".", "--port", "x"], "--port x: must be a port number"),
             ([".", "--port", port], f"--port {port}: Address already in use; choose another port"),
-            ([".", "--open"], "unrecognized arguments: --open"),
+            ([".", "--open"], "unknown flag --open"),
         ):
             assert main(["dashboard", *flags]) == 2
             out, err = capsys.readouterr()

@@ -113,8 +113,9 @@ def cluster_file(hosts: int) -> str:
 
 def copy_source(folder: Path, hosts: int) -> None:
     """Copy raypod's source to a folder, with a `cluster/pod64.yaml` that describes this pod."""
-    for name in ("pyproject.toml", "README.md", "constraints.txt"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt"):
         shutil.copy(str(REPOSITORY / name), str(folder / name))
+    shutil.copytree(str(REPOSITORY / "configs"), str(folder / "configs"))
     shutil.copytree(str(REPOSITORY / "raypod"), str(folder / "raypod"), ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "cluster").mkdir()
     (folder / "cluster" / "pod64.yaml").write_text(cluster_file(hosts))

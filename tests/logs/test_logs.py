@@ -126,7 +126,7 @@ def test_the_folder_of_a_launch(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--since", "soon"], "--since soon: must be an age"),
         (["--events", "updates"], "no kind of event"),
         (["--cluster", "/nothing.yaml"], "cannot read the cluster file"),
-        (["--colour"], "unrecognized arguments: --colour"),
+        (["--colour"], "unknown flag --colour"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -78,7 +78,7 @@ def test_json_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> Non
         (["--follow"], "--follow needs --json"),
         (["--once", "--json"], "use one of them"),
         ([".", "--cluster", "x"], "RUN and --cluster exclude each other"),
-        (["--bad"], "unrecognized arguments: --bad"),
+        (["--bad"], "unknown flag --bad"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -13,7 +13,7 @@ from raypod.errors import ConfigError
 from raypod.plan.cluster import cluster_of
 from raypod.plan.placement import Sizes, place
 from raypod.plan.plan import Plan
-from raypod.plan.tables import describe, render, render_topology
+from raypod.plan.tables import describe, render, render_brief, render_topology
 
 
 def test_the_plan_shows_every_product(make: Callable[..., Plan]) -> None:
@@ -60,6 +60,8 @@ def test_the_plan_shows_the_cores_per_replica(make: Callable[..., Plan], monkeyp
         "WARNING, oversubscribed: 4 x 3 threads (instances x threads per replica) share the 8 CPUs of a host: "
         "use at most 2 instances per host or --threads-per-replica 2" in render(many)
     )
+    assert "WARNING, oversubscribed: 4 x 3 threads" in render_brief(many)
+    assert "  cores  " not in render_brief(many)
     auto = make(pod={"replicas": 4, "threads_per_replica": 0})
     assert "2 per replica, 2 threads each" in render(auto)
 
@@ -77,3 +79,11 @@ def test_the_cores_of_other_hosts_are_those_of_the_cluster_file() -> None:
 def test_inline_instances_are_not_bound(make: Callable[..., Plan]) -> None:
     with pytest.raises(ConfigError, match="--bind-cores has no effect with --fleet inline"):
         make(pod={"num_instances": 1, "bind_cores": True}, run={"fleet": "inline"})
+
+
+def test_a_short_plan_is_folded_except_in_paths(make: Callable[..., Plan]) -> None:
+    plan = make()
+    lines = render_brief(plan, 40).splitlines()
+    assert [line for line in lines if len(line) > 40 and not line.startswith("  run folder")] == []
+    for row in ("model", "data", "length", "global batch", "pod", "placement", "run folder"):
+        assert sum(line.startswith(f"{row:>12}  ") for line in lines) == 1

@@ -9,9 +9,18 @@ from typing import Any, Callable
 
 import pytest
 
-from raypod.events import EpochDone, EvaluationDone, Repaired, Resized, RunEnded, RunStarted, UpdateDone
+from raypod.events import (
+    CheckpointFailed,
+    EpochDone,
+    EvaluationDone,
+    Repaired,
+    Resized,
+    RunEnded,
+    RunStarted,
+    UpdateDone,
+)
 from raypod.plan.plan import Plan
-from raypod.record.progress import Progress
+from raypod.record.progress import NORMAL, QUIET, VERBOSE, Progress
 
 UNKNOWN = {"loss": math.nan, "accuracy": math.nan}
 
@@ -31,9 +40,9 @@ def update(number: int) -> UpdateDone:
 def shown(make: Callable[..., Plan]) -> Callable[..., tuple[str, str]]:
     """Show events; return the content of stdout and stderr."""
 
-    def show(err: Any, *events: Any, **run: Any) -> tuple[str, str]:
-        out = io.StringIO()
-        progress = Progress(make(training={"epochs": 2}, run=run), out, err)
+    def show(err: Any, *events: Any, out: Any = None, detail: int = NORMAL, **run: Any) -> tuple[str, str]:
+        out = out or io.StringIO()
+        progress = Progress(make(training={"epochs": 2}, run=run), out, err, detail)
         for event in events:
             progress.show(event)
         progress.close()
@@ -112,3 +121,79 @@ def test_a_change_of_the_replicas_says_that_the_bits_differ(shown: Callable[...,
         "Elastic: 2 replicas x accumulation 4 from update 14 on, instead of 4 replicas (host b is lost): every update "
         "has the same samples, but sums them in another order, so the bits of the weights differ"
     )
+
+
+@pytest.mark.parametrize(
+    ("columns", "figures"),
+    [
+        (160, "loss=1.250, acc=50.0, 1000 images/s"),
+        (80, "loss=1.250, acc=50.0, 1000 images/s"),
+        (60, "loss=1.250, 1000 images/s"),
+    ],
+)
+def test_the_bar_fits_into_the_terminal(
+    shown: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, columns: int, figures: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    _, err = shown(Terminal(), *(update(number) for number in range(1, 45)))
+    lines = [line.strip() for line in err.split("\r") if " left" in line]
+    assert lines[-1].startswith("[Epoch 01]")
+    assert lines[-1].endswith(f"44/44, 00:44 left, {figures}")
+    assert max(map(len, lines)) <= columns
+    assert ("|" in lines[-1]) == (columns > 60)
+
+
+def test_lines_are_folded_to_the_terminal_but_not_for_a_pipe(
+    shown: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("NO_COLOR", "1")
+    event = RunStarted("emulated", "emulated SDK on CPU (no poptorch is installed here)", 0, 77754, ())
+    piped, _ = shown(io.StringIO(), event)
+    assert len(piped.splitlines()) == 1
+    folded, _ = shown(io.StringIO(), event, out=Terminal())
+    assert [line.startswith("  ") for line in folded.splitlines()] == [False, True]
+    assert " ".join(folded.split()) == piped.strip()
+
+
+def test_a_quiet_run_shows_what_went_wrong_and_the_result(shown: Callable[..., Any]) -> None:
+    events = [
+        RunStarted("emulated", "emulated SDK on CPU", 0, 77754, ()),
+        *(update(number) for number in range(1, 45)),
+        EpochDone(1, {"loss": 1.25, "accuracy": 50.0}),
+        EvaluationDone(360, {"loss": 0.5, "accuracy": 91.94}, 44, 1),
+        CheckpointFailed(44, "checkpoints/b", "no space left", "checkpoints/a"),
+        EvaluationDone(360, {"loss": 0.05, "accuracy": 98.61}, 88, 2),
+    ]
+    out, err = shown(Terminal(), *events, detail=QUIET)
+    warning, result = out.splitlines()
+    assert warning.startswith("warning: cannot write the checkpoint checkpoints/b: no space left")
+    assert result == "Test accuracy: 98.61 % of 360 images (loss 0.050)"
+    assert err == ""
+
+
+def test_the_plan_begins_with_what_is_trained(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = {}
+    for detail in (QUIET, NORMAL, VERBOSE):
+        out = io.StringIO()
+        Progress(make(), out, io.StringIO(), detail).begin()
+        shown[detail] = out.getvalue()
+    assert shown[QUIET] == ""
+    assert [line[:12].strip() for line in shown[NORMAL].splitlines()[:4]] == ["model", "data", "length", "global batch"]
+    assert "instance  host" not in shown[NORMAL]
+    assert "instance  host" in shown[VERBOSE]
+    assert "python" in shown[VERBOSE].splitlines()[-2]
+
+
+@pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_colours_only_on_a_terminal_that_wants_them(
+    shown: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    repaired = Repaired((0,), ("a",), "instance 1", 6, 2.0, 1, 2, ())
+    assert "\x1b[32mRepaired in" in shown(io.StringIO(), repaired, out=Terminal())[0]
+    assert "\x1b" not in shown(Terminal(), repaired)[0]
+    monkeypatch.setenv(variable, value)
+    assert "\x1b" not in shown(io.StringIO(), repaired, out=Terminal())[0]

@@ -1,0 +1,46 @@
+"""`raypod files`: the recipes and cluster files that raypod contains."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+from typing import List, Sequence
+
+from raypod.cli import FlagParser, format_table, suggestion
+from raypod.errors import ConfigError
+from raypod.plan import shipped
+
+_WIDTH = 80
+_TITLES = {shipped.RECIPES: "Recipes, for raypod train --config", shipped.CLUSTERS: "Cluster files, for --cluster"}
+
+
+def files(argv: Sequence[str]) -> int:
+    """List the files, or print one. ConfigError for an unknown name."""
+    description = "List the recipes and cluster files that raypod contains, or print one of them."
+    parser = FlagParser(prog="raypod files", description=description)
+    parser.add_argument("name", metavar="NAME", nargs="?", help="print this file, as in: raypod files pod64.yaml")
+    name = parser.parse_args(argv).name
+    if name is None:
+        print("\n\n".join(_listed(kind) for kind in _TITLES))  # noqa: T201
+        return 0
+    for kind in _TITLES:
+        for file in (name, f"{name}.yaml"):
+            if file in shipped.names(kind):
+                sys.stdout.write((shipped.folder(kind) / file).read_text())
+                return 0
+    known = [each for kind in _TITLES for each in shipped.names(kind)]
+    raise ConfigError(f"files {name}: raypod contains no such file{suggestion(name, known)}")
+
+
+def _listed(kind: str) -> str:
+    names = shipped.names(kind)
+    room = _WIDTH - 4 - max(map(len, names), default=0)
+    rows: List[List[str]] = [[f"  {name}", _summary(shipped.folder(kind) / name, room)] for name in names]
+    return "\n".join([f"{_TITLES[kind]}:", *format_table(rows)]) if rows else f"{_TITLES[kind]}: none"
+
+
+def _summary(file: Path, width: int) -> str:
+    """Return the beginning of a file's first comment."""
+    first = file.read_text().partition("\n")[0].lstrip("# ").split(". ")[0]
+    return textwrap.shorten(first.rstrip("."), width, placeholder=" ...")

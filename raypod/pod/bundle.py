@@ -1,0 +1,216 @@
+"""`raypod bundle`: a folder of wheels with which hosts without a package index install raypod.
+
+`pip download` evaluates the markers of requirements (`; python_version < "3.9"`) for its own interpreter, also with
+`--python-version`. Therefore the interpreter of the hosts' version runs pip if this machine has it. Otherwise the
+requirements of the downloaded wheels are read again for the hosts: what is missing is downloaded, until nothing is, and
+what they do not need is removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Dict, List, Mapping, NamedTuple, Sequence
+
+from raypod.cli import FlagParser
+from raypod.errors import ConfigError
+from raypod.plan.shipped import project_file
+from raypod.pod import wheels
+from raypod.pod.bundle_script import INSTALL
+
+_VERSION = ".".join(map(str, sys.version_info[:2]))
+_START_S = 60.0  # limit of the start of an interpreter
+_ROUNDS = 8  # of downloads of what is missing
+_GLIBC_MINOR = 31  # that of Ubuntu 20.04, the system of hosts with the Poplar SDK 3.3/3.4
+_DESCRIPTION = """Write a folder of wheels for hosts without a package index: raypod, ray[default], what they need, and
+REQUIREMENT...; install it there with: sh FOLDER/install.sh VENV"""
+
+
+class Target(NamedTuple):
+    """The hosts: the version of their Python, as in 3.8, and the platform tags of wheels that they can install."""
+
+    python: str
+    platforms: Sequence[str]
+
+
+def bundle(argv: Sequence[str]) -> int:
+    """Run the command. ConfigError if the request is wrong or pip fails; then the folder does not exist."""
+    parser = FlagParser(prog="raypod bundle", description=_DESCRIPTION)
+    parser.add_argument("folder", metavar="FOLDER", help="the folder to write; it must not exist")
+    parser.add_argument("requirements", metavar="REQUIREMENT", nargs="*", help="more to install, as PopTorch's wheel")
+    parser.add_argument("--python", default=_VERSION, metavar="X.Y", help=f"Python of the hosts [{_VERSION}]")
+    parser.add_argument(
+        "--platform", action="append", metavar="TAG", help="platform tag of the hosts' wheels, can be repeated "
+        f"[that of this machine, with glibc 2.{_GLIBC_MINOR}]"
+    )  # fmt: skip
+    parser.add_argument("--index", action="append", default=[], metavar="URL", help="a further package index")
+    parser.add_argument("--constraints", metavar="FILE", help="pip's constraints [the tested versions, in a checkout]")
+    parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="timeout of each download [3600]")
+    parser.check_flags(argv)
+    args = parser.parse_intermixed_args(list(argv))
+    folder = Path(args.folder)
+    target = Target(_checked_version(args.python), args.platform or _platforms())
+    if folder.exists():
+        raise ConfigError(f"bundle {folder}: it exists; remove it, or choose another folder")
+    constraints = Path(args.constraints) if args.constraints else project_file("constraints.txt")
+    wheels.check_requirements(args.requirements)
+    if constraints is not None and not constraints.is_file():
+        raise ConfigError(f"bundle {folder}: the file of --constraints, {constraints}, does not exist")
+    pip = Pip(target, args.index, wheels.constraints_for(constraints, target.python), args.timeout, str(folder))
+    write(folder, pip, ["ray[default]", *args.requirements])
+    number = len(list((folder / "wheels").iterdir()))
+    print(f"{folder}: {number} wheels for Python {target.python}")  # noqa: T201
+    print(f"On a host: sh {folder.name}/install.sh VENV")  # noqa: T201
+    return 0
+
+
+def _checked_version(text: str) -> str:
+    found = re.fullmatch(r"3\.(\d+)", text)
+    if not found or int(found.group(1)) < 8:
+        raise ConfigError(f"--python {text}: must be the version of the hosts' Python, as in 3.8, and at least 3.8")
+    return text
+
+
+def _platforms() -> List[str]:
+    machine = platform.machine()
+    modern = [f"manylinux_2_{minor}_{machine}" for minor in range(_GLIBC_MINOR, 4, -1)]
+    return [*modern, *(f"{name}_{machine}" for name in ("manylinux2014", "manylinux2010", "manylinux1", "linux"))]
+
+
+def _interpreter_for(version: str) -> str:
+    """Return this interpreter, or one of another version if this machine has it with pip.
+
+    Raises:
+        ConfigError: this interpreter has no pip.
+    """
+    if version != _VERSION:
+        other = shutil.which(f"python{version}")
+        if other is not None and _has_pip(other):
+            return other
+    if not _has_pip(sys.executable):
+        raise ConfigError(f"bundle: {sys.executable} has no pip; install it with: python -m ensurepip")
+    return sys.executable
+
+
+def _has_pip(interpreter: str) -> bool:
+    line = [interpreter, "-c", "import pip"]
+    try:
+        return subprocess.run(line, stderr=subprocess.DEVNULL, timeout=_START_S, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+class Pip:
+    """Runs `pip download` for the hosts."""
+
+    def __init__(
+        self, target: Target, indexes: Sequence[str], constraints: Sequence[str], timeout_s: float, name: str
+    ) -> None:
+        """`name` is that of the bundle, for messages."""
+        self.target, self._timeout_s, self._name = target, timeout_s, name
+        self._constraints = list(constraints)
+        self._interpreter = _interpreter_for(target.python)
+        self._flags = [word for url in indexes for word in ("--extra-index-url", url)]
+        self._target_flags = ["--only-binary=:all:", "--implementation=cp", f"--python-version={target.python}"]
+        self._target_flags += [f"--platform={tag}" for tag in target.platforms]
+
+    def download(self, requirements: Sequence[str], folder: Path, chosen: Mapping[str, str]) -> None:
+        """Download wheels for requirements; `chosen` are versions by name that must not change.
+
+        Raises:
+            ConfigError: pip fails or takes too long.
+        """
+        with tempfile.TemporaryDirectory() as temporary:
+            file = Path(temporary, "constraints.txt")
+            pinned = [f"{name}=={version}" for name, version in chosen.items()]
+            file.write_text("\n".join([*pinned, *self._constraints]))
+            words = ["download", "--dest", str(folder), "--find-links", str(folder), "-c", str(file), *self._flags]
+            self.run([*words, *self._target_flags, *requirements])
+
+    def build(self, source: Path, folder: Path) -> None:
+        """Build the wheel of a source folder."""
+        self.run(["wheel", "--no-deps", "--wheel-dir", str(folder), str(source)])
+
+    def run(self, words: Sequence[str]) -> None:
+        """Run pip. ConfigError with its last error."""
+        line = [self._interpreter, "-m", "pip", "--disable-pip-version-check", "--no-input", *words]
+        try:
+            done = subprocess.run(line, capture_output=True, text=True, timeout=self._timeout_s, check=False)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"bundle {self._name}: pip timed out after {self._timeout_s:g} s (--timeout)") from None
+        if done.returncode:
+            raise ConfigError(f"bundle {self._name}: pip {words[0]} failed: {_cause_of(done.stderr or done.stdout)}")
+
+
+def _cause_of(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line[len("ERROR: ") :] for line in lines if line.startswith("ERROR: ")]
+    cause = (errors or lines or ["no message"])[-1]
+    if re.search(r"connection (was )?(broken|refused|error)|NewConnectionError|name resolution", output, re.IGNORECASE):
+        cause += "; the package index cannot be reached"
+    return cause
+
+
+def write(folder: Path, pip: Pip, requirements: Sequence[str]) -> None:
+    """Write a bundle; `folder` exists only if it is complete.
+
+    Raises:
+        ConfigError: pip fails, or the folder cannot be written.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-partial-", dir=str(folder.parent)))
+    except OSError as error:
+        raise ConfigError(f"bundle {folder}: {error.strerror}") from None
+    try:
+        target = partial / "wheels"
+        target.mkdir()
+        source = project_file("pyproject.toml")
+        if source is not None:
+            pip.build(source.parent, target)
+        else:
+            wheels.repack("raypod", target)
+        _fill(target, pip, requirements)
+        _describe(partial, pip.target)
+        partial.chmod(0o755)
+        partial.rename(folder)
+    except OSError as error:
+        raise ConfigError(f"bundle {folder}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(str(partial), ignore_errors=True)
+
+
+def _fill(folder: Path, pip: Pip, requirements: Sequence[str]) -> None:
+    """Download what the wheels of a folder and further requirements need, until nothing is missing."""
+    missing = [*(str(path) for path in folder.iterdir()), *requirements]
+    for _ in range(_ROUNDS):
+        chosen = {name: version for name, version in wheels.versions_in(folder).items() if name != "raypod"}
+        pip.download(missing, folder, chosen)
+        needed, missing = wheels.closure_in(folder, ["raypod", *requirements], pip.target.python)
+        if not missing:
+            for path in folder.iterdir():
+                if wheels.name_and_version(path)[0] not in needed:
+                    path.unlink()
+            return
+    raise ConfigError(f"bundle: after {_ROUNDS} downloads these are still missing: {', '.join(missing)}")
+
+
+def _describe(folder: Path, target: Target) -> None:
+    """Write the list of the wheels with their hashes, for pip and as JSON, and the script that installs them."""
+    hashes: Dict[str, str] = {}
+    lines: List[str] = []
+    for path in sorted((folder / "wheels").iterdir()):
+        hashes[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        name, version = wheels.name_and_version(path)
+        lines.append(f"{name}=={version} --hash=sha256:{hashes[path.name]}")
+    (folder / "requirements.txt").write_text("\n".join(lines) + "\n")
+    manifest = {"python": target.python, "platforms": list(target.platforms), "sha256": hashes}
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    (folder / "install.sh").write_text(INSTALL.replace("@PYTHON@", target.python))

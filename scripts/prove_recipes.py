@@ -1,0 +1,125 @@
+"""Train every file of `configs/` on generated data: `python scripts/prove_recipes.py [RECIPE...]`.
+
+The data has the real format: CIFAR-10's pickled batches, ImageNet's folders of JPEG files. A recipe keeps its model,
+stem, precision, optimizer, schedule, placement on IPUs per replica and data path; the batch and the number of replicas
+are those below, so that a CPU trains a few hundred updates in minutes, and the learning rate is scaled with the global
+batch where the recipe has one for thousands of samples. A recipe is proven if the mean loss of the last tenth of the
+updates is below `FALLS_TO` of that of the first tenth. The exit code is 1 if one is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import mean
+from typing import Dict, List, Tuple
+
+ROOT = Path(__file__).resolve().parent.parent
+FALLS_TO = 0.8
+LIMIT_S = 1800
+IMAGENET = [
+    *("--image-size", "64", "--batch-size", "8", "--gradient-accumulation", "2", "--num-workers", "1"),
+    *("--replicas", "2", "--num-instances", "2", "--learning-rate", "0.02", "--warmup-updates", "20"),
+]
+# The updates, and the flags that make a recipe small.
+SMALL: Dict[str, Tuple[int, List[str]]] = {
+    "cifar10-resnet18": (
+        300,
+        [
+            *("--batch-size", "4", "--gradient-accumulation", "2", "--learning-rate", "0.02"),
+            *("--warmup-updates", "50"),
+        ],
+    ),
+    "cifar10-resnet50-2ipu": (
+        200,
+        [*("--batch-size", "4", "--gradient-accumulation", "4", "--device-iterations", "1", "--replicas", "2")],
+    ),
+    "cifar10-resnet101-2ipu": (
+        200,
+        [
+            *("--batch-size", "4", "--gradient-accumulation", "4", "--device-iterations", "1"),
+            *("--replicas", "2", "--num-instances", "2", "--learning-rate", "0.0003"),
+        ],
+    ),
+    "digits": (660, []),
+    "gpt-tiny": (300, ["--max-mb", "0.3"]),
+    "imagenet-resnet50-pod4": (200, IMAGENET),
+    "imagenet-resnet50-pod16": (200, [*IMAGENET, "--replicas", "4"]),
+    "imagenet-resnet50-pod64": (200, [*IMAGENET, "--replicas", "4", "--num-instances", "1", "--fleet", "inline"]),
+}
+
+
+def write_data(recipe: str, folder: Path) -> List[str]:
+    """Generate the data of a recipe; return the flags that name it."""
+    if recipe.startswith("cifar10"):
+        import make_cifar
+
+        make_cifar.write(folder, 8000, 500, 10)
+    elif recipe.startswith("imagenet"):
+        import make_image_folder
+
+        make_image_folder.write(folder, 3200, 200, 10)
+    else:
+        return []
+    return ["--data-dir", str(folder)]
+
+
+def losses_of(run: Path) -> List[float]:
+    """Return the loss of every update of a run."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return [each["loss"] for each in found if each.get("loss") is not None]
+
+
+def prove(recipe: str, updates: int, folder: Path) -> bool:
+    """Train a recipe in a subprocess and print its losses; return whether they fall."""
+    data = write_data(recipe, folder / "data")
+    run, flags = folder / "run", SMALL[recipe][1]
+    line = [sys.executable, "-m", "raypod.train", "--config", str(ROOT / "configs" / f"{recipe}.yaml"), *flags, *data]
+    line += ["--epochs", "1000", "--evaluate-every", "1000", "--updates", str(updates), "--run-dir", str(run)]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    began_s = time.monotonic()
+    done = subprocess.run(
+        line, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    if done.returncode:
+        print(f"{recipe}: {' '.join(line)} ended with {done.returncode}\n{done.stderr[-2000:]}", flush=True)
+        return False
+    losses = losses_of(run)
+    tenth = max(1, len(losses) // 10)
+    first, last = mean(losses[:tenth]), mean(losses[-tenth:])
+    accuracy = json.loads((run / "summary.json").read_text()).get("test_accuracy")
+    tested = "" if accuracy is None else f", test accuracy {accuracy:.2f} %"
+    seconds = time.monotonic() - began_s
+    verdict = "falls" if last < FALLS_TO * first else "DOES NOT FALL"
+    print(
+        f"{recipe}: {len(losses)} updates, loss {first:.3f} -> {last:.3f} {verdict}{tested}, {seconds:.0f} s",
+        flush=True,
+    )
+    return last < FALLS_TO * first
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description="Train the recipes of configs/ on generated data.")
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"of {', '.join(SMALL)}; default: all")
+    parser.add_argument("--updates", type=int, metavar="N", help="instead of those of each recipe")
+    args = parser.parse_args()
+    unknown = [each for each in args.recipes if each not in SMALL]
+    if unknown:
+        parser.error(f"no such recipe: {', '.join(unknown)}")
+    proven = []
+    for recipe in args.recipes or SMALL:
+        with tempfile.TemporaryDirectory() as folder:
+            proven.append(prove(recipe, args.updates or SMALL[recipe][0], Path(folder)))
+    return 0 if all(proven) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
