@@ -88,7 +88,7 @@ def test_a_detached_run_is_a_job_that_ray_can_stop_and_the_same_command_continue
     assert state is not None
     assert storage.latest_name(run) == f"update-{state.update:08d}"
     output = (run / "logs" / "coordinator.log").read_text()
-    assert wait_until(lambda: logs_of(server, first).partition("\n")[2] == output), logs_of(server, first)
+    assert wait_until(lambda: logs_of(server, first).endswith(output)), logs_of(server, first)
     second = detach()
     assert second.submission_id != first.submission_id
     assert detached.attach(run) == 0
@@ -107,6 +107,6 @@ def test_a_detached_run_is_a_job_that_ray_can_stop_and_the_same_command_continue
 
 
 def logs_of(server: JobServer, state: RunState) -> str:
-    """Return what `ray job logs` prints; its first line is Ray's."""
+    """Return what `ray job logs` prints; its first lines are Ray's."""
     with urllib.request.urlopen(f"{server.url}/api/jobs/{state.submission_id}/logs", timeout=COMMAND_S) as answer:
         return str(json.load(answer)["logs"])
