@@ -17,7 +17,7 @@ from typing import List, Optional, Sequence, Tuple
 from raypod.checkpoint import storage
 from raypod.cli import format_table
 from raypod.commands.background import Background, BackgroundProcess, RayJob
-from raypod.errors import ConfigError, RunError, UserError
+from raypod.errors import ClusterError, ConfigError, RunError, UserError
 from raypod.fleet.ray_jobs import JobServer, find_job_server
 from raypod.host import lease_file
 from raypod.plan.plan import Plan
@@ -39,8 +39,8 @@ def detach(argv: Sequence[str], claimed: Claim, plan: Plan, way: Optional[str] =
     the exit code of a process that ended.
 
     Raises:
-        ConfigError: `way` is RAY_JOB, and there is no job server; or the log cannot be written.
-        RunError: `way` is RAY_JOB, and Ray does not start the job.
+        UserError: `way` is RAY_JOB, and there is no job server or Ray does not start the job; the log is not writable.
+        RunError: the job has ended before the claim was handed over.
     """
     server, reason = _job_server(plan, way)
     log = log_of(claimed.folder)
@@ -59,12 +59,16 @@ def detach(argv: Sequence[str], claimed: Claim, plan: Plan, way: Optional[str] =
                 started = stack.enter_context(RayJob(server, claimed.folder.name, command, log))
             except RunError as error:
                 if way == RAY_JOB:
-                    raise
+                    raise ClusterError(f"--detach-as {RAY_JOB}: {error}") from None
                 reason = str(error)
         if started is None:
             started = BackgroundProcess(command, output)
         claimed.hand_over(started.pid)
-        started.begin()
+        try:
+            started.begin()
+        except RunError:
+            claimed.take_back(discard=True)
+            raise
         print(f"Run folder: {claimed.folder}\n{started.text}, its output: {log}")  # noqa: T201
         if reason:
             print(f"Not a Ray job: {reason}")  # noqa: T201

@@ -74,7 +74,9 @@ def run(
         policy = FailurePolicy(started[0].device, plan.config.run.max_restarts, plan.config.pod.is_elastic)
         elastic = None
         if plan.config.pod.is_elastic and plan.config.run.fleet == "ray":
-            elastic = Elastic(plan, current, cast(ElasticFleet, fleet), metrics, schedule, policy, stop, resumed)
+            on_ray = cast(ElasticFleet, fleet)
+            on_ray.must_leave = lambda: stop.must_leave
+            elastic = Elastic(plan, current, on_ray, metrics, schedule, policy, stop, resumed)
         recovery = Recovery(plan, fleet, metrics, schedule, policy, resumed, elastic)
         evaluations = Evaluations(plan, fleet, schedule, earlier_evaluations, stop)
         resized = resize_at_start(plan, current, missing, resumed, fleet.hosts())

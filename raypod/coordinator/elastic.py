@@ -189,9 +189,9 @@ class Elastic:
             plan = self._fit(room)
             return gone is None or (plan is not None and sizes_of(plan) == sizes_of(self._full))
 
+        self._leave_if_noticed()
         room = self._fleet.wait_for_room(is_enough, lambda: self._stop.requested)
-        if self._stop.must_leave:  # the state is saved, and there is no time to start the instances for a regular end
-            self._stop.leave()
+        self._leave_if_noticed()
         try:
             return largest_fit(self._full, room, self._policy.uses_partition)
         except ConfigError as error:
@@ -200,6 +200,11 @@ class Elastic:
             hosts = self.plan.placement.instances
             lost = gone or HostLost(hosts[0].host, tuple(spec.index for spec in hosts), "", self.plan.log_file(0))
             raise HostLost(lost.host, lost.instances, f"{error}; restart hosts, then --resume", lost.logs) from None
+
+    def _leave_if_noticed(self) -> None:
+        """End the run: its state is saved, and there is no time to start the instances for a regular end."""
+        if self._stop.must_leave:
+            self._stop.leave()
 
     def _resize(self, plan: Plan, cause: str, began_s: float) -> Iterator[Event]:
         yield PhaseBegun("repairing", self._metrics.position)

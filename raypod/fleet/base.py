@@ -150,7 +150,14 @@ class Fleet(Protocol):
 
 
 class ElasticFleet(Fleet, Protocol):
-    """A fleet that can continue with another plan after instances were lost that no host can replace."""
+    """A fleet that can continue with another plan after instances were lost that no host can replace.
+
+    Attributes:
+        must_leave: set by the coordinator: whether the process ends soon. Then `repair` waits for no replacement and
+            raises HostLost, so that the survivors' state can be saved in time.
+    """
+
+    must_leave: Callable[[], bool]
 
     def release(self, survivors: Sequence[int]) -> Dict[int, int]:
         """Make the survivors leave the process group. Return, for each, the update of the state kept (-1 for none).

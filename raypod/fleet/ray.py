@@ -58,6 +58,7 @@ class RayFleet:
         self._draining: List[str] = []
         self._draining_s = 0.0
         self._abandons_loading = False
+        self.must_leave: Callable[[], bool] = lambda: False
         self._is_idle = False  # all instances respond, and none runs a leg
         self._timer = StepTimer()
         self.start_seconds = self._timer.steps
@@ -256,7 +257,7 @@ class RayFleet:
     def _replacements(self) -> Replacements:
         assert self._reservation is not None, "start comes first"
         assert self._killer is not None, "start comes first"
-        return Replacements(self._ray, self._plan, self._reservation, self._killer)
+        return Replacements(self._ray, self._plan, self._reservation, self._killer, self.must_leave)
 
     def _start_actor(self, index: int, node: Dict[str, Any], options: Dict[str, Any]) -> Any:
         """Start the actor of an instance; `options` place it on the Ray node `node`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import urllib.error
 import urllib.request
 from typing import Any, Dict, NamedTuple, Optional
@@ -17,7 +18,9 @@ from raypod.fleet.ray_session import running_cluster
 from raypod.host.interfaces import interface_addresses
 from raypod.plan.cluster import Cluster
 
-_TIMEOUT_S = 10.0
+_TIMEOUT_S, _SUBMIT_S = 10.0, 30.0
+_READY_WITHIN_S, _POLL_S = 30.0, 0.5
+_NOT_READY = "No available agent"  # of the head, which starts after the job server
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 _LONGEST_CAUSE = 300
 
@@ -58,7 +61,15 @@ class JobServer:
             RunError: the server does not accept it.
         """
         job = {"submission_id": submission_id, "entrypoint": entrypoint, "runtime_env": {"env_vars": variables}}
-        self._request("POST", "/api/jobs/", job)
+        deadline = time.monotonic() + _READY_WITHIN_S
+        while True:
+            try:
+                self._request("POST", "/api/jobs/", job, _SUBMIT_S)
+                return
+            except RunError as error:
+                if _NOT_READY not in str(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(_POLL_S)
 
     def job(self, submission_id: str) -> Job:
         """Return a job. RunError if the server does not know it."""
@@ -69,11 +80,13 @@ class JobServer:
         """Request the end of a job. RunError if the server does not know it."""
         self._request("POST", f"/api/jobs/{submission_id}/stop")
 
-    def _request(self, method: str, path: str, content: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+    def _request(
+        self, method: str, path: str, content: Optional[Dict[str, Any]] = None, timeout_s: float = _TIMEOUT_S
+    ) -> Dict[str, Any]:
         body = None if content is None else json.dumps(content).encode()
         request = urllib.request.Request(self.url + path, body, self._headers, method=method)
         try:
-            with self._opener.open(request, timeout=_TIMEOUT_S) as answer:
+            with self._opener.open(request, timeout=timeout_s) as answer:
                 found = json.loads(answer.read())
         except urllib.error.HTTPError as error:
             text = " ".join(error.read().decode(errors="replace").split())[-_LONGEST_CAUSE:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import time
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 from raypod.errors import HostLost
@@ -15,6 +16,7 @@ from raypod.plan.plan import Plan
 
 _ACTOR_START_S = 10.0  # for the process of an actor to start on a responsive host; its imports come later
 _ELASTIC_START_S = 30.0  # the same on the last host to try, if the run can continue without it
+_POLL_S = 0.2
 _KILL_S = 10.0  # for the hosts to kill processes; an unreachable one never does
 
 
@@ -79,8 +81,17 @@ class Replacement:
 class Replacements:
     """Starts actors in the place of lost ones."""
 
-    def __init__(self, ray: Any, plan: Plan, reservation: Reservation, killer: ProcessKiller) -> None:
+    def __init__(
+        self,
+        ray: Any,
+        plan: Plan,
+        reservation: Reservation,
+        killer: ProcessKiller,
+        must_leave: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`must_leave`: see `ElasticFleet.must_leave`."""
         self._ray, self._plan, self._reservation, self._killer = ray, plan, reservation, killer
+        self._must_leave = must_leave
         self._start_timeout_s = plan.config.run.start_timeout_s
         # Without further candidates an early timeout has no advantage, unless the run can continue without the host.
         is_elastic = plan.config.pod.is_elastic
@@ -99,7 +110,7 @@ class Replacements:
         a timeout.
 
         Raises:
-            HostLost: no node is left to try.
+            HostLost: no node is left to try, or the process must leave.
         """
         found: Dict[int, Replacement] = {}
         untried = {index: self._candidates(index, lost, nodes, may_share_hosts) for index in lost}
@@ -109,13 +120,22 @@ class Replacements:
                 actor = start_actor(index, node, self._options(index, node, nodes[index], may_share_hosts))
                 probes[actor.beat.remote()] = (index, Replacement(actor, node))
             timeout_s = min(_ACTOR_START_S, self._start_timeout_s) if any(untried.values()) else self._last_timeout_s
-            ready, _ = self._ray.wait(list(probes), num_returns=len(probes), timeout=timeout_s)
+            ready = self._ready(list(probes), timeout_s)
             for ref, (index, replacement) in probes.items():
                 if ref in ready and self._succeeded(ref):
                     found[index] = replacement
                 else:
                     self._killer.kill_frozen(replacement.actor)
         return found
+
+    def _ready(self, probes: List[Any], timeout_s: float) -> List[Any]:
+        """Return those that are ready within a time, or when the process must leave."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = deadline - time.monotonic()
+            ready: List[Any] = self._ray.wait(probes, num_returns=len(probes), timeout=max(0, min(left_s, _POLL_S)))[0]
+            if len(ready) == len(probes) or left_s <= 0 or self._must_leave():
+                return ready
 
     def has_room_for(self, moving: Sequence[int], nodes: List[Dict[str, Any]], may_share_hosts: bool) -> bool:
         """Return whether there is a node for each of `moving`; False if the coordinator's own node is draining."""
@@ -156,7 +176,7 @@ class Replacements:
             raise
 
     def _next(self, index: int, own: Dict[str, Any], untried: List[Dict[str, Any]]) -> Dict[str, Any]:
-        if not untried:
+        if not untried or self._must_leave():
             lost_host = host_name(self._plan.placement, own)
             cause = (
                 "neither this host nor any other host that may run the instance responds; restart a host, then "

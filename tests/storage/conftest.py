@@ -1,4 +1,4 @@
-"""The storages on which the tests of the mirror run: a folder, sftp and S3."""
+"""The storages on which the tests of the mirror run: a folder, sftp, S3 and Google Cloud Storage."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ from typing import Iterator
 
 import pytest
 from storage.mirrored_runs import Place
-from storage.storage_servers import BUCKET, Proxy, create_bucket, know_host, s3_server, sftp_server, sftp_url, use_s3
+from storage.storage_servers import (
+    BUCKET,
+    Proxy,
+    create_bucket,
+    gs_server,
+    know_host,
+    s3_server,
+    sftp_server,
+    sftp_url,
+    use_gs,
+    use_s3,
+)
 
 pytest.importorskip("fsspec", reason="the package fsspec is not installed")
 pytest.importorskip("tenacity", reason="the package tenacity is not installed")
@@ -26,6 +37,15 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 
 @pytest.fixture
+def gs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    server = gs_server()
+    server.start()
+    use_gs(monkeypatch, server.port)
+    yield Place(f"gs://{BUCKET}/prefix", server)
+    server.kill()
+
+
+@pytest.fixture
 def sftp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     folder = tmp_path / "sshd"
     with sftp_server(folder, monkeypatch) as (server, home):
@@ -40,7 +60,7 @@ def local(tmp_path: Path) -> Place:
     return Place(f"file://{tmp_path}/remote")
 
 
-@pytest.fixture(params=["local", "sftp", "s3"])
+@pytest.fixture(params=["local", "sftp", "s3", "gs"])
 def place(request: pytest.FixtureRequest) -> Place:
     """Each storage in turn."""
     found: Place = request.getfixturevalue(request.param)

@@ -1,4 +1,4 @@
-"""Storage servers on loopback: moto's S3 server, OpenSSH's sftp server, and a proxy that is slow, cut or mended."""
+"""Storage servers on loopback: S3, Google Cloud Storage and sftp, and a proxy that is slow, cut or mended."""
 
 from __future__ import annotations
 
@@ -131,6 +131,23 @@ def s3_server(denied: bool = False) -> Server:
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     return Server(port, command, {"INITIAL_NO_AUTH_ACTION_COUNT": "1"} if denied else {})
+
+
+def gs_server() -> Server:
+    """Return an emulated Google Cloud Storage, which keeps objects in memory."""
+    for package, name in (("gcp_storage_emulator", "gcp-storage-emulator"), ("gcsfs", "gcsfs")):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"the package {name} is not installed: pip install 'raypod[gs-test]'")
+    port = free_port()
+    command = [sys.executable, "-m", "gcp_storage_emulator", "start", "--host=127.0.0.1", f"--port={port}"]
+    return Server(port, [*command, "--in-memory", f"--default-bucket={BUCKET}"])
+
+
+def use_gs(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    """Let gcsfs in this process and its children use a server, without credentials."""
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # it needs gRPC, which the emulator has not
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
 
 
 def use_s3(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
