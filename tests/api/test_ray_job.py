@@ -1,4 +1,4 @@
-"""`ray job submit` of a script that calls `raypod.fit`, as docs/how-to/from-python.md describes it."""
+"""`ray job submit` of a script that calls `raypod.fit`, as docs/how-to/ray-jobs.md describes it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print("trained", result.summary["weights_sha256"])
 
 
 def test_a_job_trains_in_the_cluster_of_the_job(tmp_path: Path) -> None:
-    found = re.search(r"`(ray job submit [^`]*)`", (DOCS / "how-to/from-python.md").read_text())
+    found = re.search(r"`(ray job submit [^`]*)`", (DOCS / "how-to/ray-jobs.md").read_text())
     assert found is not None
     words = [sys.executable if word == "python" else word for word in shlex.split(found.group(1))]
     (tmp_path / "job").mkdir()
