@@ -105,9 +105,9 @@ def operators_page() -> str:
             (
                 "# Supported operators",
                 "The operators of torch that PopTorch 3.4 takes, by their names in `aten`. In-place and `out` variants "
-                "have the same name. Any other operator in a model is a warning of the emulated SDK with the module and "
-                "the line, and with `--strict` the error `poptorch.Error`. Some operators have limits in addition, for "
-                "example a mode of `upsample`; they are reported in the same way.",
+                "have the same name. Any other operator in a model is a warning of the emulated SDK with the module "
+                "and the line, and with `--strict` the error `poptorch.Error`. Some operators have limits in addition, "
+                "for example a mode of `upsample`; they are reported in the same way.",
                 "## Lowered by PopTorch",
                 names(module.LOWERED),
                 "## Decomposed by torch before PopTorch meets them (inferred)",

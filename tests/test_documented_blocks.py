@@ -34,9 +34,8 @@ PAGES = sorted(
 _BLOCK = re.compile(
     r"(?:^ *<!-- not executed: (?P<reason>[^>]+) -->\n)?^ *```(?P<language>\w*)\n(?P<text>.*?)^ *```$", re.M | re.S
 )
-_LANGUAGES = frozenset(("sh", "python", "text", "yaml", "mermaid", "json"))
+_LANGUAGES = frozenset(("sh", "python", "text", "yaml", "json"))
 _INLINE = ["--fleet", "inline", "--num-instances", "1"]
-_OUTPUTS = ("text", "yaml", "mermaid", "json")
 
 
 class Block(NamedTuple):
