@@ -70,7 +70,7 @@ def picture(lines: List[Tuple[float, str]]) -> str:
     template = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     svg = console.export_svg(title="raypod train", theme=MONOKAI, code_format=template, unique_id="terminal")
 
-    def delayed(match: "re.Match[str]") -> str:
+    def delayed(match: re.Match[str]) -> str:
         at = shown[min(int(match[1]), len(shown) - 1)][0]
         return f'<text class="line" style="animation-delay:{at:.2f}s" {match[0][6:]}'
 

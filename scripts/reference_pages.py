@@ -32,7 +32,7 @@ def flags_page() -> str:
         flags = "<br>".join(f"`{name}`" for name in (*names, last))
         value = "" if last.startswith("--no-") else f" `{flag_help.metavar_of(key, field)}`"
         text = _cell(flag_help.describe(field, field.default))
-        rows[flag_help.group_of(section, key)].append(f"| {flags}{value} | `{section}.{key}` | {text} |")
+        rows[flag_help.group_of(section, key)].append(f"| {flags}{value} | {text}<br>`{section}.{key}` |")
     parts = [
         "# Every flag",
         "The flags of `raypod train`, `raypod plan` and `raypod doctor`; `raypod train --help GROUP` prints those of a "
@@ -42,7 +42,7 @@ def flags_page() -> str:
         "`--take-over` continues a run that another process holds.",
     ]
     for name, title in flag_help.GROUPS.items():
-        parts += [f"## {title}", "| flag | key | meaning |\n|---|---|---|\n" + "\n".join(rows[name])]
+        parts += [f"## {title}", "| flag | meaning, and the key |\n|---|---|\n" + "\n".join(rows[name])]
     return "\n\n".join(parts) + "\n"
 
 
