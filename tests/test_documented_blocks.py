@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -122,6 +123,9 @@ def run(line: str) -> None:
         code = launch.main(words[2:])
     elif words[0] == "raypod":
         code = main(words[1:])
+    elif words[:2] == ["grep", "weights_sha256"]:  # the pages say that these are equal
+        hashes = {json.loads(Path(name).read_text())["weights_sha256"] for name in words[2:]}
+        code = len(hashes) - 1
     else:
         code = subprocess.run(["bash", "-ec", line], check=False, timeout=60, capture_output=True).returncode
     assert code == 0, line
