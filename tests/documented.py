@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
-from typing import Dict, List
+from typing import Callable, Dict, List
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def generated() -> Dict[str, Callable[[], str]]:
+    """Return the pages that are made from the tables of the code: path in docs/ -> function that returns the text."""
+    path = DOCS.parent / "scripts" / "reference_pages.py"
+    spec = importlib.util.spec_from_file_location("reference_pages", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    pages: Dict[str, Callable[[], str]] = module.PAGES
+    return pages
 
 
 def modules(page: str) -> Dict[str, str]:

@@ -1,7 +1,7 @@
 """`events.jsonl`: a structured log of what happens in a run, for `raypod logs`, the report and the monitor.
 
 Every line is a JSON object with `unix_s`, the time in seconds since 1970, `event`, and the fields of the event, as
-docs/reference/observability.md describes. The log is appended to over all starts of a run. It holds neither updates
+docs/reference/events.md describes. The log is appended to over all starts of a run. It holds neither updates
 (`metrics.jsonl`) nor single calls (`ledger.jsonl`), whose times are condensed into `call_times`.
 """
 

@@ -1,4 +1,4 @@
-"""The snippets of docs/how-to/from-python.md run, and type checkers accept them."""
+"""The snippets of docs/how-to/from-python.md and tune.md run, and type checkers accept them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ray_cluster import ray_cluster
 
 # Ray's own code leaves sockets and files to the garbage collector, and warns of its own interfaces.
 pytestmark = pytest.mark.filterwarnings("ignore")
-PAGE = (DOCS / "how-to/from-python.md").read_text()
+PAGE = "".join((DOCS / page).read_text() for page in ("how-to/from-python.md", "how-to/tune.md"))
 # The packages that a snippet needs besides raypod's own, and its code.
 SNIPPETS: List[Tuple[str, str]] = re.findall(r"<!-- run(?:: ([\w ]+))? -->\n```python\n(.*?)```", PAGE, re.DOTALL)
 PRINTED: Dict[str, str] = {

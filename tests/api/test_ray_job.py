@@ -1,4 +1,4 @@
-"""Ray jobs: a script that calls `raypod.fit`, submitted as docs/how-to/from-python.md describes it, and detached runs."""
+"""Ray jobs: a script that calls `raypod.fit`, submitted as docs/how-to/ray-jobs.md describes it, and detached runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cluster() -> Iterator[RayCluster]:
 
 
 def test_a_job_trains_in_the_cluster_of_the_job(cluster: RayCluster, tmp_path: Path) -> None:
-    found = re.search(r"`(ray job submit [^`]*)`", (DOCS / "how-to/from-python.md").read_text())
+    found = re.search(r"`(ray job submit [^`]*)`", (DOCS / "how-to/ray-jobs.md").read_text())
     assert found is not None
     words = [sys.executable if word == "python" else word for word in shlex.split(found.group(1))]
     (tmp_path / "job").mkdir()

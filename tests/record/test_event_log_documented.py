@@ -1,4 +1,4 @@
-"""docs/reference/observability.md describes every event and every field of `events.jsonl`."""
+"""docs/reference/events.md describes every event and every field of `events.jsonl`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from raypod.record.event_log import NAME, EventLog, event_name
 
 def documented() -> Dict[str, List[Set[str]]]:
     """Return the fields of the tables of each event."""
-    section = (DOCS / "reference/observability.md").read_text().partition("## The event log\n")[2].partition("\n## ")[0]
     found: Dict[str, List[Set[str]]] = {}
-    for part in section.split("\n### ")[1:]:
+    for part in (DOCS / "reference/events.md").read_text().split("\n## ")[1:]:
         name = part.partition("\n")[0].strip("`")
         tables = re.findall(r"\|---\|---\|\n((?:\|.*\n?)+)", part)
         found[name] = [

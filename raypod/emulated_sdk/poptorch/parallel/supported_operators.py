@@ -6,7 +6,7 @@ The names are those of its documentation ("IPU supported operations") and of the
 from __future__ import annotations
 
 # An operator that PopTorch lowers; the in-place and `out` variants have the same name.
-_LOWERED = """
+LOWERED = """
 __and__ __or__ __xor__ _cdist_forward _convolution _embedding_bag _log_softmax _prelu_kernel _reshape_alias
 _softmax _unsafe_view _weight_norm abs acos acosh adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
 add addcdiv addcmul addmm addmv all amax amin any arange argmax argmin argsort as_strided asin asinh atan atan2
@@ -36,7 +36,7 @@ upsample_nearest2d upsample_nearest3d var var_mean view where zeros zeros_like
 
 # Operators that torch itself decomposes into lowered ones before PopTorch meets them (inferred: from torch's dispatch
 # table), or that need no lowering as they only create or rename tensors.
-_DECOMPOSED = """
+DECOMPOSED = """
 _euclidean_dist _index_put_impl _is_all_true _is_any_true _reshape_copy _stack _to_copy _unsafe_index addr alias
 affine_grid_generator block_diag deg2rad diagonal dist empty empty_like empty_strided eye fill isinf lift lift_fresh
 linspace logspace new_empty new_empty_strided rad2deg rand_like randint_like randn_like range rot90 scalar_tensor
@@ -45,7 +45,7 @@ diag_embed detach_copy
 """
 
 # Kernels of torch for the CPU, which stand for operators that PopTorch lowers under another name.
-_CPU_KERNELS = """
+CPU_KERNELS = """
 _adaptive_avg_pool2d _adaptive_avg_pool3d _batch_norm_with_update _cdist_forward _embedding_bag_forward_only
 _fused_sdp_choice _native_batch_norm_legit _native_batch_norm_legit_no_training _native_multi_head_attention
 _safe_softmax _transformer_encoder_layer_fwd _weight_norm_interface max_pool3d_with_indices mkldnn_linear
@@ -64,7 +64,7 @@ _OTHER_LIBRARIES = frozenset(
 )
 _PREFIXES = ("poptorch::", "aten::_scaled_dot_product_")
 
-SUPPORTED = _OTHER_LIBRARIES.union(f"aten::{name}" for name in f"{_LOWERED}{_DECOMPOSED}{_CPU_KERNELS}".split())
+SUPPORTED = _OTHER_LIBRARIES.union(f"aten::{name}" for name in f"{LOWERED}{DECOMPOSED}{CPU_KERNELS}".split())
 
 
 def base_name(operator: str) -> str:

@@ -1,0 +1,173 @@
+"""The pages of the documentation that are made from the tables of the code: flags, commands, metrics and operators.
+
+MkDocs calls `on_files` (see `hooks` in mkdocs.yml), so that no page can differ from the code. By hand:
+`python scripts/reference_pages.py FOLDER` writes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List
+
+ROOT = Path(__file__).resolve().parents[1]
+WIDTH = 92  # columns of the printed help
+_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def flags_page() -> str:
+    """Return the page of every flag of a training, in the groups of its help."""
+    from raypod.plan import flag_help
+    from raypod.plan.config import fields
+    from raypod.plan.flags import flags_of
+
+    rows: Dict[str, List[str]] = {name: [] for name in flag_help.GROUPS}
+    for section, key, field in fields():
+        *names, last = flags_of(section, key, field)
+        flags = "<br>".join(f"`{name}`" for name in (*names, last))
+        value = "" if last.startswith("--no-") else f" `{flag_help.metavar_of(key, field)}`"
+        text = _cell(flag_help.describe(field, field.default))
+        rows[flag_help.group_of(section, key)].append(f"| {flags}{value} | {text}<br>`{section}.{key}` |")
+    parts = [
+        "# Every flag",
+        "The flags of `raypod train`, `raypod plan` and `raypod doctor`; `raypod train --help GROUP` prints those of a "
+        "group. Each is also a key of a YAML file (`--config`), a word `section.key=value` of the command line, and a "
+        "keyword of `raypod.fit`. In brackets: type, range and default. Options of a task are in its `--help`. "
+        "`--config FILE` reads a YAML file, `--dry-run` prints the plan and ends, `--detach` trains in the background, "
+        "`--take-over` continues a run that another process holds.",
+    ]
+    for name, title in flag_help.GROUPS.items():
+        parts += [f"## {title}", "| flag | meaning, and the key |\n|---|---|\n" + "\n".join(rows[name])]
+    return "\n\n".join(parts) + "\n"
+
+
+def commands_page() -> str:
+    """Return the page of every subcommand, with its help as it is printed."""
+    from raypod.commands.table import COMMANDS, GROUPS
+
+    parts = [
+        "# Every command",
+        "`raypod COMMAND` is `python -m raypod COMMAND`; `raypod train` is also `python -m raypod.train`, and `raypod "
+        "launch` is `python -m raypod.launch`. A misspelt command or flag names the nearest one.",
+    ]
+    for group, commands in GROUPS.items():
+        parts.append(f"## {group}")
+        for name in commands:
+            text = _help_of(lambda command=COMMANDS[name]: command.run(["--help"]))
+            parts += [f"### raypod {name}", f"```text\n{text}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def metrics_page() -> str:
+    """Return the page of every metric for Prometheus."""
+    from raypod.status import launch_status, prometheus
+
+    def table(metrics: Any) -> str:
+        rows = [f"| `{metric.name}` | {metric.kind} | {_cell(metric.help)} |" for metric in metrics]
+        return "| metric | type | meaning |\n|---|---|---|\n" + "\n".join(rows)
+
+    return (
+        "\n\n".join(
+            (
+                "# Every metric",
+                "The metrics of the path `/metrics` of the [status endpoint](observability.md#the-status-endpoint). "
+                "[Prometheus and Grafana](../how-to/prometheus.md) describes how to read them.",
+                "## Of a training",
+                table(prometheus.METRICS),
+                "## Of a launch",
+                table(launch_status.METRICS),
+            )
+        )
+        + "\n"
+    )
+
+
+def operators_page() -> str:
+    """Return the page of the operators that a model may use."""
+    path = ROOT / "raypod/emulated_sdk/poptorch/parallel/supported_operators.py"
+    spec = importlib.util.spec_from_file_location("supported_operators", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    own = {f"aten::{name}" for text in (module.LOWERED, module.DECOMPOSED, module.CPU_KERNELS) for name in text.split()}
+
+    def names(text: str) -> str:
+        return ", ".join(f"`{name}`" for name in sorted(text.split()))
+
+    return (
+        "\n\n".join(
+            (
+                "# Supported operators",
+                "The operators of torch that PopTorch 3.4 takes, by their names in `aten`. In-place and `out` variants "
+                "have the same name. Any other operator in a model is a warning of the emulated SDK with the module "
+                "and the line, and with `--strict` the error `poptorch.Error`. Some operators have limits in addition, "
+                "for example a mode of `upsample`; they are reported in the same way.",
+                "## Lowered by PopTorch",
+                names(module.LOWERED),
+                "## Decomposed by torch before PopTorch meets them (inferred)",
+                names(module.DECOMPOSED),
+                "## Kernels of torch for the CPU that stand for the above",
+                names(module.CPU_KERNELS),
+                "## Of other libraries",
+                ", ".join(f"`{name}`" for name in sorted(module.SUPPORTED - own)) + ", and all of `poptorch::`",
+            )
+        )
+        + "\n"
+    )
+
+
+PAGES: Dict[str, Callable[[], str]] = {
+    "reference/flags.md": flags_page,
+    "reference/commands.md": commands_page,
+    "reference/metrics.md": metrics_page,
+    "reference/operators.md": operators_page,
+}
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages to those of the folder; MkDocs calls it."""
+    from mkdocs.structure.files import File
+
+    with _importable():
+        for path, page in PAGES.items():
+            files.append(File.generated(config, path, content=page()))
+    return files
+
+
+@contextlib.contextmanager
+def _importable() -> Iterator[None]:
+    sys.path.insert(0, str(ROOT))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(ROOT))
+
+
+def _help_of(show: Callable[[], Any]) -> str:
+    output, before = io.StringIO(), dict(os.environ)
+    os.environ.update(COLUMNS=str(WIDTH), NO_COLOR="1")
+    try:
+        with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+            show()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return _ESCAPE.sub("", output.getvalue()).strip().replace("__main__.py", "raypod")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    for name, make in PAGES.items():
+        target = Path(sys.argv[1]) / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _importable():
+            target.write_text(make())
