@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 # Weights per output position from which a product is faster (measured on one core with AVX-512, fp32).
@@ -132,6 +133,7 @@ class _Product(torch.autograd.Function):
         return outputs.view(images.shape[0], rows.outputs, columns.outputs, -1).permute(0, 3, 1, 2)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
         windows, weight, matrix = ctx.saved_tensors
         rows, columns = ctx.rows, ctx.columns
