@@ -74,6 +74,23 @@ def test_gradients_that_products_accumulate_are_those_of_autograd(shape: Tuple[A
         assert torch.allclose(own.grad, other.grad, rtol=1e-4, atol=1e-3)
 
 
+def test_a_contiguous_weight_has_the_gradient_of_autograd() -> None:
+    images = torch.randn(2, 64, 2, 2).to(memory_format=torch.channels_last)
+    found = []
+    for is_special in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Conv2d(64, 256, 3, padding=1)
+        if is_special:
+            convolution.specialize(layer)
+        for _ in range(2):
+            loss = layer(images).square().sum()
+            with convolution.Accumulating():
+                loss.backward()
+        assert layer.weight.grad is not None
+        found.append(layer.weight.grad)
+    assert torch.allclose(found[1], found[0], rtol=1e-4, atol=1e-3)
+
+
 def test_a_hook_of_a_weight_and_autograd_grad_get_the_gradient() -> None:
     _, special = layers((96, 96, 3, 1, 1, (1, 1)), bias=False)
     loss = special(torch.randn(2, 96, 1, 1)).sum()

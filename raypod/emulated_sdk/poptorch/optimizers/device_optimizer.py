@@ -16,6 +16,7 @@ from poptorch.optimizers.hyperparameters import Hyperparameters
 from poptorch.optimizers.rules import OWN_GROUP_ATTRIBUTES, PerParameter, StateTensor, lamb, tf_rmsprop
 
 _Group = Dict[str, torch.nn.Parameter]
+_TO_MEMORY_ORDER, _FROM_MEMORY_ORDER = (0, 2, 3, 1), (0, 3, 1, 2)  # of a channels_last tensor
 _UPDATE_FACTOR = "lossScaleUpdateFactor"
 
 
@@ -48,11 +49,13 @@ class DeviceOptimizer:
         self.group_names = [list(group) for group in groups]
         self.parameters = {name: parameter for group in groups for name, parameter in group.items()}
         self._group_of = {name: index for index, group in enumerate(groups) for name in group}
+        updated = {name: _in_memory_order(parameter) for name, parameter in self.parameters.items()}
+        self._updated = updated
         self._parts = [
-            _construct(hyperparameters, [{name: group[name] for name in part if name in group} for group in groups])
+            _construct(hyperparameters, [{name: updated[name] for name in part if name in group} for group in groups])
             for part in _split(self.parameters, parts)
         ]
-        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._names = {id(parameter): name for name, parameter in updated.items()}
         self._half_state = _half_state(hyperparameters)
         self.loss_scale_update_factor: Optional[float] = None  # with automatic loss scaling, which does not adapt it
 
@@ -89,7 +92,14 @@ class DeviceOptimizer:
 
     def step(self, part: int) -> None:
         """Update the parameters of one part, and round its state that is stored in half."""
+        for name, updated in self._of_part(part):
+            own = self.parameters[name]
+            if updated is not own:
+                updated.grad = None if own.grad is None else own.grad.permute(_TO_MEMORY_ORDER)
         plain_step(self._parts[part])
+        for name, updated in self._of_part(part):
+            if updated is not self.parameters[name]:
+                updated.grad = None
         if self._half_state:
             self._round_state(part)
 
@@ -103,7 +113,7 @@ class DeviceOptimizer:
         for name in self.parameters:
             for stored in self._stored(name):
                 value = held.get(name, {}).get(stored.key)
-                value = self._initial(name, stored.key) if value is None else value
+                value = self._initial(name, stored.key) if value is None else self._with_own_shape(name, value)
                 if value is not None:
                     encoded = stored.encoded(value).expand(self._shape(name, stored.key))
                     found[stored.name] = encoded.clone(memory_format=torch.contiguous_format)
@@ -152,8 +162,10 @@ class DeviceOptimizer:
         for key, tensor in state.items():
             name, stored = places[key]
             is_step = stored.key == "step" and tensor.dim() == 1
-            parameter, value = self.parameters[name], stored.decoded(tensor[0] if is_step else tensor)
+            parameter, value = self._updated[name], stored.decoded(tensor[0] if is_step else tensor)
             if value.dim():
+                if parameter is not self.parameters[name]:
+                    value = value.permute(_TO_MEMORY_ORDER)
                 # With the strides of the parameter, as fused kernels require.
                 value = torch.empty_like(parameter, requires_grad=False).copy_(value)
             part_of[id(parameter)].state[parameter][stored.key] = value
@@ -193,9 +205,29 @@ class DeviceOptimizer:
                     if stored.is_half and held.get(stored.key) is not None:
                         held[stored.key].copy_(stored.decoded(stored.encoded(held[stored.key])))
 
+    def _of_part(self, part: int) -> List[Tuple[str, torch.nn.Parameter]]:
+        """Return the parameters of one part by name, as torch's optimizer has them."""
+        groups = self._parts[part].param_groups
+        return [(self._names[id(parameter)], parameter) for group in groups for parameter in group["params"]]
+
     def _gradients(self, part: int) -> List[torch.Tensor]:
-        parameters = [parameter for group in self._parts[part].param_groups for parameter in group["params"]]
-        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = [self.parameters[name].grad for name, _ in self._of_part(part)]
+        return [gradient for gradient in gradients if gradient is not None]
+
+    def _with_own_shape(self, name: str, value: Any) -> Any:
+        """Return a state tensor of torch's optimizer with the shape of the parameter."""
+        is_permuted = self._updated[name] is not self.parameters[name] and isinstance(value, torch.Tensor)
+        return value.permute(_FROM_MEMORY_ORDER) if is_permuted and value.dim() else value
+
+
+def _in_memory_order(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Return a channels_last parameter as a contiguous one that shares its memory; any other one as it is.
+
+    torch's fused kernels copy what is not contiguous.
+    """
+    if parameter.is_contiguous() or not parameter.is_contiguous(memory_format=torch.channels_last):
+        return parameter
+    return torch.nn.Parameter(parameter.detach().permute(_TO_MEMORY_ORDER), requires_grad=parameter.requires_grad)
 
 
 class _Stored(NamedTuple):
