@@ -30,6 +30,7 @@ from raypod.tasks.registry import facts_of, schema_for, schema_of, task_of_plan
 _SWITCHES = {
     "--dry-run": "print the plan and exit; nothing is written or downloaded",
     "--json": "print the plan as JSON",
+    "--memory": "estimate the memory of each IPU, which imports torch and compiles the model of one replica",
     "--detach": "run in the background; control it with `python -m raypod status|attach|stop RUN_FOLDER`",
     "--take-over": (
         "end the run that uses the run folder, also on another host, and continue it here; for a host that is lost, "
@@ -52,7 +53,7 @@ def plan_of(
     Args:
         argv: the flags, without the program's name.
         prog: the program's name in messages.
-        switches: further boolean flags: any of `--dry-run`, `--json`, `--detach`, `--take-over`.
+        switches: further boolean flags: any of those of `_SWITCHES`.
         on_config: called with the config before what takes long: data, a pipeline.
 
     Raises:
@@ -136,6 +137,17 @@ def _value_of(argv: Sequence[str], flag: str, key: str) -> Optional[str]:
     following = [after for word, after in zip(words, words[1:]) if word == flag]
     joined = [word.partition("=")[2] for word in words if word.startswith((f"{flag}=", f"{key}="))]
     return next(iter([*following, *joined]), None)
+
+
+def needs_model(plan: Plan) -> bool:
+    """Return whether a plan cannot be shown without its model: for the pipeline, or to check it in strict mode."""
+    with environment_variables(strict_environment(plan.config.run.strict)):
+        return plan.geometry.ipus_per_replica > 1 or sdk.is_strict()
+
+
+def render_without_model(plan: Plan) -> str:
+    """Return `tables.render(plan)`, and what shows the memory. Imports no torch."""
+    return f"{tables.render(plan)}\n\n{'memory':>12}  --memory estimates it: it imports torch and compiles the model"
 
 
 def render_with_pipeline(plan: Plan) -> str:

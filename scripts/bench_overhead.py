@@ -90,17 +90,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--updates", type=int, default=1488, help="a multiple of 48")
     parser.add_argument("--before", type=Path, help="another checkout of raypod, measured in the same rounds")
+    parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--one", choices=list(KINDS), help="run this kind once, and print its figures as JSON")
     args = parser.parse_args()
     if args.one:
         print(json.dumps(one(args.one, args.updates)))
         return
     roots = {"": ROOT, **({", before": args.before.resolve()} if args.before else {})}
-    taken: Dict[str, List[Dict[str, float]]] = {kind + suffix: [] for kind in KINDS for suffix in roots}
+    taken: Dict[str, List[Dict[str, float]]] = {
+        kind + suffix: [] for kind in KINDS if kind in (BASELINE, *args.only) for suffix in roots
+    }
     for number in range(args.rounds):
         for suffix in list(roots)[:: -1 if number % 2 else 1]:
             for kind in KINDS:
-                taken[kind + suffix].append(measured(kind, args.updates, roots[suffix]))
+                if kind + suffix in taken:
+                    taken[kind + suffix].append(measured(kind, args.updates, roots[suffix]))
     print(f"| | {' | '.join(COLUMNS)} | of {BASELINE} | target |\n|{'---|' * (len(COLUMNS) + 3)}")
     for kind, rounds in taken.items():
         cells = [_cell([each[name] for each in rounds]) for name in COLUMNS]
