@@ -7,6 +7,8 @@ torchrun in the same round. All times include the start of the interpreter:
 * torchrun: DistributedDataParallel over gloo, with the same network and data;
 * raypod.train: it starts Ray on this host;
 * raypod.train, Ray runs: the same with `ray start --head`, which this script starts before and ends afterwards;
+* raypod.train, Ray runs with torch: the first run on a new head whose workers are there and have imported torch, because
+  it was started with RAY_enable_worker_prestart=1 and RAY_preload_python_modules=torch (Ray 2.50 or newer);
 * raypod plan, raypod plan --memory, raypod --help, import torch: until the process has ended.
 """
 
@@ -30,9 +32,11 @@ BASELINE = "torchrun"
 TARGETS = {
     "raypod.train": ("of torchrun", 1.1),
     "raypod.train, Ray runs": ("s", 2.0),
+    "raypod.train, Ray runs with torch": ("s", 2.0),
     "raypod plan": ("s", 0.3),
     "raypod --help": ("s", 0.15),
 }
+PRELOADED = {"RAY_enable_worker_prestart": "1", "RAY_preload_python_modules": "torch"}
 _RUN_S, _HEAD_S = 120, 60
 PEER = """
 import torch
@@ -91,6 +95,13 @@ def train(env: Dict[str, str]) -> float:
         return float(json.loads(Path(folder, "run", "summary.json").read_text())["seconds_to_first_update"])
 
 
+def train_on_preloaded(env: Dict[str, str]) -> float:
+    with tempfile.TemporaryDirectory(prefix="rp") as folder:
+        joined = {**env, "RAY_TMPDIR": folder}
+        with running_ray({**joined, **PRELOADED}):
+            return train(joined)
+
+
 def command(*words: str) -> Callable[[Dict[str, str]], float]:
     """Return a function that returns the seconds of a command of this interpreter."""
 
@@ -130,19 +141,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--before", type=Path, help="another checkout of raypod, measured in the same rounds")
-    parser.add_argument("--only", nargs="+", help="beginnings of the names of what is measured, besides torchrun")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="measure these besides torchrun")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rs") as cold, tempfile.TemporaryDirectory(prefix="rw") as warm:
         kinds: Dict[str, Tuple[Callable[[Dict[str, str]], float], str]] = {
             "raypod.train": (train, cold),
             "raypod.train, Ray runs": (train, warm),
+            "raypod.train, Ray runs with torch": (train_on_preloaded, cold),
             "raypod plan": (command("-m", "raypod", "plan"), cold),
             "raypod plan --memory": (command("-m", "raypod", "plan", "--memory"), cold),
             "raypod --help": (command("-m", "raypod", "--help"), cold),
             "import torch": (command("-c", "import torch"), cold),
         }
         if args.only:
-            kinds = {name: kind for name, kind in kinds.items() if name.startswith(tuple(args.only))}
+            kinds = {name: kind for name, kind in kinds.items() if name in args.only}
         roots = {"": ROOT, **({", before": args.before.resolve()} if args.before else {})}
         taken: Dict[str, List[float]] = {BASELINE: []}
         with running_ray(environment(ROOT, warm)) if "raypod.train, Ray runs" in kinds else contextlib.nullcontext():
