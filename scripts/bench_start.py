@@ -7,7 +7,7 @@ torchrun in the same round. All times include the start of the interpreter:
 * torchrun: DistributedDataParallel over gloo, with the same network and data;
 * raypod.train: it starts Ray on this host;
 * raypod.train, Ray runs: the same with `ray start --head`, which this script starts before and ends afterwards;
-* raypod.train, Ray runs with torch: the first run on a new head whose workers are there and have imported torch, because
+* raypod.train, Ray runs with torch: the first run on a new head whose workers have imported torch before, because
   it was started with RAY_enable_worker_prestart=1 and RAY_preload_python_modules=torch (Ray 2.50 or newer);
 * raypod plan, raypod plan --memory, raypod --help, import torch: until the process has ended.
 """
