@@ -15,6 +15,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import List, Optional
@@ -43,6 +44,7 @@ class LocalExchange:
             poller = select.poll()
             poller.register(partner, select.POLLIN)
             self._pollers.append(poller)
+        weakref.finalize(self, _close_all, partners)
 
     def barrier(self, group: Group) -> None:
         """Wait until every process of the group has called it.
@@ -96,6 +98,11 @@ class LocalExchange:
             raise group.fail(doing, error, time.monotonic() - began) from error
 
 
+def _close_all(partners: List[socket.socket]) -> None:
+    for partner in partners:
+        partner.close()
+
+
 def _received(partner: socket.socket, poller: select.poll, length: int, deadline_s: float) -> bytes:
     """Return the next `length` bytes. OSError if the partner closes its connection, or does not send them in time."""
     received = b""
@@ -131,7 +138,7 @@ def connect(group: Group, path: str) -> Optional[LocalExchange]:
         if all(done for (done,) in group.gather_numbers([int(len(partners) == len(ranks))])):
             opened.pop_all()
             exchange = LocalExchange(partners)
-            group.on_close.append(exchange.close)
+            group.closes_with.add(exchange)
             return exchange
     return None
 

@@ -21,7 +21,8 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
+from weakref import WeakSet
 
 import torch
 import torch.distributed
@@ -162,7 +163,7 @@ class Group:
         self.wait_s = wait_s
         self._broken_by = ""
         self._sequence = 0
-        self.on_close: List[Callable[[], None]] = []  # also called when the group breaks, from any thread
+        self.closes_with: WeakSet[Any] = WeakSet()  # these are closed with it, also when it breaks, from any thread
 
     @property
     def is_broken(self) -> bool:
@@ -216,7 +217,8 @@ class Group:
         """Release the backend."""
         self._backend = None
         self._broken_by = self._broken_by or "it was closed"
-        self._call_on_close()
+        for each in list(self.closes_with):
+            each.close()
 
     def wait_for(self, work: Any, doing: str) -> None:
         """Wait for a work handle of Gloo, if there is one, within the group's timeout."""
@@ -246,14 +248,11 @@ class Group:
         backend is not enough: the buffers of abandoned transfers keep it alive.
         """
         backend, self._backend = self._backend, None
-        self._call_on_close()
+        for each in list(self.closes_with):
+            each.close()
         for peer in self.peers if backend is not None else ():
             with suppress(RuntimeError):  # the intended timeout, or a connection that is closed already
                 backend.recv([torch.empty(1, dtype=torch.uint8)], peer, 2 * _MAX_TAGS).wait(timedelta(milliseconds=1))
-
-    def _call_on_close(self) -> None:
-        for close_it in self.on_close:
-            close_it()
 
     def _start(self, verb: str, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         if not tensor.numel():
