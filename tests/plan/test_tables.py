@@ -38,7 +38,7 @@ PLANS = [["raypod", "plan"], ["raypod", "plan", "--json"]]
 @pytest.mark.parametrize(
     ("command", "absent"),
     [
-        *((command, {"ray", "torch", "poptorch"}) for command in PLANS),
+        *((command, {"ray", "torch", "poptorch", "numpy"}) for command in PLANS),
         *((command, {"ray"}) for command in ([*PLANS[0], "--memory"], ["raypod.train", "--dry-run"])),
         (["raypod", "--help"], {"ray", "torch", "numpy", "pydantic", "yaml"}),
     ],
