@@ -318,7 +318,7 @@ _Measured = TypeVar("_Measured", UpdateDone, EvaluationDone)
 def flat_record(event: Union[UpdateDone, EvaluationDone]) -> Dict[str, Any]:
     """Return the fields of an event with its metrics and rates among them, as a line of a file holds them."""
     record: Dict[str, Any] = {}
-    for name, value in dataclasses.asdict(event).items():
+    for name, value in vars(event).items():
         record.update(value if name in ("metrics", "part_rates") else {name: value})
     return record
 

@@ -30,6 +30,7 @@ from raypod.tasks.registry import facts_of, schema_for, schema_of, task_of_plan
 _SWITCHES = {
     "--dry-run": "print the plan and exit; nothing is written or downloaded",
     "--json": "print the plan as JSON",
+    "--memory": "estimate the memory of each IPU, which imports torch and compiles the model of one replica",
     "--detach": "run in the background; control it with `raypod status|attach|stop RUN_FOLDER`",
     "--detach-as": "--detach, as a Ray job or as a process; default: a Ray job where Ray's job server runs",
     "--quiet": "print only warnings, errors and the result",
@@ -143,6 +144,17 @@ def _value_of(argv: Sequence[str], flag: str, key: str) -> Optional[str]:
     following = [after for word, after in zip(words, words[1:]) if word == flag]
     joined = [word.partition("=")[2] for word in words if word.startswith((f"{flag}=", f"{key}="))]
     return next(iter([*following, *joined]), None)
+
+
+def needs_model(plan: Plan) -> bool:
+    """Return whether a plan cannot be shown without its model: for the pipeline, or to check it in strict mode."""
+    with environment_variables(strict_environment(plan.config.run.strict)):
+        return plan.geometry.ipus_per_replica > 1 or sdk.is_strict()
+
+
+def render_without_model(plan: Plan) -> str:
+    """Return `tables.render(plan)`, and what shows the memory. Imports no torch."""
+    return f"{tables.render(plan)}\n\n{'memory':>12}  --memory estimates it: it imports torch and compiles the model"
 
 
 def render_with_pipeline(plan: Plan) -> str:

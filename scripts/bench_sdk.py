@@ -4,6 +4,9 @@
   the same loop in torch, alternating step by step in one process, on 1 and on 2 threads; and each in its own process
   for the peak memory;
 * replicas: a call of 8 replicas on one core, against 8 calls of one replica on it;
+* first: `import poptorch` on top of `import torch`, in seconds, each in a new process; and the first call of a
+  `trainingModel`, less the second call: what tracing and compiling take, in forward passes of plain torch with the same
+  micro-batch. One thread; plain torch has run before in the process, so that its kernels are prepared for both;
 * loader: poptorch.DataLoader in Async mode with 2 workers, against torch's DataLoader with 2 workers on the same data.
 
 Ratios are medians over the rounds. The target is a lower or upper bound of the ratio.
@@ -133,6 +136,44 @@ def replicas(rounds: int) -> List[Row]:
     return [("8 replicas on one core", figures, median(b / a for a, b in taken), "<= 1.05")]
 
 
+IMPORTS = """
+import time
+import torch
+began = time.perf_counter()
+import poptorch
+print(time.perf_counter() - began)
+"""
+
+
+def first(rounds: int) -> List[Row]:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'raypod' / 'emulated_sdk'}"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    command = [sys.executable, "-c", IMPORTS]
+    imports = [
+        float(subprocess.run(command, env=environment, stdout=subprocess.PIPE, timeout=LIMIT_S, check=True).stdout)
+        for _ in range(rounds + 1)
+    ][1:]  # the first one writes the byte code
+    torch.set_num_threads(1)
+    model, data = ResNetWithLoss().train(), batch()
+    plain_step()()
+    taken = []
+    for _ in range(rounds):
+        forward = seconds(lambda: model(*data))
+        step = emulated_step()
+        taken.append((seconds(step), seconds(step), forward))
+    call, later, forward = (median(column) for column in zip(*taken))
+    ratio = median((one - two) / each for one, two, each in taken)
+    figures = f"s: first call {call:.2f}, second {later:.2f}, forward pass {forward:.2f}"
+    return [
+        ("import poptorch on top of torch, s", f"s: {_spread(imports)}", median(imports), "<= 1.20"),
+        ("compilation, in forward passes", figures, ratio, "<= 1.30"),
+    ]
+
+
+def _spread(values: List[float]) -> str:
+    return f"{median(values):.2f} ({min(values):.2f} - {max(values):.2f})"
+
+
 class Images(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """Small images, shifted and flipped one by one as torchvision's transforms do."""
 
@@ -170,7 +211,7 @@ def loader(rounds: int) -> List[Row]:
     return [("Async with 2 workers, of torch with 2", figures, median(a / b for a, b in rates), ">= 1.00")]
 
 
-PARTS: Dict[str, Callable[[int], List[Row]]] = {"loop": loop, "replicas": replicas, "loader": loader}
+PARTS: Dict[str, Callable[[int], List[Row]]] = {"first": first, "loop": loop, "replicas": replicas, "loader": loader}
 
 
 def main() -> None:

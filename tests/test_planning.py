@@ -12,7 +12,7 @@ from torch import nn
 from raypod import train
 from raypod.__main__ import main
 
-COMMANDS = [["plan"], ["plan", "--json"], ["train", "--dry-run"]]
+COMMANDS = [["plan", "--memory"], ["plan", "--memory", "--json"], ["train", "--dry-run"]]
 
 
 class Linear(nn.Module):
@@ -100,7 +100,7 @@ def test_a_model_that_does_not_fit_is_an_error_in_strict_mode(
 ) -> None:
     """With the micro-batch of the plan, which is larger than the compiled one."""
     monkeypatch.setattr("poptorch.device.memory_estimate.MEMORY_BYTES", 20_000_000)
-    flags = ["plan", "--device", "emulated", "--model", "resnet8", "--batch-size", "256"]
+    flags = ["plan", "--memory", "--device", "emulated", "--model", "resnet8", "--batch-size", "256"]
     assert main(flags) == 0
     assert ": DOES NOT FIT" in capsys.readouterr().out
     assert main([*flags, "--strict"]) == 2

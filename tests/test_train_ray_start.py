@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, List
+from typing import Any, Callable, List
 
 import psutil
 import pytest
@@ -56,6 +57,61 @@ def test_a_session_can_be_closed_after_an_interrupted_import_of_ray(monkeypatch:
 
 
 UTILS = SimpleNamespace(set_sigterm_handler=lambda handler: signal.signal(signal.SIGTERM, handler))
+SERVICES = SimpleNamespace(ConsolePopen=subprocess.Popen)
+
+
+class Node:
+    """Records the processes that Ray's class of this name would start."""
+
+    def __init__(self) -> None:
+        self.started: List[str] = []
+
+    def start_gcs_server(self) -> None:
+        self.started.append("gcs")
+
+    def start_monitor(self) -> None:
+        self.started.append("monitor")
+
+    def start_api_server(self, *, include_dashboard: bool, raise_on_failure: bool) -> None:
+        self.started.append("dashboard")
+
+    def start_log_monitor(self) -> None:
+        self.started.append("log monitor")
+
+    def start_all(self) -> List[str]:
+        self.start_gcs_server()
+        self.start_monitor()
+        self.start_api_server(include_dashboard=False, raise_on_failure=False)
+        self.start_log_monitor()
+        return self.started
+
+
+def replace_ray(monkeypatch: pytest.MonkeyPatch, init: Callable[..., None]) -> None:
+    """Let `import ray` return a module with this `init`."""
+    private = SimpleNamespace(services=SERVICES, utils=UTILS, node=SimpleNamespace(Node=Node))
+    ray = SimpleNamespace(_private=private, init=init)
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.setattr(importlib, "import_module", lambda name: ray)
+
+
+def test_a_local_session_starts_only_the_processes_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, retries = Node(), []
+
+    def start(**options: Any) -> None:
+        node.start_all()
+        retries.append({name: os.environ[name] for name in os.environ if name.startswith("RAY_raylet_client_")})
+        raise Exception("this Ray starts nothing")
+
+    replace_ray(monkeypatch, start)
+    session = RaySession(place(LOCAL, Sizes(1, 1, 1)))
+    with pytest.raises(RunError, match="this Ray starts nothing"):
+        session.open()
+    session.close()
+    assert node.started == ["gcs"]
+    assert node._webui_url == ""  # type: ignore[attr-defined]  # ray.init() reads it
+    (variables,) = retries
+    assert [int(value) for value in variables.values()] == [20, 500]  # 10 s in all
+    assert Node().start_all() == ["gcs", "monitor", "dashboard", "log monitor"]
 
 
 def test_ray_does_not_replace_the_sigterm_handler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,10 +122,7 @@ def test_ray_does_not_replace_the_sigterm_handler(monkeypatch: pytest.MonkeyPatc
         during.append(signal.getsignal(signal.SIGTERM))
         raise Exception("this Ray starts nothing")
 
-    services = SimpleNamespace(ConsolePopen=subprocess.Popen)
-    ray = SimpleNamespace(_private=SimpleNamespace(services=services, utils=UTILS), init=start)
-    monkeypatch.delitem(sys.modules, "ray", raising=False)
-    monkeypatch.setattr(importlib, "import_module", lambda name: ray)
+    replace_ray(monkeypatch, start)
     before = signal.getsignal(signal.SIGTERM)
     session = RaySession(place(LOCAL, Sizes(1, 1, 1)))
     with pytest.raises(RunError, match="this Ray starts nothing"):
@@ -83,10 +136,7 @@ def test_a_session_whose_processes_do_not_start_is_an_error_in_one_line(monkeypa
     def start(**options: Any) -> None:
         raise Exception("The current node timed out during startup.\nSee the logs.")
 
-    services = SimpleNamespace(ConsolePopen=subprocess.Popen)
-    ray = SimpleNamespace(_private=SimpleNamespace(services=services, utils=UTILS), init=start)
-    monkeypatch.delitem(sys.modules, "ray", raising=False)
-    monkeypatch.setattr(importlib, "import_module", lambda name: ray)
+    replace_ray(monkeypatch, start)
     session = RaySession(place(LOCAL, Sizes(1, 1, 1)))
     with pytest.raises(RunError, match="cannot start a local Ray session on this host: The current node timed out"):
         session.open()

@@ -6,12 +6,13 @@ import dataclasses
 import sysconfig
 import zlib
 from pathlib import Path
-from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from raypod.errors import ConfigError, DataMissing
 from raypod.plan.user_code import reported
+
+if TYPE_CHECKING:
+    import numpy as np  # imported where it is used: a plan of another task needs no NumPy
 
 BYTES = 256  # vocabulary without a tokenizer
 MAX_DEFAULT_MB = 8.0  # of the standard library
@@ -195,6 +196,8 @@ class Tokenizer:
 
     def encode(self, pieces: Sequence[Piece]) -> Text:
         """Return the tokens of the pieces, each followed by the token that ends a file, which counts as one byte."""
+        import numpy as np
+
         tokens, ends, done = [np.empty(0, np.int32)], [np.empty(0, np.int64)], 0
         for piece in pieces:
             text = _read(piece).decode("utf-8", errors="replace")
@@ -210,6 +213,8 @@ class Tokenizer:
 
 def _bytes_before(text: str) -> np.ndarray:
     """Return the number of bytes before each character of a text, and of all: int64 [characters + 1]."""
+    import numpy as np
+
     points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     sizes = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
@@ -219,6 +224,8 @@ def encode(pieces: Sequence[Piece], tokenizer: Optional[Tokenizer]) -> Text:
     """Return the tokens of the pieces; without a tokenizer their bytes, each piece followed by a byte 0."""
     if tokenizer is not None:
         return tokenizer.encode(pieces)
+    import numpy as np
+
     return Text(np.frombuffer(b"".join(_read(each) + bytes([_END]) for each in pieces), dtype=np.uint8))
 
 

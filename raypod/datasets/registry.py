@@ -1,20 +1,23 @@
 """Data sets by name: their sizes and shapes for planning, and the loaded splits.
 
 No module here imports torch before a data set of the user or a folder of images is loaded: planning works without it.
+A data set's module, and with it NumPy, is imported when it is used: a plan of the default run needs neither.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Callable, Dict, NamedTuple, Optional
+import importlib
+from typing import TYPE_CHECKING, Any, Dict, NamedTuple, Optional
 
 from typing_extensions import Protocol
 
-from raypod.datasets import cifar, digits, image_folder, synthetic, user_dataset
-from raypod.datasets.arrays import ArrayDataset, Augmentation, ImageShape, Splits
 from raypod.errors import ConfigError, DataMissing
 from raypod.plan.config import Config
 from raypod.plan.plan import DatasetSize
+
+if TYPE_CHECKING:
+    from raypod.datasets.arrays import Augmentation, ImageShape, Splits
 
 
 class DatasetSource(Protocol):
@@ -31,19 +34,29 @@ class DatasetSource(Protocol):
 
 
 class _Entry(NamedTuple):
-    source: DatasetSource
-    published: Optional[DatasetSize] = None  # the numbers of samples, for a plan without the files
-    download: Optional[Callable[[Config], None]] = None
+    """A data set: a module of this folder, or an object in it.
+
+    Attributes:
+        size: the numbers of samples if they are constant.
+        published: the numbers of samples, for a plan without the files.
+        can_download: whether the source has `download(config)`.
+    """
+
+    module: str
+    name: str = ""
+    size: Optional[DatasetSize] = None
+    published: Optional[DatasetSize] = None
+    can_download: bool = False
 
 
 _CIFAR_SIZE = DatasetSize(50000, 10000, is_published=True)
 _BY_NAME: Dict[str, _Entry] = {
-    "digits": _Entry(digits),
-    "synthetic": _Entry(synthetic),
-    "cifar10": _Entry(cifar.CIFAR10, _CIFAR_SIZE, cifar.CIFAR10.download),
-    "cifar100": _Entry(cifar.CIFAR100, _CIFAR_SIZE, cifar.CIFAR100.download),
-    "imagefolder": _Entry(image_folder),
-    "imagenet": _Entry(image_folder, DatasetSize(1281167, 50000, is_published=True)),
+    "digits": _Entry("digits", size=DatasetSize(1437, 360)),
+    "synthetic": _Entry("synthetic"),
+    "cifar10": _Entry("cifar", "CIFAR10", published=_CIFAR_SIZE, can_download=True),
+    "cifar100": _Entry("cifar", "CIFAR100", published=_CIFAR_SIZE, can_download=True),
+    "imagefolder": _Entry("image_folder"),
+    "imagenet": _Entry("image_folder", published=DatasetSize(1281167, 50000, is_published=True)),
 }
 
 
@@ -53,7 +66,9 @@ def dataset_size(config: Config) -> DatasetSize:
     Raises:
         ConfigError: as `load`.
     """
-    return _entry(config).source.size(config)
+    entry = _entry(config)
+    size: DatasetSize = entry.size if entry.size is not None else _source(entry).size(config)
+    return size
 
 
 def dataset_size_or_published(config: Config) -> DatasetSize:
@@ -77,7 +92,7 @@ def image_shape(config: Config) -> ImageShape:
     Raises:
         ConfigError: as `load`.
     """
-    found = _entry(config).source.shape(config)
+    found: ImageShape = _source(_entry(config)).shape(config)
     return found if config.data.image_size is None else dataclasses.replace(found, side=config.data.image_size)
 
 
@@ -87,7 +102,9 @@ def load(config: Config) -> Splits:
     Raises:
         ConfigError: the name is unknown, files are missing or damaged, or the user's data set cannot be used.
     """
-    splits = _entry(config).source.load(config)
+    from raypod.datasets.arrays import ArrayDataset
+
+    splits: Splits = _source(_entry(config)).load(config)
     augmentation = _augmentation(config, splits.augmentation)
     if isinstance(splits.train, ArrayDataset) and augmentation.padding >= min(splits.train.images.shape[2:]):
         height, width = splits.train.images.shape[2:]
@@ -105,10 +122,16 @@ def download(config: Config) -> None:
         ConfigError: the data set has no download, or the download fails.
     """
     entry = _entry(config)
-    if entry.download is not None:
-        entry.download(config)
+    if entry.can_download:
+        _source(entry).download(config)
     elif config.data.download:
         raise ConfigError(f"--download: the data set {config.data.dataset} cannot be downloaded; remove the flag")
+
+
+def _source(entry: _Entry) -> Any:
+    """Return the `DatasetSource` of an entry, whose module is imported."""
+    module = importlib.import_module(f"raypod.datasets.{entry.module}")
+    return getattr(module, entry.name) if entry.name else module
 
 
 def _entry(config: Config) -> _Entry:
@@ -116,7 +139,7 @@ def _entry(config: Config) -> _Entry:
     if name in _BY_NAME:
         return _BY_NAME[name]
     if ":" in name:
-        return _Entry(user_dataset)
+        return _Entry("user_dataset")
     raise ConfigError(
         f"unknown data set {name!r}; known: {', '.join(_BY_NAME)}, or module:function for your own data set"
     )
@@ -126,8 +149,9 @@ def _augmentation(config: Config, default: Augmentation) -> Augmentation:
     """Return the configured augmentation, with the data set's default for settings that are not set."""
     data = config.data
     if not data.augment:
-        return Augmentation()
-    return Augmentation(
+        return dataclasses.replace(default, padding=0, flip=False)
+    return dataclasses.replace(
+        default,
         padding=default.padding if data.crop_padding is None else data.crop_padding,
         flip=default.flip if data.flip is None else data.flip,
     )

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Callable
+from typing import Any, Callable, Dict
 
 import numpy as np
 import pytest
@@ -28,11 +28,13 @@ def test_mean_and_std_are_those_of_the_training_images() -> None:
     assert (scaled.mean(), scaled.std()) == pytest.approx((*splits.mean, *splits.std), abs=1e-3)
 
 
-def test_the_planned_size_is_the_loaded_size() -> None:
-    config = from_values({"data": {"dataset": "synthetic", "samples": 100, "image": "1x4x5"}})
+@pytest.mark.parametrize("data", [{}, {"dataset": "synthetic", "samples": 100, "image": "1x4x5"}])
+def test_the_planned_size_is_the_loaded_size(data: Dict[str, Any]) -> None:
+    config = from_values({"data": data})
     splits, size = datasets.load(config), datasets.dataset_size(config)
     assert (len(splits.train), len(splits.test)) == (size.train_samples, size.test_samples)
-    assert splits.train.images.shape == (100, 1, 4, 5)
+    if data:
+        assert splits.train.images.shape == (100, 1, 4, 5)
 
 
 def test_synthetic_images_are_a_function_of_the_seed() -> None:

@@ -21,7 +21,9 @@ from typing import List, NamedTuple, Optional, Sequence
 
 import torch
 
-from _pod.wires import Group, even_slices
+from _pod.local_exchange import LocalExchange, connect
+from _pod.slices import even_slices
+from _pod.wires import Group
 
 _FOLDER = "/dev/shm"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -43,12 +45,19 @@ class Board:
 
     Args:
         starts, lengths: where each tensor begins in a row, and its number of elements.
+        exchange: between the processes; without it, barriers are those of the group.
     """
 
     def __init__(
-        self, memory: torch.Tensor, rank: int, size: int, starts: Sequence[int], lengths: Sequence[int]
+        self,
+        memory: torch.Tensor,
+        rank: int,
+        size: int,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        exchange: Optional[LocalExchange] = None,
     ) -> None:
-        self._rank = rank
+        self._rank, self._exchange = rank, exchange
         *self._rows, self.result = memory.view(size + 1, -1)
         slices = aligned_slices(starts[-1] + lengths[-1], size)
         self._pieces = [_pieces(owned, starts, lengths) for owned in slices]
@@ -66,10 +75,22 @@ class Board:
         for peer in group.peers:
             for tensor, part, place in self._pieces[peer]:
                 row[place].copy_(own[tensor][part])
-        group.barrier()
+        self._wait(group)
         for tensor, part, place in self._pieces[self._rank]:
             self._finish_tree(own[tensor][part], place)
-        group.barrier()
+        self._wait(group)
+
+    def gather(self, group: Group, row: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all processes, as `Group.gather`."""
+        if self._exchange is None or not self._exchange.fits(group, row):
+            return group.gather(row)
+        return self._exchange.gather(group, row.contiguous())
+
+    def _wait(self, group: Group) -> None:
+        if self._exchange is None:
+            group.barrier()
+        else:
+            self._exchange.barrier(group)
 
     def _finish_tree(self, own: torch.Tensor, place: slice) -> None:
         parts = [row[place] for row in self._rows]
@@ -131,10 +152,13 @@ def open_board(group: Group, starts: Sequence[int], lengths: Sequence[int], dtyp
         memory = _map(shared_path, needed, dtype) if shared_path else None
         # The file keeps its name until all have tried to map it.
         is_mapped = all(mapped for (mapped,) in group.gather_numbers([int(memory is not None)]))
+        exchange = connect(group, shared_path) if is_mapped else None
     finally:
         if path:
             Path(path).unlink()
-    return Board(memory, group.rank, group.size, starts, lengths) if memory is not None and is_mapped else None
+    if memory is None or not is_mapped:
+        return None
+    return Board(memory, group.rank, group.size, starts, lengths, exchange)
 
 
 def _free_bytes() -> int:

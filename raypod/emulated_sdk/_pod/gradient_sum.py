@@ -93,7 +93,11 @@ class GradientSum:
         Raises:
             PeerFailed: a peer is lost or does not respond in time.
         """
-        return row.unsqueeze(0) if self._placement.num_processes == 1 else self._group().gather(row)
+        if self._placement.num_processes == 1:
+            return row.unsqueeze(0)
+        group = self._group()
+        shared = self._boards.get(group)
+        return group.gather(row) if shared is None else shared.gather(group, row)
 
     def disconnect_broken(self) -> None:
         """Close the group if it is broken; the next sum joins a new one."""

@@ -23,7 +23,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from _pod import wires
-from _pod.wires import Group, Transfer, even_slices, wait_all
+from _pod.slices import even_slices
+from _pod.wires import Group, Transfer, wait_all
 
 GROUP = "gcl"
 # Elements per chunk, 16 MiB of float32: with smaller chunks the overhead per transfer exceeds the gain of overlapping.

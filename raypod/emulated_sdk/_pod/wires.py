@@ -22,6 +22,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Dict, List, Optional, Sequence
+from weakref import WeakSet
 
 import torch
 import torch.distributed
@@ -47,7 +48,6 @@ __all__ = [
     "connect",
     "disconnect",
     "disconnect_broken",
-    "even_slices",
     "timeout_s",
     "wait_all",
 ]
@@ -160,9 +160,10 @@ class Group:
         self.peers = [(rank + distance) % size for distance in range(1, size)]
         self._backend = backend  # a ProcessGroupGloo; None in a group of one rank, and after the end
         self._store = store  # the backend uses it without keeping it alive
-        self._wait_s = wait_s
+        self.wait_s = wait_s
         self._broken_by = ""
         self._sequence = 0
+        self.closes_with: WeakSet[Any] = WeakSet()  # these are closed with it, also when it breaks, from any thread
 
     @property
     def is_broken(self) -> bool:
@@ -216,6 +217,8 @@ class Group:
         """Release the backend."""
         self._backend = None
         self._broken_by = self._broken_by or "it was closed"
+        for each in list(self.closes_with):
+            each.close()
 
     def wait_for(self, work: Any, doing: str) -> None:
         """Wait for a work handle of Gloo, if there is one, within the group's timeout."""
@@ -224,14 +227,14 @@ class Group:
         start = time.monotonic()
         try:
             with peer_wait.measured(doing):
-                work.wait(timedelta(seconds=self._wait_s))
+                work.wait(timedelta(seconds=self.wait_s))
         except RuntimeError as error:
-            raise self._fail(doing, error, time.monotonic() - start) from error
+            raise self.fail(doing, error, time.monotonic() - start) from error
 
-    def _fail(self, doing: str, cause: Exception, waited_s: float) -> PeerFailed:
+    def fail(self, doing: str, cause: Exception, waited_s: float) -> PeerFailed:
         """Mark the group as broken, close the connections and return the error to raise."""
-        if waited_s >= self._wait_s * 0.99:
-            reason = f"waited {waited_s:.3g} s ({TIMEOUT_S}={self._wait_s:g})"
+        if waited_s >= self.wait_s * 0.99:
+            reason = f"waited {waited_s:.3g} s ({TIMEOUT_S}={self.wait_s:g})"
         else:
             reason = "lost the connection: a peer has ended, failed or timed out"
         self._broken_by = f"{doing} failed earlier"
@@ -245,6 +248,8 @@ class Group:
         backend is not enough: the buffers of abandoned transfers keep it alive.
         """
         backend, self._backend = self._backend, None
+        for each in list(self.closes_with):
+            each.close()
         for peer in self.peers if backend is not None else ():
             with suppress(RuntimeError):  # the intended timeout, or a connection that is closed already
                 backend.recv([torch.empty(1, dtype=torch.uint8)], peer, 2 * _MAX_TAGS).wait(timedelta(milliseconds=1))
@@ -253,21 +258,22 @@ class Group:
         if not tensor.numel():
             return None
         try:
-            return getattr(self._open_backend(), verb)([as_bytes(tensor)], peer, tag)
+            return getattr(self.open_backend(), verb)([as_bytes(tensor)], peer, tag)
         except RuntimeError as error:
             if self._broken_by:
                 raise
-            raise self._fail(f"{verb} with rank {peer}", error, 0.0) from error
+            raise self.fail(f"{verb} with rank {peer}", error, 0.0) from error
 
     def _run(self, start: Any, doing: str) -> None:
-        backend, began = self._open_backend(), time.monotonic()
+        backend, began = self.open_backend(), time.monotonic()
         try:
             with peer_wait.measured(doing):
                 start(backend).wait()
         except RuntimeError as error:
-            raise self._fail(doing, error, time.monotonic() - began) from error
+            raise self.fail(doing, error, time.monotonic() - began) from error
 
-    def _open_backend(self) -> Any:
+    def open_backend(self) -> Any:
+        """Return Gloo's backend; PeerFailed if the group is broken or closed."""
         if self._broken_by or self._backend is None:
             kind = PeerFailed if self._broken_by else RuntimeError
             raise kind(f"group {self.name!r} is not usable: {self._broken_by or 'it has one rank only'}")
@@ -297,12 +303,6 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a flat uint8 view of a contiguous tensor: Gloo transfers it unchanged, whatever the dtype."""
     assert tensor.is_contiguous(), "the bytes would be those of a copy"
     return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def even_slices(start: int, stop: int, count: int) -> List[slice]:
-    """Cut start..stop-1 into `count` slices whose lengths differ by one at most; some may be empty."""
-    edges = [start + (stop - start) * index // count for index in range(count + 1)]
-    return [slice(low, high) for low, high in zip(edges, edges[1:])]
 
 
 def _prefix(name: str) -> str:

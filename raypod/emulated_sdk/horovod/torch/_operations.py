@@ -14,7 +14,8 @@ import enum
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
-from _pod.wires import Group, as_bytes, even_slices, wait_all
+from _pod.slices import even_slices
+from _pod.wires import Group, as_bytes, wait_all
 
 from horovod.torch._agreement import Description
 
