@@ -20,14 +20,12 @@ _DESCRIPTIONS = {
 def plan(argv: Sequence[str]) -> int:
     """Print the plan of a `raypod train` command line as a table or as JSON."""
     from raypod import planning
-    from raypod.plan import tables
 
     planned, args = planning.plan_of(argv, "raypod plan", ["--json", "--memory"])
-    shows_model = args.memory or planning.needs_model(planned)  # otherwise nothing imports torch
     if args.json:
-        describe = planning.describe_with_pipeline if shows_model else tables.describe
-        print(json.dumps(describe(planned), indent=2))  # noqa: T201
+        print(json.dumps(planning.describe_with_pipeline(planned), indent=2))  # noqa: T201
     else:
+        shows_model = args.memory or planning.needs_model(planned)  # otherwise nothing imports torch
         render = planning.render_with_pipeline if shows_model else planning.render_without_model
         print(render(planned))  # noqa: T201
     return 0

@@ -170,7 +170,6 @@ def download(archive: Archive, root: Path, timeout_s: float) -> None:
 
 
 def _fetch(archive: Archive, root: Path) -> None:
-    import urllib.request  # a tenth of the time in which a plan is made
 
     sys.stderr.write(f"downloading {archive.url} to {root}\n")
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=str(root)))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from typing import Callable, List, Optional
 
 import pytest
 
+from raypod.cli import FlagParser
 from raypod.plan import flags, resolve
 from raypod.plan.cluster import LOCAL, Cluster, Host, VipuPartition
 from raypod.plan.environment import device_environment, instance_environment
@@ -85,7 +85,7 @@ def test_another_sitecustomize_still_runs(make: Callable[..., Plan], tmp_path: P
 def test_strict_mode_is_a_variable_of_the_emulated_sdk(
     make: Callable[..., Plan], given: List[str], expected: Optional[str]
 ) -> None:
-    parser = argparse.ArgumentParser()
+    parser = FlagParser()
     flags.add_flags(parser)
     strict = resolve.resolve(flags.parse_arguments(parser, given)).run.strict
     plan = make(run={"strict": strict})
