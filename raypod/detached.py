@@ -40,7 +40,7 @@ def detach(argv: Sequence[str], claimed: Claim, plan: Plan, way: Optional[str] =
 
     Raises:
         UserError: `way` is RAY_JOB, and there is no job server or Ray does not start the job; the log is not writable.
-        RunError: the job has ended before the claim was handed over.
+        RunError: the job has ended while it was started.
     """
     server, reason = _job_server(plan, way)
     log = log_of(claimed.folder)
