@@ -45,11 +45,6 @@ def find(name: str, kind: str) -> Path:
     return folder(kind) / file if file in names(kind) else path
 
 
-def contains(path: Path) -> bool:
-    """Return whether a path is one of the files that raypod contains."""
-    return path.resolve().parent in (folder(RECIPES), folder(CLUSTERS))
-
-
 def hint(name: str, kind: str) -> str:
     """Return the end of an error message about a file that does not exist: the nearest that raypod contains, or all."""
     near = nearest(Path(name).name, names(kind))

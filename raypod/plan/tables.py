@@ -244,15 +244,16 @@ def aligned(rows: Sequence[Sequence[str]], width: Optional[int] = None) -> List[
 
     `width` folds the second of two columns to a terminal of so many columns, except in the middle of a word or a path.
     """
+    indent = max([_NAME_WIDTH, *(len(row[0]) for row in rows)])
     if width is not None:
-        room = max(_LEAST_ROOM, width - _NAME_WIDTH - 2)
+        room = max(_LEAST_ROOM, width - indent - 2)
         wrapper = textwrap.TextWrapper(room, break_long_words=False, break_on_hyphens=False)
         rows = [
             (name if index == 0 else "", part)
             for name, text in rows
             for index, part in enumerate(wrapper.wrap(text) or [""])
         ]
-    return format_table([(row[0].rjust(_NAME_WIDTH), *row[1:]) for row in rows])
+    return format_table([(row[0].rjust(indent), *row[1:]) for row in rows])
 
 
 def shown_path(path: str) -> str:

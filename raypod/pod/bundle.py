@@ -17,11 +17,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Dict, List, Mapping, NamedTuple, Sequence
+from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 from raypod.cli import FlagParser
 from raypod.errors import ConfigError
-from raypod.plan.shipped import project_file
+from raypod.plan import shipped
 from raypod.pod import wheels
 from raypod.pod.bundle_script import INSTALL
 
@@ -51,7 +51,11 @@ def bundle(argv: Sequence[str]) -> int:
         f"[that of this machine, with glibc 2.{_GLIBC_MINOR}]"
     )  # fmt: skip
     parser.add_argument("--index", action="append", default=[], metavar="URL", help="a further package index")
-    parser.add_argument("--constraints", metavar="FILE", help="pip's constraints [the tested versions, in a checkout]")
+    parser.add_argument(
+        "--constraints",
+        metavar="FILE",
+        help="pip's constraints [in a checkout: the tested versions; else those installed here]",
+    )
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="timeout of each download [3600]")
     parser.check_flags(argv)
     args = parser.parse_intermixed_args(list(argv))
@@ -59,11 +63,9 @@ def bundle(argv: Sequence[str]) -> int:
     target = Target(_checked_version(args.python), args.platform or _platforms())
     if folder.exists():
         raise ConfigError(f"bundle {folder}: it exists; remove it, or choose another folder")
-    constraints = Path(args.constraints) if args.constraints else project_file("constraints.txt")
     wheels.check_requirements(args.requirements)
-    if constraints is not None and not constraints.is_file():
-        raise ConfigError(f"bundle {folder}: the file of --constraints, {constraints}, does not exist")
-    pip = Pip(target, args.index, wheels.constraints_for(constraints, target.python), args.timeout, str(folder))
+    constraints = _constraints(args.constraints, target.python)
+    pip = Pip(target, args.index, constraints, args.timeout, str(folder))
     write(folder, pip, ["ray[default]", *args.requirements])
     number = len(list((folder / "wheels").iterdir()))
     print(f"{folder}: {number} wheels for Python {target.python}")  # noqa: T201
@@ -76,6 +78,16 @@ def _checked_version(text: str) -> str:
     if not found or int(found.group(1)) < 8:
         raise ConfigError(f"--python {text}: must be the version of the hosts' Python, as in 3.8, and at least 3.8")
     return text
+
+
+def _constraints(given: Optional[str], version: str) -> List[str]:
+    """Return pip's constraints: those of a file, of the checkout, or for its own Python the installed versions."""
+    file = Path(given) if given else shipped.project_file("constraints.txt")
+    if file is None:
+        return wheels.installed(("torch", "torchvision", "ray")) if version == _VERSION else []
+    if not file.is_file():
+        raise ConfigError(f"bundle: the file of --constraints, {file}, does not exist")
+    return wheels.constraints_for(file, version)
 
 
 def _platforms() -> List[str]:
@@ -172,7 +184,7 @@ def write(folder: Path, pip: Pip, requirements: Sequence[str]) -> None:
     try:
         target = partial / "wheels"
         target.mkdir()
-        source = project_file("pyproject.toml")
+        source = shipped.project_file("pyproject.toml")
         if source is not None:
             pip.build(source.parent, target)
         else:

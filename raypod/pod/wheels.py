@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import email.parser
 import hashlib
 import importlib.metadata
@@ -44,11 +45,20 @@ def check_requirements(texts: Sequence[str]) -> None:
             raise ConfigError(f"bundle: {text!r} is neither a requirement, as numpy>=1.20, nor a wheel") from None
 
 
-def constraints_for(file: Optional[Path], python: str) -> List[str]:
+def constraints_for(file: Path, python: str) -> List[str]:
     """Return the lines of a constraints file that hold for a version of Python, without their markers."""
-    lines = file.read_text().splitlines() if file is not None else []
+    lines = file.read_text().splitlines()
     found = [Requirement(text) for text in (line.partition("#")[0].strip() for line in lines) if text]
     return [f"{each.name}{each.specifier}" for each in found if _holds(each.marker, python)]
+
+
+def installed(packages: Sequence[str]) -> List[str]:
+    """Return constraints with the versions of the packages that are installed, without local ones as +cpu."""
+    found = []
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name}=={importlib.metadata.version(name).partition('+')[0]}")
+    return found
 
 
 class Closure(NamedTuple):

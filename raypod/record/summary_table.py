@@ -21,7 +21,7 @@ def render(plan: Plan, seconds: float, width: Optional[int] = None) -> str:
     best = plan.best_metric
     value = summary.get(f"test_{best.name}")
     if value is not None:
-        rows.append((best.name, best.text(value)))
+        rows.append((best.name.replace("_", " "), best.text(value)))
     first_s = summary["seconds_to_first_update"]
     started = "" if first_s is None else f", {_duration(first_s)} of them until the first update"
     rows.append(("time", f"{_duration(seconds)}{started}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -173,6 +174,7 @@ def test_constraints_of_the_python_of_the_hosts() -> None:
     assert "torch==2.0.1" in wheels.constraints_for(file, "3.8")
     assert "torch==2.13.0" in wheels.constraints_for(file, "3.11")
     assert "ray==2.10.0" not in wheels.constraints_for(file, "3.11")
+    assert wheels.installed(["pip", "not-installed"]) == [f"pip=={importlib.metadata.version('pip').partition('+')[0]}"]
 
 
 def test_the_wheel_of_an_installed_package(
