@@ -16,6 +16,7 @@ from raypod.host.lease_file import EXPIRES_AFTER_S
 from raypod.host.process import environment_variables
 from raypod.plan import flags, learning_rate, resolve, tables
 from raypod.plan.cluster import LOCAL, read_cluster
+from raypod.plan.compatibility import check_copies
 from raypod.plan.config import Config
 from raypod.plan.environment import strict_environment
 from raypod.plan.plan import Plan, make_plan
@@ -109,6 +110,7 @@ def plan_from(
     if resume is not None and is_url(resume) and resolve.run_folder_of(resume) is None:  # that of a config file
         snapshots.take_resumed(resume)
     run_dir = run_folder.choose(config)
+    check_copies(config, len(cluster.hosts))
     plan = make_plan(config, cluster, facts_of(config, is_dry), run_dir)
     window_of(plan)
     if ":" in config.training.lr_schedule:

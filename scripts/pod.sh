@@ -7,6 +7,7 @@
 #   pod.sh on I CMD...     run CMD on host I, without ssh
 #   pod.sh kill I          power loss of host I: its peers see closed connections
 #   pod.sh boot I          start host I again; only the home folder of its disk is kept
+#   pod.sh wipe I          loss of the disk of host I, which is down: it has an empty one when it is started again
 #   pod.sh cut I           network loss of host I: its peers get no packets
 #   pod.sh mend I          restore the network of host I
 #   pod.sh speed RATE      limit every link in both directions, as in `speed 1gbit`; `speed off` removes the limit
@@ -139,6 +140,13 @@ down() {
     rm -rf --one-file-system "$RUN"
 }
 
+wipe() {
+    local id=$1
+    for _ in $(seq 50); do is_up "$id" && sleep 0.1 || break; done # a host that was just killed
+    ! is_up "$id" || die "$(hostname_of "$id") is running"
+    rm -rf --one-file-system "$RUN/$id/home"
+}
+
 on() {
     local id=$1
     shift
@@ -181,6 +189,7 @@ op) shift && on op "$@" ;;
 on) [ $# -gt 1 ] || die "on I CMD..."; shift && on "$@" ;;
 kill) must_exist "${2:-}" && kill -9 "$(init_of "$2")" ;;
 boot) must_exist "${2:-}"; ! is_up "$2" || die "$(hostname_of "$2") is already running"; boot "$2"; wait_until_up "$2" ;;
+wipe) must_exist "${2:-}" && wipe "$2" ;;
 cut) must_exist "${2:-}" && ip -n "$NAME-sw" link set "p$2" down ;;
 mend) must_exist "${2:-}" && ip -n "$NAME-sw" link set "p$2" up ;;
 speed) [ $# = 2 ] || die "speed RATE|off"; speed "$2" ;;

@@ -14,6 +14,7 @@ from typing_extensions import Protocol
 from raypod import planning
 from raypod.checkpoint import resume, weights_file
 from raypod.coordinator import coordinator
+from raypod.coordinator.checkpoint_copies import CheckpointCopies
 from raypod.coordinator.early_stopping import early_stop
 from raypod.coordinator.stop import Stop, deadline_of
 from raypod.errors import ConfigError, LeaseLost, UserError, summarize_exception
@@ -179,8 +180,10 @@ class Training:
             trackers = stack.enter_context(TrackerProcesses(plan, self._reporter.warn, self._started_unix_s))
             stack.push(self._write_report)  # the last step before that of the trackers: it reads the other files
             fleet = fleet_for(plan, self._reporter.print_line)
-            recorders = [*self._recorders(fleet, stack), trackers, mirror]
-            with self._opened(fleet) as (events, sinks):
+            warn, print_line = self._reporter.warn, self._reporter.print_line
+            copies = CheckpointCopies(plan, fleet, warn, print_line, self._stop.seconds_left)
+            recorders = [*self._recorders(fleet, stack), trackers, mirror, copies]
+            with self._opened(fleet, copies) as (events, sinks):
                 for event in events:
                     lease.check()
                     self._record(event, [sinks, *recorders])
@@ -191,7 +194,8 @@ class Training:
                     except GeneratorExit:  # from here on the generator must not yield
                         is_closed = True
                         self._stop.request("the stream of events was closed")
-            run_folder.write_summary(plan, self.metrics, self._last_events, self._evaluations)
+            more = copies.summary()
+            run_folder.write_summary(plan, self.metrics, self._last_events, self._evaluations, more)
 
     def _recorders(self, fleet: Fleet, stack: contextlib.ExitStack) -> Iterator[Recorder]:
         """Open what shows the run to other processes: `state.json`, the status endpoint and `events.jsonl`."""
@@ -214,7 +218,7 @@ class Training:
             yield stack.enter_context(ProfileWriter(plan, window, source, warn, started_at_s))
 
     @contextlib.contextmanager
-    def _opened(self, fleet: Fleet) -> Iterator[Tuple[coordinator.Events, Sinks]]:
+    def _opened(self, fleet: Fleet, copies: CheckpointCopies) -> Iterator[Tuple[coordinator.Events, Sinks]]:
         """Yield the events of the coordinator, and the files that record them."""
         plan, found, reporter = self._run.plan, self._run.found, self._reporter
         reporter.begin()
@@ -227,7 +231,7 @@ class Training:
         with contextlib.ExitStack() as stack:
             stack.callback(reporter.close)
             sinks = stack.enter_context(Sinks(plan))
-            events = coordinator.run(plan, fleet, self.metrics, resumed, self._known, self._stop)
+            events = coordinator.run(plan, fleet, self.metrics, resumed, self._known, self._stop, copies)
             stack.enter_context(contextlib.closing(events))
             stack.enter_context(self._run.claim.lease.interrupting())
             yield events, sinks

@@ -83,7 +83,7 @@ class CheckpointFiles:
             return file.read(CHUNK_BYTES)
 
 
-class _Requests:
+class Requests:
     """Requests to a server, a few of them at a time; all results arrive within a timeout, or OSError is raised."""
 
     def __init__(self, server: Server, timeout_s: float) -> None:
@@ -111,7 +111,7 @@ class CheckpointSender:
     """Sends one checkpoint to a `CheckpointReceiver`. The methods raise OSError if that fails."""
 
     def __init__(self, server: Server, update: int, timeout_s: float) -> None:
-        self._requests = _Requests(server, timeout_s)
+        self._requests = Requests(server, timeout_s)
         self._requests.add("begin", update)
 
     @contextlib.contextmanager
@@ -145,7 +145,7 @@ def fetch(server: Server, checkpoint: Checkpoint, folder: Path, timeout_s: float
         CheckpointDamaged: a file differs from its record in the manifest.
         OSError: the file system's own, or the server's host does not respond within the timeout.
     """
-    requests = _Requests(server, timeout_s)
+    requests = Requests(server, timeout_s)
     for name, record in checkpoint.manifest.files.items():
         try:
             hashed = digest.new_digest(record.algorithm)
@@ -161,7 +161,7 @@ def fetch(server: Server, checkpoint: Checkpoint, folder: Path, timeout_s: float
             raise CheckpointDamaged(str(checkpoint.path), f"{name} differs from its record in the manifest")
 
 
-def _chunks(requests: _Requests, name: str, record: FileRecord) -> Iterator[bytes]:
+def _chunks(requests: Requests, name: str, record: FileRecord) -> Iterator[bytes]:
     """Request a file from a `CheckpointFiles`; yield its content in order."""
     for offset in range(0, record.size_bytes, CHUNK_BYTES):
         yield from requests.add("read", name, offset)

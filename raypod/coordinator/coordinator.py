@@ -15,6 +15,7 @@ from typing import Dict, Generator, Iterator, List, Optional, Sequence, Tuple, c
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint
+from raypod.coordinator.checkpoint_copies import CheckpointCopies
 from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
 from raypod.coordinator.early_stopping import early_stop
 from raypod.coordinator.elastic import Elastic, resize_at_start, start
@@ -48,6 +49,7 @@ def run(
     resumed: Optional[Checkpoint] = None,
     earlier_evaluations: Sequence[EvaluationDone] = (),
     stop: Optional[Stop] = None,
+    copies: Optional[CheckpointCopies] = None,
 ) -> Events:
     """Run a plan on a fleet; yield the events of the run as they happen.
 
@@ -58,9 +60,10 @@ def run(
         resumed: the checkpoint from which the run continues.
         earlier_evaluations: the evaluations that a resumed run had made before.
         stop: with which the caller can request a stop.
+        copies: uses the fleet until it is closed.
     """
     first_update, stop = resumed.update if resumed else 0, stop or Stop()
-    with stop_on_signal(stop), contextlib.closing(fleet):
+    with stop_on_signal(stop), contextlib.closing(fleet), copies or contextlib.nullcontext():
         stop.describe = partial(describe_unsaved, plan, fleet, metrics)
         stop.abandon_loading = lambda: fleet.abandon_loading()
         current, started, missing = start(plan, fleet)

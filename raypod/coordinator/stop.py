@@ -10,13 +10,14 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Callable, Collection, Iterator, NoReturn, Optional
 
 from raypod.cli import INTERRUPTED
 from raypod.errors import Preempted, summarize_exception
 from raypod.host.abort import abort
-from raypod.host.signal_deadline import SignalDeadline
+from raypod.host.signal_deadline import SignalDeadline, time_to_end
 from raypod.host.signals import SignalFilter, cancel_abort, leave_terminal, preemption_signals, stop_signals
 from raypod.plan.run_section import RunSection
 
@@ -53,6 +54,7 @@ class Stop:
         self._mode = _AT_ONCE
         self._raised: Optional[KeyboardInterrupt] = None
         self._is_late = self._is_noticed = False
+        self._noticed_s = 0.0
         self._filter = SignalFilter()
 
     def configure(self, run: RunSection) -> None:
@@ -67,6 +69,12 @@ class Stop:
     def must_leave(self) -> bool:
         """Whether everything but the checkpoint must be abandoned: a preemption with a deadline was announced."""
         return self._is_noticed and self.grace_s is not None
+
+    def seconds_left(self) -> Optional[float]:
+        """Return the time until the end of the run is enforced after a notice; None if there is no deadline."""
+        if not self.must_leave or self.grace_s is None:
+            return None
+        return self.grace_s - (time.monotonic() - self._noticed_s) - time_to_end(self.grace_s)
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
@@ -133,6 +141,7 @@ class Stop:
         A repeated one shortens no grace period: Slurm sends SIGTERM after the signal of `--signal`.
         """
         is_repeated, self._is_noticed = self._is_noticed, True
+        self._noticed_s = self._noticed_s if is_repeated else time.monotonic()
         self.is_preempted = self.is_preempted or not self.is_signalled
         if self.is_signalled or is_repeated:
             return self.grace_s is not None

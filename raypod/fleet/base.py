@@ -145,6 +145,19 @@ class Fleet(Protocol):
     def serve(self, kind: Callable[..., Any], *arguments: Any) -> Server:
         """Create an object of class `kind` in a process on the coordinator's host, for `call`s to use."""
 
+    def peers(self) -> List[str]:
+        """Return the other hosts of the cluster that are alive and not being drained, in its order from this one on.
+
+        Callable from any thread between `start` and `close`.
+        """
+
+    def serve_on(self, host: str, kind: Callable[..., Any], *arguments: Any) -> Server:
+        """Create an object of class `kind` in a process on a host of `peers`, for this process to use.
+
+        It does not wait for it: if the host is lost, requests raise OSError. Callable from any thread, as `peers`. The
+        process is idle unless it handles a request, reserves nothing, and is not started again if it dies.
+        """
+
     def close(self) -> None:
         """End every process, actor, placement group and session that `start` created. May be called repeatedly."""
 

@@ -118,6 +118,14 @@ class InlineFleet:
         """See `Fleet.serve`. The object is in this process, which is also the coordinator's."""
         return InlineServer(kind(*arguments))
 
+    def peers(self) -> List[str]:
+        """See `Fleet.peers`. There are no other hosts."""
+        return []
+
+    def serve_on(self, host: str, kind: Callable[..., Any], *arguments: Any) -> Server:
+        """Not supported, and not called: there are no `peers`."""
+        raise RunError(f"the inline fleet starts no process on host {host}")
+
     def draining(self) -> List[str]:
         """See `Fleet.draining`."""
         return []

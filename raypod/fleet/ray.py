@@ -15,11 +15,11 @@ from raypod.events import CallReport, ClockReading, EvaluationReport, HeartbeatR
 from raypod.fleet.base import Beat, Family, FleetBroken, Labels, failure_of
 from raypod.fleet.ray_clocks import read_clocks
 from raypod.fleet.ray_metrics import RayMetrics
-from raypod.fleet.ray_nodes import draining_hosts, host_name, match_hosts, wait_for_nodes
+from raypod.fleet.ray_nodes import draining_hosts, host_name, match_hosts, peers_of, wait_for_nodes
 from raypod.fleet.ray_replace import ProcessKiller, Replacements
 from raypod.fleet.ray_reservation import Reservation, reserve
 from raypod.fleet.ray_room import HostRoom
-from raypod.fleet.ray_server import RayServer
+from raypod.fleet.ray_server import RayServer, serve_here, serve_on
 from raypod.fleet.ray_session import RaySession
 from raypod.fleet.ray_watch import Requests, Watch
 from raypod.host.process import StepTimer
@@ -215,8 +215,16 @@ class RayFleet:
 
     def serve(self, kind: Callable[..., Any], *arguments: Any) -> RayServer:
         """See `Fleet.serve`."""
-        self._servers.append(RayServer(self._ray, kind, *arguments))
+        self._servers.append(serve_here(self._ray, kind, *arguments))
         return self._servers[-1]
+
+    def peers(self) -> List[str]:
+        """See `Fleet.peers`."""
+        return peers_of(self._ray, self._full.placement.cluster)
+
+    def serve_on(self, host: str, kind: Callable[..., Any], *arguments: Any) -> RayServer:
+        """See `Fleet.serve_on`."""
+        return serve_on(self._ray, self._full.placement.cluster, host, kind, *arguments)
 
     def close(self) -> None:
         """See `Fleet.close`."""

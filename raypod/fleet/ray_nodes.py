@@ -9,7 +9,7 @@ import time
 from typing import Any, Callable, Dict, List, Sequence, Set
 
 from raypod.errors import ClusterError, PodTooSmall
-from raypod.plan.cluster import LOCAL, Host
+from raypod.plan.cluster import LOCAL, Cluster, Host
 from raypod.plan.placement import Placement
 
 _POLL_INTERVAL_S = 0.5
@@ -93,6 +93,22 @@ def nodes_of(ray: Any, hosts: Sequence[Host]) -> List[Dict[str, Any]]:
         return _is_on(host, node)
 
     return [next((node for node in alive if is_node_of(host, node)), {}) for host in hosts]
+
+
+def peers_of(ray: Any, cluster: Cluster) -> List[str]:
+    """Return the hosts of a cluster with a live node that Ray does not drain, from the one after this host on.
+
+    This host, and further names of a host, are left out.
+    """
+    own, draining = ray.get_runtime_context().get_node_id(), draining_nodes()
+    nodes = nodes_of(ray, cluster.hosts)
+    first = next((index for index, node in enumerate(nodes) if node and node["NodeID"] == own), -1) + 1
+    found: Dict[str, str] = {}
+    for index in (*range(first, len(nodes)), *range(first)):
+        node = nodes[index]
+        if node and node["NodeID"] != own and node["NodeID"] not in draining:
+            found.setdefault(node["NodeID"], cluster.hosts[index].name)
+    return list(found.values())
 
 
 def _is_on(host: Host, node: Dict[str, Any]) -> bool:

@@ -85,6 +85,14 @@ class ScriptedFleet:
         """See `Fleet.serve`. Subclasses whose instances share no disk with this host override it."""
         raise AssertionError("this fleet has the disk of the coordinator's host")
 
+    def peers(self) -> List[str]:
+        """See `Fleet.peers`. Subclasses with other hosts override it."""
+        return []
+
+    def serve_on(self, host: str, kind: Callable[..., Any], *arguments: Any) -> Server:
+        """See `Fleet.serve_on`. Subclasses with other hosts override it."""
+        raise AssertionError("this fleet has no other hosts")
+
     def hosts(self) -> List[str]:
         """See `Fleet.hosts`."""
         return [spec.host for spec in self._plan.placement.instances]

@@ -19,6 +19,12 @@ from typing import Callable, Collection
 _SHARES = ((0.4, 5.0), (0.2, 1.0))
 
 
+def time_to_end(within_s: float) -> float:
+    """Return the time that is left of `within_s` when the main thread is interrupted."""
+    share, most_s = _SHARES[0]
+    return min(share * within_s, most_s)
+
+
 class SignalDeadline:
     """Interrupts the main thread, and then ends the process, before a time after the first signal has passed."""
 

@@ -31,6 +31,19 @@ def check_min_hosts(config: Config, replicas: int, hosts: int) -> None:
         raise ConfigError(f"--min-hosts {least}: a plan of {replicas} replica{'s' * (replicas > 1)} uses {used}")
 
 
+def check_copies(config: Config, hosts: int) -> None:
+    """Raise ConfigError if a cluster of so many hosts cannot keep `--checkpoint-copies`."""
+    copies, is_inline = config.run.checkpoint_copies, config.run.fleet == "inline"
+    usable = 1 if is_inline else hosts
+    if copies > usable:
+        there, remedy = f"the run has {usable}", f"use at most {usable}"
+        if is_inline:
+            there, remedy = "the inline fleet uses one", "omit --fleet inline, or use 1"
+        elif hosts == 1:
+            remedy = "name more in a --cluster file, or use 1"
+        raise ConfigError(f"--checkpoint-copies {copies} needs {copies} hosts, and {there}: {remedy}")
+
+
 def check_metrics(config: Config, names: Sequence[str], test_samples: int) -> None:
     """Raise ConfigError for a metric that the task does not have, or if no evaluation can end the run early.
 

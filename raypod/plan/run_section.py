@@ -34,6 +34,9 @@ class RunSection(Section):
     )
     checkpoint_every: str = Field("1 epoch", description="interval, as in 100 updates, 2 epochs, 10 minutes")
     keep_checkpoints: int = Field(3, ge=1, description="newest checkpoints to keep, besides the best by --best-metric")
+    checkpoint_copies: int = Field(
+        1, ge=1, description="hosts that keep the newest checkpoint, that of the coordinator among them"
+    )
     storage_path: StorageUrl = Field(
         None, description="URL under which the run is mirrored, as in s3://bucket/prefix, sftp://host/path, file:///mnt"
     )

@@ -13,9 +13,10 @@ import json
 import shlex
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, TypeVar
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TypeVar
 
 from raypod.errors import ClusterError
 from raypod.host.interfaces import interface_addresses
@@ -23,6 +24,7 @@ from raypod.plan.cluster import Host, Ssh
 from raypod.pod.file_checks import HEAD_KEY_PATH
 
 CONNECT_S = 8
+_END_S = 10.0  # for the first command of a pipe to end after the second one
 _MAX_PARALLEL = 64
 _NO_CONNECTION, _NO_COMMAND = 255, 127  # exit codes of ssh, of a shell
 
@@ -65,7 +67,7 @@ class Result:
 
 def run_on(host: Host, ssh: Ssh, words: Sequence[str], stdin: str = "", timeout_s: float = 60.0) -> Result:
     """Run a command on a host, without a terminal and without prompts."""
-    command = list(words) if is_local(host) else [*ssh_command(host, ssh), shlex.join(words)]
+    command = _command_on(host, ssh, words)
     try:
         done = subprocess.run(
             command,
@@ -78,11 +80,42 @@ def run_on(host: Host, ssh: Ssh, words: Sequence[str], stdin: str = "", timeout_
         return Result(124, "", f"no answer within {timeout_s:g} s")
     except OSError as error:
         return Result(127, "", f"{command[0]}: {error.strerror}")
-    output = done.stdout.decode(errors="backslashreplace")
-    if done.returncode == 0:
-        return Result(0, output, "")
-    lines = [line.strip() for line in done.stderr.decode(errors="backslashreplace").splitlines() if line.strip()]
-    return Result(done.returncode, output, lines[-1] if lines else f"exit code {done.returncode}")
+    return _result(done.returncode, done.stdout, done.stderr)
+
+
+def pipe(source: Tuple[Host, Sequence[str]], target: Tuple[Host, Sequence[str]], ssh: Ssh, timeout_s: float) -> Result:
+    """Run two commands, each on its host; the output of the first one is the input of the second one.
+
+    Returns:
+        The result of the second one; its error is that of the first one if only that failed.
+    """
+    commands = [_command_on(host, ssh, words) for host, words in (source, target)]
+    with contextlib.ExitStack() as stack:
+        errors = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
+        first = stack.enter_context(
+            subprocess.Popen(commands[0], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors[0])
+        )
+        second = stack.enter_context(
+            subprocess.Popen(commands[1], stdin=first.stdout, stdout=subprocess.PIPE, stderr=errors[1])
+        )
+        assert first.stdout is not None, "it is a pipe"
+        first.stdout.close()  # otherwise the first one never finds out that the second one has ended
+        try:
+            output, _ = second.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            first.kill()
+            second.kill()
+            return Result(124, "", f"no answer within {timeout_s:g} s")
+        try:
+            first.wait(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            first.kill()
+            first.wait()
+        for error in errors:
+            error.seek(0)
+        result = _result(second.returncode, output, errors[1].read())
+        sent = _result(first.returncode, b"", errors[0].read())
+    return result if result.error else dataclasses.replace(result, error=sent.error)
 
 
 def pass_through(host: Host, ssh: Ssh, words: Sequence[str]) -> int:
@@ -142,3 +175,17 @@ def map_hosts(hosts: Sequence[Host], work: Callable[[Host], T]) -> Dict[str, T]:
         return {}
     with ThreadPoolExecutor(min(_MAX_PARALLEL, len(hosts))) as pool:
         return dict(zip((host.name for host in hosts), pool.map(work, hosts)))
+
+
+def _command_on(host: Host, ssh: Ssh, words: Sequence[str]) -> List[str]:
+    """Return the command line that runs `words` on a host."""
+    return list(words) if is_local(host) else [*ssh_command(host, ssh), shlex.join(words)]
+
+
+def _result(exit_code: int, stdout: bytes, stderr: bytes) -> Result:
+    """Return the result of a command that has ended."""
+    output = stdout.decode(errors="backslashreplace")
+    if exit_code == 0:
+        return Result(0, output, "")
+    lines = [line.strip() for line in stderr.decode(errors="backslashreplace").splitlines() if line.strip()]
+    return Result(exit_code, output, lines[-1] if lines else f"exit code {exit_code}")

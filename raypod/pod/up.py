@@ -23,7 +23,7 @@ from raypod.fleet import gcs, ray_admission
 from raypod.plan import shipped
 from raypod.plan.cluster import Cluster, Host, cluster_from, raise_mistakes, read_file
 from raypod.plan.cluster_file import ClusterFile
-from raypod.pod import file_checks, loaded_sources, ssh, stop_cluster
+from raypod.pod import collect_copies, file_checks, loaded_sources, ssh, stop_cluster
 
 _STOP_TIMEOUT_S = 60.0
 _MAX_MESSAGE = 240
@@ -59,10 +59,9 @@ def up(argv: Sequence[str]) -> int:
     _compare_sources(cluster, file, f"python -m raypod up {args.file}", "compare" if args.no_restart else "record")
     has_source = _SOURCE in (file.top.value("file_mounts") or {})
     where = f"on {cluster.hosts[0].name}" + (f" in {Path(_SOURCE).parent}" if has_source else "")
-    _say(
-        f"next: python -m raypod doctor --cluster {args.file}; then, {where}: "
-        f"{cluster.python} -m raypod.train --cluster {args.file}"
-    )
+    train = f"{where}: {cluster.python} -m raypod.train --cluster {args.file}"
+    collect_copies.collect(cluster, train, _say)
+    _say(f"next: python -m raypod doctor --cluster {args.file}; then, {train}")
     return 0
 
 

@@ -33,6 +33,7 @@ from raypod.record.metrics import MetricsAggregator
 
 METRICS, EVALUATIONS, SUMMARY = "metrics.jsonl", "evaluations.jsonl", "summary.json"
 CONFIG, PLAN, LOGS = "config.yaml", "plan.json", "logs"
+STORAGE, COPIES = "storage.json", "copies.json"  # the identity of the run on a storage, and on other hosts
 _MARKS = (METRICS, PLAN, run_state.NAME)  # a folder with one of them is a run folder
 
 
@@ -113,9 +114,17 @@ def _evaluations_file(plan: Plan) -> Path:
 
 
 def write_summary(
-    plan: Plan, metrics: MetricsAggregator, last_events: Dict[type, Any], evaluations: Sequence[EvaluationDone]
+    plan: Plan,
+    metrics: MetricsAggregator,
+    last_events: Dict[type, Any],
+    evaluations: Sequence[EvaluationDone],
+    more: Optional[Dict[str, Any]] = None,
 ) -> None:
-    """Write `summary.json` from the last event of each type and all evaluations. RunError if that fails."""
+    """Write `summary.json` from the last event of each type, all evaluations and further entries.
+
+    Raises:
+        RunError: it cannot be written.
+    """
     started: RunStarted = last_events[RunStarted]
     ended: RunEnded = last_events[RunEnded]
     repaired: Optional[Repaired] = last_events.get(Repaired)
@@ -143,6 +152,7 @@ def write_summary(
         "preempted": ended.preempted,
         "stopped_early": {**dataclasses.asdict(stopped), "reason": stopped.reason} if stopped else None,
         "checkpoint": ended.checkpoint,
+        **(more or {}),
     }
     path = Path(plan.run_dir) / SUMMARY
     try:

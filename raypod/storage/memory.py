@@ -9,7 +9,9 @@ import uuid
 from pathlib import Path
 from typing import Any, Dict, Tuple
 
-NAME = "storage.json"
+from raypod.record import run_folder
+
+NAME = run_folder.STORAGE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -167,3 +167,19 @@ def test_the_contexts_restore_handlers_and_wakeup_descriptor() -> None:
     assert not stop.has_deadline
     assert signal.set_wakeup_fd(-1) == -1
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+
+
+def test_the_time_that_is_left_after_a_notice(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_module, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    stop = stop_with(**GRACE)
+    assert stop.seconds_left() is None
+    with stop.deferred():
+        send(stop, clock, signal.SIGTERM)
+        assert stop.seconds_left() == 60 - 5
+        clock.now_s += 40
+        send(stop, clock, signal.SIGTERM)  # repeated: it changes no deadline
+        assert stop.seconds_left() == 60 - 5 - 41
+    unlimited = stop_with()
+    with unlimited.deferred():
+        send(unlimited, clock, signal.SIGUSR1)
+        assert unlimited.seconds_left() is None

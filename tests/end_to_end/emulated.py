@@ -11,7 +11,7 @@ import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
-from typing import Dict, Iterator, List, Optional
+from typing import Dict, Iterator, List, Optional, Sequence
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SCRIPT = str(REPOSITORY / "scripts" / "pod.sh")
@@ -101,13 +101,21 @@ def address(host: int) -> str:
     return f"{NETWORK}.{10 + host}"
 
 
-def cluster_file(hosts: int) -> str:
-    """Return the cluster file of hosts without IPUs with this pod's addresses, and limits for a single machine."""
+def cluster_file(hosts: int, head: int = 1, lost: Sequence[int] = ()) -> str:
+    """Return the cluster file of hosts without IPUs with this pod's addresses, and limits for a single machine.
+
+    Its hosts are 1 to `hosts` without those that are `lost`.
+    """
     text = (REPOSITORY / "cluster" / "emulated-pod.yaml").read_text()
-    workers = ", ".join(map(address, range(2, hosts + 1)))
-    text = text.replace("worker_ips: [10.0.0.12, 10.0.0.13]", f"worker_ips: [{workers}]")
-    text = re.sub(r"(?m)^(m.._workers): 2", rf"\1: {hosts - 1}", text)
-    text = text.replace("10.0.0.", f"{NETWORK}.").replace("ssh_user: ubuntu", "ssh_user: root")
+    workers = [host for host in range(1, hosts + 1) if host not in (head, *lost)]
+    listed = ", ".join(map(address, workers))
+    text = text.replace("worker_ips: [10.0.0.12, 10.0.0.13]", f"worker_ips: [{listed}]")
+    text = re.sub(r"(?m)^(m.._workers): 2", rf"\1: {len(workers)}", text)
+    text = (
+        text.replace("10.0.0.11", address(head))
+        .replace("10.0.0.", f"{NETWORK}.")
+        .replace("ssh_user: ubuntu", "ssh_user: root")
+    )
     return text.replace("ray start ", "ray start --num-cpus=1 ").replace("=500000000", "=80000000")
 
 

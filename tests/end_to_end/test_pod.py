@@ -20,6 +20,7 @@ from end_to_end.emulated import (
     REPOSITORY,
     EmulatedPod,
     address,
+    cluster_file,
     copy_source,
     documented_command,
     operate,
@@ -293,6 +294,47 @@ def test_faults_change_neither_data_nor_weights(
     with train_here(tmp_path, *TRAINING, *long_run.flags, "--updates", str(ours["updates"])) as command:
         assert command.wait(150) == 0, (tmp_path / "out").read_text()
     assert ours["weights_sha256"] == summary(tmp_path / "run")["weights_sha256"]
+
+
+# ---- the head is lost with its disk ----------------------------------------------------------------------------------
+
+
+def newest_copy(pod: EmulatedPod, host: int) -> int:
+    """Return the update of the newest copy of a checkpoint on a host; 0 for none."""
+    names = pod.run("on", str(host), "bash", "-c", "cd ~/.raypod/copies/copied-*/ && ls -d */run.json", check=False)
+    return max((int(update) for update in re.findall(r"(?m)^\d{6}-(\d{8})/run.json$", names)), default=0)
+
+
+def test_a_run_continues_on_a_new_head_after_the_loss_of_the_disk_of_the_head(
+    pod: EmulatedPod, shared: Path, tmp_path: Path
+) -> None:
+    """The copy is on host 2; the new head is host 3."""
+    folder = "/root/copied"  # on no shared disk
+    flags = ["--num-instances", "2", "--replicas", "4", "--device", "emulated", *LongRun.flags]
+    where = f"--cluster {shared}/{CLUSTER} --run-dir {folder} --wait-hosts 150 --checkpoint-copies 2 --detach"
+    command = f"cd {REPOSITORY} && python -m raypod.train {shlex.join(flags)} {where}"
+    pod.run("on", "1", "bash", "-lc", command, within_s=200)
+    assert wait_until(lambda: newest_copy(pod, 2) >= 100), pod.run("on", "1", "tail", f"{folder}/logs/coordinator.log")
+    pod.run("kill", "1")
+    pod.run("wipe", "1")
+    (shared / CLUSTER).write_text(cluster_file(HOSTS, head=3, lost=[1]))
+    output = operate(pod, shared, "python -m raypod up", within_s=200)
+    (collected,) = re.findall(rf"collected update-(\d+) \(generation 1\) of {folder} from host {address(2)}\n", output)
+    (resume,) = re.findall(rf"continue it: on {address(3)} in ~/raypod/source: (.*)\n", output)
+    assert resume == f"python3 -m raypod.train --cluster {CLUSTER} --resume {folder}"
+    verify = ("on", "3", "bash", "-lc", f"cd {REPOSITORY} && python -m raypod verify-data {folder}")
+    assert "proved: " in pod.run(*verify)
+    length = f"--updates {int(collected) + 50}"
+    pod.run("on", "3", "bash", "-lc", f"cd ~/raypod/source && {resume} {length} --wait-hosts 150", within_s=200)
+    ours = json.loads(pod.run("on", "3", "cat", f"{folder}/summary.json"))
+    with train_here(tmp_path, *flags, *length.split()) as undisturbed:
+        assert undisturbed.wait(150) == 0, (tmp_path / "out").read_text()
+    assert ours["weights_sha256"] == summary(tmp_path / "run")["weights_sha256"]
+    assert (ours["checkpoint_copies"]["held"], ours["checkpoint_copies"]["hosts"][1]) == (2, address(2))
+    assert f"proved: {int(collected) + 50} updates" in pod.run(*verify)
+    again = f"cd {shared} && python -m raypod up --no-restart {CLUSTER}"
+    assert "collected" not in pod.run("op", "bash", "-c", again, within_s=100)
+    pod.run("boot", "1")
 
 
 def test_down_stops_all_processes(pod: EmulatedPod, shared: Path) -> None:

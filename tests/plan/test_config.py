@@ -52,7 +52,7 @@ def test_all_keys() -> None:
         "replicas num_instances ipus_per_replica num_ipus threads_per_replica bind_cores cluster wait_hosts "
         "elastic min_hosts executable_cache_path "
         "device fleet collectives strict run_dir resume resume_anyway checkpoint_every keep_checkpoints "
-        "storage_path storage_timeout_s keep_remote best_metric "
+        "checkpoint_copies storage_path storage_timeout_s keep_remote best_metric "
         "on_nonfinite status_port profile trackers tracker_artifacts tracker_timeout_s tensorboard "
         "save_timeout_s start_timeout_s report_timeout_s stop_timeout_s "
         "max_restarts dead_after_s silent_after_s stuck_after_s preemption_grace_s preemption_exit_code"

@@ -6,6 +6,7 @@ import json
 import os
 import uuid
 from pathlib import Path
+from typing import List, Tuple
 
 import pytest
 
@@ -64,3 +65,22 @@ def test_a_host_without_facts_is_reported_with_its_output(monkeypatch: pytest.Mo
     done = ssh.run_on(Host("h", "127.0.0.11"), Ssh(), ["true"])
     assert done.json_object("hostname") is None
     assert done.excerpt.startswith(r"'\\xff\\xfe {Gr\\xfc\\xdfe} {")
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [
+        (["printf", "abc"], ["wc", "-c"], (0, "3", "")),
+        (["sh", "-c", "printf abc; echo full >&2; exit 3"], ["wc", "-c"], (0, "3", "full")),
+        (["printf", "abc"], ["sh", "-c", "cat; echo broken >&2; exit 4"], (4, "abc", "broken")),
+        (["yes"], ["head", "-c", "2"], (0, "y", "exit code -13")),  # the first command ends with the second one
+        (["sleep", "600"], ["cat"], (124, "", "no answer within 0.2 s")),
+    ],
+)
+def test_the_output_of_a_command_is_the_input_of_one_on_another_host(
+    source: List[str], target: List[str], expected: Tuple[int, str, str]
+) -> None:
+    host = Host("localhost", "localhost")
+    timeout_s = 0.2 if "600" in source else 60.0
+    done = ssh.pipe((host, source), (host, target), Ssh(), timeout_s)
+    assert (done.exit_code, done.output.strip(), done.error) == expected
