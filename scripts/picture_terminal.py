@@ -25,7 +25,7 @@ from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH, LIMIT_S = 100, 300.0
-COMMAND = ["raypod", "train", "--epochs", "4", "--run-dir", "runs/digits"]
+COMMAND = ["raypod", "train", "--epochs", "2", "--fleet", "inline", "--num-instances", "1", "--run-dir", "runs/digits"]
 _STYLE = """
 @keyframes appear { from { opacity: 0 } to { opacity: 1 } }
 @media (prefers-reduced-motion: no-preference) { .line { opacity: 0; animation: appear 0.05s linear forwards } }
@@ -48,7 +48,10 @@ def record(folder: Path) -> List[Tuple[float, str]]:
                 break
             data += chunk
             *lines, data = data.split(b"\n")
-            found += [(time.monotonic() - began, last_state(line.decode(errors="replace"))) for line in lines]
+            for line in (each.decode(errors="replace").replace(f"{folder}/", "").rstrip("\r") for each in lines):
+                state = last_state(line)
+                if state or not line:  # not a bar that was removed
+                    found.append((time.monotonic() - began, state))
         process.terminate()
     os.close(master)
     return found
