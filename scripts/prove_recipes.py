@@ -25,7 +25,7 @@ FALLS_TO = 0.8
 LIMIT_S = 1800
 IMAGENET = [
     *("--image-size", "64", "--batch-size", "8", "--gradient-accumulation", "2", "--num-workers", "1"),
-    *("--replicas", "2", "--num-instances", "2", "--learning-rate", "0.02", "--warmup-updates", "20"),
+    *("--replicas", "2", "--num-instances", "2", "--learning-rate", "0.004", "--warmup-updates", "20"),
 ]
 # The updates, and the flags that make a recipe small.
 SMALL: Dict[str, Tuple[int, List[str]]] = {
