@@ -112,6 +112,7 @@ def driver_s_per_line(lines: int) -> float:
     """Return CPU seconds per line of log files and console, with reports of 64 KiB."""
     data = b"".join(b"a line of output, number %d\n" % number for number in range(lines))
     with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "logs").mkdir()
         sink = os.open(f"{folder}/console", os.O_WRONLY | os.O_CREAT)
         output = Output(folder, 1, Console(sink, sink))
         began = time.process_time()

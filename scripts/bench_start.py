@@ -107,10 +107,9 @@ def command(*words: str) -> Callable[[Dict[str, str]], float]:
 
     def run(env: Dict[str, str]) -> float:
         began = time.monotonic()
-        words_ = [sys.executable, *words]
-        subprocess.run(
-            words_, env=env, stdout=subprocess.DEVNULL, timeout=_RUN_S, check=True, cwd=tempfile.gettempdir()
-        )
+        # With a pipe the wait ends with the process; without one, `run` polls in steps of up to 50 ms.
+        words_, folder, pipe = [sys.executable, *words], tempfile.gettempdir(), subprocess.PIPE
+        subprocess.run(words_, env=env, stdout=pipe, timeout=_RUN_S, check=True, cwd=folder)
         return time.monotonic() - began
 
     return run
