@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("peer", choices=["ddp", "limit"])
     parser.add_argument("--work", choices=list(WORKS), required=True)
     parser.add_argument("--updates", type=int, required=True)
-    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--warm-up", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
     measure = {"ddp": ddp, "limit": limit}[args.peer]
