@@ -32,12 +32,13 @@ _NAME_WIDTH = 12
 def describe(plan: Plan) -> Dict[str, Any]:
     """Return the plan as plain data: the content of `plan.json` and the output of `--json`."""
     placement = plan.placement
+    decoded = {"jpeg_decoder": plan.config.decoder} if plan.config.decoder else {}
     return {
         "cluster": dataclasses.asdict(placement.cluster),
         "geometry": {name: getattr(plan.geometry, name) for name in _GEOMETRY},
         "task": plan.config.task.name,
         "samples_are": plan.task.samples_are,
-        "dataset": {"name": plan.task.data, **dataclasses.asdict(plan.dataset_size)},
+        "dataset": {"name": plan.task.data, **dataclasses.asdict(plan.dataset_size), **decoded},
         "updates_per_epoch": plan.updates_per_epoch,
         "total_updates": plan.total_updates,
         "instances": [{**dataclasses.asdict(spec), **_devices(placement, spec)} for spec in placement.instances],
@@ -64,6 +65,7 @@ def render(plan: Plan) -> str:
     size, kind = plan.dataset_size, plan.task.samples_are
     tested = f"{size.test_samples} test" if size.test_samples else f"NO test {kind}: nothing will be evaluated"
     published = " (published sizes; the files are missing)" if size.is_published else ""
+    decoded = f", decoded by {plan.config.decoder}" if plan.config.decoder else ""
     rows = [
         ("pod", f"{placement.cluster.name}: {_count(len(placement.hosts), 'host')} ({_names(placement.hosts)})"),
         (
@@ -84,7 +86,7 @@ def render(plan: Plan) -> str:
             f"{_count(training.device_iterations, 'update')}; each instance feeds "
             f"{geometry.combined_batch_size} samples",
         ),
-        ("data", f"{plan.task.data}: {size.train_samples} training, {tested}{published}"),
+        ("data", f"{plan.task.data}: {size.train_samples} training, {tested}{published}{decoded}"),
         ("model", f"{plan.task.model}, precision {training.precision}, {training.optimizer}"),
         (
             "length",
