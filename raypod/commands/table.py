@@ -38,6 +38,9 @@ GROUPS: Dict[str, Dict[str, Command]] = {
             "write the cluster file of the Ray cluster that runs here", "raypod.fleet.ray_cluster_file", "write"
         ),
     },
+    "Data": {
+        "pack": Command("pack a folder of images into a few large files", "raypod.commands.pack", "pack"),
+    },
     "Watch and control": {
         "status": Command("print the state of a run", "raypod.commands.runs", "status"),
         "attach": Command("print the output of a detached run until it ends", "raypod.commands.runs", "attach"),

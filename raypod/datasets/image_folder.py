@@ -1,6 +1,7 @@
 """Folders of JPEG or PNG images in ImageNet's layout: `train/CLASS/...` and `val/CLASS/...` (or `test/`).
 
-Samples are decoded one by one in worker processes; the cache contains only the list of files.
+Samples are decoded one by one in worker processes; the cache contains only the list of files. A folder that
+`raypod pack` has written is read from its shards.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from typing import Iterator, List, Tuple
 
 import numpy as np
 
+from raypod.datasets import shards
 from raypod.datasets.arrays import ImageShape, Splits, fingerprint_of_bytes
 from raypod.datasets.cache import Arrays, Cache, data_dir
-from raypod.datasets.image_files import FolderFiles, ImageFiles
+from raypod.datasets.image_files import Files, FolderFiles, ImageFiles
 from raypod.errors import ConfigError, DataMissing
 from raypod.plan.config import Config
 from raypod.plan.plan import DatasetSize
+from raypod.plan.urls import is_url
 
 SIDE = 224  # default image size in pixels
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
@@ -28,6 +31,10 @@ SUFFIXES = (*JPEG_SUFFIXES, ".png")
 def size(config: Config) -> DatasetSize:
     """Return the numbers of samples, from the cache or counted in the folders; writes nothing and opens no image."""
     root = _root(config)
+    if shards.is_packed(root):
+        index = shards.read_index(root)
+        shards.check_sizes(root, index)
+        return DatasetSize(index.train.samples, index.test.samples)
     return Cache(config, root, _class_folders(root)).size(lambda: list_files(root))
 
 
@@ -44,20 +51,32 @@ def load(config: Config) -> Splits:
     Training images are random resized crops, flipped at random; test images are center crops.
 
     Raises:
-        ConfigError: a folder is missing or contains no images.
+        ConfigError: a folder is missing or contains no images, or shards are damaged.
     """
     from raypod.datasets.image_decoders import preparation  # imports torch, which planning must not
 
     root, data = _root(config), config.data
-    arrays = Cache(config, root, _class_folders(root)).get(lambda: list_files(root))
+    index = shards.read_index(root) if shards.is_packed(root) else None
+    if index is not None:
+        shards.check_sizes(root, index)
+        arrays = shards.read_arrays(root, index)
+    else:
+        arrays = Cache(config, root, _class_folders(root)).get(lambda: list_files(root))
+
+    def files_of(split: str) -> Files:
+        if index is None:
+            return FolderFiles(root, arrays[f"{split}_files"])
+        columns = {name: arrays[f"{split}_{name}"] for name in shards.COLUMNS}
+        return shards.PackedFiles(root, getattr(index, split).shards, columns)
+
     side, decoder = data.image_size or SIDE, data.jpeg_decoder
     labels = arrays["train_labels"], arrays["test_labels"]
     names = class_names(root)
     train = preparation(decoder, side, is_random=data.augment, flips=data.flip is not False)
     test = preparation(decoder, side, is_random=False, flips=False)
     return Splits(
-        train=ImageFiles(FolderFiles(root, arrays["train_files"]), labels[0], train),
-        test=ImageFiles(FolderFiles(root, arrays["test_files"]), labels[1], test),
+        train=ImageFiles(files_of("train"), labels[0], train),
+        test=ImageFiles(files_of("test"), labels[1], test),
         classes=len(names),
         fingerprint=fingerprint_of_bytes(arrays["train_files"], arrays["test_files"], *labels),
         mean=_MEAN,
@@ -67,16 +86,25 @@ def load(config: Config) -> Splits:
 
 
 def class_names(root: Path) -> Tuple[str, ...]:
-    """Return the names of the classes, by label."""
+    """Return the names of the classes, by label, of an image folder or a packed one."""
+    if shards.is_packed(root):
+        return shards.read_index(root).classes
     return tuple(_folders(root / "train"))
 
 
 def _root(config: Config) -> Path:
+    if config.data.data_dir is not None and is_url(config.data.data_dir):
+        raise ConfigError(
+            f"--data-dir {config.data.data_dir}: images are read from a folder of the host, not from a URL; copy the "
+            "folder, or the shards that `raypod pack` writes, to every host first"
+        )
     root = data_dir(config, "train/ and val/")
+    if not shards.is_packed(root) and (root / shards.ARRAYS).is_dir():
+        raise ConfigError(f"{root} has shards, but no {shards.INDEX}: it is incomplete; copy it again, or pack again")
     if not class_names(root):
         raise DataMissing(
             f"--dataset {config.data.dataset}: {root / 'train'} has no class folders; expected "
-            f"{root}/train/CLASS/*.jpg (or .jpeg, .png) and {root}/val/CLASS/* (or test/)"
+            f"{root}/train/CLASS/*.jpg (or .jpeg, .png) and {root}/val/CLASS/* (or test/), or what `raypod pack` writes"
         )
     return root
 
