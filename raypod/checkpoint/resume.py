@@ -43,6 +43,7 @@ LENGTH, FINGERPRINT = "total_updates", "data_fingerprint"
 _SAFE_TO_CHANGE = {
     LENGTH,
     FINGERPRINT,
+    "data.jpeg_decoder",
     "training.learning_rate",
     "training.lr_schedule",
     "training.lr_steps",
@@ -135,7 +136,7 @@ def newest_valid(checkpoints: Path, verify: bool = True) -> Tuple[Optional[Check
 def check_data(plan: Plan, checkpoint: Checkpoint, data_fingerprint: str) -> None:
     """ConfigError unless the data set is the one that the checkpoint was trained on."""
     settings = {FINGERPRINT: data_fingerprint}
-    difference = first_difference(checkpoint.manifest, settings, _allowed_differences(plan))
+    difference = first_difference(checkpoint.manifest, settings, allowed_differences(plan))
     if difference is not None:
         raise ConfigError(f"--resume {checkpoint.path}: {difference}")
 
@@ -210,7 +211,7 @@ def _has_equal_updates(manifest: Manifest, settings: Dict[str, Any]) -> bool:
 def _check_settings(plan: Plan, found: ResumePoint, was_cut_off: bool) -> ResumePoint:
     """Return `found`. ConfigError if the plan cannot resume from it."""
     path = found.checkpoint.path
-    manifest, allowed = found.checkpoint.manifest, _allowed_differences(plan)
+    manifest, allowed = found.checkpoint.manifest, allowed_differences(plan)
     settings = settings_of(in_recorded_format(plan, manifest))
     if plan.config.pod.is_elastic and _has_equal_updates(manifest, settings):
         allowed += _SUMMATION
@@ -226,7 +227,7 @@ def _check_settings(plan: Plan, found: ResumePoint, was_cut_off: bool) -> Resume
     return found
 
 
-def _allowed_differences(plan: Plan) -> List[str]:
+def allowed_differences(plan: Plan) -> List[str]:
     """Parse `--resume-anyway`. ConfigError if it names a setting that is not safe to change."""
     named = [name.strip() for name in (plan.config.run.resume_anyway or "").split(",") if name.strip()]
     safe = sorted(name.rpartition(".")[2] for name in _SAFE_TO_CHANGE)

@@ -1,11 +1,11 @@
-"""Check that all instances train on the same data set."""
+"""Check that all instances train on the same data set, and decode its images alike."""
 
 from __future__ import annotations
 
-from typing import List, Optional
+from typing import Iterable, List, Optional, Tuple
 
 from raypod.checkpoint.format import Checkpoint
-from raypod.checkpoint.resume import check_data
+from raypod.checkpoint.resume import allowed_differences, check_data
 from raypod.errors import ConfigError
 from raypod.events import InstanceStarted
 from raypod.plan.plan import Plan
@@ -23,3 +23,36 @@ def check_same_data(plan: Plan, started: List[InstanceStarted], resumed: Optiona
             )
     if resumed is not None:
         check_data(plan, resumed, first.data_fingerprint)
+    _check_same_decoder(plan, started, resumed)
+
+
+def _check_same_decoder(plan: Plan, started: List[InstanceStarted], resumed: Optional[Checkpoint]) -> None:
+    """Check that all have the same major version of the package that decodes the images.
+
+    The pixels of Pillow 10 and 13, for example, differ by 1 where images are enlarged.
+    """
+    package = plan.config.decoder
+    if package is None:
+        return
+    first, ours = started[0], _major(started[0].versions, package)
+    for other in started:
+        theirs = _major(other.versions, package)
+        if theirs != ours:
+            raise ConfigError(
+                f"instance {other.instance} on host {other.host} decodes images with {package} {theirs}, and instance "
+                f"{first.instance} on host {first.host} with {package} {ours}; install one version on all hosts"
+            )
+    if resumed is None or "jpeg_decoder" in {name.rpartition(".")[2] for name in allowed_differences(plan)}:
+        return
+    recorded = _major(resumed.manifest.versions.items(), package)
+    if recorded not in (None, ours):
+        raise ConfigError(
+            f"--resume {resumed.path}: its images were decoded with {package} {recorded}, and this run's are with "
+            f"{package} {ours}; --resume-anyway jpeg_decoder resumes with {ours}"
+        )
+
+
+def _major(versions: Iterable[Tuple[str, str]], package: str) -> Optional[str]:
+    """Return the major version of a package; None if it is not listed."""
+    found = dict(versions).get(package)
+    return None if found is None else found.partition(".")[0]

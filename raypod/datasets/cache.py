@@ -22,6 +22,7 @@ from typing import Any, Callable, Dict, Iterable, Optional
 
 import numpy as np
 
+from raypod.datasets.arrays import load_mapped
 from raypod.errors import ConfigError, DataMissing
 from raypod.host.files import file_lock
 from raypod.plan.config import Config
@@ -104,7 +105,7 @@ class Cache:
         if not self._entry.is_dir():
             return None
         try:
-            return {file.stem: _load_mapped(file) for file in self._entry.glob("*.npy")}
+            return {file.stem: load_mapped(file) for file in self._entry.glob("*.npy")}
         except (OSError, ValueError) as error:
             raise ConfigError(f"the cached data in {self._entry} is damaged ({error}); remove that folder") from None
 
@@ -129,11 +130,6 @@ def _key(files: Iterable[Path]) -> str:
         found = file.stat()
         digest.update(f"{file.name} {found.st_size} {found.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16]
-
-
-def _load_mapped(file: Path) -> np.ndarray:
-    mapped: np.ndarray = np.load(str(file), mmap_mode="r", allow_pickle=False)
-    return mapped.view(np.ndarray)  # indexing an ndarray is several times faster than indexing a memmap
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,40 +1,47 @@
 """Folders of JPEG or PNG images in ImageNet's layout: `train/CLASS/...` and `val/CLASS/...` (or `test/`).
 
-Samples are decoded one by one in worker processes; the cache contains only the list of files.
+Samples are decoded one by one in worker processes; the cache contains only the list of files. A folder that
+`raypod pack` has written is read from its shards.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Tuple
+from typing import Iterator, List, Tuple
 
 import numpy as np
 
+from raypod.datasets import shards
 from raypod.datasets.arrays import ImageShape, Splits, fingerprint_of_bytes
 from raypod.datasets.cache import Arrays, Cache, data_dir
+from raypod.datasets.image_files import Files, FolderFiles, ImageFiles
 from raypod.errors import ConfigError, DataMissing
-from raypod.host import torchvision_import
 from raypod.plan.config import Config
 from raypod.plan.plan import DatasetSize
+from raypod.plan.urls import is_url
 
 SIDE = 224  # default image size in pixels
-_RESIZE = 256 / 224  # before the center crop of evaluation (He et al. 2016)
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 _IMAGENET_CLASSES = 1000
-SUFFIXES = (".jpg", ".jpeg", ".png")
+JPEG_SUFFIXES = (".jpg", ".jpeg")
+SUFFIXES = (*JPEG_SUFFIXES, ".png")
 
 
 def size(config: Config) -> DatasetSize:
     """Return the numbers of samples, from the cache or counted in the folders; writes nothing and opens no image."""
     root = _root(config)
-    return Cache(config, root, _class_folders(root)).size(lambda: _list_files(root))
+    if shards.is_packed(root):
+        index = shards.read_index(root)
+        shards.check_sizes(root, index)
+        return DatasetSize(index.train.samples, index.test.samples)
+    return Cache(config, root, _class_folders(root)).size(lambda: list_files(root))
 
 
 def shape(config: Config) -> ImageShape:
     """Return the shape of the cropped images and the number of classes; for `imagenet` without reading files."""
     is_imagenet = config.data.dataset == "imagenet"
-    classes = _IMAGENET_CLASSES if is_imagenet else len(_classes(_root(config)))
+    classes = _IMAGENET_CLASSES if is_imagenet else len(class_names(_root(config)))
     return ImageShape(3, config.data.image_size or SIDE, classes)
 
 
@@ -44,92 +51,62 @@ def load(config: Config) -> Splits:
     Training images are random resized crops, flipped at random; test images are center crops.
 
     Raises:
-        ConfigError: a folder is missing or contains no images.
+        ConfigError: a folder is missing or contains no images, or shards are damaged.
     """
+    from raypod.datasets.image_decoders import preparation  # imports torch, which planning must not
+
     root, data = _root(config), config.data
-    files = Cache(config, root, _class_folders(root)).get(lambda: _list_files(root))
-    side = data.image_size or SIDE
-    train, test = files["train_files"], files["test_files"]
-    labels = files["train_labels"], files["test_labels"]
-    augmented = _random_crop(side, data.flip is not False) if data.augment else _center_crop(side)
+    index = shards.read_index(root) if shards.is_packed(root) else None
+    if index is not None:
+        shards.check_sizes(root, index)
+        arrays = shards.read_arrays(root, index)
+    else:
+        arrays = Cache(config, root, _class_folders(root)).get(lambda: list_files(root))
+
+    def files_of(split: str) -> Files:
+        if index is None:
+            return FolderFiles(root, arrays[f"{split}_files"])
+        columns = {name: arrays[f"{split}_{name}"] for name in shards.COLUMNS}
+        return shards.PackedFiles(root, getattr(index, split).shards, columns)
+
+    side, decoder = data.image_size or SIDE, data.jpeg_decoder
+    labels = arrays["train_labels"], arrays["test_labels"]
+    names = class_names(root)
+    train = preparation(decoder, side, is_random=data.augment, flips=data.flip is not False)
+    test = preparation(decoder, side, is_random=False, flips=False)
     return Splits(
-        train=ImageFiles(root, train, labels[0], augmented),
-        test=ImageFiles(root, test, labels[1], _center_crop(side)),
-        classes=len(_classes(root)),
-        fingerprint=fingerprint_of_bytes(train, test, *labels),
+        train=ImageFiles(files_of("train"), labels[0], train),
+        test=ImageFiles(files_of("test"), labels[1], test),
+        classes=len(names),
+        fingerprint=fingerprint_of_bytes(arrays["train_files"], arrays["test_files"], *labels),
         mean=_MEAN,
         std=_STD,
-        names=tuple(_classes(root)),
+        names=names,
     )
 
 
-class ImageFiles:
-    """A map-style data set that decodes an image on each access.
-
-    Args:
-        files: bytes [samples], paths relative to `root`.
-        labels: int64 [samples].
-        transform: maps a Pillow image in RGB to uint8 [3, side, side], with torch's global random numbers.
-    """
-
-    def __init__(self, root: Path, files: np.ndarray, labels: np.ndarray, transform: Callable[[Any], Any]) -> None:
-        self._root, self._files, self._labels, self.transform = str(root), files, labels, transform
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def __getitem__(self, index: int) -> Tuple[Any, int]:
-        """Return (image, label).
-
-        Raises:
-            OSError: the image cannot be read; the message has its path.
-        """
-        from PIL import Image  # planning works without Pillow
-
-        path = os.path.join(self._root, os.fsdecode(bytes(self._files[index])))  # noqa: PTH118 - faster than pathlib
-        try:
-            with Image.open(path) as image:
-                return self.transform(image.convert("RGB")), int(self._labels[index])
-        except Exception as error:  # Pillow raises many exception types for damaged files
-            raise OSError(f"cannot read the image {path}: {error}; replace it, or remove it") from error
-
-
-def _random_crop(side: int, flips: bool) -> Callable[[Any], Any]:
-    transforms = _torchvision_transforms()
-    flip = [transforms.RandomHorizontalFlip()] if flips else []
-    composed: Callable[[Any], Any] = transforms.Compose(
-        [transforms.RandomResizedCrop(side), *flip, transforms.PILToTensor()]
-    )
-    return composed
-
-
-def _center_crop(side: int) -> Callable[[Any], Any]:
-    transforms = _torchvision_transforms()
-    composed: Callable[[Any], Any] = transforms.Compose(
-        [transforms.Resize(round(side * _RESIZE)), transforms.CenterCrop(side), transforms.PILToTensor()]
-    )
-    return composed
-
-
-def _torchvision_transforms() -> Any:
-    torchvision_import.install()
-    from torchvision import transforms  # planning must not import torch
-
-    return transforms
+def class_names(root: Path) -> Tuple[str, ...]:
+    """Return the names of the classes, by label, of an image folder or a packed one."""
+    if shards.is_packed(root):
+        return shards.read_index(root).classes
+    return tuple(_folders(root / "train"))
 
 
 def _root(config: Config) -> Path:
+    if config.data.data_dir is not None and is_url(config.data.data_dir):
+        raise ConfigError(
+            f"--data-dir {config.data.data_dir}: images are read from a folder of the host, not from a URL; copy the "
+            "folder, or the shards that `raypod pack` writes, to every host first"
+        )
     root = data_dir(config, "train/ and val/")
-    if not _classes(root):
+    if not shards.is_packed(root) and (root / shards.ARRAYS).is_dir():
+        raise ConfigError(f"{root} has shards, but no {shards.INDEX}: it is incomplete; copy it again, or pack again")
+    if not class_names(root):
         raise DataMissing(
             f"--dataset {config.data.dataset}: {root / 'train'} has no class folders; expected "
-            f"{root}/train/CLASS/*.jpg (or .jpeg, .png) and {root}/val/CLASS/* (or test/)"
+            f"{root}/train/CLASS/*.jpg (or .jpeg, .png) and {root}/val/CLASS/* (or test/), or what `raypod pack` writes"
         )
     return root
-
-
-def _classes(root: Path) -> List[str]:
-    return _folders(root / "train")
 
 
 def _folders(folder: Path) -> List[str]:
@@ -160,8 +137,13 @@ def _with_subfolders(folder: Path) -> List[Path]:
     return sorted(Path(where) for where, _, _ in os.walk(str(folder)))
 
 
-def _list_files(root: Path) -> Arrays:
-    numbers = {name: number for number, name in enumerate(_classes(root))}
+def list_files(root: Path) -> Arrays:
+    """Return the paths relative to `root` and the labels of both splits: train_files, train_labels, ...
+
+    Raises:
+        ConfigError: there are no training images, or a class has only test images.
+    """
+    numbers = {name: number for number, name in enumerate(class_names(root))}
     found: Arrays = {}
     for split, folder in (("train", root / "train"), ("test", _test_folder(root))):
         unknown = set(_folders(folder)) - set(numbers)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from raypod.datasets.arrays import Splits
-from raypod.datasets.image_folder import SUFFIXES
+from raypod.datasets.image_files import ImageFiles
+from raypod.datasets.image_folder import JPEG_SUFFIXES, SUFFIXES
 from raypod.datasets.transforms import resize
 from raypod.errors import ConfigError
 
@@ -54,6 +55,7 @@ class ImageReader:
         sample = torch.as_tensor(split[0][0])
         channels, self._height, self._width = sample.shape
         self._transform = getattr(split, "transform", None)
+        self._decode = split.transform.decode if isinstance(split, ImageFiles) else None
         if channels not in _MODES:
             raise ConfigError(f"{dataset}: the model gets images of {channels} channels, which image files do not have")
         if self._transform is None and sample.dtype != torch.uint8:
@@ -68,6 +70,8 @@ class ImageReader:
         from PIL import Image  # planning works without Pillow
 
         try:
+            if self._decode is not None and path.suffix.lower() in JPEG_SUFFIXES:
+                return self._decode(path.read_bytes())
             with Image.open(path) as file:
                 image = _eight_bit(file).convert(self._mode)
                 if self._transform is not None:

@@ -177,31 +177,43 @@ class _Calls:
 class SeededSamples:
     """Map (epoch, sample) to (sample, data[sample]), with random numbers seeded by (seed, epoch, sample).
 
-    A sample is therefore the same in whichever process it is loaded.
+    A sample is therefore the same in whichever process it is loaded. Data sets with a true attribute
+    `draws_from_torch_only` draw from torch's global generator only; seeding the others takes 0.1 ms per sample.
     """
 
     def __init__(self, data: Any, seed: int) -> None:
         self._data, self._seed = data, seed
+        self._generators = _seeded_torch if getattr(data, "draws_from_torch_only", False) else _seeded
         self.is_interrupted = False  # the next sample raises InterruptedError
 
     def __getitem__(self, key: Tuple[int, int]) -> Any:
         if self.is_interrupted:
             raise InterruptedError
         epoch, sample = key
-        with _seeded(sample_seed(self._seed, epoch, sample)):
+        with self._generators(sample_seed(self._seed, epoch, sample)):
             return sample, self._data[sample]
 
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Seed torch, numpy and random inside the block; restore their states afterwards."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.default_generator.manual_seed(seed)
+    states = np.random.get_state(), random.getstate()
     np.random.seed(seed)
     random.seed(seed)
     try:
+        with _seeded_torch(seed):
+            yield
+    finally:
+        np.random.set_state(states[0])
+        random.setstate(states[1])
+
+
+@contextlib.contextmanager
+def _seeded_torch(seed: int) -> Iterator[None]:
+    """Seed torch inside the block; restore its state afterwards."""
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    try:
         yield
     finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
+        torch.set_rng_state(state)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 _NUMA_NODES = Path("/sys/devices/system/node")
-_PACKAGES = ("raypod", "torch", "numpy", "ray", "poptorch")
+_PACKAGES = ("raypod", "torch", "numpy", "ray", "poptorch", "pillow", "simplejpeg")
 # Parameters of mallopt(3).
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
 _NEVER = 2**31 - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Sequence
 
 from raypod.errors import ConfigError
-from raypod.plan.config import Config
+from raypod.plan.config import IMAGE_FOLDERS, Config
 from raypod.plan.learning_rate import check_settings
 
 
@@ -13,6 +13,9 @@ def check_compatible(config: Config) -> None:
     """Raise ConfigError for settings that contradict each other in every task."""
     training = config.training
     check_settings(training)
+    if config.data.jpeg_decoder != "pillow" and config.decoder is None:
+        sets = " or ".join(IMAGE_FOLDERS)
+        raise ConfigError(f"--jpeg-decoder {config.data.jpeg_decoder} has no effect without --dataset {sets}")
     if training.max_grad_norm is not None and training.optimizer == "lamb":
         raise ConfigError("--max-grad-norm: poptorch.optim.LAMB cannot clip gradients; use sgd, adam or adamw")
     if config.pod.bind_cores and config.run.fleet == "inline":

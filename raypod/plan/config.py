@@ -23,6 +23,7 @@ MANIFEST = "manifest.json"  # its presence makes a folder a checkpoint
 SMALL_RESNETS = ("resnet8", "resnet14", "resnet20")
 TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 VISION_TRANSFORMERS = ("vit_tiny", "vit_small", "vit_b_16")
+IMAGE_FOLDERS = ("imagefolder", "imagenet")  # data sets
 IMAGE_CLASSIFICATION, LANGUAGE_MODEL = "image-classification", "language-model"
 LR_SCHEDULES = ("constant", "step", "linear", "cosine", "polynomial")
 
@@ -64,6 +65,9 @@ class DataSection(Section):
     crop_padding: Optional[int] = Field(None, ge=0, description="maximum shift of an augmented image in pixels")
     flip: Optional[bool] = Field(None, description="flip augmented images horizontally with probability 0.5")
     image_size: Optional[int] = Field(None, ge=1, le=16_384, description="height and width to which images are resized")
+    jpeg_decoder: Literal["pillow", "simplejpeg"] = Field(
+        "pillow", description="decoder of the images of imagefolder and imagenet; simplejpeg is faster, other bits"
+    )
     num_workers: int = Field(0, ge=0, description="loader processes per instance (threads for data in memory)")
     async_dataloader: bool = Field(False, description="prepare the data of the next calls in the background")
     eight_bit_io: bool = Field(False, description="transfer images as uint8 and normalize them on the device")
@@ -243,6 +247,12 @@ class Config(pydantic.BaseModel):
     def model_name(self) -> str:
         """The model of images; otherwise the task. It may be `module:name`."""
         return self.names[-1]
+
+    @property
+    def decoder(self) -> Optional[str]:
+        """The package that decodes images each time they are loaded; None for other data."""
+        decodes = self.task.name == IMAGE_CLASSIFICATION and self.data.dataset in IMAGE_FOLDERS
+        return self.data.jpeg_decoder if decodes else None
 
     def to_yaml(self) -> str:
         """Return the YAML text from which `load_yaml` restores an equal object."""

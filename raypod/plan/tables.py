@@ -35,12 +35,13 @@ _LEAST_ROOM = 20  # columns of a folded text
 def describe(plan: Plan) -> Dict[str, Any]:
     """Return the plan as plain data: the content of `plan.json` and the output of `--json`."""
     placement = plan.placement
+    decoded = {"jpeg_decoder": plan.config.decoder} if plan.config.decoder else {}
     return {
         "cluster": dataclasses.asdict(placement.cluster),
         "geometry": {name: getattr(plan.geometry, name) for name in _GEOMETRY},
         "task": plan.config.task.name,
         "samples_are": plan.task.samples_are,
-        "dataset": {"name": plan.task.data, **dataclasses.asdict(plan.dataset_size)},
+        "dataset": {"name": plan.task.data, **dataclasses.asdict(plan.dataset_size), **decoded},
         "updates_per_epoch": plan.updates_per_epoch,
         "total_updates": plan.total_updates,
         "instances": [{**dataclasses.asdict(spec), **_devices(placement, spec)} for spec in placement.instances],
@@ -145,7 +146,8 @@ def _data(plan: Plan) -> str:
     size, kind = plan.dataset_size, plan.task.samples_are
     tested = f"{size.test_samples} test" if size.test_samples else f"NO test {kind}: nothing will be evaluated"
     published = " (published sizes; the files are missing)" if size.is_published else ""
-    return f"{plan.task.data}: {size.train_samples} training, {tested}{published}"
+    decoded = f", decoded by {plan.config.decoder}" if plan.config.decoder else ""
+    return f"{plan.task.data}: {size.train_samples} training, {tested}{published}{decoded}"
 
 
 def _pipeline_rows(plan: Plan) -> List[Tuple[str, str]]:

@@ -43,7 +43,7 @@ def test_all_keys() -> None:
     assert len(keys) == len(set(keys)), "flags have no section, so keys must be unique over all sections"
     assert " ".join(keys) == (
         "name dataset data_dir download cache_dir samples image classes augment crop_padding flip image_size "
-        "num_workers async_dataloader eight_bit_io "
+        "jpeg_decoder num_workers async_dataloader eight_bit_io "
         "model stem norm pipeline_splits pipeline_balance execution "
         "precision memory_format batch_size gradient_accumulation device_iterations epochs updates optimizer "
         "learning_rate lr_schedule lr_floor lr_power lr_steps lr_gamma warmup_updates init_weights init_ignore freeze "

@@ -1,0 +1,229 @@
+"""Image folders packed into shards: WebDataset's tar files, and an index by which every sample can be read on its own.
+
+    index.json          classes, the shards with their sizes and checksums, and the checksums of the arrays
+    index/NAME.npy      one row per sample of a split: file name, label, shard, offset, size, checksum
+    train/00000.tar     000000042.jpg, 000000042.cls, ...: the sample with index 42, and its label
+    val/00000.tar       likewise
+
+Samples have the order, and the file names, that they had in the folder: a run computes the same with both. Within the
+training shards their order is random, for programs that read them one after the other.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Tuple
+
+import numpy as np
+import pydantic
+
+from raypod.datasets.arrays import load_mapped
+from raypod.errors import ConfigError
+
+INDEX, ARRAYS = "index.json", "index"
+FORMAT, VERSION = "raypod-shards", 1
+SPLITS = {"train": "train", "test": "val"}  # the folder of the shards of each split
+COLUMNS = ("files", "labels", "shards", "offsets", "sizes", "checksums")  # arrays of each split
+_MAX_OPEN = 64  # shards per process
+_CHUNK_BYTES = 1 << 20
+
+
+class Shard(pydantic.BaseModel):
+    """A tar file: its path in the packed folder, its size, and the XXH3-128 of its content."""
+
+    model_config = pydantic.ConfigDict(frozen=True)
+
+    file: str
+    bytes: int
+    xxh3_128: str
+
+
+class SplitIndex(pydantic.BaseModel):
+    """The number of samples of a split, and its shards."""
+
+    model_config = pydantic.ConfigDict(frozen=True)
+
+    samples: int
+    shards: Tuple[Shard, ...]
+
+
+class Index(pydantic.BaseModel):
+    """The content of index.json.
+
+    Attributes:
+        classes: their names, by label.
+        train, test: the splits.
+        arrays: XXH3-128 of each file in `index/`, by its name.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True)
+
+    format: str
+    version: int
+    classes: Tuple[str, ...]
+    train: SplitIndex
+    test: SplitIndex
+    arrays: Dict[str, str]
+
+    @property
+    def shards(self) -> Tuple[Shard, ...]:
+        """The shards of both splits."""
+        return self.train.shards + self.test.shards
+
+
+def is_packed(folder: Path) -> bool:
+    """Whether a folder contains shards with an index."""
+    return (folder / INDEX).is_file()
+
+
+def read_index(folder: Path) -> Index:
+    """Return the index of a packed folder. ConfigError if it is damaged or has another version."""
+    path = folder / INDEX
+    try:
+        content = json.loads(path.read_text())
+        form, version = content.get("format"), content.get("version")
+        if form == FORMAT and version != VERSION:
+            raise ConfigError(
+                f"{path} has version {version}, and this version of raypod reads version {VERSION}: pack the images "
+                "again with `raypod pack`, or install the version of raypod that has packed them"
+            )
+        if form != FORMAT:
+            raise ConfigError(f"{path} is not the index of `raypod pack`: its format is {form!r}, not {FORMAT!r}")
+        return Index.model_validate(content)
+    except (OSError, ValueError, AttributeError) as error:
+        reason = " ".join(str(error).split()[:20])
+        raise ConfigError(f"cannot read the index {path} ({reason}); copy it again, or pack again") from None
+
+
+def check_sizes(folder: Path, index: Index) -> None:
+    """Raise ConfigError if a shard is missing or truncated."""
+    for shard in index.shards:
+        path = folder / shard.file
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise ConfigError(f"the shard {path} cannot be read: {error.strerror}; copy it again") from None
+        if size != shard.bytes:
+            raise ConfigError(f"the shard {path} has {size} bytes, expected {shard.bytes}; copy it again")
+
+
+def read_arrays(folder: Path, index: Index) -> Dict[str, np.ndarray]:
+    """Return the arrays by name, as train_labels, memory-mapped. ConfigError if one is missing or damaged."""
+    arrays = {}
+    for split in SPLITS:
+        for column in COLUMNS:
+            name = f"{split}_{column}"
+            path = folder / ARRAYS / f"{name}.npy"
+            try:
+                found = checksum_of(path)
+                if found != index.arrays.get(name):
+                    raise ValueError(f"its checksum is {found}, expected {index.arrays.get(name)}")
+                arrays[name] = load_mapped(path)
+            except (OSError, ValueError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                raise ConfigError(f"cannot read the index {path} ({reason}); copy it again, or pack again") from None
+    return arrays
+
+
+def verify(folder: Path, index: Index, on_bytes: Callable[[int], object]) -> None:
+    """Compare every file with its checksum.
+
+    Args:
+        on_bytes: called with the size of each shard, after it was read.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
+    check_sizes(folder, index)
+    read_arrays(folder, index)
+    for shard in index.shards:
+        try:
+            found = checksum_of(folder / shard.file)
+        except OSError as error:
+            raise ConfigError(f"cannot read the shard {folder / shard.file}: {error.strerror}") from None
+        if found != shard.xxh3_128:
+            raise ConfigError(
+                f"the shard {folder / shard.file} is damaged: its checksum is {found}, expected {shard.xxh3_128}; "
+                "copy it again"
+            )
+        on_bytes(shard.bytes)
+
+
+def new_checksum() -> Any:
+    """Return an empty XXH3-128, with `update` and `hexdigest`."""
+    import xxhash  # only packed data needs it
+
+    return xxhash.xxh3_128()
+
+
+def checksum_of(path: Path) -> str:
+    """Return the XXH3-128 of a file as hexadecimal digits. OSError as from the file system."""
+    digest = new_checksum()
+    with path.open("rb", buffering=0) as file:
+        for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""):
+            digest.update(chunk)
+    found: str = digest.hexdigest()
+    return found
+
+
+def checksum_of_sample(data: bytes) -> int:
+    """Return the XXH3-64 of a sample's file as uint64."""
+    import xxhash  # as above
+
+    found: int = xxhash.xxh3_64_intdigest(data)
+    return found
+
+
+class PackedFiles:
+    """The files of a split in its shards; implements `Files`.
+
+    Args:
+        folder: the packed folder.
+        shards: of the split.
+        arrays: the columns of the split, by their names in `COLUMNS`.
+    """
+
+    def __init__(self, folder: Path, shards: Tuple[Shard, ...], arrays: Dict[str, np.ndarray]) -> None:
+        self._paths: List[str] = [str(folder / shard.file) for shard in shards]
+        self._arrays = arrays
+        self._open: collections.OrderedDict[int, int] = collections.OrderedDict()  # descriptors, oldest use first
+
+    def __getstate__(self) -> Dict[str, Any]:
+        """Return the state without the open files, which another process cannot use."""
+        return {**self.__dict__, "_open": collections.OrderedDict()}
+
+    def __del__(self) -> None:
+        while self._open:
+            self._close_oldest()
+
+    def read(self, index: int) -> bytes:
+        """Return the content of a file. OSError if the shard cannot be read, or its bytes have changed."""
+        arrays = self._arrays
+        size = int(arrays["sizes"][index])
+        data = os.pread(self._descriptor(int(arrays["shards"][index])), size, int(arrays["offsets"][index]))
+        if len(data) != size or checksum_of_sample(data) != int(arrays["checksums"][index]):
+            raise OSError("its bytes in the shard have changed since it was packed")
+        return data
+
+    def name(self, index: int) -> str:
+        """See `Files.name`."""
+        file = os.fsdecode(bytes(self._arrays["files"][index]))
+        return f"{file} ({self._paths[int(self._arrays['shards'][index])]}, sample {index})"
+
+    def _descriptor(self, shard: int) -> int:
+        found = self._open.get(shard)
+        if found is None:
+            found = self._open[shard] = os.open(self._paths[shard], os.O_RDONLY)
+            if len(self._open) > _MAX_OPEN:
+                self._close_oldest()
+        else:
+            self._open.move_to_end(shard)
+        return found
+
+    def _close_oldest(self) -> None:
+        with contextlib.suppress(OSError):  # opened only for reading: there is nothing to lose
+            os.close(self._open.popitem(last=False)[1])
