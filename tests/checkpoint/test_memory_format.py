@@ -23,7 +23,7 @@ import torch
 
 def make(channels, classes):
     return torch.nn.Sequential(
-        torch.nn.Conv2d(channels, 64, 3, 2), torch.nn.ReLU(), torch.nn.Conv2d(64, 512, 3, 2),  # the second: a product
+        torch.nn.Conv2d(channels, 256, 3, 2), torch.nn.ReLU(), torch.nn.Conv2d(256, 512, 3, 2),  # the second: a product
         torch.nn.Flatten(), torch.nn.Linear(512, classes))
 """
 

@@ -13,16 +13,20 @@ from torch import nn
 from torch.nn import functional
 
 VARIABLE = "EMULATED_POD_MEMORY_FORMAT"
+MANY_WEIGHTS = {"channels": 256}
 
 
 class Net(nn.Module):
-    """A small network; `flatten` says how the activations become rows."""
+    """A network with 4,608 weights in 2-D convolutions per channel; `flatten` says how the activations become rows."""
 
-    def __init__(self, flatten: str = "flatten", dtype: torch.dtype = torch.float32, layers: bool = True) -> None:
+    def __init__(
+        self, flatten: str = "flatten", dtype: torch.dtype = torch.float32, layers: bool = True, channels: int = 8
+    ) -> None:
         super().__init__()
         self.flatten, self.dtype = flatten, dtype
-        self.features = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) if layers else None
-        self.deep = nn.Conv2d(8, 512, 3, stride=2) if layers else nn.Identity()  # computed as a product
+        first = nn.Conv2d(3, channels, 3, padding=1)
+        self.features = nn.Sequential(first, nn.BatchNorm2d(channels), nn.ReLU()) if layers else None
+        self.deep = nn.Conv2d(channels, 512, 3, stride=2) if layers else nn.Identity()  # computed as a product
         self.head = nn.Linear(512 if layers else 3 * 16, 10)
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -74,12 +78,13 @@ def network(**arguments: Any) -> Net:
 @pytest.mark.parametrize(
     ("request_", "arguments", "chosen"),
     [
-        (None, {}, "channels_last"),
-        ("", {}, "channels_last"),
-        ("auto", {}, "channels_last"),
-        ("auto", {"flatten": "view"}, "contiguous"),
+        (None, MANY_WEIGHTS, "channels_last"),
+        ("", MANY_WEIGHTS, "channels_last"),
+        ("auto", MANY_WEIGHTS, "channels_last"),
+        ("auto", {}, "contiguous"),
+        ("auto", {**MANY_WEIGHTS, "flatten": "view"}, "contiguous"),
         ("auto", {"layers": False}, "contiguous"),
-        ("auto", {"dtype": torch.half}, "contiguous"),
+        ("auto", {**MANY_WEIGHTS, "dtype": torch.half}, "contiguous"),
         ("channels_last", {}, "channels_last"),
         ("channels_last", {"layers": False}, "contiguous"),
         ("contiguous", {}, "contiguous"),

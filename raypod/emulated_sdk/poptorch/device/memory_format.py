@@ -1,14 +1,15 @@
 """The memory format of convolution weights and activations on the emulated device.
 
 EMULATED_POD_MEMORY_FORMAT is `auto` (default), `contiguous` or `channels_last`. `auto` depends only on the model and
-its forward, so all processes choose the same: `channels_last` for a model with 2-D convolutions in float32, unless its
-forward takes a view that only contiguous activations have. On an IPU the compiler chooses every layout.
+its forward, so all processes choose the same: `channels_last` for a model with many weights in 2-D convolutions in
+float32, unless its forward takes a view that only contiguous activations have. On an IPU the compiler chooses every
+layout.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Callable, FrozenSet, Mapping, Tuple, TypeVar
+from typing import Callable, Dict, FrozenSet, Mapping, Tuple, TypeVar
 
 import torch
 
@@ -18,6 +19,9 @@ from poptorch.errors import Error
 VARIABLE = "EMULATED_POD_MEMORY_FORMAT"
 AUTO, CONTIGUOUS, CHANNELS_LAST = "auto", "contiguous", "channels_last"
 _Memory = TypeVar("_Memory")
+# Weights in 2-D convolutions from which `auto` chooses channels_last. Smaller models gain nothing (measured on one
+# core), and in contiguous compute the bits of plain torch.
+_MANY_WEIGHTS = 1 << 20
 _FORMATS = (AUTO, CONTIGUOUS, CHANNELS_LAST)
 
 
@@ -29,19 +33,19 @@ def requested() -> str:
     return value
 
 
-def convolution_weights(model: torch.nn.Module, grouped: Mapping[str, object]) -> FrozenSet[str]:
-    """Return the names of the weights that `channels_last` stores in that format: those of 2-D convolutions.
+def convolution_weights(model: torch.nn.Module, grouped: Mapping[str, object]) -> Dict[str, int]:
+    """Return the names and sizes of the weights that `channels_last` stores in that format: those of 2-D convolutions.
 
     Args:
         grouped: the parameters of which groups of replicas have their own values; they stay contiguous.
     """
     convolutions = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Conv2d)}
     named = model.named_parameters()
-    return frozenset(name for name, tensor in named if id(tensor) in convolutions and name not in grouped)
+    return {name: tensor.numel() for name, tensor in named if id(tensor) in convolutions and name not in grouped}
 
 
 def choose(
-    weights: FrozenSet[str], compiled: Callable[[FrozenSet[str]], Tuple[_Memory, Trace]]
+    weights: Mapping[str, int], compiled: Callable[[FrozenSet[str]], Tuple[_Memory, Trace]]
 ) -> Tuple[_Memory, Trace]:
     """Compile a model in the requested format.
 
@@ -53,10 +57,11 @@ def choose(
         Error: the request is unknown, or the forward does not run in channels_last, which is requested.
     """
     request = requested()
-    if not weights or request == CONTIGUOUS:
+    is_small = request == AUTO and sum(weights.values()) < _MANY_WEIGHTS
+    if not weights or is_small or request == CONTIGUOUS:
         return compiled(frozenset())
     try:
-        memory, traced = compiled(weights)
+        memory, traced = compiled(frozenset(weights))
     except RuntimeError as error:
         if not _is_view_error(error):
             raise
