@@ -156,7 +156,10 @@ def test_a_job_that_is_not_begun_ends(server: Scripted, tmp_path: Path) -> None:
         ({"cluster": "127.0.0.1:6380"}, "is the job server of another Ray cluster, 127.0.0.1:6380"),
     ],
 )
-def test_a_job_that_cannot_start(server: Scripted, change: Dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_job_that_cannot_start(
+    server: Scripted, change: Dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_jobs, "_READY_WITHIN_S", 1.0)
     for name, value in change.items():
         setattr(server, name, value)
     with pytest.raises(RunError, match=message) as caught:

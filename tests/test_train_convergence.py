@@ -22,9 +22,10 @@ def summary_of(folder: Path, *flags: str) -> Dict[str, Any]:
 
 
 @pytest.mark.parametrize("precision", ["16.16", "16.32"])  # .ci/run trains in 32.32
-def test_the_digits_recipe_reaches_97_percent(tmp_path: Path, precision: str) -> None:
+def test_six_epochs_of_the_digits_recipe_in_half_precision(tmp_path: Path, precision: str) -> None:
     recipe = str(HOME / "configs" / "digits.yaml")
-    assert summary_of(tmp_path / "run", "--config", recipe, "--precision", precision)["test_accuracy"] >= 97
+    summary = summary_of(tmp_path / "run", "--config", recipe, "--epochs", "6", "--precision", precision)
+    assert summary["test_accuracy"] >= 95  # about 98; 99 after the 15 epochs of the recipe
 
 
 def test_a_resnet18_learns_images_in_the_cifar_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,16 +58,16 @@ def test_a_sweep_of_four_learning_rates(tune: Any, tmp_path: Path) -> None:
 
 
 def test_a_trial_is_restored_with_another_learning_rate(tune: Any, tmp_path: Path) -> None:
-    space = {**TINY, "fleet": "inline", "checkpoint_every": "2 updates", "epochs": 2, "updates": 182, "batch_size": 4}
+    space = {**TINY, "fleet": "inline", "checkpoint_every": "2 updates", "epochs": 2, "updates": 14, "batch_size": 64}
     trial = raypod.Trainable({**space, "learning_rate": 0.1, "run_dir": str(tmp_path / "first")})
-    assert trial.step()["update"] == 179
+    assert trial.step()["update"] == 11
     (tmp_path / "saved").mkdir()
     trial.save_checkpoint(str(tmp_path / "saved"))
     trial.cleanup()
     other = raypod.Trainable({**space, "learning_rate": 0.2, "run_dir": str(tmp_path / "second")})
     other.load_checkpoint(str(tmp_path / "saved"))
     measured = other.step()
-    assert (measured["update"], measured["epoch"], measured["done"]) == (182, 2, True)
+    assert (measured["update"], measured["epoch"], measured["done"]) == (14, 2, True)
     other.cleanup()
 
 

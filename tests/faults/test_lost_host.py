@@ -10,6 +10,7 @@ import pytest
 from harness import assert_undisturbed, plan_for, run
 from ray_cluster import SECOND_HOST, THIRD_HOST, RayCluster, end_host, processes_of, ray_cluster
 
+from raypod.fleet import ray_replace
 from raypod.plan.cluster import Cluster, Host
 from raypod.plan.plan import Plan
 
@@ -36,8 +37,9 @@ def hosts() -> Iterator[RayCluster]:
     HAS_OLD_RAY, reason="Ray 2.10 is often too slow to start work on the spare host before it is given up"
 )
 def test_the_instances_of_a_lost_host_move_to_a_spare_host_then_to_a_used_one(
-    hosts: RayCluster, tmp_path: Path
+    hosts: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ray_replace, "_ACTOR_START_S", 20.0)  # three hosts share this machine
     for name in ("inline", "ray"):
         (tmp_path / name).mkdir()
     long = {"updates": 160}

@@ -142,7 +142,7 @@ def test_a_creation_that_is_completed_without_an_answer_is_undone(tool: Tool, tm
 
 
 def test_an_interrupted_creation_is_undone(tool: Tool, tmp_path: Path) -> None:
-    (tmp_path / "hang_after_create").write_text("30")
+    (tmp_path / "hang_after_create").write_text("6")
     interrupt = f"while [ ! -e {tmp_path}/p.partition ]; do sleep 0.05; done; kill -INT {os.getpid()}"
     with subprocess.Popen(["sh", "-c", interrupt]), pytest.raises(KeyboardInterrupt):
         use("--vipu-partition", "p")
