@@ -33,7 +33,10 @@ NET=${POD_NET:-10.77.0}
 RUN=/run/raypod-pod/$NAME # keys and pids; not visible to the hosts
 SHARE=${POD_SHARE:-$(dirname "$HERE")}
 VENV=${POD_VENV:-$(python3 -c 'import sys; print(sys.prefix)')}
-PYTHON=$("$VENV/bin/python" -c 'import sys; print(sys.base_prefix)')
+if ! PYTHON=$("$VENV/bin/python" -c 'import sys; print(sys.base_prefix)' 2>&1); then
+    echo "pod.sh: no Python environment at $VENV; set POD_VENV, as in: sudo POD_VENV=\$PWD/.venv $0 $*" >&2
+    exit 1
+fi
 HOSTS=${POD_HOSTS:-debian}
 DISK=${POD_DISK:-2g}
 SHM=${POD_SHM:-1g}

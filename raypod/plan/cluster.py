@@ -17,6 +17,7 @@ import yaml
 from raypod.errors import ClusterError
 from raypod.plan import cluster_file, shipped
 from raypod.plan.cluster_file import ClusterFile
+from raypod.plan.unique_keys import syntax_error
 
 GCS_PORT = 6379  # default port of `ray start --head`
 
@@ -110,7 +111,7 @@ def read_file(path: str) -> ClusterFile:
     except (OSError, UnicodeDecodeError) as error:
         raise ClusterError(f"cannot read the cluster file {path}: {getattr(error, 'strerror', error)}") from None
     except yaml.YAMLError as error:
-        raise ClusterError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        raise ClusterError(syntax_error(path, error)) from None
     except TypeError as error:
         raise ClusterError(f"{path}: expected the keys of a Ray cluster file, found {error}") from None
     raise_mistakes(path, file.mistakes)

@@ -268,6 +268,8 @@ def _check_raypod(file: ClusterFile) -> None:
     for key in difflib.get_close_matches("raypod", metadata.names(), cutoff=0.8):  # other keys are those of the user
         if key != "raypod":
             metadata.add_mistake(key, f"unknown key metadata.{key}; did you mean raypod?")
+    for key in set(metadata.names()) & set(_RAYPOD) - {"python", "folder"}:  # general names, as another tool can use
+        metadata.add_mistake(key, f"metadata.{key} has no effect; did you mean metadata.raypod.{key}?")
     settings = file.raypod
     settings.check_keys(_RAYPOD)
     ipus, per_host = settings.integer("ipus_per_host"), settings.integer("instances_per_host") or 1

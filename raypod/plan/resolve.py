@@ -17,7 +17,7 @@ from raypod.cli import FlagParser, nearest, suggestion
 from raypod.errors import ConfigError
 from raypod.plan import shipped
 from raypod.plan.config import CHECKPOINTS, IMAGE_CLASSIFICATION, MANIFEST, Config, PodSection, TaskOptions, fields
-from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader
+from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader, syntax_error
 from raypod.plan.urls import is_url
 
 Values = Dict[str, Dict[str, Any]]  # section -> key -> value as given, not validated
@@ -200,7 +200,7 @@ def read_yaml(path: Path) -> Values:
     except DuplicateKey as error:
         raise ConfigError(f"{path}, line {error.line}: {error}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(syntax_error(str(path), error)) from None
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(each, (dict, type(None))) for each in values.values()):

@@ -70,7 +70,7 @@ def render(plan: Plan) -> str:
         (
             "placement",
             f"{_count(geometry.num_instances, 'instance')} x {_count(geometry.local_replicas, 'replica')} x "
-            f"{_count(geometry.ipus_per_replica, 'IPU')} = {_count(geometry.total_ipus, 'IPU')}",
+            f"{_count(geometry.ipus_per_replica, 'IPU')} = {_total_ipus(plan)}",
         ),
         *_pipeline_rows(plan),
         *_cluster_rows(placement),
@@ -121,7 +121,7 @@ def render_brief(plan: Plan, width: Optional[int] = None) -> str:
         ("length", f"{plan.total_updates} updates{f', {plan.updates_per_epoch} per epoch' if is_cut else epochs}"),
         ("global batch", f"{batch} = {geometry.global_batch_size} {plan.task.samples_are} per update"),
         ("pod", hosts),
-        ("placement", f"{size} x {_count(geometry.ipus_per_replica, 'IPU')} = {_count(geometry.total_ipus, 'IPU')}"),
+        ("placement", f"{size} x {_count(geometry.ipus_per_replica, 'IPU')} = {_total_ipus(plan)}"),
         *_oversubscription_rows(placement),
         *_pipeline_rows(plan),
         *_conflict_rows(placement),
@@ -140,6 +140,12 @@ def render_topology(placement: Placement, num_ilds: Optional[int]) -> str:
         domain = link_domain_index(spec, placement, num_ilds or 1)
         rows.append((spec.host, str(domain), str(spec.index), replicas, ipus))
     return "\n".join(format_table(rows, boxed=True))
+
+
+def _total_ipus(plan: Plan) -> str:
+    """Return the number of IPUs, and that of the cluster if it has more."""
+    used, on_hosts = plan.geometry.total_ipus, [host.ipus or 0 for host in plan.placement.cluster.hosts]
+    return _count(used, "IPU") + (f" of {sum(on_hosts)}" if used < sum(on_hosts) else "")
 
 
 def _data(plan: Plan) -> str:

@@ -1,4 +1,7 @@
-"""A YAML loader for which a duplicate key is an error; PyYAML's own loaders silently use the last one."""
+"""A YAML loader for which a duplicate key is an error, and its syntax errors in one line.
+
+PyYAML's own loaders silently use the last of duplicate keys.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,16 @@ class UniqueKeyLoader(yaml.SafeLoader):
         for duplicate in duplicate_keys(node):
             raise duplicate
         return super().construct_mapping(node, deep)
+
+
+def syntax_error(path: str, error: yaml.YAMLError) -> str:
+    """Return the message for a file that is not YAML: its line, and the cause in one line."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return f"{path} is not YAML: {' '.join(str(error).split())}"
+    began, problem = error.context_mark, error.problem or ""
+    within = f" ({error.context} that begins in line {began.line + 1})" if began and error.context else ""
+    hint = ": is its indentation that of its siblings?" if "<block end>" in problem else ""
+    return f"{path} is not YAML, line {error.problem_mark.line + 1}: {problem}{within}{hint}"
 
 
 def duplicate_keys(node: yaml.MappingNode) -> Iterator[DuplicateKey]:

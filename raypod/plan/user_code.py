@@ -6,9 +6,11 @@ import contextlib
 import importlib
 import inspect
 import sys
+import traceback
 from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
 
+import raypod
 from raypod.errors import ConfigError, RaypodError, summarize_exception
 
 _SDKS = ("poptorch", "popdist", "popart", "horovod")
@@ -65,7 +67,16 @@ def reported(name: str) -> Iterator[None]:
     except RaypodError:
         raise
     except Exception as error:  # a user's code can raise any exception
-        raise ConfigError(f"{name}: {summarize_exception(error)}") from error
+        raise ConfigError(f"{name}: {summarize_exception(error)}{_place_of(error)}") from error
+
+
+def _place_of(error: Exception) -> str:
+    """Return where the user's code raised an exception: " (FILE:LINE, in FUNCTION)", or "" if other code raised it."""
+    own, installed = str(Path(raypod.__file__).parent), ("site-packages", "dist-packages", f"{sys.base_prefix}/lib")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((own, "<")) and not any(each in frame.filename for each in installed):
+            return f" ({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
+    return ""
 
 
 def import_name(name: str, key: str) -> Any:

@@ -82,7 +82,9 @@ def down(argv: Sequence[str]) -> int:
     answers = {name: done.json_object("left") for name, done in stopped.items()}
     results = {name: answer for name, answer in answers.items() if answer is not None}
     bad = [
-        f"{name}: {results[name]['left']} processes are left" if name in results else f"{name}: {done.error}"
+        f"{name}: {results[name]['left']} processes are left"
+        if name in results
+        else f"{name}: whether it runs there is unknown: {done.error}"
         for name, done in stopped.items()
         if not done.succeeded
     ]
@@ -91,7 +93,7 @@ def down(argv: Sequence[str]) -> int:
     elif head[0].name in results:
         _run_ray("down", args.file, [], {}, 300.0)  # Ray is stopped; this clears the launcher's state
     if bad:
-        raise RunError("\n  ".join([f"{cluster.name} is still running on {len(bad)} of {len(stopped)} hosts", *bad]))
+        raise RunError("\n  ".join([f"{cluster.name} was not stopped on {len(bad)} of {len(stopped)} hosts", *bad]))
     _say(f"{cluster.name}: stopped on all {len(cluster.hosts)} hosts")
     return 0
 

@@ -60,7 +60,11 @@ def test_settings_of_raypod_and_of_the_start_commands(tmp_path: Path) -> None:
         ("provider: {type: local, head_ip: a}\nmetadata: {raypod: {ipus_per_host: many}}", "ipus_per_host = 'many'"),
         ("provider: 3", "provider must be a mapping"),
         ("[]", "expected the keys"),
-        ("a: [", "is not YAML"),
+        ("a: [", "is not YAML, line 1"),
+        (
+            "a:\n    b: 1\n   c: 2",
+            r"is not YAML, line 3: .*begins in line 1\): is its indentation that of its siblings\?",
+        ),
     ],
 )
 def test_a_wrong_file_is_an_error(tmp_path: Path, text: str, words: str) -> None:

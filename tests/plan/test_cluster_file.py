@@ -90,6 +90,7 @@ def test_a_key_may_override_a_merged_one() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
+        ("metadata: {vipu: {size: 4}}", "metadata.vipu has no effect; did you mean metadata.raypod.vipu?"),
         ("metadata: {raypodd: {numa: true}}", "unknown key metadata.raypodd; did you mean raypod?"),
         ("metadata: {raypod: {vipu: {partition: p, port: 65536}}}", "vipu.port = 65536 must be at most 65535"),
         ("metadata: {raypod: {vipu: {partition: p, server: 10.0.0.256}}}", "'10.0.0.256' is neither"),

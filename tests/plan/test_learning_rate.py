@@ -108,7 +108,10 @@ def test_a_custom_schedule_has_no_warmup_by_default() -> None:
         (["--lr-schedule", f"{__name__}:missing"], "has no 'missing'"),
         (["--lr-schedule", f"{__name__}:negative_at_the_end"], "returned -1.0 for update 7 of 8"),
         (["--lr-schedule", f"{__name__}:not_a_number"], "returned nan for update 0 of 8"),
-        (["--lr-schedule", f"{__name__}:fails"], "at update 0: RuntimeError: no rate"),
+        (
+            ["--lr-schedule", f"{__name__}:fails"],
+            r"at update 0: RuntimeError: no rate \(test_learning_rate.py:\d+, in fails\)",
+        ),
         (["--lr-schedule", f"{__name__}:of_too_much"], "takes .*more"),
         (["--lr-floor", "1.5"], "less than or equal to 1"),
         (["--lr-floor", "0.1", "--lr-schedule", "constant"], "--lr-floor has no effect on --lr-schedule constant"),

@@ -97,3 +97,13 @@ def test_a_short_plan_is_folded_except_in_paths(make: Callable[..., Plan]) -> No
     assert [line for line in lines if len(line) > 40 and not line.startswith("  run folder")] == []
     for row in ("model", "data", "length", "global batch", "pod", "placement", "run folder"):
         assert sum(line.startswith(f"{row:>12}  ") for line in lines) == 1
+
+
+def test_the_placement_says_how_many_ipus_of_the_cluster_are_used(make: Callable[..., Plan]) -> None:
+    hosts = tuple(dataclasses.replace(host, ipus=16) for host in cluster_of("a,b").hosts)
+    alone = make()
+    cluster = dataclasses.replace(cluster_of("a,b"), hosts=hosts)
+    plan = dataclasses.replace(alone, placement=dataclasses.replace(alone.placement, cluster=cluster))
+    for text in (render(plan), render_brief(plan)):
+        assert "= 4 IPUs of 32" in text
+    assert " of " not in render_brief(alone).split("placement")[1].splitlines()[0]
