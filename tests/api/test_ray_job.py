@@ -68,7 +68,7 @@ def test_a_detached_run_is_a_job_that_ray_can_stop_and_the_same_command_continue
     monkeypatch.setenv("RAY_ADDRESS", cluster.cluster.address)
     run = tmp_path / "run"
     flags = ["--device", "emulated", "--model", "tiny", "--replicas", "2", "--batch-size", "4", "--num-instances", "2"]
-    command = [sys.executable, "-m", "raypod.train", *flags, "--epochs", "4", "--run-dir", str(run), "--detach"]
+    command = [sys.executable, "-m", "raypod.train", *flags, "--epochs", "10", "--run-dir", str(run), "--detach"]
 
     def detach() -> RunState:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
@@ -101,7 +101,7 @@ def test_a_detached_run_is_a_job_that_ray_can_stop_and_the_same_command_continue
         model="tiny",
         replicas=2,
         batch_size=4,
-        epochs=4,
+        epochs=10,
     )
     assert json.loads((run / "summary.json").read_text())["weights_sha256"] == alone.summary["weights_sha256"]
 
