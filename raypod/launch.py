@@ -52,7 +52,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> int:
     request, query = options.parse(words)
     if query is not None:
-        print(options.usage(f"python -m {_PROG}") if query == "help" else _version())  # noqa: T201
+        print(options.usage("raypod launch") if query == "help" else _version())  # noqa: T201
         return 0
     arguments = parse_mpi_arguments(request)
     sdk, sdk_path = sdk_for_programs(request.device)

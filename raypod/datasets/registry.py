@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Dict, NamedTuple, Optional
 
 from typing_extensions import Protocol
 
+from raypod.cli import nearest
 from raypod.errors import ConfigError, DataMissing
 from raypod.plan.config import Config
 from raypod.plan.plan import DatasetSize
@@ -140,8 +141,9 @@ def _entry(config: Config) -> _Entry:
         return _BY_NAME[name]
     if ":" in name:
         return _Entry("user_dataset")
+    similar = "".join(f"; did you mean {each}?" for each in nearest(name, _BY_NAME))
     raise ConfigError(
-        f"unknown data set {name!r}; known: {', '.join(_BY_NAME)}, or module:function for your own data set"
+        f"unknown data set {name!r}{similar}; known: {', '.join(_BY_NAME)}, or module:function for your own data set"
     )
 
 

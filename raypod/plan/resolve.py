@@ -210,15 +210,21 @@ def read_yaml(path: Path) -> Values:
 
 
 def check_keys(values: Mapping[str, Mapping[str, Any]], source: str, schema: Schema = NO_SCHEMA) -> None:
-    """Raise ConfigError for an unknown section or key; the message names `source` and the nearest known name."""
+    """Raise ConfigError for unknown sections and keys; the message names `source` and the nearest known names."""
     known = [f"{section}.{key}" for section, key, _ in fields(schema.options)]
+    mistakes = []
     for section, entries in values.items():
         if section not in Config.model_fields:
-            hint = suggestion(section, sorted(Config.model_fields))
-            raise ConfigError(f"unknown section {section!r} in {source}{hint}")
-        for key in entries:
-            if f"{section}.{key}" not in known:
-                raise ConfigError(f"unknown key {section}.{key} in {source}{_key_suggestion(section, key, known)}")
+            mistakes.append(
+                f"unknown section {section!r} in {source}{suggestion(section, sorted(Config.model_fields))}"
+            )
+            continue
+        unknown = [key for key in entries if f"{section}.{key}" not in known]
+        mistakes += [
+            f"unknown key {section}.{key} in {source}{_key_suggestion(section, key, known)}" for key in unknown
+        ]
+    if mistakes:
+        raise ConfigError("\n  ".join([*([f"{len(mistakes)} mistakes"] if mistakes[1:] else []), *mistakes]))
 
 
 def _key_suggestion(section: str, key: str, known: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import List, Optional
+from typing import Any, Dict, List, Optional
 
 from raypod.fleet import gcs
 from raypod.plan.cluster_file import ClusterFile, Mistake
@@ -27,11 +27,7 @@ def launch_errors(file: ClusterFile) -> List[Mistake]:
         found.append(Mistake(file.top.line_of("provider"), "provider.worker_ips is missing; use [] for no workers"))
     if "ssh_user" not in top.section("auth"):
         found.append(Mistake(top.line_of("auth"), "auth.ssh_user is missing"))
-    for mount, source in (top.value("file_mounts") or {}).items():
-        path = Path(str(source)).expanduser()
-        if not path.exists() and path != token_source(file):  # `raypod up` creates the token
-            text = f"file_mounts: {source} (for {mount}) does not exist in {Path.cwd()}"
-            found.append(Mistake(top.line_of("file_mounts"), text))
+    found += _mount_errors(file)
     for kind in ("head", "worker"):
         found += _command_errors(kind, file)
     return found
@@ -62,6 +58,23 @@ def launch_warnings(file: ClusterFile) -> List[Mistake]:
         if _auth_mode(commands) == "disabled":
             found.append(Mistake(line, f"{key}: RAY_AUTH_MODE=disabled: anyone with access to a port can run commands"))
     return found
+
+
+def _mount_errors(file: ClusterFile) -> List[Mistake]:
+    """Return the missing sources of `file_mounts`; those that are relative to the working directory as one mistake."""
+    mounts: Dict[str, Any] = file.top.value("file_mounts") or {}
+    missing = {}
+    for mount, source in mounts.items():
+        path = Path(str(source)).expanduser()
+        if not path.exists() and path != token_source(file):  # `raypod up` creates the token
+            missing[mount] = path
+    line = file.top.line_of("file_mounts")
+    relative = [str(path) for path in missing.values() if not path.is_absolute()]
+    found = [f"{path} (for {mount}) does not exist" for mount, path in missing.items() if path.is_absolute()]
+    if relative:
+        folder = f"{', '.join(relative)} {'do' if relative[1:] else 'does'} not exist in {Path.cwd()}"
+        found.append(f"{folder}; run this command in the folder to which these paths are relative, as raypod's source")
+    return [Mistake(line, f"file_mounts: {text}") for text in found]
 
 
 def token_source(file: ClusterFile) -> Path:

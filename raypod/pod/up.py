@@ -57,12 +57,27 @@ def up(argv: Sequence[str]) -> int:
     _wait_for_hosts(cluster, args.wait_hosts, file_checks.tls_variables(file))
     _say(f"{cluster.name}: Ray runs on all {len(cluster.hosts)} hosts")
     _compare_sources(cluster, file, f"python -m raypod up {args.file}", "compare" if args.no_restart else "record")
-    has_source = _SOURCE in (file.top.value("file_mounts") or {})
-    where = f"on {cluster.hosts[0].name}" + (f" in {Path(_SOURCE).parent}" if has_source else "")
-    train = f"{where}: {cluster.python} -m raypod.train --cluster {args.file}"
+    train = _train_hint(cluster, file, Path(args.file))
     collect_copies.collect(cluster, train, _say)
     _say(f"next: python -m raypod doctor --cluster {args.file}; then, {train}")
     return 0
+
+
+def _train_hint(cluster: Cluster, file: ClusterFile, path: Path) -> str:
+    """Return where and how to train: with the path of the cluster file on the head, if `file_mounts` copies it."""
+    mounts = {mount: Path(str(source)).expanduser() for mount, source in (file.top.value("file_mounts") or {}).items()}
+    folder = Path(_SOURCE).parent
+    within = [Path(mount) / path.relative_to(source) for mount, source in mounts.items() if _contains(source, path)]
+    copy = "" if within else f" after copying {path} there"
+    where = f"on {cluster.hosts[0].name}" + (f" in {folder}" if _SOURCE in mounts else "") + copy
+    there = within[0] if within else Path(path.name)
+    if _SOURCE in mounts and _contains(folder, there):
+        there = there.relative_to(folder)
+    return f"{where}: {cluster.python} -m raypod.train --cluster {there}"
+
+
+def _contains(folder: Path, path: Path) -> bool:
+    return folder == path or folder in path.parents
 
 
 def down(argv: Sequence[str]) -> int:

@@ -71,6 +71,7 @@ class Progress:
         self._first: Optional[UpdateDone] = None  # from which the remaining time is estimated
         self._last_line_s = time.monotonic()
         self._warned_nonfinite = False
+        self._unfinished: Optional[UpdateDone] = None  # the newest update of an epoch that has not ended
 
     def begin(self) -> None:
         """Print the plan, before anything is started."""
@@ -83,8 +84,11 @@ class Progress:
     def show(self, event: Event) -> None:
         """Show one event."""
         if isinstance(event, UpdateDone):
+            self._unfinished = event
             self._show_update(event)
             return
+        if isinstance(event, (EpochDone, EvaluationDone, RunEnded)):
+            self._show_unfinished_epoch(event)
         line = self._line_of(event)
         if line is None or (self._detail == QUIET and not self._is_important(event)):
             return
@@ -213,6 +217,15 @@ class Progress:
         self._bar.ncols = columns
         self._bar.set_postfix_str(figures, refresh=False)
         self._bar.update(1)
+
+    def _show_unfinished_epoch(self, event: Event) -> None:
+        """Print the metrics of the last update of a run that ends within an epoch, which has no line of its own."""
+        last, self._unfinished = self._unfinished, None
+        if last is None or isinstance(event, EpochDone) or not last.has_results:
+            return
+        shown = ", ".join(metric.shown(last.metrics[metric.name]) for metric in self._plan.task.metrics)
+        self._close_bar()
+        self.print_line(f"[Epoch {last.epoch:02d}, update {last.update}] {shown}")
 
     def _close_bar(self) -> None:
         if self._bar is not None:

@@ -8,7 +8,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from raypod import datasets
-from raypod.datasets import digits
+from raypod.datasets import digits, registry
 from raypod.datasets.arrays import fingerprint_of
 from raypod.errors import ConfigError
 from raypod.plan.resolve import from_values
@@ -133,3 +133,8 @@ def test_the_fingerprint_of_user_arrays_covers_their_content(tmp_path: Path, mon
     assert datasets.image_shape(configs[0]) == datasets.ImageShape(1, 4, 6)
     assert datasets.load(configs[1]).train[3][1] == 3
     assert len({datasets.load(config).fingerprint for config in configs}) == 2
+
+
+def test_an_unknown_data_set_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"unknown data set 'digit'; did you mean digits\?; known: digits, "):
+        registry.dataset_size(from_values({"data": {"dataset": "digit"}}))

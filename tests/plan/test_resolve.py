@@ -142,3 +142,16 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"broken\.yaml"):
         resolve.load_yaml(file)
+
+
+def test_all_unknown_keys_are_reported_at_once() -> None:
+    values = {"trainig": {}, "training": {"epoch": 3, "batchsize": 2}}
+    with pytest.raises(ConfigError) as error:
+        resolve.from_values(values, "my.yaml")
+    lines = str(error.value).split("\n  ")
+    assert lines[0] == "3 mistakes"
+    assert lines[1:] == [
+        "unknown section 'trainig' in my.yaml; did you mean training?",
+        "unknown key training.epoch in my.yaml; did you mean training.epochs?",
+        "unknown key training.batchsize in my.yaml; did you mean training.batch_size?",
+    ]

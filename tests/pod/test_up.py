@@ -11,7 +11,7 @@ from raypod.__main__ import main
 from raypod.errors import ClusterError, RunError
 from raypod.fleet import ray_admission
 from raypod.plan import cluster_file
-from raypod.plan.cluster import Cluster, Host, Ssh
+from raypod.plan.cluster import Cluster, Host, Ssh, cluster_from
 from raypod.pod import ssh, up
 from raypod.pod.file_checks import is_marked, launch_errors, launch_warnings, tls_variables
 
@@ -34,7 +34,7 @@ def test_the_shipped_file_has_no_errors_and_no_warnings(monkeypatch: pytest.Monk
     [
         ("cluster_name: pod64", "", "cluster_name is missing"),
         ("  ssh_user: ubuntu", "", "auth.ssh_user is missing"),
-        ('"raypod"', '"rayopd"', "file_mounts: rayopd (for ~/raypod/source/raypod) does not exist"),
+        ('"raypod"', '"rayopd"', "file_mounts: rayopd does not exist in "),
         ("--autoscaling-config", "--autoscaling", "--autoscaling-config=~/ray_bootstrap_config.yaml is missing"),
         ("RAY_AUTH_MODE=token ", "", "worker_start_ray_commands: RAY_AUTH_MODE=token is missing"),
         ("address=10.0.0.11", "address=10.0.0.1", "--node-ip-address=10.0.0.1 differs from provider.head_ip 10.0.0.11"),
@@ -45,6 +45,33 @@ def test_the_shipped_file_has_no_errors_and_no_warnings(monkeypatch: pytest.Monk
 def test_launch_errors(monkeypatch: pytest.MonkeyPatch, old: str, new: str, line: str) -> None:
     monkeypatch.chdir(SHIPPED.parent.parent)
     assert any(line in each for each in problems(SHIPPED.read_text().replace(old, new), launch_errors))
+
+
+def test_missing_relative_sources_are_one_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = [each for each in problems(SHIPPED.read_text(), launch_errors) if "file_mounts" in each]
+    assert len(found) == 1
+    assert "raypod, cluster, configs" in found[0]
+    assert "run this command in the folder to which these paths are relative" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (
+            "cluster/mine.yaml",
+            "in ~/raypod/source: ~/raypod/venv/bin/python -m raypod.train --cluster cluster/mine.yaml",
+        ),
+        ("mine.yaml", "after copying mine.yaml there: ~/raypod/venv/bin/python -m raypod.train --cluster mine.yaml"),
+        (
+            "/tmp/mine.yaml",
+            "after copying /tmp/mine.yaml there: ~/raypod/venv/bin/python -m raypod.train --cluster mine.yaml",
+        ),
+    ],
+)
+def test_the_hint_names_the_cluster_file_on_the_head(path: str, words: str) -> None:
+    file = cluster_file.parse(SHIPPED.read_text())
+    assert words in up._train_hint(cluster_from(file, "pod64"), file, Path(path))
 
 
 @pytest.mark.parametrize(

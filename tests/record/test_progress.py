@@ -88,6 +88,14 @@ def test_the_result_and_an_interruption_are_printed(shown: Callable[..., Any]) -
     assert "Interrupted after update 50; continue with --resume" in out
 
 
+def test_a_run_that_ends_within_an_epoch_shows_its_last_update(shown: Callable[..., Any]) -> None:
+    ended = RunEnded(20, False, "ab", None)
+    out, _ = shown(io.StringIO(), *map(update, range(1, 21)), ended)
+    assert "[Epoch 01, update 20] loss: 1.250, acc: 50.0" in out
+    out, _ = shown(io.StringIO(), *map(update, range(1, 45)), EpochDone(1, {"loss": 1.25, "accuracy": 50.0}), ended)
+    assert ", update" not in out
+
+
 @pytest.mark.parametrize(
     ("on_nonfinite", "consequence"),
     [("stop", "the run stops"), ("continue", "the run continues (--on-nonfinite continue)")],
