@@ -69,7 +69,7 @@ def _mount_errors(file: ClusterFile) -> List[Mistake]:
         if not path.exists() and path != token_source(file):  # `raypod up` creates the token
             missing[mount] = path
     line = file.top.line_of("file_mounts")
-    relative = [str(path) for path in missing.values() if not path.is_absolute()]
+    relative = [f"{path} (for {mount})" for mount, path in missing.items() if not path.is_absolute()]
     found = [f"{path} (for {mount}) does not exist" for mount, path in missing.items() if path.is_absolute()]
     if relative:
         folder = f"{', '.join(relative)} {'do' if relative[1:] else 'does'} not exist in {Path.cwd()}"

@@ -65,9 +65,10 @@ def up(argv: Sequence[str]) -> int:
 
 def _train_hint(cluster: Cluster, file: ClusterFile, path: Path) -> str:
     """Return where and how to train: with the path of the cluster file on the head, if `file_mounts` copies it."""
-    mounts = {mount: Path(str(source)).expanduser() for mount, source in (file.top.value("file_mounts") or {}).items()}
-    folder = Path(_SOURCE).parent
-    within = [Path(mount) / path.relative_to(source) for mount, source in mounts.items() if _contains(source, path)]
+    given = (file.top.value("file_mounts") or {}).items()
+    mounts = {mount: Path(str(source)).expanduser().resolve() for mount, source in given}
+    folder, whole = Path(_SOURCE).parent, path.resolve()
+    within = [Path(mount) / whole.relative_to(source) for mount, source in mounts.items() if _contains(source, whole)]
     copy = "" if within else f" after copying {path} there"
     where = f"on {cluster.hosts[0].name}" + (f" in {folder}" if _SOURCE in mounts else "") + copy
     there = within[0] if within else Path(path.name)

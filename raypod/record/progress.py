@@ -87,8 +87,10 @@ class Progress:
             self._unfinished = event
             self._show_update(event)
             return
-        if isinstance(event, (EpochDone, EvaluationDone, RunEnded)):
-            self._show_unfinished_epoch(event)
+        if isinstance(event, EpochDone):
+            self._unfinished = None
+        elif isinstance(event, RunEnded) or self._is_final(event):
+            self._show_unfinished_epoch()
         line = self._line_of(event)
         if line is None or (self._detail == QUIET and not self._is_important(event)):
             return
@@ -121,8 +123,11 @@ class Progress:
 
     def _is_important(self, event: Event) -> bool:
         """Return whether a quiet run shows an event: what went wrong, and the result."""
-        is_result = isinstance(event, EvaluationDone) and event.update >= self._plan.total_updates
-        return is_result or isinstance(event, (CheckpointFailed, InstanceLost, Repaired, Resized, RunEnded))
+        return self._is_final(event) or isinstance(event, (CheckpointFailed, InstanceLost, Repaired, Resized, RunEnded))
+
+    def _is_final(self, event: Event) -> bool:
+        """Return whether an event is the evaluation after the last update."""
+        return isinstance(event, EvaluationDone) and event.update >= self._plan.total_updates
 
     def _style_of(self, event: Event) -> Optional[str]:
         if isinstance(event, EvaluationDone):
@@ -218,10 +223,10 @@ class Progress:
         self._bar.set_postfix_str(figures, refresh=False)
         self._bar.update(1)
 
-    def _show_unfinished_epoch(self, event: Event) -> None:
+    def _show_unfinished_epoch(self) -> None:
         """Print the metrics of the last update of a run that ends within an epoch, which has no line of its own."""
         last, self._unfinished = self._unfinished, None
-        if last is None or isinstance(event, EpochDone) or not last.has_results:
+        if last is None or not last.has_results:
             return
         shown = ", ".join(metric.shown(last.metrics[metric.name]) for metric in self._plan.task.metrics)
         self._close_bar()

@@ -34,7 +34,7 @@ def test_the_shipped_file_has_no_errors_and_no_warnings(monkeypatch: pytest.Monk
     [
         ("cluster_name: pod64", "", "cluster_name is missing"),
         ("  ssh_user: ubuntu", "", "auth.ssh_user is missing"),
-        ('"raypod"', '"rayopd"', "file_mounts: rayopd does not exist in "),
+        ('"raypod"', '"rayopd"', "file_mounts: rayopd (for ~/raypod/source/raypod) does not exist"),
         ("--autoscaling-config", "--autoscaling", "--autoscaling-config=~/ray_bootstrap_config.yaml is missing"),
         ("RAY_AUTH_MODE=token ", "", "worker_start_ray_commands: RAY_AUTH_MODE=token is missing"),
         ("address=10.0.0.11", "address=10.0.0.1", "--node-ip-address=10.0.0.1 differs from provider.head_ip 10.0.0.11"),
@@ -51,7 +51,7 @@ def test_missing_relative_sources_are_one_mistake(monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     found = [each for each in problems(SHIPPED.read_text(), launch_errors) if "file_mounts" in each]
     assert len(found) == 1
-    assert "raypod, cluster, configs" in found[0]
+    assert "raypod (for ~/raypod/source/raypod), cluster (for ~/raypod/source/cluster), " in found[0]
     assert "run this command in the folder to which these paths are relative" in found[0]
 
 
@@ -61,6 +61,10 @@ def test_missing_relative_sources_are_one_mistake(monkeypatch: pytest.MonkeyPatc
         (
             "cluster/mine.yaml",
             "in ~/raypod/source: ~/raypod/venv/bin/python -m raypod.train --cluster cluster/mine.yaml",
+        ),
+        (
+            str(Path("cluster/mine.yaml").resolve()),
+            "source: ~/raypod/venv/bin/python -m raypod.train --cluster cluster/mine",
         ),
         ("mine.yaml", "after copying mine.yaml there: ~/raypod/venv/bin/python -m raypod.train --cluster mine.yaml"),
         (

@@ -94,6 +94,11 @@ def test_a_run_that_ends_within_an_epoch_shows_its_last_update(shown: Callable[.
     assert "[Epoch 01, update 20] loss: 1.250, acc: 50.0" in out
     out, _ = shown(io.StringIO(), *map(update, range(1, 45)), EpochDone(1, {"loss": 1.25, "accuracy": 50.0}), ended)
     assert ", update" not in out
+    out, _ = shown(
+        io.StringIO(), update(20), EvaluationDone(360, {"loss": 1.0, "accuracy": 60.0}, 20, 1), update(21), ended
+    )
+    assert "update 20]" not in out  # an evaluation within the epoch is not the end of the run
+    assert "[Epoch 01, update 21]" in out
 
 
 @pytest.mark.parametrize(
