@@ -1,16 +1,16 @@
-"""2-D convolutions of channels_last tensors as matrix products, where those are faster than torch's kernels.
+"""2-D convolutions of channels_last tensors by other kernels, where those are faster than torch's.
 
 torch's convolution reorders the weights in every call, and multiplies with all of the kernel even where it only meets
 padding. Where an output has few positions and the weights are large, as in the last layers of a network for small
 images, that is most of the time. In channels_last, weights are a matrix as they are, and so are the windows of the
-input: they are copied into rows, without those parts of the kernel that only meet padding.
+input: they are copied into rows, without those parts of the kernel that only meet padding, and multiplied. 3x3
+convolutions with more positions take Winograd's algorithm (winograd.py).
 
 The choice depends on shapes only, so every replica computes the same bits.
 """
 
 from __future__ import annotations
 
-import threading
 import types
 from typing import Any, NamedTuple, Optional, Tuple
 
@@ -19,24 +19,11 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from poptorch.device import winograd
+from poptorch.device.gradient_accumulation import accumulates
+
 # Weights per output position from which a product is faster (measured on one core with AVX-512, fp32).
 _WEIGHTS_PER_POSITION = 2048
-
-
-_local = threading.local()
-
-
-class Accumulating:
-    """Context of a backward pass to the `grad` of all leaves, in which products add to those of their weights.
-
-    autograd would copy the first gradient of a weight, and read and write the others once more than necessary.
-    """
-
-    def __enter__(self) -> None:
-        _local.is_accumulating = True
-
-    def __exit__(self, *exc_info: object) -> None:
-        _local.is_accumulating = False
 
 
 class _Axis(NamedTuple):
@@ -89,24 +76,35 @@ def _is_plain(layer: nn.Conv2d) -> bool:
 def _conv_forward(
     self: nn.Conv2d, inputs: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]
 ) -> torch.Tensor:
-    axes = _product_axes(self, inputs, weight)
-    if axes is None:
-        of_torch: torch.Tensor = nn.Conv2d._conv_forward(self, inputs, weight, bias)
-        return of_torch
-    result: torch.Tensor = _Product.apply(inputs, weight, bias, *axes)  # type: ignore[no-untyped-call]
-    return result
+    if _is_candidate(inputs, weight):
+        axes = _product_axes(self, inputs, weight)
+        if axes is not None:
+            product: torch.Tensor = _Product.apply(inputs, weight, bias, *axes)  # type: ignore[no-untyped-call]
+            return product
+        if _is_3x3(self) and winograd.is_faster(inputs, weight):
+            return winograd.convolve(inputs, weight, bias)
+    of_torch: torch.Tensor = nn.Conv2d._conv_forward(self, inputs, weight, bias)
+    return of_torch
+
+
+def _is_candidate(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether a kernel other than torch's can compute a convolution of these tensors."""
+    is_single = inputs.dim() == 4 and inputs.dtype == weight.dtype == torch.float32
+    return is_single and inputs.shape[1] == weight.shape[1] and _is_channels_last(inputs, weight)
+
+
+def _is_3x3(layer: nn.Conv2d) -> bool:
+    return (layer.kernel_size, layer.stride, layer.padding) == ((3, 3), (1, 1), (1, 1))
 
 
 def _product_axes(layer: nn.Conv2d, inputs: torch.Tensor, weight: torch.Tensor) -> Optional[Tuple[_Axis, _Axis]]:
     """Return the axes of a convolution to compute as a product; None where torch's kernel is to be used."""
-    if inputs.dim() != 4 or not inputs.dtype == weight.dtype == torch.float32 or not _is_channels_last(inputs, weight):
-        return None
     sizes = zip(inputs.shape[2:], layer.kernel_size, layer.stride, map(int, layer.padding))
     rows, columns = (_axis(*each) for each in sizes)
-    if min(rows.outputs, columns.outputs) < 1 or inputs.shape[1] != weight.shape[1]:
+    if min(rows.outputs, columns.outputs) < 1:
         return None  # torch raises its error
     positions = inputs.shape[0] * rows.outputs * columns.outputs
-    if rows.taps == columns.taps == 1 or weight.numel() >= _WEIGHTS_PER_POSITION * positions:
+    if weight.numel() >= _WEIGHTS_PER_POSITION * positions:
         return rows, columns
     return None
 
@@ -142,7 +140,7 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_inputs = _add_windows(gradients.mm(matrix), ctx.shape, rows, columns).permute(0, 3, 1, 2)
         if ctx.needs_input_grad[1]:
-            if _accumulates(weight):
+            if accumulates(weight):
                 _accumulate(weight, gradients, windows, rows, columns)
             else:
                 of_weight = _weight_gradient(weight, gradients, windows, rows, columns)
@@ -161,11 +159,6 @@ def _weight_gradient(
         return result
     is_in_both_formats = weight.shape[2:] == (1, 1)
     return used.view(weight.shape) if is_in_both_formats else used.permute(0, 3, 1, 2)
-
-
-def _accumulates(weight: torch.Tensor) -> bool:
-    # A hook on the weight observes the gradient that autograd passes to it.
-    return getattr(_local, "is_accumulating", False) and weight.is_leaf and not weight._backward_hooks
 
 
 def _accumulate(

@@ -14,7 +14,7 @@ import torch
 from _pod import spans
 from _pod.gradient_sum import GradientSum, Placement
 
-from poptorch.device.convolution import Accumulating
+from poptorch.device.gradient_accumulation import Accumulating
 from poptorch.device.memory import DeviceMemory
 from poptorch.device.numerics import HalfAccumulator, HalfWeights
 from poptorch.device.outputs import Scales
