@@ -1,10 +1,10 @@
 #!/bin/bash
-# Trains on the nodes of a Slurm job: starts Ray on all of them, runs raypod.train on the first one, and queues the job
+# Trains on the nodes of a Slurm job: starts Ray on all of them, runs raypod train on the first one, and queues the job
 # again if it was preempted or its time ended; the run then continues from its checkpoint.
 #
 #     sbatch cluster/slurm.sh --config configs/imagenet-resnet50-pod64.yaml --data-dir /data/imagenet
 #
-# Edit the lines marked EDIT. The arguments are those of raypod.train. The variables below can also be set in the
+# Edit the lines marked EDIT. The arguments are those of raypod train. The variables below can also be set in the
 # environment of sbatch. "inferred": not verified on a pod.
 #
 #SBATCH --job-name=raypod
@@ -29,7 +29,7 @@ test -x "$RAYPOD_PYTHON" || RAYPOD_PYTHON=$(command -v python3)
 : "${RAYPOD_INSTANCES_PER_HOST:=1}"
 : "${RAYPOD_SDK:=}"                   # EDIT: folder of the Poplar SDK, as in /opt/poplar_sdk (inferred)
 : "${RAYPOD_GRACE_S:=100}"            # less than the time of --signal: Ray and this script end within the rest
-: "${RAYPOD_PREEMPTED:=85}"           # exit code by which raypod.train tells a preemption from a failure
+: "${RAYPOD_PREEMPTED:=85}"           # exit code by which raypod train tells a preemption from a failure
 : "${RAYPOD_RAY_PORT:=6379}"
 : "${RAYPOD_START_S:=300}"            # longest time until Ray runs on all nodes
 

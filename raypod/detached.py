@@ -1,4 +1,4 @@
-"""Background runs: `--detach`, and `python -m raypod status|attach|stop RUN`.
+"""Background runs: `--detach`, and `raypod status|attach|stop RUN`.
 
 The coordinator runs in a session of its own, or as a Ray job, and its output is in `logs/coordinator.log`. The other
 commands read `state.json` and that log, and send signals to the process that `state.json` names.
@@ -32,7 +32,7 @@ _POLL_S = 0.2
 
 
 def detach(argv: Sequence[str], claimed: Claim, plan: Plan, way: Optional[str] = None) -> int:
-    """Start a command line of `raypod.train` in the background, and hand the claim over to its process.
+    """Start a command line of `raypod train` in the background, and hand the claim over to its process.
 
     It is a Ray job where the cluster that the run joins has a job server, otherwise a process that this one starts;
     `way` (RAY_JOB, PROCESS) determines it. Returns 0 once the run trains or `start_timeout_s` seconds have passed, or
@@ -104,7 +104,7 @@ def _await_start(started: Background, claimed: Claim, log: Path, began: int, wit
                 claimed.take_back(discard=code == UserError.exit_code)
                 return code
             time.sleep(_POLL_S)
-    print(f"python -m raypod status|attach|stop {claimed.folder}")  # noqa: T201
+    print(f"raypod status|attach|stop {claimed.folder}")  # noqa: T201
     started.leave()
     return 0
 
@@ -151,7 +151,7 @@ def attach(run_dir: Path) -> int:
                 if end is None:
                     time.sleep(_POLL_S)
     except KeyboardInterrupt:
-        print(f"\nThe run continues: python -m raypod status|attach|stop {run_dir}")  # noqa: T201
+        print(f"\nThe run continues: raypod status|attach|stop {run_dir}")  # noqa: T201
         return 0
     if end.exit_code is None:
         raise RunError(f"the coordinator of {run_dir} died at update {state.update}; the same command resumes the run")

@@ -1,4 +1,4 @@
-"""`python -m raypod.launch [options] PROGRAM [ARGS...]`: run any program in every instance, as poprun does, on Ray."""
+"""`raypod launch [options] PROGRAM [ARGS...]`: run any program in every instance, as poprun does, on Ray."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from raypod.status.launch_file import LaunchFile
 from raypod.status.launch_status import LaunchStatus, routes_of
 from raypod.status.token_server import TokenServer, check_port
 
-_PROG = "raypod.launch"
+_PROG = "raypod launch"
 _BROKEN_PIPE = 128 + 13  # 128 + SIGPIPE: stdout is closed
 
 
@@ -52,7 +52,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> int:
     request, query = options.parse(words)
     if query is not None:
-        print(options.usage("raypod launch") if query == "help" else _version())  # noqa: T201
+        print(options.usage(_PROG) if query == "help" else _version())  # noqa: T201
         return 0
     arguments = parse_mpi_arguments(request)
     sdk, sdk_path = sdk_for_programs(request.device)
@@ -69,7 +69,7 @@ def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> i
     num_ilds = request.num_ilds or (in_file.link_domains if in_file else None)
     check_ilds(placement, num_ilds)
     if not (request.program or request.print_topology or request.export_config):
-        raise ConfigError(f"no program to launch: python -m {_PROG} [options] PROGRAM [ARGS...] (--help lists options)")
+        raise ConfigError(f"no program to launch: {_PROG} [options] PROGRAM [ARGS...] (--help lists options)")
     if request.print_topology:
         print(tables.render_topology(placement, num_ilds), flush=True)  # noqa: T201
     if not request.program:

@@ -1,4 +1,4 @@
-"""`python -m raypod.train`: run a training and record it in a run folder."""
+"""`raypod train`: run a training and record it in a run folder."""
 
 from __future__ import annotations
 
@@ -27,19 +27,15 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     Returns:
         0 done, 1 failed, 2 wrong request, 130 interrupted; 130 or that of `--preemption-exit-code` preempted.
     """
-    return report_errors(lambda: _train(sys.argv[1:] if argv is None else argv, "raypod.train"))
+    return report_errors(lambda: command(sys.argv[1:] if argv is None else argv))
 
 
 def command(argv: Sequence[str]) -> int:
     """Run `raypod train`; the same, but it raises RaypodError."""
-    return _train(argv, "raypod train")
-
-
-def _train(argv: Sequence[str], prog: str) -> int:
     started_at_s = time.monotonic() - process_age_s()
     stop = Stop()
     try:
-        code = _train_until(stop, argv, prog, started_at_s)
+        code = _train_until(stop, argv, started_at_s)
     except Preempted as preempted:
         _exit_soon(stop, preempted.exit_code)
         raise
@@ -47,11 +43,11 @@ def _train(argv: Sequence[str], prog: str) -> int:
     return code
 
 
-def _train_until(stop: Stop, argv: Sequence[str], prog: str, started_at_s: float) -> int:
+def _train_until(stop: Stop, argv: Sequence[str], started_at_s: float) -> int:
     with contextlib.ExitStack() as stack:
         stack.enter_context(stop_on_signal(stop))
         switches = ["--dry-run", "--detach", "--take-over", "--quiet", "--verbose"]
-        plan, args = planning.plan_of(argv, prog, switches, lambda config: stop.configure(config.run))
+        plan, args = planning.plan_of(argv, "raypod train", switches, lambda config: stop.configure(config.run))
         if args.quiet and args.verbose:
             raise ConfigError("--quiet and --verbose contradict each other; give one of them")
         if args.dry_run:

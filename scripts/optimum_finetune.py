@@ -1,6 +1,6 @@
 """Fine-tune a small BERT or ViT with optimum-graphcore's `IPUTrainer`, from random weights on generated data.
 
-`python scripts/optimum_finetune.py bert|vit [--steps N] [--ipus N]`, alone or under `python -m raypod.launch`.
+`python scripts/optimum_finetune.py bert|vit [--steps N] [--ipus N]`, alone or under `raypod launch`.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def commands_page() -> str:
 
     parts = [
         "# Every command",
-        "`raypod COMMAND` is `python -m raypod COMMAND`; `raypod train` is also `python -m raypod.train`, and `raypod "
-        "launch` is `python -m raypod.launch`. A misspelt command or flag names the nearest one.",
+        "A misspelt command or flag names the nearest one. `raypod COMMAND` is `python -m raypod COMMAND`; [the "
+        "overview](overview.md) says when to use which.",
     ]
     for group, commands in GROUPS.items():
         parts.append(f"## {group}")

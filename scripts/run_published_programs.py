@@ -49,8 +49,8 @@ class Program(NamedTuple):
         command: words after the interpreter.
         loss: a pattern of the losses in the output, in which LOSS stands for the number.
         cifar: (training, test) images of a generated CIFAR-10, and where the program expects it.
-        instances: 2 or more run under `python -m raypod.launch`.
-        ipus: the IPUs of each replica, an option of `raypod.launch`.
+        instances: 2 or more run under `raypod launch`.
+        ipus: the IPUs of each replica, an option of `raypod launch`.
         requires: a package and its version, where the program fails with others.
         reason: why it cannot run.
     """

@@ -1,4 +1,4 @@
-"""Tests of `python -m raypod.launch` on a Ray cluster: programs of poprun run unchanged; output, signals and ends."""
+"""Tests of `raypod launch` on a Ray cluster: programs of poprun run unchanged; output, signals and ends."""
 
 from __future__ import annotations
 

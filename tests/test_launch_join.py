@@ -1,4 +1,4 @@
-"""Tests of `python -m raypod.launch` when Ray does not answer: no V-IPU partition is left."""
+"""Tests of `raypod launch` when Ray does not answer: no V-IPU partition is left."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def pods(recipe: Path) -> List[str]:
 
 def planned(recipe: Path, pod: str) -> Plan:
     flags = ["--config", str(recipe), "--cluster", str(HOME / "cluster" / f"{pod}.yaml"), "--dry-run"]
-    return plan_of(flags, "raypod.train", ["--dry-run"])[0]
+    return plan_of(flags, "raypod train", ["--dry-run"])[0]
 
 
 NAMED = [(recipe, pod) for recipe in RECIPES for pod in pods(recipe)]
@@ -45,7 +45,7 @@ def test_a_recipe_can_be_planned_on_the_pods_it_names(recipe: Path, pod: str) ->
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_begins_with_its_command(recipe: Path) -> None:
-    command = re.search(r"#     python -m raypod\.train (.*)", header(recipe))
+    command = re.search(r"#     raypod train (.*)", header(recipe))
     assert command is not None
     words = command.group(1).split()
     assert words[words.index("--config") + 1] == f"configs/{recipe.name}"

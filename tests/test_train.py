@@ -1,4 +1,4 @@
-"""The command `raypod.train` with the inline fleet: its files, signals, errors and resumes."""
+"""The command `raypod train` with the inline fleet: its files, signals, errors and resumes."""
 
 from __future__ import annotations
 

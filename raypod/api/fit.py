@@ -28,7 +28,7 @@ def fit(
     take_over: bool = False,
     **flags: Any,
 ) -> Result:
-    """Train, and return the result. `python -m raypod.train` runs the same code.
+    """Train, and return the result. `raypod train` runs the same code.
 
     Inside a Ray session (`ray.is_initialized()`) the instances run in it, and it stays; otherwise a running cluster is
     joined or a local session is started, and left or ended again.

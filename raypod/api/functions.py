@@ -56,10 +56,10 @@ def run(  # noqa: PLR0913 - the arguments are keywords
         ipus_per_replica: IPUs of a replica.
         cluster: the cluster file of `ray up`; default: this host.
         device: "auto", "ipu" or "emulated".
-        collectives: "auto", "horovod" or "gloo", as `--collectives` of `raypod.train`.
+        collectives: "auto", "horovod" or "gloo", as `--collectives` of `raypod train`.
         threads_per_replica: intra-op threads; 0: the cores of the host divided by its replicas. Default: 1 on the
             emulated SDK, 0 on IPUs.
-        strict: as `--strict` of `raypod.train`.
+        strict: as `--strict` of `raypod train`.
         environment: further environment variables of the instances.
         wait_hosts: seconds to wait for hosts that have not joined the cluster yet.
         start_timeout_s: timeout in seconds for each step of starting the instances.

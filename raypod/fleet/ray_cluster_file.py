@@ -1,4 +1,4 @@
-"""`python -m raypod cluster-file`: write the cluster file of the Ray cluster that runs on this host.
+"""`raypod cluster-file`: write the cluster file of the Ray cluster that runs on this host.
 
 Under Kubernetes and Slurm the addresses of the hosts are known only when their Ray nodes have started.
 """

@@ -88,7 +88,7 @@ class RaySession:
 
     @property
     def _start_command(self) -> str:
-        return f"`python -m raypod up {self._cluster_file}`" if self._cluster_file else "`ray up` or `ray start`"
+        return f"`raypod up {self._cluster_file}`" if self._cluster_file else "`ray up` or `ray start`"
 
     def _watch_head(self, address: str, is_local: bool) -> HeadWatch:
         if is_local:

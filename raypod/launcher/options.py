@@ -1,4 +1,4 @@
-"""The options of `raypod.launch`, with the names and meanings of poprun's, and the parser of its command line.
+"""The options of `raypod launch`, with the names and meanings of poprun's, and the parser of its command line.
 
 Options come before the program; the program and all words after it are left as they are. argparse cannot do this: it
 would read the program's own flags. Yes/no options take poprun's forms: `--numa-aware`, `--numa-aware=yes`,

@@ -53,7 +53,7 @@ def run_of(snapshot: Snapshot, **more: Any) -> Run:
 
 
 def _launch(snapshot: Snapshot, more: Mapping[str, Any]) -> Run:
-    """Return the programs of `raypod.launch` as instances."""
+    """Return the programs of `raypod launch` as instances."""
     command = snapshot.get("command") or ""
     fields: Dict[str, Any] = {
         "run_dir": str(snapshot["run_dir"] or ""),

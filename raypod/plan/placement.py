@@ -1,6 +1,6 @@
 """The placement of a run: replicas on instances, instances on hosts, and instances in a V-IPU partition.
 
-`raypod.train` and `raypod.launch` share it. With equal replicas, the placement does not change the results of a run.
+`raypod train` and `raypod launch` share it. With equal replicas, the placement does not change the results of a run.
 """
 
 from __future__ import annotations

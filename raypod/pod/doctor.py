@@ -1,4 +1,4 @@
-"""`python -m raypod doctor [--cluster FILE] [flags of raypod.train]`: probe all hosts and print the findings."""
+"""`raypod doctor [--cluster FILE] [flags of raypod train]`: probe all hosts and print the findings."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def _token(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
         yield Finding(TROUBLE, host, "token", text, way_out)
     elif "error" in token:
         text = f"{token['path']}: {token['error']}"
-        yield Finding(TROUBLE, host, "token", text, "`python -m raypod up` creates it and copies it to the hosts")
+        yield Finding(TROUBLE, host, "token", text, "`raypod up` creates it and copies it to the hosts")
     elif token["mode"][-2:] != "00" or not token["is_own"]:
         text = f"{token['path']} has mode {token['mode']}" + ("" if token["is_own"] else " and another owner")
         yield Finding(TROUBLE, host, "token", f"{text}: other users can read it", f"chmod 600 {token['path']}")
@@ -237,7 +237,7 @@ def _same_token(known: Mapping[str, Facts]) -> Iterator[Finding]:
     digests = {name: facts["token"]["sha256"][:12] for name, facts in known.items() if "sha256" in facts["token"]}
     if len(set(digests.values())) > 1:
         text = f"differs between hosts (sha256 {_grouped(digests)})"
-        yield Finding(TROUBLE, "", "token", text, "run `python -m raypod up` again")
+        yield Finding(TROUBLE, "", "token", text, "run `raypod up` again")
 
 
 def _gcs_access(expected: Expected) -> Iterator[Finding]:
@@ -251,7 +251,7 @@ def _gcs_access(expected: Expected) -> Iterator[Finding]:
         text = f"no answer at {address} without a token ({answer.detail}): Ray does not run, or a firewall blocks it"
         yield Finding(OK, "", "closed", text)
     elif expected.cluster.auth_mode == "token" and ray_admission.has_tokens(answer.detail or "0"):
-        way_out = "restart it: python -m raypod up"
+        way_out = "restart it: raypod up"
         yield Finding(TROUBLE, "", "closed", f"the GCS at {address} answers requests without a token", way_out)
     else:
         text = f"the GCS at {address} answers every request"

@@ -1,4 +1,4 @@
-"""`python -m raypod up FILE` and `down FILE`: start and stop Ray on all hosts of a cluster file.
+"""`raypod up FILE` and `down FILE`: start and stop Ray on all hosts of a cluster file.
 
 `ray up` returns when the head runs and does not report missing workers; `up` waits for all hosts. `ray down` stops only
 the head, and every other Ray on that host; `down` stops this cluster on all hosts and nothing else.
@@ -56,10 +56,10 @@ def up(argv: Sequence[str]) -> int:
     _run_ray("up", args.file, flags, {"RAY_UP_enable_autoscaler_v2": "0"}, args.timeout)
     _wait_for_hosts(cluster, args.wait_hosts, file_checks.tls_variables(file))
     _say(f"{cluster.name}: Ray runs on all {len(cluster.hosts)} hosts")
-    _compare_sources(cluster, file, f"python -m raypod up {args.file}", "compare" if args.no_restart else "record")
+    _compare_sources(cluster, file, f"raypod up {args.file}", "compare" if args.no_restart else "record")
     train = _train_hint(cluster, file, Path(args.file))
     collect_copies.collect(cluster, train, _say)
-    _say(f"next: python -m raypod doctor --cluster {args.file}; then, {train}")
+    _say(f"next: raypod doctor --cluster {args.file}; then, {train}")
     return 0
 
 

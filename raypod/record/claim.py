@@ -150,8 +150,7 @@ def adopt(run_dir: str, owner: str, log: Log) -> Claim:
 
 def _acquire(folder: Path, created: List[Path], take_over: bool, log: Log) -> Claim:
     way_out = (
-        f"python -m raypod attach|stop {folder} on that host shows its output or ends it; --take-over ends it and "
-        "continues here"
+        f"raypod attach|stop {folder} on that host shows its output or ends it; --take-over ends it and continues here"
     )
     held = lease.acquire(folder, way_out, take_over, log)
     try:

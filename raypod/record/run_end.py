@@ -12,7 +12,7 @@ from raypod.host.lease_file import LeaseFile
 from raypod.record import run_state
 from raypod.record.run_state import RunState
 
-LAUNCH = "launch.json"  # written by raypod.launch, with these keys and others
+LAUNCH = "launch.json"  # written by raypod launch, with these keys and others
 _LAUNCH_KEYS = ("pid", "started_ticks", "host", "state", "exit_code")
 _EXIT_S = 3.0  # a process that has recorded its end may print more for at most this time
 

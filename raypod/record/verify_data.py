@@ -1,4 +1,4 @@
-"""`python -m raypod verify-data RUN`: prove from the ledger that each epoch saw each sample exactly once.
+"""`raypod verify-data RUN`: prove from the ledger that each epoch saw each sample exactly once.
 
 The order is recomputed from the run's config and compared with the digests of the samples that the instances gathered.
 """

@@ -56,8 +56,8 @@ def pod(shared: Path) -> Iterator[EmulatedPod]:
     copy_source(shared, HOSTS)
     made = EmulatedPod(f"t{os.getpid()}", HOSTS + 1, shared)
     try:
-        assert all(address(host) in operate(made, shared, "python -m raypod plan") for host in (1, 2, 3))
-        operate(made, shared, "python -m raypod up", within_s=200)
+        assert all(address(host) in operate(made, shared, "raypod plan") for host in (1, 2, 3))
+        operate(made, shared, "raypod up", within_s=200)
         yield made
     finally:
         made.down()
@@ -84,7 +84,7 @@ def on_this_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_doctor_reports_ready(pod: EmulatedPod, shared: Path) -> None:
-    output = operate(pod, shared, "python -m raypod doctor")
+    output = operate(pod, shared, "raypod doctor")
     assert all(address(host) in output for host in (1, 2, 3))
 
 
@@ -121,7 +121,7 @@ def test_sources_that_are_newer_than_the_running_ray_are_reported(pod: EmulatedP
         (line,) = [line for line in output.splitlines() if "since Ray was started" in line]
         assert address(1) in line
         assert "/root/raypod/source/raypod/errors.py" in line
-        assert f"restart Ray with `python -m raypod up {CLUSTER}`" in line
+        assert f"restart Ray with `raypod up {CLUSTER}`" in line
 
 
 def test_a_horovod_that_other_hosts_cannot_reach_is_rejected(pod: EmulatedPod, shared: Path) -> None:
@@ -134,9 +134,7 @@ def test_a_horovod_that_other_hosts_cannot_reach_is_rejected(pod: EmulatedPod, s
     try:
         run = f"{train(shared, 'rejected', '--collectives', 'horovod')}"
         output = pod.run("on", "1", "bash", "-lc", f"({run}); echo exit code $?", check=False)
-        doctor = pod.run(
-            "op", "bash", "-c", f"cd {shared} && {documented_command('python -m raypod doctor')}", check=False
-        )
+        doctor = pod.run("op", "bash", "-c", f"cd {shared} && {documented_command('raypod doctor')}", check=False)
         sizes = f"--num-instances {HOSTS} --num-replicas {HOSTS} --run-dir {shared}/launched"
         launch = f"cd {REPOSITORY} && python -m raypod.launch --cluster {shared}/{CLUSTER} {sizes} true"
         launched = pod.run("on", "1", "bash", "-lc", launch)
@@ -318,7 +316,7 @@ def test_a_run_continues_on_a_new_head_after_the_loss_of_the_disk_of_the_head(
     pod.run("kill", "1")
     pod.run("wipe", "1")
     (shared / CLUSTER).write_text(cluster_file(HOSTS, head=3, lost=[1]))
-    output = operate(pod, shared, "python -m raypod up", within_s=200)
+    output = operate(pod, shared, "raypod up", within_s=200)
     (collected,) = re.findall(rf"collected update-(\d+) \(generation 1\) of {folder} from host {address(2)}\n", output)
     (resume,) = re.findall(rf"continue it: on {address(3)} in ~/raypod/source: (.*)\n", output)
     assert resume == f"python3 -m raypod.train --cluster {CLUSTER} --resume {folder}"
@@ -338,5 +336,5 @@ def test_a_run_continues_on_a_new_head_after_the_loss_of_the_disk_of_the_head(
 
 
 def test_down_stops_all_processes(pod: EmulatedPod, shared: Path) -> None:
-    operate(pod, shared, "python -m raypod down", within_s=150)
+    operate(pod, shared, "raypod down", within_s=150)
     assert wait_until(lambda: listening(pod) == [], 10), listening(pod)

@@ -1,4 +1,4 @@
-"""Tests of launcher/options, launcher/mpi_arguments, and the host lists and topology table of `raypod.launch`."""
+"""Tests of launcher/options, launcher/mpi_arguments, and the host lists and topology table of `raypod launch`."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_verbosity_adds_up(words: List[str]) -> None:
             ["-H", "h:1", "--num-instances", "2", "--num-replicas", "2", "x"],
             "host h of h:1 is listed with slots=1 and would get 2",
         ),
-        ([], "no program to launch"),
+        ([], "no program to launch: raypod launch [options] PROGRAM [ARGS...] (--help lists options)"),
     ],
 )
 def test_a_mistake_prints_one_line_and_exits_with_2(

@@ -1,4 +1,4 @@
-"""The environment of the programs of `raypod.launch`."""
+"""The environment of the programs of `raypod launch`."""
 
 from __future__ import annotations
 

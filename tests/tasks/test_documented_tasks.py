@@ -33,8 +33,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(("task", "metric", "worst"), [("diabetes", "mae", 0.6), ("shapes", "iou", 70)])
 def test_the_commands_train(folder: Path, task: str, metric: str, worst: float) -> None:
     command = next(line.split() for line in commands(PAGE) if f"--task {task}:" in line)
-    assert command[:3] == ["python", "-m", "raypod.train"]
-    assert train.main([*command[3:], "--fleet", "inline", "--run-dir", str(folder / "run")]) == 0
+    assert command[:2] == ["raypod", "train"]
+    assert train.main([*command[2:], "--fleet", "inline", "--run-dir", str(folder / "run")]) == 0
     value = json.loads((folder / "run" / "summary.json").read_text())[f"test_{metric}"]
     assert value > worst if metric == "iou" else value < worst
 
@@ -43,13 +43,13 @@ def test_the_commands_train(folder: Path, task: str, metric: str, worst: float) 
 def test_the_model_of_a_task_predicts_generates_and_is_exported(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [shlex.split(line)[2:] for line in commands(PAGE) if "letters" in line]
-    assert [line[0] for line in lines] == ["raypod.train", "raypod", "raypod", "raypod"]
+    lines = [shlex.split(line)[1:] for line in commands(PAGE) if "letters" in line]
+    assert [line[0] for line in lines] == ["train", "predict", "predict", "export"]
     assert train.main([*lines[0][1:], "--epochs", "1", "--fleet", "inline"]) == 0
     outputs = []
     for line in lines[1:]:
         capsys.readouterr()
-        assert main(line[1:]) == 0
+        assert main(line) == 0
         outputs.append(capsys.readouterr().out)
     header, *rows = outputs[0].splitlines()
     assert (header.split(), len(rows)) == (["file", "rank", "next", "probability"], 3)

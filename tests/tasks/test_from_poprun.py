@@ -23,8 +23,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_program_runs_unchanged(tmp_path: Path) -> None:
-    command = next(line.split() for line in commands(PAGE) if "raypod.launch" in line)
-    command = [sys.executable if word == "python" else word for word in command]
+    command = next(line.split() for line in commands(PAGE) if line.startswith("raypod launch"))
+    command = [sys.executable, "-m", *(sys.executable if word == "python" else word for word in command)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[Epoch 02] loss: " in done.stdout
@@ -32,7 +32,7 @@ def test_the_program_runs_unchanged(tmp_path: Path) -> None:
 
 
 def test_the_task_trains(tmp_path: Path) -> None:
-    command = next(line.split() for line in commands(PAGE) if "raypod.train" in line)
+    command = next(line.split() for line in commands(PAGE) if line.startswith("raypod train"))
     inline = ["--num-instances", "1", "--fleet", "inline", "--run-dir", str(tmp_path / "run")]
-    assert train.main([*command[3:], *inline]) == 0
+    assert train.main([*command[2:], *inline]) == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["test_accuracy"] > 80

@@ -25,9 +25,10 @@ def test_every_command_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = commands("how-to/trained-models.md")
     assert len(found) == 13
     for line in found:
-        words = shlex.split(line.replace("--num-instances 4", ""))[2:]
-        if words[0] == "raypod.train":
-            train_inline(tmp_path / "runs" / "digits", *words[1:], "--replicas", "4", "--num-instances", "1")
+        words = shlex.split(line.replace("--num-instances 4", ""))
+        assert words[0] == "raypod"
+        if words[1] == "train":
+            train_inline(tmp_path / "runs" / "digits", *words[2:], "--replicas", "4", "--num-instances", "1")
         else:
             assert main(words[1:]) == 0, line
     assert Path("digits-pixels.pt").is_file()
