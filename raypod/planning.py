@@ -43,6 +43,8 @@ _SWITCHES = {
 }
 
 _LETTERS = {"--quiet": "-q", "--verbose": "-v"}
+_TRAIN = "Train a model on this host or on a pod. Without flags: a ResNet on digits, on two emulated instances."
+_PLAN = "Print what `raypod train` with the same flags would run where. Nothing is started or downloaded."
 
 
 def plan_of(
@@ -67,10 +69,7 @@ def plan_of(
     """
     check_words(argv)
     snapshots.take_resumed(_value_of(argv, "--resume", "run.resume"))
-    description = (
-        "Train a model on this host or on a pod. Without flags: a ResNet on digits, on two emulated instances."
-    )
-    parser = FlagParser(prog=prog, add_help=False, description=description)
+    parser = FlagParser(prog=prog, add_help=False, description=_TRAIN if "--dry-run" in switches else _PLAN)
     schema = schema_for(argv)
     groups = flags.add_flags(parser, schema)
     for switch in switches:

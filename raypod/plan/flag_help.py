@@ -53,7 +53,7 @@ _BASIC = frozenset(
         *("cluster", "device", "run_dir", "resume", "checkpoint_every"),
     )
 )
-_BASIC_SWITCHES = frozenset(("--config", "--dry-run", "--detach"))
+_BASIC_SWITCHES = frozenset(("--config", "--dry-run", "--detach", "--json", "--memory", "--timeout"))
 _METAVARS = {
     **dict.fromkeys(("data_dir", "cache_dir", "run_dir", "executable_cache_path"), "FOLDER"),
     **dict.fromkeys(("resume", "init_weights"), "PATH"),

@@ -67,3 +67,14 @@ def test_other_parsers_keep_the_help_of_argparse() -> None:
     flags.add_flags(parser)
     assert "--stuck-after-s SECONDS" in parser.format_help()
     assert "--help-all" not in parser.format_help()
+
+
+@pytest.mark.parametrize(("command", "own"), [("plan", ["--json", "--memory"]), ("doctor", ["--json", "--timeout"])])
+def test_help_shows_what_only_this_command_has(
+    command: str, own: List[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert {*own} <= {*flags_in(text)}
+    assert "Train a model" not in text
