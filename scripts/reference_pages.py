@@ -1,7 +1,7 @@
-"""The pages of the documentation that are made from the tables of the code: flags, commands, metrics and operators.
+"""Write the pages of docs/reference that are made from the tables of the code: flags, commands, metrics and operators.
 
-MkDocs calls `on_files` (see `hooks` in mkdocs.yml), so that no page can differ from the code. By hand:
-`python scripts/reference_pages.py FOLDER` writes them.
+`python scripts/reference_pages.py` writes them; they are committed, so that links to them work in the repository, too.
+tests/test_reference_pages.py fails if they differ from the code.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import io
 import os
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 92  # columns of the printed help
+HELP_PYTHON = ((3, 10), (3, 12))  # argparse of other versions prints the same help in another form
+_NOTE = "<!-- Written by scripts/reference_pages.py from the code; do not edit. -->"
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -34,12 +37,15 @@ def flags_page() -> str:
         text = _cell(flag_help.describe(field, field.default))
         rows[flag_help.group_of(section, key)].append(f"| {flags}{value} | {text}<br>`{section}.{key}` |")
     parts = [
+        _NOTE,
         "# Every flag",
-        "The flags of `raypod train`, `raypod plan` and `raypod doctor`; `raypod train --help GROUP` prints those of a "
-        "group. Each is also a key of a YAML file (`--config`), a word `section.key=value` of the command line, and a "
-        "keyword of `raypod.fit`. In brackets: type, range and default. Options of a task are in its `--help`. "
-        "`--config FILE` reads a YAML file, `--dry-run` prints the plan and ends, `--detach` trains in the background, "
-        "`--take-over` continues a run that another process holds.",
+        _filled(
+            "The flags of `raypod train`, `raypod plan` and `raypod doctor`; `raypod train --help GROUP` prints those "
+            "of a group. Each is also a key of a YAML file (`--config`), a word `section.key=value` of the command "
+            "line, and a keyword of `raypod.fit`. In brackets: type, range and default. Options of a task are in its "
+            "`--help`. `--config FILE` reads a YAML file, `--dry-run` prints the plan and ends, `--detach` trains in "
+            "the background, `--take-over` continues a run that another process holds."
+        ),
     ]
     for name, title in flag_help.GROUPS.items():
         parts += [f"## {title}", "| flag | meaning, and the key |\n|---|---|\n" + "\n".join(rows[name])]
@@ -51,9 +57,12 @@ def commands_page() -> str:
     from raypod.commands.table import COMMANDS, GROUPS
 
     parts = [
+        _NOTE,
         "# Every command",
-        "A misspelt command or flag names the nearest one. `raypod COMMAND` is `python -m raypod COMMAND`; [the "
-        "overview](overview.md) says when to use which.",
+        _filled(
+            "A misspelt command or flag names the nearest one. `raypod COMMAND` is `python -m raypod COMMAND`; [the "
+            "overview](overview.md) says when to use which."
+        ),
     ]
     for group, commands in GROUPS.items():
         parts.append(f"## {group}")
@@ -74,9 +83,12 @@ def metrics_page() -> str:
     return (
         "\n\n".join(
             (
+                _NOTE,
                 "# Every metric",
-                "The metrics of the path `/metrics` of the [status endpoint](observability.md#the-status-endpoint). "
-                "[Prometheus and Grafana](../how-to/prometheus.md) describes how to read them.",
+                _filled(
+                    "The metrics of the path `/metrics` of the [status endpoint](observability.md#the-status-endpoint)."
+                    " [Prometheus and Grafana](../how-to/prometheus.md) describes how to read them."
+                ),
                 "## Of a training",
                 table(prometheus.METRICS),
                 "## Of a launch",
@@ -98,16 +110,19 @@ def operators_page() -> str:
     own = {f"aten::{name}" for text in (module.LOWERED, module.DECOMPOSED, module.CPU_KERNELS) for name in text.split()}
 
     def names(text: str) -> str:
-        return ", ".join(f"`{name}`" for name in sorted(text.split()))
+        return _filled(", ".join(f"`{name}`" for name in sorted(text.split())))
 
     return (
         "\n\n".join(
             (
+                _NOTE,
                 "# Supported operators",
-                "The operators of torch that PopTorch 3.4 takes, by their names in `aten`. In-place and `out` variants "
-                "have the same name. Any other operator in a model is a warning of the emulated SDK with the module "
-                "and the line, and with `--strict` the error `poptorch.Error`. Some operators have limits in addition, "
-                "for example a mode of `upsample`; they are reported in the same way.",
+                _filled(
+                    "The operators of torch that PopTorch 3.4 takes, by their names in `aten`. In-place and `out` "
+                    "variants have the same name. Any other operator in a model is a warning of the emulated SDK with "
+                    "the module and the line, and with `--strict` the error `poptorch.Error`. Some operators have "
+                    "limits in addition, for example a mode of `upsample`; they are reported in the same way."
+                ),
                 "## Lowered by PopTorch",
                 names(module.LOWERED),
                 "## Decomposed by torch before PopTorch meets them (inferred)",
@@ -115,7 +130,9 @@ def operators_page() -> str:
                 "## Kernels of torch for the CPU that stand for the above",
                 names(module.CPU_KERNELS),
                 "## Of other libraries",
-                ", ".join(f"`{name}`" for name in sorted(module.SUPPORTED - own)) + ", and all of `poptorch::`",
+                _filled(
+                    ", ".join(f"`{name}`" for name in sorted(module.SUPPORTED - own)) + ", and all of `poptorch::`"
+                ),
             )
         )
         + "\n"
@@ -130,14 +147,9 @@ PAGES: Dict[str, Callable[[], str]] = {
 }
 
 
-def on_files(files: Any, config: Any) -> Any:
-    """Add the pages to those of the folder; MkDocs calls it."""
-    from mkdocs.structure.files import File
-
-    with _importable():
-        for path, page in PAGES.items():
-            files.append(File.generated(config, path, content=page()))
-    return files
+def can_print_help() -> bool:
+    """Return whether this Python prints the help of commands in the form of the committed page."""
+    return HELP_PYTHON[0] <= sys.version_info[:2] <= HELP_PYTHON[1]
 
 
 @contextlib.contextmanager
@@ -161,13 +173,17 @@ def _help_of(show: Callable[[], Any]) -> str:
     return _ESCAPE.sub("", output.getvalue()).strip().replace("__main__.py", "raypod")
 
 
+def _filled(paragraph: str) -> str:
+    return textwrap.fill(paragraph, 120, break_long_words=False, break_on_hyphens=False)
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 if __name__ == "__main__":
+    if not can_print_help():
+        sys.exit(f"run this with Python {' to '.join('.'.join(map(str, each)) for each in HELP_PYTHON)}")
     for name, make in PAGES.items():
-        target = Path(sys.argv[1]) / name
-        target.parent.mkdir(parents=True, exist_ok=True)
         with _importable():
-            target.write_text(make())
+            (ROOT / "docs" / name).write_text(make())

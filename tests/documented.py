@@ -5,21 +5,26 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
-from typing import Callable, Dict, List
+from typing import Any, Callable, Dict, List
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 def generated() -> Dict[str, Callable[[], str]]:
     """Return the pages that are made from the tables of the code: path in docs/ -> function that returns the text."""
+    pages: Dict[str, Callable[[], str]] = reference_pages().PAGES
+    return pages
+
+
+def reference_pages() -> Any:
+    """Return the module scripts/reference_pages.py."""
     path = DOCS.parent / "scripts" / "reference_pages.py"
     spec = importlib.util.spec_from_file_location("reference_pages", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    pages: Dict[str, Callable[[], str]] = module.PAGES
-    return pages
+    return module
 
 
 def modules(page: str) -> Dict[str, str]:

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Set
 
 import pytest
-from documented import DOCS, generated
+from documented import DOCS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES += sorted(DOCS.rglob("*.md"))
-GENERATED = frozenset(DOCS / name for name in generated())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -23,8 +22,6 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
             continue
         name, _, anchor = target.partition("#")
         file = page.parent / name if name else page
-        if file.resolve() in GENERATED:
-            continue
         if not file.is_file() or (anchor and anchor not in _anchors(file)):
             wrong.append(target)
     assert wrong == []
@@ -38,7 +35,7 @@ def test_the_readme_is_a_page() -> None:
 
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
-    pages = [page.relative_to(DOCS).as_posix() for page in (*DOCS.rglob("*.md"), *GENERATED)]
+    pages = [page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")]
     assert [page for page in pages if f" {page}\n" not in navigation] == []
 
 

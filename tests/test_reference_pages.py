@@ -6,7 +6,7 @@ import ast
 import re
 
 import pytest
-from documented import DOCS, generated
+from documented import DOCS, generated, reference_pages
 
 from raypod.commands.table import COMMANDS
 from raypod.plan import cluster_file
@@ -18,6 +18,13 @@ from raypod.status import launch_status, prometheus
 @pytest.fixture(autouse=True)
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")  # the pages do not depend on it
+
+
+@pytest.mark.parametrize("name", generated())
+def test_the_page_in_the_repository_is_up_to_date(name: str) -> None:
+    if name == "reference/commands.md" and not reference_pages().can_print_help():
+        pytest.skip("argparse of this Python prints the help of commands in another form")
+    assert (DOCS / name).read_text() == generated()[name](), "python scripts/reference_pages.py writes it"
 
 
 def test_every_flag_and_key_is_on_the_page() -> None:

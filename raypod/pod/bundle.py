@@ -45,7 +45,7 @@ def bundle(argv: Sequence[str]) -> int:
     parser = FlagParser(prog="raypod bundle", description=_DESCRIPTION)
     parser.add_argument("folder", metavar="FOLDER", help="the folder to write; it must not exist")
     parser.add_argument("requirements", metavar="REQUIREMENT", nargs="*", help="more to install, as PopTorch's wheel")
-    parser.add_argument("--python", default=_VERSION, metavar="X.Y", help=f"Python of the hosts [{_VERSION}]")
+    parser.add_argument("--python", default=_VERSION, metavar="X.Y", help="Python of the hosts [that of this command]")
     parser.add_argument(
         "--platform", action="append", metavar="TAG", help="platform tag of the hosts' wheels, can be repeated "
         f"[that of this machine, with glibc 2.{_GLIBC_MINOR}]"
