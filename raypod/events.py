@@ -261,7 +261,7 @@ class Repaired:
     seeded_from: str  # "instance 1", or the path of a checkpoint
     update: int
     seconds: float
-    restarts: int  # number of repairs of the run so far
+    restarts: int  # number of repairs since the coordinator was started
     generation: int  # of the fleet after the repair
     passed_over: Tuple[str, ...] = ()  # damaged checkpoints newer than the one used: messages
     instances: Tuple[InstanceStarted, ...] = ()  # all of the repaired fleet, in instance order

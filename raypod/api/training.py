@@ -28,7 +28,7 @@ from raypod.plan.profile_window import rounding_of, window_of
 from raypod.plan.tables import topology_summary
 from raypod.record import claim, run_folder, run_state
 from raypod.record.coordinator_log import CoordinatorLogTimes
-from raypod.record.event_log import EventLog
+from raypod.record.event_log import EventLog, restarts_in
 from raypod.record.metrics import MetricsAggregator
 from raypod.record.profile import ProfileSource, ProfileWriter
 from raypod.record.sinks import Sinks
@@ -160,6 +160,7 @@ class Training:
         resumed = run.found.checkpoint if run.found else None
         self._known = run_folder.evaluations_until(run.plan, resumed.update if resumed else 0)
         self._evaluations: List[EvaluationDone] = list(self._known)
+        self._restarts_before = restarts_in(run.claim.folder)
         self._last_events: Dict[type, Any] = {}
         self._started_at_s = time.monotonic() if started_at_s is None else started_at_s
         self._started_unix_s = time.time() - (time.monotonic() - self._started_at_s)
@@ -195,7 +196,8 @@ class Training:
                         is_closed = True
                         self._stop.request("the stream of events was closed")
             more = copies.summary()
-            run_folder.write_summary(plan, self.metrics, self._last_events, self._evaluations, more)
+            before = self._restarts_before
+            run_folder.write_summary(plan, self.metrics, self._last_events, self._evaluations, more, before)
 
     def _recorders(self, fleet: Fleet, stack: contextlib.ExitStack) -> Iterator[Recorder]:
         """Open what shows the run to other processes: `state.json`, the status endpoint and `events.jsonl`."""

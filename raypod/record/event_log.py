@@ -16,13 +16,14 @@ import socket
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Iterator, Optional, Sequence
 
 from raypod.errors import LeaseLost, RunError
 from raypod.events import CallDone, Event, UpdateDone
 from raypod.host.abort import on_abort
 from raypod.host.files import AppendOnlyFile, strict_json
 from raypod.record.call_times import CallTimesLog
+from raypod.record.growing_file import parse_records
 from raypod.record.run_state import end_of
 
 NAME = "events.jsonl"
@@ -79,6 +80,28 @@ class EventLog:
 
     def _write(self, name: str, fields: Dict[str, Any]) -> None:
         self._file.write_line(strict_json({"unix_s": round(time.time(), 3), "event": name, **fields}))
+
+
+def restarts_in(run_dir: Path) -> int:
+    """Return the number of repairs that the log of a run folder holds, over all starts of the run; 0 without a log."""
+    restarts_of_starts = [0]
+    for line in _lines_with(run_dir / NAME, (b'"process_started"', b'"repaired"')):
+        event, restarts = line.get("event"), line.get("restarts")
+        if event == "process_started":
+            restarts_of_starts.append(0)
+        elif event == "repaired" and isinstance(restarts, int):  # it counts those since the start
+            restarts_of_starts[-1] = restarts
+    return sum(restarts_of_starts)
+
+
+def _lines_with(path: Path, words: Sequence[bytes]) -> Iterator[Dict[str, Any]]:
+    """Yield the records of the lines that contain one of `words`; others are not parsed. Damaged lines are skipped."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if any(word in line for word in words):
+                yield from parse_records([line])
 
 
 def event_name(event_type: type) -> str:

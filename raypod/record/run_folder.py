@@ -119,8 +119,11 @@ def write_summary(
     last_events: Dict[type, Any],
     evaluations: Sequence[EvaluationDone],
     more: Optional[Dict[str, Any]] = None,
+    restarts_before: int = 0,
 ) -> None:
     """Write `summary.json` from the last event of each type, all evaluations and further entries.
+
+    `restarts_before` is the number of repairs during earlier starts of the run.
 
     Raises:
         RunError: it cannot be written.
@@ -145,7 +148,7 @@ def write_summary(
         "weights_sha256": ended.weights_sha256,
         "ema_sha256": ended.ema_sha256,
         "device": started.device,
-        "restarts": repaired.restarts if repaired else 0,
+        "restarts": restarts_before + (repaired.restarts if repaired else 0),
         "resizes": list(ended.resizes),
         "topology": topology_summary(plan),
         "interrupted": ended.interrupted,

@@ -7,8 +7,8 @@ from typing import Any, Dict, List
 import pytest
 
 from raypod.errors import InstanceFailed, LeaseLost
-from raypod.events import CallDone, EvaluationDone, InstanceStarted, PhaseBegun, RunStarted, UpdateDone
-from raypod.record.event_log import NAME, EventLog, event_name, fields_of
+from raypod.events import CallDone, EvaluationDone, InstanceStarted, PhaseBegun, Repaired, RunStarted, UpdateDone
+from raypod.record.event_log import NAME, EventLog, event_name, fields_of, restarts_in
 from raypod.record.run_state import INTERRUPTED
 
 
@@ -47,6 +47,17 @@ def test_a_failure_and_an_interruption_are_the_last_line(tmp_path: Path) -> None
     ]
     assert lines_of(tmp_path)[1]["exit_code"] == 1
     assert "it broke" in lines_of(tmp_path)[1]["message"]
+
+
+def test_repairs_are_counted_over_all_starts(tmp_path: Path) -> None:
+    assert restarts_in(tmp_path) == 0
+    for restarts in ((1, 2, 2), (), (1,)):  # the third one of the first start moved instances away from a drained host
+        with EventLog(tmp_path, {}) as log:
+            for number in restarts:
+                log.handle(Repaired((0,), ("a",), "instance 1", 4, 0.1, number, 2))
+    with (tmp_path / NAME).open("a") as file:
+        file.write('{"unix_s": 1, "event": "repaired", "rest')
+    assert restarts_in(tmp_path) == 3
 
 
 def test_a_process_that_lost_the_folder_writes_no_end(tmp_path: Path) -> None:

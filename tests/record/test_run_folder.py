@@ -98,6 +98,14 @@ def test_a_full_disk_at_the_end_is_reported_in_one_line(
     assert "summary.json cannot be written" in line
 
 
+def test_a_resumed_run_counts_the_repairs_before(folder: Path) -> None:
+    assert json.loads((folder / "summary.json").read_text())["restarts"] == 0
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('{"event": "repaired", "restarts": 2}\n')
+    assert command("--resume", str(folder), "--updates", "4") == 0
+    assert json.loads((folder / "summary.json").read_text())["restarts"] == 2
+
+
 def lines_of(path: Path) -> List[Dict[str, Any]]:
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not valid JSON")
