@@ -23,7 +23,7 @@ NO_TOKEN = (
     "commands"
 )
 NO_TOKEN_REMEDY = (
-    "restrict the ports to the cluster's hosts with a firewall, or enable TLS: see docs/explanation/exposed.md"
+    "restrict the ports to the cluster's hosts with a firewall, or enable TLS: see docs/explanation/security.md"
 )
 
 

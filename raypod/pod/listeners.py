@@ -72,7 +72,7 @@ def exposure(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
         yield Finding(WARN, host, "exposed", text, way_out)
     inside = f", {len(rest)} of instances in {network}" if rest and not open_to_all and not outside else ""
     of_ray = len({each["port"] for each in ours if each["port"] in known})
-    yield Finding(OK, host, "exposed", f"{of_ray} ports of Ray{inside} (see docs/explanation/exposed.md)")
+    yield Finding(OK, host, "exposed", f"{of_ray} ports of Ray{inside} (see docs/explanation/security.md)")
 
 
 def _is_of(listener: Mapping[str, Any], network: str) -> bool:

@@ -103,7 +103,7 @@ def test_ports_of_a_running_pod_are_counted() -> None:
     assert bad(pod) == []
     exposed = [finding for finding in examine(EXPECTED, pod) if finding.what == "exposed"]
     assert {(finding.level, finding.text) for finding in exposed} == {
-        (OK, "2 ports of Ray, 2 of instances in 10.1.0.0/16 (see docs/explanation/exposed.md)")
+        (OK, "2 ports of Ray, 2 of instances in 10.1.0.0/16 (see docs/explanation/security.md)")
     }
 
 
@@ -212,7 +212,7 @@ def test_a_ray_version_without_tokens_is_reported_with_what_to_do() -> None:
     assert {(finding.level, finding.what) for finding in found} == {(WARN, "token")}
     assert "Ray 2.10.0 does not support token authentication" in found[0].text
     assert "firewall" in found[0].way_out
-    assert "enable TLS: see docs/explanation/exposed.md" in found[0].way_out
+    assert "enable TLS: see docs/explanation/security.md" in found[0].way_out
 
 
 @pytest.mark.parametrize(

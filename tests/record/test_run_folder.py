@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import resource
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional
 
 import pytest
+from documented import DOCS
 
 from raypod import train
 from raypod.checkpoint.storage import list_checkpoints
@@ -96,6 +98,12 @@ def test_a_full_disk_at_the_end_is_reported_in_one_line(
         assert command(*QUICK, "--updates", "2", "--run-dir", str(tmp_path / "run")) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "summary.json cannot be written" in line
+
+
+def test_the_page_of_the_run_folder_has_every_key_of_the_summary(folder: Path) -> None:
+    table = (DOCS / "reference/run-folder.md").read_text().partition("## summary.json\n")[2].partition("\n## ")[0]
+    named = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)))
+    assert {*json.loads((folder / "summary.json").read_text())} <= {*named}
 
 
 def test_a_resumed_run_counts_the_repairs_before(folder: Path) -> None:
