@@ -43,7 +43,7 @@ def completion(argv: Sequence[str]) -> int:
     try:
         shtab = importlib.import_module("shtab")
     except ImportError:
-        raise ConfigError(f"completion {shell} needs shtab: pip install 'raypod[completion]'") from None
+        raise ConfigError(f"completion {shell} needs shtab: pip install shtab") from None
     if shell not in shtab.SUPPORTED_SHELLS:
         raise ConfigError(
             f"completion {shell} needs a newer shtab, which needs Python 3.9 or later: pip install -U shtab"

@@ -17,11 +17,10 @@ from raypod.datasets.arrays import ImageShape, Splits, fingerprint_of_bytes
 from raypod.datasets.cache import Arrays, Cache, data_dir
 from raypod.datasets.image_files import Files, FolderFiles, ImageFiles
 from raypod.errors import ConfigError, DataMissing
-from raypod.plan.config import Config
+from raypod.plan.config import IMAGE_SIDE, Config
 from raypod.plan.plan import DatasetSize
 from raypod.plan.urls import is_url
 
-SIDE = 224  # default image size in pixels
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 _IMAGENET_CLASSES = 1000
 JPEG_SUFFIXES = (".jpg", ".jpeg")
@@ -42,7 +41,7 @@ def shape(config: Config) -> ImageShape:
     """Return the shape of the cropped images and the number of classes; for `imagenet` without reading files."""
     is_imagenet = config.data.dataset == "imagenet"
     classes = _IMAGENET_CLASSES if is_imagenet else len(class_names(_root(config)))
-    return ImageShape(3, config.data.image_size or SIDE, classes)
+    return ImageShape(3, config.data.image_size or IMAGE_SIDE, classes)
 
 
 def load(config: Config) -> Splits:
@@ -69,7 +68,7 @@ def load(config: Config) -> Splits:
         columns = {name: arrays[f"{split}_{name}"] for name in shards.COLUMNS}
         return shards.PackedFiles(root, getattr(index, split).shards, columns)
 
-    side, decoder = data.image_size or SIDE, data.jpeg_decoder
+    side, decoder = data.image_size or IMAGE_SIDE, data.jpeg_decoder
     labels = arrays["train_labels"], arrays["test_labels"]
     names = class_names(root)
     train = preparation(decoder, side, is_random=data.augment, flips=data.flip is not False)

@@ -35,6 +35,8 @@ _RAYLET_RETRIES = {
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
     "RAY_raylet_client_num_connect_attempts": "500",  # 10 s in all, as by default
 }
+# What Ray reports of a process that ended without telling it, with possible causes.
+_CONNECTION_LOST = re.compile(r"Worker unexpectedly exits with a connection error code \d+\. End of file\..*")
 _INIT_OPTIONS: Dict[str, Any] = {"namespace": "raypod", "log_to_driver": False, "logging_level": "ERROR"}
 
 # Of the local sessions of this process: Ray reads it once, so that later sessions must have the same.
@@ -292,5 +294,6 @@ def death_reason(text: str) -> str:
         for line in lines:
             if marker in line:
                 detail = line[line.index(marker) :].partition(" Some common causes")[0]
+                detail = _CONNECTION_LOST.sub("it ended without a message, as after SIGKILL or without memory", detail)
                 return f"its process died: {detail[len(marker) :].lstrip(': ') if 'exit' in marker else detail}"
     return lines[0]

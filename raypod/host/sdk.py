@@ -53,7 +53,7 @@ def select(device: str) -> Sdk:
     if device == "emulated":
         return _use_emulated("requested")
     if device == "auto" and _find_real("poptorch") is None:
-        return _use_emulated("no poptorch is installed here")
+        return _use_emulated("no poptorch here")
     version, has_ipus = _import_real()
     if has_ipus:
         # The emulated Horovod is the fallback for hosts without one: last in the path, an installed one has priority.
@@ -77,7 +77,7 @@ def sdk_for_programs(device: str) -> Tuple[Sdk, Tuple[str, ...]]:
         raise SdkError(f"--device {device}: use auto, ipu or emulated")
     installed = _find_real("poptorch") is not None
     if device == "emulated" or not (installed or device == "ipu"):
-        reason = "requested" if device == "emulated" else "no poptorch is installed here"
+        reason = "requested" if device == "emulated" else "no poptorch here"
         return Sdk("emulated", f"emulated SDK on CPU ({reason})"), (EMULATED_SDK,)
     if not installed:
         raise SdkError("--device ipu: no poptorch is installed here; source the SDK's enable scripts")

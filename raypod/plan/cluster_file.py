@@ -305,7 +305,7 @@ def _check_vipu(settings: Section, ipus: Optional[int], hosts: int, per_host: in
         vipu.add_mistake("size", f"the size of the partition, {size} IPUs, must be a power of two")
     if size is not None and ipus is not None and size < ipus * hosts:
         vipu.add_mistake(
-            "size", f"a partition of {size} IPUs is smaller than the {hosts} hosts x {ipus} IPUs of this file"
+            "size", f"a partition of {size} IPUs is smaller than the {ipus * hosts} IPUs of the hosts of this file"
         )
     if gcds is not None and gcds not in (1, hosts * per_host):
         vipu.add_mistake(

@@ -24,6 +24,7 @@ SMALL_RESNETS = ("resnet8", "resnet14", "resnet20")
 TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 VISION_TRANSFORMERS = ("vit_tiny", "vit_small", "vit_b_16")
 IMAGE_FOLDERS = ("imagefolder", "imagenet")  # data sets
+IMAGE_SIDE = 224  # default height and width of the images of folders
 IMAGE_CLASSIFICATION, LANGUAGE_MODEL = "image-classification", "language-model"
 LR_SCHEDULES = ("constant", "step", "linear", "cosine", "polynomial")
 
@@ -64,7 +65,12 @@ class DataSection(Section):
     augment: bool = Field(True, description="randomly crop and flip training images, as is usual for the data set")
     crop_padding: Optional[int] = Field(None, ge=0, description="maximum shift of an augmented image in pixels")
     flip: Optional[bool] = Field(None, description="flip augmented images horizontally with probability 0.5")
-    image_size: Optional[int] = Field(None, ge=1, le=16_384, description="height and width to which images are resized")
+    image_size: Optional[int] = Field(
+        None,
+        ge=1,
+        le=16_384,
+        description="height and width to which images are resized (default: 224 for imagefolder and imagenet)",
+    )
     jpeg_decoder: Literal["pillow", "simplejpeg"] = Field(
         "pillow", description="decoder of the images of imagefolder and imagenet; simplejpeg is faster, other bits"
     )
@@ -209,7 +215,7 @@ class PodSection(Section):
     bind_cores: Optional[bool] = Field(
         None, description="bind each instance to its own cores, by NUMA node (default: `numa` of the cluster file)"
     )
-    cluster: Optional[str] = Field(None, description="cluster YAML file of `ray up` (default: this host)")
+    cluster: Optional[str] = Field(None, description="cluster YAML file of `raypod up` (default: this host)")
     wait_hosts: float = Field(
         0, ge=0, le=MAX_TIMEOUT_S, description="seconds to wait for hosts that have not joined the cluster yet"
     )
@@ -253,6 +259,11 @@ class Config(pydantic.BaseModel):
         """The package that decodes images each time they are loaded; None for other data."""
         decodes = self.task.name == IMAGE_CLASSIFICATION and self.data.dataset in IMAGE_FOLDERS
         return self.data.jpeg_decoder if decodes else None
+
+    @property
+    def image_side(self) -> Optional[int]:
+        """The height and width of the images that a folder of images is cropped to; None for other data."""
+        return None if self.decoder is None else self.data.image_size or IMAGE_SIDE
 
     def to_yaml(self) -> str:
         """Return the YAML text from which `load_yaml` restores an equal object."""

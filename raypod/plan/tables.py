@@ -152,7 +152,8 @@ def _data(plan: Plan) -> str:
     size, kind = plan.dataset_size, plan.task.samples_are
     tested = f"{size.test_samples} test" if size.test_samples else f"NO test {kind}: nothing will be evaluated"
     published = " (published sizes; the files are missing)" if size.is_published else ""
-    decoded = f", decoded by {plan.config.decoder}" if plan.config.decoder else ""
+    side = plan.config.image_side
+    decoded = f", {side}x{side} pixels, decoded by {plan.config.decoder}" if side else ""
     return f"{plan.task.data}: {size.train_samples} training, {tested}{published}{decoded}"
 
 

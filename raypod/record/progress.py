@@ -143,7 +143,7 @@ class Progress:
         """Return the line of an event; None for an event that is not shown."""
         if isinstance(event, RunStarted):
             resumed = f", from update {event.first_update} on" if event.first_update else ""
-            return f"{event.device_line}; {event.parameters:,} parameters, the same in all instances{resumed}"
+            return f"{event.device_line}; {event.parameters:,} parameters in each instance{resumed}"
         if isinstance(event, EpochDone):
             shown = ", ".join(metric.shown(event.metrics[metric.name]) for metric in self._plan.task.metrics)
             return f"[Epoch {event.epoch:02d}] {shown}"
@@ -209,12 +209,14 @@ class Progress:
                 figures = self._fitting(event, sys.maxsize)
                 self.print_line(f"update {event.update}/{self._plan.total_updates}: {figures}")
             return
+        is_new = self._bar is None
         if self._bar is None:
             done = (event.update - 1) % self._plan.updates_per_epoch
             left = self._plan.total_updates - (event.update - 1 - done)
             total = min(self._plan.updates_per_epoch, left)
             label = f"[Epoch {event.epoch:02d}]"
-            self._bar = tqdm(desc=label, total=total, initial=done, file=self._err, leave=False)
+            # The delay: no bar without figures, which an interruption would leave in the terminal.
+            self._bar = tqdm(desc=label, total=total, initial=done, file=self._err, leave=False, delay=1e-9)
         columns = width_of(self._err) or _WIDTH
         counts = len(f"[Epoch {event.epoch:02d}] {self._bar.total}/{self._bar.total}, ")
         figures = self._fitting(event, columns - counts - 1)
@@ -222,6 +224,8 @@ class Progress:
         self._bar.ncols = columns
         self._bar.set_postfix_str(figures, refresh=False)
         self._bar.update(1)
+        if is_new:
+            self._bar.refresh()
 
     def _show_unfinished_epoch(self) -> None:
         """Print the metrics of the last update of a run that ends within an epoch, which has no line of its own."""
@@ -253,7 +257,8 @@ def _failure_line(event: Union[CheckpointFailed, InstanceLost, Repaired]) -> str
         previous = Path(event.previous).name
         return f"warning: cannot write the checkpoint {event.path}: {event.cause}; the previous one is {previous}"
     if isinstance(event, InstanceLost):
-        activity = f"; it was {event.activity}" if event.activity and event.activity not in event.cause else ""
+        is_news = event.activity and event.activity not in event.cause
+        activity = f"; at its last heartbeat it was {event.activity}" if is_news else ""
         cause = f"{event.cause}{activity}; its log: {event.log_file}"
         return f"Instance {event.instance} on host {event.host} is lost: {cause}"
     new = ", ".join(f"instance {index} on {host}" for index, host in zip(event.lost, event.hosts))

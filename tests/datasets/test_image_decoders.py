@@ -165,7 +165,7 @@ def started(instance: int, **versions: str) -> InstanceStarted:
 
 
 def test_the_plan_names_the_decoder(plan: Plan) -> None:
-    assert "imagefolder: 12 training, 2 test, decoded by simplejpeg" in render(plan)
+    assert "imagefolder: 12 training, 2 test, 224x224 pixels, decoded by simplejpeg" in render(plan)
     assert describe(plan)["dataset"]["jpeg_decoder"] == "simplejpeg"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from raypod.fleet.death_cause import exception_in
+from raypod.fleet.ray_session import death_reason
 
 OF_RAY = (
     "[2026 E 8 9] logging.cc:118: Unhandled exception: 1E. what(): new /a/_raylet.so(+0x18) [0x7f] ray::operator<<()"
@@ -32,3 +33,13 @@ def test_the_exception_is_that_of_the_process(tmp_path: Path, log: str, exceptio
     (tmp_path / "log").write_bytes(log.encode(errors="surrogateescape"))
     assert exception_in(str(tmp_path / "log"), "instance 1 of 2, pid 8: ") == exception
     assert exception_in(str(tmp_path / "none"), "instance 1 of 2, pid 8: ") is None
+
+
+@pytest.mark.parametrize(
+    "rest", ["", " Some common causes include: (1) killed", " There are some potential root causes. (1) SIGKILL (2)"]
+)
+def test_a_process_that_ended_without_a_message_is_described_in_plain_words(rest: str) -> None:
+    detail = f"Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file.{rest}"
+    message = f"The actor died unexpectedly before finishing this task.\n\tpid: 7\n{detail}"
+    expected = "its process died: it ended without a message, as after SIGKILL or without memory"
+    assert death_reason(message) == expected
