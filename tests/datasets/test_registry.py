@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Callable, Dict
 
+import documented
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits
@@ -133,6 +134,19 @@ def test_the_fingerprint_of_user_arrays_covers_their_content(tmp_path: Path, mon
     assert datasets.image_shape(configs[0]) == datasets.ImageShape(1, 4, 6)
     assert datasets.load(configs[1]).train[3][1] == 3
     assert len({datasets.load(config).fingerprint for config in configs}) == 2
+
+
+def test_the_documented_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, code in documented.modules("reference/data.md").items():
+        (tmp_path / name).write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = from_values({"data": {"dataset": "my_data:load"}})
+    splits = datasets.load(config)
+    assert datasets.image_shape(config) == datasets.ImageShape(1, 8, 2)
+    assert (len(splits.train), len(splits.test)) == (1500, 297)
+    assert splits.train.images.dtype == np.uint8
+    assert splits.train.images.max() == 240
+    assert set(splits.test.labels) == {0, 1}
 
 
 def test_an_unknown_data_set_names_the_nearest() -> None:
