@@ -92,6 +92,7 @@ def address() -> Iterator[str]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with the programs of the pages."""
     (tmp_path / "configs").symlink_to(DOCS.parent / "configs")
+    (tmp_path / "tests").symlink_to(TESTS)
     for page in PAGES:
         for name, code in modules(page).items():
             (tmp_path / name).write_text(code)

@@ -14,7 +14,7 @@ def parse_arguments():
     parser.add_argument("--batch-size", default=32, type=int, help="micro-batch size")
     parser.add_argument("--epochs", default=2, type=int)
     parser.add_argument("--precision", default="16.16", choices=["16.16", "16.32", "32.32"])
-    parser.add_argument("--gradient-accumulation", default=1, type=int)
+    parser.add_argument("--gradient-accumulation", default=4, type=int, help="at least 3 for 2 IPUs")
     parser.add_argument("--device-iterations", default=1, type=int)
     parser.add_argument("--eight-bit-io", action="store_true", help="transfer images as 8-bit integers")
     parser.add_argument("--async-dataloader", action="store_true")
