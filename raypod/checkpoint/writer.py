@@ -126,8 +126,9 @@ class BackgroundWriter:
         )
         self._join()
         # A daemon thread: exit does not wait for a slow disk, and an interrupted write leaves no checkpoint.
-        self._thread = threading.Thread(target=self._run, args=(manifest, copy), name="checkpoint", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(manifest, copy), name="checkpoint", daemon=True)
+        thread.start()  # a lost lease can interrupt it: a thread that has not started cannot be joined
+        self._thread = thread
 
     def take_reports(self) -> Tuple[SaveReport, ...]:
         """Return and clear the reports of writes that have ended."""

@@ -115,8 +115,9 @@ class CheckpointCopies:
             self._warn(f"{_FLAG}: no copies are kept: {error.strerror or error}")
             return
         self._targets = CopyTargets(self._fleet, self._folder, self._run_id, self._copies, self._start_timeout_s)
-        self._thread = threading.Thread(target=self._run, args=(self._targets,), name="checkpoint copies", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(self._targets,), name="checkpoint copies", daemon=True)
+        thread.start()  # a lost lease can interrupt it: a thread that has not started cannot be joined
+        self._thread = thread
         latest = storage.latest_name(self._run_dir)
         if latest is not None:
             self._queue(storage.checkpoints_folder(self._run_dir) / latest)

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Callable
@@ -20,7 +21,7 @@ from saved_runs import run, save, weights_of
 from raypod import train
 from raypod.checkpoint import resume, writer
 from raypod.checkpoint.storage import checkpoints_folder
-from raypod.errors import CheckpointNotSaved
+from raypod.errors import CheckpointNotSaved, LeaseLost
 from raypod.events import CheckpointBegun, CheckpointFailed, CheckpointSaved, Event, RunEnded, UpdateDone
 from raypod.model import networks
 from raypod.plan.plan import Plan
@@ -167,3 +168,20 @@ def test_a_mounted_disk_that_is_full_loses_no_checkpoint(
     hashes = {json.loads((folder / "summary.json").read_text())["weights_sha256"] for folder in folders}
     assert len(hashes) == 1
     assert verify_data.verify(disk / "run").is_proved
+
+
+def test_a_write_that_is_interrupted_before_its_thread_has_started_can_be_closed(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LeaseLost is raised by a signal handler, anywhere in the main thread."""
+    plan = make()
+    background = writer.BackgroundWriter(plan)
+
+    def start(thread: threading.Thread) -> None:
+        raise LeaseLost("run", "pid 7")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(LeaseLost):
+        background.begin(resume.manifest_of(plan, 1, 1, "", {}), writer.State({"weight": torch.ones(2)}, {}))
+    background.close()
+    assert background.finish() == ()
