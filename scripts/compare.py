@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--gradient-accumulation", type=int, default=2)
     parser.add_argument("--device-iterations", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--most-epochs", type=int, default=6, help="of the trained steps 2 to 4")
+    parser.add_argument("--most-epochs", type=int, default=12, help="of the trained steps 2 to 4")
     parser.add_argument("--only-trained", action="store_true", help="only the method on the emulated SDK")
     parser.add_argument("--call-ms", type=float, default=60, help="time per call of the simulated device")
     parser.add_argument("--model", default="resnet8", help="model of the emulated SDK")
