@@ -214,10 +214,12 @@ def test_programs_share_the_cpus_of_their_host(host: Callable[..., Host], monkey
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     found = host(program, program, program)
     found.read(lambda: len(found.ends) == 3)
+    found.finish()  # an end can be reported before the output
     assert [found.text(index).strip() for index in range(3)] == ["2", "2", "2"]
     monkeypatch.setenv("EMULATED_POD_REPLICAS_AT_A_TIME", "5")  # the caller's own choice
     own = host(program)
     own.read(lambda: len(own.ends) == 1)
+    own.finish()
     assert own.text().strip() == "5"
 
 
