@@ -294,6 +294,8 @@ def death_reason(text: str) -> str:
         for line in lines:
             if marker in line:
                 detail = line[line.index(marker) :].partition(" Some common causes")[0]
-                detail = _CONNECTION_LOST.sub("it ended without a message, as after SIGKILL or without memory", detail)
+                detail = _CONNECTION_LOST.sub(
+                    "it ended without a message, as a process does that is killed or out of memory", detail
+                )
                 return f"its process died: {detail[len(marker) :].lstrip(': ') if 'exit' in marker else detail}"
     return lines[0]

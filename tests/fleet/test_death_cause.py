@@ -41,5 +41,5 @@ def test_the_exception_is_that_of_the_process(tmp_path: Path, log: str, exceptio
 def test_a_process_that_ended_without_a_message_is_described_in_plain_words(rest: str) -> None:
     detail = f"Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file.{rest}"
     message = f"The actor died unexpectedly before finishing this task.\n\tpid: 7\n{detail}"
-    expected = "its process died: it ended without a message, as after SIGKILL or without memory"
+    expected = "its process died: it ended without a message, as a process does that is killed or out of memory"
     assert death_reason(message) == expected
