@@ -92,9 +92,17 @@ def test_a_contiguous_weight_has_the_gradient_of_autograd() -> None:
     assert torch.allclose(found[1], found[0], rtol=1e-4, atol=1e-3)
 
 
-def test_a_hook_of_a_weight_and_autograd_grad_get_the_gradient() -> None:
-    _, special = layers((96, 96, 3, 1, 1, (1, 1)), bias=False)
-    loss = special(torch.randn(2, 96, 1, 1)).sum()
+@pytest.mark.parametrize(
+    ("kernel", "shape", "samples"),
+    [("Product", (96, 96, 3, 1, 1, (1, 1)), 2), ("Winograd", (64, 64, 3, 1, 1, (4, 4)), 32)],
+)
+def test_a_hook_of_a_weight_and_autograd_grad_get_the_gradient(
+    kernel: str, shape: Tuple[Any, ...], samples: int
+) -> None:
+    _, special = layers(shape, bias=False)
+    result = special(torch.randn(samples, shape[0], *shape[5]).to(memory_format=torch.channels_last))
+    assert kernel in type(result.grad_fn).__name__
+    loss = result.sum()
     (expected,) = torch.autograd.grad(loss, special.weight, retain_graph=True)
     assert special.weight.grad is None
     seen: List[torch.Tensor] = []

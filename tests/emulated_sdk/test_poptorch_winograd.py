@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import List, Tuple
+from typing import Tuple
 
 import pytest
 import torch
@@ -90,19 +90,6 @@ def test_gradients_are_accumulated_as_by_autograd(shape: Tuple[int, int, int, Tu
         assert other.grad is not None
         assert own.grad.stride() == own.stride(), "the reduction would copy it"
         assert torch.equal(own.grad, other.grad)
-
-
-def test_a_hook_of_a_weight_and_autograd_grad_get_the_gradient() -> None:
-    layer = layer_of(SHAPES[0])
-    loss = layer(images_of(SHAPES[0])).sum()
-    (expected,) = torch.autograd.grad(loss, layer.weight, retain_graph=True)
-    assert layer.weight.grad is None
-    seen: List[torch.Tensor] = []
-    layer.weight.register_hook(seen.append)
-    with Accumulating():
-        loss.backward()
-    assert torch.equal(seen[0], expected)
-    assert torch.equal(layer.weight.grad, expected)
 
 
 def test_frozen_weights_and_inputs_without_gradient() -> None:

@@ -78,8 +78,9 @@ class _Tiling(NamedTuple):
         return self.tiles * _OUT * _OUT / (self.height * self.width)
 
     @property
-    def is_exact(self) -> bool:
-        return self.height % _OUT == 0 and self.width % _OUT == 0
+    def beyond(self) -> Tuple[int, int]:
+        """The rows and columns that the tiles have beyond the output."""
+        return _OUT * self.rows - self.height, _OUT * self.columns - self.width
 
     def groups(self, channels: int) -> Iterator[slice]:
         """Yield the samples of each group, for a convolution with at most `channels` channels."""
@@ -131,7 +132,7 @@ class _Winograd(torch.autograd.Function):
             if is_kept:
                 kept.append(points)
         result = outputs.view(tiling.samples, _OUT * tiling.rows, _OUT * tiling.columns, out_channels)
-        if not tiling.is_exact:
+        if any(tiling.beyond):
             result = result[:, : tiling.height, : tiling.width].contiguous()
         if bias is not None:
             result += bias
@@ -196,7 +197,7 @@ def _weight_gradient(weight: torch.Tensor, of_kernels: torch.Tensor) -> Optional
 
 def _input_tiles(images: torch.Tensor, tiling: _Tiling) -> torch.Tensor:
     """Return the input tiles of images [n, h, w, c]: [6, 6, n, rows, columns, c]."""
-    after_rows, after_columns = (_OUT * tiling.rows - tiling.height, _OUT * tiling.columns - tiling.width)
+    after_rows, after_columns = tiling.beyond
     padded = functional.pad(images, (0, 0, 1, 1 + after_columns, 1, 1 + after_rows))
     sample, row, column, _ = padded.stride()
     shape = (_IN, _IN, images.shape[0], tiling.rows, tiling.columns, images.shape[3])
@@ -205,8 +206,8 @@ def _input_tiles(images: torch.Tensor, tiling: _Tiling) -> torch.Tensor:
 
 def _output_tiles(outputs: torch.Tensor, tiling: _Tiling) -> torch.Tensor:
     """Return the output tiles of a tensor of shape [n, h, w, o]: [4, 4, n, rows, columns, o]."""
-    if not tiling.is_exact:
-        after_rows, after_columns = (_OUT * tiling.rows - tiling.height, _OUT * tiling.columns - tiling.width)
+    after_rows, after_columns = tiling.beyond
+    if after_rows or after_columns:
         outputs = functional.pad(outputs, (0, 0, 0, after_columns, 0, after_rows))
     by_tile = outputs.view(outputs.shape[0], tiling.rows, _OUT, tiling.columns, _OUT, -1)
     return by_tile.permute(2, 4, 0, 1, 3, 5)
