@@ -2,7 +2,8 @@
 
 `ray stop` ends all Ray processes on the host, also those of other clusters. This script ends the processes with
 RAYPOD_CLUSTER=<name> in their environment, and their descendants: Ray's agents and workers overwrite their environment
-with a process title. The start commands of the cluster files run it, and `raypod down` over ssh. Python 3.6 is enough.
+with a process title. It also ends agents and workers of a raylet that died, which keep its ports for a moment. The
+start commands of the cluster files run it, and `raypod down` over ssh. Python 3.6 is enough.
 """
 
 import contextlib
@@ -16,6 +17,8 @@ from typing import Dict, Iterator, List, Set
 
 MARK = "RAYPOD_CLUSTER"
 _GRACE_S = 5.0  # after SIGTERM, and again after SIGKILL
+_RAYLET = b"/raylet/raylet"
+_TITLE = b"ray::"  # begins the titles of raylet's children: agents and workers
 
 
 def stop(cluster: str) -> Dict[str, int]:
@@ -33,17 +36,28 @@ def stop(cluster: str) -> Dict[str, int]:
         while left and time.monotonic() < deadline:
             left = {pid for pid in left if _is_alive(pid)}
             time.sleep(0.05)
-    others = sum(1 for pid in _pids() if pid not in family and _arguments(pid)[0].endswith(b"/raylet/raylet"))
+    others = sum(1 for pid in _pids() if pid not in family and _is_raylet(pid))
     return {"found": len(family), "left": len(left), "others": others}
 
 
 def members(cluster: str) -> Set[int]:
-    """Return the pids of marked processes and their descendants, without this process and its ancestors."""
+    """Return the pids of marked processes, their descendants and orphans, without this process and its ancestors."""
     mark = (MARK + "=" + cluster).encode()
     parents = {pid: _parent(pid) for pid in _pids()}
     own = _ancestry(os.getpid(), parents)
     found = {pid for pid in parents if pid not in own and mark in _read(pid, "environ").split(b"\0")}
+    sessions = {_session(pid) for pid in found} - {0}
+    found |= {pid for pid in parents if _is_orphan(pid, parents) and _session(pid) in sessions}
     return found | {pid for pid in parents if pid not in own and found & set(_ancestry(pid, parents))}
+
+
+def _is_orphan(pid: int, parents: Dict[int, int]) -> bool:
+    """Return whether a process is an agent or a worker whose raylet died: it has no mark and no marked ancestor."""
+    return _arguments(pid)[0].startswith(_TITLE) and not any(map(_is_raylet, _ancestry(pid, parents)))
+
+
+def _is_raylet(pid: int) -> bool:
+    return _arguments(pid)[0].endswith(_RAYLET)
 
 
 def _ancestry(pid: int, parents: Dict[int, int]) -> List[int]:
@@ -66,8 +80,18 @@ def _read(pid: int, name: str) -> bytes:
 
 
 def _parent(pid: int) -> int:
+    return _number(pid, 1)
+
+
+def _session(pid: int) -> int:
+    """Return the session of a process, which all processes of one `ray start` share, also after the death of raylet."""
+    return _number(pid, 3)
+
+
+def _number(pid: int, field: int) -> int:
+    """Return a field after the name in /proc/PID/stat; 0 if the process exited."""
     words = _read(pid, "stat").rpartition(b")")[2].split()
-    return int(words[1]) if len(words) > 1 else 0
+    return int(words[field]) if len(words) > field else 0
 
 
 def _arguments(pid: int) -> List[bytes]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -23,13 +22,10 @@ from raypod.fleet import gcs, ray_admission
 from raypod.plan import shipped
 from raypod.plan.cluster import Cluster, Host, cluster_from, raise_mistakes, read_file
 from raypod.plan.cluster_file import ClusterFile
-from raypod.pod import collect_copies, file_checks, loaded_sources, ssh, stop_cluster
+from raypod.pod import collect_copies, file_checks, loaded_sources, ray_logs, ssh, stop_cluster
 
 _STOP_TIMEOUT_S = 60.0
-_MAX_MESSAGE = 240
 _MAX_CHANGES = 3  # in a message
-_COLOR = re.compile(r"\x1b\[[\d;]*m")
-_LAUNCHER_LINE = re.compile(r"\d{4}-\d\d-\d\d |Shared connection|Warning: Permanently")  # of Ray's launcher and ssh
 _SSH_SLACK_S = 30.0
 _SOURCE = "~/raypod/source/raypod"  # where the cluster files of this repository copy raypod
 
@@ -177,7 +173,8 @@ def _run_ray(verb: str, path: str, flags: List[str], variables: Dict[str, str], 
         except subprocess.TimeoutExpired:
             raise RunError(f"ray {verb} {path}: timed out after {timeout_s:g} s (--timeout); see {log}") from None
     if done.returncode:
-        raise RunError(f"ray {verb} {path} failed: {_error_line(Path(log).read_text(errors='replace'))}; see {log}")
+        cause = ray_logs.launcher_error(Path(log).read_text(errors="replace"))
+        raise RunError(f"ray {verb} {path} failed: {cause}; see {log}")
     Path(log).unlink()
     _say(f"ray {verb} {path}: done in {time.monotonic() - began:.0f} s")
 
@@ -198,16 +195,6 @@ def _remove_launcher_state(cluster: Cluster) -> None:
     """Remove the state file of Ray's launcher, so that it sets all hosts up again: their disks may be new."""
     with contextlib.suppress(FileNotFoundError):
         (_temp_folder() / "ray" / f"cluster-{cluster.name}.state").unlink()
-
-
-def _error_line(log: str) -> str:
-    """Return the most likely cause in a log: the last output of a failed command on a host, else an error of Ray."""
-    lines = [line.strip() for line in _COLOR.sub("", log).splitlines() if line.strip()]
-    failed = [at for at, line in enumerate(lines) if "New status: update-failed" in line]
-    output = [line for line in lines[: (failed or [0])[-1]] if not _LAUNCHER_LINE.match(line)]
-    errors = [line for line in lines if "Error" in line and "click.exceptions" not in line]
-    rest = [line for line in lines if "VINFO" not in line]  # VINFO: full ssh commands
-    return (output or errors or rest or ["no output"])[-1][:_MAX_MESSAGE]
 
 
 def _wait_for_hosts(cluster: Cluster, within_s: float, tls: Sequence[str]) -> None:
@@ -265,14 +252,17 @@ def _compare_sources(cluster: Cluster, file: ClusterFile, restart: str, mode: st
 
 
 def _why_missing(host: Host, cluster: Cluster) -> str:
-    done = ssh.run_on(host, cluster.ssh, ["true"], timeout_s=_SSH_SLACK_S)
+    words = ["bash", "-c", ray_logs.PRINT_RAYLET_LOGS]
+    done = ssh.run_on(host, cluster.ssh, words, timeout_s=_SSH_SLACK_S)
     if not done.succeeded:
         return done.error
-    # The head starts the workers. RAY_TMPDIR: as in the cluster files of this repository, or the default.
-    logs = "/ray/session_latest/logs/monitor.out"
-    command = f"tail -qn 400 /tmp/ray-$(id -un){logs} /tmp{logs} 2>/dev/null"
-    log = ssh.run_on(cluster.hosts[0], cluster.ssh, ["bash", "-c", command], timeout_s=_SSH_SLACK_S).output
-    return f"is reachable; the end of {logs} on the head: {_error_line(log)}"
+    cause = ray_logs.raylet_error(done.output)
+    if cause is None:  # the head starts the workers
+        log = ssh.run_on(
+            cluster.hosts[0], cluster.ssh, ["bash", "-c", ray_logs.PRINT_MONITOR_LOG], timeout_s=_SSH_SLACK_S
+        )
+        cause = f"the end of {ray_logs.MONITOR_LOG} on the head: {ray_logs.launcher_error(log.output)}"
+    return f"is reachable; {cause}"
 
 
 def _stop_processes(cluster: Cluster, hosts: Sequence[Host]) -> Dict[str, ssh.Result]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -130,6 +131,30 @@ def test_only_marked_processes_and_their_children_are_ended() -> None:
             assert process.stdout is not None
             process.stdout.close()
     assert wait_until(lambda: not stop_cluster.members("pod-ab"))
+
+
+def test_agents_of_a_dead_raylet_are_ended() -> None:
+    """They have lost the mark and the marked parent, but are in the session of a marked process, like log_monitor."""
+    agent = "(env -i bash -c 'exec -a ray::Agent sleep 60' & echo $!)"
+    program, environment = f"{agent}; exec sleep 60", {**os.environ, stop_cluster.MARK: "pod-orphan"}
+    ours = subprocess.Popen(["sh", "-c", program], env=environment, stdout=-1, start_new_session=True)
+    other = subprocess.Popen(["sh", "-c", f"{agent}; exec sleep 60"], stdout=-1, start_new_session=True)
+    assert ours.stdout is not None
+    assert other.stdout is not None
+    try:
+        orphan, not_ours = int(ours.stdout.readline()), int(other.stdout.readline())
+        assert wait_until(lambda: Path(f"/proc/{not_ours}/cmdline").read_bytes().startswith(b"ray::"))
+        assert wait_until(lambda: stop_cluster.members("pod-orphan") == {ours.pid, orphan})
+        assert stop_cluster.stop("pod-orphan")["left"] == 0
+        assert not stop_cluster.members("pod-orphan")
+        assert Path(f"/proc/{not_ours}").exists()
+    finally:
+        stop_cluster.stop("pod-orphan")
+        os.kill(not_ours, signal.SIGKILL)
+        other.kill()
+        for process in (ours, other):
+            process.wait(10)
+            process.stdout.close()  # type: ignore[union-attr]
 
 
 def test_a_join_that_hangs_exits_after_the_timeout() -> None:

@@ -161,20 +161,6 @@ def test_pass_through_keeps_output_and_exit_code(
     assert capfd.readouterr() == ("out a  b\n", "err\n")
 
 
-def test_the_error_line_is_the_output_of_the_failed_command() -> None:
-    log = (
-        "2026-11-21 15:59:28,010\tINFO updater.py:509 -- [7/7] Starting the Ray runtime\n"
-        "bash: ray: command not found\n"
-        "\x1b[0mShared connection to 10.77.0.11 closed.\n"
-        "2026-11-21 15:59:28,068\tERR updater.py:177 -- New status: update-failed\n"
-        "click.exceptions.ClickException: SSH command failed.\n"
-        "Error: Failed to setup head node.\n"
-    )
-    assert up._error_line(log) == "bash: ray: command not found"
-    assert up._error_line("FileNotFoundError: no such file: 'key'\nbye\n") == "FileNotFoundError: no such file: 'key'"
-    assert up._error_line("") == "no output"
-
-
 def test_the_launcher_state_of_an_earlier_start_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     (tmp_path / "ray").mkdir()

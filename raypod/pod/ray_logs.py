@@ -1,0 +1,55 @@
+"""Causes of a failed start in the logs of Ray's launcher, of its autoscaler and of a host's raylet."""
+
+from __future__ import annotations
+
+import re
+from typing import Optional
+
+# RAY_TMPDIR: as in the cluster files of this repository, or the default.
+_FOLDERS = "/tmp/ray-$(id -un)/ray /tmp/ray"
+MONITOR_LOG = "/ray/session_latest/logs/monitor.out"
+PRINT_MONITOR_LOG = (
+    f"for each in {_FOLDERS}; do tail -qn 400 $each/session_latest/logs/monitor.out 2>/dev/null; done; true"
+)
+# A shell script that prints the ends of the logs of a host's raylets since the last start of the head, the newest last.
+PRINT_RAYLET_LOGS = (
+    f"for each in {_FOLDERS}; do ls -tr $each/session_latest/logs/raylet*.out 2>/dev/null; done | "
+    'while read -r log; do tail -v -n 400 "$log"; done'
+)
+_MAX_MESSAGE = 240
+_COLOR = re.compile(r"\x1b\[[\d;]*m")
+_LAUNCHER_LINE = re.compile(r"\d{4}-\d\d-\d\d |Shared connection|Warning: Permanently")  # of Ray's launcher and ssh
+_LOG_HEADER = re.compile(r"==> (?P<path>.*) <==")
+_RAYLET_END = re.compile(
+    r"\[[^\]]* (?:[CF] \d+ \d+\] \(raylet\) \S+ +"  # levels that end the process
+    r"|E \d+ \d+\] \(raylet\) \S+ (?=The raylet exited))(?P<message>.*)"
+)
+_FAILED_CHECK = re.compile(r".*Check failed: \S+ ")
+# A fixed limit of raylet (Ray 2.60), which ends when it is exceeded.
+_SLOW_AGENT = re.compile(r"Timed out waiting for file (?P<file>\S*_port_)")
+_SLOW_AGENT_TEXT = "its agents did not start within Ray's limit of 15 s: is the host overloaded?"
+
+
+def launcher_error(log: str) -> str:
+    """Return the most likely cause in a log: the last output of a failed command on a host, else an error of Ray."""
+    lines = [line.strip() for line in _COLOR.sub("", log).splitlines() if line.strip()]
+    failed = [at for at, line in enumerate(lines) if "New status: update-failed" in line]
+    output = [line for line in lines[: (failed or [0])[-1]] if not _LAUNCHER_LINE.match(line)]
+    errors = [line for line in lines if "Error" in line and "click.exceptions" not in line]
+    rest = [line for line in lines if "VINFO" not in line]  # VINFO: full ssh commands
+    return (output or errors or rest or ["no output"])[-1][:_MAX_MESSAGE]
+
+
+def raylet_error(logs: str) -> Optional[str]:
+    """Return why a host's newest raylet that failed has ended, and its log, from what `PRINT_RAYLET_LOGS` printed."""
+    path, found = "", None
+    for line in logs.splitlines():
+        header, end = _LOG_HEADER.match(line), _RAYLET_END.match(line)
+        if header:
+            path = header.group("path")
+        if end:
+            found = (_FAILED_CHECK.sub("", end.group("message")), path)
+    if found is None:
+        return None
+    message = _SLOW_AGENT_TEXT if _SLOW_AGENT.search(found[0]) else found[0][:_MAX_MESSAGE]
+    return f"raylet ended there: {message} (log: {found[1]})"
