@@ -13,6 +13,7 @@ from raypod.monitor.snapshots import event_lines
 from raypod.record import run_state
 from raypod.record.event_log import NAME as EVENTS
 from raypod.record.growing_file import GrowingFile
+from raypod.record.recent_events import RecentEvents
 from raypod.record.run_end import LAUNCH, RunEndWatch
 from raypod.record.run_state import RunState
 
@@ -39,7 +40,7 @@ class RunFiles:
         self._metrics = GrowingFile(folder / METRICS, _tail_of(folder / METRICS))
         self._events = GrowingFile(folder / EVENTS)
         self._updates: List[Dict[str, Any]] = []
-        self._records: List[Dict[str, Any]] = []
+        self._recent = RecentEvents(_KEPT_EVENTS)
         self._placed: Dict[int, Mapping[str, Any]] = {}  # instance -> its newest start
         self._last: Dict[str, Mapping[str, Any]] = {}  # the newest event of each kind
 
@@ -77,7 +78,7 @@ class RunFiles:
             evaluation_update=evaluation.get("update"),
             instances=self._instances(plan),
             series=self._series(metrics),
-            events=event_lines(self._records),
+            events=event_lines(self._recent.records()),
             **state_fields,
         )
 
@@ -109,12 +110,12 @@ class RunFiles:
         with contextlib.suppress(OSError):
             records, restarted = self._events.read_records()
             if restarted:
-                self._records, self._placed, self._last = [], {}, {}
+                self._recent, self._placed, self._last = RecentEvents(_KEPT_EVENTS), {}, {}
             for record in records:
+                self._recent.append(record)
                 self._last[str(record.get("event"))] = record
                 if record.get("event") in ("run_started", "repaired"):
                     self._placed = _by_instance(record.get("instances"))
-            self._records = [*self._records, *records][-_KEPT_EVENTS:]
 
     def _specs(self, plan: Mapping[str, Any]) -> List[Mapping[str, Any]]:
         """Return the instances of the plan; after a change of the number of replicas, those that replaced them."""

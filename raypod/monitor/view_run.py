@@ -10,6 +10,7 @@ from raypod.monitor import style
 from raypod.monitor.columns import Column, fitted, table
 from raypod.monitor.model import EventLine, Instance, Run
 from raypod.monitor.words import UNKNOWN, age, amount, bar, clock, duration, percent, sparkline
+from raypod.record.recent_events import ROUTINE
 
 _MAX_SERIES = 4
 _LEAST_EVENTS = 3
@@ -22,7 +23,7 @@ def run_lines(run: Run, now_s: float, instance: int, size: Tuple[int, int], asci
     lines = head_lines(run, now_s, width, ascii_only)
     lines += _spark_lines(run, width, ascii_only)
     rows = _instance_lines(run, width, ascii_only)
-    events = event_lines(run.events, width, ascii_only)
+    events = event_lines(_notable(run.events), width, ascii_only)
     room = height - len(lines) - 1  # an empty line before the instances
     for_events = min(len(events) + 2, _LEAST_EVENTS + 2) if events and room >= 10 else 0
     shown = _window(rows, instance, max(2, room - for_events))
@@ -185,6 +186,12 @@ def _window(rows: Sequence[Text], selected: int, room: int) -> List[Text]:
     hidden = len(body) - count
     more = Text(f"{hidden} more: up and down", style=style.DIM)
     return [*rows[:1], *body[first : first + count], more]
+
+
+def _notable(events: Sequence[EventLine]) -> List[EventLine]:
+    """Return the events without the epochs, evaluations and checkpoints that a newer one has followed."""
+    newest = {each.kind: index for index, each in enumerate(events)}
+    return [each for index, each in enumerate(events) if each.kind not in ROUTINE or newest[each.kind] == index]
 
 
 def event_lines(events: Sequence[EventLine], width: int, ascii_only: bool) -> List[Text]:

@@ -40,6 +40,7 @@ from raypod.plan.plan import Plan
 from raypod.plan.tables import describe
 from raypod.record.call_times import CallsByInstance
 from raypod.record.event_log import event_name, fields_of
+from raypod.record.recent_events import RecentEvents
 
 VERSION = 1  # of the JSON: raised when the meaning of a key changes
 _RECENT_EVENTS = 50
@@ -75,7 +76,7 @@ class RunStatus:
         self.checkpoint: Optional[Dict[str, Any]] = None
         self.evaluation: Optional[Dict[str, Any]] = None
         self.ended: Optional[RunEnded] = None
-        self._recent: Deque[Dict[str, Any]] = collections.deque(maxlen=_RECENT_EVENTS)
+        self._recent = RecentEvents(_RECENT_EVENTS)
         self._losses: Deque[UpdateDone] = collections.deque(maxlen=_RECENT_UPDATES)
 
     def handle(self, event: Event) -> None:
@@ -139,7 +140,7 @@ class RunStatus:
         return {
             **self.current(),
             "recent_updates": self._recent_updates(),
-            "events": list(self._recent),
+            "events": self._recent.records(),
             "plan": self._description,
         }
 

@@ -8,7 +8,7 @@ from models import instance, make_run, usage
 from rich.text import Text
 
 from raypod.monitor.build_pod import build_pod
-from raypod.monitor.model import HostFacts, Pod, Usage
+from raypod.monitor.model import EventLine, HostFacts, Pod, Usage
 from raypod.monitor.render import plain, render
 from raypod.monitor.screen import EVENTS, LOG, POD, RUN, Screen
 
@@ -82,6 +82,16 @@ def test_more_instances_than_lines_scroll_with_the_selection() -> None:
     lines = shown(pod, RUN, 80, 24, instance=63)
     assert any(line.startswith("63") for line in lines)
     assert any("more: up and down" in line for line in lines)
+
+
+def test_a_repair_stays_in_the_run_view_of_a_long_run() -> None:
+    kinds = ["repaired", *(["epoch_done", "checkpoint_saved"] * 40)]
+    events = tuple(EventLine(float(index), kind, f"{kind} {index}") for index, kind in enumerate(kinds))
+    run = dataclasses.replace(make_run(), events=events)
+    pod = build_pod("one-host", 0.0, [], [run])
+    texts = [line.split("  ", 1)[1] for line in shown(pod, RUN) if line[2:3] == ":"]
+    assert texts == ["repaired 0", "epoch_done 79", "checkpoint_saved 80"]
+    assert sum("epoch_done" in line for line in shown(pod, EVENTS, height=200)) == 40
 
 
 def test_a_lost_instance_and_a_silent_coordinator(pod: Pod) -> None:
