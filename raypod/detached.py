@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import List, Optional, Sequence, Tuple
 
+from tqdm import tqdm
+
 from raypod.checkpoint import storage
 from raypod.cli import format_table
 from raypod.commands.background import Background, BackgroundProcess, RayJob
@@ -114,16 +116,18 @@ def status(run_dir: Path) -> int:
     found = lease_file.current(run_dir)
     state = _state_of(run_dir)
     silent_s = max(0.0, time.time() - found.renewed_s) if found else 0.0
-    name, is_healthy = _describe(state, may_be_alive(state, found, silent_s))
+    is_alive = may_be_alive(state, found, silent_s)
+    name, is_healthy = _describe(state, is_alive)
+    left = "" if state.left_s is None or not is_alive else f", {tqdm.format_interval(state.left_s)} left"
     rows = [
         ("state", name),
         ("coordinator", f"pid {state.pid} on {state.host}"),
-        ("update", f"{state.update} of {state.total_updates}"),
+        ("update", f"{state.update} of {state.total_updates}{left}"),
     ]
     if state.submission_id is not None:
         rows.insert(2, ("Ray job", state.submission_id))
     if state.loss is not None:
-        rows.append(("loss", f"{state.loss:.3f}, {state.samples_per_s or 0:.0f} images/s"))
+        rows.append(("loss", f"{state.loss:.3f}, {state.samples_per_s or 0:.0f} {state.samples_are}/s"))
     if state.restarts:
         rows.append(("restarts", str(state.restarts)))
     rows.append(("checkpoint", storage.latest_name(run_dir) or "none yet"))

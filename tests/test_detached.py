@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,6 +67,8 @@ def test_status_attach_and_stop_of_a_detached_run(detached: Path, capsys: pytest
     assert f"pid {state_of(detached).pid}" in out
     assert train(detached, "--epochs", "400").returncode == 2  # a folder has one coordinator
     assert wait_until(lambda: (detached / "checkpoints" / "LATEST").is_file(), 60)
+    assert main(["status", str(detached)]) == 0
+    assert re.search(r" update  \d+ of \d+, [\d:]+ left\n +loss  [\d.]+, \d+ images/s\n", capsys.readouterr().out)
     assert main(["stop", str(detached)]) == 0
     assert "interrupted after update" in capsys.readouterr().out
     assert main(["attach", str(detached)]) == 130
@@ -83,7 +86,9 @@ def test_the_same_command_resumes_a_run_whose_coordinator_died(
     os.kill(state.pid, signal.SIGKILL)
     assert wait_until(lambda: not state.is_alive)
     assert main(["status", str(detached)]) == 1
-    assert "coordinator died at update" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "coordinator died at update" in out
+    assert " left\n" not in out
     assert main(["attach", str(detached)]) == 1
     newest = int((detached / "checkpoints" / "LATEST").read_text().strip().rpartition("-")[2])
     updates = str(newest + 6)
