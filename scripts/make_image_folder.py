@@ -16,13 +16,15 @@ from PIL import Image
 _SIDES = (80, 121)  # the smallest, and above the largest
 
 
-def write(folder: Path, train: int, test: int, classes: int, seed: int = 0) -> Path:
+def write(
+    folder: Path, train: int, test: int, classes: int, seed: int = 0, patterns: int = make_cifar.PATTERNS
+) -> Path:
     """Write `train` and `test` images of `classes` classes, which alternate, to `folder`; return it."""
     random = np.random.default_rng(seed)
-    patterns = make_cifar.patterns_of(classes, random)
+    drawn = make_cifar.patterns_of(classes, random, patterns)
     for split, count in (("train", train), ("val", test)):
         labels = np.arange(count) % classes
-        images = make_cifar.images_of(labels, patterns, random).reshape(count, 3, make_cifar.SIDE, make_cifar.SIDE)
+        images = make_cifar.images_of(labels, drawn, random).reshape(count, 3, make_cifar.SIDE, make_cifar.SIDE)
         for label in range(classes):
             (folder / split / f"class{label:03d}").mkdir(parents=True, exist_ok=True)
         for index, (label, image) in enumerate(zip(labels, images)):
@@ -39,9 +41,10 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=10000)
     parser.add_argument("--test", type=int, default=1000)
     parser.add_argument("--classes", type=int, default=10)
+    parser.add_argument("--patterns", type=int, default=make_cifar.PATTERNS, help="per class")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    print(write(args.folder, args.train, args.test, args.classes, args.seed))
+    print(write(args.folder, args.train, args.test, args.classes, args.seed, args.patterns))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing_extensions import Literal
 
 from raypod.plan.run_section import RunSection
 from raypod.plan.section import MAX_TIMEOUT_S, Section
-from raypod.plan.values import Epochs, Names, parse_evaluations
+from raypod.plan.values import Epochs, ImageShape, Names, parse_evaluations
 
 CHECKPOINTS = "checkpoints"  # of a run folder
 MANIFEST = "manifest.json"  # its presence makes a folder a checkpoint
@@ -60,7 +60,7 @@ class DataSection(Section):
     download: bool = Field(False, description="download the files of cifar10 or cifar100 if they are missing")
     cache_dir: Optional[str] = Field(None, description="folder of decoded data (default: in the data folder)")
     samples: int = Field(4096, ge=1, description="number of samples of the synthetic data set")
-    image: str = Field("3x32x32", pattern=r"^[1-9]\d*x[1-9]\d*x[1-9]\d*$", description="CxHxW of the synthetic images")
+    image: ImageShape = Field("3x32x32", description="CxHxW of the synthetic images")
     classes: int = Field(10, ge=2, description="number of classes of the synthetic data set")
     augment: bool = Field(True, description="randomly crop and flip training images, as is usual for the data set")
     crop_padding: Optional[int] = Field(None, ge=0, description="maximum shift of an augmented image in pixels")

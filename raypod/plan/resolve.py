@@ -19,6 +19,7 @@ from raypod.plan import shipped
 from raypod.plan.config import CHECKPOINTS, IMAGE_CLASSIFICATION, MANIFEST, Config, PodSection, TaskOptions, fields
 from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader, syntax_error
 from raypod.plan.urls import is_url
+from raypod.plan.validation import config_error
 
 Values = Dict[str, Dict[str, Any]]  # section -> key -> value as given, not validated
 TASK_NAME = "task.name"
@@ -174,12 +175,12 @@ def from_values(
     try:
         options = schema.options.model_validate({key: value for key, value in task.items() if key != "name"})
     except pydantic.ValidationError as error:
-        raise ConfigError("; ".join(_validation_message(detail, "task.") for detail in error.errors())) from None
+        raise config_error(error, "task.") from None
     named = {"name": task["name"]} if task.get("name") is not None else {}
     try:
         return Config.model_validate({**derived, "task": {**named, **options.model_dump(mode="json")}})
     except pydantic.ValidationError as error:
-        raise ConfigError("; ".join(_validation_message(detail) for detail in error.errors())) from None
+        raise config_error(error) from None
 
 
 def read_yaml(path: Path) -> Values:
@@ -268,12 +269,6 @@ def _whole_number(value: Any) -> Optional[int]:
         return int(value)
     except (TypeError, ValueError):
         return None
-
-
-def _validation_message(detail: Any, prefix: str = "") -> str:
-    name = prefix + ".".join(str(part) for part in detail["loc"])
-    text = detail["msg"].partition("Value error, ")[2] or detail["msg"]  # pydantic's prefix for a ValueError
-    return f"{name} = {detail['input']!r}: {text[:1].lower()}{text[1:]}"
 
 
 def run_folder_of(resume: str) -> Optional[Path]:

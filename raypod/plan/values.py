@@ -15,6 +15,7 @@ from raypod.plan.urls import check_url, is_url
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 _INTERVAL = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(update|epoch|minute)s?\s*$")
 _UPDATES = re.compile(r"\s*updates?\s+(\d{1,12})(?:\s*-\s*(\d{1,12}))?\s*$")
+_IMAGE = re.compile(r"[1-9]\d*x[1-9]\d*x[1-9]\d*$")
 _EVALUATIONS = re.compile(r"\s*(\d{1,9})\s*evaluations?\s*$")
 
 
@@ -104,6 +105,12 @@ def _check_trackers(names: Optional[Tuple[str, ...]]) -> Optional[Tuple[str, ...
     return names
 
 
+def _check_image(text: str) -> str:
+    if _IMAGE.match(text) is None:
+        raise ValueError("must be channels x height x width, as in 3x32x32")
+    return text
+
+
 def _check_updates(text: Optional[str]) -> Optional[str]:
     if text is not None:
         parse_updates(text)
@@ -126,6 +133,7 @@ Epochs = Annotated[
     pydantic.BeforeValidator(_split_numbers),
     pydantic.AfterValidator(_check_ascending),
 ]
+ImageShape = Annotated[str, pydantic.AfterValidator(_check_image)]
 Trackers = Annotated[Names, pydantic.AfterValidator(_check_trackers)]
 Updates = Annotated[Optional[str], pydantic.AfterValidator(_check_updates)]
 StorageUrl = Annotated[Optional[str], pydantic.AfterValidator(_check_storage)]

@@ -100,7 +100,7 @@ def test_a_config_is_a_path_a_dict_or_a_config_and_flags_replace_it(tmp_path: Pa
     [
         ({"batch_sice": 8}, "unknown flag batch_sice; did you mean batch_size?"),
         ({"callback": print}, "did you mean callbacks?"),
-        ({"batch_size": 0}, "training.batch_size = 0: input should be greater"),
+        ({"batch_size": 0}, "training.batch_size = 0: must be at least 1"),
         ({"replicas": 2, "num_replicas": 2}, "both given"),
         ({"cluster": "missing.yaml"}, "cannot read the cluster file missing.yaml"),
         ({"config": {"training": {"epoch": 1}}}, "did you mean training.epochs?"),

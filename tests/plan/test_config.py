@@ -7,6 +7,8 @@ from raypod.plan import resolve
 from raypod.plan.config import Config, fields
 from raypod.plan.values import Interval, parse_interval
 
+OUT_OF_BOUNDS = "must be (a finite number|greater than|at least|less than|at most) ?"
+
 
 @pytest.mark.parametrize(
     ("text", "interval", "updates", "seconds"),
@@ -67,15 +69,24 @@ def test_all_keys() -> None:
         ("pod", "cluster", "", "must not be empty"),
         ("training", "batch_size", True, "must not be a boolean"),
         ("training", "learning_rate", True, "must not be a boolean"),
+        ("training", "batch_size", 0, "^training.batch_size = 0: must be at least 1$"),
+        ("training", "epochs", "x", "^training.epochs = 'x': must be a whole number$"),
+        ("training", "learning_rate", "fast", "learning_rate = 'fast': must be a number$"),
+        ("training", "precision", "8.8", "precision = '8.8': must be '16.16', '16.32' or '32.32'$"),
+        ("data", "augment", "maybe", "augment = 'maybe': must be true or false$"),
+        ("data", "image", "3x3", "image = '3x3': must be channels x height x width, as in 3x32x32$"),
         ("training", "lr_steps", [True], "must be a list of numbers"),
         ("training", "lr_steps", [30, 10], "must be in ascending order"),
         ("training", "lr_steps", "10,,20", "without empty entries"),
         ("training", "lr_steps", [], "without empty entries"),
         ("training", "pipeline_splits", "a,", "without empty entries"),
         ("training", "pipeline_splits", ["a", "a"], "a is listed twice"),
-        *(("training", key, float("nan"), "input should be") for key in ("momentum", "weight_decay", "learning_rate")),
         *(
-            ("run", key, value, "input should be")
+            ("training", key, float("nan"), OUT_OF_BOUNDS)
+            for key in ("momentum", "weight_decay", "learning_rate")
+        ),
+        *(
+            ("run", key, value, OUT_OF_BOUNDS)
             for key in ("start_timeout_s", "stuck_after_s")
             for value in ("inf", -1)
         ),

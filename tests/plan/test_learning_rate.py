@@ -113,7 +113,7 @@ def test_a_custom_schedule_has_no_warmup_by_default() -> None:
             r"at update 0: RuntimeError: no rate \(test_learning_rate.py:\d+, in fails\)",
         ),
         (["--lr-schedule", f"{__name__}:of_too_much"], "takes .*more"),
-        (["--lr-floor", "1.5"], "less than or equal to 1"),
+        (["--lr-floor", "1.5"], "must be at most 1"),
         (["--lr-floor", "0.1", "--lr-schedule", "constant"], "--lr-floor has no effect on --lr-schedule constant"),
         (["--lr-power", "2"], "--lr-power has no effect on --lr-schedule cosine"),
         (["--lr-power", "0", "--lr-schedule", "polynomial"], "greater than 0"),

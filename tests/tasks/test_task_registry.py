@@ -103,7 +103,7 @@ def test_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("task", "flags", "words"),
     [
-        ("Task", ["--width", "0"], "task.width = '0': input should be greater than or equal to 1"),
+        ("Task", ["--width", "0"], "task.width = '0': must be at least 1"),
         ("Task", ["--widht", "3"], "unknown flag --widht; did you mean --width?"),
         ("Task", ["task.widht=3"], "unknown key task.widht in the command line; did you mean task.width?"),
         ("Task", ["--model", "resnet18"], "--model has no effect on the task registered_tasks:Task: omit it"),
