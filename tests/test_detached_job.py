@@ -118,7 +118,8 @@ def test_a_job_runs_the_command_with_the_environment_of_this_process(
         job.begin()
     assert wait_until(lambda: job.poll() is not None)
     assert job.poll() == 5
-    assert wait_until(lambda: (tmp_path / "log").read_text() == f"12345 {tmp_path} an argument\n")
+    log = tmp_path / "log"
+    assert wait_until(lambda: log.is_file() and log.read_text() == f"12345 {tmp_path} an argument\n")
     (submitted,) = server.submitted
     assert "12345" not in json.dumps(submitted)
     assert submitted["submission_id"].startswith("raypod-my-run-")

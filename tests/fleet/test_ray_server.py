@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, List
 
 import pytest
-from bounded import COMMAND_S
+from bounded import COMMAND_S, wait_until
 from checkpoint.saved_runs import save
 from ray_cluster import SECOND_HOST, ray_cluster
 
@@ -101,8 +101,16 @@ class KilledInTheMiddle:
             for handle in self._before:
                 self._server.result(handle, COMMAND_S)
             self._server.close()
+            assert wait_until(self._has_ended)  # Ray ends the process later
         self._before.append(self._server.request(method, *arguments))
         return self._before[-1]
+
+    def _has_ended(self) -> bool:
+        try:
+            self._server.result(self._server.request("__ray_ready__"), COMMAND_S)
+        except ConnectionError:
+            return True
+        return False
 
     def result(self, handle: Any, timeout_s: float) -> Any:
         """See `Server.result`."""

@@ -81,15 +81,8 @@ def test_all_keys() -> None:
         ("training", "lr_steps", [], "without empty entries"),
         ("training", "pipeline_splits", "a,", "without empty entries"),
         ("training", "pipeline_splits", ["a", "a"], "a is listed twice"),
-        *(
-            ("training", key, float("nan"), OUT_OF_BOUNDS)
-            for key in ("momentum", "weight_decay", "learning_rate")
-        ),
-        *(
-            ("run", key, value, OUT_OF_BOUNDS)
-            for key in ("start_timeout_s", "stuck_after_s")
-            for value in ("inf", -1)
-        ),
+        *(("training", key, float("nan"), OUT_OF_BOUNDS) for key in ("momentum", "weight_decay", "learning_rate")),
+        *(("run", key, value, OUT_OF_BOUNDS) for key in ("start_timeout_s", "stuck_after_s") for value in ("inf", -1)),
     ],
 )
 def test_values_without_a_meaning_are_errors(section: str, key: str, value: object, words: str) -> None:
