@@ -1,9 +1,10 @@
 """Train every file of `configs/` on generated data: `python scripts/prove_recipes.py [RECIPE...]`.
 
-The data has the real format: CIFAR-10's pickled batches, ImageNet's folders of JPEG files. A recipe keeps its model,
-stem, precision, optimizer, schedule, placement on IPUs per replica and data path; the batch and the number of replicas
-are those below, so that a CPU trains a few hundred updates in minutes, and the learning rate is scaled with the global
-batch where the recipe has one for thousands of samples. A recipe is proven if the mean loss of the last tenth of the
+The data has the real format: CIFAR-10's pickled batches, ImageNet's folders of JPEG files. The deepest models get one
+pattern per class, which a few thousand images teach. A recipe keeps its model, stem, precision, optimizer, schedule,
+placement on IPUs per replica and data path; the batch, the number of replicas and the warm-up are those below, so that
+a CPU trains a few hundred updates in minutes, and the learning rate is scaled with the global batch where the recipe
+has one for thousands of samples. A recipe is proven if the mean loss of the last tenth of the
 updates is below `FALLS_TO` of that of the first tenth; the difference is also printed in standard errors. The exit code
 is 1 if a recipe is not proven.
 """
@@ -26,9 +27,10 @@ ROOT = Path(__file__).resolve().parent.parent
 FALLS_TO = 0.8
 LIMIT_S = 1800
 IMAGENET = [
-    *("--image-size", "64", "--batch-size", "8", "--gradient-accumulation", "2", "--num-workers", "1"),
+    *("--image-size", "64", "--batch-size", "16", "--gradient-accumulation", "2", "--num-workers", "1"),
     *("--replicas", "2", "--num-instances", "2", "--learning-rate", "0.004", "--warmup-updates", "20"),
 ]
+FOUR_REPLICAS = ["--replicas", "4", "--gradient-accumulation", "1"]
 # The updates, and the flags that make a recipe small.
 SMALL: Dict[str, Tuple[int, List[str]]] = {
     "cifar10-resnet18": (
@@ -43,17 +45,17 @@ SMALL: Dict[str, Tuple[int, List[str]]] = {
         [*("--batch-size", "4", "--gradient-accumulation", "4", "--device-iterations", "1", "--replicas", "2")],
     ),
     "cifar10-resnet101-2ipu": (
-        200,
+        150,
         [
-            *("--batch-size", "4", "--gradient-accumulation", "4", "--device-iterations", "1"),
-            *("--replicas", "2", "--num-instances", "2", "--learning-rate", "0.0003"),
+            *("--batch-size", "16", "--gradient-accumulation", "3", "--device-iterations", "1"),
+            *("--replicas", "2", "--num-instances", "2", "--learning-rate", "0.0005", "--warmup-updates", "20"),
         ],
     ),
     "digits": (660, []),
     "gpt-tiny": (300, ["--max-mb", "0.3"]),
     "imagenet-resnet50-pod4": (200, IMAGENET),
-    "imagenet-resnet50-pod16": (200, [*IMAGENET, "--replicas", "4"]),
-    "imagenet-resnet50-pod64": (200, [*IMAGENET, "--replicas", "4", "--num-instances", "1", "--fleet", "inline"]),
+    "imagenet-resnet50-pod16": (200, [*IMAGENET, *FOUR_REPLICAS]),
+    "imagenet-resnet50-pod64": (200, [*IMAGENET, *FOUR_REPLICAS, "--num-instances", "1", "--fleet", "inline"]),
 }
 
 
@@ -62,11 +64,11 @@ def write_data(recipe: str, folder: Path) -> List[str]:
     if recipe.startswith("cifar10"):
         import make_cifar
 
-        make_cifar.write(folder, 8000, 500, 10)
+        make_cifar.write(folder, 8000, 500, 10, patterns=1 if "resnet101" in recipe else make_cifar.PATTERNS)
     elif recipe.startswith("imagenet"):
         import make_image_folder
 
-        make_image_folder.write(folder, 3200, 200, 10)
+        make_image_folder.write(folder, 3200, 200, 10, patterns=1)
     else:
         return []
     return ["--data-dir", str(folder)]

@@ -28,7 +28,7 @@ null). Its size is bounded, whatever the length of the run. Keys:
     versions     {package: {version: [instances]}}
     plan         null, or what `plan_data.plan_data` returns
     config       {"section.key": value}
-    summary      null, or the content of `summary.json` without its evaluations
+    summary      null, or the content of `summary.json` of the newest start, without its evaluations
 """
 
 from __future__ import annotations
@@ -99,9 +99,8 @@ class RunReader:
 
     def data(self, max_rows: int = MAX_ROWS) -> Dict[str, Any]:
         """Return the run as plain data with at most `max_rows` rows of the curves."""
-        plan, summary = self._content(PLAN), dict(self._content(SUMMARY))
+        plan, summary = self._content(PLAN), self._summary()
         config = _flat(self._content(CONFIG))
-        summary.pop("evaluations", None)
         is_running = self._state["state"] in (run_state.STARTING, run_state.RUNNING)
         drawn = plan_data(plan, config)
         curves, state = self._curves.data(max_rows), dict(self._state)
@@ -128,6 +127,13 @@ class RunReader:
             "config": config,
             "summary": summary or None,
         }
+
+    def _summary(self) -> Dict[str, Any]:
+        """Return the summary of the newest start without its evaluations; {} as long as that one has not ended."""
+        written_s = self._contents.get(SUMMARY, ((0, 0), None))[0][1] / 1e9
+        if written_s < (self._starts.began_unix_s or 0):
+            return {}
+        return {key: value for key, value in self._content(SUMMARY).items() if key != "evaluations"}
 
     def _read(self, file: GrowingFile, add: Callable[[List[Dict[str, Any]], bool], None]) -> bool:
         """Pass the new records of a file to `add`, in parts of bounded size."""
