@@ -17,6 +17,7 @@ _PACKAGES = ("raypod", "torch", "numpy", "ray", "poptorch", "pillow", "simplejpe
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
 _NEVER = 2**31 - 1
 _SMALL_BYTES = 1 << 16
+_LONGEST_START_S = 60.0  # of an interpreter and its imports
 
 
 def cpus_of_node(index: int, nodes: Path = _NUMA_NODES) -> Optional[List[int]]:
@@ -67,13 +68,18 @@ def process_start_ticks(pid: int) -> Optional[int]:
 
 
 def process_age_s() -> float:
-    """Return the seconds since this process started, which include interpreter start and imports; 0.0 without /proc."""
+    """Return the seconds since this process started, which include interpreter start and imports; 0.0 without /proc.
+
+    Also 0.0 from `_LONGEST_START_S` on: then the process was a shell that did something else before, as in
+    `sh -c 'pip install ... && exec raypod train'`; Linux keeps the start time over exec.
+    """
     try:
         started_ticks = int(_stat_fields(os.getpid())[19])
         uptime_s = float(Path("/proc/uptime").read_text().split()[0])
     except OSError:
         return 0.0
-    return uptime_s - started_ticks / os.sysconf("SC_CLK_TCK")
+    age_s = uptime_s - started_ticks / os.sysconf("SC_CLK_TCK")
+    return age_s if age_s < _LONGEST_START_S else 0.0
 
 
 class StepTimer:

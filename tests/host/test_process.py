@@ -10,6 +10,7 @@ from typing import Callable
 
 import pytest
 
+from raypod.host import process
 from raypod.host.process import StepTimer, cpu_seconds, process_age_s, process_start_ticks
 
 PROGRAM = """
@@ -54,7 +55,14 @@ def test_a_process_has_start_ticks_until_it_is_reaped() -> None:
     assert ticks >= (process_start_ticks(os.getpid()) or 0)
     child.communicate(b"\n", timeout=30)
     assert process_start_ticks(child.pid) is None
-    assert process_age_s() > 0
+
+
+def test_the_age_of_a_process_is_that_of_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from raypod.host.process import process_age_s; print(process_age_s())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert 0 < float(done.stdout) < 60
+    monkeypatch.setattr(process, "_LONGEST_START_S", 0.01)  # this process is older, like a shell that ends with exec
+    assert process_age_s() == 0
 
 
 def test_consecutive_steps_are_measured_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
