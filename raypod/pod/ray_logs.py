@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Optional
 
@@ -11,19 +12,12 @@ MONITOR_LOG = "/ray/session_latest/logs/monitor.out"
 PRINT_MONITOR_LOG = (
     f"for each in {_FOLDERS}; do tail -qn 400 $each/session_latest/logs/monitor.out 2>/dev/null; done; true"
 )
-# A shell script that prints the ends of the logs of a host's raylets since the last start of the head, the newest last.
-PRINT_RAYLET_LOGS = (
-    f"for each in {_FOLDERS}; do ls -tr $each/session_latest/logs/raylet*.out 2>/dev/null; done | "
-    'while read -r log; do tail -v -n 400 "$log"; done'
-)
 _MAX_MESSAGE = 240
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
 _LAUNCHER_LINE = re.compile(r"\d{4}-\d\d-\d\d |Shared connection|Warning: Permanently")  # of Ray's launcher and ssh
 _LOG_HEADER = re.compile(r"==> (?P<path>.*) <==")
-_RAYLET_END = re.compile(
-    r"\[[^\]]* (?:[CF] \d+ \d+\] \(raylet\) \S+ +"  # levels that end the process
-    r"|E \d+ \d+\] \(raylet\) \S+ (?=The raylet exited))(?P<message>.*)"
-)
+# Levels C and F abort the process. A raylet that was told to stop also logs errors, of level E.
+_RAYLET_ABORT = re.compile(r"\[[^\]]* [CF] \d+ \d+\] \(raylet\) \S+ +(?P<message>.*)")
 _FAILED_CHECK = re.compile(r".*Check failed: \S+ ")
 # A fixed limit of raylet (Ray 2.60), which ends when it is exceeded.
 _SLOW_AGENT = re.compile(r"Timed out waiting for file (?P<file>\S*_port_)")
@@ -40,11 +34,20 @@ def launcher_error(log: str) -> str:
     return (output or errors or rest or ["no output"])[-1][:_MAX_MESSAGE]
 
 
+def print_raylet_logs(since_s: float) -> str:
+    """Return a shell script that prints the ends of raylets' logs of the last `since_s` seconds, the newest last."""
+    recent = f"-name 'raylet*.out' -mmin -{math.ceil(since_s / 60)}"
+    return (
+        f"for each in {_FOLDERS}; do find $each/session_latest/logs/ {recent} "
+        '-exec ls -tr {} + 2>/dev/null; done | while read -r log; do tail -v -n 400 "$log"; done'
+    )
+
+
 def raylet_error(logs: str) -> Optional[str]:
-    """Return why a host's newest raylet that failed has ended, and its log, from what `PRINT_RAYLET_LOGS` printed."""
+    """Return why a host's newest raylet that failed has ended, and its log, from what `print_raylet_logs` prints."""
     path, found = "", None
     for line in logs.splitlines():
-        header, end = _LOG_HEADER.match(line), _RAYLET_END.match(line)
+        header, end = _LOG_HEADER.match(line), _RAYLET_ABORT.match(line)
         if header:
             path = header.group("path")
         if end:

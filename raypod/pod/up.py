@@ -211,9 +211,8 @@ def _wait_for_hosts(cluster: Cluster, within_s: float, tls: Sequence[str]) -> No
         raise RunError(f"cannot list the hosts of the cluster on {head.name}: no JSON in {done.excerpt}")
     if not answer["missing"]:
         return
-    reasons = ssh.map_hosts(
-        [host for host in cluster.hosts if host.address in answer["missing"]], lambda host: _why_missing(host, cluster)
-    )
+    missing = [host for host in cluster.hosts if host.address in answer["missing"]]
+    reasons = ssh.map_hosts(missing, lambda host: _why_missing(host, cluster, within_s + _SSH_SLACK_S))
     lines = "\n  ".join(f"{name}: {reason}" for name, reason in reasons.items())
     gcs_error = f" ({answer['error']})" if answer["error"] else ""
     raise RunError(
@@ -251,8 +250,8 @@ def _compare_sources(cluster: Cluster, file: ClusterFile, restart: str, mode: st
         )
 
 
-def _why_missing(host: Host, cluster: Cluster) -> str:
-    words = ["bash", "-c", ray_logs.PRINT_RAYLET_LOGS]
+def _why_missing(host: Host, cluster: Cluster, since_s: float) -> str:
+    words = ["bash", "-c", ray_logs.print_raylet_logs(since_s)]
     done = ssh.run_on(host, cluster.ssh, words, timeout_s=_SSH_SLACK_S)
     if not done.succeeded:
         return done.error
