@@ -21,12 +21,11 @@ def summary_of(folder: Path, *flags: str) -> Dict[str, Any]:
     return summary
 
 
-# Typical are 98 and 93 %; 99 % after the 15 epochs of the recipe. .ci/run trains in 32.32.
-@pytest.mark.parametrize(("precision", "epochs", "least"), [("16.16", "6", 95), ("16.32", "3", 85)])
-def test_the_digits_recipe_in_half_precision(tmp_path: Path, precision: str, epochs: str, least: float) -> None:
+@pytest.mark.parametrize("precision", ["16.16", "16.32"])  # .ci/run trains in 32.32
+def test_six_epochs_of_the_digits_recipe_in_half_precision(tmp_path: Path, precision: str) -> None:
     recipe = str(HOME / "configs" / "digits.yaml")
-    summary = summary_of(tmp_path / "run", "--config", recipe, "--epochs", epochs, "--precision", precision)
-    assert summary["test_accuracy"] >= least
+    summary = summary_of(tmp_path / "run", "--config", recipe, "--epochs", "6", "--precision", precision)
+    assert summary["test_accuracy"] >= 95  # about 98; 99 after the 15 epochs of the recipe
 
 
 def test_a_resnet18_learns_images_in_the_cifar_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,7 @@ def test_the_instances_of_a_lost_host_move_to_a_spare_host_then_to_a_used_one(
     head, second, spare = hosts.nodes
     addresses = (head.node_ip_address, SECOND_HOST, THIRD_HOST)
     cluster = Cluster("three", tuple(Host(address, address) for address in addresses))
-    bounds = {"silent_after_s": 6, "stop_timeout_s": 60}  # instance 0 may be slow to abort on a busy machine
-    plan = plan_for(tmp_path / "ray", cluster, pod={"num_instances": 2}, training=long, run=bounds)
+    plan = plan_for(tmp_path / "ray", cluster, pod={"num_instances": 2}, training=long, run={"silent_after_s": 6})
     assert [host.name for host in plan.placement.hosts] == list(addresses[:2])
 
     def end_second(plan: Plan) -> None:
@@ -60,7 +59,8 @@ def test_the_instances_of_a_lost_host_move_to_a_spare_host_then_to_a_used_one(
 
     outcome = run(plan, [(6, end_second), (14, freeze_spare)])
     assert_undisturbed(plan, outcome, run(inline))
-    assert [(loss.instance, loss.host) for loss in outcome.losses] == [(1, SECOND_HOST), (1, THIRD_HOST)]
-    assert outcome.losses[0].kind == "died"
-    assert outcome.losses[1].kind in ("silent", "died")  # raypod notices the frozen host first, or Ray
+    assert [(loss.instance, loss.host, loss.kind) for loss in outcome.losses] == [
+        (1, SECOND_HOST, "died"),
+        (1, THIRD_HOST, "silent"),
+    ], outcome.losses
     assert [repair.hosts for repair in outcome.repairs] == [(THIRD_HOST,), (head.node_ip_address,)]

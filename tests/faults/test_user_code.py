@@ -79,7 +79,7 @@ def test_the_results_of_an_instance_that_dies_between_its_last_exchange_and_its_
 
 def test_an_endless_loop_is_ended_later_than_code_that_uses_no_cpu_time(session: Any, folder: Path) -> None:
     reference = run(plan_of(folder, "inline"))
-    plan = plan_of(folder, "ray", stuck_after_s=2, report_timeout_s=60)
+    plan = plan_of(folder, "ray", stuck_after_s=4, report_timeout_s=60)
     found = run(plan, [(5, fail(folder, "model-loops"))])
     assert_undisturbed(plan, found, reference)
     (loss,) = found.losses
