@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import resource
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,7 +18,6 @@ _PACKAGES = ("raypod", "torch", "numpy", "ray", "poptorch", "pillow", "simplejpe
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
 _NEVER = 2**31 - 1
 _SMALL_BYTES = 1 << 16
-_LONGEST_START_S = 60.0  # of an interpreter and its imports
 
 
 def cpus_of_node(index: int, nodes: Path = _NUMA_NODES) -> Optional[List[int]]:
@@ -70,8 +70,8 @@ def process_start_ticks(pid: int) -> Optional[int]:
 def process_age_s() -> float:
     """Return the seconds since this process started, which include interpreter start and imports; 0.0 without /proc.
 
-    Also 0.0 from `_LONGEST_START_S` on: then the process was a shell that did something else before, as in
-    `sh -c 'pip install ... && exec raypod train'`; Linux keeps the start time over exec.
+    Linux keeps the start time over exec: in `sh -c 'pip install ... && exec raypod train'` it is that of the shell,
+    whose commands count as children of this process. Then the CPU time of this process is the measure of its start.
     """
     try:
         started_ticks = int(_stat_fields(os.getpid())[19])
@@ -79,7 +79,8 @@ def process_age_s() -> float:
     except OSError:
         return 0.0
     age_s = uptime_s - started_ticks / os.sysconf("SC_CLK_TCK")
-    return age_s if age_s < _LONGEST_START_S else 0.0
+    has_had_children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt > 0
+    return min(age_s, time.process_time()) if has_had_children else age_s
 
 
 class StepTimer:
