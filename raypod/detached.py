@@ -118,7 +118,7 @@ def status(run_dir: Path) -> int:
     silent_s = max(0.0, time.time() - found.renewed_s) if found else 0.0
     is_alive = may_be_alive(state, found, silent_s)
     name, is_healthy = _describe(state, is_alive)
-    left = "" if state.left_s is None or not is_alive else f", {tqdm.format_interval(state.left_s)} left"
+    left = "" if state.eta_s is None or not is_alive else f", {tqdm.format_interval(state.eta_s)} left"
     rows = [
         ("state", name),
         ("coordinator", f"pid {state.pid} on {state.host}"),

@@ -67,7 +67,7 @@ def test_status_attach_and_stop_of_a_detached_run(detached: Path, capsys: pytest
     assert f"pid {state_of(detached).pid}" in out
     assert train(detached, "--epochs", "400").returncode == 2  # a folder has one coordinator
     assert wait_until(lambda: (detached / "checkpoints" / "LATEST").is_file(), 60)
-    assert wait_until(lambda: state_of(detached).left_s is not None, 60)  # the file is written once a second
+    assert wait_until(lambda: state_of(detached).eta_s is not None, 60)  # the file is written once a second
     assert main(["status", str(detached)]) == 0
     assert re.search(r" update  \d+ of \d+, [\d:]+ left\n +loss  [\d.]+, \d+ images/s\n", capsys.readouterr().out)
     assert main(["stop", str(detached)]) == 0

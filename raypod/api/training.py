@@ -202,9 +202,7 @@ class Training:
     def _recorders(self, fleet: Fleet, stack: contextlib.ExitStack) -> Iterator[Recorder]:
         """Open what shows the run to other processes: `state.json`, the status endpoint and `events.jsonl`."""
         plan, folder = self._run.plan, self._run.claim.folder
-        state = stack.enter_context(
-            run_state.StateFile(folder, plan.total_updates, self._stop.exit_code, plan.task.samples_are)
-        )
+        state = stack.enter_context(run_state.StateFile(folder, plan, self._stop.exit_code))
         yield state
         yield CoordinatorLogTimes(folder)
         status = RunStatus(plan, fleet.heartbeats)

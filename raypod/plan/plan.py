@@ -188,6 +188,11 @@ class Plan:
         in_epochs = self.updates_per_epoch * self.config.training.epochs
         return min(self.config.training.updates or in_epochs, in_epochs)
 
+    def eta_s(self, update: int, samples_per_s: float) -> Optional[float]:
+        """Return the seconds of training after an update, without evaluations and checkpoints; None without a rate."""
+        left = max(0, self.total_updates - update)
+        return left * self.geometry.global_batch_size / samples_per_s if samples_per_s > 0 else None
+
     def legs(self, first_update: int = 0) -> List[Leg]:
         """Return all legs from `first_update` on."""
         legs, update = [], first_update

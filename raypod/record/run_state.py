@@ -21,6 +21,7 @@ from raypod.host.abort import on_abort
 from raypod.host.files import strict_json
 from raypod.host.job_driver import submission_id_of
 from raypod.host.process import process_start_ticks
+from raypod.plan.plan import Plan
 
 NAME = "state.json"
 _WRITE_INTERVAL_S = 1.0
@@ -41,7 +42,7 @@ class RunState:
     loss: Optional[float] = None
     samples_per_s: Optional[float] = None
     samples_are: str = "samples"  # what the task calls them, as in "images"
-    left_s: Optional[float] = None  # seconds of training that are left, without evaluations and checkpoints
+    eta_s: Optional[float] = None  # see `Plan.eta_s`
     restarts: int = 0  # since the coordinator was started
     exit_code: Optional[int] = None
     message: str = ""  # of the error that ended the run
@@ -106,18 +107,12 @@ def end_of(error: BaseException) -> Tuple[str, int, str]:
 class StateFile:
     """Writes the state of the run of this process."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        total_updates: int,
-        preemption_exit_code: int = cli.INTERRUPTED,
-        samples_are: str = "samples",
-    ) -> None:
-        self._path, self._preemption_exit_code = run_dir / NAME, preemption_exit_code
+    def __init__(self, run_dir: Path, plan: Plan, preemption_exit_code: int = cli.INTERRUPTED) -> None:
+        self._path, self._plan, self._preemption_exit_code = run_dir / NAME, plan, preemption_exit_code
         ticks = process_start_ticks(os.getpid()) or 0
         own = (os.getpid(), ticks, socket.gethostname())
-        job = submission_id_of(os.environ)
-        self._state = RunState(*own, STARTING, 0, total_updates, samples_are=samples_are, submission_id=job)
+        job, samples_are = submission_id_of(os.environ), plan.task.samples_are
+        self._state = RunState(*own, STARTING, 0, plan.total_updates, submission_id=job, samples_are=samples_are)
         self._written_s = -_WRITE_INTERVAL_S
         self._stack = contextlib.ExitStack()
         self._write(self._state)
@@ -136,7 +131,7 @@ class StateFile:
                 update=event.update,
                 loss=event.loss,
                 samples_per_s=event.samples_per_s,
-                left_s=_left_s(event, self._state.total_updates),
+                eta_s=self._plan.eta_s(event.update, event.samples_per_s),
             )
             if time.monotonic() - self._written_s >= _WRITE_INTERVAL_S:
                 self._write(self._state)
@@ -160,7 +155,7 @@ class StateFile:
         """Write how the run ended, unless another process has taken over the folder."""
         if isinstance(error, LeaseLost):
             return
-        self._state = dataclasses.replace(self._state, status_port=None, status_token_file=None, left_s=None)
+        self._state = dataclasses.replace(self._state, status_port=None, status_token_file=None, eta_s=None)
         if error is not None:
             state, code, message = end_of(error)
             self._state = dataclasses.replace(self._state, state=state, exit_code=code, message=message)
@@ -173,10 +168,3 @@ class StateFile:
         with contextlib.suppress(OSError):  # a full disk: the file keeps an older state
             partial.write_text(content + "\n")
             partial.replace(self._path)
-
-
-def _left_s(event: UpdateDone, total_updates: int) -> Optional[float]:
-    """Return the seconds for the updates that are left, with as many samples each as those before."""
-    if event.samples_per_s <= 0:
-        return None
-    return (total_updates - event.update) * event.samples / event.update / event.samples_per_s

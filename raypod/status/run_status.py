@@ -168,7 +168,7 @@ class RunStatus:
             "total_updates": plan.total_updates,
             "epoch": update.epoch if update else None,
             "epochs": plan.total_updates / plan.updates_per_epoch,
-            "eta_s": self._eta_s(),
+            "eta_s": None if self.update is None else self._plan.eta_s(self.position, self.samples_per_s),
             "metrics": update.metrics if update else {},
             "samples_are": plan.task.samples_are,
             "samples_per_s": self.samples_per_s,
@@ -187,13 +187,6 @@ class RunStatus:
             "instances": self._instances(beats),
             "hosts": self._hosts(beats),
         }
-
-    def _eta_s(self) -> Optional[float]:
-        """Return the seconds of training that are left, without evaluations and checkpoints; None if unknown."""
-        if self.update is None or self.samples_per_s <= 0:
-            return None
-        left = max(0, self._plan.total_updates - self.position)
-        return left * self._plan.geometry.global_batch_size / self.samples_per_s
 
     def _instances(self, beats: Mapping[int, Beat]) -> List[Dict[str, Any]]:
         summaries, now_s = self.calls.summaries(), time.monotonic()

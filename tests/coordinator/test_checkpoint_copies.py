@@ -326,7 +326,7 @@ def test_a_run_continues_from_a_copy_with_the_same_weights(make: Make, tmp_path:
     run_folder.create(plan)
     fleet = Hosts(plan, tmp_path / "hosts", "b")
     copies = CheckpointCopies(plan, fleet, pytest.fail, lambda line: None, folder=str(fleet.disk("head")))
-    state = run_state.StateFile(Path(plan.run_dir), plan.total_updates)
+    state = run_state.StateFile(Path(plan.run_dir), plan)
     with Sinks(plan) as sinks, state:
         events: Iterator[Event] = coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0), copies=copies)
         with contextlib.closing(events):  # type: ignore[type-var]

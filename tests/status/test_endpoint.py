@@ -137,7 +137,7 @@ def test_a_wrong_port_is_one_line(port: str, capfd: pytest.CaptureFixture[str]) 
 def test_the_token_is_removed_by_an_exception_and_by_an_abort(
     make: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = run_state.StateFile(tmp_path, 1)
+    state = run_state.StateFile(tmp_path, make())
 
     def fail() -> None:
         with state, served({}, tmp_path, 0, state):
@@ -155,7 +155,7 @@ def test_the_token_is_removed_by_an_exception_and_by_an_abort(
         raise Exited
 
     monkeypatch.setattr(abort.os, "_exit", leave)
-    state = run_state.StateFile(tmp_path, 1)
+    state = run_state.StateFile(tmp_path, make())
     with state, served({}, tmp_path, 0, state):
         with pytest.raises(Exited):
             abort.abort(ConfigError("Ray hangs"))
