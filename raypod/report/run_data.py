@@ -130,10 +130,8 @@ class RunReader:
 
     def _summary(self) -> Dict[str, Any]:
         """Return the summary of the newest start without its evaluations; {} as long as that one has not ended."""
-        written_s = self._contents.get(SUMMARY, ((0, 0), None))[0][1] / 1e9
-        if written_s < (self._starts.began_unix_s or 0):
-            return {}
-        return {key: value for key, value in self._content(SUMMARY).items() if key != "evaluations"}
+        summary = self._content(SUMMARY) if self._starts.has_summary else {}
+        return {key: value for key, value in summary.items() if key != "evaluations"}
 
     def _read(self, file: GrowingFile, add: Callable[[List[Dict[str, Any]], bool], None]) -> bool:
         """Pass the new records of a file to `add`, in parts of bounded size."""

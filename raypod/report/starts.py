@@ -14,7 +14,8 @@ class Starts:
     def __init__(self) -> None:
         self.starts: List[Dict[str, Any]] = []
         self.facts: Dict[str, Any] = {"device": None, "device_line": None, "parameters": None, "raypod": None}
-        self.began_unix_s: Optional[float] = None  # when the newest process started
+        self.has_summary = True  # that of the newest start: it has ended
+        self._began_unix_s: Optional[float] = None
         self._instances: List[Dict[str, Any]] = []
         self._lost: Dict[int, int] = {}  # number of times, by instance
 
@@ -22,13 +23,16 @@ class Starts:
         """Add a record of the log."""
         name = record.get("event")
         if name == "process_started":
-            self.began_unix_s = record.get("unix_s")
+            self.has_summary = False
+            self._began_unix_s = record.get("unix_s")
             self.facts["raypod"] = record.get("raypod", self.facts["raypod"])
         elif name == "run_started":
             self.facts.update({key: record.get(key) for key in ("device", "device_line", "parameters")})
-            began_s = self.began_unix_s
+            began_s = self._began_unix_s
             total_s = record["unix_s"] - began_s if began_s is not None and "unix_s" in record else None
             self._add(record, "resumed" if record.get("first_update") else "started", total_s, None)
+        elif name == "run_ended":
+            self.has_summary = True
         elif name == "repaired":
             self._add(record, "repaired", record.get("seconds"), record.get("lost"))
         elif name == "instance_lost" and isinstance(record.get("instance"), int):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import socket
 from pathlib import Path
@@ -109,17 +108,14 @@ def test_a_resumed_run_replaces_its_later_updates(tmp_path: Path) -> None:
 def test_the_summary_of_an_earlier_start_is_not_that_of_a_resumed_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     write_run(folder, updates=5)
-    reader, summary = RunReader(folder), folder / "summary.json"
+    reader = RunReader(folder)
     reader.refresh()
     assert reader.data()["summary"] is not None
-    ended_s = summary.stat().st_mtime
-    with (folder / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"unix_s": ended_s + 10, "event": "process_started", "pid": 2}) + "\n")
-    assert reader.refresh()
-    assert reader.data()["summary"] is None
-    os.utime(str(summary), (ended_s + 20, ended_s + 20))  # the resumed run ends
-    assert reader.refresh()
-    assert reader.data()["summary"] is not None
+    for name, has_summary in (("process_started", False), ("run_started", False), ("run_ended", True)):
+        with (folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps(event(100, name)) + "\n")
+        assert reader.refresh()
+        assert (reader.data()["summary"] is not None) == has_summary
 
 
 def test_a_missing_value_is_null(tmp_path: Path) -> None:
