@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Mapping
+from typing import Any, Union
 
 import pydantic
 
 from raypod.errors import ConfigError
 
-_NUMBER, _WHOLE_NUMBER, _YES_NO = "must be a number", "must be a whole number", "must be true or false"
-_TEXTS: Dict[str, Callable[[Mapping[str, Any]], str]] = {  # by pydantic's type of an error, from its context
-    "greater_than": lambda context: f"must be greater than {_plain(context['gt'])}",
-    "greater_than_equal": lambda context: f"must be at least {_plain(context['ge'])}",
-    "less_than": lambda context: f"must be less than {_plain(context['lt'])}",
-    "less_than_equal": lambda context: f"must be at most {_plain(context['le'])}",
-    "literal_error": lambda context: f"must be {context['expected']}",
-    "finite_number": lambda _: "must be a finite number",
-    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), lambda _: _WHOLE_NUMBER),
-    **dict.fromkeys(("float_parsing", "float_type"), lambda _: _NUMBER),
-    **dict.fromkeys(("bool_parsing", "bool_type"), lambda _: _YES_NO),
-    "string_type": lambda _: "must be text",
+_TEXTS = {  # by pydantic's type of an error, with the names of its context
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "literal_error": "must be {expected}",
+    "finite_number": "must be a finite number",
+    "string_type": "must be text",
+    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "must be a whole number"),
+    **dict.fromkeys(("float_parsing", "float_type"), "must be a number"),
+    **dict.fromkeys(("bool_parsing", "bool_type"), "must be true or false"),
 }
 
 
@@ -28,17 +27,17 @@ def config_error(error: pydantic.ValidationError, prefix: str = "") -> ConfigErr
     return ConfigError("; ".join(_message(detail, prefix) for detail in error.errors()))
 
 
-def _plain(number: float) -> str:
-    """Return a bound without an exponent: `1000000`, `0.5`."""
-    return f"{number:.0f}" if number == int(number) else f"{number}"
-
-
 def _message(detail: Any, prefix: str) -> str:
     name = prefix + ".".join(str(part) for part in detail["loc"])
-    describe = _TEXTS.get(detail["type"])
-    if describe is not None:
-        text = describe(detail.get("ctx", {}))
+    text = _TEXTS.get(detail["type"])
+    if text is None:
+        text = detail["msg"].partition("Value error, ")[2] or detail["msg"]  # pydantic's prefix for a ValueError
+        text = text[:1].lower() + text[1:]
     else:
-        own = detail["msg"].partition("Value error, ")[2]  # pydantic's prefix for a ValueError of a validator
-        text = own or detail["msg"][:1].lower() + detail["msg"][1:]
+        text = text.format(**{key: _plain(value) for key, value in detail.get("ctx", {}).items()})
     return f"{name} = {detail['input']!r}: {text}"
+
+
+def _plain(value: Union[float, str]) -> str:
+    """Return a bound without an exponent and without a needless fraction: `1000000`, `0.5`; text as it is."""
+    return f"{value:.0f}" if isinstance(value, (int, float)) and value == int(value) else f"{value}"

@@ -15,7 +15,7 @@ from raypod.plan.urls import check_url, is_url
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 _INTERVAL = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(update|epoch|minute)s?\s*$")
 _UPDATES = re.compile(r"\s*updates?\s+(\d{1,12})(?:\s*-\s*(\d{1,12}))?\s*$")
-_IMAGE = re.compile(r"[1-9]\d*x[1-9]\d*x[1-9]\d*$")
+_IMAGE = re.compile(r"[1-9]\d*x[1-9]\d*x[1-9]\d*")
 _EVALUATIONS = re.compile(r"\s*(\d{1,9})\s*evaluations?\s*$")
 
 
@@ -106,7 +106,7 @@ def _check_trackers(names: Optional[Tuple[str, ...]]) -> Optional[Tuple[str, ...
 
 
 def _check_image(text: str) -> str:
-    if _IMAGE.match(text) is None:
+    if _IMAGE.fullmatch(text) is None:
         raise ValueError("must be channels x height x width, as in 3x32x32")
     return text
 
