@@ -9,18 +9,16 @@ from typing import Optional
 # RAY_TMPDIR: as in the cluster files of this repository, or the default.
 _FOLDERS = "/tmp/ray-$(id -un)/ray /tmp/ray"
 MONITOR_LOG = "/ray/session_latest/logs/monitor.out"
-PRINT_MONITOR_LOG = (
-    f"for each in {_FOLDERS}; do tail -qn 400 $each/session_latest/logs/monitor.out 2>/dev/null; done; true"
-)
+MONITOR_LOG_SCRIPT = f"for each in {_FOLDERS}; do tail -qn 400 ${{each%/ray}}{MONITOR_LOG} 2>/dev/null; done; true"
 _MAX_MESSAGE = 240
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
 _LAUNCHER_LINE = re.compile(r"\d{4}-\d\d-\d\d |Shared connection|Warning: Permanently")  # of Ray's launcher and ssh
 _LOG_HEADER = re.compile(r"==> (?P<path>.*) <==")
-# Levels C and F abort the process. A raylet that was told to stop also logs errors, of level E.
+# Messages of the levels C and F abort the process. A raylet that receives SIGTERM also logs errors, at level E.
 _RAYLET_ABORT = re.compile(r"\[[^\]]* [CF] \d+ \d+\] \(raylet\) \S+ +(?P<message>.*)")
 _FAILED_CHECK = re.compile(r".*Check failed: \S+ ")
-# A fixed limit of raylet (Ray 2.60), which ends when it is exceeded.
-_SLOW_AGENT = re.compile(r"Timed out waiting for file (?P<file>\S*_port_)")
+# raylet (Ray 2.60) aborts after a fixed time without the file of an agent.
+_SLOW_AGENT = re.compile(r"Timed out waiting for file \S*_port_")
 _SLOW_AGENT_TEXT = "its agents did not start within Ray's limit of 15 s: is the host overloaded?"
 
 
@@ -34,7 +32,7 @@ def launcher_error(log: str) -> str:
     return (output or errors or rest or ["no output"])[-1][:_MAX_MESSAGE]
 
 
-def print_raylet_logs(since_s: float) -> str:
+def raylet_logs_script(since_s: float) -> str:
     """Return a shell script that prints the ends of raylets' logs of the last `since_s` seconds, the newest last."""
     recent = f"-name 'raylet*.out' -mmin -{math.ceil(since_s / 60)}"
     return (
@@ -44,7 +42,7 @@ def print_raylet_logs(since_s: float) -> str:
 
 
 def raylet_error(logs: str) -> Optional[str]:
-    """Return why a host's newest raylet that failed has ended, and its log, from what `print_raylet_logs` prints."""
+    """Return why a host's newest raylet that failed has ended, and its log, from what `raylet_logs_script` prints."""
     path, found = "", None
     for line in logs.splitlines():
         header, end = _LOG_HEADER.match(line), _RAYLET_ABORT.match(line)

@@ -251,14 +251,14 @@ def _compare_sources(cluster: Cluster, file: ClusterFile, restart: str, mode: st
 
 
 def _why_missing(host: Host, cluster: Cluster, since_s: float) -> str:
-    words = ["bash", "-c", ray_logs.print_raylet_logs(since_s)]
+    words = ["bash", "-c", ray_logs.raylet_logs_script(since_s)]
     done = ssh.run_on(host, cluster.ssh, words, timeout_s=_SSH_SLACK_S)
     if not done.succeeded:
         return done.error
     cause = ray_logs.raylet_error(done.output)
     if cause is None:  # the head starts the workers
         log = ssh.run_on(
-            cluster.hosts[0], cluster.ssh, ["bash", "-c", ray_logs.PRINT_MONITOR_LOG], timeout_s=_SSH_SLACK_S
+            cluster.hosts[0], cluster.ssh, ["bash", "-c", ray_logs.MONITOR_LOG_SCRIPT], timeout_s=_SSH_SLACK_S
         )
         cause = f"the end of {ray_logs.MONITOR_LOG} on the head: {ray_logs.launcher_error(log.output)}"
     return f"is reachable; {cause}"

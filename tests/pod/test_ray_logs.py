@@ -68,7 +68,7 @@ def test_a_raylet_that_has_not_ended_or_was_stopped_is_no_cause() -> None:
 
 def test_the_logs_of_a_raylet_are_printed_the_newest_last(tmp_path: Path) -> None:
     logs = tmp_path / "session_latest" / "logs"
-    script = ray_logs.print_raylet_logs(150).replace(ray_logs._FOLDERS, f"{tmp_path}/none {tmp_path}")
+    script = ray_logs.raylet_logs_script(150).replace(ray_logs._FOLDERS, f"{tmp_path}/none {tmp_path}")
     command = ["bash", "-c", script]
     assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout == ""
     logs.mkdir(parents=True)
