@@ -1,10 +1,10 @@
 """Train every file of `configs/` on generated data: `python scripts/prove_recipes.py [RECIPE...]`.
 
-The data has the real format: CIFAR-10's pickled batches, ImageNet's folders of JPEG files. The deepest models get one
-pattern per class, which a few thousand images teach. A recipe keeps its model, stem, precision, optimizer, schedule,
-placement on IPUs per replica and data path; the batch, the number of replicas and the warm-up are those below, so that
-a CPU trains a few hundred updates in minutes, and the learning rate is scaled with the global batch where the recipe
-has one for thousands of samples. A recipe is proven if the mean loss of the last tenth of the
+The data has the real format: CIFAR-10's pickled batches, ImageNet's folders of JPEG files. ResNet-101 and the ImageNet
+recipes get one pattern per class instead of three, an easier task. A recipe keeps its model, stem, precision,
+optimizer, schedule, placement on IPUs per replica and data path; the batch, the number of replicas and the warm-up are
+those below, so that a CPU trains a few hundred updates in minutes, and the learning rate is scaled with the global
+batch where the recipe has one for thousands of samples. A recipe is proven if the mean loss of the last tenth of the
 updates is below `FALLS_TO` of that of the first tenth; the difference is also printed in standard errors. The exit code
 is 1 if a recipe is not proven.
 """
