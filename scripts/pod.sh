@@ -3,7 +3,8 @@
 #
 #   pod.sh up N            start N hosts (host1 .. hostN) and an operator's machine on a private switch
 #   pod.sh down            remove the pod with all its processes
-#   pod.sh op CMD...       run CMD on the operator's machine, which has the ssh key of the hosts and runs `ray up`
+#   pod.sh op CMD...       run CMD on the operator's machine, which has the ssh key of the hosts and runs `ray up`; in the
+#                          current folder if the hosts share it, else in /
 #   pod.sh on I CMD...     run CMD on host I, without ssh
 #   pod.sh kill I          power loss of host I: its peers see closed connections
 #   pod.sh boot I          start host I again; only the home folder of its disk is kept
@@ -150,15 +151,25 @@ wipe() {
     rm -rf --one-file-system "$RUN/$id/home"
 }
 
+is_shared() { # is_shared FOLDER
+    local shared all
+    IFS=: read -ra all <<<"$SHARE"
+    for shared in "${all[@]}"; do
+        case "$1/" in "${shared%/}"/*) return 0 ;; esac
+    done
+    return 1
+}
+
 on() {
-    local id=$1
+    local id=$1 folder=/
     shift
+    [ "$id" != op ] || ! is_shared "$PWD" || folder=$PWD
     must_exist "$id"
     is_up "$id" || die "$(hostname_of "$id") is not running"
     [ $# -gt 0 ] || set -- bash
     # shellcheck disable=SC2086  # POD_ENV is a list
-    exec nsenter -t "$(init_of "$id")" -n -m -u -i -p -r -w -- env -i HOME=/root USER=root LOGNAME=root SHELL=/bin/bash \
-        TERM="${TERM:-dumb}" LANG=C.UTF-8 RAY_USAGE_STATS_ENABLED=0 ${POD_ENV:-} \
+    exec nsenter -t "$(init_of "$id")" -n -m -u -i -p -r -w -- env -C "$folder" -i HOME=/root USER=root LOGNAME=root \
+        SHELL=/bin/bash TERM="${TERM:-dumb}" LANG=C.UTF-8 RAY_USAGE_STATS_ENABLED=0 ${POD_ENV:-} \
         PATH="$VENV/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin" "$@"
 }
 

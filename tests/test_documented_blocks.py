@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,9 +91,10 @@ def address() -> Iterator[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with the programs of the pages."""
+    """The current folder, with the programs of the pages and a copy of the cluster files."""
     (tmp_path / "configs").symlink_to(DOCS.parent / "configs")
     (tmp_path / "tests").symlink_to(TESTS)
+    shutil.copytree(DOCS.parent / "cluster", tmp_path / "cluster")
     for page in PAGES:
         for name, code in modules(page).items():
             (tmp_path / name).write_text(code)
