@@ -16,6 +16,15 @@ from raypod.pod.stop_cluster import MARK
 
 HOST_TOKEN_PATH = "~/.ray/auth_token"  # where Ray reads the token
 HEAD_KEY_PATH = "~/ray_bootstrap_key.pem"  # where `ray up` copies the operator's ssh key
+_START_COMMANDS = ("head_start_ray_commands", "worker_start_ray_commands")
+# A word that the shell does not expand, in quotes or without.
+_LITERAL = r"""(?:'([^']+)'|"([^"$`\\]+)"|([^\s;&|)'"$`\\]+))(?=[\s;&|)]|$)"""
+_MARKED = rf"\b{MARK}="
+_NAMED = (  # where start commands name the cluster: a pattern, and what stands before and after the name
+    (_MARKED, f"{MARK}=", ""),
+    (r"\bstop_cluster\.py\s+", "stop_cluster.py ", ""),
+    (r"/cluster-(?=\S+\.state\b)", "cluster-", ".state"),  # of Ray's launcher
+)
 
 
 def launch_errors(file: ClusterFile) -> List[Mistake]:
@@ -30,6 +39,28 @@ def launch_errors(file: ClusterFile) -> List[Mistake]:
     found += _mount_errors(file)
     for kind in ("head", "worker"):
         found += _command_errors(kind, file)
+    return found + name_errors(file)
+
+
+def name_errors(file: ClusterFile) -> List[Mistake]:
+    """Return the start commands that name another cluster than the file: `up` and `down` would not find its processes.
+
+    A name that is not literal, as in RAYPOD_CLUSTER=$NAME, is not judged.
+    """
+    name, found = file.top.text("cluster_name"), []
+    if name is None:
+        return []
+    for key in _START_COMMANDS:
+        commands = file.commands(key)
+        others = [
+            before + other
+            for pattern, before, after in _NAMED
+            for other in dict.fromkeys(_literals(pattern, commands))
+            if other != name + after
+        ]
+        if others:
+            differ = f"{', '.join(others)} {'differ' if others[1:] else 'differs'} from cluster_name {name!r}"
+            found.append(Mistake(file.top.line_of(key), f"{key}: {differ}: use one name"))
     return found
 
 
@@ -92,8 +123,7 @@ def tls_variables(file: ClusterFile) -> List[str]:
 def is_marked(file: ClusterFile) -> bool:
     """Return whether the start commands set the mark by which `raypod down` identifies the cluster's processes."""
     name = file.top.text("cluster_name")
-    keys = ("head_start_ray_commands", "worker_start_ray_commands")
-    return all(re.search(rf"\b{MARK}={re.escape(str(name))}(\s|;|$)", file.commands(key)) for key in keys)
+    return all(name in _literals(_MARKED, file.commands(key)) for key in _START_COMMANDS)
 
 
 def _command_errors(kind: str, file: ClusterFile) -> List[Mistake]:
@@ -116,6 +146,11 @@ def _command_errors(kind: str, file: ClusterFile) -> List[Mistake]:
         number = f"{resources.group(1)} IPUs" if resources else "no IPUs"
         texts.append(f"{number} in --resources, but metadata.raypod.ipus_per_host is {ipus}: use '{{\"IPU\":{ipus}}}'")
     return [Mistake(line, f"{key}: {text}") for text in texts]
+
+
+def _literals(pattern: str, commands: str) -> List[str]:
+    """Return the words that follow a pattern in shell commands, without quotes and without those that are expanded."""
+    return ["".join(words) for words in re.findall(pattern + _LITERAL, commands)]
 
 
 def _auth_mode(commands: str) -> Optional[str]:

@@ -13,7 +13,7 @@ from raypod.fleet import ray_admission
 from raypod.plan import cluster_file
 from raypod.plan.cluster import Cluster, Host, Ssh, cluster_from
 from raypod.pod import ssh, up
-from raypod.pod.file_checks import is_marked, launch_errors, launch_warnings, tls_variables
+from raypod.pod.file_checks import is_marked, launch_errors, launch_warnings, name_errors, tls_variables
 
 SHIPPED = Path(__file__).resolve().parents[2] / "cluster" / "pod64.yaml"
 
@@ -45,6 +45,52 @@ def test_the_shipped_file_has_no_errors_and_no_warnings(monkeypatch: pytest.Monk
 def test_launch_errors(monkeypatch: pytest.MonkeyPatch, old: str, new: str, line: str) -> None:
     monkeypatch.chdir(SHIPPED.parent.parent)
     assert any(line in each for each in problems(SHIPPED.read_text().replace(old, new), launch_errors))
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.parent.glob("*pod*.yaml")), ids=lambda path: path.stem)
+def test_a_renamed_cluster_is_an_error_in_both_start_commands(path: Path) -> None:
+    assert problems(path.read_text(), name_errors) == []
+    renamed = path.read_text().replace(f"cluster_name: {path.stem}", "cluster_name: my pod")
+    assert problems(renamed, name_errors) == [
+        f"line {renamed.splitlines().index(f'{kind}_start_ray_commands:') + 1}: {kind}_start_ray_commands: "
+        f"RAYPOD_CLUSTER={path.stem}, stop_cluster.py {path.stem}{rest} differ from cluster_name 'my pod': use one name"
+        for kind, rest in (("head", f", cluster-{path.stem}.state"), ("worker", ""))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("export RAYPOD_CLUSTER=pod2;", "RAYPOD_CLUSTER=pod2 differs from cluster_name 'pod': use one name"),
+        ("python3 stop_cluster.py 'a pod'", "stop_cluster.py a pod differs from cluster_name 'pod'"),
+        ('export RAYPOD_CLUSTER="pod"; ray start', ""),
+        ("RAYPOD_CLUSTER=$NAME ray start", ""),
+        ("python3 stop_cluster.py $(cat name)", ""),
+        ("python3 stop_cluster.py pod-$NAME", ""),
+        ("rm $RAY_TMPDIR/ray/cluster-pod2.state; ray start", "cluster-pod2.state differs from cluster_name 'pod'"),
+        ("rm $RAY_TMPDIR/ray/cluster-pod.state", ""),
+        ("ray start", ""),
+    ],
+)
+def test_only_a_literal_other_name_is_an_error(command: str, words: str) -> None:
+    text = f"cluster_name: pod\nprovider: {{type: local, head_ip: a}}\nhead_start_ray_commands:\n- {command}\n"
+    found = problems(text, name_errors)
+    assert len(found) == bool(words)
+    assert not words or words in found[0]
+
+
+@pytest.mark.parametrize("verb", ["up", "down"])
+def test_a_renamed_cluster_is_rejected_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    monkeypatch.chdir(SHIPPED.parent.parent)
+    monkeypatch.setattr(ssh, "run_on", lambda *_, **__: pytest.fail("a host was contacted"))
+    key, file = tmp_path / "key", tmp_path / "mine.yaml"
+    key.touch()
+    text = SHIPPED.read_text().replace("cluster_name: pod64", "cluster_name: mine")
+    file.write_text(text.replace("~/.ssh/id_ed25519", str(key)))
+    assert main([verb, str(file)]) == 2
+    assert "RAYPOD_CLUSTER=pod64, stop_cluster.py pod64, cluster-pod64.state differ from" in capsys.readouterr().err
 
 
 def test_missing_relative_sources_are_one_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
