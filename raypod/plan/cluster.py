@@ -17,6 +17,7 @@ import yaml
 from raypod.errors import ClusterError
 from raypod.plan import cluster_file, shipped
 from raypod.plan.cluster_file import ClusterFile
+from raypod.plan.cluster_section import Mistake
 from raypod.plan.unique_keys import syntax_error
 
 GCS_PORT = 6379  # default port of `ray start --head`
@@ -118,7 +119,7 @@ def read_file(path: str) -> ClusterFile:
     return file
 
 
-def raise_mistakes(path: str, mistakes: List[cluster_file.Mistake]) -> None:
+def raise_mistakes(path: str, mistakes: List[Mistake]) -> None:
     """Raise one ClusterError for all mistakes, if there are any."""
     if len(mistakes) == 1:
         raise ClusterError(f"{path}, {mistakes[0]}")

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 from raypod.fleet import gcs
-from raypod.plan.cluster_file import ClusterFile, Mistake
+from raypod.plan.cluster_file import ClusterFile
+from raypod.plan.cluster_section import Mistake
 from raypod.pod.stop_cluster import MARK
 
 HOST_TOKEN_PATH = "~/.ray/auth_token"  # where Ray reads the token
