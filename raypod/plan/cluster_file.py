@@ -112,20 +112,31 @@ def _check_provider(file: ClusterFile) -> None:
         provider.add_mistake("head_ip", "provider.head_ip is missing")
     for key in ("head_ip", "external_head_ip"):
         _check_hosts(provider, key, [provider.text(key)])
-    _check_hosts(provider, "worker_ips", provider.texts("worker_ips"))
+    _check_workers(file)
+
+
+def _check_workers(file: ClusterFile) -> None:
+    provider, given = file.provider, file.provider.value("worker_ips")
+    if isinstance(given, str):
+        entries = ", ".join(re.findall(r"[^\s,]+", given))
+        provider.add_mistake("worker_ips", f"provider.worker_ips must be a list, as in [{entries}]")
+        return
+    workers = provider.texts("worker_ips")
+    if given is not None and not isinstance(given, list):
+        return  # already recorded
+    _check_hosts(provider, "worker_ips", workers)
     addresses = file.addresses
     for address in sorted({address for address in addresses if addresses.count(address) > 1}):
         times = addresses.count(address)
         provider.add_mistake("worker_ips", f"host {address} is listed {times} times (head_ip and worker_ips)")
-    workers = len(provider.texts("worker_ips"))
+    entries = f"{len(workers)} {'entry' if len(workers) == 1 else 'entries'}"
     for key in ("min_workers", "max_workers"):
         number = file.top.integer(key, least=0)
-        if number is not None and number != workers:
-            file.top.add_mistake(
-                key, f"{key} = {number}, but worker_ips has {workers} entries; `ray up` would not start all of them"
-            )
+        if number is not None and number != len(workers):
+            text = f"{key} = {number}, but worker_ips has {entries}; `ray up` would not start all of them"
+            file.top.add_mistake(key, text)
     if "max_workers" in file.top and "min_workers" not in file.top:
-        file.top.add_mistake("max_workers", f"max_workers requires min_workers; add min_workers: {workers}")
+        file.top.add_mistake("max_workers", f"max_workers requires min_workers; add min_workers: {len(workers)}")
 
 
 def _check_hosts(section: Section, key: str, texts: Iterable[Optional[str]]) -> None:

@@ -67,6 +67,21 @@ def test_names_and_addresses_of_hosts(address: str) -> None:
     assert not mistakes_of(f'provider: {{type: local, head_ip: "{address}"}}\n')
 
 
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [("10.77.0.12", "[10.77.0.12]"), ("10.77.0.12, 10.77.0.13", "[10.77.0.12, 10.77.0.13]"), ("a b", "[a, b]")],
+)
+def test_workers_that_are_no_list_are_one_mistake(value: str, written: str) -> None:
+    text = f"provider:\n  type: local\n  head_ip: a\n  worker_ips: {value}\nmin_workers: 2\nmax_workers: 2\n"
+    assert mistakes_of(text) == [f"line 4: provider.worker_ips must be a list, as in {written}"]
+
+
+@pytest.mark.parametrize(("workers", "has"), [("[]", "0 entries"), ("[b]", "1 entry"), ("[b, c, d]", "3 entries")])
+def test_a_wrong_number_of_workers_is_a_mistake(workers: str, has: str) -> None:
+    (mistake,) = mistakes_of(f"provider: {{type: local, head_ip: a, worker_ips: {workers}}}\nmin_workers: 2\n")
+    assert mistake == f"line 2: min_workers = 2, but worker_ips has {has}; `ray up` would not start all of them"
+
+
 def test_duplicate_keys_are_mistakes_at_every_level() -> None:
     text = """provider: {type: local, head_ip: a, worker_ips: [b, {x: 1, x: 2}]}
 file_mounts:
