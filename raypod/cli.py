@@ -124,6 +124,11 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else f"; known: {', '.join(names)}"
 
 
+def shortened(names: Sequence[str]) -> str:
+    """Return a list of names in one line; of more than four the first three and the number of the others."""
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+
+
 def format_table(
     rows: Sequence[Sequence[str]], least_widths: Sequence[int] = (), separator: str = "  ", boxed: bool = False
 ) -> List[str]:

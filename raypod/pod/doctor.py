@@ -50,7 +50,7 @@ def doctor(argv: Sequence[str]) -> int:
     findings = examine(expected, facts)
     if file is not None:
         errors = [(TROUBLE, each) for each in (*file_checks.access_errors(file), *file_checks.launch_errors(file))]
-        warnings = [(WARN, each) for each in file_checks.launch_warnings(file)]
+        warnings = [(WARN, each) for each in (*file_checks.launch_warnings(file), *file_checks.key_warnings(file))]
         of_file = [Finding(level, "", "cluster file", str(each)) for level, each in (*errors, *warnings)]
         findings = [*of_file, *findings]
     if args.json:
@@ -158,4 +158,4 @@ def _host_cell(names: Sequence[str], hosts: Sequence[str]) -> str:
         return "pod"
     if len(hosts) > 1 and len(names) == len(hosts):
         return f"all {len(hosts)}"
-    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+    return cli.shortened(names)

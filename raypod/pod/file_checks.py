@@ -74,6 +74,14 @@ def access_errors(file: ClusterFile) -> List[Mistake]:
     return [Mistake(auth.line_of("ssh_private_key"), f"auth.ssh_private_key: {key} does not exist")]
 
 
+def key_warnings(file: ClusterFile) -> List[Mistake]:
+    """Return that the head has no key of the operator for the workers, whose Ray it starts over ssh."""
+    if "ssh_private_key" in file.top.section("auth") or not file.provider.texts("worker_ips"):
+        return []
+    text = "auth.ssh_private_key is not set: the head logs in to the workers with its own default key, if it has one"
+    return [Mistake(file.top.line_of("auth"), text)]
+
+
 def launch_warnings(file: ClusterFile) -> List[Mistake]:
     """Return the problems that do not prevent a start but should be corrected."""
     found = []

@@ -14,9 +14,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Dict, List, Sequence
+from typing import Any, Dict, List, Sequence
 
-from raypod.cli import FlagParser
+from raypod.cli import FlagParser, shortened
 from raypod.errors import ClusterError, RunError
 from raypod.fleet import gcs, ray_admission
 from raypod.plan import shipped
@@ -50,7 +50,7 @@ def up(argv: Sequence[str]) -> int:
     if not args.no_restart:
         _remove_launcher_state(cluster)
     _run_ray("up", args.file, flags, {"RAY_UP_enable_autoscaler_v2": "0"}, args.timeout)
-    _wait_for_hosts(cluster, args.wait_hosts, file_checks.tls_variables(file))
+    _wait_for_hosts(cluster, file, args.wait_hosts)
     _say(f"{cluster.name}: Ray runs on all {len(cluster.hosts)} hosts")
     _compare_sources(cluster, file, f"raypod up {args.file}", "compare" if args.no_restart else "record")
     train = _train_hint(cluster, file, Path(args.file))
@@ -197,8 +197,32 @@ def _remove_launcher_state(cluster: Cluster) -> None:
         (_temp_folder() / "ray" / f"cluster-{cluster.name}.state").unlink()
 
 
-def _wait_for_hosts(cluster: Cluster, within_s: float, tls: Sequence[str]) -> None:
-    """Wait until all hosts have joined, by requests to the GCS that run on the head, where its port is reachable."""
+def _wait_for_hosts(cluster: Cluster, file: ClusterFile, within_s: float) -> None:
+    """Wait until all hosts have joined; RunError names those that have not, each with the cause."""
+    tls = file_checks.tls_variables(file)
+    answer = _missing_hosts(cluster, tls, 0)
+    if answer["missing"] and within_s > 0:
+        _say(
+            f"waiting up to {within_s:g} s for {len(answer['missing'])} of {len(cluster.hosts)} hosts: "
+            f"{shortened(answer['missing'])} (--wait-hosts changes it)"
+        )
+        answer = _missing_hosts(cluster, tls, within_s)
+    if not answer["missing"]:
+        return
+    missing = [host for host in cluster.hosts if host.address in answer["missing"]]
+    reasons = ssh.map_hosts(missing, lambda host: _why_missing(host, cluster, within_s + _SSH_SLACK_S))
+    lines = [f"{name}: {reason}" for name, reason in reasons.items()]
+    lines += map(str, file_checks.key_warnings(file))
+    gcs_error = f" ({answer['error']})" if answer["error"] else ""
+    summary = f"{len(reasons)} of {len(cluster.hosts)} hosts did not join within {within_s:g} s (--wait-hosts)"
+    raise RunError("\n  ".join([f"{cluster.name}: {summary}{gcs_error}", *lines]))
+
+
+def _missing_hosts(cluster: Cluster, tls: Sequence[str], within_s: float) -> Dict[str, Any]:
+    """Return the addresses that have not joined within a time (`missing`), and the last error of the GCS (`error`).
+
+    The requests to the GCS run on the head, where its port is reachable.
+    """
     head, names = cluster.hosts[0], [host.address for host in cluster.hosts]
     # A shell expands ~ and variables in the values, as it does in the start commands.
     shell = " ".join([*(f"export {each};" for each in tls), 'exec python3 - "$@"'])
@@ -209,16 +233,7 @@ def _wait_for_hosts(cluster: Cluster, within_s: float, tls: Sequence[str]) -> No
     answer = done.json_object("missing")
     if answer is None:
         raise RunError(f"cannot list the hosts of the cluster on {head.name}: no JSON in {done.excerpt}")
-    if not answer["missing"]:
-        return
-    missing = [host for host in cluster.hosts if host.address in answer["missing"]]
-    reasons = ssh.map_hosts(missing, lambda host: _why_missing(host, cluster, within_s + _SSH_SLACK_S))
-    lines = "\n  ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    gcs_error = f" ({answer['error']})" if answer["error"] else ""
-    raise RunError(
-        f"{cluster.name}: {len(reasons)} of {len(cluster.hosts)} hosts did not join within {within_s:g} s "
-        f"(--wait-hosts){gcs_error}\n  {lines}"
-    )
+    return answer
 
 
 def _compare_sources(cluster: Cluster, file: ClusterFile, restart: str, mode: str) -> None:

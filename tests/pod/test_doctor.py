@@ -87,3 +87,17 @@ def test_every_host_of_the_file_is_probed(monkeypatch: pytest.MonkeyPatch, capsy
     for last in (11, 12, 13):
         assert f"no way to 10.0.0.{last}" in output
     assert "no answer at 10.0.0.11:6379 without a token (no reply)" in output
+
+
+def test_a_file_without_the_key_of_the_operator_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ssh, "run_on", lambda *_, **__: ssh.Result(255, "", "no way"))
+    monkeypatch.setattr(gcs, "check", lambda _: gcs.Answer(gcs.SILENT, "no reply", b""))
+    file = tmp_path / "pod.yaml"
+    file.write_text(SHIPPED.read_text().replace("  ssh_private_key: ~/.ssh/id_ed25519\n", ""))
+    main(["doctor", "--json", "--cluster", str(file)])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    (warning,) = [each for each in findings if each["level"] == "warn"]
+    assert warning["what"] == "cluster file"
+    assert "auth.ssh_private_key is not set: the head logs in to the workers with its own" in warning["text"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, List
 
@@ -13,7 +14,7 @@ from raypod.fleet import ray_admission
 from raypod.plan import cluster_file
 from raypod.plan.cluster import Cluster, Host, Ssh, cluster_from
 from raypod.pod import ssh, up
-from raypod.pod.file_checks import is_marked, launch_errors, launch_warnings, name_errors, tls_variables
+from raypod.pod.file_checks import is_marked, key_warnings, launch_errors, launch_warnings, name_errors, tls_variables
 
 SHIPPED = Path(__file__).resolve().parents[2] / "cluster" / "pod64.yaml"
 
@@ -224,7 +225,61 @@ def test_hosts_that_do_not_join_are_named_with_the_error_of_the_gcs() -> None:
     cluster = Cluster("pod", (Host("h", "127.0.0.1"),), gcs_port=1)  # this machine, where nothing listens
     words = r"pod: 1 of 1 hosts did not join within 0 s \(--wait-hosts\) \(.*127\.0\.0\.1:1.*\)\n  h: "
     with pytest.raises(RunError, match=words):
-        up._wait_for_hosts(cluster, 0, [])
+        up._wait_for_hosts(cluster, cluster_file.parse("provider: {type: local, head_ip: h}"), 0)
+
+
+def answer_missing(monkeypatch: pytest.MonkeyPatch, *answers: List[str]) -> List[str]:
+    """Let the head answer which hosts are missing, once with each of the answers; return the timeouts of the waits."""
+    left, waits = list(answers), []
+
+    def run_on(host: Host, _: Ssh, words: List[str], *__: Any, **___: Any) -> ssh.Result:
+        if "bash" not in words[3:4]:
+            return ssh.Result(0, "", "")  # no log
+        waits.append(words[5])
+        return ssh.Result(0, json.dumps({"missing": left.pop(0), "error": ""}), "")
+
+    monkeypatch.setattr(ssh, "run_on", run_on)
+    return waits
+
+
+def wait_for_hosts(text: str, within_s: float) -> None:
+    file = cluster_file.parse(text)
+    up._wait_for_hosts(cluster_from(file, "pod64"), file, within_s)
+
+
+def test_the_wait_for_missing_hosts_is_announced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits = answer_missing(monkeypatch, ["10.0.0.14"], [])
+    wait_for_hosts(SHIPPED.read_text(), 120)
+    assert waits == ["0", "120"]
+    line = "raypod: waiting up to 120 s for 1 of 4 hosts: 10.0.0.14 (--wait-hosts changes it)\n"
+    assert capsys.readouterr() == ("", line)
+
+
+def test_hosts_that_have_joined_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert answer_missing(monkeypatch, []) == []
+    wait_for_hosts(SHIPPED.read_text(), 120)
+    assert capsys.readouterr().err == ""
+
+
+def test_hosts_that_do_not_join_without_a_key_of_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "auth.ssh_private_key is not set: the head logs in to the workers with its own default key"
+    line = "  ssh_private_key: ~/.ssh/id_ed25519\n"
+    for text in (SHIPPED.read_text(), SHIPPED.read_text().replace(line, "")):
+        answer_missing(monkeypatch, ["10.0.0.14"], ["10.0.0.14"])
+        with pytest.raises(RunError, match=r"pod64: 1 of 4 hosts did not join within 9 s") as error:
+            wait_for_hosts(text, 9)
+        assert (words in str(error.value)) == (line not in text)
+
+
+def test_a_key_is_missing_only_with_workers() -> None:
+    text = SHIPPED.read_text().replace("  ssh_private_key:", "  # ")
+    (warning,) = problems(text, key_warnings)
+    assert warning.startswith("line 19: auth.ssh_private_key is not set")
+    assert problems(text.replace("worker_ips: [10.0.0.12, 10.0.0.13, 10.0.0.14]", "worker_ips: []"), key_warnings) == []
 
 
 def test_tls_variables_of_the_start_commands() -> None:
