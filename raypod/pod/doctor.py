@@ -15,6 +15,7 @@ from raypod import cli
 from raypod.fleet import gcs
 from raypod.plan import environment, flags, resolve
 from raypod.plan.cluster import LOCAL, Cluster, Host, cluster_from, read_file
+from raypod.plan.cluster_file import ClusterFile
 from raypod.plan.config import Config
 from raypod.plan.placement import Sizes, place
 from raypod.pod import file_checks, probe, ssh
@@ -45,7 +46,7 @@ def doctor(argv: Sequence[str]) -> int:
     path = resolved.pod.cluster
     file = read_file(path) if path else None
     cluster = cluster_from(file, path or "") if file else LOCAL
-    expected = _expected(cluster, resolved, file.commands("head_start_ray_commands") if file else "")
+    expected = _expected(cluster, resolved, file)
     facts = probe_hosts(cluster, probe_settings(cluster, resolved), args.timeout)
     findings = examine(expected, facts)
     if file is not None:
@@ -109,12 +110,14 @@ def _sdk_environment(cluster: Cluster) -> Dict[str, str]:
     return environment.vipu_environment(cluster.vipu, 0, placement)
 
 
-def _expected(cluster: Cluster, resolved: Config, commands: str) -> Expected:
-    """Return the requirements of a run; `commands` are the start commands of the head."""
+def _expected(cluster: Cluster, resolved: Config, file: Optional[ClusterFile]) -> Expected:
+    """Return the requirements of a run."""
+    commands = file.commands("head_start_ray_commands") if file else ""
     workers = [_number(rf"--{end}-worker-port[= ](\d+)", commands) for end in ("min", "max")]
     ports = [int(port) for name, port in re.findall(r"--([\w-]*port)[= ](\d+)", commands) if "worker-port" not in name]
     return Expected(
         cluster=cluster,
+        python_setting=file_checks.python_setting(file) if file else Expected.python_setting,
         ports=tuple(port for port in ports if port not in (0, *MONITOR_PORTS)),
         worker_ports=(workers[0] or 0, workers[1] or 0),
         metrics_port=_number(r"--metrics-export-port[= ](\d+)", commands) or 0,

@@ -129,6 +129,14 @@ def tls_variables(file: ClusterFile) -> List[str]:
     return [f"{name}={value}" for name, value in re.findall(r"\b(RAY_(?:USE_)?TLS\w*)=([^\s;]+)", commands)]
 
 
+def python_setting(file: ClusterFile) -> str:
+    """Return where the file names the interpreter of the hosts, for messages."""
+    is_given = "python" in file.raypod
+    return "metadata.raypod.python " + (
+        f"in line {file.raypod.line_of('python')}" if is_given else "(default: python3)"
+    )
+
+
 def is_marked(file: ClusterFile) -> bool:
     """Return whether the start commands set the mark by which `raypod down` identifies the cluster's processes."""
     name = file.top.text("cluster_name")

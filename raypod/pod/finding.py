@@ -29,6 +29,7 @@ class Expected:
     """The requirements of a run on the hosts, from the cluster file and the flags."""
 
     cluster: Cluster
+    python_setting: str = "metadata.raypod.python"  # where the file names the interpreter
     ports: Tuple[int, ...] = ()  # fixed by the start commands, without the ports of workers
     worker_ports: Tuple[int, int] = (0, 0)
     metrics_port: int = 0  # the one of `ports` that Prometheus scrapes

@@ -44,9 +44,11 @@ def examine(expected: Expected, hosts: Mapping[str, Union[Facts, str]]) -> List[
 
 
 def _python(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
-    python, install = facts["python"], "`ray up` installs it by setup_commands of the cluster file"
+    python, install = facts["python"], "`raypod up` installs it by setup_commands of the cluster file"
     if "error" in python:
-        yield Finding(TROUBLE, host, "python", f"{expected.cluster.python}: {python['error']}", install)
+        name = "" if expected.cluster.python in python["error"] else f"{expected.cluster.python}: "
+        way_out = f"correct {expected.python_setting}, or {install}"
+        yield Finding(TROUBLE, host, "python", f"{name}{python['error']}", way_out)
         return
     packages = python["packages"]
     for name in ("ray", "torch", "raypod"):

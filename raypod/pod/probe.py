@@ -62,6 +62,8 @@ def facts(settings: Dict[str, Any]) -> Dict[str, Any]:
     """Return all facts that the settings request; an unknown fact is None or an error message."""
     environment = _login_environment(settings.get("sdk"))
     environment.update(settings.get("environment", {}))
+    if settings.get("only") == "python":
+        return {"python": _python(settings, environment)}
     return {
         "hostname": socket.gethostname(),
         "own_name": _own_name(),

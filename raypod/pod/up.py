@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import json
 import os
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from raypod.fleet import gcs, ray_admission
 from raypod.plan import shipped
 from raypod.plan.cluster import Cluster, Host, cluster_from, raise_mistakes, read_file
 from raypod.plan.cluster_file import ClusterFile
-from raypod.pod import collect_copies, file_checks, loaded_sources, ray_logs, ssh, stop_cluster
+from raypod.pod import collect_copies, file_checks, loaded_sources, probe, ray_logs, ssh, stop_cluster
 
 _STOP_TIMEOUT_S = 60.0
 _MAX_CHANGES = 3  # in a message
@@ -53,6 +54,7 @@ def up(argv: Sequence[str]) -> int:
     _wait_for_hosts(cluster, file, args.wait_hosts)
     _say(f"{cluster.name}: Ray runs on all {len(cluster.hosts)} hosts")
     _compare_sources(cluster, file, f"raypod up {args.file}", "compare" if args.no_restart else "record")
+    _check_python(cluster, file)
     train = _train_hint(cluster, file, Path(args.file))
     collect_copies.collect(cluster, train, _say)
     _say(f"next: raypod doctor --cluster {args.file}; then, {train}")
@@ -263,6 +265,22 @@ def _compare_sources(cluster: Cluster, file: ClusterFile, restart: str, mode: st
             f"{', '.join(list(changes)[:_MAX_CHANGES])}{rest}; running processes keep what they have loaded: "
             f"restart Ray with `{restart}`"
         )
+
+
+def _check_python(cluster: Cluster, file: ClusterFile) -> None:
+    """Warn of the hosts on which the interpreter of the cluster file does not run; `ray up` does not use it."""
+    settings = {"only": "python", "python": cluster.python, "sdk": cluster.sdk}
+    words, program = ["python3", "-", json.dumps(settings)], Path(probe.__file__).read_text()
+    found = ssh.map_hosts(cluster.hosts, lambda host: ssh.run_on(host, cluster.ssh, words, program, _SSH_SLACK_S))
+    failed: Dict[str, List[str]] = {}
+    for name, done in found.items():
+        answer = done.json_object("python") or {"python": {}}  # a lost host has been reported
+        if "error" in answer["python"]:
+            failed.setdefault(answer["python"]["error"], []).append(name)
+    for error, names in failed.items():
+        text = error if cluster.python in error else f"{cluster.python}: {error}"
+        where = file_checks.python_setting(file)
+        _say(f"warning: {shortened(names)}: {text}; correct {where}, or let setup_commands install it")
 
 
 def _why_missing(host: Host, cluster: Cluster, since_s: float) -> str:

@@ -62,6 +62,8 @@ def test_probe_facts(tmp_path: Path) -> None:
 
 def test_a_missing_interpreter_is_reported() -> None:
     assert run_probe(python="/no/python")["python"] == {"error": "/no/python does not exist"}
+    only = {"python": {"error": "/no/python does not exist"}}
+    assert run_probe(python="/no/python", only="python") == only
 
 
 def test_this_host_is_ready(capsys: pytest.CaptureFixture[str]) -> None:

@@ -265,6 +265,16 @@ def test_other_hosts_must_reach_an_installed_horovod(release: Optional[str], add
     assert bad(pod, without) == []
 
 
+def test_a_missing_interpreter_is_named_once_with_its_setting() -> None:
+    cluster = dataclasses.replace(POD, python="python4")
+    expected = dataclasses.replace(EXPECTED, cluster=cluster, python_setting="metadata.raypod.python in line 7")
+    (finding,) = bad(on_second(lambda facts: facts.update(python={"error": "python4 does not exist"})), expected)[:1]
+    assert finding.text == "python4 does not exist"
+    assert finding.way_out == (
+        "correct metadata.raypod.python in line 7, or `raypod up` installs it by setup_commands of the cluster file"
+    )
+
+
 def test_an_unreachable_host_prevents_a_run_and_the_others_are_checked() -> None:
     pod = {**healthy(), HOSTS[1]: "ssh: No route to host"}
     (finding,) = bad(pod)

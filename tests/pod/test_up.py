@@ -14,7 +14,15 @@ from raypod.fleet import ray_admission
 from raypod.plan import cluster_file
 from raypod.plan.cluster import Cluster, Host, Ssh, cluster_from
 from raypod.pod import ssh, up
-from raypod.pod.file_checks import is_marked, key_warnings, launch_errors, launch_warnings, name_errors, tls_variables
+from raypod.pod.file_checks import (
+    is_marked,
+    key_warnings,
+    launch_errors,
+    launch_warnings,
+    name_errors,
+    python_setting,
+    tls_variables,
+)
 
 SHIPPED = Path(__file__).resolve().parents[2] / "cluster" / "pod64.yaml"
 
@@ -287,3 +295,25 @@ def test_tls_variables_of_the_start_commands() -> None:
     text = SHIPPED.read_text().replace("export RAYPOD", f"export {words}RAYPOD")
     assert " ".join(tls_variables(cluster_file.parse(text))) + " " == words
     assert tls_variables(cluster_file.parse(SHIPPED.read_text())) == []
+
+
+def test_an_interpreter_that_a_host_does_not_have_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = cluster_file.parse(SHIPPED.read_text().replace("python: ~/raypod/venv/bin/python", "python: python4"))
+    facts = {"python": {"error": "python4 does not exist"}}
+    answers = {"10.0.0.11": ssh.Result(255, "", "lost"), "10.0.0.12": ssh.Result(0, '{"python": {"path": "/p"}}', "")}
+    missing = ssh.Result(0, json.dumps(facts), "")
+    monkeypatch.setattr(ssh, "run_on", lambda host, *_, **__: answers.get(host.address, missing))
+    up._check_python(cluster_from(file, "pod64"), file)
+    assert capsys.readouterr().err == (
+        "raypod: warning: 10.0.0.13, 10.0.0.14: python4 does not exist; correct metadata.raypod.python in line "
+        f"{file.raypod.line_of('python')}, or let setup_commands install it\n"
+    )
+
+
+def test_the_setting_of_the_interpreter_is_named_with_its_line() -> None:
+    file = cluster_file.parse("metadata:\n  raypod:\n    python: python4\nprovider: {type: local, head_ip: a}\n")
+    assert python_setting(file) == "metadata.raypod.python in line 3"
+    file = cluster_file.parse("provider: {type: local, head_ip: a}\n")
+    assert python_setting(file) == "metadata.raypod.python (default: python3)"
