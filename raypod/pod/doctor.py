@@ -19,7 +19,7 @@ from raypod.plan.cluster_file import ClusterFile
 from raypod.plan.config import Config
 from raypod.plan.placement import Sizes, place
 from raypod.pod import file_checks, probe, ssh
-from raypod.pod.finding import OK, TROUBLE, WARN, Expected, Facts, Finding
+from raypod.pod.finding import OK, RAY_CLUSTER, TROUBLE, WARN, Expected, Facts, Finding
 from raypod.pod.findings import examine
 from raypod.pod.listeners import MONITOR_PORTS
 from raypod.tasks.registry import schema_for
@@ -117,6 +117,7 @@ def _expected(cluster: Cluster, resolved: Config, file: Optional[ClusterFile]) -
     ports = [int(port) for name, port in re.findall(r"--([\w-]*port)[= ](\d+)", commands) if "worker-port" not in name]
     return Expected(
         cluster=cluster,
+        file=resolved.pod.cluster or Expected.file,
         python_setting=file_checks.python_setting(file) if file else Expected.python_setting,
         ports=tuple(port for port in ports if port not in (0, *MONITOR_PORTS)),
         worker_ports=(workers[0] or 0, workers[1] or 0),
@@ -151,7 +152,8 @@ def render_findings(findings: Sequence[Finding], hosts: Sequence[str]) -> str:
 def summary(findings: Sequence[Finding], hosts: int) -> str:
     """Return one line with the verdict and the number of findings of each level."""
     counts = {level: sum(finding.level == level for finding in findings) for level in (OK, WARN, TROUBLE)}
-    verdict = "not ready" if counts[TROUBLE] else "ready"
+    start = next((f" for {each.way_out}" for each in findings if each.what == RAY_CLUSTER), "")
+    verdict = "not ready" if counts[TROUBLE] else f"ready{start}"
     numbers = ", ".join(f"{count} {level}" for level, count in counts.items())
     return f"{verdict}: {hosts} host{'s' if hosts != 1 else ''}, {numbers}"
 

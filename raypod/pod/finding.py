@@ -9,6 +9,7 @@ from raypod.fleet import gcs
 from raypod.plan.cluster import Cluster
 
 OK, WARN, TROUBLE = "ok", "warn", "trouble"
+RAY_CLUSTER = "Ray cluster"  # the subject of the finding that Ray does not run; `way_out` starts it
 
 Facts = Mapping[str, Any]
 
@@ -29,6 +30,7 @@ class Expected:
     """The requirements of a run on the hosts, from the cluster file and the flags."""
 
     cluster: Cluster
+    file: str = "FILE"  # the cluster file as the command names it
     python_setting: str = "metadata.raypod.python"  # where the file names the interpreter
     ports: Tuple[int, ...] = ()  # fixed by the start commands, without the ports of workers
     worker_ports: Tuple[int, int] = (0, 0)

@@ -11,7 +11,7 @@ from raypod.fleet import gcs, ray_admission
 from raypod.host import horovod_address, vipu
 from raypod.host.interfaces import is_address, is_in
 from raypod.plan.cluster import Cluster
-from raypod.pod.finding import OK, TROUBLE, WARN, Expected, Facts, Finding
+from raypod.pod.finding import OK, RAY_CLUSTER, TROUBLE, WARN, Expected, Facts, Finding
 from raypod.pod.listeners import exposure, ports
 
 _GIB = 1 << 30
@@ -40,7 +40,7 @@ def examine(expected: Expected, hosts: Mapping[str, Union[Facts, str]]) -> List[
             found += _same_versions(known)
         elif check is _horovod:
             found += _clocks(known)
-    return [*found, *_same_token(known), *_gcs_access(expected)]
+    return [*found, *_same_token(known), *_gcs_access(expected), *_ray_cluster(expected, known)]
 
 
 def _python(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
@@ -258,6 +258,16 @@ def _gcs_access(expected: Expected) -> Iterator[Finding]:
     else:
         text = f"the GCS at {address} answers every request"
         yield Finding(WARN, "", "closed", text, "restrict access to the hosts by a firewall")
+
+
+def _ray_cluster(expected: Expected, known: Mapping[str, Facts]) -> Iterator[Finding]:
+    """Report that Ray does not run on the head: its GCS is silent, and no raylet can belong to this cluster."""
+    head, cluster = known.get(expected.cluster.hosts[0].name), expected.cluster
+    if head is None or expected.gcs is None or expected.gcs.state != gcs.SILENT:
+        return
+    if not {cluster.name, None} & set(head["clusters"]):
+        text = "Ray does not run on the head yet"
+        yield Finding(OK, cluster.hosts[0].name, RAY_CLUSTER, text, f"raypod up {expected.file}")
 
 
 def _grouped(values: Mapping[str, str]) -> str:

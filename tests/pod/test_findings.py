@@ -265,6 +265,32 @@ def test_other_hosts_must_reach_an_installed_horovod(release: Optional[str], add
     assert bad(pod, without) == []
 
 
+@pytest.mark.parametrize(
+    ("state", "clusters", "is_stopped"),
+    [
+        (gcs.SILENT, [], True),
+        (gcs.SILENT, ["other"], True),
+        (gcs.SILENT, ["pod"], False),  # a firewall
+        (gcs.SILENT, [None], False),  # of which cluster is unknown
+        (gcs.REFUSED, [], False),
+    ],
+)
+def test_a_pod_on_which_ray_does_not_run_is_ready_for_its_start(
+    state: str, clusters: List[Optional[str]], is_stopped: bool
+) -> None:
+    pod = healthy()
+    pod[HOSTS[0]]["clusters"] = clusters
+    findings = examine(dataclasses.replace(EXPECTED, gcs=gcs.Answer(state, "", b""), file="my.yaml"), pod)
+    found = [(each.level, each.host, each.text, each.way_out) for each in findings if each.what == "Ray cluster"]
+    stopped = (OK, HOSTS[0], "Ray does not run on the head yet", "raypod up my.yaml")
+    assert found == ([stopped] if is_stopped else [])
+    start = "ready for raypod up my.yaml: 2 hosts, " if is_stopped else "ready: 2 hosts, "
+    assert render_findings(findings, HOSTS).splitlines()[-1].startswith(start)
+    pod[HOSTS[1]] = "no route"
+    findings = examine(dataclasses.replace(EXPECTED, gcs=gcs.Answer(state, "", b"")), pod)
+    assert render_findings(findings, HOSTS).splitlines()[-1].startswith("not ready: 2 hosts, ")
+
+
 def test_a_missing_interpreter_is_named_once_with_its_setting() -> None:
     cluster = dataclasses.replace(POD, python="python4")
     expected = dataclasses.replace(EXPECTED, cluster=cluster, python_setting="metadata.raypod.python in line 7")
