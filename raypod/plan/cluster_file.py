@@ -69,7 +69,7 @@ def parse(text: str) -> ClusterFile:
 
     Raises:
         yaml.YAMLError: the text is not YAML.
-        TypeError: the text is not a mapping; the message is the type that was found.
+        TypeError: the text is not a mapping, or one of another program; the message is what was found.
     """
     mistakes: List[Mistake] = []
     loader = UniqueKeyLoader(text)
@@ -80,6 +80,8 @@ def parse(text: str) -> ClusterFile:
         top = read_section("", node, loader, mistakes)
     finally:
         loader.dispose()
+    if "apiVersion" in top and "kind" in top:
+        raise TypeError(f"those of a Kubernetes file (kind {top.value('kind')}): kubectl applies it")
     file = ClusterFile(top, mistakes)
     _check_top(file)
     _check_provider(file)
@@ -93,7 +95,10 @@ def _check_top(file: ClusterFile) -> None:
     for key in _NOT_LOCAL:
         if key in file.top:
             file.top.add_mistake(key, f"{key} is not a key of provider type local, whose hosts are all alike")
-    file.top.check_keys((*TOP_LEVEL_KEYS, *_NOT_LOCAL))
+    if "raypod" in file.top:
+        above = "" if "metadata" in file.top.names() else "write metadata: above it and "
+        file.top.add_mistake("raypod", f"raypod belongs under metadata: {above}indent it")
+    file.top.check_keys((*TOP_LEVEL_KEYS, *_NOT_LOCAL, "raypod"))
     file.top.text("cluster_name")
     file.top.section("auth").check_keys(_AUTH)
     for key in (key for key in TOP_LEVEL_KEYS if key.endswith("_commands")):

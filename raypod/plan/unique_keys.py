@@ -9,6 +9,13 @@ from typing import Any, Dict, Iterator, Tuple
 
 import yaml
 
+_HINTS = {  # by a part of PyYAML's message
+    "<block end>": ": is its indentation that of its siblings?",
+    "character '\\t'": ": a tab; YAML is indented with spaces",
+    "mapping values are not": ": is a colon or its space missing in the line before, or must the value be quoted?",
+    "could not find expected ':'": ": is a colon missing, or the space after it?",
+}
+
 
 class DuplicateKey(yaml.YAMLError):
     """Raised for a key that a mapping has twice. `line` and `first_line` are 1-based."""
@@ -37,8 +44,16 @@ def syntax_error(path: str, error: yaml.YAMLError) -> str:
         return f"{path} is not YAML: {' '.join(str(error).split())}"
     began, problem = error.context_mark, error.problem or ""
     within = f" ({error.context} that begins in line {began.line + 1})" if began and error.context else ""
-    hint = ": is its indentation that of its siblings?" if "<block end>" in problem else ""
-    return f"{path} is not YAML, line {error.problem_mark.line + 1}: {problem}{within}{hint}"
+    return f"{path} is not YAML, line {error.problem_mark.line + 1}: {problem}{within}{_hint(problem, within)}"
+
+
+def _hint(problem: str, within: str) -> str:
+    """Return the likely cause of a syntax error, for the end of its message."""
+    if "quoted scalar" in within and "end of stream" in problem:
+        return ": its quote is not closed"
+    if "<block end>" in problem and "'<scalar>'" in problem:  # a text begins in the same line as another one ends
+        return ": is a quote not closed, or does text follow a closing quote or bracket?"
+    return next((hint for words, hint in _HINTS.items() if words in problem), "")
 
 
 def duplicate_keys(node: yaml.MappingNode) -> Iterator[DuplicateKey]:

@@ -120,13 +120,13 @@ def _parser(verb: str, description: str) -> FlagParser:
 
 def _own_file(name: str) -> ClusterFile:
     """Return the parsed file. ClusterError for one that exists only inside raypod, with the addresses of an example."""
-    path = shipped.find(name, shipped.CLUSTERS)
+    file, path = read_file(name), shipped.find(name, shipped.CLUSTERS)
     if not Path(name).exists() and path.is_file():
         raise ClusterError(
             f"{name} does not exist here; `raypod files {path.name} > {path.name}` writes the one that raypod "
             "contains: edit the lines marked EDIT"
         )
-    return read_file(name)
+    return file
 
 
 def _prepare_token(path: Path) -> None:

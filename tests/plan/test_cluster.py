@@ -60,6 +60,10 @@ def test_settings_of_raypod_and_of_the_start_commands(tmp_path: Path) -> None:
         ("provider: {type: local, head_ip: a}\nmetadata: {raypod: {ipus_per_host: many}}", "ipus_per_host = 'many'"),
         ("provider: 3", "provider must be a mapping"),
         ("[]", "expected the keys"),
+        (
+            "apiVersion: ray.io/v1\nkind: RayCluster\nspec: {}",
+            r"keys of a Ray cluster file, found those of a Kubernetes file \(kind RayCluster\): kubectl applies it",
+        ),
         ("a: [", "is not YAML, line 1"),
         (
             "a:\n    b: 1\n   c: 2",

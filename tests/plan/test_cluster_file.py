@@ -112,6 +112,7 @@ def test_a_key_may_override_a_merged_one() -> None:
         ("metadata: {raypod: {ipus_per_host: 1.5}}", "ipus_per_host = 1.5 must be an integer"),
         ("metadata: {raypod: {ipus_per_host: -4}}", "ipus_per_host = -4 must be an integer of at least 1"),
         ("metadata: {raypod: {instances_per_host: .nan}}", "instances_per_host = nan must be an integer"),
+        ("raypod: {numa: true}", "raypod belongs under metadata: write metadata: above it and indent it"),
         ("metadata: {raypod: []}", "metadata.raypod must be a mapping, not list"),
         ("setup_commands: [true]", "setup_commands has the entry True, which must be a string"),
         ("setup_commands: [null]", "setup_commands has the entry None, which must be a string"),
@@ -121,3 +122,8 @@ def test_wrong_keys_and_values_are_mistakes(line: str, words: str) -> None:
     (mistake,) = mistakes_of(f"provider: {{type: local, head_ip: a}}\n{line}\n")
     assert mistake.startswith("line 2: ")
     assert words in mistake
+
+
+def test_a_section_of_raypod_that_is_not_indented_is_named() -> None:
+    mistakes = mistakes_of("provider: {type: local, head_ip: a}\nmetadata:\nraypod:\n  numa: true\n")
+    assert mistakes == ["line 3: raypod belongs under metadata: indent it"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import yaml
 
 from raypod.errors import ConfigError
 from raypod.plan.resolve import load_yaml
-from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader
+from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader, syntax_error
 
 
 @pytest.mark.parametrize("text", ["a: 1\nb: 2\na: 3", "- {a: 1,\n   b: {x: 1},\n   a: 2}", "c:\n  a: 1\n\n  a: 1"])
@@ -27,6 +28,30 @@ def test_a_duplicate_key_of_a_config_file_is_named_with_both_lines(tmp_path: Pat
     path.write_text("training:\n  epochs: 2\n  batch_size: 8\n  epochs: 3\n")
     with pytest.raises(ConfigError, match="config.yaml, line 4: epochs is a duplicate key, first given in line 2"):
         load_yaml(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a:\n\tb: 1", r"line 2: found character '\\t' that cannot start any token: a tab"),
+        ("a:\n\tb: 1", r": a tab; YAML is indented with spaces$"),
+        (
+            "a:\n  b 1\n  c: 2",
+            r"line 3: mapping values are not allowed here: is a colon or its space missing in the line before",
+        ),
+        ("a: 1\nb:2  # c\nd: 3", r"line 3: could not .*: is a colon missing, or the space after it\?$"),
+        ("a: b: c", r"or must the value be quoted\?$"),
+        ("a: 'b\nc: d", r"\(while scanning a quoted scalar that begins in line 1\): its quote is not closed$"),
+        ("a: 'b\nc: 'd'", r"line 2: .*: is a quote not closed, or does text follow a closing quote or bracket\?$"),
+        ("a: [b] c", r": is a quote not closed, or does text follow a closing quote or bracket\?$"),
+        ("a:\n  b: 1\n c: 2", r"line 3: .*: is its indentation that of its siblings\?$"),
+        ("a: 1\n- b", r"line 2: .*: is its indentation that of its siblings\?$"),
+    ],
+)
+def test_a_syntax_error_is_explained(text: str, words: str) -> None:
+    with pytest.raises(yaml.YAMLError) as error:
+        yaml.load(text, UniqueKeyLoader)
+    assert re.search(words, syntax_error("config.yaml", error.value))
 
 
 @pytest.mark.parametrize("section", ["[]", "0", "false", '""'])
