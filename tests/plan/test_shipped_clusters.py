@@ -73,6 +73,20 @@ def test_the_start_commands_have_the_required_settings(name: str) -> None:
     assert "ray stop" not in json.dumps(given)
 
 
+@pytest.mark.parametrize("name", HOSTS)
+def test_every_value_of_the_site_is_marked_edit(name: str) -> None:
+    """In the line itself, or for several lines in the comment above them."""
+    lines = (FOLDER / f"{name}.yaml").read_text().splitlines()
+    marked = "\n".join(line for line in lines if "EDIT" in line)
+    for value in ("head_ip: ", "ssh_user: ", "data_network: ", "EDIT: use a separate key", "EDIT: --node-ip-address, "):
+        assert marked.count(value) == 1, value
+    for value in ("server: ", "partition: ", "sdk: ", "also in the commands below") if IPUS[name] else ():
+        assert marked.count(value) == 1, value
+    command = next(at for at, line in enumerate(lines) if "EDIT: --node-ip-address, " in line)
+    address = next(at for at, line in enumerate(lines) if " --node-ip-address=" in line)
+    assert command < address < lines.index("worker_start_ray_commands:")
+
+
 def test_the_files_differ_only_in_their_hosts() -> None:
     """A command must be changed in all files."""
 
