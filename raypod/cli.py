@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import contextvars
 import difflib
 import itertools
 import os
 import select
+import shutil
 import sys
-from typing import Any, Callable, Iterable, List, NoReturn, Optional, Sequence
+import textwrap
+from typing import Any, Callable, Iterable, Iterator, List, NoReturn, Optional, Sequence, TextIO
 
 from raypod.errors import ConfigError, Preempted, RaypodError
 
 INTERRUPTED = 130
 _CLOSED_PIPE = 141  # as a shell reports SIGPIPE
+DEFAULT_WIDTH = 80  # of a terminal that does not know its own
+_LEAST_ROOM = 20  # columns of a folded text
 _STYLES = {"bold": 1, "red": 31, "green": 32, "yellow": 33}
 
 
@@ -129,22 +134,47 @@ def shortened(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
+def width_of(stream: TextIO) -> Optional[int]:
+    """Return the columns of the terminal that a stream writes to; None if it is no terminal."""
+    if not stream.isatty():
+        return None
+    if not os.environ.get("COLUMNS"):
+        with contextlib.suppress(OSError):  # a notebook's stream, for example, has no file descriptor
+            return os.get_terminal_size(stream.fileno()).columns or DEFAULT_WIDTH
+    return shutil.get_terminal_size().columns
+
+
 def format_table(
-    rows: Sequence[Sequence[str]], least_widths: Sequence[int] = (), separator: str = "  ", boxed: bool = False
+    rows: Sequence[Sequence[str]],
+    least_widths: Sequence[int] = (),
+    separator: str = "  ",
+    boxed: bool = False,
+    width: Optional[int] = None,
 ) -> List[str]:
     """Return the lines of a table whose columns are left-aligned; `rows[0]` is the header.
 
     A column is as wide as its longest cell, and at least as wide as its entry in `least_widths`. `boxed` draws lines
-    around the table and below the header; `separator` stands between the columns otherwise.
+    around the table and below the header; `separator` stands between the columns otherwise. `width` folds the last
+    column to a terminal of so many columns, except in the middle of a word or a path; None folds nothing.
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
     widths[: len(least_widths)] = map(max, least_widths, widths)
+    if width is not None:
+        room = width - sum(widths[:-1]) - len(separator) * len(widths[:-1])
+        rows = [line for row in rows for line in _folded(row, max(_LEAST_ROOM, room))]
     cells = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in rows]
     if not boxed:
         return [separator.join(row).rstrip() for row in cells]
     rule = "+".join(["", *("-" * (width + 2) for width in widths), ""])
     lines = ["| " + " | ".join(row) + " |" for row in cells]
     return [rule, lines[0], rule, *lines[1:], rule]
+
+
+def _folded(row: Sequence[str], room: int) -> Iterator[Sequence[str]]:
+    """Yield a row of a table whose last cell fits in a number of columns, and rows with the rest of that cell."""
+    parts = textwrap.wrap(row[-1], room, break_long_words=False, break_on_hyphens=False)
+    for index, part in enumerate(parts or [""]):
+        yield (*(row[:-1] if index == 0 else [""] * (len(row) - 1)), part)
 
 
 class Joined(argparse.Action):

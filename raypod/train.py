@@ -12,7 +12,7 @@ from typing import Optional, Sequence
 
 from raypod import detached, planning
 from raypod.api.training import Claimed, Training, claimed, resume_point
-from raypod.cli import INTERRUPTED, report_errors
+from raypod.cli import INTERRUPTED, report_errors, width_of
 from raypod.coordinator.stop import Stop, deadline_of, stop_on_signal
 from raypod.errors import ConfigError, Preempted
 from raypod.events import RunEnded
@@ -72,7 +72,7 @@ def _run(run: Claimed, stop: Stop, started_at_s: float, detail: int) -> int:
         if isinstance(event, RunEnded) and event.interrupted:
             exit_code = stop.exit_code if event.preempted else INTERRUPTED
     if detail > progress.QUIET:
-        print(summary_table.render(run.plan, time.monotonic() - started_at_s, progress.width_of(sys.stdout)))  # noqa: T201
+        print(summary_table.render(run.plan, time.monotonic() - started_at_s, width_of(sys.stdout)))  # noqa: T201
     return exit_code
 
 

@@ -39,6 +39,22 @@ def test_a_table_has_aligned_columns() -> None:
     assert format_table(ROWS[:2], least_widths=(6,), separator=" ") == ["host   IPUs", "a      0..15"]
 
 
+def test_the_last_column_of_a_table_is_folded_to_the_width_of_a_terminal() -> None:
+    rows = [
+        ("a", "b", "one two three four five"),
+        ("aa", "bb", "/a/path/that-is-longer-than-the/terminal"),
+        ("", "", ""),
+    ]
+    assert format_table(rows, width=28) == [
+        "a   b   one two three four",
+        "        five",
+        "aa  bb  /a/path/that-is-longer-than-the/terminal",
+        "",
+    ]
+    assert format_table(rows, width=1) == format_table(rows, width=28)  # no column is narrower than a few words
+    assert format_table(rows) == format_table(rows, width=80)
+
+
 def test_a_boxed_table() -> None:
     assert format_table(ROWS[:2], boxed=True) == [
         "+------+-------+",

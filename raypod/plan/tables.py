@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import textwrap
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.cli import format_table
@@ -29,7 +28,6 @@ _GEOMETRY = (  # the keys of `geometry` in plan.json
 )
 _MAX_NAMES = 8  # of hosts; of more only the first and the last are shown
 _NAME_WIDTH = 12
-_LEAST_ROOM = 20  # columns of a folded text
 
 
 def describe(plan: Plan) -> Dict[str, Any]:
@@ -251,18 +249,10 @@ def _devices(placement: Placement, spec: InstanceSpec) -> Dict[str, Optional[int
 def aligned(rows: Sequence[Sequence[str]], width: Optional[int] = None) -> List[str]:
     """Return the lines of a table whose first column is right-aligned.
 
-    `width` folds the second of two columns to a terminal of so many columns, except in the middle of a word or a path.
+    `width` folds the last column to a terminal of so many columns.
     """
     indent = max([_NAME_WIDTH, *(len(row[0]) for row in rows)])
-    if width is not None:
-        room = max(_LEAST_ROOM, width - indent - 2)
-        wrapper = textwrap.TextWrapper(room, break_long_words=False, break_on_hyphens=False)
-        rows = [
-            (name if index == 0 else "", part)
-            for name, text in rows
-            for index, part in enumerate(wrapper.wrap(text) or [""])
-        ]
-    return format_table([(row[0].rjust(indent), *row[1:]) for row in rows])
+    return format_table([(row[0].rjust(indent), *row[1:]) for row in rows], width=width)
 
 
 def shown_path(path: str) -> str:

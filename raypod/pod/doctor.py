@@ -58,7 +58,8 @@ def doctor(argv: Sequence[str]) -> int:
         document = {"findings": [dataclasses.asdict(each) for each in findings], "hosts": facts}
         print(json.dumps(document, indent=2))  # noqa: T201 - the command line's own output
     else:
-        print(render_findings(findings, [host.name for host in cluster.hosts]))  # noqa: T201
+        names = [host.name for host in cluster.hosts]
+        print(render_findings(findings, names, cli.width_of(sys.stdout)))  # noqa: T201
     return 2 if any(each.level == TROUBLE for each in findings) else 0
 
 
@@ -138,15 +139,22 @@ def _peers(cluster: Cluster, host: Host) -> List[str]:
     return [each.address for each in cluster.hosts if each is not host and not cluster.is_local]
 
 
-def render_findings(findings: Sequence[Finding], hosts: Sequence[str]) -> str:
-    """Return the findings as a table with a summary line; equal findings of several hosts are one row."""
+def render_findings(findings: Sequence[Finding], hosts: Sequence[str], width: Optional[int] = None) -> str:
+    """Return the findings as a table with a summary line; equal findings of several hosts are one row.
+
+    Args:
+        findings: the findings of all hosts.
+        hosts: the names of the hosts.
+        width: of a terminal in columns: longer findings are folded. None folds nothing.
+    """
     grouped: Dict[Tuple[str, str, str, str], List[str]] = {}
     for finding in findings:
         grouped.setdefault((finding.level, finding.what, finding.text, finding.way_out), []).append(finding.host)
     rows = [("", "what", "host", "finding")]
     for (level, what, text, way_out), names in grouped.items():
         rows.append((level, what, _host_cell(names, hosts), f"{text}; {way_out}" if way_out else text))
-    return "\n".join([*cli.format_table(rows, _COLUMN_WIDTHS, separator=" "), "", summary(findings, len(hosts))])
+    table = cli.format_table(rows, _COLUMN_WIDTHS, separator=" ", width=width)
+    return "\n".join([*table, "", summary(findings, len(hosts))])
 
 
 def summary(findings: Sequence[Finding], hosts: int) -> str:

@@ -5,10 +5,7 @@ The bar uses tqdm, on the driver only. If stderr is neither a terminal nor that 
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import shutil
 import sys
 import textwrap
 import time
@@ -17,7 +14,7 @@ from typing import Any, List, Optional, TextIO, Union
 
 from tqdm.auto import tqdm
 
-from raypod.cli import paint
+from raypod.cli import DEFAULT_WIDTH, paint, width_of
 from raypod.events import (
     CheckpointFailed,
     EpochDone,
@@ -39,18 +36,7 @@ QUIET, NORMAL, VERBOSE = -1, 0, 1
 _LINE_INTERVAL_S = 10.0  # between lines inside an epoch, if stderr is not a terminal
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
 _NO_BAR = "{desc} {n_fmt}/{total_fmt}{postfix}"
-_WIDTH = 80  # of a terminal that does not know its own
 _LEAST_BAR = 12  # columns that the percentage and a short bar need
-
-
-def width_of(stream: TextIO) -> Optional[int]:
-    """Return the columns of the terminal that a stream writes to; None if it is no terminal."""
-    if not stream.isatty():
-        return None
-    if not os.environ.get("COLUMNS"):
-        with contextlib.suppress(OSError):  # a notebook's stream, for example, has no file descriptor
-            return os.get_terminal_size(stream.fileno()).columns or _WIDTH
-    return shutil.get_terminal_size().columns
 
 
 class Progress:
@@ -217,7 +203,7 @@ class Progress:
             label = f"[Epoch {event.epoch:02d}]"
             # The delay: no bar without figures, which an interruption would leave in the terminal.
             self._bar = tqdm(desc=label, total=total, initial=done, file=self._err, leave=False, delay=1e-9)
-        columns = width_of(self._err) or _WIDTH
+        columns = width_of(self._err) or DEFAULT_WIDTH
         counts = len(f"[Epoch {event.epoch:02d}] {self._bar.total}/{self._bar.total}, ")
         figures = self._fitting(event, columns - counts - 1)
         self._bar.bar_format = _BAR if columns > counts + len(figures) + _LEAST_BAR else _NO_BAR

@@ -322,3 +322,13 @@ def test_equal_findings_of_several_hosts_are_one_row() -> None:
     assert any(line.startswith("warn     limits          10.0.0.2 at most 1024 open files; raise") for line in lines)
     assert lines[-1].startswith("ready: 2 hosts, ")
     assert lines[-1].endswith(" 1 warn, 0 trouble")
+
+
+def test_long_findings_are_folded_in_their_column_on_a_terminal() -> None:
+    text = "3.11.2; ray 2.60.0, torch 2.13.0+cpu, raypod 0.1.0"
+    findings = [Finding(OK, host, "python", text) for host in HOSTS]
+    assert render_findings(findings, HOSTS, 80).splitlines()[1:3] == [
+        "ok       python          all 2 3.11.2; ray 2.60.0, torch 2.13.0+cpu, raypod",
+        "                               0.1.0",
+    ]
+    assert render_findings(findings, HOSTS).splitlines()[1].endswith(text)
