@@ -199,7 +199,8 @@ class RayFleet:
 
     def started(self) -> List[InstanceStarted]:
         """See `Fleet.started`."""
-        return self._started
+        # An instance knows only the host of the plan, also where it replaces another one elsewhere.
+        return [dataclasses.replace(each, host=host) for each, host in zip(self._started, self.hosts())]
 
     def heartbeats(self) -> Dict[int, Beat]:
         """See `Fleet.heartbeats`."""

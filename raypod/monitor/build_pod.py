@@ -7,12 +7,15 @@ from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from raypod.monitor.model import Device, HostFacts, HostView, Instance, Ipu, Pod, Run, Usage
 
-IDLE, BUSY, NO_ANSWER = "idle", "busy", "no answer"
+IDLE, BUSY, LOST, NO_ANSWER = "idle", "busy", "lost", "no answer"
 _LOCAL_NAMES = ("", "localhost", "127.0.0.1")
 
 
 def build_pod(name: str, unix_s: float, facts: Sequence[HostFacts], runs: Iterable[Run]) -> Pod:
-    """Return the pod; hosts of runs that no monitor looked at are added after the others."""
+    """Return the pod; hosts of runs that no monitor looked at are added after the others.
+
+    A host with a problem has no idle IPUs, and no load unless an instance works there: both would be invented.
+    """
     ordered = sorted(runs, key=lambda run: (not run.is_active, -(run.started_unix_s or 0.0), run.run_dir))
     known = {each.name: each for each in facts}
     active = [run for run in ordered if run.is_active]
@@ -44,6 +47,9 @@ def _host(index: int, facts: HostFacts, runs: Sequence[Run]) -> HostView:
     if usage == Usage():
         usage = next((run.hosts[facts.name] for run in runs if facts.name in run.hosts), usage)
     rows = [row for run in runs for each in run.instances if each.host == facts.name for row in _ipus(run, each)]
+    if facts.problem:
+        works = any(row.state not in (LOST, NO_ANSWER) for row in rows)
+        return HostView(facts.name, usage if works else Usage(), tuple(rows), facts.problem)
     if facts.devices is not None:
         rows = _joined(facts.devices, rows)
     elif facts.num_ipus:

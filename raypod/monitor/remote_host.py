@@ -18,6 +18,7 @@ _RETRY_S = 10.0
 _SILENT_INTERVALS, _SILENT_S = 3, 5.0  # without a line: the host is shown as silent
 _END_S = 3.0
 _MAX_LINE = 64 << 20
+_NO_CONNECTION = 255  # the exit code of ssh itself
 
 
 class RemoteHost:
@@ -87,6 +88,8 @@ class RemoteHost:
             reader.join(_END_S)
         self._process = None
         code = process.returncode
+        if code == _NO_CONNECTION:
+            return f"unreachable ({errors[-1] if errors else 'ssh: no connection'})"
         return errors[-1] if errors else f"the monitor there ended with exit code {code}"
 
     def _take(self, line: bytes) -> None:

@@ -7,7 +7,7 @@ from typing import List, Optional, Sequence, Tuple
 from rich.text import Text
 
 from raypod.monitor import style
-from raypod.monitor.build_pod import collapsed
+from raypod.monitor.build_pod import LOST, collapsed
 from raypod.monitor.columns import Column, fitted, table
 from raypod.monitor.model import HostView, Ipu, Pod, Run, Usage
 from raypod.monitor.words import UNKNOWN, amount, bar, duration, percent, size
@@ -97,6 +97,8 @@ def host_line(host: HostView, width: int, ascii_only: bool) -> Text:
     line = Text.assemble((host.name, style.TITLE))
     if host.problem:
         line.append(f"  {host.problem}", style=style.BAD)
+        if all(each.state == LOST for each in host.ipus):
+            return fitted(line, width, ascii_only)
     working = sum(1 for each in host.ipus if each.run or each.pid)
     line.append(f"  {working}/{len(host.ipus)} IPUs busy" if host.ipus else "  no IPU busy")
     line.append_text(_usage(host.usage, ascii_only))

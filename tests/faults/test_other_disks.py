@@ -107,6 +107,7 @@ def test_checkpoints_are_sent_to_the_disk_of_the_coordinator(hosts: List[Any], r
     assert [host.name for host in plan.placement.hosts] == [SECOND_HOST, head]
     outcome = run(plan, [(10, lambda plan: kill_instance_0(second)), (30, lambda plan: second.lose())])
     assert [repair.hosts for repair in outcome.repairs] == [(SECOND_HOST,), (THIRD_HOST,)]
+    assert [repair.instances[repair.lost[0]].host for repair in outcome.repairs] == [SECOND_HOST, THIRD_HOST]
     folder = checkpoints_folder(run_dir)
     valid, damaged = newest_valid(folder)
     assert valid is not None

@@ -9,8 +9,14 @@ import pytest
 from scripted_ray import NEVER, Ref, ScriptedActor, ScriptedRay
 
 from raypod.errors import HostLost
+from raypod.events import InstanceStarted
 from raypod.fleet import ray_replace
+from raypod.fleet.ray import RayFleet
 from raypod.fleet.ray_replace import Replacements
+from raypod.plan.cluster import Cluster, Host
+from raypod.plan.plan import Plan, make_plan
+from raypod.plan.resolve import from_values
+from raypod.tasks.registry import facts_of
 
 NODE = {"NodeID": "a", "Alive": True, "NodeManagerAddress": "127.0.0.2"}
 
@@ -65,3 +71,13 @@ def test_a_preempted_run_waits_for_no_replacement(ray: ScriptedRay, noticed_afte
         replacements(ray, noticed_after_s, NEVER)
     assert noticed_after_s <= ray.now_s - began_s < noticed_after_s + 1
     assert ray.killed == [1] * (noticed_after_s > 0)
+
+
+def test_a_replaced_instance_is_on_the_host_to_which_it_was_moved() -> None:
+    config = from_values({"pod": {"replicas": 2, "num_instances": 2}, "run": {"device": "emulated"}})
+    cluster = Cluster("two", (Host("a", "10.0.0.1"), Host("b", "10.0.0.2")))
+    plan: Plan = make_plan(config, cluster, facts_of(config), "/run")
+    fleet = RayFleet(plan)
+    fleet._nodes = [{"NodeManagerAddress": "10.0.0.1", "NodeManagerHostname": "a"}] * 2
+    fleet._started = [InstanceStarted(index, "ab"[index], 385, "emulated", "", 1, ()) for index in range(2)]
+    assert [each.host for each in fleet.started()] == ["a", "a"]

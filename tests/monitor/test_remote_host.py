@@ -56,11 +56,11 @@ def test_the_hosts_of_a_cluster_file_with_the_runs_of_their_monitors(
         source.wait()
         pod = source.poll()
     assert "raypod monitor --json --follow --interval 0.2" in (tmp_path / "asked").read_text()
-    assert problems(pod) == {"203.0.113.1": "None", "203.0.113.2": "no route"}
+    assert problems(pod) == {"203.0.113.1": "None", "203.0.113.2": "unreachable (no route)"}
     (run,) = pod.runs
     assert (run.host, run.instances[0].host, run.problem) == ("203.0.113.1", "203.0.113.1", None)
     states = [[each.state for each in host.ipus] for host in pod.hosts]
-    assert states == [["training"] * 2 + ["idle"] * 6, ["idle"] * 8]
+    assert states == [["training"] * 2 + ["idle"] * 6, []]
 
 
 def vars_of(run: Any, index: int) -> Dict[str, Any]:
@@ -80,7 +80,11 @@ def vars_of(run: Any, index: int) -> Dict[str, Any]:
     ("script", "problem"),
     [
         ("echo 'No module named raypod' >&2; exit 1", "No module named raypod"),
-        (r"printf 'u@h: Permission denied.\r\n' >&2; exit 255", "u@h: Permission denied."),  # as ssh prints it
+        (
+            r"printf 'u@h: Permission denied.\r\n' >&2; exit 255",
+            "unreachable (u@h: Permission denied.)",
+        ),  # as ssh prints
+        ("exit 255", "unreachable (ssh: no connection)"),
         ("exit 3", "the monitor there ended with exit code 3"),
         ('echo "{}"; echo "[1]"; echo "{"; exit 4', "the monitor there ended with exit code 4"),
     ],

@@ -126,6 +126,21 @@ def test_a_host_without_figures() -> None:
     assert any("no run of this user" in line for line in lines)
 
 
+def test_an_unreachable_host_has_no_load_and_its_instance_is_under_the_host_to_which_it_was_moved() -> None:
+    problem = "unreachable (ssh: connect to host 10.0.0.12 port 22: Connection refused)"
+    facts = [HostFacts("10.0.0.11", num_ipus=4), HostFacts("10.0.0.12", num_ipus=4, problem=problem)]
+    before = [instance(0), instance(4, state="lost")]
+    lost = make_run(instances=before, hosts={"10.0.0.11": usage(), "10.0.0.12": usage()})
+    lines = shown(build_pod("p", 0.0, facts, [lost]), POD)
+    assert f"10.0.0.12  {problem}" in lines
+    assert sum(line.split()[1:2] == ["lost"] for line in lines) == 2  # until the run has replaced it
+    moved = make_run(instances=[instance(0), instance(4, host="10.0.0.11")], hosts={"10.0.0.11": usage()})
+    lines = shown(build_pod("p", 0.0, facts, [moved]), POD)
+    after = lines.index(f"10.0.0.12  {problem}")
+    assert not any(lines[after + 1 : -1])  # the last line lists the keys
+    assert [line.split()[4] for line in lines[4:after] if "training" in line] == ["0", "0", "4", "4"]
+
+
 def test_keys_change_the_screen(pod: Pod) -> None:
     screen = Screen()
     for key, view in (("r", RUN), ("l", LOG), ("e", EVENTS), ("p", POD), ("tab", RUN), ("enter", LOG), ("escape", POD)):
