@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Sequence
 
 from raypod.errors import ConfigError
-from raypod.plan.config import IMAGE_FOLDERS, Config
+from raypod.plan.config import IMAGE_CLASSIFICATION, IMAGE_FOLDERS, WITHOUT_FILES, Config
 from raypod.plan.learning_rate import check_settings
 
 
@@ -13,6 +13,7 @@ def check_compatible(config: Config) -> None:
     """Raise ConfigError for settings that contradict each other in every task."""
     training = config.training
     check_settings(training)
+    check_data_folder(config)
     if config.data.jpeg_decoder != "pillow" and config.decoder is None:
         sets = " or ".join(IMAGE_FOLDERS)
         raise ConfigError(f"--jpeg-decoder {config.data.jpeg_decoder} has no effect without --dataset {sets}")
@@ -24,6 +25,16 @@ def check_compatible(config: Config) -> None:
         )
     if training.init_ignore and not training.init_weights:
         raise ConfigError(f"--init-ignore {','.join(training.init_ignore)} has no effect without --init-weights")
+
+
+def check_data_folder(config: Config) -> None:
+    """Raise ConfigError for a data folder that the data set does not read. A task of the user may read it."""
+    data = config.data
+    if data.data_dir is not None and data.dataset in WITHOUT_FILES and config.task.name == IMAGE_CLASSIFICATION:
+        raise ConfigError(
+            f"--data-dir has no effect on --dataset {data.dataset}; for a folder of class folders add "
+            "--dataset imagefolder"
+        )
 
 
 def check_min_hosts(config: Config, replicas: int, hosts: int) -> None:

@@ -24,6 +24,7 @@ SMALL_RESNETS = ("resnet8", "resnet14", "resnet20")
 TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 VISION_TRANSFORMERS = ("vit_tiny", "vit_small", "vit_b_16")
 IMAGE_FOLDERS = ("imagefolder", "imagenet")  # data sets
+WITHOUT_FILES = ("digits", "synthetic")  # data sets that read no folder
 IMAGE_SIDE = 224  # default height and width of the images of folders
 IMAGE_CLASSIFICATION, LANGUAGE_MODEL = "image-classification", "language-model"
 LR_SCHEDULES = ("constant", "step", "linear", "cosine", "polynomial")

@@ -16,7 +16,17 @@ import yaml
 from raypod.cli import FlagParser, nearest, suggestion
 from raypod.errors import ConfigError
 from raypod.plan import shipped
-from raypod.plan.config import CHECKPOINTS, IMAGE_CLASSIFICATION, MANIFEST, Config, PodSection, TaskOptions, fields
+from raypod.plan.config import (
+    CHECKPOINTS,
+    IMAGE_CLASSIFICATION,
+    MANIFEST,
+    WITHOUT_FILES,
+    Config,
+    DataSection,
+    PodSection,
+    TaskOptions,
+    fields,
+)
 from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader, syntax_error
 from raypod.plan.urls import is_url
 from raypod.plan.validation import config_error
@@ -104,7 +114,17 @@ def combine(
     for name, value in given.items():
         section, _, key = name.partition(".")
         values.setdefault(section, {})[key] = value
+    if source is not config:
+        drop_unread_folder(values, given)
     return values, source if isinstance(source, str) else "the command line" if source is None else "config"
+
+
+def drop_unread_folder(values: Values, given: Mapping[str, Any]) -> None:
+    """Remove the data folder of a run whose data set, its own or a `given` one, reads none; plans reject both."""
+    data = values.get("data", {})
+    reads_none = data.get("dataset", DataSection().dataset) in WITHOUT_FILES
+    if reads_none and task_of_values(values) == IMAGE_CLASSIFICATION and "data.data_dir" not in given:
+        data.pop("data_dir", None)
 
 
 def _copied(values: Values) -> Values:

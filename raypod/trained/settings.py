@@ -11,6 +11,7 @@ from raypod import planning
 from raypod.cli import suggestion
 from raypod.errors import ConfigError
 from raypod.plan import flags, resolve
+from raypod.plan.compatibility import check_data_folder
 from raypod.plan.config import Config, fields
 from raypod.plan.plan import Plan, pipeline_stages
 from raypod.tasks.registry import schema_of
@@ -96,6 +97,7 @@ def changed(config: Config, changes: Mapping[str, Any], allowed: Sequence[str]) 
         if name not in allowed and (section != "task" or key == "name"):
             raise ConfigError(f"{name} cannot be changed here{suggestion(name, allowed)}")
         values.setdefault(section, {})[key] = value
+    resolve.drop_unread_folder(values, changes)
     return values
 
 
@@ -115,7 +117,9 @@ def check_writable(path: Path) -> None:
 
 def host_config(run: Run, changes: Mapping[str, Any]) -> Config:
     """Return the config of a run whose network runs in this process, with other data."""
-    return config_of(changed(run.config, changes, DATA), str(run.folder))
+    config = config_of(changed(run.config, changes, DATA), str(run.folder))
+    check_data_folder(config)
+    return config
 
 
 def plan_of(config: Config, changes: Mapping[str, Any], source: str) -> Plan:

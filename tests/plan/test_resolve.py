@@ -88,6 +88,16 @@ def test_a_resumed_run_uses_the_config_of_its_folder(tmp_path: Path) -> None:
     assert (again.training.batch_size, again.training.optimizer, again.training.epochs) == (16, "adam", 3)
 
 
+def test_a_resumed_run_forgets_a_folder_that_its_data_set_does_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "config.yaml"
+    folder.write_text("data: {dataset: synthetic, data_dir: /images}\n")
+    assert parse("--resume", str(tmp_path)).data.data_dir is None
+    assert parse("--resume", str(tmp_path), "--data-dir", "/x").data.data_dir == "/x"  # the plan rejects it
+    assert parse("--resume", str(tmp_path), "--dataset", "imagefolder").data.data_dir == "/images"
+    folder.write_text("task: {name: 'module:Task'}\ndata: {data_dir: /texts}\n")
+    assert parse("--resume", str(tmp_path)).data.data_dir == "/texts"
+
+
 def test_replicas_follow_from_ipus() -> None:
     assert parse("--num-ipus", "16", "--ipus-per-replica", "2").pod.replicas == 8
 

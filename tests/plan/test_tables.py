@@ -91,6 +91,13 @@ def test_inline_instances_are_not_bound(make: Callable[..., Plan]) -> None:
         make(pod={"num_instances": 1, "bind_cores": True}, run={"fleet": "inline"})
 
 
+@pytest.mark.parametrize("dataset", ["digits", "synthetic"])
+def test_a_folder_that_the_data_set_does_not_read_is_rejected(make: Callable[..., Plan], dataset: str) -> None:
+    words = f"--data-dir has no effect on --dataset {dataset}; for a folder of class folders add --dataset imagefolder"
+    with pytest.raises(ConfigError, match=words):
+        make(data={"dataset": dataset, "data_dir": "/images"})
+
+
 def test_a_short_plan_is_folded_except_in_paths(make: Callable[..., Plan]) -> None:
     plan = make()
     lines = render_brief(plan, 40).splitlines()

@@ -90,6 +90,7 @@ def test_another_data_set_of_the_same_shape_and_classes(digits_run: Path) -> Non
             "head.weight is [5, 64] in the model and [10, 64]",
         ),
         (["--dataset", "cifar10"], "--data-dir"),
+        (["--data-dir", "/images"], "--data-dir has no effect on --dataset digits"),
         (["--checkpoint", "update-1"], "there is no such checkpoint or file"),
         (["--checkpoint", "7"], "update-00000022"),
         (["--learning-rate", "1"], "unknown flag --learning-rate"),
