@@ -72,7 +72,14 @@ class FlagParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError with argparse's message in one line."""
+        """Raise ConfigError with argparse's message in one line, with the values of the flags that it asks for."""
+        what, is_missing, names = message.partition("are required: ")
+        if is_missing:
+            known = self._option_string_actions
+            asked = [
+                f"{name} {known[name].metavar or ''}".strip() if name in known else name for name in names.split(", ")
+            ]
+            message = f"{what}{is_missing}{', '.join(asked)}"
         raise ConfigError(f"{message.replace('argument ', '', 1)} ({self.prog} --help lists all flags)")
 
     def parse_args(  # type: ignore[override]

@@ -56,7 +56,10 @@ def add_flags(parser: argparse.ArgumentParser, schema: Schema = NO_SCHEMA) -> fl
         default = schema.defaults.get(f"{section}.{key}", field.default)
         action = add_flag(groups[flag_help.group_of(section, key)], section, key, field, default)
         groups.mark(action, section, key)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="any key, by its full name")
+    # With a default, argparse does not call it required.
+    parser.add_argument(
+        "overrides", nargs="*", default=(), metavar="section.key=value", help="any key, by its full name"
+    )
     return groups
 
 

@@ -42,7 +42,8 @@ def evaluate(argv: Sequence[str]) -> int:
 def export(argv: Sequence[str]) -> int:
     """Export the model of a checkpoint."""
     parser = _parser("export", "Write the model of a checkpoint to a file, and compare its outputs with the network's.")
-    parser.add_argument("--format", required=True, help="{safetensors,torchscript,onnx}")
+    kinds = "{safetensors,torchscript,onnx}"
+    parser.add_argument("--format", required=True, metavar=kinds, help="the format of the file")
     parser.add_argument("--output", metavar="FILE", help="the file [MODEL-update-N with the suffix, in the run folder]")
     _add_checkpoint(parser)
     pixels = "torchscript, onnx: the model gets uint8 images, and normalizes and enlarges them itself"
@@ -92,7 +93,8 @@ def average(argv: Sequence[str]) -> int:
 def predict(argv: Sequence[str]) -> int:
     """Print the predictions of a run's model."""
     parser = _parser("predict", "Print the predictions of a run's model for images, or its continuation of a text.")
-    parser.add_argument("inputs", nargs="*", metavar="IMAGE", help="image files (PNG, JPEG), and folders of images")
+    images = "image files (PNG, JPEG), and folders of images"
+    parser.add_argument("inputs", nargs="*", default=(), metavar="IMAGE", help=images)
     _add_checkpoint(parser)
     parser.add_argument("--top", type=int, help="number of classes per image, at least 1 [5]")
     kinds = parser.add_mutually_exclusive_group()

@@ -52,7 +52,8 @@ def add_flags(parser: argparse.ArgumentParser, names: Sequence[str], overrides: 
     if not overrides:
         parser.set_defaults(overrides=())
         return
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="any of these, and task.key=value")
+    what = "any of these, and task.key=value"  # with a default, argparse does not call it required
+    parser.add_argument("overrides", nargs="*", default=(), metavar="section.key=value", help=what)
 
 
 def given(args: argparse.Namespace, names: Sequence[str]) -> Dict[str, Any]:

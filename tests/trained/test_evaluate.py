@@ -107,6 +107,8 @@ def test_wrong_requests(digits_run: Path, fails: Callable[[List[str]], str], fla
 def test_what_is_no_run(tmp_path: Path, fails: Callable[[List[str]], str]) -> None:
     assert "there is no such run folder" in fails(["evaluate", str(tmp_path / "no")])
     assert "is not a run folder" in fails(["evaluate", str(tmp_path)])
+    for command in ("evaluate", "predict"):
+        assert "the following arguments are required: RUN (" in fails([command])
 
 
 def copied(run: Path, folder: Path) -> Path:
