@@ -220,9 +220,11 @@ def _check_settings(plan: Plan, found: ResumePoint, was_cut_off: bool) -> Resume
         raise ConfigError(f"--resume {path}: {difference}")
     left = plan.total_updates - found.checkpoint.update
     if left < 0 or (left == 0 and not was_cut_off):
+        is_scheduled = settings[LENGTH] is not None and LENGTH not in allowed
+        anyway = f", and --resume-anyway {LENGTH}: the schedule of the learning rate depends on it"
         raise ConfigError(
             f"--resume {path}: already at update {found.checkpoint.update} of {plan.total_updates}; "
-            "set a larger --epochs or --updates"
+            f"set a larger --epochs or --updates{anyway if is_scheduled else ''}"
         )
     return found
 

@@ -106,8 +106,19 @@ def test_a_missing_checkpoint_is_an_error(make: Make, where: str, tmp_path: Path
 def test_a_finished_training_is_an_error(make: Make) -> None:
     constant = {"lr_schedule": "constant"}
     path = save(make(training=constant), 44).path
-    with pytest.raises(ConfigError, match="already at update 44 of 44"):
+    with pytest.raises(ConfigError, match="already at update 44 of 44; set a larger --epochs or --updates$"):
         find(make, path, training={"epochs": 1, **constant})
+
+
+def test_the_message_about_a_finished_training_names_all_that_is_needed_to_continue_it(make: Make) -> None:
+    path = save(make(training={"epochs": 1}), 44).path
+    both = "set a larger --epochs or --updates, and --resume-anyway total_updates: the schedule"
+    with pytest.raises(ConfigError, match=both):
+        find(make, path, training={"epochs": 1})
+    found = find(make, path, run={"resume_anyway": "total_updates"}, training={"epochs": 2})
+    assert found.checkpoint.update == 44
+    with pytest.raises(ConfigError, match="set a larger --epochs or --updates$"):
+        find(make, path, run={"resume_anyway": "total_updates"}, training={"epochs": 1})
 
 
 # ---- compatibility ---------------------------------------------------------------------------------------------------
