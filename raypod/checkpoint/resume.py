@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint, Manifest
 from raypod.errors import CheckpointDamaged, ConfigError
-from raypod.plan.config import Config
+from raypod.plan.config import CHECKPOINTS, Config
 from raypod.plan.learning_rate import DEPEND_ON_LENGTH
 from raypod.plan.plan import Plan
 
@@ -37,6 +37,7 @@ _WITHOUT_EFFECT = {
     "training.execution",
 }
 MEMORY_FORMAT = "training.memory_format"
+_CONFIG = "config.yaml"  # of a run folder
 LENGTH, FINGERPRINT = "total_updates", "data_fingerprint"
 # With other values the state still fits and every position still means the same sample; the run can be resumed, but
 # computes other weights than an uninterrupted run.
@@ -258,5 +259,19 @@ def _find(where: str, verify: bool) -> ResumePoint:
     valid, damaged = newest_valid(checkpoints, verify)
     if valid is None:
         found = f"no valid checkpoint: {'; '.join(damaged)}" if damaged else "no checkpoint"
-        raise ConfigError(f"--resume {where}: {checkpoints} contains {found}")
+        raise ConfigError(f"--resume {where}: {_near(where) or f'{checkpoints} contains {found}'}")
     return ResumePoint(valid, tuple(damaged))
+
+
+def _near(where: str) -> str:
+    """Return what a folder that is no run folder is, if run folders are in or above it; "" if not."""
+    path = Path(where)
+    if (path / _CONFIG).is_file():
+        return ""
+    if path.name == CHECKPOINTS and (path.parent / _CONFIG).is_file():
+        return f"a folder of checkpoints is no run folder; did you mean {path.parent}?"
+    runs = sorted(path.glob(f"*/{_CONFIG}"), key=lambda each: each.stat().st_mtime)
+    if not runs:
+        return ""
+    count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    return f"{where} is no run folder; it contains {count}, the newest is {runs[-1].parent}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import time
@@ -101,6 +102,23 @@ def test_a_later_generation_is_newer_than_a_later_update(make: Make) -> None:
 def test_a_missing_checkpoint_is_an_error(make: Make, where: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--resume"):
         find(make, where.format(tmp_path))
+
+
+def test_a_folder_of_runs_or_of_checkpoints_is_an_error_that_names_the_run(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for index, name in enumerate(("older", "newest", "oldest")):
+        (tmp_path / "runs" / name / "checkpoints").mkdir(parents=True)
+        config = tmp_path / "runs" / name / "config.yaml"
+        config.write_text("{}")
+        os.utime(str(config), (index % 2, index % 2))
+    with pytest.raises(ConfigError, match="runs is no run folder; it contains 3 runs, the newest is runs/newest$"):
+        find(make, "runs")
+    with pytest.raises(ConfigError, match=r"is no run folder; did you mean runs/older\?$"):
+        find(make, "runs/older/checkpoints/")
+    with pytest.raises(ConfigError, match="runs/older/checkpoints contains no checkpoint"):
+        find(make, "runs/older")
 
 
 def test_a_finished_training_is_an_error(make: Make) -> None:
