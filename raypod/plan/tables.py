@@ -88,7 +88,7 @@ def render(plan: Plan) -> str:
         ("model", f"{plan.task.model}, precision {training.precision}, {training.optimizer}"),
         (
             "length",
-            f"{plan.total_updates} updates, {plan.updates_per_epoch} per epoch, {_count(len(plan.legs()), 'leg')}",
+            f"{_count(plan.total_updates, 'update')}, {_per_epoch(plan)}, {_count(len(plan.legs()), 'leg')}",
         ),
         ("bits", _reproducibility(plan)),
         ("run folder", plan.run_dir),
@@ -110,13 +110,14 @@ def render_brief(plan: Plan, width: Optional[int] = None) -> str:
     accumulation = training.gradient_accumulation
     steps = "" if accumulation == 1 else f" x {accumulation} (accumulation)"
     batch = f"{training.batch_size}{steps} x {_count(geometry.total_replicas, 'replica')}"
-    epochs = f" ({_count(training.epochs, 'epoch')} of {plan.updates_per_epoch})"
+    left_out = _left_out(plan)
+    epochs = f" ({_count(training.epochs, 'epoch')} of {plan.updates_per_epoch}{left_out and f'; {left_out}'})"
     is_cut = plan.total_updates != training.epochs * plan.updates_per_epoch
     size = f"{_count(geometry.num_instances, 'instance')} x {_count(geometry.local_replicas, 'replica')}"
     rows = [
         ("model", f"{plan.task.model}, precision {training.precision}, {training.optimizer}"),
         ("data", _data(plan)),
-        ("length", f"{plan.total_updates} updates{f', {plan.updates_per_epoch} per epoch' if is_cut else epochs}"),
+        ("length", f"{_count(plan.total_updates, 'update')}{f', {_per_epoch(plan)}' if is_cut else epochs}"),
         ("global batch", f"{batch} = {geometry.global_batch_size} {plan.task.samples_are} per update"),
         ("pod", hosts),
         ("placement", f"{size} x {_count(geometry.ipus_per_replica, 'IPU')} = {_total_ipus(plan)}"),
@@ -153,6 +154,18 @@ def _data(plan: Plan) -> str:
     side = plan.config.image_side
     decoded = f", {side}x{side} pixels, decoded by {plan.config.decoder}" if side else ""
     return f"{plan.task.data}: {size.train_samples} training, {tested}{published}{decoded}"
+
+
+def _per_epoch(plan: Plan) -> str:
+    left_out = _left_out(plan)
+    return f"{plan.updates_per_epoch} per epoch{left_out and f' ({left_out})'}"
+
+
+def _left_out(plan: Plan) -> str:
+    """Return how many samples of an epoch are too few for another call; "" for none."""
+    samples = plan.dataset_size.train_samples
+    left = samples - plan.updates_per_epoch * plan.geometry.global_batch_size
+    return f"{left} of {samples} {plan.task.samples_are} left out of each" if left else ""
 
 
 def _pipeline_rows(plan: Plan) -> List[Tuple[str, str]]:

@@ -98,6 +98,16 @@ def test_a_folder_that_the_data_set_does_not_read_is_rejected(make: Callable[...
         make(data={"dataset": dataset, "data_dir": "/images"})
 
 
+def test_a_plan_shows_the_samples_that_are_left_out_of_each_epoch(make: Callable[..., Plan]) -> None:
+    left_out = "29 of 1437 images left out of each"
+    assert f"length  660 updates, 44 per epoch ({left_out}), 15 legs\n" in render(make())
+    assert f"length  660 updates (15 epochs of 44; {left_out})\n" in render_brief(make(), 80)
+    assert f"length  5 updates, 44 per epoch ({left_out})\n" in render_brief(make(training={"updates": 5}), 80)
+    whole = make(data={"dataset": "synthetic", "samples": 64}, training={"epochs": 1, "batch_size": 16})
+    assert "length  1 update, 1 per epoch, 1 leg\n" in render(whole)
+    assert "length  1 update (1 epoch of 1)\n" in render_brief(whole)
+
+
 def test_a_short_plan_is_folded_except_in_paths(make: Callable[..., Plan]) -> None:
     plan = make()
     lines = render_brief(plan, 40).splitlines()
