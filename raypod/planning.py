@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
-from raypod.cli import FlagParser
+from raypod.cli import FlagParser, width_of
 from raypod.errors import UserError
 from raypod.host import sdk
 from raypod.host.lease_file import EXPIRES_AFTER_S
@@ -154,16 +155,17 @@ def needs_model(plan: Plan) -> bool:
 
 
 def render_without_model(plan: Plan) -> str:
-    """Return `tables.render(plan)`, and what shows the memory. Imports no torch."""
-    return f"{tables.render(plan)}\n\n{'memory':>12}  --memory estimates it: it imports torch and compiles the model"
+    """Return `tables.render` for the terminal of stdout, and what shows the memory. Imports no torch."""
+    table = tables.render(plan, width_of(sys.stdout))
+    return f"{table}\n\n{'memory':>12}  --memory estimates it: it imports torch and compiles the model"
 
 
 def render_with_pipeline(plan: Plan) -> str:
-    """Return `tables.render(plan)`, the pipeline if a replica has several IPUs, and the estimated memory."""
+    """Return `tables.render` as above, the pipeline if a replica has several IPUs, and the estimated memory."""
     from raypod.model.memory_bars import render_memory
     from raypod.model.pipeline_table import inspect_pipeline, render_pipeline
 
-    parts = [tables.render(plan)]
+    parts = [tables.render(plan, width_of(sys.stdout))]
     found = _inspected(plan, inspect_pipeline)
     if isinstance(found, str):
         return f"{parts[0]}\n\n{'memory':>12}  no estimate: {found}"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from pathlib import Path
 from typing import List, Sequence
 
-from raypod.cli import FlagParser, format_table, suggestion
+from raypod.cli import DEFAULT_WIDTH, FlagParser, format_table, suggestion, width_of
 from raypod.errors import ConfigError
 from raypod.plan import shipped
 
-_WIDTH = 80
 _TITLES = {shipped.RECIPES: "Recipes, for raypod train --config", shipped.CLUSTERS: "Cluster files, for --cluster"}
 
 
@@ -35,12 +33,11 @@ def files(argv: Sequence[str]) -> int:
 
 def _listed(kind: str) -> str:
     names = shipped.names(kind)
-    room = _WIDTH - 4 - max(map(len, names), default=0)
-    rows: List[List[str]] = [[f"  {name}", _summary(shipped.folder(kind) / name, room)] for name in names]
-    return "\n".join([f"{_TITLES[kind]}:", *format_table(rows)]) if rows else f"{_TITLES[kind]}: none"
+    width = width_of(sys.stdout) or DEFAULT_WIDTH
+    rows: List[List[str]] = [[f"  {name}", _summary(shipped.folder(kind) / name)] for name in names]
+    return "\n".join([f"{_TITLES[kind]}:", *format_table(rows, width=width)]) if rows else f"{_TITLES[kind]}: none"
 
 
-def _summary(file: Path, width: int) -> str:
+def _summary(file: Path) -> str:
     """Return the beginning of a file's first comment."""
-    first = file.read_text().partition("\n")[0].lstrip("# ").split(". ")[0]
-    return textwrap.shorten(first.rstrip("."), width, placeholder=" ...")
+    return file.read_text().partition("\n")[0].lstrip("# ").split(". ")[0].rstrip(".")

@@ -60,8 +60,8 @@ def topology_summary(plan: Plan) -> Dict[str, int]:
     }
 
 
-def render(plan: Plan) -> str:
-    """Return the plan as a table: the sizes, and one line per instance."""
+def render(plan: Plan, width: Optional[int] = None) -> str:
+    """Return the plan as a table: the sizes, folded to `width` as by `render_brief`, and one line per instance."""
     placement, geometry, training = plan.placement, plan.geometry, plan.config.training
     rows = [
         ("pod", f"{placement.cluster.name}: {_count(len(placement.hosts), 'host')} ({_names(placement.hosts)})"),
@@ -93,7 +93,7 @@ def render(plan: Plan) -> str:
         ("bits", _reproducibility(plan)),
         ("run folder", plan.run_dir),
     ]
-    return "\n".join([*aligned(rows), "", *aligned(_instance_rows(placement))])
+    return "\n".join([*aligned(rows, width), "", *aligned(_instance_rows(placement))])
 
 
 def render_brief(plan: Plan, width: Optional[int] = None) -> str:

@@ -61,8 +61,8 @@ class Progress:
 
     def begin(self) -> None:
         """Print the plan, before anything is started."""
-        is_whole = self._detail == VERBOSE
-        self.print_line(render(self._plan) if is_whole else render_brief(self._plan, width_of(self._out)))
+        render_plan = render if self._detail == VERBOSE else render_brief
+        self.print_line(render_plan(self._plan, width_of(self._out)))
         if self._detail == VERBOSE:
             self.print_line(f"\n{'versions':>12}  {', '.join(' '.join(each) for each in versions())}")
         self.print_line("")

@@ -72,6 +72,8 @@ def test_files_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["files"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
+    assert "..." not in out
+    assert f"\n{'':32}a ResNet-101 on two IPUs, eight replicas in four\n{'':32}instances\n" in out
     for kind in (shipped.RECIPES, shipped.CLUSTERS):
         assert all(name in out for name in shipped.names(kind))
     assert main(["files", "pod64"]) == 0

@@ -108,6 +108,14 @@ def test_a_plan_shows_the_samples_that_are_left_out_of_each_epoch(make: Callable
     assert "length  1 update (1 epoch of 1)\n" in render_brief(whole)
 
 
+def test_a_plan_is_folded_to_its_column_and_its_instances_are_not(make: Callable[..., Plan]) -> None:
+    lines = render(make(), 80).splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith("global batch"))
+    assert lines[first + 1] == f"{'':14}update"
+    assert [line for line in lines if len(line) > 80 and not line.startswith("  run folder")] == []
+    assert render(make(), 20).splitlines()[-3:] == render(make()).splitlines()[-3:]
+
+
 def test_a_short_plan_is_folded_except_in_paths(make: Callable[..., Plan]) -> None:
     plan = make()
     lines = render_brief(plan, 40).splitlines()
