@@ -160,6 +160,11 @@ def _listed(values: Any) -> str:
     return ", ".join(map(str, values)) if isinstance(values, list) else str(values)
 
 
+def _instances(values: Any) -> str:
+    is_one = isinstance(values, list) and len(values) == 1
+    return f"{'instance' if is_one else 'instances'} {_listed(values)}"
+
+
 def _metrics_text(record: Dict[str, Any]) -> str:
     metrics = record.get("metrics")
     pairs = metrics.items() if isinstance(metrics, dict) else ()
@@ -180,7 +185,7 @@ _TEXTS: Dict[str, Callable[[Dict[str, Any]], str]] = {
         f"instance {record.get('instance')} on {record.get('host')} {record.get('kind')}: {record.get('cause')}"
     ),
     "repaired": lambda record: (
-        f"instances {_listed(record.get('lost'))} replaced on {_listed(record.get('hosts'))} "
+        f"{_instances(record.get('lost'))} replaced on {_listed(record.get('hosts'))} "
         f"in {record.get('seconds') or 0:.3g} s, weights from {record.get('seeded_from')}"
     ),
     "resized": lambda record: (

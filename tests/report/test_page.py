@@ -125,6 +125,8 @@ def test_curves_have_the_points_of_the_metrics(tmp_path: Path, browser: Browser)
                 pytest.approx(line[column]) for line in lines
             ]
         assert tab.run("document.querySelectorAll('#curves svg path').length") > 4
+        tiles = tab.run("[...document.querySelectorAll('.tiles dt')].map((each) => each.innerText)")
+        assert {"loss, last update", "loss, evaluation"} <= set(tiles)
         assert tab.run("document.querySelector('#instances').innerText").count("slow") >= 2
         assert tab.errors == []
         assert tab.requests == [(tmp_path / "page.html").as_uri()]

@@ -182,8 +182,17 @@ def test_the_timeline_has_generations_phases_and_marks(tmp_path: Path) -> None:
     kinds = [mark[0] for mark in timeline["marks"]]
     assert kinds == ["checkpoint_saved", "evaluation_done", "instance_lost", "repaired", "run_ended"]
     assert timeline["marks"][0][-1] == "update-00000020, written in 0.5 s"
+    assert timeline["marks"][3][-1].startswith("instance 1 replaced on ")
     assert timeline["phase_s"] == {"starting": 5.0, "training": 21.0, "repairing": 2.0}
     assert reader.data()["instances"][1]["lost"] == 1
+
+
+def test_several_replaced_instances_are_named() -> None:
+    timeline = Timeline()
+    timeline.handle(event(0, "process_started"))
+    timeline.handle(event(5, "repaired", lost=[1, 2], hosts=["a", "b"], seconds=2.0, seeded_from="instance 0"))
+    (mark,) = timeline.data()["marks"]
+    assert mark[-1] == "instances 1, 2 replaced on a, b in 2 s, weights from instance 0"
 
 
 def test_the_pause_between_two_processes_is_left_out() -> None:

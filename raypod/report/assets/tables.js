@@ -19,7 +19,7 @@ function factsOf(run) {
   const slow = calls.filter((total) => isSlow(run, total)).map((total) => total.instance);
   return [
     ["updates", isNumber(run.update) ? `${number(run.update)} of ${number(run.total_updates)}` : number(run.curves.updates)],
-    ...run.metrics.map((name) => [titleOf(name), number(lastOf(run.curves, name)) + (UNITS[name] || "")]),
+    ...run.metrics.map((name) => [`${titleOf(name)}, last update`, number(lastOf(run.curves, name)) + (UNITS[name] || "")]),
     ...evaluated,
     ["samples per second", number(rate, 4)],
     ["waiting for data", percent(wait)],
