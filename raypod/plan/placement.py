@@ -15,6 +15,12 @@ from raypod.plan.cluster import Cluster, Host, VipuPartition
 IPUS_PER_PROCESS = 64  # PopTorch's limit; more IPUs need more instances
 
 
+def possible_instances(replicas: int, hosts: int) -> List[int]:
+    """Return the numbers of instances into which replicas can be divided equally, and they between the hosts used."""
+    divisors = [count for count in range(1, replicas + 1) if replicas % count == 0]
+    return [count for count in divisors if count <= hosts or count % hosts == 0]
+
+
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """The number of replicas, instances and IPUs of a run, and what follows from them.
@@ -30,10 +36,9 @@ class Sizes:
     def __post_init__(self) -> None:
         total, instances, ipus = self.total_replicas, self.num_instances, self.ipus_per_replica
         if total % instances:
-            divisors = [n for n in range(1, total + 1) if total % n == 0]
             raise ConfigError(
                 f"{total} replicas cannot be divided equally between {instances} instances; "
-                f"--num-instances can be {', '.join(map(str, divisors))}"
+                f"--num-instances can be {', '.join(map(str, possible_instances(total, 1)))}"
             )
         if self.local_ipus > IPUS_PER_PROCESS:
             raise ConfigError(
@@ -128,9 +133,10 @@ def place(cluster: Cluster, sizes: Sizes, threads_per_replica: int = 1) -> Place
     num_hosts = min(len(cluster.hosts), sizes.num_instances)
     per_host, rest = divmod(sizes.num_instances, num_hosts)
     if rest:
+        allowed = possible_instances(sizes.total_replicas, num_hosts)
         raise ConfigError(
             f"{sizes.num_instances} instances cannot be divided equally between the {num_hosts} hosts of "
-            f"{cluster.name}; --num-instances can be a multiple of {num_hosts}"
+            f"{cluster.name}; --num-instances can be {', '.join(map(str, allowed))}"
         )
     specs = []
     for index in range(sizes.num_instances):

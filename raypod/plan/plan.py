@@ -11,9 +11,9 @@ from typing import Dict, List, Optional, Sequence, Tuple
 from raypod.errors import ConfigError
 from raypod.plan.cluster import Cluster
 from raypod.plan.compatibility import check_compatible, check_metrics, check_min_hosts
-from raypod.plan.config import Config
+from raypod.plan.config import Config, PodSection
 from raypod.plan.metric import LOSS, Metric
-from raypod.plan.placement import Placement, Sizes, place
+from raypod.plan.placement import IPUS_PER_PROCESS, Placement, Sizes, place, possible_instances
 from raypod.plan.values import parse_evaluations, parse_interval
 
 
@@ -234,6 +234,7 @@ def make_plan(config: Config, cluster: Cluster, task: TaskFacts, run_dir: str) -
         ClusterError: a host has fewer IPUs than the plan needs.
     """
     training, pod = config.training, config.pod
+    _check_instances(pod, len(cluster.hosts))
     geometry = Geometry(
         micro_batch_size=training.batch_size,
         gradient_accumulation=training.gradient_accumulation,
@@ -256,7 +257,7 @@ def make_plan(config: Config, cluster: Cluster, task: TaskFacts, run_dir: str) -
     placement = place(cluster, geometry, pod.threads_per_replica)
     check_min_hosts(config, geometry.total_replicas, len(placement.hosts))
     splits = tuple(training.pipeline_splits or ())
-    _check_pipeline(config, geometry, splits)
+    _check_pipeline(config, geometry, splits, len(cluster.hosts))
     return Plan(config, placement, geometry, task, run_dir, splits)
 
 
@@ -265,7 +266,30 @@ def pipeline_stages(config: Config) -> int:
     return config.pod.ipus_per_replica if config.training.execution == "pipelined" else 1
 
 
-def _check_pipeline(config: Config, geometry: Geometry, splits: Sequence[str]) -> None:
+def _check_instances(pod: PodSection, hosts: int) -> None:
+    """Raise ConfigError if replicas cannot be divided equally between instances. `Sizes` does not know the hosts."""
+    if pod.replicas % max(1, pod.num_instances):
+        raise ConfigError(
+            f"{pod.replicas} replicas cannot be divided equally between {pod.num_instances} instances; "
+            f"{_way_out(pod, hosts)}"
+        )
+
+
+def _way_out(pod: PodSection, hosts: int) -> str:
+    """Return values with which every host has as many instances, and an instance as many IPUs as PopTorch supports."""
+    replicas, ipus = pod.replicas, pod.ipus_per_replica
+    if not _is_power_of_two(ipus):
+        return "use 1, 2, 4, 8, ... IPUs per replica"
+    sizes = [2**power for power in range(IPUS_PER_PROCESS.bit_length()) if 2**power * ipus <= IPUS_PER_PROCESS]
+    allowed = [count for count in possible_instances(replicas, hosts) if replicas // count in sizes]
+    if allowed:
+        return f"--num-instances can be {', '.join(map(str, allowed))}"
+    instances = max(1, pod.num_instances)
+    local = max((size for size in sizes if size * instances <= replicas), default=1)
+    return f"use --replicas {local * instances}"
+
+
+def _check_pipeline(config: Config, geometry: Geometry, splits: Sequence[str], hosts: int) -> None:
     """Raise ConfigError for what PopTorch would reject after minutes of compilation."""
     training, ipus, stages = config.training, geometry.ipus_per_replica, pipeline_stages(config)
     if splits and len(splits) + 1 != ipus:
@@ -274,16 +298,9 @@ def _check_pipeline(config: Config, geometry: Geometry, splits: Sequence[str]) -
             f"use --ipus-per-replica {len(splits) + 1}, or {ipus - 1} splits"
         )
     if not _is_power_of_two(geometry.local_ipus):
-        divisors = [n for n in range(1, geometry.total_replicas + 1) if geometry.total_replicas % n == 0]
-        allowed = [n for n in divisors if _is_power_of_two(geometry.total_replicas // n * ipus)]
-        hint = (
-            f"--num-instances can be {', '.join(map(str, allowed))}"
-            if allowed
-            else "use 1, 2, 4, 8, ... IPUs per replica"
-        )
         raise ConfigError(
             f"one instance would use {geometry.local_replicas} replicas x {ipus} IPUs = {geometry.local_ipus} IPUs, "
-            f"and PopTorch attaches to a power of two; {hint}"
+            f"and PopTorch attaches to a power of two; {_way_out(config.pod, hosts)}"
         )
     if training.gradient_accumulation < 2 * stages - 1:
         raise ConfigError(

@@ -5,8 +5,11 @@ from typing import Callable
 import pytest
 
 from raypod.errors import ConfigError
+from raypod.plan.cluster import cluster_of
 from raypod.plan.config import Config
-from raypod.plan.plan import Geometry, Plan, default_run_dir
+from raypod.plan.plan import Geometry, Plan, default_run_dir, make_plan
+from raypod.plan.resolve import from_values
+from raypod.tasks.registry import facts_of
 
 IMAGENET = 1281167
 
@@ -61,6 +64,39 @@ def test_updates_must_be_whole_calls(make: Callable[..., Plan]) -> None:
 def test_the_inline_fleet_has_one_instance(make: Callable[..., Plan]) -> None:
     with pytest.raises(ConfigError, match="--num-instances 1"):
         make(run={"fleet": "inline"}, pod={"num_instances": 2})
+
+
+@pytest.mark.parametrize(
+    ("pod", "words", "passing"),
+    [
+        ({"replicas": 10}, "10 replicas cannot .* between 3 instances; use --replicas 6$", {"replicas": 6}),
+        ({"replicas": 1000}, "between 3 instances; use --replicas 192$", {"replicas": 192}),
+        ({"replicas": 2}, "2 replicas cannot .*; --num-instances can be 1, 2$", {"num_instances": 2}),
+        (
+            {"replicas": 8},
+            "--num-instances can be 1, 2$",
+            {"num_instances": 2},
+        ),  # 4 are not divisible between the hosts
+        (
+            {"replicas": 12, "num_instances": 2},
+            "6 IPUs, and PopTorch .*; --num-instances can be 3, 6, 12$",
+            {"num_instances": 12},
+        ),
+        (
+            {"replicas": 10, "ipus_per_replica": 3},
+            "use 1, 2, 4, 8, ... IPUs per replica",
+            {"replicas": 12, "ipus_per_replica": 1},
+        ),
+    ],
+)
+def test_only_values_that_pass_are_offered(pod: dict[str, object], words: str, passing: dict[str, object]) -> None:
+    def planned(**changed: object) -> Plan:
+        config = from_values({"pod": {"num_instances": 3, **pod, **changed}, "training": {"batch_size": 1}})
+        return make_plan(config, cluster_of("a,b,c"), facts_of(config), "run")
+
+    with pytest.raises(ConfigError, match=words):
+        planned()
+    assert planned(**passing).geometry.total_replicas
 
 
 @pytest.mark.parametrize("first", [0, 44, 50])
