@@ -25,6 +25,7 @@ from raypod.plan.cluster import read_cluster
 
 _LEAST_S, _MOST_S = 0.1, 60.0
 _LOAD_S = 0.55  # the load of a host is measured over this time at least
+_USAGE = "%(prog)s [-h] [--cluster FILE] [--once | --json [--follow]] [--interval S] [RUN]"
 _DESCRIPTION = """\
 Show which IPUs of the pod work for whom, and how runs are doing. Without RUN: all runs of this user on this host (of
 all users for root). In the terminal, h lists the keys."""
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = FlagParser(prog="raypod monitor", description=_DESCRIPTION)
+    parser = FlagParser(prog="raypod monitor", usage=_USAGE, description=_DESCRIPTION)
     parser.add_argument("run", nargs="?", metavar="RUN", help="a run folder; default: all runs on this host")
     parser.add_argument("--cluster", metavar="FILE", help="show all hosts of this cluster file, by ssh")
     parser.add_argument("--once", action="store_true", help="print plain text once")

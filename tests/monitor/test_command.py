@@ -96,6 +96,12 @@ def test_mistakes_are_one_line(
     assert message in error
 
 
+def test_the_usage_shows_which_flags_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["monitor", "--help"])
+    assert "[--once | --json [--follow]]" in capsys.readouterr().out
+
+
 def command(*arguments: str) -> List[str]:
     return [sys.executable, "-m", "raypod", "monitor", *arguments]
 
