@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from typing_extensions import Literal, get_origin
 
-from raypod.cli import suggestion
+from raypod.cli import nearest
 from raypod.errors import ConfigError
 
 # Titles of the groups by name, in the order of the help.
@@ -128,7 +128,9 @@ class Groups:
             ConfigError: there is no group with that name.
         """
         if name is not None and name not in self._groups:
-            raise ConfigError(f"--help {name}: no such group{suggestion(name, self._groups)}")
+            near = nearest(name, self._groups)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"--help {name}: no such group (of {', '.join(self._groups)}){hint}")
         shown = [
             action
             for action in self._parser._actions

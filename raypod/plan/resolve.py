@@ -154,7 +154,9 @@ def add_overrides(given: Dict[str, Any], words: Sequence[str]) -> None:
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or name.count(".") != 1:
-            raise ConfigError(f"cannot read {word!r}: write section.key=value, as in training.batch_size=8")
+            near = _full_name(name) if equals else None
+            hint = f"; did you mean {near}={text}?" if near else ", as in training.batch_size=8"
+            raise ConfigError(f"cannot read {word!r}: write section.key=value{hint}")
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError:
@@ -162,6 +164,13 @@ def add_overrides(given: Dict[str, Any], words: Sequence[str]) -> None:
         if name in given and str(given[name]) != str(value):
             raise ConfigError(f"{name} is given twice: {given[name]} by its flag and {value} by {word!r}")
         given[name] = value
+
+
+def _full_name(key: str) -> Optional[str]:
+    """Return section.key of the key, or the nearest one, that was written without its section or as a flag."""
+    names = {name: f"{section}.{name}" for section, name, _ in fields()}
+    found = nearest(key.lstrip("-").replace("-", "_"), names)
+    return names[found[0]] if found else None
 
 
 def load_yaml(path: Path, schema: Schema = NO_SCHEMA) -> Config:
