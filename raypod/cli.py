@@ -151,6 +151,11 @@ def width_of(stream: TextIO) -> Optional[int]:
     return shutil.get_terminal_size().columns
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, as in "1 host" and "2 hosts"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def format_table(
     rows: Sequence[Sequence[str]],
     least_widths: Sequence[int] = (),

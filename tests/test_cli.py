@@ -4,7 +4,7 @@ from typing import NoReturn
 
 import pytest
 
-from raypod.cli import FlagParser, format_table, nearest, report_errors, suggestion
+from raypod.cli import FlagParser, counted, format_table, nearest, report_errors, suggestion
 from raypod.errors import ConfigError, RunError
 
 ROWS = [("host", "IPUs"), ("a", "0..15"), ("long-name", "16")]
@@ -32,6 +32,10 @@ def test_similar_names_are_suggested() -> None:
     assert nearest("spead", ["spread", "speed", "other"], count=2) == ["spread", "speed"]
     assert suggestion("spead", ["speed", "other"]) == "; did you mean speed?"
     assert suggestion("zzz", ["speed", "other"]) == "; known: speed, other"
+
+
+def test_a_noun_is_plural_unless_there_is_one() -> None:
+    assert [counted(number, "host") for number in (0, 1, 2)] == ["0 hosts", "1 host", "2 hosts"]
 
 
 def test_a_table_has_aligned_columns() -> None:

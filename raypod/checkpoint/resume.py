@@ -11,6 +11,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint, Manifest
+from raypod.cli import counted
 from raypod.errors import CheckpointDamaged, ConfigError
 from raypod.plan.config import CHECKPOINTS, Config
 from raypod.plan.learning_rate import DEPEND_ON_LENGTH
@@ -273,5 +274,4 @@ def _near(where: str) -> str:
     runs = sorted(path.glob(f"*/{_CONFIG}"), key=lambda each: each.stat().st_mtime)
     if not runs:
         return ""
-    count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-    return f"{where} is no run folder; it contains {count}, the newest is {runs[-1].parent}"
+    return f"{where} is no run folder; it contains {counted(len(runs), 'run')}, the newest is {runs[-1].parent}"

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
+from raypod.cli import counted
 from raypod.monitor.model import EventLine, Instance, Run, Usage
 from raypod.monitor.words import amount, clean, duration
 
@@ -155,7 +156,7 @@ _TEXTS: Dict[str, Callable[[Mapping[str, Any]], str]] = {
     "checkpoint_failed": lambda record: f"checkpoint after update {record['update']} failed: {record['cause']}",
     "instance_lost": _lost,
     "repaired": _repaired,
-    "resized": lambda record: f"continues on {record['replicas']} replicas after update {record['update']}",
+    "resized": lambda record: f"continues on {counted(record['replicas'], 'replica')} after update {record['update']}",
     "stopped_early": lambda record: f"stops early after update {record['update']}: {record['metric']}",
     "run_ended": _ended,
     "process_failed": lambda record: f"failed with exit code {record['exit_code']}: {record['message']}",

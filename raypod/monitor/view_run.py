@@ -6,6 +6,7 @@ from typing import List, Optional, Sequence, Tuple
 
 from rich.text import Text
 
+from raypod.cli import counted
 from raypod.monitor import style
 from raypod.monitor.columns import Column, fitted, table
 from raypod.monitor.model import EventLine, Instance, Run
@@ -113,7 +114,8 @@ def _range_of(values: Sequence[Optional[float]], width: int) -> str:
     known = [each for each in values if each is not None]
     if not known:
         return ""
-    return f"{amount(min(known))} to {amount(max(known))}" + (f" in {len(values)} updates" if width >= 100 else "")
+    length = f" in {counted(len(values), 'update')}" if width >= 100 else ""
+    return f"{amount(min(known))} to {amount(max(known))}{length}"
 
 
 def _instance_lines(run: Run, width: int, ascii_only: bool) -> List[Text]:

@@ -9,6 +9,7 @@ import dataclasses
 import os
 from typing import Dict, List, Optional, Sequence, Tuple
 
+from raypod.cli import counted
 from raypod.errors import ClusterError, ConfigError
 from raypod.plan.cluster import Cluster, Host, VipuPartition
 
@@ -37,7 +38,7 @@ class Sizes:
         total, instances, ipus = self.total_replicas, self.num_instances, self.ipus_per_replica
         if total % instances:
             raise ConfigError(
-                f"{total} replicas cannot be divided equally between {instances} instances; "
+                f"{counted(total, 'replica')} cannot be divided equally between {instances} instances; "
                 f"--num-instances can be {', '.join(map(str, possible_instances(total, 1)))}"
             )
         if self.local_ipus > IPUS_PER_PROCESS:
@@ -106,7 +107,7 @@ class Placement:
         cpus = self.cpus_per_host
         if cpus is None or per_host * threads <= cpus:
             return ""
-        ways = [f"at most {cpus // threads} instances per host"] if cpus >= threads else []
+        ways = [f"at most {counted(cpus // threads, 'instance')} per host"] if cpus >= threads else []
         ways += [f"--threads-per-replica {cpus // per_host}"] if cpus >= per_host else []
         running = f"{per_host} x {threads} threads (instances x threads per replica)"
         return f"{running} share the {cpus} CPUs of a host: use {' or '.join(ways) or 'fewer of both'}"
@@ -181,13 +182,14 @@ def _check_hosts(placement: Placement, per_host: int) -> None:
         if host.slots is not None and per_host > host.slots:
             raise ConfigError(
                 f"host {host.name} of {placement.cluster.name} is listed with slots={host.slots} and would get "
-                f"{per_host} instances; use fewer instances or more hosts"
+                f"{counted(per_host, 'instance')}; use fewer instances or more hosts"
             )
         needed = placement.ipus_on(host_index)
         if host.ipus is not None and needed > host.ipus:
             raise ClusterError(
                 f"host {host.name} of {placement.cluster.name} has {host.ipus} IPUs and the plan puts {needed} on it "
-                f"({placement.sizes.total_ipus} IPUs on {len(placement.hosts)} hosts); use fewer replicas or more hosts"
+                f"({placement.sizes.total_ipus} IPUs on {counted(len(placement.hosts), 'host')}); "
+                "use fewer replicas or more hosts"
             )
 
 
@@ -236,7 +238,8 @@ def partition_conflict(partition: VipuPartition, placement: Placement) -> Option
     gcds, instances = num_gcds(partition, placement), placement.sizes.num_instances
     if gcds not in (1, instances):
         return (
-            f"partition {partition.partition} has {gcds} GCDs and the run {instances} instances, which need one each: "
+            f"partition {partition.partition} has {counted(gcds, 'GCD')} and the run "
+            f"{counted(instances, 'instance')}, which need one each: "
             f"use --num-instances {gcds}, or a partition with {instances} GCDs"
         )
     if partition.size is not None and partition.size < placement.sizes.total_ipus:

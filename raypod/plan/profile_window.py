@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Optional
 
+from raypod.cli import counted
 from raypod.errors import ConfigError
 from raypod.plan.plan import Plan
 from raypod.plan.values import parse_updates
@@ -20,7 +21,9 @@ def window_of(plan: Plan) -> Optional[range]:
         return None
     first, last = parse_updates(text)
     if last > plan.total_updates:
-        raise ConfigError(f"--profile {text}: the run has {plan.total_updates} updates; choose a range within them")
+        raise ConfigError(
+            f"--profile {text}: the run has {counted(plan.total_updates, 'update')}; choose a range within them"
+        )
     in_call = plan.geometry.device_iterations
     return range((first - 1) // in_call * in_call, -(-last // in_call) * in_call)
 
@@ -32,5 +35,5 @@ def rounding_of(plan: Plan) -> Optional[str]:
         return None
     return (
         f"--profile {plan.config.run.profile} records the updates {window.start + 1}-{window.stop}: whole calls of "
-        f"{plan.geometry.device_iterations} updates"
+        f"{counted(plan.geometry.device_iterations, 'update')}"
     )

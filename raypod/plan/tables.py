@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from raypod.cli import format_table
+from raypod.cli import counted, format_table
 from raypod.plan.cluster import Host, VipuPartition
 from raypod.plan.elastic import smaller_plans
 from raypod.plan.placement import (
@@ -64,11 +64,11 @@ def render(plan: Plan, width: Optional[int] = None) -> str:
     """Return the plan as a table: the sizes, folded to `width` as by `render_brief`, and one line per instance."""
     placement, geometry, training = plan.placement, plan.geometry, plan.config.training
     rows = [
-        ("pod", f"{placement.cluster.name}: {_count(len(placement.hosts), 'host')} ({_names(placement.hosts)})"),
+        ("pod", f"{placement.cluster.name}: {counted(len(placement.hosts), 'host')} ({_names(placement.hosts)})"),
         (
             "placement",
-            f"{_count(geometry.num_instances, 'instance')} x {_count(geometry.local_replicas, 'replica')} x "
-            f"{_count(geometry.ipus_per_replica, 'IPU')} = {_total_ipus(plan)}",
+            f"{counted(geometry.num_instances, 'instance')} x {counted(geometry.local_replicas, 'replica')} x "
+            f"{counted(geometry.ipus_per_replica, 'IPU')} = {_total_ipus(plan)}",
         ),
         *_pipeline_rows(plan),
         *_cluster_rows(placement),
@@ -81,14 +81,14 @@ def render(plan: Plan, width: Optional[int] = None) -> str:
         ),
         (
             "call",
-            f"{_count(training.device_iterations, 'update')}; each instance feeds "
+            f"{counted(training.device_iterations, 'update')}; each instance feeds "
             f"{geometry.combined_batch_size} samples",
         ),
         ("data", _data(plan)),
         ("model", f"{plan.task.model}, precision {training.precision}, {training.optimizer}"),
         (
             "length",
-            f"{_count(plan.total_updates, 'update')}, {_per_epoch(plan)}, {_count(len(plan.legs()), 'leg')}",
+            f"{counted(plan.total_updates, 'update')}, {_per_epoch(plan)}, {counted(len(plan.legs()), 'leg')}",
         ),
         ("bits", _reproducibility(plan)),
         ("run folder", plan.run_dir),
@@ -106,21 +106,21 @@ def render_brief(plan: Plan, width: Optional[int] = None) -> str:
     placement, geometry, training = plan.placement, plan.geometry, plan.config.training
     hosts = placement.cluster.name
     if not placement.cluster.is_local:
-        hosts += f": {_count(len(placement.hosts), 'host')} ({_names(placement.hosts)})"
+        hosts += f": {counted(len(placement.hosts), 'host')} ({_names(placement.hosts)})"
     accumulation = training.gradient_accumulation
     steps = "" if accumulation == 1 else f" x {accumulation} (accumulation)"
-    batch = f"{training.batch_size}{steps} x {_count(geometry.total_replicas, 'replica')}"
+    batch = f"{training.batch_size}{steps} x {counted(geometry.total_replicas, 'replica')}"
     left_out = _left_out(plan)
-    epochs = f" ({_count(training.epochs, 'epoch')} of {plan.updates_per_epoch}{left_out and f'; {left_out}'})"
+    epochs = f" ({counted(training.epochs, 'epoch')} of {plan.updates_per_epoch}{left_out and f'; {left_out}'})"
     is_cut = plan.total_updates != training.epochs * plan.updates_per_epoch
-    size = f"{_count(geometry.num_instances, 'instance')} x {_count(geometry.local_replicas, 'replica')}"
+    size = f"{counted(geometry.num_instances, 'instance')} x {counted(geometry.local_replicas, 'replica')}"
     rows = [
         ("model", f"{plan.task.model}, precision {training.precision}, {training.optimizer}"),
         ("data", _data(plan)),
-        ("length", f"{_count(plan.total_updates, 'update')}{f', {_per_epoch(plan)}' if is_cut else epochs}"),
+        ("length", f"{counted(plan.total_updates, 'update')}{f', {_per_epoch(plan)}' if is_cut else epochs}"),
         ("global batch", f"{batch} = {geometry.global_batch_size} {plan.task.samples_are} per update"),
         ("pod", hosts),
-        ("placement", f"{size} x {_count(geometry.ipus_per_replica, 'IPU')} = {_total_ipus(plan)}"),
+        ("placement", f"{size} x {counted(geometry.ipus_per_replica, 'IPU')} = {_total_ipus(plan)}"),
         *_oversubscription_rows(placement),
         *_pipeline_rows(plan),
         *_conflict_rows(placement),
@@ -144,7 +144,7 @@ def render_topology(placement: Placement, num_ilds: Optional[int]) -> str:
 def _total_ipus(plan: Plan) -> str:
     """Return the number of IPUs, and that of the cluster if it has more."""
     used, on_hosts = plan.geometry.total_ipus, [host.ipus or 0 for host in plan.placement.cluster.hosts]
-    return _count(used, "IPU") + (f" of {sum(on_hosts)}" if used < sum(on_hosts) else "")
+    return counted(used, "IPU") + (f" of {sum(on_hosts)}" if used < sum(on_hosts) else "")
 
 
 def _data(plan: Plan) -> str:
@@ -180,7 +180,7 @@ def _cluster_rows(placement: Placement) -> List[Tuple[str, str]]:
     cluster, rows = placement.cluster, []
     idle = cluster.hosts[len(placement.hosts) :]
     if idle:
-        rows.append(("idle", f"{_count(len(idle), 'host')} without an instance ({_names(idle)})"))
+        rows.append(("idle", f"{counted(len(idle), 'host')} without an instance ({_names(idle)})"))
     if cluster.data_network:
         rows.append(("data network", f"{cluster.data_network}: only rendezvous, Gloo and Horovod use it"))
     if cluster.vipu is not None:
@@ -198,8 +198,8 @@ def _elastic_rows(plan: Plan) -> List[Tuple[str, str]]:
     if not plan.config.pod.is_elastic:
         return []
     plans = [
-        f"{_count(each.geometry.total_replicas, 'replica')} x {each.geometry.gradient_accumulation} (accumulation) on "
-        f"{_count(len(each.placement.hosts), 'host')}"
+        f"{counted(each.geometry.total_replicas, 'replica')} x {each.geometry.gradient_accumulation} (accumulation) on "
+        f"{counted(len(each.placement.hosts), 'host')}"
         for each in smaller_plans(plan)
     ]
     return [("elastic", f"while hosts are lost: {', or '.join(plans)}" if plans else "no smaller plan")]
@@ -208,11 +208,11 @@ def _elastic_rows(plan: Plan) -> List[Tuple[str, str]]:
 def _core_rows(placement: Placement) -> List[Tuple[str, str]]:
     """Return the rows for the CPUs of a host and their division between its replicas."""
     spec, per_host, cpus = placement.instances[0], len(placement.instances_on(0)), placement.cpus_per_host
-    replicas, threads = per_host * spec.local_replicas, _count(spec.threads_per_replica, "thread")
+    replicas, threads = per_host * spec.local_replicas, counted(spec.threads_per_replica, "thread")
     bound = "; each instance is bound to its own, by NUMA node" if placement.cluster.numa else ""
     if cpus is None:
         return [("cores", f"{threads} per replica; the cluster file has no cpus_per_host{bound}")]
-    text = f"{_count(cpus, 'CPU')} per host for {_count(replicas, 'replica')}: {cpus / replicas:.3g} per replica"
+    text = f"{counted(cpus, 'CPU')} per host for {counted(replicas, 'replica')}: {cpus / replicas:.3g} per replica"
     rows = [("cores", f"{text}, {threads} each{bound}"), *_oversubscription_rows(placement)]
     at_a_time = max(1, cpus // per_host // spec.threads_per_replica)
     if not placement.oversubscription and at_a_time < spec.local_replicas:
@@ -227,7 +227,7 @@ def _oversubscription_rows(placement: Placement) -> List[Tuple[str, str]]:
 
 
 def _partition(vipu: VipuPartition, placement: Placement) -> str:
-    gcds, domains = _count(num_gcds(vipu, placement), "GCD"), _count(vipu.link_domains, "IPU-Link domain")
+    gcds, domains = counted(num_gcds(vipu, placement), "GCD"), counted(vipu.link_domains, "IPU-Link domain")
     return f"{vipu.partition} at {vipu.server}:{vipu.port}: {gcds}, {domains}"
 
 
@@ -294,7 +294,3 @@ def _reproducibility(plan: Plan) -> str:
     if plan.geometry.is_aligned:
         return "the same for every placement of these replicas (emulated SDK)"
     return "the same for every placement; instances are not aligned with the reduction tree, which costs bandwidth"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

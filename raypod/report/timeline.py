@@ -165,6 +165,10 @@ def _instances(values: Any) -> str:
     return f"{'instance' if is_one else 'instances'} {_listed(values)}"
 
 
+def _counted(number: Any, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _metrics_text(record: Dict[str, Any]) -> str:
     metrics = record.get("metrics")
     pairs = metrics.items() if isinstance(metrics, dict) else ()
@@ -189,11 +193,11 @@ _TEXTS: Dict[str, Callable[[Dict[str, Any]], str]] = {
         f"in {record.get('seconds') or 0:.3g} s, weights from {record.get('seeded_from')}"
     ),
     "resized": lambda record: (
-        f"{record.get('replicas')} replicas x accumulation {record.get('gradient_accumulation')} instead of "
-        f"{record.get('replicas_before')} replicas: {record.get('cause')}"
+        f"{_counted(record.get('replicas'), 'replica')} x accumulation {record.get('gradient_accumulation')} "
+        f"instead of {_counted(record.get('replicas_before'), 'replica')}: {record.get('cause')}"
     ),
     "stopped_early": lambda record: (
-        f"{record.get('metric')} did not improve for {record.get('patience')} evaluations; "
+        f"{record.get('metric')} did not improve for {_counted(record.get('patience'), 'evaluation')}; "
         f"the best is that after update {record.get('best_update')}"
     ),
     "process_failed": lambda record: f"{record.get('message')} (exit code {record.get('exit_code')})",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Union
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import EMA, WEIGHTS, Checkpoint, best_of
 from raypod.checkpoint.resume import newest_valid
+from raypod.cli import counted
 from raypod.errors import CheckpointDamaged, ConfigError
 from raypod.plan.config import CHECKPOINTS, Config
 from raypod.record import run_state
@@ -146,7 +147,7 @@ def newest(run: Run, count: int) -> List[Checkpoint]:
     if len(found) < count:
         names = ", ".join(each.path.name for each in found)
         raise ConfigError(
-            f"{run.checkpoints} has {len(found)} checkpoints ({names}), and {count} are needed: "
+            f"{run.checkpoints} has {counted(len(found), 'checkpoint')} ({names}), and {count} are needed: "
             f"train with --keep-checkpoints {count}, or use --last {len(found)}"
         )
     return found[:count]

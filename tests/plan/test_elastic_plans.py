@@ -95,7 +95,7 @@ def test_the_graph_compile_domains_of_a_partition_limit_the_instances() -> None:
     cluster = dataclasses.replace(full.placement.cluster, vipu=partition)
     full = dataclasses.replace(full, placement=dataclasses.replace(full.placement, cluster=cluster))
     assert sizes_of(largest_fit(full, rooms("a", 2))) == (2, 2)
-    with pytest.raises(ConfigError, match="partition p has 2 GCDs and the run 1 instances"):
+    with pytest.raises(ConfigError, match="partition p has 2 GCDs and the run 1 instance"):
         largest_fit(full, rooms("a", 2), uses_partition=True)
 
 
