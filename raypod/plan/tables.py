@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.cli import counted, format_table
+from raypod.plan import shipped
 from raypod.plan.cluster import Host, VipuPartition
 from raypod.plan.elastic import smaller_plans
 from raypod.plan.placement import (
@@ -65,6 +67,7 @@ def render(plan: Plan, width: Optional[int] = None) -> str:
     placement, geometry, training = plan.placement, plan.geometry, plan.config.training
     rows = [
         ("pod", f"{placement.cluster.name}: {counted(len(placement.hosts), 'host')} ({_names(placement.hosts)})"),
+        *_file_rows(plan),
         (
             "placement",
             f"{counted(geometry.num_instances, 'instance')} x {counted(geometry.local_replicas, 'replica')} x "
@@ -120,6 +123,7 @@ def render_brief(plan: Plan, width: Optional[int] = None) -> str:
         ("length", f"{counted(plan.total_updates, 'update')}{f', {_per_epoch(plan)}' if is_cut else epochs}"),
         ("global batch", f"{batch} = {geometry.global_batch_size} {plan.task.samples_are} per update"),
         ("pod", hosts),
+        *_file_rows(plan),
         ("placement", f"{size} x {counted(geometry.ipus_per_replica, 'IPU')} = {_total_ipus(plan)}"),
         *_oversubscription_rows(placement),
         *_pipeline_rows(plan),
@@ -173,6 +177,15 @@ def _pipeline_rows(plan: Plan) -> List[Tuple[str, str]]:
         return []
     splits = ", ".join(f"IPU {ipu} from {name}" for ipu, name in enumerate(plan.pipeline_splits, start=1))
     return [(plan.config.training.execution, splits or "split by the blocks of the model itself")]
+
+
+def _file_rows(plan: Plan) -> List[Tuple[str, str]]:
+    """Return a row for a cluster file that raypod contains: its hosts are examples."""
+    path = plan.config.pod.cluster
+    found = None if path is None else shipped.find(path, shipped.CLUSTERS)
+    if path is None or found is None or found == Path(path):
+        return []
+    return [("cluster file", f"{found.name} of raypod; there is no file {path} here")]
 
 
 def _cluster_rows(placement: Placement) -> List[Tuple[str, str]]:

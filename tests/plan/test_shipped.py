@@ -68,6 +68,19 @@ def test_a_missing_file_is_one_line(line: str, message: str, empty: Path, capsys
     assert message in err
 
 
+@pytest.mark.parametrize("name", ["pod64", "pod64.yaml", "cluster/pod64.yaml"])
+def test_a_plan_says_that_its_cluster_file_is_that_of_raypod(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--cluster", name]) == 0
+    assert f"cluster file  pod64.yaml of raypod; there is no file {name} here\n" in capsys.readouterr().out
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text((HOME / "cluster" / "pod64.yaml").read_text())
+    assert main(["plan", "--cluster", name]) == 0
+    assert "of raypod" not in capsys.readouterr().out
+
+
 def test_files_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["files"]) == 0
     out = capsys.readouterr().out
