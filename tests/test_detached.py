@@ -148,3 +148,17 @@ def test_a_folder_without_a_run_is_an_error(verb: str, tmp_path: Path, capsys: p
         assert main(words) == 2
         lines += capsys.readouterr().err.splitlines()
     assert len(lines) == 3
+    assert f"{tmp_path / 'nowhere'}: the run folder does not exist on {run_state.socket.gethostname()}" in lines[1]
+
+
+def test_a_run_in_the_source_folder_is_suggested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "raypod" / "source" / "runs" / "one"
+    run.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert main(["status", "runs/one"]) == 2
+    assert capsys.readouterr().err.endswith(f" in {tmp_path}; did you mean {run}?\n")
+    assert main(["status", "runs/two"]) == 2
+    assert "did you mean" not in capsys.readouterr().err

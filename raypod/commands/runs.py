@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
+from socket import gethostname
 from typing import Callable, Sequence
 
 from raypod.cli import FlagParser, format_table
 from raypod.errors import ConfigError
 from raypod.plan.urls import is_url
 
+_SOURCE = Path("~/raypod/source")  # where the cluster files of raypod copy its source
 _DESCRIPTIONS = {
     "status": "Print the state of a run.",
     "attach": "Print the output of a detached run until it ends.",
@@ -112,5 +115,17 @@ def _control(verb: str, action: Callable[[Path], int], argv: Sequence[str]) -> i
 def _run_folder(verb: str, name: str) -> Path:
     folder = Path(name)
     if not folder.is_dir():
-        raise ConfigError(f"{verb} {folder}: the run folder does not exist")
+        place = "" if folder.is_absolute() else f" in {Path.cwd()}{_in_source(folder)}"
+        raise ConfigError(f"{verb} {folder}: the run folder does not exist on {gethostname()}{place}")
     return folder
+
+
+def _in_source(folder: Path) -> str:
+    """Return the end of a message if a relative folder exists in that of raypod's source on the hosts of a pod.
+
+    With `--cluster` the command runs in the home folder of the head, and trainings are started in the source folder.
+    """
+    with contextlib.suppress(RuntimeError):  # no home folder
+        found = _SOURCE.expanduser() / folder
+        return f"; did you mean {found}?" if found.is_dir() else ""
+    return ""
