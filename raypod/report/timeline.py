@@ -10,6 +10,8 @@ import math
 from pathlib import PurePosixPath
 from typing import Any, Callable, Dict, List, Optional
 
+from raypod.cli import counted
+
 _MAX_SPANS = 1500
 _MAX_MARKS = 300  # of a kind
 _ENDS = ("run_ended", "process_failed", "process_interrupted", "process_preempted")
@@ -165,10 +167,6 @@ def _instances(values: Any) -> str:
     return f"{'instance' if is_one else 'instances'} {_listed(values)}"
 
 
-def _counted(number: Any, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def _metrics_text(record: Dict[str, Any]) -> str:
     metrics = record.get("metrics")
     pairs = metrics.items() if isinstance(metrics, dict) else ()
@@ -193,11 +191,11 @@ _TEXTS: Dict[str, Callable[[Dict[str, Any]], str]] = {
         f"in {record.get('seconds') or 0:.3g} s, weights from {record.get('seeded_from')}"
     ),
     "resized": lambda record: (
-        f"{_counted(record.get('replicas'), 'replica')} x accumulation {record.get('gradient_accumulation')} "
-        f"instead of {_counted(record.get('replicas_before'), 'replica')}: {record.get('cause')}"
+        f"{counted(record.get('replicas') or 0, 'replica')} x accumulation {record.get('gradient_accumulation')} "
+        f"instead of {counted(record.get('replicas_before') or 0, 'replica')}: {record.get('cause')}"
     ),
     "stopped_early": lambda record: (
-        f"{record.get('metric')} did not improve for {_counted(record.get('patience'), 'evaluation')}; "
+        f"{record.get('metric')} did not improve for {counted(record.get('patience') or 0, 'evaluation')}; "
         f"the best is that after update {record.get('best_update')}"
     ),
     "process_failed": lambda record: f"{record.get('message')} (exit code {record.get('exit_code')})",
