@@ -6,7 +6,7 @@ Their fields are plain Python numbers, strings, tuples and dicts, so that record
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, NamedTuple, Optional, Tuple, Type, TypeVar, Union
+from typing import Dict, NamedTuple, Optional, Tuple, Union
 
 from typing_extensions import Literal
 
@@ -310,25 +310,6 @@ class RunEnded:
     ema_sha256: Optional[str] = None  # of the averaged weights
     preempted: bool = False  # the interruption is a preemption
     resizes: Tuple[Dict[str, int], ...] = ()  # changes of the number of replicas: see `checkpoint.Manifest`
-
-
-_Measured = TypeVar("_Measured", UpdateDone, EvaluationDone)
-
-
-def flat_record(event: Union[UpdateDone, EvaluationDone]) -> Dict[str, Any]:
-    """Return the fields of an event with its metrics and rates among them, as a line of a file holds them."""
-    record: Dict[str, Any] = {}
-    for name, value in vars(event).items():
-        record.update(value if name in ("metrics", "part_rates") else {name: value})
-    return record
-
-
-def from_flat_record(event_type: Type[_Measured], record: Dict[str, Any]) -> _Measured:
-    """Return the event of a `flat_record`. TypeError if a field is missing."""
-    names = {field.name for field in dataclasses.fields(event_type)}
-    fields = {name: value for name, value in record.items() if name in names}
-    metrics = {name: value for name, value in record.items() if name not in names}
-    return event_type(metrics=metrics, **fields)
 
 
 Event = Union[

@@ -10,16 +10,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
 from raypod.errors import ConfigError, RunError
-from raypod.events import (
-    EvaluationDone,
-    Repaired,
-    RunEnded,
-    RunStarted,
-    StoppedEarly,
-    UpdateDone,
-    flat_record,
-    from_flat_record,
-)
+from raypod.events import EvaluationDone, Repaired, RunEnded, RunStarted, StoppedEarly, UpdateDone
 from raypod.host.files import replace_file, strict_json
 from raypod.host.lease_file import is_lease
 from raypod.plan.config import Config
@@ -28,6 +19,7 @@ from raypod.plan.resolve import run_folder_of
 from raypod.plan.tables import describe, topology_summary
 from raypod.plan.urls import is_url, run_url
 from raypod.record import run_state
+from raypod.record.flat_record import flat_record, from_flat_record
 from raypod.record.growing_file import last_lines, parse_records
 from raypod.record.metrics import MetricsAggregator
 

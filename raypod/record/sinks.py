@@ -13,11 +13,12 @@ from typing import Any, Iterator, List, Optional, Tuple, Type, Union
 from typing_extensions import Protocol
 
 from raypod.errors import ConfigError, RunError
-from raypod.events import CheckpointBegun, EvaluationDone, Event, Resized, RunStarted, UpdateDone, flat_record
+from raypod.events import CheckpointBegun, EvaluationDone, Event, Resized, RunStarted, UpdateDone
 from raypod.host.files import AppendOnlyFile, keep_beginning, replace_file, strict_json
 from raypod.plan import user_code
 from raypod.plan.config import Config
 from raypod.plan.plan import Plan
+from raypod.record.flat_record import flat_record
 from raypod.record.growing_file import last_lines
 from raypod.record.ledger import Ledger
 from raypod.record.run_folder import EVALUATIONS, METRICS

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Dict, List
 
-from raypod.events import EvaluationDone, UpdateDone, from_flat_record
+from raypod.events import EvaluationDone, UpdateDone
+from raypod.record.flat_record import from_flat_record
 from raypod.record.growing_file import GrowingFile
 from raypod.record.run_folder import EVALUATIONS, METRICS
 from raypod.trackers.tracker import Point, Steps

@@ -18,10 +18,11 @@ from bounded import wait_until
 from raypod import train
 from raypod.api.request import plan_of
 from raypod.errors import ConfigError, RunError
-from raypod.events import EvaluationDone, PhaseBegun, RunStarted, UpdateDone, flat_record
+from raypod.events import EvaluationDone, PhaseBegun, RunStarted, UpdateDone
 from raypod.host.redaction import Redaction
 from raypod.plan.plan import Plan
 from raypod.record import run_folder
+from raypod.record.flat_record import flat_record
 from raypod.trackers import memory, process
 from raypod.trackers.follower import Follower
 from raypod.trackers.processes import TrackerProcesses
