@@ -91,7 +91,8 @@ def import_name(name: str, key: str) -> Any:
         function = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, SyntaxError) as error:
         is_sdk = isinstance(error, ImportError) and (error.name or "").partition(".")[0] in _SDKS
-        raise (_SdkMissing if is_sdk else ConfigError)(f"{key} = {name!r}: {' '.join(str(error).split())}") from None
+        cause = " ".join(str(error).split()) + _way_out(error, module_name, attribute, here)
+        raise (_SdkMissing if is_sdk else ConfigError)(f"{key} = {name!r}: {cause}") from None
     except AttributeError:
         raise ConfigError(f"{key} = {name!r}: the module {module_name} has no {attribute!r}") from None
     except (Exception, SystemExit) as error:  # importing the user's code can raise any exception
@@ -100,6 +101,15 @@ def import_name(name: str, key: str) -> Any:
     if not callable(function):
         raise ConfigError(f"{key} = {name!r}: {type(function).__name__} is not callable")
     return function
+
+
+def _way_out(error: Exception, module_name: str, attribute: str, here: str) -> str:
+    """Return what to do about a module that was not found, as the end of a message; "" for another error."""
+    if not isinstance(error, ModuleNotFoundError) or not f"{module_name}.".startswith(f"{error.name}."):
+        return ""
+    if module_name.endswith(".py"):
+        return f"; omit .py: {module_name[: -len('.py')]}:{attribute}"
+    return f" in the current folder ({here}), in PYTHONPATH or among the installed packages"
 
 
 def check_signature(function: Any, name: str, key: str, shown: Sequence[str]) -> None:
