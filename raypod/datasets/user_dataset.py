@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ContextManager
 
 import numpy as np
 
@@ -15,16 +15,20 @@ from raypod.plan.plan import DatasetSize
 
 def size(config: Config) -> DatasetSize:
     """Return the lengths of the splits."""
-    splits = load(config)
-    return DatasetSize(len(splits.train), len(splits.test))
+    with _reported(config):
+        splits = load(config)
+        return DatasetSize(len(splits.train), len(splits.test))
 
 
 def shape(config: Config) -> ImageShape:
     """Return the shape of the first training image, and the number of classes."""
-    splits = load(config)
-    samples: Any = splits.train
-    channels, height, _ = np.shape(samples[0][0])
-    return ImageShape(channels, height, splits.classes)
+    with _reported(config):
+        splits = load(config)
+        samples: Any = splits.train
+        image = np.shape(samples[0][0])
+    if len(image) != 3:
+        raise ConfigError(f"{config.data.dataset}: images must be [channels, height, width], not {list(image)}")
+    return ImageShape(image[0], image[1], splits.classes)
 
 
 def load(config: Config) -> Splits:
@@ -53,3 +57,12 @@ def load(config: Config) -> Splits:
     names = getattr(train, "classes", ())  # of torchvision's data sets
     is_usable = isinstance(names, (list, tuple)) and len(names) == classes
     return Splits(train, test, int(classes), fingerprint, names=tuple(map(str, names if is_usable else ())))
+
+
+def _reported(config: Config) -> ContextManager[None]:
+    """Return the context of a plan, in which an exception of the function is an error in one line.
+
+    An instance raises the exception itself: it can be one of that host, which the error of an instance names.
+    """
+    remark = "; it was called with None: no --data-dir was given" if config.data.data_dir is None else ""
+    return user_code.reported(config.data.dataset, remark)

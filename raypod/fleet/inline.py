@@ -17,6 +17,7 @@ from raypod.fleet.base import Beat, Family, Labels
 from raypod.host import sdk, torchvision_import
 from raypod.host.spans import recorder
 from raypod.instance import collectives
+from raypod.plan import user_code
 from raypod.plan.environment import instance_environment
 from raypod.plan.plan import Leg, Plan
 
@@ -156,7 +157,8 @@ class InlineFleet:
                 with log_file.open("a") as log:
                     traceback.print_exc(file=log)
             host = self._plan.placement.instances[0].host
-            raise InstanceFailed(0, host, summarize_exception(error), str(log_file)) from error
+            cause = f"{summarize_exception(error)}{user_code.place_of(error)}"
+            raise InstanceFailed(0, host, cause, str(log_file)) from error
 
 
 def _num_threads() -> int:

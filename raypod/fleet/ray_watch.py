@@ -18,6 +18,7 @@ from raypod.fleet.death_cause import death_causes
 from raypod.fleet.liveness import LastHeartbeat, Suspect, find_suspects, find_unreleased
 from raypod.fleet.ray_replace import ProcessKiller
 from raypod.fleet.ray_wait import NO_VALUE, PauseDetector, take_ready
+from raypod.plan import user_code
 from raypod.plan.plan import Plan
 
 _POLL_INTERVAL_S = 0.2  # also the longest delay of a stop request
@@ -291,7 +292,9 @@ class Watch:
             return raypod_errors[0]
         for index, cause in causes.items():
             if not isinstance(cause, RaypodError):
-                text = summarize_exception(cause) if cause is not None else str(errors[index]).splitlines()[-1]
+                text = str(errors[index]).splitlines()[-1]
+                if cause is not None:
+                    text = f"{summarize_exception(cause)}{user_code.place_of(cause)}"
                 losses.append(self._loss(index, "raised", text))
         consequences = "; ".join(str(cause) for cause in causes.values() if cause is not None)
         return FleetBroken((*losses, *late), connections or consequences)

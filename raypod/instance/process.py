@@ -25,6 +25,7 @@ from raypod.host.log_times import LogTimes
 from raypod.host.spans import recorder
 from raypod.instance import collectives
 from raypod.instance.binding import take_cores
+from raypod.plan import user_code
 from raypod.plan.environment import instance_environment
 from raypod.plan.placement import partition_conflict
 from raypod.plan.plan import Leg, Plan
@@ -180,7 +181,8 @@ def _log_errors(work: Callable[..., Any], *arguments: Any) -> Any:
     """Print the traceback of an error to the log file: the coordinator reports one line and the path of that file."""
     try:
         return work(*arguments)
-    except BaseException:
+    except BaseException as error:
+        user_code.record_place(error)
         traceback.print_exc()
         raise
 

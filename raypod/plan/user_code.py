@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import re
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterator, List, Optional, Sequence
 
-import raypod
 from raypod.errors import ConfigError, RaypodError, summarize_exception
 
 _SDKS = ("poptorch", "popdist", "popart", "horovod")
+_PLACE = "_raypod_place"  # attribute of an exception: the `place_of` in the process that raised it
+_PICKLED = "<dynamic-code>"  # cloudpickle's file name of the functions of a script or a notebook
+_FRAME_OF_WORKER = re.compile(r'^ +File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 
 def call(name: str, key: str, *arguments: Any) -> Any:
@@ -60,23 +63,54 @@ def check(name: str, key: str, parameters: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def reported(name: str) -> Iterator[None]:
-    """Convert any exception of the code `name` within the context to a ConfigError in one line, except raypod's own."""
+def reported(name: str, remark: str = "") -> Iterator[None]:
+    """Convert any exception of the code `name` within the context to a ConfigError in one line, except raypod's own.
+
+    `remark` is the end of that line.
+    """
     try:
         yield
     except RaypodError:
         raise
     except Exception as error:  # a user's code can raise any exception
-        raise ConfigError(f"{name}: {summarize_exception(error)}{_place_of(error)}") from error
+        raise ConfigError(f"{name}: {summarize_exception(error)}{place_of(error)}{remark}") from error
 
 
-def _place_of(error: Exception) -> str:
+def place_of(error: BaseException) -> str:
     """Return where the user's code raised an exception: " (FILE:LINE, in FUNCTION)", or "" if other code raised it."""
-    own, installed = str(Path(raypod.__file__).parent), ("site-packages", "dist-packages", f"{sys.base_prefix}/lib")
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((own, "<")) and not any(each in frame.filename for each in installed):
+    recorded: Optional[str] = getattr(error, _PLACE, None)
+    return place_in(_frames_of(error)) if recorded is None else recorded
+
+
+def place_in(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Return the innermost of the frames that is one of the user's code, as `place_of`; the last is the innermost."""
+    others = ("<", *_folders_of("raypod", *_SDKS))
+    installed = ("site-packages", "dist-packages", f"{sys.base_prefix}/lib")
+    for frame in reversed(frames):
+        if frame.filename == _PICKLED:
+            return f" (line {frame.lineno}, in {frame.name})"
+        if not frame.filename.startswith(others) and not any(each in frame.filename for each in installed):
             return f" ({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
     return ""
+
+
+def record_place(error: BaseException) -> None:
+    """Record `place_of` in an exception that another process will get, where it has no traceback."""
+    with contextlib.suppress(AttributeError, TypeError):  # a class can forbid new attributes
+        setattr(error, _PLACE, place_of(error))
+
+
+def _frames_of(error: BaseException) -> List[traceback.FrameSummary]:
+    """Return the frames of an exception. The message of a data loader worker's is the traceback in the worker."""
+    in_worker = _FRAME_OF_WORKER.findall(str(error).partition("Original Traceback (most recent call last)")[2])
+    of_worker = [traceback.FrameSummary(file, int(line), name, lookup_line=False) for file, line, name in in_worker]
+    return [*traceback.extract_tb(error.__traceback__), *of_worker]
+
+
+def _folders_of(*packages: str) -> List[str]:
+    """Return the folders of imported packages; those of the SDK need not be among the installed packages."""
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in packages]
+    return [f"{Path(file).parent}/" for file in files if file]
 
 
 def import_name(name: str, key: str) -> Any:

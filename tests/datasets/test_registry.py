@@ -115,6 +115,25 @@ def test_the_error_explains_why_a_data_set_cannot_be_used(
         datasets.load(from_values({"data": {"dataset": name}}))
 
 
+def test_an_exception_of_the_users_function_is_one_line_of_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "raising_data.py").write_text(
+        "import os\ndef make(folder):\n    return os.path.join(folder, 'x'), [], 2\n"
+        "def flat(folder):\n    return [([1, 2], 0)], [], 2\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = from_values({"data": {"dataset": "raising_data:make"}})
+    expected = r"^raising_data:make: TypeError: expected str.* \(raising_data.py:3, in make\)"
+    for plan in (datasets.dataset_size, datasets.image_shape):
+        with pytest.raises(ConfigError, match=f"{expected}; it was called with None: no --data-dir was given$"):
+            plan(config)
+    with pytest.raises(TypeError):  # in an instance, whose error names its host
+        datasets.load(config)
+    with pytest.raises(ConfigError, match=r"images must be \[channels, height, width\], not \[2\]"):
+        datasets.image_shape(from_values({"data": {"dataset": "raising_data:flat"}}))
+
+
 def test_digits_load_without_importing_torch_or_scikit_learn(run_python: Callable[[str], str]) -> None:
     run_python(
         "import sys\nfrom raypod import datasets\nfrom raypod.plan import config\n"

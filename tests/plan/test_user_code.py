@@ -1,13 +1,76 @@
-"""Modules of the user that cannot be found."""
+"""Where the user's code raised an exception, and modules that cannot be found."""
 
 from __future__ import annotations
 
+import pickle
+import traceback
 from pathlib import Path
+from typing import Any, Callable, Dict
 
+import numpy as np
 import pytest
 
-from raypod.errors import ConfigError
+from raypod.errors import ConfigError, DataMissing
 from raypod.plan import user_code
+
+MODULE = """import json
+def parse(text):
+    return json.loads(text)
+def outer(text):
+    return parse(text)
+"""
+
+
+@pytest.fixture
+def outer(tmp_path: Path) -> Callable[[str], Any]:
+    """A function of a user's module, which calls the standard library."""
+    found: Dict[str, Any] = {}
+    exec(compile(MODULE, str(tmp_path / "houses.py"), "exec"), found)
+    return found["outer"]
+
+
+def raised_by(function: Callable[[], Any]) -> Exception:
+    try:
+        function()
+    except Exception as error:  # noqa: BLE001 - returned
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_the_place_is_the_innermost_frame_of_the_users_code(outer: Callable[[str], Any]) -> None:
+    assert user_code.place_of(raised_by(lambda: outer("{"))) == " (houses.py:3, in parse)"
+    of_numpy = raised_by(lambda: np.zeros((2, 3)).reshape(4))
+    of_numpy.__traceback__ = None
+    assert user_code.place_of(of_numpy) == ""
+
+
+def test_the_place_in_a_function_of_a_script_is_its_line() -> None:
+    found: Dict[str, Any] = {}
+    exec(compile(MODULE, "<dynamic-code>", "exec"), found)  # as cloudpickle names it
+    assert user_code.place_of(raised_by(lambda: found["parse"]("{"))) == " (line 3, in parse)"
+
+
+def test_the_place_survives_pickling(outer: Callable[[str], Any]) -> None:
+    error = raised_by(lambda: outer(None))  # type: ignore[arg-type]
+    user_code.record_place(error)
+    arrived = pickle.loads(pickle.dumps(error))
+    assert arrived.__traceback__ is None
+    assert user_code.place_of(arrived) == " (houses.py:3, in parse)"
+
+
+def test_the_place_in_a_loader_worker_is_that_in_its_traceback(outer: Callable[[str], Any]) -> None:
+    error = raised_by(lambda: outer("{"))
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    of_worker = ValueError(f"Caught ValueError in DataLoader worker process 0.\nOriginal {text}")
+    assert user_code.place_of(of_worker) == " (houses.py:3, in parse)"
+
+
+def test_an_error_of_the_users_code_is_one_line_with_a_remark(outer: Callable[[str], Any]) -> None:
+    expected = r"^houses:outer: TypeError: .*\(houses.py:3, in parse\); called with None$"
+    with pytest.raises(ConfigError, match=expected), user_code.reported("houses:outer", "; called with None"):
+        outer(None)  # type: ignore[arg-type]
+    with pytest.raises(DataMissing, match="^no file$"), user_code.reported("houses:outer", "; called with None"):
+        raise DataMissing("no file")
 
 
 @pytest.mark.parametrize(
