@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
 
-from raypod.errors import ClusterError, CollectiveBroken
+from raypod.errors import ClusterError, CollectiveBroken, summarize_exception
 from raypod.events import CallReport, HeartbeatReport, InstanceStarted
 from raypod.host import process, sdk, torchvision_import
 from raypod.host.last_line import LastLine
@@ -178,13 +178,30 @@ def log_header(plan: Plan, index: int, pid: str) -> str:
 
 
 def _log_errors(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Print the traceback of an error to the log file: the coordinator reports one line and the path of that file."""
+    """Print the traceback of an error to the log file: the coordinator reports one line and the path of that file.
+
+    The loss of another instance is no error of this one, and has one line.
+    """
     try:
         return work(*arguments)
+    except CollectiveBroken as error:
+        broken = f"the collective with the other instances is broken: {_cause_of(error)}"
+        sys.stderr.write(f"{broken}; waiting for the repair\n")
+        raise
     except BaseException as error:
         user_code.record_place(error)
         traceback.print_exc()
         raise
+
+
+def _cause_of(broken: CollectiveBroken) -> str:
+    """Return the cause in one line, with the exception at the beginning of the chain that led to it."""
+    error: BaseException = broken
+    while error.__cause__ is not None or error.__context__ is not None:
+        error = error.__cause__ or error.__context__ or error
+    text = " ".join(str(error).split())
+    is_known = error is broken or (text and text in broken.cause)
+    return broken.cause if is_known else f"{broken.cause} ({summarize_exception(error)})"
 
 
 def _redirect_output(path: Path) -> None:
