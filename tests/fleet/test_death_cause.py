@@ -36,6 +36,18 @@ def test_the_exception_is_that_of_the_process(tmp_path: Path, log: str, exceptio
 
 
 @pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        ("RpcError: RPC error: Socket closed rpc_code: 14", "connection closed"),
+        ("RpcError: RPC error: Deadline\n Exceeded rpc_code: 4", "RpcError: RPC error: Deadline Exceeded rpc_code: 4"),
+    ],
+)
+def test_a_host_that_does_not_answer_is_described_in_plain_words(error: str, shown: str) -> None:
+    message = f"The actor 0e02cb63ab is unavailable: {error}. The task may or may not have been executed on the actor."
+    assert death_reason(message) == f"its process or its host does not answer ({shown})"
+
+
+@pytest.mark.parametrize(
     "rest", ["", " Some common causes include: (1) killed", " There are some potential root causes. (1) SIGKILL (2)"]
 )
 def test_a_process_that_ended_without_a_message_is_described_in_plain_words(rest: str) -> None:
