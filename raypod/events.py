@@ -86,6 +86,7 @@ class CallReport:
     peer_wait_s: Optional[float] = None  # time that the call waited for other instances; None if the SDK cannot tell
     samples_digest: str = ""  # of the sample indices of the call (record/ledger.py)
     profile: Optional[ProcessSpans] = None  # in the window of --profile
+    warnings: Tuple[str, ...] = ()  # of instance 0: new since the previous report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +99,7 @@ class EvaluationReport:
     instance: int
     samples: int
     sums: Tuple[Tuple[float, ...], ...]
+    warnings: Tuple[str, ...] = ()  # as of `CallReport`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,6 +245,15 @@ class CheckpointFailed:
 
 
 @dataclasses.dataclass(frozen=True)
+class InstanceWarned:
+    """Python or the SDK has warned of the user's code in an instance."""
+
+    instance: int
+    text: str  # one line, with the place in the code if it is known
+    log_file: str
+
+
+@dataclasses.dataclass(frozen=True)
 class EvaluationDone:
     """The test split was evaluated."""
 
@@ -323,6 +334,7 @@ Event = Union[
     CheckpointFailed,
     EvaluationDone,
     InstanceLost,
+    InstanceWarned,
     Repaired,
     Resized,
     StoppedEarly,

@@ -18,7 +18,7 @@ from raypod.coordinator.checkpoint_copies import CheckpointCopies
 from raypod.coordinator.early_stopping import early_stop
 from raypod.coordinator.stop import Stop, deadline_of
 from raypod.errors import ConfigError, LeaseLost, UserError, summarize_exception
-from raypod.events import EvaluationDone, Event, RunStarted
+from raypod.events import EvaluationDone, Event, InstanceWarned, RunStarted
 from raypod.fleet.base import Fleet
 from raypod.fleet.choice import fleet_for
 from raypod.host.abort import on_abort
@@ -246,6 +246,8 @@ class Training:
             recorder.handle(event)
         if isinstance(event, EvaluationDone):
             self._evaluations.append(event)
+        if isinstance(event, InstanceWarned):
+            self._reporter.warn(f"{event.text} (instance {event.instance}; its log: {event.log_file})")
         self._reporter.show(event)
 
     def _write_report(self, kind: Optional[type], error: Optional[BaseException], _: object) -> None:

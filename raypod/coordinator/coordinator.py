@@ -11,7 +11,7 @@ import itertools
 import time
 from functools import partial
 from pathlib import Path
-from typing import Dict, Generator, Iterator, List, Optional, Sequence, Tuple, cast
+from typing import Dict, Generator, Iterator, List, Optional, Sequence, Set, Tuple, Union, cast
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint
@@ -23,10 +23,12 @@ from raypod.coordinator.recovery import FailurePolicy, Recovery, begin
 from raypod.coordinator.same_data import check_same_data
 from raypod.coordinator.stop import Stop, stop_on_signal
 from raypod.events import (
+    CallReport,
     EvaluationDone,
     EvaluationReport,
     Event,
     InstanceStarted,
+    InstanceWarned,
     PhaseBegun,
     RunEnded,
     RunStarted,
@@ -170,6 +172,7 @@ class _Training:
         yield PhaseBegun("training", leg.first_update)
         self._metrics.begin_leg(time.monotonic())
         for report in self._fleet.run(leg, partial(self._must_end_leg, leg)):
+            yield from self._evaluations.warned([report])
             yield from map(self._schedule.record, report.saves)
             updates = self._metrics.add(report, time.monotonic())
             yield from self._metrics.take_calls()
@@ -212,6 +215,7 @@ class Evaluations:
         """`earlier_evaluations` holds the evaluations that the run had made before it was resumed."""
         self._plan, self._fleet, self._schedule, self._stop = plan, fleet, schedule, stop or Stop()
         self._evaluations = {each.update: each for each in earlier_evaluations}
+        self._known_warnings: Set[str] = set()
 
     def evaluate(self, update: int) -> Iterator[Event]:
         """Evaluate the test split after `update` updates, if that is due and has not been done.
@@ -221,20 +225,28 @@ class Evaluations:
         if not self._plan.is_evaluated_after(update) or update in self._evaluations:
             return
         yield PhaseBegun("evaluating", update)
-        found = self._evaluated()
-        if found is None:
+        reports = self._reports()
+        if reports is None:
             return
-        samples, values = found
+        yield from self.warned(reports)
+        samples, values = combined(self._plan, reports)
         done = EvaluationDone(samples, values, update, (update - 1) // self._plan.updates_per_epoch + 1)
         self._evaluations[update] = done
         self._schedule.add_evaluation(update, done.metrics)
         yield done
 
-    def _evaluated(self) -> Optional[Tuple[int, Dict[str, float]]]:
+    def _reports(self) -> Optional[List[EvaluationReport]]:
         if self._stop.grace_s is None or self._stop.must_leave:  # the latter: of the last update, if there is time
-            return evaluate_now(self._fleet, self._plan)
-        reports = self._fleet.evaluate(lambda: self._stop.must_leave)
-        return None if reports is None else combined(self._plan, reports)
+            return self._fleet.call("evaluate")
+        return self._fleet.evaluate(lambda: self._stop.must_leave)
+
+    def warned(self, reports: Sequence[Union[CallReport, EvaluationReport]]) -> Iterator[Event]:
+        """Yield the warnings in reports, each once: a replaced instance warns again."""
+        for report in reports:
+            for text in report.warnings:
+                if text not in self._known_warnings:
+                    self._known_warnings.add(text)
+                    yield InstanceWarned(report.instance, text, self._plan.log_file(report.instance))
 
     def early_stop(self) -> Optional[StoppedEarly]:
         """Return how the evaluations end the run early; None if they do not."""

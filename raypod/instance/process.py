@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from raypod.errors import ClusterError, CollectiveBroken, summarize_exception
-from raypod.events import CallReport, HeartbeatReport, InstanceStarted
+from raypod.events import CallReport, EvaluationReport, HeartbeatReport, InstanceStarted
 from raypod.host import process, sdk, torchvision_import
 from raypod.host.last_line import LastLine
 from raypod.host.log_times import LogTimes
 from raypod.host.spans import recorder
 from raypod.instance import collectives
 from raypod.instance.binding import take_cores
+from raypod.instance.warning_record import WarningRecord
 from raypod.plan import user_code
 from raypod.plan.environment import instance_environment
 from raypod.plan.placement import partition_conflict
@@ -55,6 +56,9 @@ class InstanceProcess:
         spec = plan.placement.instances[index]
         os.environ.update(instance_environment(plan, spec, os.environ.get("PYTHONPATH", "")))
         take_cores(plan.placement, spec)  # before torch counts cores and starts threads
+        self._warnings = WarningRecord()
+        if index == 0:  # all instances run the same code
+            self._warnings.install()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instance")
 
     def identity(self) -> Tuple[int, int]:
@@ -150,14 +154,18 @@ class InstanceProcess:
         if method == "leave":  # for a repair, which answers the exception at the end of the log
             self._last_line.forget()
         with self._instance.heartbeat.set_activity(method), self._convert_peer_errors():
-            return getattr(self._instance, method)(*arguments)
+            result = getattr(self._instance, method)(*arguments)
+        if isinstance(result, EvaluationReport):
+            return dataclasses.replace(result, warnings=self._warnings.take())
+        return result
 
     def _run_into(self, reports: queue.SimpleQueue[Optional[CallReport]], leg: Leg) -> None:
         assert self._instance is not None, "call build first"
         try:
             with self._convert_peer_errors():
                 for report in self._instance.run(leg):
-                    reports.put(report)
+                    warned = self._warnings.take()
+                    reports.put(dataclasses.replace(report, warnings=warned) if warned else report)
         finally:
             reports.put(None)
 

@@ -14,6 +14,7 @@ from raypod.events import (
     EpochDone,
     EvaluationDone,
     InstanceLost,
+    InstanceWarned,
     PhaseBegun,
     Repaired,
     Resized,
@@ -28,7 +29,7 @@ SHOWN = frozenset(
     [
         *_PROCESS,
         *map(event_name, (RunStarted, EvaluationDone, CheckpointSaved, CheckpointFailed, InstanceLost, Repaired)),
-        *map(event_name, (Resized, StoppedEarly, RunEnded)),
+        *map(event_name, (InstanceWarned, Resized, StoppedEarly, RunEnded)),
     ]
 )
 ALL = SHOWN | {"call_times", *map(event_name, (PhaseBegun, CheckpointBegun, EpochDone))}
@@ -112,6 +113,10 @@ def _instance_lost(record: Record) -> str:
     return f"instance {record['instance']} on {record['host']} {record['kind']}{heartbeat}: {record['cause']}"
 
 
+def _instance_warned(record: Record) -> str:
+    return f"instance {record['instance']}: {record['text']}"
+
+
 def _repaired(record: Record) -> str:
     moved = ", ".join(f"instance {each} on {host}" for each, host in zip(record["lost"], record["hosts"]))
     return (
@@ -172,6 +177,7 @@ _TEXTS: Dict[str, Callable[[Record], str]] = {
     "checkpoint_saved": _checkpoint_saved,
     "checkpoint_failed": _checkpoint_failed,
     "instance_lost": _instance_lost,
+    "instance_warned": _instance_warned,
     "repaired": _repaired,
     "resized": _resized,
     "stopped_early": _stopped_early,

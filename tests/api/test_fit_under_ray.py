@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -176,7 +177,7 @@ def test_a_wrong_request_of_run_starts_nothing(arguments: Dict[str, Any], messag
 
 
 SCRIPT = """
-import os, sys, threading
+import os, sys, threading, warnings
 from pathlib import Path
 import psutil
 import torch
@@ -196,6 +197,7 @@ class Line(raypod.Task):
         return nn.Linear(1, 1)
 
     def training_outputs(self, network, x, y):
+        warnings.warn("a line is enough")
         return nn.functional.mse_loss(network(x), y), {}
 
     def evaluation_outputs(self, network, x, y):
@@ -239,3 +241,6 @@ def test_a_script_without_a_guard_runs_twice_in_sessions_of_its_own(tmp_path: Pa
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[4]", "same state True []", "same weights True", "connected False False False"]
+    place = r"UserWarning: a line is enough \((script\.py:|line )\d+, in training_outputs\) \(instance 0; its log: "
+    warned = [line for line in done.stderr.splitlines() if re.match(place, line)]
+    assert [line.endswith(f"{tmp_path}/{run}/logs/instance-0.log)") for line, run in zip(warned, "ab")] == [True, True]

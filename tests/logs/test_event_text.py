@@ -19,6 +19,7 @@ from raypod.events import (
     EvaluationDone,
     InstanceLost,
     InstanceStarted,
+    InstanceWarned,
     PhaseBegun,
     Repaired,
     Resized,
@@ -49,6 +50,7 @@ EXAMPLES: Tuple[Tuple[events.Event, str], ...] = (
         InstanceLost(1, "host-1", "died", "signal 9\nkilled", "train", "stack", "log"),
         "instance 1 on host-1 died (last heartbeat: train): signal 9 killed",
     ),
+    (InstanceWarned(0, "UserWarning: x (a.py:3)", "log"), "instance 0: UserWarning: x (a.py:3)"),
     (
         Repaired((1,), ("host-2",), "instance 0", 9, 3.21, 1, 2, (), INSTANCES),
         "instance 1 on host-2, from instance 0; continues after update 9, 3.2 s; restarts 1, generation 2",
