@@ -70,7 +70,10 @@ class Instance:
         if self._spec.index == 0:
             torch.manual_seed(plan.config.training.seed)
             self._saves = BackgroundWriter(plan)
-        self._model = model = ReplicaModel(plan, task, source.first_batch(plan.config.training.seed))
+        first_batch = source.first_batch(plan.config.training.seed)
+        self._model = model = ReplicaModel(plan, task, first_batch)
+        if self._spec.index == 0:
+            model.check_evaluation(plan, task, first_batch)
         self._training = poptorch.trainingModel(
             model.training_step, options=program.training_options(plan), optimizer=model.optimizer
         )

@@ -13,7 +13,7 @@ from raypod.checkpoint.format import Manifest
 from raypod.checkpoint.resume import MEMORY_FORMAT
 from raypod.datasets.source import Batch
 from raypod.events import CallReport, EvaluationReport
-from raypod.model import freezing, program, recent_results
+from raypod.model import evaluation_check, freezing, program, recent_results
 from raypod.model.weight_average import WeightAverage
 from raypod.plan.metric import exact_parts
 from raypod.plan.plan import Plan
@@ -39,6 +39,11 @@ class ReplicaModel:
         self.average = None if decay is None else WeightAverage(self.network, decay, iterations)
         groups = task.parameter_groups(self.network, plan.config.training.weight_decay)
         self.optimizer = program.build_optimizer(plan.config, groups)
+
+    def check_evaluation(self, plan: Plan, task: Task, first_batch: Batch) -> None:
+        """Check the metrics that a task of the user returns; see `evaluation_check.check`."""
+        if ":" in plan.config.task.name and plan.dataset_size.test_samples:
+            evaluation_check.check(plan, task, self.network, self.evaluation_step.prepare, first_batch)
 
     def train(self) -> None:
         """Set the training mode of both steps' modules; see `freezing.train`."""

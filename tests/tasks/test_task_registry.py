@@ -54,6 +54,12 @@ class NoMetric(Task):
 class WholeBatch(Task):
     def evaluation_outputs(self, network, x):
         return {"loss": (network(x).mean(), 1), "size": (x.abs().sum(1), x.shape[1])}
+class WholeBatchOfOne(Task):
+    def evaluation_outputs(self, network, x):
+        return {"loss": (network(x).mean(0), 1), "size": (x.abs().sum(1), x.shape[1])}
+class NoLoss(Task):
+    def evaluation_outputs(self, network, x):
+        return {"size": (x.abs().sum(1), x.shape[1])}
 class Nested(Task):
     def datasets(self):
         return [{"x": {"y": 1}}] * 64, None
@@ -147,11 +153,18 @@ def test_an_unknown_name_has_a_suggestion(capsys: pytest.CaptureFixture[str]) ->
     [
         ("NoMetric", "NoMetric.training_outputs returned the metrics 'loss'; they are 'loss', 'size'"),
         ("WholeBatch", "sums are tensors with one value per sample"),
+        ("WholeBatchOfOne", "sums are tensors with one value per sample, [2], but one of them has the shape [1]"),
+        ("NoLoss", "NoLoss.evaluation_outputs returned the metrics 'size'; they are 'loss', 'size'"),
     ],
 )
 def test_wrong_outputs_name_the_method(task: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(task) == 2
     assert words in capsys.readouterr().err
+
+
+def test_wrong_metrics_of_the_evaluation_end_the_run_before_its_first_update(tmp_path: Path) -> None:
+    assert run("NoLoss", "--run-dir", "run") == 2
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_task_of_tuples_without_a_test_split_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
