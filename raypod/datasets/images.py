@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Optional, Tuple
 
 import numpy as np
@@ -12,6 +13,8 @@ from raypod.datasets.source import Batch, Source
 from raypod.datasets.transforms import activation_dtype, gather, normalize, resize
 from raypod.errors import ConfigError
 from raypod.plan.config import VISION_TRANSFORMERS, Config
+
+_CHANNELS = (1, 3, 4)  # of common images
 
 
 class ImageSource(Source):
@@ -77,7 +80,7 @@ class ImageSource(Source):
 
 
 def input_shape(config: Config, sent: torch.Tensor) -> Tuple[int, int]:
-    """Return (channels, height) of the network's input.
+    """Return (channels, height) of the network's input. Images of the user that seem to be [H, W, C] are a warning.
 
     Args:
         sent: images as the host sends them.
@@ -86,6 +89,10 @@ def input_shape(config: Config, sent: torch.Tensor) -> Tuple[int, int]:
         ConfigError: a vision transformer's images are not square.
     """
     channels, height, width = sent.shape[1:]
+    name = config.data.dataset
+    if ":" in name and width in _CHANNELS and channels not in _CHANNELS:
+        shape = [channels, height, width]
+        warnings.warn(f"{name}: images of shape {shape} are taken as [channels, height, width]", stacklevel=2)
     if config.data.image_size is None and height != width and config.training.model in VISION_TRANSFORMERS:
         raise ConfigError(f"{config.training.model} needs square images, not {height}x{width}: add --resize {height}")
     return channels, config.data.image_size or height

@@ -15,6 +15,7 @@ from raypod.datasets.images import ImageSource, input_shape
 from raypod.datasets.order import epoch_order
 from raypod.errors import ConfigError
 from raypod.plan.plan import Plan
+from raypod.plan.resolve import from_values
 
 OWN = """
 import pathlib, random, time
@@ -160,6 +161,19 @@ def test_vision_transformers_need_square_images(make: Callable[..., Plan]) -> No
     sections["image_size"] = 16  # type: ignore[assignment]
     plan = make(data=sections, training={"model": "vit_tiny", "batch_size": 2}, pod={"num_instances": 1})
     assert input_shape(plan.config, source_of(plan).first_batch(42)[0]) == (3, 16)
+
+
+def test_images_with_the_channels_last_are_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    config = from_values({"data": {"dataset": "feed_own:data"}})
+    with pytest.warns(
+        UserWarning, match=r"feed_own:data: images of shape \[32, 16, 3\] are taken as \[channels, height"
+    ):
+        assert input_shape(config, torch.zeros(1, 32, 16, 3)) == (32, 16)
+    recwarn.clear()
+    for shape in ((3, 32, 3), (1, 4, 4), (32, 32, 32)):
+        input_shape(config, torch.zeros(1, *shape))
+    input_shape(from_values({}), torch.zeros(1, 32, 16, 3))
+    assert not recwarn.list
 
 
 def test_closing_in_the_middle_of_a_leg_leaves_no_workers(make: Callable[..., Plan], own: str) -> None:
