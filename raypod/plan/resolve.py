@@ -114,7 +114,7 @@ def combine(
     for name, value in given.items():
         section, _, key = name.partition(".")
         values.setdefault(section, {})[key] = value
-    if source is not config:
+    if source is not config or "data.dataset" in given:  # a data set that replaces another one, replaces its folder
         drop_unread_folder(values, given)
     return values, source if isinstance(source, str) else "the command line" if source is None else "config"
 

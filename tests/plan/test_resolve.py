@@ -98,6 +98,15 @@ def test_a_resumed_run_forgets_a_folder_that_its_data_set_does_not_read(tmp_path
     assert parse("--resume", str(tmp_path)).data.data_dir == "/texts"
 
 
+def test_a_data_set_replaces_that_of_the_config_and_its_folder(tmp_path: Path) -> None:
+    config = tmp_path / "own.yaml"
+    config.write_text("data: {dataset: cifar10, data_dir: /images}\n")
+    assert parse("--config", str(config), "--dataset", "synthetic").data.data_dir is None
+    assert parse("--config", str(config), "--dataset", "cifar100").data.data_dir == "/images"
+    config.write_text("data: {dataset: synthetic, data_dir: /images}\n")
+    assert parse("--config", str(config)).data.data_dir == "/images"  # the plan rejects it
+
+
 def test_replicas_follow_from_ipus() -> None:
     assert parse("--num-ipus", "16", "--ipus-per-replica", "2").pod.replicas == 8
 
