@@ -16,13 +16,12 @@ from raypod.errors import ConfigError
 from raypod.model.program import EvaluationStep, TaskOutputs
 from raypod.plan.plan import Plan
 
-_SAMPLES = 2  # one could hide a missing dimension
-
 
 def check(plan: Plan, task: TaskOutputs, network: nn.Module, prepare: nn.Module, batch: Sequence[torch.Tensor]) -> None:
     """Run the evaluation of a batch on the host, with a copy of the network, if the host can run it.
 
-    Weights, buffers and the states of the random generators stay as they are; a task can hold the network itself.
+    Weights, buffers and the states of the global random generators stay as they are; a task can hold the network
+    itself. Other state of a task, as a `torch.Generator` of its own, advances by this call.
 
     Args:
         plan: of the run.
@@ -35,7 +34,8 @@ def check(plan: Plan, task: TaskOutputs, network: nn.Module, prepare: nn.Module,
         ConfigError: the metrics that the task returns have other names or shapes.
         NameError: the task uses a name that is not defined.
     """
-    batch = [each.repeat(_SAMPLES, *[1] * (each.dim() - 1)) for each in batch]
+    samples = plan.geometry.micro_batch_size  # as on the device: a task can rely on it
+    batch = [each.repeat(samples, *[1] * (each.dim() - 1)) for each in batch]
     with _kept(network), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the evaluation shows them
         try:

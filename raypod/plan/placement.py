@@ -12,14 +12,7 @@ from typing import Dict, List, Optional, Sequence, Tuple
 from raypod.cli import counted
 from raypod.errors import ClusterError, ConfigError
 from raypod.plan.cluster import Cluster, Host, VipuPartition
-
-IPUS_PER_PROCESS = 64  # PopTorch's limit; more IPUs need more instances
-
-
-def possible_instances(replicas: int, hosts: int) -> List[int]:
-    """Return the numbers of instances into which replicas can be divided equally, and they between the hosts used."""
-    divisors = [count for count in range(1, replicas + 1) if replicas % count == 0]
-    return [count for count in divisors if count <= hosts or count % hosts == 0]
+from raypod.plan.fitting import IPUS_PER_PROCESS, way_out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +30,10 @@ class Sizes:
     def __post_init__(self) -> None:
         total, instances, ipus = self.total_replicas, self.num_instances, self.ipus_per_replica
         if total % instances:
+            divisors = [str(count) for count in range(1, total + 1) if total % count == 0]
             raise ConfigError(
                 f"{counted(total, 'replica')} cannot be divided equally between {instances} instances; "
-                f"--num-instances can be {', '.join(map(str, possible_instances(total, 1)))}"
+                f"--num-instances can be {', '.join(divisors)}"
             )
         if self.local_ipus > IPUS_PER_PROCESS:
             raise ConfigError(
@@ -134,10 +128,9 @@ def place(cluster: Cluster, sizes: Sizes, threads_per_replica: int = 1) -> Place
     num_hosts = min(len(cluster.hosts), sizes.num_instances)
     per_host, rest = divmod(sizes.num_instances, num_hosts)
     if rest:
-        allowed = possible_instances(sizes.total_replicas, num_hosts)
         raise ConfigError(
-            f"{sizes.num_instances} instances cannot be divided equally between the {num_hosts} hosts of "
-            f"{cluster.name}; --num-instances can be {', '.join(map(str, allowed))}"
+            f"{sizes.num_instances} instances cannot be divided equally between the {num_hosts} hosts of {cluster.name}"
+            + way_out(cluster, sizes.total_replicas, sizes.num_instances, sizes.ipus_per_replica)
         )
     specs = []
     for index in range(sizes.num_instances):

@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Dict, List, Optional, Sequence, Tuple
 
+from raypod.cli import counted
 from raypod.errors import ConfigError
 from raypod.plan.cluster import Cluster
 from raypod.plan.compatibility import check_compatible, check_metrics, check_min_hosts
 from raypod.plan.config import Config, PodSection
+from raypod.plan.fitting import is_power_of_two, way_out
 from raypod.plan.metric import LOSS, Metric
-from raypod.plan.placement import IPUS_PER_PROCESS, Placement, Sizes, place, possible_instances
+from raypod.plan.placement import Placement, Sizes, place
 from raypod.plan.values import parse_evaluations, parse_interval
 
 
@@ -87,7 +89,7 @@ class Geometry(Sizes):
     @property
     def is_aligned(self) -> bool:
         """Whether instances are subtrees of the reduction: local replicas and instances are powers of two."""
-        return _is_power_of_two(self.local_replicas) and _is_power_of_two(self.num_instances)
+        return is_power_of_two(self.local_replicas) and is_power_of_two(self.num_instances)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +236,7 @@ def make_plan(config: Config, cluster: Cluster, task: TaskFacts, run_dir: str) -
         ClusterError: a host has fewer IPUs than the plan needs.
     """
     training, pod = config.training, config.pod
-    _check_instances(pod, len(cluster.hosts))
+    _check_instances(pod, cluster)
     geometry = Geometry(
         micro_batch_size=training.batch_size,
         gradient_accumulation=training.gradient_accumulation,
@@ -257,7 +259,7 @@ def make_plan(config: Config, cluster: Cluster, task: TaskFacts, run_dir: str) -
     placement = place(cluster, geometry, pod.threads_per_replica)
     check_min_hosts(config, geometry.total_replicas, len(placement.hosts))
     splits = tuple(training.pipeline_splits or ())
-    _check_pipeline(config, geometry, splits, len(cluster.hosts))
+    _check_pipeline(config, geometry, splits, cluster)
     return Plan(config, placement, geometry, task, run_dir, splits)
 
 
@@ -266,30 +268,16 @@ def pipeline_stages(config: Config) -> int:
     return config.pod.ipus_per_replica if config.training.execution == "pipelined" else 1
 
 
-def _check_instances(pod: PodSection, hosts: int) -> None:
+def _check_instances(pod: PodSection, cluster: Cluster) -> None:
     """Raise ConfigError if replicas cannot be divided equally between instances. `Sizes` does not know the hosts."""
     if pod.replicas % max(1, pod.num_instances):
         raise ConfigError(
-            f"{pod.replicas} replicas cannot be divided equally between {pod.num_instances} instances; "
-            f"{_way_out(pod, hosts)}"
+            f"{counted(pod.replicas, 'replica')} cannot be divided equally between {pod.num_instances} instances"
+            + way_out(cluster, pod.replicas, pod.num_instances, pod.ipus_per_replica)
         )
 
 
-def _way_out(pod: PodSection, hosts: int) -> str:
-    """Return values with which every host has as many instances, and an instance as many IPUs as PopTorch supports."""
-    replicas, ipus = pod.replicas, pod.ipus_per_replica
-    if not _is_power_of_two(ipus):
-        return "use 1, 2, 4, 8, ... IPUs per replica"
-    sizes = [2**power for power in range(IPUS_PER_PROCESS.bit_length()) if 2**power * ipus <= IPUS_PER_PROCESS]
-    allowed = [count for count in possible_instances(replicas, hosts) if replicas // count in sizes]
-    if allowed:
-        return f"--num-instances can be {', '.join(map(str, allowed))}"
-    instances = max(1, pod.num_instances)
-    local = max((size for size in sizes if size * instances <= replicas), default=1)
-    return f"use --replicas {local * instances}"
-
-
-def _check_pipeline(config: Config, geometry: Geometry, splits: Sequence[str], hosts: int) -> None:
+def _check_pipeline(config: Config, geometry: Geometry, splits: Sequence[str], cluster: Cluster) -> None:
     """Raise ConfigError for what PopTorch would reject after minutes of compilation."""
     training, ipus, stages = config.training, geometry.ipus_per_replica, pipeline_stages(config)
     if splits and len(splits) + 1 != ipus:
@@ -297,10 +285,11 @@ def _check_pipeline(config: Config, geometry: Geometry, splits: Sequence[str], h
             f"--pipeline-splits {','.join(splits)} makes {len(splits) + 1} stages, and --ipus-per-replica is {ipus}: "
             f"use --ipus-per-replica {len(splits) + 1}, or {ipus - 1} splits"
         )
-    if not _is_power_of_two(geometry.local_ipus):
+    if not is_power_of_two(geometry.local_ipus):
+        hint = way_out(cluster, geometry.total_replicas, geometry.num_instances, ipus)
         raise ConfigError(
             f"one instance would use {geometry.local_replicas} replicas x {ipus} IPUs = {geometry.local_ipus} IPUs, "
-            f"and PopTorch attaches to a power of two; {_way_out(config.pod, hosts)}"
+            f"and PopTorch attaches to a power of two{hint or '; use 1, 2, 4, 8, ... IPUs per replica'}"
         )
     if training.gradient_accumulation < 2 * stages - 1:
         raise ConfigError(
@@ -339,10 +328,6 @@ def _check_whole_calls(flag: str, updates: int, device_iterations: int) -> None:
             f"{flag} {updates} is not a whole number of calls of {device_iterations} updates "
             f"(device iterations); use {' or '.join(map(str, allowed))}"
         )
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
 
 
 def default_run_dir(config: Config, now: str) -> str:

@@ -19,11 +19,11 @@ HOST_TOKEN_PATH = "~/.ray/auth_token"  # where Ray reads the token
 HEAD_KEY_PATH = "~/ray_bootstrap_key.pem"  # where `ray up` copies the operator's ssh key
 _START_COMMANDS = ("head_start_ray_commands", "worker_start_ray_commands")
 # A word that the shell does not expand, in quotes or without.
-_LITERAL = r"""(?:'([^']+)'|"([^"$`\\]+)"|([^\s;&|)'"$`\\]+))(?=[\s;&|)]|$)"""
+_LITERAL = r"""(?:'([^']+)'|"([^"$`\\]+)"|([^]\s;&|()<>{}\[*?~'"$`\\]+))(?=[\s;&|()<>]|$)"""
 _MARKED = rf"\b{MARK}="
 _NAMED = (  # where start commands name the cluster: a pattern, and what stands before and after the name
     (_MARKED, f"{MARK}=", ""),
-    (r"\bstop_cluster\.py\s+", "stop_cluster.py ", ""),
+    (r"\bstop_cluster\.py[ \t]+", "stop_cluster.py ", ""),
     (r"/cluster-(?=\S+\.state\b)", "cluster-", ".state"),  # of Ray's launcher
 )
 
@@ -46,19 +46,17 @@ def launch_errors(file: ClusterFile) -> List[Mistake]:
 def name_errors(file: ClusterFile) -> List[Mistake]:
     """Return the start commands that name another cluster than the file: `up` and `down` would not find its processes.
 
-    A name that is not literal, as in RAYPOD_CLUSTER=$NAME, is not judged.
+    Names that are not literal, as in RAYPOD_CLUSTER=$NAME, are not judged, nor are others beside the right one, as in
+    commands that also stop a cluster of an earlier name.
     """
     name, found = file.top.text("cluster_name"), []
     if name is None:
         return []
     for key in _START_COMMANDS:
-        commands = file.commands(key)
-        others = [
-            before + other
-            for pattern, before, after in _NAMED
-            for other in dict.fromkeys(_literals(pattern, commands))
-            if other != name + after
-        ]
+        others: List[str] = []
+        for pattern, before, after in _NAMED:
+            names = list(dict.fromkeys(_literals(pattern, file.commands(key))))
+            others += [] if name + after in names else [before + each for each in names]
         if others:
             differ = f"{', '.join(others)} {'differ' if others[1:] else 'differs'} from cluster_name {name!r}"
             found.append(Mistake(file.top.line_of(key), f"{key}: {differ}: use one name"))

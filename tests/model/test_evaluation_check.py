@@ -14,7 +14,9 @@ from torch import nn
 from raypod.errors import ConfigError
 from raypod.model import evaluation_check
 
-LOSS: Any = SimpleNamespace(task=SimpleNamespace(metrics=[SimpleNamespace(name="loss")]))
+LOSS: Any = SimpleNamespace(
+    task=SimpleNamespace(metrics=[SimpleNamespace(name="loss")]), geometry=SimpleNamespace(micro_batch_size=3)
+)
 BATCH = (torch.ones(1, 4),)
 
 
@@ -49,7 +51,7 @@ def test_weights_buffers_modes_and_generators_stay() -> None:
     of_numpy = np.random.get_state()[1].copy()  # type: ignore[index]
     check(network, outputs)
     after = states(network)
-    assert seen == [(2, 4)]
+    assert seen == [(3, 4)]
     assert all(torch.equal(tensor, after[0][name]) for name, tensor in weights.items())
     assert (modes, of_python) == (after[1], after[3])
     assert torch.equal(of_torch, after[2])
@@ -64,7 +66,7 @@ def test_weights_buffers_modes_and_generators_stay() -> None:
         (lambda run, x: {"loss": run(x).squeeze(1)[0]}, "'loss' must be a pair"),
         (
             lambda run, x: {"loss": (run(x).mean(0), 1)},
-            r"one value per sample, \[2\], but one of them has the shape \[1\]",
+            r"one value per sample, \[3\], but one of them has the shape \[1\]",
         ),
     ],
 )

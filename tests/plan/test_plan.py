@@ -71,6 +71,11 @@ def test_the_inline_fleet_has_one_instance(make: Callable[..., Plan]) -> None:
     [
         ({"replicas": 10}, "10 replicas cannot .* between 3 instances; use --replicas 6$", {"replicas": 6}),
         ({"replicas": 1000}, "between 3 instances; use --replicas 192$", {"replicas": 192}),
+        (
+            {"replicas": 1},
+            "1 replica cannot be divided equally between 3 instances; --num-instances can be 1$",
+            {"num_instances": 1},
+        ),
         ({"replicas": 2}, "2 replicas cannot .*; --num-instances can be 1, 2$", {"num_instances": 2}),
         (
             {"replicas": 8},
@@ -84,7 +89,7 @@ def test_the_inline_fleet_has_one_instance(make: Callable[..., Plan]) -> None:
         ),
         (
             {"replicas": 10, "ipus_per_replica": 3},
-            "use 1, 2, 4, 8, ... IPUs per replica",
+            "10 replicas cannot be divided equally between 3 instances$",
             {"replicas": 12, "ipus_per_replica": 1},
         ),
     ],
