@@ -222,7 +222,7 @@ def _check_settings(plan: Plan, found: ResumePoint, was_cut_off: bool) -> Resume
         raise ConfigError(f"--resume {path}: {difference}")
     left = plan.total_updates - found.checkpoint.update
     if left < 0 or (left == 0 and not was_cut_off):
-        is_scheduled = settings[LENGTH] is not None and LENGTH not in allowed
+        is_scheduled = None not in (settings[LENGTH], manifest.settings.get(LENGTH)) and LENGTH not in allowed
         anyway = f", and --resume-anyway {LENGTH}: the schedule of the learning rate depends on it"
         raise ConfigError(
             f"--resume {path}: already at update {found.checkpoint.update} of {plan.total_updates}; "
@@ -259,8 +259,9 @@ def _find(where: str, verify: bool) -> ResumePoint:
     checkpoints = storage.checkpoints_folder(path)
     valid, damaged = newest_valid(checkpoints, verify)
     if valid is None:
-        found = f"no valid checkpoint: {'; '.join(damaged)}" if damaged else "no checkpoint"
-        raise ConfigError(f"--resume {where}: {_near(where) or f'{checkpoints} contains {found}'}")
+        if damaged:
+            raise ConfigError(f"--resume {where}: {checkpoints} contains no valid checkpoint: {'; '.join(damaged)}")
+        raise ConfigError(f"--resume {where}: {_near(where) or f'{checkpoints} contains no checkpoint'}")
     return ResumePoint(valid, tuple(damaged))
 
 

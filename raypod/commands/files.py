@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import List, Sequence
 
-from raypod.cli import DEFAULT_WIDTH, FlagParser, format_table, suggestion, width_of
+from raypod.cli import FlagParser, format_table, suggestion, width_of
 from raypod.errors import ConfigError
 from raypod.plan import shipped
 
@@ -33,7 +33,7 @@ def files(argv: Sequence[str]) -> int:
 
 def _listed(kind: str) -> str:
     names = shipped.names(kind)
-    width = width_of(sys.stdout) or DEFAULT_WIDTH
+    width = width_of(sys.stdout)
     rows: List[List[str]] = [[f"  {name}", _summary(shipped.folder(kind) / name)] for name in names]
     return "\n".join([f"{_TITLES[kind]}:", *format_table(rows, width=width)]) if rows else f"{_TITLES[kind]}: none"
 

@@ -64,5 +64,5 @@ def _reported(config: Config) -> ContextManager[None]:
 
     An instance raises the exception itself: it can be one of that host, which the error of an instance names.
     """
-    remark = "; it was called with None: no --data-dir was given" if config.data.data_dir is None else ""
+    remark = "; its data_dir was None, as --data-dir is not given" if config.data.data_dir is None else ""
     return user_code.reported(config.data.dataset, remark)

@@ -193,8 +193,7 @@ def _log_errors(work: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return work(*arguments)
     except CollectiveBroken as error:
-        broken = f"the collective with the other instances is broken: {_cause_of(error)}"
-        sys.stderr.write(f"{broken}; waiting for the repair\n")
+        sys.stderr.write(f"the collective with the other instances is broken: {_cause_of(error)}\n")
         raise
     except BaseException as error:
         user_code.record_place(error)
@@ -205,8 +204,13 @@ def _log_errors(work: Callable[..., Any], *arguments: Any) -> Any:
 def _cause_of(broken: CollectiveBroken) -> str:
     """Return the cause in one line, with the exception at the beginning of the chain that led to it."""
     error: BaseException = broken
-    while error.__cause__ is not None or error.__context__ is not None:
-        error = error.__cause__ or error.__context__ or error
+    chain: List[BaseException] = [broken]
+    while True:
+        before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if before is None or any(before is each for each in chain):
+            break
+        error = before
+        chain.append(error)
     text = " ".join(str(error).split())
     is_known = error is broken or (text and text in broken.cause)
     return broken.cause if is_known else f"{broken.cause} ({summarize_exception(error)})"

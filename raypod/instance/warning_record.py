@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import traceback
 import warnings
 from typing import Any, List, Set, Tuple
@@ -22,6 +24,7 @@ class WarningRecord:
     def __init__(self) -> None:
         self._known: Set[str] = set()
         self._new: List[str] = []
+        self._lock = threading.Lock()  # replicas of the emulated SDK are threads
 
     def install(self) -> None:
         """Collect from now on, until the process ends."""
@@ -37,19 +40,23 @@ class WarningRecord:
 
     def take(self) -> Tuple[str, ...]:
         """Return the warnings that are new since the previous call, each in one line."""
-        taken, self._new = tuple(self._new), []
+        with self._lock:
+            taken, self._new = tuple(self._new), []
         return taken
 
     def _record_of_sdk(self, record: logging.LogRecord) -> bool:
         if record.levelno >= logging.WARNING:
-            self._add(record.getMessage())
+            with contextlib.suppress(TypeError, ValueError):  # wrong arguments: the handler reports them
+                self._add(record.getMessage())
         return True  # a filter: the record is written
 
     def _add(self, text: str, is_of_python: bool = False) -> None:
         text = " ".join(text.split())[:_MOST_CHARACTERS]
-        if text in self._known or len(self._known) >= _MOST:
-            return
-        self._known.add(text)
+        with self._lock:
+            if text in self._known or len(self._known) >= _MOST:
+                return
+            self._known.add(text)
         # The file of a warning of torch is mostly one of torch. The SDK's texts name the line.
         place = user_code.place_in(traceback.extract_stack()) if is_of_python else ""
-        self._new.append(text + place)
+        with self._lock:
+            self._new.append(text + place)

@@ -95,7 +95,7 @@ def _check_top(file: ClusterFile) -> None:
     for key in _NOT_LOCAL:
         if key in file.top:
             file.top.add_mistake(key, f"{key} is not a key of provider type local, whose hosts are all alike")
-    if "raypod" in file.top:
+    if "raypod" in file.top.names():
         above = "" if "metadata" in file.top.names() else "write metadata: above it and "
         file.top.add_mistake("raypod", f"raypod belongs under metadata: {above}indent it")
     file.top.check_keys((*TOP_LEVEL_KEYS, *_NOT_LOCAL, "raypod"))

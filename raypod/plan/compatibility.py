@@ -32,8 +32,8 @@ def check_data_folder(config: Config) -> None:
     data = config.data
     if data.data_dir is not None and data.dataset in WITHOUT_FILES and config.task.name == IMAGE_CLASSIFICATION:
         raise ConfigError(
-            f"--data-dir has no effect on --dataset {data.dataset}; for a folder of class folders add "
-            "--dataset imagefolder"
+            f"--data-dir has no effect on --dataset {data.dataset}: omit it, or add --dataset imagefolder for a "
+            "folder of class folders"
         )
 
 

@@ -154,8 +154,8 @@ def add_overrides(given: Dict[str, Any], words: Sequence[str]) -> None:
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or name.count(".") != 1:
-            near = _full_name(name) if equals else None
-            hint = f"; did you mean {near}={text}?" if near else ", as in training.batch_size=8"
+            full = _full_name(name) if equals else None
+            hint = f"; did you mean {full}={text}?" if full else ", as in training.batch_size=8"
             raise ConfigError(f"cannot read {word!r}: write section.key=value{hint}")
         try:
             value = yaml.safe_load(text)
@@ -167,10 +167,9 @@ def add_overrides(given: Dict[str, Any], words: Sequence[str]) -> None:
 
 
 def _full_name(key: str) -> Optional[str]:
-    """Return section.key of the key, or the nearest one, that was written without its section or as a flag."""
-    names = {name: f"{section}.{name}" for section, name, _ in fields()}
-    found = nearest(key.lstrip("-").replace("-", "_"), names)
-    return names[found[0]] if found else None
+    """Return section.key of a key that was written without its section or as a flag; None for another word."""
+    key = key.lstrip("-").replace("-", "_")
+    return next((f"{section}.{name}" for section, name, _ in fields() if name == key), None)
 
 
 def load_yaml(path: Path, schema: Schema = NO_SCHEMA) -> Config:

@@ -12,7 +12,7 @@ import yaml
 _HINTS = {  # by a part of PyYAML's message
     "<block end>": ": is its indentation that of its siblings?",
     "character '\\t'": ": a tab; YAML is indented with spaces",
-    "mapping values are not": ": is a colon or its space missing in the line before, or must the value be quoted?",
+    "mapping values are not": ": is it indented too far, is a colon missing before it, or must its value be quoted?",
     "could not find expected ':'": ": is a colon missing, or the space after it?",
 }
 

@@ -47,7 +47,7 @@ def _python(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     python, install = facts["python"], "`raypod up` installs it by setup_commands of the cluster file"
     if "error" in python:
         name = "" if expected.cluster.python in python["error"] else f"{expected.cluster.python}: "
-        way_out = f"correct {expected.python_setting}, or {install}"
+        way_out = f"{install}; if it has run, correct {expected.python_setting}"
         yield Finding(TROUBLE, host, "python", f"{name}{python['error']}", way_out)
         return
     packages = python["packages"]

@@ -274,13 +274,16 @@ def _check_python(cluster: Cluster, file: ClusterFile) -> None:
     found = ssh.map_hosts(cluster.hosts, lambda host: ssh.run_on(host, cluster.ssh, words, program, _SSH_SLACK_S))
     failed: Dict[str, List[str]] = {}
     for name, done in found.items():
-        answer = done.json_object("python") or {"python": {}}  # a lost host has been reported
-        if "error" in answer["python"]:
+        answer = done.json_object("python")
+        if answer is None:
+            cause = f"no JSON in {done.excerpt}" if done.succeeded else done.error
+            _say(f"warning: {name}: whether {cluster.python} exists was not checked: {cause}")
+        elif "error" in answer["python"]:
             failed.setdefault(answer["python"]["error"], []).append(name)
     for error, names in failed.items():
         text = error if cluster.python in error else f"{cluster.python}: {error}"
         where = file_checks.python_setting(file)
-        _say(f"warning: {shortened(names)}: {text}; correct {where}, or let setup_commands install it")
+        _say(f"warning: {shortened(names)}: {text}; correct {where}, or setup_commands")
 
 
 def _why_missing(host: Host, cluster: Cluster, since_s: float) -> str:

@@ -126,7 +126,7 @@ def test_an_exception_of_the_users_function_is_one_line_of_the_plan(
     config = from_values({"data": {"dataset": "raising_data:make"}})
     expected = r"^raising_data:make: TypeError: expected str.* \(raising_data.py:3, in make\)"
     for plan in (datasets.dataset_size, datasets.image_shape):
-        with pytest.raises(ConfigError, match=f"{expected}; it was called with None: no --data-dir was given$"):
+        with pytest.raises(ConfigError, match=f"{expected}; its data_dir was None, as --data-dir is not given$"):
             plan(config)
     with pytest.raises(TypeError):  # in an instance, whose error names its host
         datasets.load(config)

@@ -42,7 +42,7 @@ def abort_an_evaluation() -> None:
 def test_a_survivor_of_a_failure_writes_one_line(work: Any, cause: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CollectiveBroken):
         process._log_errors(work)
-    expected = f"the collective with the other instances is broken: {cause}; waiting for the repair\n"
+    expected = f"the collective with the other instances is broken: {cause}\n"
     assert capfd.readouterr().err == expected
 
 

@@ -81,7 +81,11 @@ def test_a_plan_says_that_its_cluster_file_is_that_of_raypod(
     assert "of raypod" not in capsys.readouterr().out
 
 
-def test_files_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_are_listed_and_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["files"]) == 0
+    out = capsys.readouterr().out
+    assert "a ResNet-101 on two IPUs, eight replicas in four instances\n" in out  # a pipe: one line for each file
+    monkeypatch.setattr("raypod.commands.files.width_of", lambda stream: 80)
     assert main(["files"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80

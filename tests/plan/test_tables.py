@@ -93,7 +93,7 @@ def test_inline_instances_are_not_bound(make: Callable[..., Plan]) -> None:
 
 @pytest.mark.parametrize("dataset", ["digits", "synthetic"])
 def test_a_folder_that_the_data_set_does_not_read_is_rejected(make: Callable[..., Plan], dataset: str) -> None:
-    words = f"--data-dir has no effect on --dataset {dataset}; for a folder of class folders add --dataset imagefolder"
+    words = f"--data-dir has no effect on --dataset {dataset}: omit it, or add --dataset imagefolder for a folder"
     with pytest.raises(ConfigError, match=words):
         make(data={"dataset": dataset, "data_dir": "/images"})
 

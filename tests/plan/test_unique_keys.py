@@ -37,10 +37,10 @@ def test_a_duplicate_key_of_a_config_file_is_named_with_both_lines(tmp_path: Pat
         ("a:\n\tb: 1", r": a tab; YAML is indented with spaces$"),
         (
             "a:\n  b 1\n  c: 2",
-            r"line 3: mapping values are not allowed here: is a colon or its space missing in the line before",
+            r"line 3: mapping values are not allowed here: is it indented too far, is a colon missing before it",
         ),
         ("a: 1\nb:2  # c\nd: 3", r"line 3: could not .*: is a colon missing, or the space after it\?$"),
-        ("a: b: c", r"or must the value be quoted\?$"),
+        ("a: b: c", r"or must its value be quoted\?$"),
         ("a: 'b\nc: d", r"\(while scanning a quoted scalar that begins in line 1\): its quote is not closed$"),
         ("a: 'b\nc: 'd'", r"line 2: .*: is a quote not closed, or does text follow a closing quote or bracket\?$"),
         ("a: [b] c", r": is a quote not closed, or does text follow a closing quote or bracket\?$"),

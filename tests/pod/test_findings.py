@@ -297,7 +297,8 @@ def test_a_missing_interpreter_is_named_once_with_its_setting() -> None:
     (finding,) = bad(on_second(lambda facts: facts.update(python={"error": "python4 does not exist"})), expected)[:1]
     assert finding.text == "python4 does not exist"
     assert finding.way_out == (
-        "correct metadata.raypod.python in line 7, or `raypod up` installs it by setup_commands of the cluster file"
+        "`raypod up` installs it by setup_commands of the cluster file; if it has run, "
+        "correct metadata.raypod.python in line 7"
     )
 
 

@@ -311,8 +311,9 @@ def test_an_interpreter_that_a_host_does_not_have_is_a_warning(
     monkeypatch.setattr(ssh, "run_on", lambda host, *_, **__: answers.get(host.address, missing))
     up._check_python(cluster_from(file, "pod64"), file)
     assert capsys.readouterr().err == (
+        "raypod: warning: 10.0.0.11: whether python4 exists was not checked: lost\n"
         "raypod: warning: 10.0.0.13, 10.0.0.14: python4 does not exist; correct metadata.raypod.python in line "
-        f"{file.raypod.line_of('python')}, or let setup_commands install it\n"
+        f"{file.raypod.line_of('python')}, or setup_commands\n"
     )
 
 
