@@ -62,5 +62,5 @@ def test_the_instances_of_a_lost_host_move_to_a_spare_host_then_to_a_used_one(
     assert [(loss.instance, loss.host, loss.kind) for loss in outcome.losses] == [
         (1, SECOND_HOST, "died"),
         (1, THIRD_HOST, "silent"),
-    ], outcome.losses
+    ], "\n".join(map(str, outcome.losses))
     assert [repair.hosts for repair in outcome.repairs] == [(THIRD_HOST,), (head.node_ip_address,)]
