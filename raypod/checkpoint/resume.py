@@ -13,7 +13,7 @@ from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint, Manifest
 from raypod.cli import counted
 from raypod.errors import CheckpointDamaged, ConfigError
-from raypod.plan.config import CHECKPOINTS, Config
+from raypod.plan.config import CHECKPOINTS, CONFIG_FILE, Config
 from raypod.plan.learning_rate import DEPEND_ON_LENGTH
 from raypod.plan.plan import Plan
 
@@ -38,7 +38,6 @@ _WITHOUT_EFFECT = {
     "training.execution",
 }
 MEMORY_FORMAT = "training.memory_format"
-_CONFIG = "config.yaml"  # of a run folder
 LENGTH, FINGERPRINT = "total_updates", "data_fingerprint"
 # With other values the state still fits and every position still means the same sample; the run can be resumed, but
 # computes other weights than an uninterrupted run.
@@ -268,11 +267,11 @@ def _find(where: str, verify: bool) -> ResumePoint:
 def _near(where: str) -> str:
     """Return what a folder that is no run folder is, if run folders are in or above it; "" if not."""
     path = Path(where)
-    if (path / _CONFIG).is_file():
+    if (path / CONFIG_FILE).is_file():
         return ""
-    if path.name == CHECKPOINTS and (path.parent / _CONFIG).is_file():
+    if path.name == CHECKPOINTS and (path.parent / CONFIG_FILE).is_file():
         return f"a folder of checkpoints is no run folder; did you mean {path.parent}?"
-    runs = sorted(path.glob(f"*/{_CONFIG}"), key=lambda each: each.stat().st_mtime)
+    runs = sorted(path.glob(f"*/{CONFIG_FILE}"), key=lambda each: each.stat().st_mtime)
     if not runs:
         return ""
     return f"{where} is no run folder; it contains {counted(len(runs), 'run')}, the newest is {runs[-1].parent}"

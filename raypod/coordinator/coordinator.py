@@ -11,7 +11,7 @@ import itertools
 import time
 from functools import partial
 from pathlib import Path
-from typing import Dict, Generator, Iterator, List, Optional, Sequence, Set, Tuple, Union, cast
+from typing import Dict, Generator, Iterator, List, Optional, Sequence, Tuple, cast
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint
@@ -19,16 +19,15 @@ from raypod.coordinator.checkpoint_copies import CheckpointCopies
 from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
 from raypod.coordinator.early_stopping import early_stop
 from raypod.coordinator.elastic import Elastic, resize_at_start, start
+from raypod.coordinator.instance_warnings import InstanceWarnings
 from raypod.coordinator.recovery import FailurePolicy, Recovery, begin
 from raypod.coordinator.same_data import check_same_data
 from raypod.coordinator.stop import Stop, stop_on_signal
 from raypod.events import (
-    CallReport,
     EvaluationDone,
     EvaluationReport,
     Event,
     InstanceStarted,
-    InstanceWarned,
     PhaseBegun,
     RunEnded,
     RunStarted,
@@ -172,7 +171,7 @@ class _Training:
         yield PhaseBegun("training", leg.first_update)
         self._metrics.begin_leg(time.monotonic())
         for report in self._fleet.run(leg, partial(self._must_end_leg, leg)):
-            yield from self._evaluations.warned([report])
+            yield from self._evaluations.warnings.new_in([report])
             yield from map(self._schedule.record, report.saves)
             updates = self._metrics.add(report, time.monotonic())
             yield from self._metrics.take_calls()
@@ -214,8 +213,8 @@ class Evaluations:
     ) -> None:
         """`earlier_evaluations` holds the evaluations that the run had made before it was resumed."""
         self._plan, self._fleet, self._schedule, self._stop = plan, fleet, schedule, stop or Stop()
+        self.warnings = InstanceWarnings(plan)  # also those of the training: each is an event once in a run
         self._evaluations = {each.update: each for each in earlier_evaluations}
-        self._known_warnings: Set[str] = set()
 
     def evaluate(self, update: int) -> Iterator[Event]:
         """Evaluate the test split after `update` updates, if that is due and has not been done.
@@ -228,7 +227,7 @@ class Evaluations:
         reports = self._reports()
         if reports is None:
             return
-        yield from self.warned(reports)
+        yield from self.warnings.new_in(reports)
         samples, values = combined(self._plan, reports)
         done = EvaluationDone(samples, values, update, (update - 1) // self._plan.updates_per_epoch + 1)
         self._evaluations[update] = done
@@ -239,14 +238,6 @@ class Evaluations:
         if self._stop.grace_s is None or self._stop.must_leave:  # the latter: of the last update, if there is time
             return self._fleet.call("evaluate")
         return self._fleet.evaluate(lambda: self._stop.must_leave)
-
-    def warned(self, reports: Sequence[Union[CallReport, EvaluationReport]]) -> Iterator[Event]:
-        """Yield the warnings in reports, each once: a replaced instance warns again."""
-        for report in reports:
-            for text in report.warnings:
-                if text not in self._known_warnings:
-                    self._known_warnings.add(text)
-                    yield InstanceWarned(report.instance, text, self._plan.log_file(report.instance))
 
     def early_stop(self) -> Optional[StoppedEarly]:
         """Return how the evaluations end the run early; None if they do not."""

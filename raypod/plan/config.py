@@ -18,7 +18,7 @@ from raypod.plan.run_section import RunSection
 from raypod.plan.section import MAX_TIMEOUT_S, Section
 from raypod.plan.values import Epochs, ImageShape, Names, parse_evaluations
 
-CHECKPOINTS = "checkpoints"  # of a run folder
+CHECKPOINTS, CONFIG_FILE = "checkpoints", "config.yaml"  # of a run folder
 MANIFEST = "manifest.json"  # its presence makes a folder a checkpoint
 SMALL_RESNETS = ("resnet8", "resnet14", "resnet20")
 TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")

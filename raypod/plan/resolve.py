@@ -18,6 +18,7 @@ from raypod.errors import ConfigError
 from raypod.plan import shipped
 from raypod.plan.config import (
     CHECKPOINTS,
+    CONFIG_FILE,
     IMAGE_CLASSIFICATION,
     MANIFEST,
     WITHOUT_FILES,
@@ -134,7 +135,7 @@ def _copied(values: Values) -> Values:
 def _config_of_resumed(resume: Optional[Any]) -> Optional[str]:
     """Return the `config.yaml` of the resumed run, if there is one."""
     folder = run_folder_of(str(resume)) if resume else None
-    path = folder / "config.yaml" if folder else None
+    path = folder / CONFIG_FILE if folder else None
     return str(path) if path and path.is_file() else None
 
 

@@ -13,7 +13,7 @@ from raypod.errors import ConfigError, RunError
 from raypod.events import EvaluationDone, Repaired, RunEnded, RunStarted, StoppedEarly, UpdateDone
 from raypod.host.files import replace_file, strict_json
 from raypod.host.lease_file import is_lease
-from raypod.plan.config import Config
+from raypod.plan.config import CONFIG_FILE, Config
 from raypod.plan.plan import Plan, default_run_dir
 from raypod.plan.resolve import run_folder_of
 from raypod.plan.tables import describe, topology_summary
@@ -24,7 +24,7 @@ from raypod.record.growing_file import last_lines, parse_records
 from raypod.record.metrics import MetricsAggregator
 
 METRICS, EVALUATIONS, SUMMARY = "metrics.jsonl", "evaluations.jsonl", "summary.json"
-CONFIG, PLAN, LOGS = "config.yaml", "plan.json", "logs"
+CONFIG, PLAN, LOGS = CONFIG_FILE, "plan.json", "logs"
 STORAGE, COPIES = "storage.json", "copies.json"  # the identity of the run on a storage, and on other hosts
 _MARKS = (METRICS, PLAN, run_state.NAME)  # a folder with one of them is a run folder
 

@@ -52,7 +52,7 @@ def order_of(run_dir: Path) -> Order:
     try:
         described = json.loads((run_dir / "plan.json").read_text())
         sizes = {field.name: described["geometry"][field.name] for field in dataclasses.fields(Geometry)}
-        seed = int(resolve.read_yaml(run_dir / "config.yaml")["training"]["seed"])
+        seed = int(resolve.read_yaml(run_dir / run_folder.CONFIG)["training"]["seed"])
         return Order(Geometry(**sizes), seed, int(described["dataset"]["train_samples"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{run_dir} is not a readable run folder: {error}") from None
