@@ -36,7 +36,13 @@ class LastHeartbeat:
     busy_s: float = -math.inf
 
     def next(self, report: Optional[HeartbeatReport], now_s: float) -> LastHeartbeat:
-        """Return the heartbeat that follows this one."""
+        """Return the heartbeat that follows this one.
+
+        None after a report is an old reply, from before the instance was built. It must not replace the report: without
+        one, an instance that freezes now would never be silent.
+        """
+        if report is None and self.report is not None:
+            return self
         busy_s = self.busy_s
         if report is not None and self.report is not None:
             share = (report.cpu_s - self.report.cpu_s) / max(now_s - self.received_s, 1e-3)

@@ -49,6 +49,14 @@ def test_a_silent_instance_is_a_suspect_and_its_last_activity_is_named() -> None
     assert not find_suspects({0: LastHeartbeat(None, 0.0)}, NOW_S, RunSection())  # it is being built
 
 
+def test_a_late_reply_from_before_the_build_hides_no_silence() -> None:
+    first = LastHeartbeat(None, NOW_S - 20).next(report(1, IDLE, 0.0), NOW_S - 17)
+    late = first.next(None, NOW_S - 16)
+    assert late == first
+    (suspect,) = find_suspects({1: late}, NOW_S, RunSection())
+    assert (suspect.kind, suspect.cause[:18]) == ("silent", "silent for 17.0 s ")
+
+
 def test_the_instance_that_does_not_wait_for_others_is_the_suspect() -> None:
     waiting = report(0, IN_CALL, 60.0, waits=True)
     assert stuck(waiting, report(1, IN_CALL, 60.0)) == [1]
