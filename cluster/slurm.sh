@@ -57,7 +57,7 @@ for part in ${RAYPOD_SDK:+"$RAYPOD_SDK"/enable "$RAYPOD_SDK"/*/enable.sh}; do
   if test -r "$part"; then . "$part"; fi
 done
 unset OMP_NUM_THREADS  # raypod chooses the number of threads
-mkdir -p -m 700 "$RAY_TMPDIR"
+"$RAYPOD_PYTHON" -m raypod.host.private "$RAY_TMPDIR"  # another user can have created it
 set -- --node-ip-address="$address" --disable-usage-stats --block
 if test "$RAYPOD_IPUS_PER_HOST" -gt 0; then set -- "$@" --resources="{\"IPU\": $RAYPOD_IPUS_PER_HOST}"; fi
 if test "$RAYPOD_ROLE" = head; then
@@ -113,12 +113,23 @@ trap notify USR1 TERM
 # A step for the head, then one for the others once it runs: Ray writes this file then. A worker that joins before the
 # head's own processes makes the start of the head fail, and one that starts long before gives up.
 head_file=$RAY_TMPDIR/ray/ray_current_cluster
+"$RAYPOD_PYTHON" -m raypod.host.private "$RAY_TMPDIR"
 rm -f "$head_file"
-RAYPOD_ROLE="head" srun --overlap --nodes=1 --ntasks=1 --nodelist="$head_node" bash -c "$START_RAY" &
-started+=($!)
+start_head() {
+  RAYPOD_ROLE="head" srun --overlap --nodes=1 --ntasks=1 --nodelist="$head_node" bash -c "$START_RAY" &
+  started=($!)
+}
+start_head
+tries=1
 for ((waited = 0; waited < RAYPOD_START_S; waited++)); do
   if grep -qs ":$RAYPOD_RAY_PORT" "$head_file"; then break; fi
-  kill -0 "${started[0]}" 2>/dev/null || break
+  if ! kill -0 "${started[0]}" 2>/dev/null; then
+    # Ray gives its own processes 30 s, which is too short on a node that is busy.
+    if ((tries == 2)); then break; fi
+    echo "Ray's head on $head_node has ended while it started; starting it once more" >&2
+    tries=2
+    start_head
+  fi
   sleep 1
 done
 workers=$((nodes - 1))

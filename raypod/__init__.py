@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from raypod.plan.metric import Metric as Metric
     from raypod.tasks.task import Task as Task
 
-__version__ = "0.1.0"
-
 _MODULES = {  # of the names that are imported when they are used
     "STOP": "raypod.api.callbacks",
     "fit": "raypod.api.fit",
@@ -101,11 +99,25 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
+
+
+def _version() -> str:
+    """Return the version of the installed package, which is that in pyproject.toml."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("raypod")
+    except PackageNotFoundError:
+        raise AttributeError(
+            "raypod is imported from a source folder: only an installed package has a version"
+        ) from None
 
 
 def __dir__() -> List[str]:

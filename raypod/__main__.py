@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import List, Optional, Sequence, TextIO
 
-from raypod.cli import paint, report_errors, suggestion
+from raypod.cli import paint, report_errors, show, suggestion
 from raypod.commands.table import COMMANDS, EXAMPLES, GROUPS
 from raypod.errors import ConfigError
 
@@ -24,7 +24,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 def _dispatch(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         stream = sys.stdout if words else sys.stderr
-        print(_usage(stream), file=stream)
+        show(_usage(stream), stream)
         return 0 if words else 2
     name = "version" if words[0] == "--version" else words[0]
     if name not in COMMANDS:

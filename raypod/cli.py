@@ -6,8 +6,10 @@ import argparse
 import contextlib
 import contextvars
 import difflib
+import io
 import itertools
 import os
+import re
 import select
 import shutil
 import sys
@@ -21,23 +23,31 @@ _CLOSED_PIPE = 141  # as a shell reports SIGPIPE
 DEFAULT_WIDTH = 80  # of a terminal that does not know its own
 _LEAST_ROOM = 20  # columns of a folded text
 _STYLES = {"bold": 1, "red": 31, "green": 32, "yellow": 33}
+_OWN_STYLES = {f"\x1b[{number}m" for number in (0, *_STYLES.values())}
+# Escape sequences, control characters without tabs and line ends, and what reverses the direction of text.
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]P^_X][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b."
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+)
 
 
 def report_errors(command: Callable[[], int]) -> int:
     """Run a command and return its exit code; print an error of raypod as one line on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or "utf" not in stream.encoding.lower()):
+            stream.reconfigure(errors="backslashreplace")  # for characters, and names of files, that it does not have
     try:
         code = int(command())
         sys.stdout.flush()
         return code
     except RaypodError as error:
-        label = paint("error:", "red", sys.stderr)
-        print(f"raypod: {label} {error}", file=sys.stderr)  # noqa: T201 - the command line's own output
+        show(f"raypod: {paint('error:', 'red', sys.stderr)} {error}", sys.stderr)
         return error.exit_code
     except Preempted as preempted:
-        print(f"raypod: {preempted}", file=sys.stderr)  # noqa: T201
+        show(f"raypod: {preempted}", sys.stderr)
         return preempted.exit_code
     except KeyboardInterrupt as interrupt:
-        print("raypod: interrupted", file=sys.stderr)  # noqa: T201
+        show("raypod: interrupted", sys.stderr)
         return int(getattr(interrupt, "exit_code", INTERRUPTED))
     except BrokenPipeError:
         if not _stdout_is_closed():
@@ -63,6 +73,20 @@ def paint(text: str, style: str, stream: Any) -> str:
     if not stream.isatty() or os.environ.get("TERM") == "dumb" or os.environ.get("NO_COLOR"):
         return text
     return f"\x1b[{_STYLES[style]}m{text}\x1b[0m"
+
+
+def printable(text: str) -> str:
+    """Return foreign text without control characters and escape sequences, which would act on the terminal.
+
+    Tabs and line ends stay. Names, messages and logs of a run folder can come from anyone.
+    """
+    return _CONTROL.sub("", text)
+
+
+def show(text: str, stream: Optional[TextIO] = None) -> None:
+    """Print text with a line end, by default to stdout; of control sequences only the styles of `paint` get there."""
+    shown = _CONTROL.sub(lambda found: found.group() if found.group() in _OWN_STYLES else "", text)
+    print(shown, file=stream or sys.stdout, flush=True)
 
 
 class FlagParser(argparse.ArgumentParser):

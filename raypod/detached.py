@@ -1,7 +1,8 @@
 """Background runs: `--detach`, and `raypod status|attach|stop RUN`.
 
 The coordinator runs in a session of its own, or as a Ray job, and its output is in `logs/coordinator.log`. The other
-commands read `state.json` and that log, and send signals to the process that `state.json` names.
+commands read `state.json` and that log, and send signals to the process that `state.json` names, if it holds the
+folder.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import List, Optional, Sequence, Tuple
 from tqdm import tqdm
 
 from raypod.checkpoint import storage
-from raypod.cli import format_table
+from raypod.cli import format_table, printable, show
 from raypod.commands.background import Background, BackgroundProcess, RayJob
 from raypod.errors import ClusterError, ConfigError, RunError, UserError
 from raypod.fleet.ray_jobs import JobServer, find_job_server
@@ -26,11 +27,12 @@ from raypod.plan.plan import Plan
 from raypod.record import run_state
 from raypod.record.claim import Claim
 from raypod.record.coordinator_log import log_of
-from raypod.record.run_end import RunEndWatch, may_be_alive
+from raypod.record.run_end import RunEndWatch, is_coordinator, may_be_alive
 from raypod.record.run_state import RunState
 
 RAY_JOB, PROCESS = "ray-job", "process"  # the values of --detach-as
 _POLL_S = 0.2
+_OPEN_WITHIN_S = 2.0  # for a coordinator that has written its state to open its event log
 
 
 def detach(argv: Sequence[str], claimed: Claim, plan: Plan, way: Optional[str] = None) -> int:
@@ -71,9 +73,9 @@ def detach(argv: Sequence[str], claimed: Claim, plan: Plan, way: Optional[str] =
         except RunError:
             claimed.take_back(discard=True)
             raise
-        print(f"Run folder: {claimed.folder}\n{started.text}, its output: {log}")  # noqa: T201
+        show(f"Run folder: {claimed.folder}\n{started.text}, its output: {log}")
         if reason:
-            print(f"Not a Ray job: {reason}")  # noqa: T201
+            show(f"Not a Ray job: {reason}")
         return _await_start(started, claimed, log, began, plan.config.run.start_timeout_s)
 
 
@@ -106,7 +108,7 @@ def _await_start(started: Background, claimed: Claim, log: Path, began: int, wit
                 claimed.take_back(discard=code == UserError.exit_code)
                 return code
             time.sleep(_POLL_S)
-    print(f"raypod status|attach|stop {claimed.folder}")  # noqa: T201
+    show(f"raypod status|attach|stop {claimed.folder}")
     started.leave()
     return 0
 
@@ -136,7 +138,7 @@ def status(run_dir: Path) -> int:
             ("heartbeat", f"{silent_s:.0f} s ago; the lease expires after {found.expires_after_s:g} s without one")
         )
     rows.append(("updated", f"{max(0.0, time.time() - state.written_at_s):.0f} s ago"))
-    print("\n".join(format_table([(key.rjust(12), text) for key, text in rows])))  # noqa: T201
+    show("\n".join(format_table([(key.rjust(12), text) for key, text in rows])))
     return 0 if is_healthy else 1
 
 
@@ -155,7 +157,7 @@ def attach(run_dir: Path) -> int:
                 if end is None:
                     time.sleep(_POLL_S)
     except KeyboardInterrupt:
-        print(f"\nThe run continues: raypod status|attach|stop {run_dir}")  # noqa: T201
+        show(f"\nThe run continues: raypod status|attach|stop {run_dir}")
         return 0
     if end.exit_code is None:
         raise RunError(f"the coordinator of {run_dir} died at update {state.update}; the same command resumes the run")
@@ -182,9 +184,9 @@ def stop(run_dir: Path, within_s: float = 900.0, number: int = signal.SIGINT) ->
             "with --take-over"
         )
     if state.has_ended or not state.is_alive:
-        print(f"{run_dir}: nothing to stop, {_describe(state, is_alive=False)[0]}")  # noqa: T201
+        show(f"{run_dir}: nothing to stop, {_describe(state, is_alive=False)[0]}")
         return 0
-    os.kill(state.pid, number)
+    _signal(run_dir, state, number)
     deadline = time.monotonic() + within_s
     while state.is_alive:
         if time.monotonic() > deadline:
@@ -192,8 +194,28 @@ def stop(run_dir: Path, within_s: float = 900.0, number: int = signal.SIGINT) ->
                 f"{run_dir}: the run has not ended {within_s:g} s after the request; a second stop ends it at once"
             )
         time.sleep(_POLL_S)
-    print(f"{run_dir}: {_describe(_state_of(run_dir), is_alive=False)[0]}")  # noqa: T201
+    show(f"{run_dir}: {_describe(_state_of(run_dir), is_alive=False)[0]}")
     return 0
+
+
+def _signal(run_dir: Path, state: RunState, number: int) -> None:
+    """Send a signal to the coordinator of a run.
+
+    Raises:
+        ConfigError: the process that `state.json` names is not the run's, or cannot be examined.
+    """
+    deadline = time.monotonic() + _OPEN_WITHIN_S
+    while not is_coordinator(run_dir, state):
+        if _state_of(run_dir).has_ended:  # meanwhile, and its event log is closed
+            return
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"{run_dir}: process {state.pid}, which {run_state.NAME} names, does not hold this folder, so it is "
+                "not signalled; if the run is another user's or in a container, stop it as that user or there"
+            )
+        time.sleep(_POLL_S)
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(state.pid, number)
 
 
 def _state_of(run_dir: Path) -> RunState:
@@ -236,5 +258,6 @@ def _last_line(log: Path, began: int) -> bytes:
 
 
 def _copy(output: bytes) -> None:
-    sys.stdout.write(output.decode(errors="replace"))
+    states = output.decode(errors="replace").split("\r")  # of progress bars
+    sys.stdout.write("\r".join(map(printable, states)))
     sys.stdout.flush()

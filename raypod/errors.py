@@ -11,6 +11,7 @@
         |-- InstanceFailed      an instance died or raised an exception
         |   |-- ProgramFailed   a launched program failed; its exit code is that of the launch
         |   `-- FunctionFailed  the function of `raypod.run` raised an exception, or its process died
+        |-- DataUnreadable      the disk or network of the data has not returned in time
         |-- CollectiveBroken    a collective operation failed because another instance was lost
         |-- HostLost            a host, or the raypod process on it, was lost
         |-- PeerLost            an instance cannot reach another one
@@ -27,7 +28,10 @@ Errors cross process boundaries. All their fields are positional arguments, so t
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Dict, Tuple
+
+_NO_UTF8 = re.compile("[\udc80-\udcff]")  # how Python represents such bytes of file names
 
 
 def summarize_exception(error: BaseException) -> str:
@@ -41,7 +45,13 @@ def summarize_exception(error: BaseException) -> str:
     if is_of_worker:
         where = head.rpartition(" in ")[2].strip().rstrip(".")
         text = f"{traceback.strip().splitlines()[-1]} (in {where})"
-    return " ".join(text.split())
+    return as_utf8(" ".join(text.split()))
+
+
+def as_utf8(text: str) -> str:
+    r"""Return text that can be written as UTF-8: bytes of a file name that are none become \xNN."""
+    readable = _NO_UTF8.sub(lambda byte: f"\\x{ord(byte.group()) - 0xDC00:02x}", text)
+    return readable.encode("utf-8", "backslashreplace").decode()
 
 
 class RaypodError(Exception):
@@ -173,6 +183,20 @@ class PeerLost(RunError):
             f"instance {self.instance} on host {self.host} lost instance {self.peer} on host {self.peer_host} "
             f"while the weights were seeded: {self.cause}"
         )
+
+
+@dataclasses.dataclass(eq=False)
+class DataUnreadable(RunError):
+    """Raised if an instance cannot read samples, and its disk or network does not return in time."""
+
+    instance: int
+    host: str
+    timeout_s: float
+    cause: str
+
+    def __str__(self) -> str:
+        where = f"instance {self.instance} on host {self.host}"
+        return f"{where} cannot read samples for {self.timeout_s:g} s (run.read_retry_s): {self.cause}"
 
 
 @dataclasses.dataclass(eq=False)

@@ -236,7 +236,7 @@ class CheckpointSaved:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointFailed:
-    """A checkpoint could not be written; the run continues, and the checkpoint `previous` still exists."""
+    """A checkpoint could not be written; the checkpoint `previous` still exists, "" for none."""
 
     update: int
     path: str

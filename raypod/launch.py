@@ -8,13 +8,14 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Dict, Optional, Sequence
+from typing import Dict, List, Optional, Sequence
 
-from raypod.cli import report_errors
+from raypod.cli import report_errors, show
 from raypod.errors import ConfigError
-from raypod.host.sdk import Sdk, sdk_for_programs
+from raypod.host.redaction import Redaction
+from raypod.host.sdk import Sdk, sdk_for_programs, without_horovod
 from raypod.launcher import options
-from raypod.launcher.mpi_arguments import parse_mpi_arguments
+from raypod.launcher.mpi_arguments import parse_mpi_arguments, without_values
 from raypod.launcher.options import Request
 from raypod.launcher.output import Console, Output
 from raypod.launcher.partition import partition
@@ -52,7 +53,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> int:
     request, query = options.parse(words)
     if query is not None:
-        print(options.usage(_PROG) if query == "help" else _version())  # noqa: T201
+        show(options.usage(_PROG) if query == "help" else _version())
         return 0
     arguments = parse_mpi_arguments(request)
     sdk, sdk_path = sdk_for_programs(request.device)
@@ -71,7 +72,7 @@ def _launch(words: Sequence[str], caller: Dict[str, str], signals: Signals) -> i
     if not (request.program or request.print_topology or request.export_config):
         raise ConfigError(f"no program to launch: {_PROG} [options] PROGRAM [ARGS...] (--help lists options)")
     if request.print_topology:
-        print(tables.render_topology(placement, num_ilds), flush=True)  # noqa: T201
+        show(tables.render_topology(placement, num_ilds))
     if not request.program:
         _export(request)
         return 0
@@ -106,11 +107,13 @@ def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
         )
         for line in hosts.warnings:
             _say(f"warning: {line}")
+        if sdk.has_ipus and without_horovod():
+            _say(sdk.line)
         folder = claim_run_folder(request)
-        write_options(request, Path(folder, OPTIONS_FILE), "--run-dir")
+        write_options(without_values(request), Path(folder, OPTIONS_FILE), "--run-dir")
         status.run_dir = folder
         hosts_of = [spec.host for spec in placement.instances]
-        file = stack.enter_context(LaunchFile(Path(folder), request.program, hosts_of))
+        file = stack.enter_context(LaunchFile(Path(folder), _command(programs), hosts_of))
         stack.enter_context(published(server, Path(folder), file))
         _export(request)
         only = request.only_output_from_instance
@@ -169,7 +172,17 @@ def _log_start(programs: Programs, sdk: Sdk, hosts: RayHosts, folder: str) -> No
     if programs.request.verbosity > 1:
         for spec in programs.placement.instances:
             own = programs.changes(spec)
-            _say(f"instance {spec.index} on {spec.host}: " + " ".join(f"{name}={own[name]}" for name in sorted(own)))
+            shown = " ".join(f"{name}={own[name]}" for name in sorted(own))
+            _say(f"instance {spec.index} on {spec.host}: {Redaction(own).clean(shown)}")
+
+
+def _command(programs: Programs) -> List[str]:
+    """Return the command line of the programs without secrets of their environment: it is in the run folder."""
+    arguments, instances = programs.arguments, programs.placement.instances
+    own = [(each.index, arguments.environment(each.index, dict(programs.caller))) for each in instances]
+    given = {f"{index} {name}": value for index, variables in own for name, value in variables.items()}
+    redaction = Redaction({**programs.caller, **given})
+    return [redaction.clean(word) for word in programs.request.program]
 
 
 def _discard_stdout() -> None:
@@ -188,7 +201,7 @@ def _version() -> str:
 
 
 def _say(text: str) -> None:
-    print(f"{_PROG}: {text}", file=sys.stderr, flush=True)  # noqa: T201
+    show(f"{_PROG}: {text}", sys.stderr)
 
 
 if __name__ == "__main__":

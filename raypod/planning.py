@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from pathlib import Path
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 from raypod.cli import FlagParser, width_of
-from raypod.errors import UserError
+from raypod.errors import ConfigError, UserError, as_utf8
 from raypod.host import sdk
 from raypod.host.lease_file import EXPIRES_AFTER_S
 from raypod.host.process import environment_variables
@@ -130,14 +131,29 @@ def check_host(plan: Plan) -> None:
     """Check what a run needs on this host, before anything is created.
 
     Raises:
-        ConfigError: a package is missing.
+        ConfigError: a package is missing, or a path is not UTF-8 and is sent to other processes by Ray.
         SdkError: this host is the pod, and the SDK is missing.
     """
     check_packages(plan.config)
+    if plan.config.run.fleet == "ray":
+        _check_utf8(plan)
     if plan.config.run.storage_path is not None:
         check_scheme(plan.config.run.storage_path, "--storage-path")
     if plan.placement.cluster.is_local:
         sdk.sdk_for_programs(plan.config.run.device)
+
+
+def _check_utf8(plan: Plan) -> None:
+    """Raise ConfigError for a path that Ray, which sends only UTF-8, does not accept."""
+    sections = plan.config.model_dump(mode="python").items()
+    paths = {f"{name}.{key}": value for name, section in sections for key, value in section.items()}
+    paths = {**paths, "the run folder": plan.run_dir, "the current folder": str(Path.cwd())}
+    for name, path in paths.items():
+        if isinstance(path, str) and as_utf8(path) != path:
+            raise ConfigError(
+                f"{name}: the name {as_utf8(path)} is not UTF-8, and Ray accepts no other: rename it, or make a link "
+                "with another name to it"
+            )
 
 
 def _value_of(argv: Sequence[str], flag: str, key: str) -> Optional[str]:

@@ -12,7 +12,7 @@ from typing import Optional, Sequence
 
 from raypod import detached, planning
 from raypod.api.training import Claimed, Training, claimed, resume_point
-from raypod.cli import INTERRUPTED, report_errors, width_of
+from raypod.cli import INTERRUPTED, report_errors, show, width_of
 from raypod.coordinator.stop import Stop, deadline_of, stop_on_signal
 from raypod.errors import ConfigError, Preempted
 from raypod.events import RunEnded
@@ -52,7 +52,7 @@ def _train_until(stop: Stop, argv: Sequence[str], started_at_s: float) -> int:
             raise ConfigError("--quiet and --verbose contradict each other; give one of them")
         if args.dry_run:
             plan, _ = resume_point(check(plan))
-            print(planning.render_with_pipeline(plan))  # noqa: T201
+            show(planning.render_with_pipeline(plan))
             return 0
         is_detached = args.detach or args.detach_as is not None
         if not is_detached:
@@ -72,7 +72,7 @@ def _run(run: Claimed, stop: Stop, started_at_s: float, detail: int) -> int:
         if isinstance(event, RunEnded) and event.interrupted:
             exit_code = stop.exit_code if event.preempted else INTERRUPTED
     if detail > progress.QUIET:
-        print(summary_table.render(run.plan, time.monotonic() - started_at_s, width_of(sys.stdout)))  # noqa: T201
+        show(summary_table.render(run.plan, time.monotonic() - started_at_s, width_of(sys.stdout)))
     return exit_code
 
 
@@ -92,7 +92,7 @@ def _exit_soon(stop: Stop, code: int) -> None:
 
 
 def _log(text: str) -> None:
-    print(f"raypod: {text}", file=sys.stderr, flush=True)  # noqa: T201
+    show(f"raypod: {text}", sys.stderr)
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def main() -> int:
     parser.add_argument("--storage", action="store_true", help="mirrored to a server that is killed again and again")
     args = parser.parse_args()
     if args.storage and missing_packages():
-        parser.error(f"--storage needs {', '.join(missing_packages())}: pip install 'raypod[storage-test]'")
+        parser.error(f"--storage needs {', '.join(missing_packages())}: pip install 'raypod[dev,s3]'")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         cluster, lose = stack.enter_context(two_hosts()) if args.elastic else (LOCAL, None)
         storage = KilledServer(args.seed) if args.storage else None

@@ -11,19 +11,18 @@ from pathlib import Path
 from typing import Iterator, List
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT)]
 
-from storage.storage_servers import (  # noqa: E402 - the checkout's own
+from raypod.checkpoint.storage import checkpoints_folder, list_checkpoints  # noqa: E402
+from raypod.host.process import environment_variables  # noqa: E402
+from raypod.record.run_folder import EVALUATIONS, METRICS  # noqa: E402
+from tests.support.storage_servers import (  # noqa: E402 - the checkout's own
     BUCKET,
     KEY_ID,
     SECRET,
     create_bucket,
     s3_server,
 )
-
-from raypod.checkpoint.storage import checkpoints_folder, list_checkpoints  # noqa: E402
-from raypod.host.process import environment_variables  # noqa: E402
-from raypod.record.run_folder import EVALUATIONS, METRICS  # noqa: E402
 
 URL = f"s3://{BUCKET}/chaos"
 _MIRRORED = ("config.yaml", METRICS, EVALUATIONS, "ledger.jsonl")

@@ -11,7 +11,7 @@ workers; 4. eight replicas in four instances. Each with three methods:
   learning rate is scaled with it, and they train for --most-epochs. The column `epochs` is the first epoch after which
   the test accuracy is that of step 1's last.
 
-Without --data-dir the data is generated in CIFAR-10's format (make_cifar.py). --plot needs `raypod[plot]`.
+Without --data-dir the data is generated in CIFAR-10's format (make_cifar.py). --plot needs matplotlib (`raypod[dev]`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from raypod.api.request import PathLike, process_kept
-from raypod.cli import nearest
+from raypod.cli import nearest, show
 from raypod.errors import ConfigError, summarize_exception
 from raypod.fleet.ray_functions import RayFunctions
 from raypod.host import sdk
@@ -142,7 +142,7 @@ def _working_folder() -> str:
 
 
 def _log(text: str) -> None:
-    sys.stderr.write(f"raypod: {text}\n")
+    show(f"raypod: {text}", sys.stderr)
 
 
 class _Lines:

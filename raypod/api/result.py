@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Union
 
 from raypod.checkpoint import storage, weights_file
 from raypod.errors import ConfigError
+from raypod.host.files import parse_json
 from raypod.plan.metric import Metric
-from raypod.record.run_folder import EVALUATIONS, METRICS, SUMMARY, records
+from raypod.record.run_folder import EVALUATIONS, METRICS, SUMMARY, records, way_to_continue
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,7 +34,7 @@ class Result:
     def __init__(self, run_dir: PathLike, best_by: Metric, stop_cause: str = "") -> None:
         """Read the result of the run in a folder; `best_by` is the metric that determines the best checkpoint."""
         self.run_dir = Path(run_dir)
-        self.summary: Dict[str, Any] = json.loads((self.run_dir / SUMMARY).read_text())
+        self.summary: Dict[str, Any] = parse_json((self.run_dir / SUMMARY).read_text())
         self.interrupted = bool(self.summary["interrupted"])
         self.stop_cause = stop_cause
         self._best_by = best_by
@@ -102,7 +102,9 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, result: Result) -> None:
         self.result = result
-        super().__init__(f"interrupted after update {result.summary['updates']}; continue with resume={result.run_dir}")
+        updates, checkpoint = (result.summary[name] for name in ("updates", "checkpoint"))
+        way_out = way_to_continue(str(result.run_dir), updates, checkpoint, "resume=")
+        super().__init__(f"interrupted after update {updates}; {way_out}")
 
 
 def _table(path: Path) -> Any:

@@ -17,8 +17,16 @@ from raypod.coordinator import coordinator
 from raypod.coordinator.checkpoint_copies import CheckpointCopies
 from raypod.coordinator.early_stopping import early_stop
 from raypod.coordinator.stop import Stop, deadline_of
-from raypod.errors import ConfigError, LeaseLost, UserError, summarize_exception
-from raypod.events import EvaluationDone, Event, InstanceWarned, RunStarted
+from raypod.errors import (
+    ConfigError,
+    DataUnreadable,
+    HostLost,
+    InstanceFailed,
+    LeaseLost,
+    UserError,
+    summarize_exception,
+)
+from raypod.events import CheckpointSaved, EvaluationDone, Event, InstanceWarned, RunStarted
 from raypod.fleet.base import Fleet
 from raypod.fleet.choice import fleet_for
 from raypod.host.abort import on_abort
@@ -179,6 +187,7 @@ class Training:
             stack.enter_context(on_abort(lambda error: lease.abandon()))
             mirror = stack.enter_context(Mirror(plan, self._reporter.warn, self._reporter.print_line))
             trackers = stack.enter_context(TrackerProcesses(plan, self._reporter.warn, self._started_unix_s))
+            stack.push(self._show_way_on)
             stack.push(self._write_report)  # the last step before that of the trackers: it reads the other files
             fleet = fleet_for(plan, self._reporter.print_line)
             warn, print_line = self._reporter.warn, self._reporter.print_line
@@ -249,6 +258,13 @@ class Training:
         if isinstance(event, InstanceWarned):
             self._reporter.warn(f"{event.text} (instance {event.instance}; its log: {event.log_file})")
         self._reporter.show(event)
+
+    def _show_way_on(self, kind: Optional[type], error: Optional[BaseException], _: object) -> None:
+        """Show how a run that has failed continues, unless its error says that."""
+        saved: Optional[CheckpointSaved] = self._last_events.get(CheckpointSaved)
+        if saved is not None and isinstance(error, (UserError, InstanceFailed, HostLost, DataUnreadable)):
+            way_on = f"continue with --resume {self._run.claim.folder}"
+            self._reporter.print_line(f"update {saved.update} is saved in {Path(saved.path).name}: {way_on}")
 
     def _write_report(self, kind: Optional[type], error: Optional[BaseException], _: object) -> None:
         """Write `report.html`, also for a run that failed or was interrupted. If that fails, the run has a warning."""

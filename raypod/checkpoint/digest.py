@@ -10,6 +10,7 @@ import hashlib
 from pathlib import Path
 from typing import Iterable, Union
 
+import xxhash
 from typing_extensions import Protocol
 
 SHA256, XXH3_128 = "sha256", "xxh3_128"  # the keys of a file's record in the manifest
@@ -29,20 +30,13 @@ class Digest(Protocol):
 
 
 def algorithm_for(size_bytes: int) -> str:
-    """Return the algorithm for a new file. Without the package `xxhash` it is SHA-256 for every size."""
-    return XXH3_128 if size_bytes >= LARGE_BYTES and _is_installed() else SHA256
+    """Return the algorithm for a new file."""
+    return XXH3_128 if size_bytes >= LARGE_BYTES else SHA256
 
 
 def new_digest(algorithm: str) -> Digest:
-    """Return an empty hash. ImportError, with the `pip install` to run, if its package is missing."""
-    if algorithm == SHA256:
-        return hashlib.sha256()
-    try:
-        import xxhash
-    except ImportError:
-        raise ImportError(f"its {TITLES[algorithm]} needs a package: pip install xxhash") from None
-    digest: Digest = xxhash.xxh3_128()
-    return digest
+    """Return an empty hash."""
+    return hashlib.sha256() if algorithm == SHA256 else xxhash.xxh3_128()
 
 
 def digest_of(buffers: Iterable[Union[bytes, memoryview]], algorithm: str) -> str:
@@ -54,7 +48,7 @@ def digest_of(buffers: Iterable[Union[bytes, memoryview]], algorithm: str) -> st
 
 
 def digest_of_file(path: Path, algorithm: str) -> str:
-    """Return the hash of a file. OSError as from the file system, ImportError as from `new_digest`.
+    """Return the hash of a file. OSError as from the file system.
 
     The file is read, not mapped: a failing disk is an error then, and not a signal that ends the process.
     """
@@ -65,11 +59,3 @@ def digest_of_file(path: Path, algorithm: str) -> str:
             if not count:
                 return digest.hexdigest()
             digest.update(chunk[:count])
-
-
-def _is_installed() -> bool:
-    try:
-        new_digest(XXH3_128)
-    except ImportError:
-        return False
-    return True

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.checkpoint.digest import SHA256, XXH3_128
+from raypod.host.files import parse_json
 from raypod.plan.metric import LOSS, Metric
 
 WEIGHTS, OPTIMIZER, REPLICAS = "weights.safetensors", "optimizer.safetensors", "replicas.safetensors"
@@ -87,10 +88,15 @@ class Checkpoint:
         """The number of updates done."""
         return self.manifest.update
 
+    @property
+    def age(self) -> Tuple[int, int]:
+        """Generation and update: they order the checkpoints of a run."""
+        return self.manifest.generation, self.update
+
 
 def manifest_from_json(text: bytes) -> Manifest:
     """Parse a manifest. ValueError, TypeError, KeyError or AttributeError for any other content."""
-    content = json.loads(text.decode())
+    content = parse_json(text.decode())
     if not isinstance(content, dict) or content.pop("format", None) not in (_FORMAT, _FORMAT_WITH_XXH3):
         raise ValueError(f"it is not a manifest of format {_FORMAT} or {_FORMAT_WITH_XXH3}")
     files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
@@ -115,10 +121,22 @@ def checkpoints_to_remove(newest_first: Sequence[Checkpoint], kept: Retention) -
     return [each for each in reversed(newest_first[kept.newest :]) if each is not best]
 
 
+def of_course(newest_first: Sequence[Checkpoint]) -> List[Checkpoint]:
+    """Return the checkpoints whose updates lead to the newest one, newest first.
+
+    A run that went back to an earlier checkpoint has left the later ones behind.
+    """
+    found: List[Checkpoint] = []
+    for each in newest_first:
+        if not found or each.update < found[-1].update:
+            found.append(each)
+    return found
+
+
 def best_of(newest_first: Sequence[Checkpoint], metric: Metric) -> Optional[Checkpoint]:
     """Return the checkpoint with the best test result, the newest of equals; None if none was evaluated."""
     best: Optional[Checkpoint] = None
-    for each in newest_first:
+    for each in of_course(newest_first):
         value = each.manifest.tested.get(metric.name)
         if value is not None and (best is None or metric.is_better(value, best.manifest.tested[metric.name])):
             best = each

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import re
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from raypod.checkpoint import tensors
+from raypod.checkpoint import tensors, torch_file
 from raypod.errors import CheckpointDamaged, ConfigError
 from raypod.plan.patterns import check_all_match, matches
 from raypod.plan.user_code import reported
@@ -24,7 +23,7 @@ def load(network: nn.Module, path: Path, ignored: Sequence[str]) -> None:
 
     Args:
         network: the network.
-        path: a safetensors file, or a state dict that `torch.load(weights_only=True)` reads, also one in a dict under
+        path: a safetensors file, or a state dict that `torch_file.read` reads, also one in a dict under
             `state_dict` or `model`.
         ignored: patterns of names that keep their initialization, or that are left out of the file.
 
@@ -56,10 +55,10 @@ def _read(path: Path, flag: str) -> Dict[str, torch.Tensor]:
         raise ConfigError(f"{flag}: {error.cause}") from None
     with reported(flag):  # a damaged file can raise anything
         try:
-            content: Any = torch.load(str(path), map_location="cpu", weights_only=True)
+            content: Any = torch_file.read(path)
         except pickle.UnpicklingError as error:
             raise ConfigError(
-                f"{flag}: it contains more than tensors, or is damaged ({_cause(error)}); "
+                f"{flag}: it contains more than tensors, or is damaged ({error}); "
                 "write the state dict alone: torch.save(network.state_dict(), FILE)"
             ) from None
     for key in _NESTED:
@@ -71,12 +70,6 @@ def _read(path: Path, flag: str) -> Dict[str, torch.Tensor]:
     if others:
         raise ConfigError(f"{flag}: it is not a state dict: {', '.join(others)} are no tensors")
     return {str(name): value for name, value in content.items()}
-
-
-def _cause(error: pickle.UnpicklingError) -> str:
-    """Return the cause alone: the message of torch also recommends to load the file without `weights_only`."""
-    text = " ".join(str(error).split()).rpartition("WeightsUnpickler error: ")[2]
-    return re.split(r"\. | Please | Check ", text)[0]
 
 
 def _differences(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> List[str]:

@@ -13,7 +13,7 @@ from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint, Manifest
 from raypod.cli import counted
 from raypod.errors import CheckpointDamaged, ConfigError
-from raypod.plan.config import CHECKPOINTS, CONFIG_FILE, Config
+from raypod.plan.config import CHECKPOINTS, CONFIG_FILE, CONTENTS, Config
 from raypod.plan.learning_rate import DEPEND_ON_LENGTH
 from raypod.plan.plan import Plan
 
@@ -24,7 +24,9 @@ _WITHOUT_EFFECT = {
     "data.cache_dir",
     "data.download",
     "data.num_workers",
+    "data.max_image_pixels",
     "data.async_dataloader",
+    "data.leave_out",  # the ledger has it
     "training.init_weights",
     "training.init_ignore",
     "training.epochs",
@@ -103,14 +105,44 @@ def find_checkpoint(plan: Plan, was_cut_off: bool = False, verify: bool = True) 
 def resume_interrupted(plan: Plan, verify: bool = True) -> Tuple[Plan, Optional[ResumePoint]]:
     """Return the plan, changed to resume the interrupted run in its run folder, and the newest valid checkpoint there.
 
-    (`plan`, None) if there is none: the run starts again. `verify` and errors are those of `find_checkpoint`.
+    (`plan`, None) if it has none: the run starts again. `verify` and errors are those of `find_checkpoint`.
     """
-    valid, damaged = newest_valid(storage.checkpoints_folder(plan.run_dir), verify)
+    try:
+        valid, damaged = restart_point(plan.run_dir, None, verify)
+    except CheckpointDamaged as error:
+        raise ConfigError(f"--run-dir {plan.run_dir}: {error}") from None
     if valid is None:
         return plan, None
     run = plan.config.run.model_copy(update={"resume": plan.run_dir})
     plan = dataclasses.replace(plan, config=plan.config.model_copy(update={"run": run}))
     return plan, _check_settings(plan, ResumePoint(valid, tuple(damaged)), was_cut_off=True)
+
+
+def restart_point(
+    run_dir: str, resumed: Optional[Checkpoint], verify: bool = True
+) -> Tuple[Optional[Checkpoint], List[str]]:
+    """Return the checkpoint from which a run continues if no instance has its state, and messages as `newest_valid`.
+
+    It is the newest valid one of the run folder; if that has none, `resumed`; None: the run starts again.
+
+    Raises:
+        CheckpointDamaged: the folder has checkpoints, and none is valid: another beginning would overwrite them.
+    """
+    checkpoints = storage.checkpoints_folder(run_dir)
+    valid, damaged = newest_valid(checkpoints, verify)
+    if valid is None and damaged:
+        way_out = f"continue when one of them can be read; to start again from update 0, remove {checkpoints}"
+        raise CheckpointDamaged(
+            str(checkpoints), f"it has no checkpoint that can be read: {'; '.join(damaged)}; {way_out}"
+        )
+    return valid or resumed, damaged
+
+
+def way_to_continue(run_dir: str) -> str:
+    """Return how a run continues that has ended with an error, for a message."""
+    if storage.list_checkpoints(storage.checkpoints_folder(run_dir))[0]:
+        return f"continue with --resume {run_dir}"
+    return f"start the command again: {run_dir} has no checkpoint"
 
 
 def newest_valid(checkpoints: Path, verify: bool = True) -> Tuple[Optional[Checkpoint], List[str]]:
@@ -136,8 +168,14 @@ def newest_valid(checkpoints: Path, verify: bool = True) -> Tuple[Optional[Check
 
 def check_data(plan: Plan, checkpoint: Checkpoint, data_fingerprint: str) -> None:
     """ConfigError unless the data set is the one that the checkpoint was trained on."""
+    recorded, listed = str(checkpoint.manifest.settings.get(FINGERPRINT)), data_fingerprint.partition(CONTENTS)[0]
+    if recorded == listed:
+        return  # by a version of raypod that hashed no contents of files
     settings = {FINGERPRINT: data_fingerprint}
     difference = first_difference(checkpoint.manifest, settings, allowed_differences(plan))
+    if difference is not None and recorded.partition(CONTENTS)[0] == listed:
+        way_out = f"--resume-anyway {FINGERPRINT} resumes with the present ones"
+        difference = f"its data files have been changed under their names (data_fingerprint); {way_out}"
     if difference is not None:
         raise ConfigError(f"--resume {checkpoint.path}: {difference}")
 

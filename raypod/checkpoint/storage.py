@@ -7,12 +7,14 @@ Does not import torch.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import io
 import os
 import re
 import secrets
 import shutil
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ContextManager, Iterator, List, Optional, Tuple, Union
@@ -58,16 +60,25 @@ def latest_name(run_dir: Path) -> Optional[str]:
 
 
 def list_checkpoints(checkpoints: Path) -> Tuple[List[Checkpoint], List[CheckpointDamaged]]:
-    """Return the checkpoints of a folder, newest first, and an error for each whose manifest cannot be read."""
+    """Return the checkpoints of a folder, newest first, and an error for each whose manifest cannot be read.
+
+    A folder that cannot be listed is such an error itself; one that does not exist has no checkpoints.
+    """
     readable: List[Checkpoint] = []
     damaged: List[CheckpointDamaged] = []
-    for path in sorted(checkpoints.glob("update-*"), reverse=True):
-        if _NAME.match(path.name) and path.is_dir():
-            try:
-                readable.append(read_manifest(path))
-            except CheckpointDamaged as error:
-                damaged.append(error)
-    readable.sort(key=lambda each: (each.manifest.generation, each.update), reverse=True)
+    try:
+        # Not `glob`, which omits what it cannot read.
+        names = [entry.name for entry in os.scandir(str(checkpoints)) if _NAME.match(entry.name) and entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return [], []
+    except OSError as error:
+        return [], [CheckpointDamaged(str(checkpoints), f"it cannot be listed ({error.strerror})")]
+    for name in sorted(names, reverse=True):
+        try:
+            readable.append(read_manifest(checkpoints / name))
+        except CheckpointDamaged as error:
+            damaged.append(error)
+    readable.sort(key=lambda each: each.age, reverse=True)
     return readable, damaged
 
 
@@ -103,13 +114,34 @@ def replace_manifest(checkpoint: Checkpoint, manifest: Manifest) -> None:
     files.replace_file(checkpoint.path / _MANIFEST_SHA256, _sha256_line(new))
 
 
+def make_newest(checkpoint: Checkpoint, generation: int) -> None:
+    """Give a checkpoint from which a run continues a `generation` that orders it after all others of its folder.
+
+    Otherwise the run would later continue from one of an earlier course. Does nothing if it is the newest already.
+
+    Raises:
+        OSError: the file system's own, for example on a full disk.
+    """
+    path, checkpoints = checkpoint.path, checkpoint.path.parent
+    readable, damaged = list_checkpoints(checkpoints)
+    newer = [each for each in readable if each.age > checkpoint.age]
+    if newer or any(Path(error.path).name > path.name for error in damaged):
+        replace_manifest(checkpoint, dataclasses.replace(checkpoint.manifest, generation=generation))
+        files.replace_file(checkpoints / _LATEST, f"{path.name}\n".encode())
+
+
 def verify(checkpoint: Checkpoint) -> None:
     """Check the size and hash of every file, in threads. CheckpointDamaged names the first one that does not match."""
     for name, record in checkpoint.manifest.files.items():
-        file = checkpoint.path / name
-        if Path(name).name != name or not file.is_file():
+        try:
+            facts = (checkpoint.path / name).stat()
+        except FileNotFoundError:
+            facts = None
+        except OSError as error:
+            raise CheckpointDamaged(str(checkpoint.path / name), error.strerror or str(error)) from None
+        if Path(name).name != name or facts is None or not stat.S_ISREG(facts.st_mode):
             raise CheckpointDamaged(str(checkpoint.path), f"{name} is missing")
-        size = file.stat().st_size
+        size = facts.st_size
         if size != record.size_bytes:
             raise CheckpointDamaged(str(checkpoint.path), f"{name} has {size} bytes, expected {record.size_bytes}")
     threads = max(1, min(len(checkpoint.manifest.files), len(os.sched_getaffinity(0)), _MOST_THREADS))
@@ -127,10 +159,10 @@ def identity(path: Path) -> Tuple[int, ...]:
         CheckpointDamaged: there is no manifest.
     """
     try:
-        stat = (path / MANIFEST).stat()
+        facts = (path / MANIFEST).stat()
     except OSError as error:
         raise CheckpointDamaged(str(path), f"its manifest cannot be read ({error})") from None
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
 
 
 def is_identical(path: Path, other: Tuple[int, ...]) -> bool:
@@ -225,12 +257,10 @@ def _sha256_line(text: bytes) -> bytes:
 
 
 def _verify_hash(path: Path, name: str, record: FileRecord) -> None:
-    """Check the hash of a file of a checkpoint. CheckpointDamaged if it does not match or cannot be computed."""
+    """Check the hash of a file of a checkpoint. CheckpointDamaged if it does not match or the file cannot be read."""
     try:
         found = digest.digest_of_file(path / name, record.algorithm)
     except OSError as error:
         raise CheckpointDamaged(str(path / name), error.strerror or str(error)) from None
-    except ImportError as error:
-        raise CheckpointDamaged(str(path), f"{name} cannot be verified: {error}") from None
     if found != record.digest:
         raise CheckpointDamaged(str(path), f"the {digest.TITLES[record.algorithm]} of {name} does not match {MANIFEST}")

@@ -6,10 +6,11 @@ The script is static: a shell that completes starts no Python.
 from __future__ import annotations
 
 import argparse
-import importlib
-from typing import Any, Sequence
+from typing import Sequence
 
-from raypod.cli import FlagParser, parser_of, suggestion
+import shtab
+
+from raypod.cli import FlagParser, parser_of, show, suggestion
 from raypod.commands.table import COMMANDS
 from raypod.errors import ConfigError
 from raypod.plan.flag_help import GROUPS
@@ -31,7 +32,7 @@ def completion(argv: Sequence[str]) -> int:
     """Print the completion script of a shell.
 
     Raises:
-        ConfigError: shtab is not installed, or this version of it does not know the shell.
+        ConfigError: this version of shtab does not know the shell.
     """
     formatter = argparse.RawDescriptionHelpFormatter
     parser = FlagParser(prog="raypod completion", description=_DESCRIPTION, formatter_class=formatter)
@@ -39,20 +40,15 @@ def completion(argv: Sequence[str]) -> int:
     shell = parser.parse_args(argv).shell
     if shell not in _SHELLS:
         raise ConfigError(f"completion {shell}: no such shell{suggestion(shell, _SHELLS)}")
-    shtab: Any
-    try:
-        shtab = importlib.import_module("shtab")
-    except ImportError:
-        raise ConfigError(f"completion {shell} needs shtab: pip install shtab") from None
     if shell not in shtab.SUPPORTED_SHELLS:
         raise ConfigError(
             f"completion {shell} needs a newer shtab, which needs Python 3.9 or later: pip install -U shtab"
         )
-    print(shtab.complete(_whole_parser(shtab), shell=shell))  # noqa: T201
+    show(shtab.complete(_whole_parser(), shell=shell))
     return 0
 
 
-def _whole_parser(shtab: Any) -> argparse.ArgumentParser:
+def _whole_parser() -> argparse.ArgumentParser:
     """Return one parser with all commands."""
     parser = argparse.ArgumentParser(prog="raypod")
     parser.add_argument("--version", action="store_true", help="print the versions of raypod and of what it uses")
@@ -62,7 +58,7 @@ def _whole_parser(shtab: Any) -> argparse.ArgumentParser:
         # The parents' help flags are copied, too.
         copy = parsers.add_parser(name, parents=[found], add_help=False, help=command.summary, prog=f"raypod {name}")
         for action in copy._actions:
-            _add_values(action, shtab)
+            _add_values(action)
     return parser
 
 
@@ -86,7 +82,7 @@ def _launch() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_values(action: argparse.Action, shtab: Any) -> None:
+def _add_values(action: argparse.Action) -> None:
     """Let a shell complete the values of a flag: its choices, files or folders."""
     metavar = action.metavar
     if action.nargs == 0 or not (isinstance(metavar, str) or "--help" in action.option_strings):

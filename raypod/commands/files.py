@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import List, Sequence
 
-from raypod.cli import FlagParser, format_table, suggestion, width_of
+from raypod.cli import FlagParser, format_table, show, suggestion, width_of
 from raypod.errors import ConfigError
 from raypod.plan import shipped
 
@@ -20,12 +20,12 @@ def files(argv: Sequence[str]) -> int:
     parser.add_argument("name", metavar="NAME", nargs="?", help="print this file, as in: raypod files pod64.yaml")
     name = parser.parse_args(argv).name
     if name is None:
-        print("\n\n".join(_listed(kind) for kind in _TITLES))  # noqa: T201
+        show("\n\n".join(_listed(kind) for kind in _TITLES))
         return 0
     for kind in _TITLES:
         for file in (name, f"{name}.yaml"):
             if file in shipped.names(kind):
-                sys.stdout.write((shipped.folder(kind) / file).read_text())
+                sys.stdout.write((shipped.folder(kind) / file).read_text(encoding="utf-8"))
                 return 0
     known = [each for kind in _TITLES for each in shipped.names(kind)]
     raise ConfigError(f"files {name}: raypod contains no such file{suggestion(name, known)}")
@@ -40,4 +40,4 @@ def _listed(kind: str) -> str:
 
 def _summary(file: Path) -> str:
     """Return the beginning of a file's first comment."""
-    return file.read_text().partition("\n")[0].lstrip("# ").split(". ")[0].rstrip(".")
+    return file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ").split(". ")[0].rstrip(".")

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, Sequence
 
-from raypod.cli import FlagParser
+from raypod.cli import FlagParser, show
 from raypod.errors import ConfigError
 
 _DESCRIPTION = (
@@ -46,23 +46,21 @@ def pack(argv: Sequence[str]) -> int:
         total = sum(shard.bytes for shard in index.shards)
         with tqdm(total=total, unit="B", unit_scale=True, disable=None, file=sys.stderr) as bar:
             shards.verify(folder, index, bar.update)
-        _print(f"{folder}: {len(index.shards)} shards, {total / 1e9:.2f} GB, all checksums are right")
+        show(f"{folder}: {len(index.shards)} shards, {total / 1e9:.2f} GB, all checksums are right")
         return 0
     if args.out is None:
         raise ConfigError("the folder of the shards is missing: raypod pack FOLDER OUT")
     with tqdm(unit="image", disable=None, file=sys.stderr) as bar:
 
-        def show(written: int, total: int) -> None:
+        def progress(written: int, total: int) -> None:
             bar.total = total
             bar.update(written - bar.n)
 
-        found = packing.pack(folder, Path(args.out).expanduser(), shard_bytes, show)
-    _print(
+        found = packing.pack(folder, Path(args.out).expanduser(), shard_bytes, progress)
+    show(
         f"{args.out}: {found.train} training and {found.test} test images in {found.shards} shards, "
         f"{found.bytes / 1e9:.2f} GB"
     )
+    for line in found.skipped:
+        show(line)
     return 0
-
-
-def _print(line: str) -> None:
-    print(line)  # noqa: T201 - the command line's own output

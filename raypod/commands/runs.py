@@ -8,7 +8,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import Callable, Sequence
 
-from raypod.cli import FlagParser, format_table
+from raypod.cli import FlagParser, format_table, show
 from raypod.errors import ConfigError
 from raypod.plan.urls import is_url
 
@@ -26,11 +26,11 @@ def plan(argv: Sequence[str]) -> int:
 
     planned, args = planning.plan_of(argv, "raypod plan", ["--json", "--memory"])
     if args.json:
-        print(json.dumps(planning.describe_with_pipeline(planned), indent=2))  # noqa: T201
+        show(json.dumps(planning.describe_with_pipeline(planned), indent=2))
     else:
         shows_model = args.memory or planning.needs_model(planned)  # otherwise nothing imports torch
         render = planning.render_with_pipeline if shows_model else planning.render_without_model
-        print(render(planned))  # noqa: T201
+        show(render(planned))
     return 0
 
 
@@ -49,7 +49,7 @@ def verify_data(argv: Sequence[str]) -> int:
     from raypod.record import verify_data as verification  # imports NumPy
 
     verdict = verification.verify(folder)
-    print("\n".join(verdict.lines))  # noqa: T201
+    show("\n".join(verdict.lines))
     return 0 if verdict.is_proved else 1
 
 
@@ -81,7 +81,7 @@ def version(argv: Sequence[str]) -> int:
     FlagParser(prog="raypod version", description="Print the versions of raypod and of what it uses.").parse_args(argv)
     found = dict(versions())
     found.setdefault("poptorch", "emulated")  # without the SDK, raypod's own implementation is used
-    print("\n".join(format_table([*found.items()])))  # noqa: T201
+    show("\n".join(format_table([*found.items()])))
     return 0
 
 

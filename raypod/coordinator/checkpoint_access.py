@@ -9,7 +9,7 @@ from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint, Manifest
 from raypod.checkpoint.transfer import CheckpointFiles, CheckpointReceiver, Server
 from raypod.events import SaveReport
-from raypod.fleet.base import ElasticFleet, Fleet
+from raypod.fleet.base import Fleet
 
 
 def load_on(fleet: Fleet, root: int, checkpoint: Checkpoint) -> None:
@@ -38,7 +38,7 @@ def write_here(fleet: Fleet, run_dir: str) -> Optional[Server]:
     return server
 
 
-def write_kept(fleet: ElasticFleet, root: int, manifest: Manifest, run_dir: str) -> Tuple[SaveReport, ...]:
+def write_kept(fleet: Fleet, root: int, manifest: Manifest, run_dir: str) -> Tuple[SaveReport, ...]:
     """Write the state that instance `root` has kept after `release` into the run folder of this host."""
     checkpoints = storage.checkpoints_folder(run_dir)
     with storage.unique_file(checkpoints) as path:

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import time
 from pathlib import Path
-from typing import Dict, Iterable, Iterator, List, Optional
+from typing import Dict, Iterable, Iterator, List, Optional, Tuple
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint, Manifest
@@ -25,7 +25,7 @@ from raypod.events import (
     SaveReport,
     UpdateDone,
 )
-from raypod.fleet.base import ElasticFleet, Fleet, FleetBroken
+from raypod.fleet.base import Fleet, FleetBroken
 from raypod.plan.plan import Plan
 from raypod.plan.values import parse_interval
 from raypod.record.ledger import last_generation
@@ -41,10 +41,11 @@ class CheckpointSchedule:
         self._begun_s = 0.0  # when a checkpoint of the current state was last begun or found to exist
         self._begun_update: Optional[int] = None
         self._receiver: Optional[Server] = None  # of the checkpoints of instance 0, if it shares no disk with this host
+        self._evaluated: Tuple[int, Dict[str, float]] = (-1, {})  # the update and its test metrics
         self.last: Optional[CheckpointSaved] = None
         self.resizes: List[Dict[str, int]] = list(resumed.manifest.resizes) if resumed else []
         self.generation = next_generation(plan, resumed)
-        self.rollback_to(resumed)
+        self._continue_from(resumed, self.generation)
 
     def interval_elapsed(self) -> bool:
         """Return whether the configured time has passed since the previous checkpoint."""
@@ -69,7 +70,7 @@ class CheckpointSchedule:
         fleet.call("save", self._manifest(update, tested))
         self._begun_update, self._begun_s = update, time.monotonic()
 
-    def save_on(self, fleet: ElasticFleet, root: int, update: int) -> Iterator[Event]:
+    def save_on(self, fleet: Fleet, root: int, update: int) -> Iterator[Event]:
         """Write the state after `update` updates that instance `root` has kept, unless there is that checkpoint."""
         if self.last is None or self.last.update != update:
             yield CheckpointBegun(update)
@@ -81,7 +82,12 @@ class CheckpointSchedule:
         return manifest_of(self._plan, update, self.generation, fingerprint, versions, tested, self.resizes)
 
     def add_evaluation(self, update: int, tested: Dict[str, float]) -> None:
-        """Add the test metrics to the checkpoint of `update`, if it was written before the evaluation."""
+        """Add the test metrics to the checkpoint of `update`, if it was begun before the evaluation."""
+        self._evaluated = (update, tested)
+        self._add_evaluation()
+
+    def _add_evaluation(self) -> None:
+        update, tested = self._evaluated
         if self.last is not None and self.last.update == update:
             # If the disk is full, they are still in evaluations.jsonl.
             with contextlib.suppress(OSError, CheckpointDamaged):
@@ -89,11 +95,24 @@ class CheckpointSchedule:
                 storage.replace_manifest(checkpoint, dataclasses.replace(checkpoint.manifest, tested=tested))
 
     def rollback_to(self, checkpoint: Optional[Checkpoint]) -> None:
-        """Continue from a checkpoint, or from the beginning (None): later checkpoints become due again."""
+        """Continue from a checkpoint, or from the beginning (None): later checkpoints become due again.
+
+        Raises:
+            CheckpointNotSaved: it cannot be made the newest of the run folder.
+        """
+        self._continue_from(checkpoint, self.generation + 1)
+
+    def _continue_from(self, checkpoint: Optional[Checkpoint], generation: int) -> None:
+        """Continue from a checkpoint as `generation`, which has not done the updates of later checkpoints."""
         self._begun_update, self.last = None, None
         self.resizes = [each for each in self.resizes if checkpoint is not None and each["update"] <= checkpoint.update]
         self._begun_s = time.monotonic()
         if checkpoint is not None and _is_in(checkpoint, self._plan.run_dir):
+            try:
+                storage.make_newest(checkpoint, generation)
+            except OSError as error:
+                hint = "it must become newer than the later checkpoints, from which the run does not continue"
+                raise CheckpointNotSaved(str(checkpoint.path), error.strerror or str(error), hint) from error
             self._begun_update = checkpoint.update
             manifest = checkpoint.manifest
             self.last = CheckpointSaved(
@@ -126,6 +145,7 @@ class CheckpointSchedule:
         """
         if report.error is None:
             self.last = CheckpointSaved(report.update, report.path, report.weights_sha256, report.ema_sha256)
+            self._add_evaluation()
             return self.last
         if self.last is None:
             hint = "there is no earlier checkpoint, so the run ends here"

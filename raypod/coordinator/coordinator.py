@@ -20,9 +20,11 @@ from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
 from raypod.coordinator.early_stopping import early_stop
 from raypod.coordinator.elastic import Elastic, resize_at_start, start
 from raypod.coordinator.instance_warnings import InstanceWarnings
+from raypod.coordinator.kept_state import KeptState
 from raypod.coordinator.recovery import FailurePolicy, Recovery, begin
 from raypod.coordinator.same_data import check_same_data
 from raypod.coordinator.stop import Stop, stop_on_signal
+from raypod.errors import RaypodError
 from raypod.events import (
     EvaluationDone,
     EvaluationReport,
@@ -76,21 +78,27 @@ def run(
         schedule = CheckpointSchedule(current, started[0], resumed)
         schedule.use_new_writer(fleet)
         policy = FailurePolicy(started[0].device, plan.config.run.max_restarts, plan.config.pod.is_elastic)
+        kept = KeptState(plan, fleet, metrics, schedule)
         elastic = None
         if plan.config.pod.is_elastic and plan.config.run.fleet == "ray":
             on_ray = cast(ElasticFleet, fleet)
             on_ray.must_leave = lambda: stop.must_leave
-            elastic = Elastic(plan, current, on_ray, metrics, schedule, policy, stop, resumed)
-        recovery = Recovery(plan, fleet, metrics, schedule, policy, resumed, elastic)
+            elastic = Elastic(plan, current, on_ray, kept, policy, stop, resumed)
+        recovery = Recovery(plan, fleet, kept, policy, resumed, elastic)
         evaluations = Evaluations(plan, fleet, schedule, earlier_evaluations, stop)
         resized = resize_at_start(plan, current, missing, resumed, fleet.hosts())
         if resized is not None:
             schedule.add_resize(resized)
             yield resized
         yield _run_started(started, fleet, first_update, schedule.generation)
-        # Run the evaluation that the previous process missed.
-        yield from recovery.until_done(first_update, partial(evaluations.evaluate, first_update))
-        yield from _Training(plan, fleet, metrics, schedule, recovery, evaluations, stop, elastic).events()
+        try:
+            # Run the evaluation that the previous process missed.
+            yield from recovery.until_done(first_update, partial(evaluations.evaluate, first_update))
+            yield from _Training(plan, fleet, metrics, schedule, recovery, evaluations, stop, elastic).events()
+        except RaypodError as error:  # the instances have ended their calls
+            with stop.saving():
+                yield from kept.save_at_end(error)
+            raise
         stop.begin_end()
         assert schedule.last is not None, "a run ends with a checkpoint"
         saved, stopped = schedule.last, evaluations.early_stop()
@@ -144,7 +152,7 @@ class _Training:
         if leg.ends_epoch and update == leg.end and leg.epoch >= self._metrics.epochs_done:
             yield self._metrics.end_epoch(leg.epoch)
         if not is_last and not self._stop.requested:
-            yield from self._evaluate(update)
+            yield from self._save_and_evaluate(update)
         tested = self._evaluations.metrics_after(update)
         draining = [] if is_last or self._stop.requested else self._fleet.draining()
         must_resize = ""
@@ -156,8 +164,7 @@ class _Training:
                 self._stop.request(cause, is_drained=True)
                 draining = []
         if self._schedule.is_due(update) or tested or self._stop.requested or draining:
-            with self._stop.saving():
-                yield from self._recovery.until_done(update, partial(self._schedule.begin, self._fleet, update, tested))
+            yield from self._save(update)
             if not (is_last or draining or self._stop.requested) and self._elastic is not None:
                 must_resize = "hosts have returned" if self._elastic.can_grow() else ""
         if draining or must_resize:
@@ -184,6 +191,18 @@ class _Training:
             return True
         # Not before the first call: loading its data can take longer than the interval, and starts again in a new leg.
         return self._metrics.position > leg.first_update and self._schedule.interval_elapsed()
+
+    def _save_and_evaluate(self, update: int) -> Iterator[Event]:
+        """Do what is due of both. The checkpoint comes first: an evaluation can fail."""
+        if self._schedule.is_due(update) or self._evaluations.is_due(update):
+            yield from self._save(update)
+        yield from self._evaluate(update)
+
+    def _save(self, update: int) -> Iterator[Event]:
+        """Begin the checkpoint of `update`, unless that is done."""
+        tested = self._evaluations.metrics_after(update)
+        with self._stop.saving():
+            yield from self._recovery.until_done(update, partial(self._schedule.begin, self._fleet, update, tested))
 
     def _evaluate(self, update: int) -> Iterator[Event]:
         yield from self._recovery.until_done(update, partial(self._evaluations.evaluate, update))
@@ -221,7 +240,7 @@ class Evaluations:
 
         A preemption with a deadline abandons it: the run that resumes makes it.
         """
-        if not self._plan.is_evaluated_after(update) or update in self._evaluations:
+        if not self.is_due(update):
             return
         yield PhaseBegun("evaluating", update)
         reports = self._reports()
@@ -233,6 +252,10 @@ class Evaluations:
         self._evaluations[update] = done
         self._schedule.add_evaluation(update, done.metrics)
         yield done
+
+    def is_due(self, update: int) -> bool:
+        """Return whether the test split is to be evaluated after `update` updates, and has not been."""
+        return self._plan.is_evaluated_after(update) and update not in self._evaluations
 
     def _reports(self) -> Optional[List[EvaluationReport]]:
         if self._stop.grace_s is None or self._stop.must_leave:  # the latter: of the last update, if there is time

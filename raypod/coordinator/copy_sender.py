@@ -22,13 +22,14 @@ from raypod.checkpoint.format import Checkpoint, Retention
 from raypod.checkpoint.transfer import CheckpointSender, Requests, Server
 from raypod.cli import INTERRUPTED
 from raypod.coordinator.copy_targets import Abandoned
-from raypod.host.files import replace_file, strict_json
+from raypod.host.files import parse_json, replace_file, strict_json
+from raypod.plan import stored_code
 from raypod.record import event_log, ledger, run_folder, run_state
 
 # In the order in which they are opened. A line of the ledger is written before that of the metrics.
 _FILES = (
-    *(run_folder.CONFIG, run_folder.PLAN, run_folder.METRICS, run_folder.EVALUATIONS, ledger.NAME, event_log.NAME),
-    *(run_folder.COPIES, run_folder.STORAGE),
+    *(run_folder.CONFIG, stored_code.SEAL, run_folder.PLAN, run_folder.METRICS, run_folder.EVALUATIONS),
+    *(ledger.NAME, event_log.NAME, run_folder.COPIES, run_folder.STORAGE),
 )
 _LINES = ".jsonl"
 
@@ -64,7 +65,7 @@ def run_id(run_dir: Path) -> str:
     """
     path = run_dir / run_folder.COPIES
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads(path.read_text())["run_id"])
+        return str(parse_json(path.read_text())["run_id"])
     name = re.sub(r"[^A-Za-z0-9._-]", "_", run_dir.resolve().name).lstrip(".")[:60]
     chosen = f"{name or 'run'}-{uuid.uuid4().hex[:8]}"
     replace_file(path, (json.dumps({"run_id": chosen}) + "\n").encode())

@@ -7,13 +7,12 @@ has, so that no update is lost. The samples of every update stay the same; `plan
 from __future__ import annotations
 
 import time
-from typing import Iterator, List, Optional, Sequence, Set, Tuple, cast
+from typing import Iterator, List, Optional, Sequence, Tuple, cast
 
-from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint
-from raypod.checkpoint.resume import newest_valid
-from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
-from raypod.coordinator.recovery import FailurePolicy, begin, newest
+from raypod.checkpoint.resume import restart_point
+from raypod.coordinator.kept_state import KeptState
+from raypod.coordinator.recovery import FailurePolicy, begin
 from raypod.coordinator.same_data import check_same_data
 from raypod.coordinator.stop import Stop
 from raypod.errors import ClusterError, ConfigError, HostLost, PodTooSmall, WaitTimedOut
@@ -21,7 +20,6 @@ from raypod.events import Event, InstanceStarted, PhaseBegun, Repaired, Resized
 from raypod.fleet.base import ElasticFleet, Fleet, FleetBroken, failure_of
 from raypod.plan.elastic import Room, largest_fit, sizes_of
 from raypod.plan.plan import Plan
-from raypod.record.metrics import MetricsAggregator
 
 
 def start(full: Plan, fleet: Fleet) -> Tuple[Plan, List[InstanceStarted], str]:
@@ -81,26 +79,25 @@ class Elastic:
         full: Plan,
         plan: Plan,
         fleet: ElasticFleet,
-        metrics: MetricsAggregator,
-        schedule: CheckpointSchedule,
+        kept: KeptState,
         policy: FailurePolicy,
         stop: Stop,
         resumed: Optional[Checkpoint],
     ) -> None:
         """`full` is the plan of all hosts; `resumed` is the checkpoint from which the run started."""
         self._full, self.plan = full, plan
-        self._fleet, self._metrics, self._schedule = fleet, metrics, schedule
+        self._fleet, self._kept, self._metrics, self._schedule = fleet, kept, kept.metrics, kept.schedule
         self._policy, self._stop, self._resumed = policy, stop, resumed
 
-    def shrink(self, gone: HostLost, lost: Set[int], began_s: float) -> Iterator[Event]:
-        """Continue on the hosts that are left, after `gone`: no host can replace it. `lost` instances have no state.
+    def shrink(self, gone: HostLost, began_s: float) -> Iterator[Event]:
+        """Continue on the hosts that are left, after `gone`: no host can replace it.
 
         Raises:
             HostLost: too few hosts are left.
             RunError: the policy ends the run, or no state could be saved.
         """
         with self._stop.saving():
-            yield from self._save_state(set(lost))
+            yield from self._kept.save()
         yield from self._resize_until_done(f"host {gone.host} is lost", began_s, gone)
 
     def can_grow(self) -> bool:
@@ -131,34 +128,6 @@ class Elastic:
             return largest_fit(self._full, room, self._policy.uses_partition)
         except ConfigError:
             return None
-
-    def _save_state(self, lost: Set[int]) -> Iterator[Event]:
-        """Make the survivor with the newest state write it as a checkpoint; repeat if that loses further instances."""
-        instances = range(len(self._fleet.hosts()))
-        while len(lost) < len(instances):
-            survivors = [index for index in instances if index not in lost]
-            try:
-                yield from self._save_state_of(survivors)
-                return
-            except FleetBroken as broken:
-                yield from broken.losses
-                further = {loss.instance for loss in broken.losses} - lost
-                if not further:  # the newest checkpoint counts
-                    return
-                lost = lost | further
-
-    def _save_state_of(self, survivors: Sequence[int]) -> Iterator[Event]:
-        positions = self._fleet.release(survivors)
-        root = newest(positions)
-        if root is None:
-            return
-        missing = self._metrics.missing_reports(positions[root])
-        for reports in self._fleet.call_on(survivors, "lost_reports", missing).values() if missing else ():
-            self._metrics.add_lost_reports(reports or ())
-        if 0 in survivors:
-            yield from map(self._schedule.record, self._fleet.call_on((0,), "finish_saves")[0])
-        yield from self._roll_back_to(positions[root])
-        yield from self._schedule.save_on(self._fleet, root, positions[root])
 
     def _roll_back_to(self, update: int) -> Iterator[Event]:
         updates = self._metrics.rollback_to(update, time.monotonic())
@@ -208,8 +177,7 @@ class Elastic:
 
     def _resize(self, plan: Plan, cause: str, began_s: float) -> Iterator[Event]:
         yield PhaseBegun("repairing", self._metrics.position)
-        valid, damaged = newest_valid(storage.checkpoints_folder(plan.run_dir))
-        checkpoint = valid or self._resumed
+        checkpoint, damaged = restart_point(plan.run_dir, self._resumed)
         update = checkpoint.update if checkpoint else 0
         yield from self._roll_back_to(update)
         self._schedule.rollback_to(checkpoint)
@@ -220,10 +188,12 @@ class Elastic:
         if event is not None:
             self._schedule.add_resize(event)
             yield event
+        self._kept.lose_all()
         started = self._fleet.resize(plan)
         check_same_data(plan, started, checkpoint)
         self._schedule.resize(plan, started[0])
         begin(plan, self._fleet, checkpoint)
+        self._kept.lost = set()
         self._schedule.use_new_writer(self._fleet)
         self._schedule.generation += 1
         source = "the beginning" if checkpoint is None else str(checkpoint.path)

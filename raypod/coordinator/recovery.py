@@ -7,9 +7,9 @@ weights are those of a run without a failure.
 |---|---|---|
 | an instance `died`, is `silent` or `stuck` | replace it; the others keep their state | same; see note 1 |
 | its program `raised` before the first complete call | end the run: a replacement would raise the same | same |
-| it `raised` later | replace it; the same exception at the same update a second time ends the run | same |
+| it `raised` later | replace it; the same exception at the same update a second time ends the run; see note 4 | same |
 | the instances lost their connections, all alive | form the process group again | same |
-| no instance has a state | continue from the newest valid checkpoint, or from the beginning | same |
+| no instance has a state | continue from the newest valid checkpoint; without any, from the beginning | same |
 | no host can replace it, with `--elastic` | continue with fewer replicas (elastic.py) | same |
 | Ray drains a host | move its instances (not counted); if that is impossible, save a checkpoint and end | same |
 | place of a replacement | same host; a spare host; any host (see note 3) | same host; a spare host with free IPUs |
@@ -23,6 +23,9 @@ also quotes the first failure since the restarts were last refilled (REFILL_S).
 
 Note 3: not with `--elastic`, where an instance shares its host only with those that the plan puts there.
 
+Note 4: an instance that raised is alive. If no other one has the state, it is saved before the replacement
+(kept_state.py), and so is the newest state of any instance before the run ends.
+
 The words in backticks in the first column are values of `events.FailureKind`.
 """
 
@@ -34,17 +37,15 @@ from typing import Callable, Dict, Iterator, List, Optional, Sequence, Set, Tupl
 
 from typing_extensions import Protocol
 
-from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint
-from raypod.checkpoint.resume import newest_valid
+from raypod.checkpoint.resume import restart_point
 from raypod.coordinator.checkpoint_access import load_on
-from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
+from raypod.coordinator.kept_state import KeptState, newest
 from raypod.errors import CheckpointDamaged, HostLost, RunError, WeightsDiffer
 from raypod.events import Event, PhaseBegun, Repaired
 from raypod.fleet.base import Fleet, FleetBroken, failure_of
 from raypod.instance.seeding import new_seeding
 from raypod.plan.plan import Plan
-from raypod.record.metrics import MetricsAggregator
 
 REFILL_S = 3600.0  # without a failure; afterwards all restarts are available again
 _MAY_SHARE_HOSTS = {"emulated": True, "ipu": False}  # whether a replacement may run on an occupied host, by device
@@ -112,8 +113,8 @@ class FailurePolicy:
 class Shrinking(Protocol):
     """Continues a run with fewer replicas: `elastic.Elastic`."""
 
-    def shrink(self, gone: HostLost, lost: Set[int], began_s: float) -> Iterator[Event]:
-        """Continue after `gone`: no host can replace it. `lost` instances have no state."""
+    def shrink(self, gone: HostLost, began_s: float) -> Iterator[Event]:
+        """Continue after `gone`: no host can replace it."""
 
 
 class Recovery:
@@ -123,13 +124,13 @@ class Recovery:
         self,
         plan: Plan,
         fleet: Fleet,
-        metrics: MetricsAggregator,
-        schedule: CheckpointSchedule,
+        kept: KeptState,
         policy: FailurePolicy,
         resumed: Optional[Checkpoint],
         elastic: Optional[Shrinking] = None,
     ) -> None:
-        self._plan, self._fleet, self._metrics, self._schedule = plan, fleet, metrics, schedule
+        self._plan, self._fleet, self._kept = plan, fleet, kept
+        self._metrics, self._schedule = kept.metrics, kept.schedule
         self._resumed, self._policy, self._elastic = resumed, policy, elastic
 
     def once(self, action: Iterator[Event]) -> Iterator[Event]:
@@ -166,7 +167,7 @@ class Recovery:
         except FleetBroken as broken:
             yield from self._repair(broken, moving)
         except HostLost as gone:
-            yield from self._shrink(gone, moving, time.monotonic())
+            yield from self._shrink(gone, time.monotonic())
 
     def can_move_away_from(self, hosts: Sequence[str]) -> bool:
         """Return whether other hosts have room for the instances on `hosts`, and other instances have the state."""
@@ -188,32 +189,38 @@ class Recovery:
             if self._metrics.last is None and broken.losses and broken.losses[0].kind == "raised":
                 raise failure_of(broken.losses[0]) from broken
             yield from broken.losses
+            raised = {loss.instance for loss in broken.losses if loss.kind == "raised"}  # alive, with their state
+            self._kept.lost |= {loss.instance for loss in broken.losses} - raised
             decision = self._policy.decide(broken, self._metrics.position, time.monotonic())
             if decision.error is not None:
                 raise decision.error from broken
             replaced = replaced | set(decision.replace)
+            if raised and len(replaced) == len(self._fleet.hosts()):
+                yield from self._kept.try_to_save()
             try:
                 yield from self._replace(decision.replace, replaced, decision.may_share_hosts, began_s)
                 return
             except FleetBroken as again:
                 broken = again
             except HostLost as gone:
-                yield from self._shrink(gone, replaced, began_s)
+                yield from self._shrink(gone, began_s)
                 return
 
-    def _shrink(self, gone: HostLost, lost: Set[int], began_s: float) -> Iterator[Event]:
+    def _shrink(self, gone: HostLost, began_s: float) -> Iterator[Event]:
         if self._elastic is None:
             raise gone
-        yield from self._elastic.shrink(gone, lost, began_s)
+        yield from self._elastic.shrink(gone, began_s)
 
     def _replace(
         self, lost: Tuple[int, ...], replaced: Set[int], may_share_hosts: bool, began_s: float
     ) -> Iterator[Event]:
         """Replace `lost` and restore the state. `replaced` holds all replacements since training was interrupted."""
         yield PhaseBegun("repairing", self._metrics.position)
+        self._kept.lost |= replaced
         positions = self._fleet.repair(lost, may_share_hosts)
         self._recover_reports(positions)
         source, update, damaged = self._restore_state(positions)
+        self._kept.lost = set()
         if 0 in replaced:
             self._schedule.use_new_writer(self._fleet)
         updates = self._metrics.rollback_to(update, time.monotonic())
@@ -242,8 +249,7 @@ class Recovery:
         if root is not None:
             seed(self._fleet, None, root, receivers(positions, root, len(self._fleet.hosts())))
             return f"instance {root}", positions[root], ()
-        valid, damaged = newest_valid(storage.checkpoints_folder(self._plan.run_dir))
-        checkpoint = valid or self._resumed
+        checkpoint, damaged = restart_point(self._plan.run_dir, self._resumed)
         begin(self._plan, self._fleet, checkpoint)
         self._schedule.rollback_to(checkpoint)
         if checkpoint is None:
@@ -280,12 +286,6 @@ def seed(
         raise WeightsDiffer(dict(enumerate(hashes)))
     if checkpoint is not None and hashes[0] != checkpoint.manifest.weights_sha256:
         raise CheckpointDamaged(str(checkpoint.path), "the hash of its weights differs from the one in its manifest")
-
-
-def newest(positions: Dict[int, int]) -> Optional[int]:
-    """Return the survivor with the newest state, the lowest index if there are several; None if none has a state."""
-    trained = {index: update for index, update in positions.items() if update >= 0}
-    return min(trained, key=lambda index: (-trained[index], index)) if trained else None
 
 
 def receivers(positions: Dict[int, int], root: int, instances: int) -> List[int]:

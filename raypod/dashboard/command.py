@@ -6,9 +6,9 @@ import threading
 from pathlib import Path
 from typing import Dict, Sequence
 
-from raypod.cli import FlagParser
+from raypod.cli import FlagParser, show
 from raypod.dashboard.runs import RunsFolder
-from raypod.errors import ConfigError
+from raypod.errors import ConfigError, as_utf8
 from raypod.report import page
 from raypod.status.endpoint import Cached
 from raypod.status.token_server import HTML, Query, Response, Route, TokenServer, json_response, not_found
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     runs = RunsFolder(Path(args.folder))
     with TokenServer(routes(runs), int(args.port), "--port", asset("sign_in.html").encode()) as server:
         try:
-            print(f"The dashboard of {runs.folder}: {server.url}/?token={server.token}", flush=True)  # noqa: T201
+            show(f"The dashboard of {runs.folder}: {server.url}/?token={server.token}")
             threading.Event().wait()
         except KeyboardInterrupt:  # the usual way to end it
             return 0
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 def routes(runs: RunsFolder) -> Dict[str, Route]:
     """Return the routes: the page, the list of runs as JSON, and the data of one run as JSON."""
-    content = Response(render(str(runs.folder)).encode(), HTML)
+    content = Response(as_utf8(render(str(runs.folder))).encode(), HTML)
     listed = Cached(lambda: json_response({"folder": str(runs.folder), "runs": runs.list()}))
 
     def serve_list(query: Query) -> Response:
@@ -74,4 +74,4 @@ def render(folder: str) -> str:
 
 def asset(name: str) -> str:
     """Return the text of a file of this package's assets."""
-    return (_ASSETS / name).read_text()
+    return (_ASSETS / name).read_text(encoding="utf-8")

@@ -26,9 +26,8 @@ from raypod.datasets.arrays import load_mapped
 from raypod.errors import ConfigError, DataMissing
 from raypod.host.files import file_lock
 from raypod.plan.config import Config
-from raypod.plan.plan import DatasetSize
 
-_FORMAT = "1"  # of the entries: increment it when their content changes
+_FORMAT = "2"  # of the entries: increment it when their content changes
 _READ_TIMEOUT_S = 60
 _CHUNK_BYTES = 1 << 20
 
@@ -63,19 +62,18 @@ class Cache:
         if chosen is None and not os.access(str(source), os.W_OK):
             chosen = str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "raypod")
         parent = source / ".raypod-cache" if chosen is None else Path(chosen).expanduser()
-        self._folder = parent / f"{config.data.dataset}-{hashlib.sha256(str(source).encode()).hexdigest()[:8]}"
+        self._folder = parent / f"{config.data.dataset}-{hashlib.sha256(os.fsencode(source)).hexdigest()[:8]}"
         self._entry = self._folder / _key(files)
         self._timeout_s = config.run.start_timeout_s
 
-    def size(self, make: Callable[[], Arrays]) -> DatasetSize:
-        """Return the numbers of samples; calls `make` if there is no entry. Writes nothing.
+    def read(self, make: Callable[[], Arrays]) -> Arrays:
+        """Return the arrays; calls `make` if there is no entry. Writes nothing.
 
         Raises:
             ConfigError: a file of the entry is damaged.
         """
         found = self._find()
-        arrays = make() if found is None else found
-        return DatasetSize(len(arrays["train_labels"]), len(arrays["test_labels"]))
+        return make() if found is None else found
 
     def get(self, make: Callable[[], Arrays]) -> Arrays:
         """Return the arrays, memory-mapped; `make` is called once for all processes that share the cache.
@@ -128,7 +126,7 @@ def _key(files: Iterable[Path]) -> str:
     digest = hashlib.sha256(_FORMAT.encode())
     for file in files:
         found = file.stat()
-        digest.update(f"{file.name} {found.st_size} {found.st_mtime_ns}\n".encode())
+        digest.update(os.fsencode(f"{file.name} {found.st_size} {found.st_mtime_ns}\n"))
     return digest.hexdigest()[:16]
 
 

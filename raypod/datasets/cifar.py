@@ -36,7 +36,8 @@ class Cifar:
     def size(self, config: Config) -> DatasetSize:
         """Return the numbers of samples, from the cache or counted in the files; writes nothing."""
         files = self._files(config)
-        return Cache(config, files[0].parent, files).size(lambda: self._read(files))
+        arrays = Cache(config, files[0].parent, files).read(lambda: self._read(files))
+        return DatasetSize(len(arrays["train_labels"]), len(arrays["test_labels"]))
 
     def shape(self, config: Config) -> ImageShape:
         """Return the shape of the images, which all files have."""

@@ -8,12 +8,23 @@ other data sets are loaded sample by sample, in worker processes.
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any, Callable, ContextManager, Generator, Iterable, Iterator, Optional, Tuple
 
 import numpy as np
 
-from raypod.datasets.loading import NO_EPOCH, EpochSamples, SampleLoader, map_ahead, prefetch, timed
-from raypod.datasets.order import call_positions, epoch_order, samples_digest
+from raypod.datasets.loading import (
+    NO_EPOCH,
+    EpochSamples,
+    ReadFailed,
+    Retry,
+    SampleLoader,
+    map_ahead,
+    prefetch,
+    reading,
+    timed,
+)
+from raypod.datasets.order import call_positions, epoch_order, in_place_of, kept_samples, samples_digest
 from raypod.datasets.source import Batch, Source
 from raypod.host import spans
 from raypod.plan.placement import InstanceSpec
@@ -24,9 +35,16 @@ _AHEAD, _ASYNC_AHEAD = 1, 3  # calls loaded in advance: arrays by default, and a
 
 
 class Feed:
-    """Load the calls of one instance, for training and for evaluation."""
+    """Load the calls of one instance, for training and for evaluation.
 
-    def __init__(self, plan: Plan, spec: InstanceSpec, source: Source) -> None:
+    Samples that cannot be read because of their disk or network are read again, within `run.read_retry_s`.
+    """
+
+    def __init__(
+        self, plan: Plan, spec: InstanceSpec, source: Source, pause: Callable[[float], object] = time.sleep
+    ) -> None:
+        """`pause` waits some seconds before samples are read again; what it raises ends the attempts."""
+        self._new_retry = functools.partial(Retry, spec, plan.config.run.read_retry_s, pause)
         self._plan, self._spec, self._source = plan, spec, source
         self._loader: Optional[SampleLoader] = None
         self._test_loader: Optional[SampleLoader] = None
@@ -39,8 +57,9 @@ class Feed:
             # The samples may draw from the process's global generators, as the replicas do: a background thread must
             # therefore load them in another process.
             workers = max(data.num_workers, int(data.async_dataloader))
-            self._loader = SampleLoader(source.train, plan.config.training.seed, workers)
-            self._test_loader = SampleLoader(source.test, plan.config.training.seed, data.num_workers)
+            seed, check = plan.config.training.seed, functools.partial(_check, source)
+            self._loader = SampleLoader(source.train, seed, workers, functools.partial(check, "training"))
+            self._test_loader = SampleLoader(source.test, seed, data.num_workers, functools.partial(check, "test"))
 
     def calls(self, leg: Leg) -> Iterator[Batch]:
         """Yield the batch of each call of a leg; every tensor is [combined_batch_size, ...].
@@ -51,11 +70,8 @@ class Feed:
         for update in range(leg.first_update, leg.first_update + leg.num_updates, iterations):
             if self._is_interrupted:
                 return
-            if self._stream is None or self._next_update != update:
-                self._end_stream()
-                self._stream = self._batches_from(update)
             try:
-                self._samples, batch = next(self._stream)
+                self._samples, batch = self._next_call(update)
             except BaseException:
                 self._end_stream()
                 if self._is_interrupted:
@@ -63,6 +79,18 @@ class Feed:
                 raise
             self._next_update = update + iterations
             yield batch
+
+    def _next_call(self, update: int) -> Call:
+        retry = self._new_retry()
+        while True:
+            if self._stream is None or self._next_update != update:
+                self._end_stream()
+                self._stream = self._batches_from(update)
+            try:
+                return next(self._stream)
+            except ReadFailed as error:
+                self._end_stream()
+                retry.wait(error)
 
     def timed_calls(
         self, leg: Leg, waiting: Callable[[], ContextManager[Any]]
@@ -79,10 +107,18 @@ class Feed:
 
         All calls have the same shape; rows from `valid` on are padding that repeats other samples.
         """
-        total = len(self._source.test)
+        kept = kept_samples(self._plan.config.data.left_out("test"), len(self._source.test))
+        total = len(kept)
         calls = list(self._evaluation_samples(total))
-        for samples, batch in zip(calls, self._evaluation_batches([call % total for call in calls])):
-            yield batch, int((samples < total).sum())
+        retry = self._new_retry()
+        while calls:
+            batches = self._evaluation_batches([kept[call % total] for call in calls])
+            try:
+                for batch in batches:
+                    yield batch, int((calls.pop(0) < total).sum())
+                    retry = self._new_retry()
+            except ReadFailed as error:
+                retry.wait(error)
 
     def interrupt(self) -> None:
         """End `calls`, from another thread, also while it waits for samples. It yields nothing more."""
@@ -120,12 +156,14 @@ class Feed:
         for update in range(first_update, plan.total_updates, iterations):
             if update // plan.updates_per_epoch != epoch:
                 epoch = update // plan.updates_per_epoch
-                order = epoch_order(plan.config.training.seed, epoch, plan.dataset_size.train_samples)
+                count = plan.dataset_size.train_samples
+                order = epoch_order(plan.config.training.seed, epoch, count)
+                order = in_place_of(plan.config.data.left_out("train"), order, count)
             call = update % plan.updates_per_epoch // iterations
             yield epoch, order[call_positions(plan.geometry, self._spec.index, call)]
 
     def _evaluation_samples(self, total: int) -> Iterator[np.ndarray]:
-        """Yield the test samples of each of this instance's calls; indices from `total` on are padding."""
+        """Yield the numbers of the test samples of each of this instance's calls; those from `total` on are padding."""
         size, instances = self._plan.geometry.evaluation_batch_size, self._plan.geometry.num_instances
         for call in range(-(-total // (size * instances))):
             first = (call * instances + self._spec.index) * size
@@ -152,4 +190,9 @@ class Feed:
 
     def _gather(self, split: Any, epoch: int, samples: np.ndarray) -> Batch:
         random = None if epoch == NO_EPOCH else (self._plan.config.training.seed, epoch)
-        return self._source.gather(split, samples, random)
+        with reading():
+            return self._source.gather(split, samples, random)
+
+
+def _check(source: Source, split: str, sample: Any, index: int) -> None:
+    source.check_sample(sample, f"{split} sample {index}")

@@ -14,8 +14,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from raypod.datasets.pixel_limit import check_pixels, open_image
+from raypod.datasets.pixels import eight_bit
 from raypod.errors import ConfigError
 from raypod.host import torchvision_import
+from raypod.plan.config import MAX_IMAGE_PIXELS
 
 torchvision_import.install()
 from torchvision import transforms  # noqa: E402 - needs the import hook above
@@ -54,10 +57,11 @@ class Preparation(abc.ABC):
         side: height and width of the samples.
         is_random: random resized crops; otherwise the center of the resized image.
         flips: flip half of the random crops.
+        max_pixels: of an image; a larger one is refused before it is decoded.
     """
 
-    def __init__(self, side: int, is_random: bool, flips: bool) -> None:
-        self._side, self._is_random, self._flips = side, is_random, flips
+    def __init__(self, side: int, is_random: bool, flips: bool, max_pixels: int = MAX_IMAGE_PIXELS) -> None:
+        self._side, self._is_random, self._flips, self._max_pixels = side, is_random, flips, max_pixels
 
     @abc.abstractmethod
     def __call__(self, image: Any) -> torch.Tensor:
@@ -65,14 +69,14 @@ class Preparation(abc.ABC):
 
     def decode(self, data: bytes) -> torch.Tensor:
         """Return the sample of an image file. Any exception if it is damaged."""
-        return self(_decoded_by_pillow(data))
+        return self(_decoded_by_pillow(data, self._max_pixels))
 
 
 class PillowPreparation(Preparation):
     """Decodes and resizes with Pillow, as torchvision does."""
 
-    def __init__(self, side: int, is_random: bool, flips: bool) -> None:
-        super().__init__(side, is_random, flips)
+    def __init__(self, side: int, is_random: bool, flips: bool, max_pixels: int = MAX_IMAGE_PIXELS) -> None:
+        super().__init__(side, is_random, flips, max_pixels)
         flip = [transforms.RandomHorizontalFlip()] if flips else []
         crop = [transforms.RandomResizedCrop(side), *flip]
         center = [transforms.Resize(round(side * _RESIZE)), transforms.CenterCrop(side)]
@@ -80,7 +84,7 @@ class PillowPreparation(Preparation):
 
     def __call__(self, image: Any) -> torch.Tensor:
         """Return the sample of a Pillow image."""
-        sample: torch.Tensor = self._transform(_rgb(image))
+        sample: torch.Tensor = self._transform(eight_bit(image, "RGB"))
         return sample
 
 
@@ -95,13 +99,13 @@ class SimplejpegPreparation(Preparation):
         ConfigError: the package is not installed.
     """
 
-    def __init__(self, side: int, is_random: bool, flips: bool) -> None:
-        super().__init__(side, is_random, flips)
+    def __init__(self, side: int, is_random: bool, flips: bool, max_pixels: int = MAX_IMAGE_PIXELS) -> None:
+        super().__init__(side, is_random, flips, max_pixels)
         _simplejpeg()
 
     def __call__(self, image: Any) -> torch.Tensor:
         """Return the sample of a Pillow image."""
-        pixels = np.asarray(_rgb(image))
+        pixels = np.asarray(eight_bit(image, "RGB"))
         return _cut(pixels, self._window(*pixels.shape[:2]), 1, self._side)
 
     def decode(self, data: bytes) -> torch.Tensor:
@@ -109,6 +113,7 @@ class SimplejpegPreparation(Preparation):
         size = _size_of_jpeg(data)
         if size is None:
             return super().decode(data)
+        check_pixels(*size, self._max_pixels)
         window = self._window(*size)
         factor = next((each for each in _FACTORS if _reduced_by(each, window)), 1)
         height = min(size[0], -(-(window.top + window.height + _NEIGHBORS) // _BLOCK_ROWS) * _BLOCK_ROWS)
@@ -118,7 +123,7 @@ class SimplejpegPreparation(Preparation):
         try:  # the rest of a shortened file is a warning, which is an error if it is strict
             pixels = _simplejpeg().decode_jpeg(shortened or data, "RGB", strict=shortened is None, **least)
         except ValueError:  # also what other decoders only warn of
-            factor, pixels = 1, np.asarray(_rgb(_decoded_by_pillow(data)))
+            factor, pixels = 1, np.asarray(eight_bit(_decoded_by_pillow(data, self._max_pixels), "RGB"))
         return _cut(pixels, window, factor, self._side)
 
     def _window(self, height: int, width: int) -> Window:
@@ -140,9 +145,11 @@ class SimplejpegPreparation(Preparation):
 _PREPARATIONS: Dict[str, Type[Preparation]] = {"pillow": PillowPreparation, "simplejpeg": SimplejpegPreparation}
 
 
-def preparation(decoder: str, side: int, is_random: bool, flips: bool) -> Preparation:
+def preparation(
+    decoder: str, side: int, is_random: bool, flips: bool, max_pixels: int = MAX_IMAGE_PIXELS
+) -> Preparation:
     """Return the preparation with a decoder, "pillow" or "simplejpeg". ConfigError if its package is missing."""
-    return _PREPARATIONS[decoder](side, is_random, flips)
+    return _PREPARATIONS[decoder](side, is_random, flips, max_pixels)
 
 
 def _simplejpeg() -> Any:
@@ -155,19 +162,10 @@ def _simplejpeg() -> Any:
         ) from None
 
 
-def _decoded_by_pillow(data: bytes) -> Any:
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        image = Image.open(io.BytesIO(data))
-    except UnidentifiedImageError:
-        raise OSError("Pillow does not recognize its format") from None
+def _decoded_by_pillow(data: bytes, max_pixels: int) -> Any:
+    image = open_image(io.BytesIO(data), max_pixels)
     image.load()
     return image
-
-
-def _rgb(image: Any) -> Any:
-    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _size_of_jpeg(data: bytes) -> Optional[Tuple[int, int]]:

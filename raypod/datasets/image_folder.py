@@ -1,4 +1,4 @@
-"""Folders of JPEG or PNG images in ImageNet's layout: `train/CLASS/...` and `val/CLASS/...` (or `test/`).
+"""Folders of images in ImageNet's layout: `train/CLASS/...` and `val/CLASS/...` (or `test/`).
 
 Samples are decoded one by one in worker processes; the cache contains only the list of files. A folder that
 `raypod pack` has written is read from its shards.
@@ -8,39 +8,42 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Iterator, List, Tuple
+from typing import Iterator, List, Optional, Tuple
 
 import numpy as np
 
+from raypod.cli import counted
 from raypod.datasets import shards
 from raypod.datasets.arrays import ImageShape, Splits, fingerprint_of_bytes
 from raypod.datasets.cache import Arrays, Cache, data_dir
-from raypod.datasets.image_files import Files, FolderFiles, ImageFiles
-from raypod.errors import ConfigError, DataMissing
-from raypod.plan.config import IMAGE_SIDE, Config
+from raypod.datasets.image_files import KINDS, Files, FolderFiles, ImageFiles, ImageWalk, contents_of, warnings_of
+from raypod.errors import ConfigError, DataMissing, as_utf8
+from raypod.plan.config import CONTENTS, IMAGE_SIDE, TEST_SAMPLE, Config
 from raypod.plan.plan import DatasetSize
 from raypod.plan.urls import is_url
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 _IMAGENET_CLASSES = 1000
-JPEG_SUFFIXES = (".jpg", ".jpeg")
-SUFFIXES = (*JPEG_SUFFIXES, ".png")
 
 
 def size(config: Config) -> DatasetSize:
-    """Return the numbers of samples, from the cache or counted in the folders; writes nothing and opens no image."""
+    """Return the numbers of samples, and what is lost of their pixels; writes nothing and opens only a few images."""
     root = _root(config)
-    if shards.is_packed(root):
-        index = shards.read_index(root)
-        shards.check_sizes(root, index)
-        return DatasetSize(index.train.samples, index.test.samples)
-    return Cache(config, root, _class_folders(root)).size(lambda: list_files(root))
+    index = _index(root)
+    arrays = _arrays(config, root, index, writes=False)
+    counts = [len(arrays[f"{split}_labels"]) for split in shards.SPLITS]
+    lost = warnings_of([(_files(root, index, arrays, split), count) for split, count in zip(shards.SPLITS, counts)])
+    skipped = [] if index is not None else [os.fsdecode(each) for each in arrays["skipped"].tolist() if each]
+    return DatasetSize(counts[0], counts[1], notes=(*skipped, *(f"WARNING: {each}" for each in lost)))
 
 
 def shape(config: Config) -> ImageShape:
     """Return the shape of the cropped images and the number of classes; for `imagenet` without reading files."""
-    is_imagenet = config.data.dataset == "imagenet"
-    classes = _IMAGENET_CLASSES if is_imagenet else len(class_names(_root(config)))
+    classes = _IMAGENET_CLASSES
+    if config.data.dataset != "imagenet":
+        root = _root(config)
+        index = _index(root)
+        classes = len(class_names(_arrays(config, root, index, writes=False)) if index is None else index.classes)
     return ImageShape(3, config.data.image_size or IMAGE_SIDE, classes)
 
 
@@ -55,40 +58,31 @@ def load(config: Config) -> Splits:
     from raypod.datasets.image_decoders import preparation  # imports torch, which planning must not
 
     root, data = _root(config), config.data
-    index = shards.read_index(root) if shards.is_packed(root) else None
-    if index is not None:
-        shards.check_sizes(root, index)
-        arrays = shards.read_arrays(root, index)
-    else:
-        arrays = Cache(config, root, _class_folders(root)).get(lambda: list_files(root))
-
-    def files_of(split: str) -> Files:
-        if index is None:
-            return FolderFiles(root, arrays[f"{split}_files"])
-        columns = {name: arrays[f"{split}_{name}"] for name in shards.COLUMNS}
-        return shards.PackedFiles(root, getattr(index, split).shards, columns)
-
-    side, decoder = data.image_size or IMAGE_SIDE, data.jpeg_decoder
+    index = _index(root)
+    arrays = _arrays(config, root, index, writes=True)
+    side, decoder, limit = data.image_size or IMAGE_SIDE, data.jpeg_decoder, data.max_image_pixels
     labels = arrays["train_labels"], arrays["test_labels"]
-    names = class_names(root)
-    train = preparation(decoder, side, is_random=data.augment, flips=data.flip is not False)
-    test = preparation(decoder, side, is_random=False, flips=False)
+    names = class_names(arrays) if index is None else index.classes
+    train_files, test_files = (_files(root, index, arrays, split) for split in shards.SPLITS)
+    listed = fingerprint_of_bytes(arrays["train_files"], arrays["test_files"], *labels)
+    contents = contents_of([(train_files, len(labels[0])), (test_files, len(labels[1]))])
+    train = preparation(decoder, side, is_random=data.augment, flips=data.flip is not False, max_pixels=limit)
+    test = preparation(decoder, side, is_random=False, flips=False, max_pixels=limit)
     return Splits(
-        train=ImageFiles(files_of("train"), labels[0], train),
-        test=ImageFiles(files_of("test"), labels[1], test),
+        train=ImageFiles(train_files, labels[0], train),
+        test=ImageFiles(test_files, labels[1], test, TEST_SAMPLE),
         classes=len(names),
-        fingerprint=fingerprint_of_bytes(arrays["train_files"], arrays["test_files"], *labels),
+        fingerprint=f"{listed}{CONTENTS}{contents}",
         mean=_MEAN,
         std=_STD,
         names=names,
     )
 
 
-def class_names(root: Path) -> Tuple[str, ...]:
-    """Return the names of the classes, by label, of an image folder or a packed one."""
-    if shards.is_packed(root):
-        return shards.read_index(root).classes
-    return tuple(_folders(root / "train"))
+def class_names(arrays: Arrays) -> Tuple[str, ...]:
+    """Return the names of the classes, by label, of `list_files`."""
+    first = np.unique(arrays["train_labels"], return_index=True)[1]
+    return tuple(as_utf8(os.fsdecode(bytes(arrays["train_files"][index]).split(b"/")[1])) for index in first)
 
 
 def _root(config: Config) -> Path:
@@ -100,18 +94,50 @@ def _root(config: Config) -> Path:
     root = data_dir(config, "train/ and val/")
     if not shards.is_packed(root) and (root / shards.ARRAYS).is_dir():
         raise ConfigError(f"{root} has shards, but no {shards.INDEX}: it is incomplete; copy it again, or pack again")
-    if not class_names(root):
+    if not shards.is_packed(root) and not has_classes(root):
         raise DataMissing(
             f"--dataset {config.data.dataset}: {root / 'train'} has no class folders; expected "
-            f"{root}/train/CLASS/*.jpg (or .jpeg, .png) and {root}/val/CLASS/* (or test/), or what `raypod pack` writes"
+            f"{root}/train/CLASS/*.jpg (or .png, .webp, .tif, ...) and {root}/val/CLASS/* (or test/), or what "
+            "`raypod pack` writes"
         )
     return root
+
+
+def _index(root: Path) -> Optional[shards.Index]:
+    """Return the index of a packed folder, whose shards are complete; None for another folder."""
+    if not shards.is_packed(root):
+        return None
+    index = shards.read_index(root)
+    shards.check_sizes(root, index)
+    return index
+
+
+def _files(root: Path, index: Optional[shards.Index], arrays: Arrays, split: str) -> Files:
+    """Return the files of a split."""
+    if index is None:
+        return FolderFiles(root, arrays[f"{split}_files"])
+    columns = {name: arrays[f"{split}_{name}"] for name in shards.COLUMNS}
+    return shards.PackedFiles(root, getattr(index, split).shards, columns)
+
+
+def _arrays(config: Config, root: Path, index: Optional[shards.Index], writes: bool) -> Arrays:
+    """Return the files and labels of both splits; from the cache, into which they are written if `writes`."""
+    if index is not None:
+        return shards.read_arrays(root, index)
+    cache = Cache(config, root, _class_folders(root))
+    arrays = (cache.get if writes else cache.read)(lambda: list_files(root))
+    return list_files(root) if arrays["linked"].any() else arrays  # the key of the cache does not cover their files
+
+
+def has_classes(root: Path) -> bool:
+    """Whether a folder has class folders, which may be empty."""
+    return bool(_folders(root / "train"))
 
 
 def _folders(folder: Path) -> List[str]:
     if not folder.is_dir():
         return []
-    return sorted(entry.name for entry in os.scandir(str(folder)) if entry.is_dir())
+    return sorted(entry.name for entry in os.scandir(str(folder)) if entry.is_dir() and not entry.name.startswith("."))
 
 
 def _test_folder(root: Path) -> Path:
@@ -119,12 +145,14 @@ def _test_folder(root: Path) -> Path:
 
 
 def _class_folders(root: Path) -> Iterator[Path]:
-    """Yield all folders below the class folders, and these.
+    """Yield the folders of the splits, the class folders, and all folders below them.
 
     Adding or removing a file changes the modification time of its folder: the cache reads the times of a thousand
     folders instead of a million files.
     """
     for split in (root / "train", _test_folder(root)):
+        if split.is_dir():
+            yield split
         for name in _folders(split):
             yield from _with_subfolders(split / name)
 
@@ -139,27 +167,32 @@ def _with_subfolders(folder: Path) -> List[Path]:
 def list_files(root: Path) -> Arrays:
     """Return the paths relative to `root` and the labels of both splits: train_files, train_labels, ...
 
+    Also `skipped`, a line about what is no image, and `linked`, the number of folders behind links below class folders.
+
     Raises:
-        ConfigError: there are no training images, or a class has only test images.
+        ConfigError: there are no training images, a class has only test images, or a folder cannot be read.
     """
-    numbers = {name: number for number, name in enumerate(class_names(root))}
+    train, test, walk = root / "train", _test_folder(root), ImageWalk()
+    try:
+        by_split = {"train": (train, walk.classes(train)), "test": (test, walk.classes(test))}
+    except OSError as error:
+        raise ConfigError(f"cannot read the folder {error.filename}: {error.strerror}") from None
+    trained, tested = by_split["train"][1], by_split["test"][1]
+    numbers = {name: number for number, name in enumerate(name for name, images in trained.items() if images)}
+    if not numbers:
+        raise ConfigError(f"the folders in {train} contain no images ({KINDS})")
+    for name, images in tested.items():
+        if name not in trained or (images and name not in numbers):
+            reason = f"which has no images in {train}" if name in trained else f"that {train} does not have"
+            raise ConfigError(f"{test / name} is a class {reason}")
+    empty = [train / name for name in trained if name not in numbers]
     found: Arrays = {}
-    for split, folder in (("train", root / "train"), ("test", _test_folder(root))):
-        unknown = set(_folders(folder)) - set(numbers)
-        if unknown:
-            raise ConfigError(f"{folder / min(unknown)} is a class that {root / 'train'} does not have")
-        pairs = [(file, numbers[name]) for name in _folders(folder) for file in _images(root, folder / name)]
-        found[f"{split}_files"] = np.array([file for file, _ in pairs], dtype=np.bytes_)
+    for split, (folder, classes) in by_split.items():
+        start = len(str(folder))
+        pairs = [(file[start:], numbers[name]) for name, images in classes.items() for file in images]
+        found[f"{split}_files"] = np.array([os.fsencode(folder.name + file) for file, _ in pairs], dtype=np.bytes_)
         found[f"{split}_labels"] = np.array([number for _, number in pairs], dtype=np.int64)
-    if not len(found["train_labels"]):
-        raise ConfigError(f"the folders in {root / 'train'} contain no images ({', '.join(SUFFIXES)})")
+    classes_without = f"WARNING: {counted(len(empty), 'class folder')} without images, as {empty[0]}" if empty else ""
+    found["skipped"] = np.array([os.fsencode(line) for line in (as_utf8(classes_without), walk.report())])
+    found["linked"] = np.array([walk.linked])
     return found
-
-
-def _images(root: Path, folder: Path) -> Iterator[bytes]:
-    """Yield the paths of the images below `folder`, relative to `root`, in order."""
-    for where, folders, files in os.walk(str(folder)):
-        folders.sort()
-        for name in sorted(files):
-            if name.lower().endswith(SUFFIXES):
-                yield os.fsencode(os.path.relpath(os.path.join(where, name), str(root)))  # noqa: PTH118 - faster

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 
 from raypod.datasets.arrays import Splits
-from raypod.datasets.image_files import ImageFiles
-from raypod.datasets.image_folder import JPEG_SUFFIXES, SUFFIXES
+from raypod.datasets.image_files import KINDS, ImageFiles, ImageWalk
+from raypod.datasets.pixel_limit import open_image
+from raypod.datasets.pixels import eight_bit
 from raypod.datasets.transforms import resize
 from raypod.errors import ConfigError
+from raypod.plan.config import MAX_IMAGE_PIXELS
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # of Pillow, by the number of channels
 
@@ -21,15 +23,18 @@ def image_files(names: Sequence[str]) -> List[Path]:
     """Return the named files, and the images in the named folders in the order of their names.
 
     Raises:
-        ConfigError: a name does not exist, or a folder contains no image.
+        ConfigError: a name does not exist, or a folder contains no image or cannot be read.
     """
     found: List[Path] = []
     for name in names:
         path = Path(name)
         if path.is_dir():
-            inside = [each for each in sorted(path.rglob("*")) if each.suffix.lower() in SUFFIXES and each.is_file()]
+            try:
+                inside = sorted(map(Path, ImageWalk().images(str(path))))
+            except OSError as error:
+                raise ConfigError(f"cannot read the folder {error.filename}: {error.strerror}") from None
             if not inside:
-                raise ConfigError(f"{name} contains no images ({', '.join(SUFFIXES)})")
+                raise ConfigError(f"{name} contains no images ({KINDS})")
             found += inside
         elif path.exists():
             found.append(path)
@@ -45,8 +50,8 @@ class ImageReader:
     images are resized to the size of the samples.
     """
 
-    def __init__(self, dataset: str, splits: Splits) -> None:
-        """`dataset` is the name of the data set, for messages.
+    def __init__(self, dataset: str, splits: Splits, max_pixels: int = MAX_IMAGE_PIXELS) -> None:
+        """`dataset` is the name of the data set, for messages; `max_pixels` the limit of an image.
 
         Raises:
             ConfigError: its samples are no images from which the preparation of others follows.
@@ -63,17 +68,16 @@ class ImageReader:
                 f"{dataset}: its samples are {sample.dtype}, and how it computes them is unknown: give its test split "
                 "the attribute transform, which maps a Pillow image to a tensor"
             )
+        self._max_pixels = max_pixels
         self._mode, self._shape = _MODES[channels], tuple(sample.shape)
 
     def read(self, path: Path) -> torch.Tensor:
         """Return an image [channels, height, width] as a sample of the data set. ConfigError if it cannot be read."""
-        from PIL import Image  # planning works without Pillow
-
         try:
-            if self._decode is not None and path.suffix.lower() in JPEG_SUFFIXES:
+            if self._decode is not None:
                 return self._decode(path.read_bytes())
-            with Image.open(path) as file:
-                image = _eight_bit(file).convert(self._mode)
+            with open_image(path, self._max_pixels) as file:
+                image = eight_bit(file, self._mode)
                 if self._transform is not None:
                     return torch.as_tensor(self._transform(image))
         except Exception as error:  # noqa: BLE001 - Pillow and the user's transform raise many exception types
@@ -81,12 +85,3 @@ class ImageReader:
         pixels = np.array(image, dtype=np.uint8).reshape(image.height, image.width, self._shape[0])
         channels_first = np.ascontiguousarray(pixels.transpose(2, 0, 1)[None])
         return torch.from_numpy(resize(channels_first, (self._height, self._width)))[0]
-
-
-def _eight_bit(image: Any) -> Any:
-    """Return an image whose pixels have 16 bits with 8 bits; Pillow would clip them."""
-    if not image.mode.startswith("I"):
-        return image
-    from PIL import Image  # as above
-
-    return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from raypod.datasets.arrays import ArrayDataset, Splits
-from raypod.datasets.source import Batch, Source
+from raypod.datasets.source import FIRST, Batch, Source
 from raypod.datasets.transforms import activation_dtype, gather, normalize, resize
 from raypod.errors import ConfigError
 from raypod.plan.config import VISION_TRANSFORMERS, Config
@@ -21,7 +21,7 @@ class ImageSource(Source):
     """The splits of an image data set. A batch is (images [n, channels, height, width], labels int64 [n])."""
 
     def __init__(self, config: Config, splits: Splits) -> None:
-        self._config, self._splits = config, splits
+        self._config, self._splits, self.first = config, splits, config.data.first_sample
         self.train, self.test, self.fingerprint = splits.train, splits.test, splits.fingerprint
         self.is_in_memory = isinstance(splits.train, ArrayDataset)
         self._host_size = _host_size(splits, config.data.eight_bit_io, config.data.image_size)
@@ -31,18 +31,32 @@ class ImageSource(Source):
         images, labels = gather(split, samples, self._splits.augmentation, seed_and_epoch, self._host_size)
         return self.to_device_format((torch.from_numpy(images), torch.from_numpy(labels)))
 
-    def check_sample(self, sample: Any) -> None:
+    def check_sample(self, sample: Any, name: str = FIRST) -> None:
         """See `Source.check_sample`."""
-        name = self._config.data.dataset
+        dataset = self._config.data.dataset
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+            raise ConfigError(f"{dataset}: a sample must be (image, label), but {name} is a {type(sample).__name__}")
+        image, label = sample
+        if not isinstance(image, (torch.Tensor, np.ndarray)):
+            kind = type(image).__name__
+            raise ConfigError(f"{dataset}: images must be torch tensors or NumPy arrays, but {name} is a {kind}")
+        of = "" if name == FIRST else f" as that of {name}"
+        if image.ndim != 3:
+            raise ConfigError(f"{dataset}: images must be [channels, height, width], not {list(image.shape)}{of}")
+        if not _is_image(image):
             raise ConfigError(
-                f"{name}: a sample must be (image, label), but the first one is a {type(sample).__name__}"
+                f"{dataset}: images must be uint8, which are divided by 255, or floating-point numbers, which are used "
+                f"as they are, not {str(image.dtype).rpartition('.')[2]}{of}; convert them in your data set"
             )
-        if not isinstance(sample[0], (torch.Tensor, np.ndarray)):
-            kind = type(sample[0]).__name__
-            raise ConfigError(f"{name}: images must be torch tensors or NumPy arrays, but the first one is a {kind}")
-        if sample[0].ndim != 3:
-            raise ConfigError(f"{name}: images must be [channels, height, width], not {list(sample[0].shape)}")
+        if not isinstance(label, (int, np.integer, np.ndarray, torch.Tensor)):
+            kind = type(label).__name__
+            raise ConfigError(f"{dataset}: labels must be integers, one per image, not {kind}{of}")
+        try:
+            self._check_labels(torch.as_tensor(label).reshape(1))
+        except ConfigError as error:
+            raise ConfigError(f"{error}{of and f' (the label of {name})'}") from None
+        except (RuntimeError, TypeError):  # several numbers, or no number
+            raise ConfigError(f"{dataset}: labels must be integers, one per image, not {label!r:.80}{of}") from None
 
     def to_device_format(self, batch: Any) -> Batch:
         """Check the labels; resize, normalize and cast the images, except for what the device does with 8-bit IO."""
@@ -77,6 +91,12 @@ class ImageSource(Source):
             name = self._config.data.dataset
             raise ConfigError(f"--image-size {size} needs uint8 images, but those of {name} are {images.dtype}")
         return torch.from_numpy(resize(images.numpy(), (size, size)))
+
+
+def _is_image(image: Any) -> bool:
+    """Whether the pixels of a tensor or array are of a type that `to_device_format` converts to those of a network."""
+    name = str(image.dtype).rpartition(".")[2]
+    return name in ("uint8", "bool") or "float" in name
 
 
 def input_shape(config: Config, sent: torch.Tensor) -> Tuple[int, int]:

@@ -4,24 +4,98 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import queue
 import random
 import threading
 import time
+import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Callable, ContextManager, Deque, Generator, Iterable, Iterator, List, Tuple, TypeVar
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Deque,
+    Generator,
+    Iterable,
+    Iterator,
+    List,
+    Optional,
+    Sequence,
+    Tuple,
+    TypeVar,
+)
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from raypod.datasets.order import sample_seed
+from raypod.errors import ConfigError, DataUnreadable, summarize_exception
+from raypod.plan.placement import InstanceSpec
 
 Item = TypeVar("Item")
 Request = TypeVar("Request")
 EpochSamples = Tuple[int, np.ndarray]  # the samples of one call: (epoch, indices int64 [combined_batch_size])
 NO_EPOCH = 1 << 32  # the epoch of evaluation, so that it draws the same random numbers each time
 _JOIN_TIMEOUT_S = 1.0  # on close, before a blocked thread or worker process is interrupted
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # before samples are read again
+# Errors of a disk or a network that may return: another attempt can succeed.
+_PASSING = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("EIO", "ESTALE", "ETIMEDOUT", "ENXIO", "ENODEV", "EREMOTEIO", "ENOLINK", "ENOTCONN", "ESHUTDOWN", "EPIPE"),
+        *("ECONNRESET", "ECONNREFUSED", "ECONNABORTED", "ENETDOWN", "ENETUNREACH", "ENETRESET", "EHOSTDOWN"),
+        "EHOSTUNREACH",
+    )
+)
+
+
+class ReadFailed(OSError):
+    """Raised for samples that could not be read because of their disk or network. Worker processes raise it, too."""
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Raise an error of the disk or the network, also if it is the cause of another one, as ReadFailed."""
+    try:
+        yield
+    except Exception as error:
+        cause: Optional[BaseException] = error
+        while cause is not None:
+            if isinstance(cause, (ConnectionError, TimeoutError)) or getattr(cause, "errno", None) in _PASSING:
+                raise ReadFailed(summarize_exception(error)) from error
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
+class Retry:
+    """The attempts to read the samples of one call again.
+
+    Args:
+        spec: the instance, for messages.
+        limit_s: from the first failure on.
+        pause: waits some seconds; what it raises ends the attempts.
+    """
+
+    def __init__(self, spec: InstanceSpec, limit_s: float, pause: Callable[[float], object]) -> None:
+        self._spec, self._limit_s, self._pause = spec, limit_s, pause
+        self._first_s: Optional[float] = None
+        self._pause_s = _FIRST_PAUSE_S
+
+    def wait(self, error: ReadFailed) -> None:
+        """Wait before the next attempt, each time longer. DataUnreadable if the time is over."""
+        now_s, cause = time.monotonic(), summarize_exception(error).partition(f"{ReadFailed.__name__}: ")[2]
+        if self._first_s is None:
+            self._first_s = now_s
+            if self._limit_s:
+                limit = f"run.read_retry_s = {self._limit_s:g}"
+                warnings.warn(f"samples cannot be read and are read again ({limit}): {cause}", RuntimeWarning, 2)
+        left_s = self._first_s + self._limit_s - now_s
+        if left_s <= 0:
+            raise DataUnreadable(self._spec.index, self._spec.host, self._limit_s, cause) from error
+        self._pause(min(self._pause_s, left_s))
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
 
 def timed(
@@ -122,17 +196,21 @@ class SampleLoader:
         data: the map-style data set.
         seed: of the random numbers that the data set draws (see `SeededSamples`).
         num_workers: worker processes, kept alive between iterations; 0 loads in the calling thread.
+        check: called with each sample and its index; it raises ConfigError for one that cannot be used.
     """
 
-    def __init__(self, data: Any, seed: int, num_workers: int) -> None:
+    def __init__(
+        self, data: Any, seed: int, num_workers: int, check: Optional[Callable[[Any, int], object]] = None
+    ) -> None:
         self._calls = _Calls()
-        self._samples = SeededSamples(data, seed)
+        self._samples = SeededSamples(data, seed, check)
         samples: Any = self._samples
         calls: Any = self._calls
         self._loader: Any = DataLoader(
             samples,
             batch_sampler=calls,
             num_workers=num_workers,
+            collate_fn=_collate,
             persistent_workers=num_workers > 0,
             generator=torch.Generator(),  # without it every iteration draws from torch's global generator
         )
@@ -140,7 +218,7 @@ class SampleLoader:
     def load(self, calls: Iterable[EpochSamples]) -> Iterator[Any]:
         """Yield (indices, samples) of each call: an int64 tensor as the workers received it, and a collated batch."""
         self._calls.keys = ([(epoch, int(sample)) for sample in samples] for epoch, samples in calls)
-        return iter(self._loader)
+        return _with_short_errors(iter(self._loader))
 
     def interrupt(self) -> None:
         """End a wait of another thread for samples by an exception there, at the latest when its sample is loaded."""
@@ -181,8 +259,9 @@ class SeededSamples:
     `draws_from_torch_only` draw from torch's global generator only; seeding the others takes 0.1 ms per sample.
     """
 
-    def __init__(self, data: Any, seed: int) -> None:
-        self._data, self._seed = data, seed
+    def __init__(self, data: Any, seed: int, check: Optional[Callable[[Any, int], object]] = None) -> None:
+        """`check` is that of `SampleLoader`."""
+        self._data, self._seed, self._check = data, seed, check
         self._generators = _seeded_torch if getattr(data, "draws_from_torch_only", False) else _seeded
         self.is_interrupted = False  # the next sample raises InterruptedError
 
@@ -190,8 +269,55 @@ class SeededSamples:
         if self.is_interrupted:
             raise InterruptedError
         epoch, sample = key
-        with self._generators(sample_seed(self._seed, epoch, sample)):
-            return sample, self._data[sample]
+        with reading(), self._generators(sample_seed(self._seed, epoch, sample)):
+            found = self._data[sample]
+        if self._check is not None:
+            self._check(found, sample)
+        return sample, found
+
+
+def collated(samples: List[Any], indices: Sequence[int]) -> Any:
+    """Return the batch of samples, as torch's `default_collate`. ConfigError with their indices if they differ."""
+    try:
+        return default_collate(samples)
+    except Exception as error:
+        for index, sample in zip(indices, samples):
+            difference = _difference(samples[0], sample)
+            if difference:
+                raise ConfigError(
+                    f"samples {indices[0]} and {index} cannot be combined to a batch: {difference}; "
+                    "resize or pad them in the data set"
+                ) from error
+        raise
+
+
+def _collate(samples: List[Tuple[int, Any]]) -> Any:
+    indices = [index for index, _ in samples]
+    return torch.tensor(indices), collated([sample for _, sample in samples], indices)
+
+
+def _difference(one: Any, other: Any) -> str:
+    """Return how two samples differ that cannot be combined; "" if nothing is found."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        if one.keys() != other.keys():
+            return f"their keys are {', '.join(map(str, one))} and {', '.join(map(str, other))}"
+        pairs = [(f"{name!r}: ", one[name], other[name]) for name in one]
+    elif isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        if len(one) != len(other):
+            return f"they have {len(one)} and {len(other)} entries"
+        pairs = [(f"entry {number}: ", *both) for number, both in enumerate(zip(one, other))]
+    else:
+        shapes = [list(each.shape) if hasattr(each, "shape") else type(each).__name__ for each in (one, other)]
+        return "" if shapes[0] == shapes[1] else f"{shapes[0]} and {shapes[1]}"
+    return next((f"{name}{found}" for name, *both in pairs for found in [_difference(*both)] if found), "")
+
+
+def _with_short_errors(batches: Iterator[Item]) -> Iterator[Item]:
+    """Yield the same batches. The message of a worker's ConfigError has the whole traceback: raise its last line."""
+    try:
+        yield from batches
+    except ConfigError as error:
+        raise ConfigError(summarize_exception(error).partition("ConfigError: ")[2]) from None
 
 
 @contextlib.contextmanager

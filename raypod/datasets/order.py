@@ -7,6 +7,7 @@ from numpy's generators, whose sequences may change between numpy versions.
 from __future__ import annotations
 
 import hashlib
+from typing import Sequence
 
 import numpy as np
 
@@ -19,6 +20,20 @@ def epoch_order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
     """Return the permutation of an epoch: int64 [num_samples], the sample index at each position."""
     order: np.ndarray = np.argsort(hash_integers(_ORDER, seed, epoch, np.arange(num_samples)), kind="stable")
     return order
+
+
+def in_place_of(left_out: Sequence[int], samples: np.ndarray, num_samples: int) -> np.ndarray:
+    """Return sample indices in which the next sample takes the place of each one that is left out."""
+    if not left_out:
+        return samples
+    kept = kept_samples(left_out, num_samples)
+    found: np.ndarray = kept[np.searchsorted(kept, samples) % len(kept)]
+    return found
+
+
+def kept_samples(left_out: Sequence[int], num_samples: int) -> np.ndarray:
+    """Return the samples that are not left out, in ascending order: int64."""
+    return np.setdiff1d(np.arange(num_samples), np.asarray(left_out, dtype=np.int64))
 
 
 def call_positions(geometry: Geometry, instance: int, call: int) -> np.ndarray:

@@ -29,12 +29,13 @@ _LOCK_TIMEOUT_S = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """What was written: samples of each split, shards and their bytes."""
+    """What was written: samples of each split, shards and their bytes; and lines about files that were skipped."""
 
     train: int
     test: int
     shards: int
     bytes: int
+    skipped: List[str]
 
 
 def pack(folder: Path, target: Path, shard_bytes: int, on_sample: Callable[[int, int], object]) -> Packed:
@@ -49,8 +50,7 @@ def pack(folder: Path, target: Path, shard_bytes: int, on_sample: Callable[[int,
     """
     if shards.is_packed(folder):
         raise ConfigError(f"{folder} is packed already")
-    classes = image_folder.class_names(folder)
-    if not classes:
+    if not image_folder.has_classes(folder):
         raise ConfigError(f"{folder / 'train'} has no class folders; expected {folder}/train/CLASS/*.jpg")
     if target.exists():
         raise ConfigError(f"{target} exists; choose another folder, or remove it")
@@ -74,7 +74,7 @@ def pack(folder: Path, target: Path, shard_bytes: int, on_sample: Callable[[int,
             index = Index(
                 format=shards.FORMAT,
                 version=shards.VERSION,
-                classes=classes,
+                classes=image_folder.class_names(files),
                 train=SplitIndex(samples=len(files["train_files"]), shards=tuple(listed["train"])),
                 test=SplitIndex(samples=len(files["test_files"]), shards=tuple(listed["test"])),
                 arrays=checksums,
@@ -85,7 +85,9 @@ def pack(folder: Path, target: Path, shard_bytes: int, on_sample: Callable[[int,
             rename_folder(partial, target)
     except OSError as error:
         raise ConfigError(f"cannot pack {folder} into {target}: {_reason(error)}") from None
-    return Packed(index.train.samples, index.test.samples, len(index.shards), sum(each.bytes for each in index.shards))
+    size = sum(each.bytes for each in index.shards)
+    skipped = [os.fsdecode(line) for line in files["skipped"].tolist() if line]
+    return Packed(index.train.samples, index.test.samples, len(index.shards), size, skipped)
 
 
 @contextlib.contextmanager

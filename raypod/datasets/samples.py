@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from raypod.datasets.arrays import fingerprint_of_bytes, fingerprint_of_values
-from raypod.datasets.source import Batch, Source
+from raypod.datasets.source import FIRST, Batch, Source
 from raypod.errors import ConfigError
 
 _HASHED_ROWS = 1024  # of each array, evenly spaced
@@ -46,6 +46,7 @@ class SampleSource(Source):
         task: the task's name, for messages.
         splits: the training split, and the test split or None.
         seed: of the random numbers that samples draw.
+        first: see `Source`.
 
     Attributes:
         names: of the tensors of a batch, if samples are dicts.
@@ -54,8 +55,8 @@ class SampleSource(Source):
         ConfigError: the splits cannot be used.
     """
 
-    def __init__(self, task: str, splits: Any, seed: int) -> None:
-        self._task = task
+    def __init__(self, task: str, splits: Any, seed: int, first: int = 0) -> None:
+        self._task, self.first = task, first
         self.train, self.test = _checked_splits(task, splits)
         self.is_in_memory = isinstance(self.train, Arrays)
         self.names: Optional[Tuple[str, ...]] = None
@@ -70,14 +71,18 @@ class SampleSource(Source):
         """See `Source.gather`."""
         return tuple(torch.from_numpy(values[samples]) for values in split.fields.values())
 
-    def check_sample(self, sample: Any) -> None:
+    def check_sample(self, sample: Any, name: str = FIRST) -> None:
         """See `Source.check_sample`."""
         values = sample.items() if isinstance(sample, dict) else enumerate(_listed(sample))
-        for name, value in values:
-            if not isinstance(value, (torch.Tensor, np.ndarray, np.generic, int, float)):
+        shown = "the first sample" if name == FIRST else name
+        for entry, value in values:
+            is_number = isinstance(value, (torch.Tensor, int, float)) or (
+                isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc"
+            )
+            if not is_number:
                 raise ConfigError(
                     f"task {self._task}: samples must be tensors, or tuples or dicts of tensors, but the entry "
-                    f"{name!r} of the first sample is a {type(value).__name__}"
+                    f"{entry!r} of {shown} is a {type(value).__name__}"
                 )
 
     def to_device_format(self, batch: Any) -> Batch:

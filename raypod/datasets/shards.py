@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import json
 import os
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Tuple
 
 import numpy as np
 import pydantic
+import xxhash
 
 from raypod.datasets.arrays import load_mapped
-from raypod.errors import ConfigError
+from raypod.errors import ConfigError, as_utf8
+from raypod.host.files import parse_json
 
 INDEX, ARRAYS = "index.json", "index"
 FORMAT, VERSION = "raypod-shards", 1
@@ -84,7 +85,7 @@ def read_index(folder: Path) -> Index:
     """Return the index of a packed folder. ConfigError if it is damaged or has another version."""
     path = folder / INDEX
     try:
-        content = json.loads(path.read_text())
+        content = parse_json(path.read_text(encoding="utf-8"))
         form, version = content.get("format"), content.get("version")
         if form == FORMAT and version != VERSION:
             raise ConfigError(
@@ -155,8 +156,6 @@ def verify(folder: Path, index: Index, on_bytes: Callable[[int], object]) -> Non
 
 def new_checksum() -> Any:
     """Return an empty XXH3-128, with `update` and `hexdigest`."""
-    import xxhash  # only packed data needs it
-
     return xxhash.xxh3_128()
 
 
@@ -172,10 +171,7 @@ def checksum_of(path: Path) -> str:
 
 def checksum_of_sample(data: bytes) -> int:
     """Return the XXH3-64 of a sample's file as uint64."""
-    import xxhash  # as above
-
-    found: int = xxhash.xxh3_64_intdigest(data)
-    return found
+    return xxhash.xxh3_64_intdigest(data)
 
 
 class PackedFiles:
@@ -209,10 +205,18 @@ class PackedFiles:
             raise OSError("its bytes in the shard have changed since it was packed")
         return data
 
+    def size(self, index: int) -> int:
+        """See `Files.size`; as it was packed."""
+        return int(self._arrays["sizes"][index])
+
+    def checksum(self, index: int) -> int:
+        """See `Files.checksum`; as it was packed."""
+        return int(self._arrays["checksums"][index])
+
     def name(self, index: int) -> str:
         """See `Files.name`."""
         file = os.fsdecode(bytes(self._arrays["files"][index]))
-        return f"{file} ({self._paths[int(self._arrays['shards'][index])]}, sample {index})"
+        return as_utf8(f"{file} ({self._paths[int(self._arrays['shards'][index])]}, sample {index})")
 
     def _descriptor(self, shard: int) -> int:
         found = self._open.get(shard)

@@ -7,25 +7,31 @@ from typing import Any, Optional, Tuple
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
 
-from raypod.datasets.loading import NO_EPOCH, SeededSamples
+from raypod.datasets.loading import NO_EPOCH, SeededSamples, collated
 
 Batch = Tuple[torch.Tensor, ...]
+FIRST = "the first one"  # name of a sample
 
 
 class Source(abc.ABC):
     """The loaded splits of a task.
 
+    `gather` and `to_device_format` also run in threads, while a model compiles. PopTorch then replaces torch's factory
+    functions in the whole process (`torch.empty`, `torch.tensor` and others): they make tensors by `torch.from_numpy`
+    or by the methods of a tensor.
+
     Attributes:
         train, test: map-style data sets; if `is_in_memory`, only their lengths are used, and `gather`.
         fingerprint: hash that identifies the data, the same on every host.
+        first: the training sample from which the shapes of a batch are known.
         is_in_memory: whether `gather` makes batches, in a background thread; otherwise worker processes load samples.
     """
 
     train: Any
     test: Any
     fingerprint: str
+    first: int = 0
     is_in_memory: bool = False
 
     def gather(self, split: Any, samples: np.ndarray, seed_and_epoch: Optional[Tuple[int, int]]) -> Batch:
@@ -39,19 +45,19 @@ class Source(abc.ABC):
         raise NotImplementedError
 
     def first_sample(self, seed: int) -> Any:
-        """Load the first training sample as an evaluation would. ConfigError if it cannot be used."""
-        _, sample = SeededSamples(self.train, seed)[NO_EPOCH, 0]
+        """Load the training sample `first` as an evaluation would. ConfigError if it cannot be used."""
+        _, sample = SeededSamples(self.train, seed)[NO_EPOCH, self.first]
         self.check_sample(sample)
         return sample
 
     def first_batch(self, seed: int) -> Batch:
-        """Return the batch of the first training sample, without augmentation, as the host sends it to the device."""
+        """Return the batch of the training sample `first`, without augmentation, as the host sends it to the device."""
         if self.is_in_memory:
-            return self.gather(self.train, np.arange(1), None)
-        return self.to_device_format(default_collate([self.first_sample(seed)]))
+            return self.gather(self.train, np.array([self.first]), None)
+        return self.to_device_format(collated([self.first_sample(seed)], [self.first]))
 
-    def check_sample(self, sample: Any) -> None:
-        """Check the first sample that worker processes would load. ConfigError if it cannot be used."""
+    def check_sample(self, sample: Any, name: str = FIRST) -> None:
+        """Check a sample that was loaded on its own. ConfigError if it cannot be used; `name` is that of the sample."""
         del sample  # every sample can be used
 
     @abc.abstractmethod

@@ -137,7 +137,8 @@ def normalize(
     `mean` and `std` are those of `Splits`.
     """
     scale, offset = normalization_factors(mean, std)
-    normalized = torch.empty(images.shape, dtype=dtype)
+    # Not `torch.empty`: this runs in a thread, and PopTorch replaces torch's factory functions while a model compiles.
+    normalized = images.new_empty(images.shape, dtype=dtype)
     for first in range(0, len(images), _CHUNK):
         chunk = slice(first, first + _CHUNK)
         normalized[chunk] = images[chunk].to(torch.float32).mul_(scale).sub_(offset)
@@ -168,9 +169,9 @@ def device_input(
 
 def normalization_factors(mean: Sequence[float], std: Sequence[float]) -> Tuple[torch.Tensor, torch.Tensor]:
     """Return (scale, offset), float32 [1, channels or 1, 1, 1]: normalized images are `images * scale - offset`."""
-    scale = torch.tensor([1 / (255 * each) for each in std], dtype=torch.float32)
-    offset = torch.tensor([mid / each for mid, each in zip(mean, std)], dtype=torch.float32)
-    return scale.reshape(1, -1, 1, 1), offset.reshape(1, -1, 1, 1)
+    scale = np.array([1 / (255 * each) for each in std], dtype=np.float32)
+    offset = np.array([mid / each for mid, each in zip(mean, std)], dtype=np.float32)
+    return torch.from_numpy(scale.reshape(1, -1, 1, 1)), torch.from_numpy(offset.reshape(1, -1, 1, 1))
 
 
 class OnDeviceNormalization(nn.Module):

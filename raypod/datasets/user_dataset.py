@@ -51,12 +51,42 @@ def load(config: Config) -> Splits:
     classes = found[2] if len(found) == 3 else config.data.classes
     if not isinstance(classes, (int, np.integer)) or classes < 1:
         raise ConfigError(f"{name} returned {classes!r} as the number of classes; it must be a positive integer")
+    for split, data in (("train", train), ("test", test)):
+        if isinstance(data, ArrayDataset):
+            _check_arrays(f"{name}: the {split} split", data, int(classes))
     arrays = [data for data in (train, test) if isinstance(data, ArrayDataset)]
     content = fingerprint_of(*arrays) if arrays else getattr(train, "fingerprint", "")
     fingerprint = fingerprint_of_values(name, len(train), len(test), classes, content)
     names = getattr(train, "classes", ())  # of torchvision's data sets
     is_usable = isinstance(names, (list, tuple)) and len(names) == classes
     return Splits(train, test, int(classes), fingerprint, names=tuple(map(str, names if is_usable else ())))
+
+
+def _check_arrays(name: str, data: ArrayDataset, classes: int) -> None:
+    """Raise ConfigError for arrays that would be cast to other images or labels."""
+    images, labels = np.asarray(data.images), np.asarray(data.labels)
+    if images.ndim != 4 or labels.shape != images.shape[:1]:
+        raise ConfigError(
+            f"{name} has images {list(images.shape)} and labels {list(labels.shape)}; an ArrayDataset has images "
+            "[samples, channels, height, width] and labels [samples]"
+        )
+    if labels.dtype.kind not in "iu":
+        raise ConfigError(f"{name} has labels of type {labels.dtype}; they must be integers")
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(wrong):
+        raise ConfigError(
+            f"{name} has label {labels[wrong[0]]} in sample {wrong[0]}, but labels of {classes} classes are 0 to "
+            f"{classes - 1}; return (train, test, number of classes)"
+        )
+    if images.dtype.kind in "iu" and images.dtype != np.uint8:
+        outside = np.flatnonzero(((images < 0) | (images > 255)).any(axis=(1, 2, 3)))
+        if len(outside):
+            raise ConfigError(f"{name} has {images.dtype} images, and sample {outside[0]} is not within 0..255")
+    elif images.dtype != np.uint8:
+        raise ConfigError(
+            f"{name} has {images.dtype} images; those of an ArrayDataset are uint8: convert them, or return another "
+            "data set with __len__ and __getitem__"
+        )
 
 
 def _reported(config: Config) -> ContextManager[None]:

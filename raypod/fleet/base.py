@@ -115,6 +115,20 @@ class Fleet(Protocol):
             RunError: no host is available for a replacement.
         """
 
+    def release(self, survivors: Sequence[int]) -> Dict[int, int]:
+        """Make the survivors leave the process group. Return, for each, the update of the state kept (-1 for none).
+
+        Raises:
+            FleetBroken: further instances were lost.
+        """
+
+    def call_on(self, instances: Sequence[int], method: str, *arguments: Any) -> Dict[int, Any]:
+        """Call a method of some instances in parallel, after `release`; return the results by instance.
+
+        Raises:
+            FleetBroken: one of them was lost.
+        """
+
     def draining(self) -> List[str]:
         """Return the hosts of the run that are being drained. Cheap: it is called between any two reports."""
 
@@ -171,20 +185,6 @@ class ElasticFleet(Fleet, Protocol):
     """
 
     must_leave: Callable[[], bool]
-
-    def release(self, survivors: Sequence[int]) -> Dict[int, int]:
-        """Make the survivors leave the process group. Return, for each, the update of the state kept (-1 for none).
-
-        Raises:
-            FleetBroken: further instances were lost.
-        """
-
-    def call_on(self, instances: Sequence[int], method: str, *arguments: Any) -> Dict[int, Any]:
-        """Call a method of some instances in parallel, after `release`; return the results by instance.
-
-        Raises:
-            FleetBroken: one of them was lost.
-        """
 
     def room(self) -> List[Room]:
         """Return the hosts of the cluster that may respond, in its order. Cheap; a lost host may be among them."""

@@ -1,11 +1,14 @@
 """A minimal gRPC client of a Ray cluster's GCS: does it respond, does it accept the token, which hosts are alive.
 
-Ray's own client reports the reason of a refusal only in its log, after 20 s. This file needs only Python 3.6: it is
-sent to hosts that have neither Ray nor raypod, as `python3 - ADDRESS SECONDS HOST... < gcs.py`.
+Ray's own client reports the reason of a refusal only in its log, after 20 s. The token, with which anyone can run
+commands on the cluster, is sent only to a process of this user or of root: another user could listen on the port while
+Ray does not run. This file needs only Python 3.6: it is sent to hosts that have neither Ray nor raypod, as `python3 -
+ADDRESS SECONDS HOST... < gcs.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -13,9 +16,9 @@ import ssl
 import struct
 import sys
 import time
-from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
+from typing import Dict, Iterator, List, NamedTuple, Optional, Set, Tuple, Union
 
-ANSWERED, REFUSED, SILENT = "answered", "refused", "silent"
+ANSWERED, REFUSED, SILENT, FOREIGN = "answered", "refused", "silent", "foreign"
 _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 _ALL_NODES = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 _GET_VALUE = "/ray.rpc.InternalKVGcsService/InternalKVGet"
@@ -25,6 +28,8 @@ _END_HEADERS = 4
 _LARGEST_WINDOW = 2**31 - 1
 _UNAUTHENTICATED = 16  # grpc.StatusCode
 _ALIVE = 0  # GcsNodeInfo.state
+_ROOT = 0
+_ACCEPT_POLL_S = 0.01
 
 
 class Answer(NamedTuple):
@@ -33,9 +38,12 @@ class Answer(NamedTuple):
     body: bytes
 
 
-def check(address: str, token: Optional[str] = None, timeout_s: float = 3.0) -> Answer:
-    """Return ANSWERED with the version of Ray in `detail`, REFUSED, or SILENT with the reason in `detail`."""
-    answer = _call(address, _CHECK_ALIVE, token, timeout_s)
+def check(address: str, token: Optional[str] = None, timeout_s: float = 3.0, only_own: bool = False) -> Answer:
+    """Return ANSWERED with the version of Ray in `detail`, REFUSED, or SILENT with the reason in `detail`.
+
+    With a token or `only_own`, it is FOREIGN with the reason if it is no process of this user or of root.
+    """
+    answer = _call(address, _CHECK_ALIVE, token, timeout_s, only_own=only_own)
     if answer.state != ANSWERED:
         return answer
     texts = [value for number, value in _fields(answer.body) if number == 2]
@@ -47,7 +55,7 @@ def alive_addresses(address: str, token: Optional[str] = None, timeout_s: float 
     """Return the addresses of the hosts that are alive according to the GCS. OSError if it does not respond."""
     answer = _call(address, _ALL_NODES, token, timeout_s)
     if answer.state != ANSWERED:
-        failure = "refused the request" if answer.state == REFUSED else "did not answer"
+        failure = {REFUSED: "refused the request", FOREIGN: "gets no token"}.get(answer.state, "did not answer")
         raise OSError(f"the GCS at {address} {failure}: {answer.detail}")
     found = []
     for number, node in _fields(answer.body):
@@ -64,7 +72,8 @@ def dashboard_address(address: str, token: Optional[str] = None, timeout_s: floa
     request = b"".join(bytes([number << 3 | 2, len(key)]) + key for number in (1, 2))
     answer = _call(address, _GET_VALUE, token, timeout_s, request)
     if answer.state != ANSWERED:
-        raise OSError(f"the GCS at {address} did not answer: {answer.detail}")
+        failure = "gets no token" if answer.state == FOREIGN else "did not answer"
+        raise OSError(f"the GCS at {address} {failure}: {answer.detail}")
     value = dict(_fields(answer.body)).get(2, b"")  # InternalKVGetReply.value
     return value.decode(errors="replace") if isinstance(value, bytes) else ""
 
@@ -85,7 +94,74 @@ def token_path() -> str:
     return os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token")  # noqa: PTH111
 
 
-def _call(address: str, method: str, token: Optional[str], timeout_s: float, message: bytes = b"") -> Answer:
+def distrust(connection: socket.socket, deadline: float) -> str:
+    """Return why the process at the other end must not get the token; "" if it may.
+
+    On this machine, the kernel's table of connections has the owner of the other end; this connection is looked up, not
+    the port, which another process can take in the meantime. Another machine is trusted if a raylet of this user or of
+    root, which knows the token, belongs to its cluster.
+    """
+    if isinstance(connection, ssl.SSLSocket):
+        return ""  # a certificate has proved it
+    there, here = connection.getpeername()[:2], connection.getsockname()[:2]
+    if there[0] == here[0] or there[0].startswith("127."):
+        owner = _owner(there, here)
+        while owner is None:
+            if time.monotonic() >= deadline:
+                return "no process accepts the connection"
+            time.sleep(_ACCEPT_POLL_S)
+            owner = _owner(there, here)
+        return "" if owner in (_ROOT, os.getuid()) else f"it is a process of uid {owner}, not of {os.getuid()}"
+    if there in _gcs_addresses():
+        return ""
+    return f"no Ray node of uid {os.getuid()} on this machine belongs to it; run this on one of its hosts"
+
+
+def _owner(there: Tuple[str, int], here: Tuple[str, int]) -> Optional[int]:
+    """Return the uid of the socket at the other end of a connection within this machine; None until it is accepted."""
+    wanted = {_table_entry(there, is_mapped) + " " + _table_entry(here, is_mapped) for is_mapped in (False, True)}
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), open(f"/proc/net/{name}") as table:  # noqa: PTH123 - for Python 3.6
+            for line in table:
+                words = line.split()
+                if len(words) > 9 and " ".join(words[1:3]) in wanted and words[9] != "0":  # the inode
+                    return int(words[7])
+    return None
+
+
+def _table_entry(end: Tuple[str, int], is_mapped: bool) -> str:
+    """Return an end of a connection as the kernel's tables have it; `is_mapped`: an IPv4 address as an IPv6 one."""
+    if ":" in end[0]:
+        packed = socket.inet_pton(socket.AF_INET6, end[0].partition("%")[0])
+    else:
+        packed = (bytes(10) + b"\xff\xff" if is_mapped else b"") + socket.inet_aton(end[0])
+    words = struct.unpack(f"={len(packed) // 4}I", packed)
+    return "".join(f"{word:08X}" for word in words) + f":{end[1]:04X}"
+
+
+def _gcs_addresses() -> Set[Tuple[str, int]]:
+    """Return the GCS of every raylet on this machine whose process belongs to this user or to root."""
+    trusted, found = {str(_ROOT), str(os.getuid())}, set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208
+        with contextlib.suppress(OSError, ValueError):
+            with open(f"/proc/{pid}/cmdline") as file:  # noqa: PTH123
+                words = file.read().split("\0")
+            if not words[0].endswith("/raylet"):
+                continue
+            # Not the owner of the folder in /proc, which is root for a process that cannot be dumped.
+            with open(f"/proc/{pid}/status") as file:  # noqa: PTH123
+                uids = next(line.split()[1:] for line in file if line.startswith("Uid:"))
+            if set(uids) <= trusted:
+                for word in words:
+                    host, _, port = word.partition("=")[2].rpartition(":")
+                    if word.startswith("--gcs-address="):
+                        found.add((socket.gethostbyname(host), int(port)))
+    return found
+
+
+def _call(
+    address: str, method: str, token: Optional[str], timeout_s: float, message: bytes = b"", only_own: bool = False
+) -> Answer:
     """Perform one unary call over a new connection."""
     host, _, port = address.rpartition(":")
     headers = [(":method", "POST"), (":scheme", "http"), (":path", method), (":authority", address)]
@@ -100,6 +176,9 @@ def _call(address: str, method: str, token: Optional[str], timeout_s: float, mes
     request += _frame(_DATA, _END_STREAM, 1, struct.pack(">BI", 0, len(message)) + message)  # not compressed
     try:
         with _connect(host, int(port), timeout_s) as connection:
+            cause = distrust(connection, deadline) if token or only_own else ""
+            if cause:
+                return Answer(FOREIGN, cause, b"")
             connection.sendall(request)
             return _answer(connection, deadline)
     except socket.timeout:

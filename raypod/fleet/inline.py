@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 from raypod.checkpoint.transfer import Server
 from raypod.errors import InstanceFailed, RaypodError, RunError, summarize_exception
@@ -91,6 +91,14 @@ class InlineFleet:
         """Not supported, and not called: this fleet does not raise FleetBroken."""
         raise RunError(f"instances {lost} run in this process and cannot be replaced")
 
+    def release(self, survivors: Sequence[int]) -> Dict[int, int]:
+        """See `Fleet.release`."""
+        return self.call_on(survivors, "leave")
+
+    def call_on(self, instances: Sequence[int], method: str, *arguments: Any) -> Dict[int, Any]:
+        """See `Fleet.call_on`."""
+        return dict(zip(instances, self.call(method, *arguments)))
+
     def has_room_for(self, instances: Tuple[int, ...], may_share_hosts: bool) -> bool:
         """See `Fleet.has_room_for`."""
         return False
@@ -154,7 +162,7 @@ class InlineFleet:
             log_file = Path(self._plan.log_file(0))
             with contextlib.suppress(OSError):  # the disk is full, for example; the message has the cause
                 log_file.parent.mkdir(parents=True, exist_ok=True)
-                with log_file.open("a") as log:
+                with log_file.open("a", encoding="utf-8", errors="backslashreplace") as log:
                     traceback.print_exc(file=log)
             host = self._plan.placement.instances[0].host
             cause = f"{summarize_exception(error)}{user_code.place_of(error)}"

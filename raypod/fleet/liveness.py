@@ -5,7 +5,8 @@ host (`run.silent_after_s`), for an instance that responds but makes no progress
 survivor that does not end its call after the loss of another instance (`run.stop_timeout_s`).
 
 On an overloaded host every call takes longer. Therefore an instance whose threads use CPU time may take
-`BUSY_FACTOR` times its timeout, in a call at most `run.report_timeout_s`: this limits an endless loop.
+`BUSY_FACTOR` times its timeout, in a call at most `run.report_timeout_s`: this limits an endless loop. So may all
+instances if all wait for data at the same time.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import math
 from typing import Dict, Iterable, List, Optional
 
 from raypod.events import FailureKind, HeartbeatReport
-from raypod.instance.control import IDLE, LOADING
-from raypod.plan.run_section import RunSection
+from raypod.instance.control import IDLE, LOADING, RETRYING
+from raypod.plan.run_section import CALL_TIMEOUTS_S, RunSection
 
 SLOWEST_CALL_FACTOR = 3.0  # a call may take this many times the slowest call so far
 BUSY_FACTOR = 10.0
@@ -69,9 +70,12 @@ def find_suspects(heartbeats: Dict[int, LastHeartbeat], now_s: float, bounds: Ru
     if silent:
         return silent
     latest = (each.report for _, each in sorted(heartbeats.items()))
-    training = [report for report in latest if report is not None and _is_training(report)]
+    training = [report for report in latest if report is not None and is_training(report)]
     bound_s = _stuck_bound_s(training, bounds)
-    late = [report for report in training if report.duration_s > bound_s]
+    # If all load data, the cause is their disk: their replacement would lose the state, and wait for the disk, too.
+    are_loading = all(report.activity == LOADING for report in training)
+    late_s = _busy_bound_s(bound_s, bounds) if are_loading else bound_s
+    late = [report for report in training if report.duration_s > late_s]
     if not late:
         return []
     if all(report.waits_for_others for report in training):
@@ -93,9 +97,10 @@ def find_unreleased(
     """Return those of `instances` that cannot continue after the loss of others.
 
     Their waits for other instances are aborted since `aborted_s`. One that computes or loads data ends its call at the
-    next such wait, so it has the timeout of a call. One that does anything else, or is being built, has the timeout of
-    that.
+    next such wait, so it has the timeout of a call, but not the long one of IPUs: without the others their call never
+    ends. One that does anything else, or is being built, has the timeout of that.
     """
+    bounds = bounds.model_copy(update={"stuck_after_s": min(bounds.call_timeout_s, CALL_TIMEOUTS_S["emulated"])})
     suspects = []
     latest = {index: heartbeats[index] for index in sorted(instances) if heartbeats[index].report is not None}
     for index, last in latest.items():
@@ -106,7 +111,7 @@ def find_unreleased(
             if late_s > bound_s or now_s > end_s:
                 cause = f"did not abort its collectives with the lost instances within {now_s - aborted_s:.1f} s"
                 suspects.append(Suspect(index, "stuck", f"{cause} (run.stop_timeout_s = {bound_s:g})"))
-        elif _is_training(report):
+        elif is_training(report):
             bound_s = _stuck_bound_s([report], bounds)
             if report.duration_s > bound_s and not _may_continue(last, bound_s, now_s, bounds):
                 suspects.append(Suspect(index, "stuck", _stuck_cause(report, bound_s, [report], bounds)))
@@ -121,16 +126,18 @@ def _find_silent(heartbeats: Dict[int, LastHeartbeat], now_s: float, bounds: Run
     ]
 
 
-def _is_training(report: HeartbeatReport) -> bool:
+def is_training(report: Optional[HeartbeatReport]) -> bool:
     """Return whether the instance runs a call. Everything else (saving, evaluating) has its own timeout."""
-    return report.activity == LOADING or report.activity.startswith("in call")
+    if report is None:
+        return False
+    return report.activity in (LOADING, RETRYING) or report.activity.startswith("in call")
 
 
 def _stuck_bound_s(reports: List[HeartbeatReport], bounds: RunSection) -> float:
     slowest = [report.slowest_call_s for report in reports]
     if not slowest or None in slowest:  # a first call includes the compilation
-        return max(bounds.report_timeout_s, bounds.stuck_after_s)
-    return max(bounds.stuck_after_s, SLOWEST_CALL_FACTOR * max(each for each in slowest if each is not None))
+        return max(bounds.report_timeout_s, bounds.call_timeout_s)
+    return max(bounds.call_timeout_s, SLOWEST_CALL_FACTOR * max(each for each in slowest if each is not None))
 
 
 def _busy_bound_s(bound_s: float, bounds: RunSection) -> float:
@@ -152,7 +159,7 @@ def _silent_cause(last: Optional[HeartbeatReport], silence_s: float, bounds: Run
 
 
 def _stuck_cause(report: HeartbeatReport, bound_s: float, reports: List[HeartbeatReport], bounds: RunSection) -> str:
-    if bound_s == bounds.stuck_after_s:
+    if bound_s == bounds.call_timeout_s:
         bound = f"run.stuck_after_s = {bound_s:g}"
     elif any(each.slowest_call_s is None for each in reports):
         bound = f"run.report_timeout_s = {bound_s:g} limits a first call"
@@ -160,5 +167,6 @@ def _stuck_cause(report: HeartbeatReport, bound_s: float, reports: List[Heartbea
         bound = f"{SLOWEST_CALL_FACTOR:g} times the slowest call so far, {bound_s:.1f} s"
     busy_s = _busy_bound_s(bound_s, bounds)
     if report.duration_s > busy_s > bound_s:
-        bound += f"; {busy_s:g} s while its threads use CPU time"
+        or_loading = " or all instances load data" if report.activity == LOADING else ""
+        bound += f"; {busy_s:g} s while its threads use CPU time{or_loading}"
     return f"stuck: {report.activity} for {report.duration_s:.1f} s ({bound})"

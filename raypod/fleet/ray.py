@@ -6,11 +6,13 @@ The modules `fleet/ray*` are the only ones of training that call Ray; they conve
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
+from raypod.checkpoint.resume import way_to_continue
 from raypod.events import CallReport, ClockReading, EvaluationReport, HeartbeatReport, InstanceStarted
 from raypod.fleet.base import Beat, Family, FleetBroken, Labels, failure_of
 from raypod.fleet.ray_clocks import read_clocks
@@ -42,7 +44,7 @@ class RayFleet:
         self._start_bound = (self._bounds.start_timeout_s, "run.start_timeout_s")
         # An instance that responds handles a request during a leg at once. One that does not is silent before this.
         self._leg_bound = (self._bounds.silent_after_s + self._bounds.stop_timeout_s, "run.stop_timeout_s")
-        way_out = f"continue with --resume {plan.run_dir}"
+        way_out = functools.partial(way_to_continue, plan.run_dir)
         self._session = RaySession(plan.placement, plan.config.pod.cluster, preload="torch", way_out=way_out)
         self._ray: Any = None
         self._killer: Optional[ProcessKiller] = None
@@ -153,13 +155,13 @@ class RayFleet:
         return positions
 
     def release(self, survivors: Sequence[int]) -> Dict[int, int]:
-        """See `ElasticFleet.release`."""
+        """See `Fleet.release`."""
         self._is_idle = False
         self._watch = self._new_watch(survivors)
         return self.call_on(survivors, "leave")
 
     def call_on(self, instances: Sequence[int], method: str, *arguments: Any) -> Dict[int, Any]:
-        """See `ElasticFleet.call_on`."""
+        """See `Fleet.call_on`."""
         assert self._watch is not None, "start comes first"
         refs = {self._actors[index].call.remote(method, *arguments): index for index in instances}
         bound = (self._bounds.report_timeout_s, "run.report_timeout_s")
@@ -251,6 +253,7 @@ class RayFleet:
             self._nodes.append(node)
         self._watch = Watch(self._ray, self._plan, self._actors, self.hosts(), self._killer)
         self._started = self._all("the instances to start", self._start_bound, "build")
+        self._watch.use_defaults_of(self._started[0].device)
         self._timer.end("start the instances")
         self._rendezvous(0)
         self._timer.end("meet")
@@ -260,6 +263,7 @@ class RayFleet:
         assert self._killer is not None, "start comes first"
         before = self._watch.heartbeats() if self._watch is not None else {}
         watch = Watch(self._ray, self._plan, self._actors, self.hosts(), self._killer)
+        watch.use_defaults_of(self._started[0].device)
         watch.record_heartbeats({index: _as_idle(before.get(index)) for index in survivors})
         return watch
 

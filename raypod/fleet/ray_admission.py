@@ -67,10 +67,10 @@ def join_environment(address: str) -> Dict[str, str]:
     """Return the environment with which Ray joins the cluster whose GCS is at `address`.
 
     Raises:
-        ClusterError: the cluster does not respond, rejects the token, has another version of Ray, or does not include
-            this host.
+        ClusterError: the cluster does not respond, is another user's, rejects the token, has another version of Ray, or
+            does not include this host.
     """
-    answer = gcs.check(address)
+    answer = gcs.check(address, only_own=True)  # a run would execute its code on the cluster of another user
     mode = {"RAY_AUTH_MODE": "disabled"}
     if answer.state == gcs.REFUSED:
         token = gcs.own_token()
@@ -86,6 +86,8 @@ def join_environment(address: str) -> Dict[str, str]:
                 f"the Ray cluster at {address} rejects the token of {where}: it is another cluster's; copy the file "
                 "from the cluster's head, or run this there"
             )
+    if answer.state == gcs.FOREIGN:
+        raise ClusterError(f"the Ray cluster at {address} is not joined and gets no token: {answer.detail}")
     if answer.state == gcs.SILENT:
         raise ClusterError(f"no Ray cluster responds at {address}: {answer.detail}")
     own = ray_version()

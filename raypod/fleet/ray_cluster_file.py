@@ -14,7 +14,7 @@ from typing import Any, Dict, List, Sequence
 
 import yaml
 
-from raypod.cli import FlagParser
+from raypod.cli import FlagParser, show
 from raypod.errors import ClusterError, ConfigError
 from raypod.fleet.ray_session import running_session
 from raypod.host.files import replace_file
@@ -40,7 +40,7 @@ def write(argv: Sequence[str]) -> int:
     except OSError as error:
         raise ConfigError(f"cannot write {args.output}: {error.strerror}") from None
     addresses = ", ".join(node["NodeManagerAddress"] for node in nodes)
-    print(f"{args.output}: {len(nodes)} hosts: {addresses}")  # noqa: T201
+    show(f"{args.output}: {len(nodes)} hosts: {addresses}")
     return 0
 
 
@@ -91,7 +91,7 @@ def _nodes(ray: Any, hosts: int, within_s: float) -> List[Dict[str, Any]]:
             raise ClusterError(f"{len(alive)} of {hosts} Ray nodes have joined within {within_s:g} s: {found}")
         if time.monotonic() - logged_s > _LOG_INTERVAL_S:
             logged_s = time.monotonic()
-            print(f"raypod: {len(alive)} of {hosts} Ray nodes have joined: {found}", file=sys.stderr)  # noqa: T201
+            show(f"raypod: {len(alive)} of {hosts} Ray nodes have joined: {found}", sys.stderr)
         time.sleep(_POLL_S)
 
 

@@ -9,6 +9,7 @@ import errno
 import os
 import threading
 import time
+from typing import Callable
 
 from raypod.errors import RunError
 from raypod.fleet import gcs
@@ -24,8 +25,8 @@ _MOST_MISSED, _REFUSED_COUNTS = 10, 2
 class HeadWatch:
     """Sends a request to the GCS every second; `raypod.host.abort` ends this process if it is considered lost."""
 
-    def __init__(self, address: str, name: str, way_out: str) -> None:
-        """`address` is HOST:PORT of the GCS; `name` (of what is lost) and `way_out` are for the error message."""
+    def __init__(self, address: str, name: str, way_out: Callable[[], str]) -> None:
+        """`address` is HOST:PORT of the GCS; `name` (of what is lost) and `way_out()` are for the error message."""
         self._address, self._name, self._way_out = address, name, way_out
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="head watch", daemon=True)
@@ -42,8 +43,9 @@ class HeadWatch:
             if missed:
                 time.sleep(_INTERVAL_S)
             is_closing = self._closing.wait(0 if missed else _INTERVAL_S)
-            answer = gcs.check(self._address, timeout_s=_TIMEOUT_S)  # a refused token is an answer, too
-            if answer.state != gcs.SILENT:
+            # A refused token is an answer, too. Another user's process can have taken the port of one that has ended.
+            answer = gcs.check(self._address, timeout_s=_TIMEOUT_S, only_own=True)
+            if answer.state in (gcs.ANSWERED, gcs.REFUSED):
                 missed = 0
             else:
                 missed += _REFUSED_COUNTS if answer.detail == os.strerror(errno.ECONNREFUSED) else 1
@@ -51,6 +53,6 @@ class HeadWatch:
                 abort(
                     RunError(
                         f"{self._name} is lost: its GCS at {self._address} does not respond ({answer.detail}), and "
-                        f"Ray cannot continue without it; {self._way_out}"
+                        f"Ray cannot continue without it; {self._way_out()}"
                     )
                 )

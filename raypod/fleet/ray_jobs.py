@@ -5,8 +5,8 @@ Not by Ray's JobSubmissionClient, whose requests have no time limit, and which i
 
 from __future__ import annotations
 
+import http.client
 import json
-import re
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +16,7 @@ from raypod.errors import ClusterError, RunError
 from raypod.fleet import gcs, ray_admission
 from raypod.fleet.ray_session import running_cluster
 from raypod.host.interfaces import interface_addresses
+from raypod.host.retries import constant, retried
 from raypod.plan.cluster import Cluster
 
 _TIMEOUT_S, _SUBMIT_S = 10.0, 30.0
@@ -38,6 +39,21 @@ class Job(NamedTuple):
         return self.status in _ENDED
 
 
+class _OwnConnection(http.client.HTTPConnection):
+    """A connection to a process that may get the token."""
+
+    def connect(self) -> None:
+        super().connect()
+        cause = gcs.distrust(self.sock, time.monotonic() + _TIMEOUT_S)
+        if cause:
+            raise ConnectionError(f"the process there gets no token: {cause}")
+
+
+class _OwnHandler(urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_OwnConnection, request)
+
+
 class JobServer:
     """A job server at `url` of the cluster whose GCS is at `cluster`; all requests have a time limit."""
 
@@ -47,7 +63,7 @@ class JobServer:
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
         # A proxy of the environment is for other hosts than that of the server.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _OwnHandler())
 
     def check(self) -> None:
         """Raise RunError if no job server responds."""
@@ -62,14 +78,11 @@ class JobServer:
         """
         job = {"submission_id": submission_id, "entrypoint": entrypoint, "runtime_env": {"env_vars": variables}}
         deadline = time.monotonic() + _READY_WITHIN_S
-        while True:
-            try:
-                self._request("POST", "/api/jobs/", job, _SUBMIT_S)
-                return
-            except RunError as error:
-                if _NOT_READY not in str(error) or time.monotonic() > deadline:
-                    raise
-            time.sleep(_POLL_S)
+
+        def is_not_ready(error: Exception) -> bool:
+            return isinstance(error, RunError) and _NOT_READY in str(error) and time.monotonic() <= deadline
+
+        retried(lambda: self._request("POST", "/api/jobs/", job, _SUBMIT_S), constant(_POLL_S), is_not_ready)
 
     def job(self, submission_id: str) -> Job:
         """Return a job. RunError if the server does not know it."""
@@ -108,8 +121,6 @@ def find_job_server(cluster: Cluster) -> JobServer:
     address = running_cluster(cluster.gcs_address)
     if address is None:
         raise ClusterError("no Ray cluster runs on this host")
-    if re.fullmatch(r"[^/]+:\d+", address) is None:
-        raise ClusterError(f"RAY_ADDRESS={address} is not HOST:PORT")
     variables = ray_admission.join_environment(address)
     head = address.rpartition(":")[0]
     if not head.startswith("127.") and head not in {"localhost", *interface_addresses().values()}:
@@ -118,9 +129,9 @@ def find_job_server(cluster: Cluster) -> JobServer:
     try:
         dashboard = gcs.dashboard_address(address, token)
         if not dashboard:
-            raise ClusterError(f"the Ray cluster at {address} has no dashboard; it needs ray[default]")
+            raise ClusterError(f"the Ray cluster at {address} has no dashboard; it needs raypod[pod]")
         server = JobServer(f"http://{dashboard}", address, token)
         server.check()
     except (OSError, RunError) as error:
-        raise ClusterError(f"{error}; a job server needs ray[default] and the dashboard") from None
+        raise ClusterError(f"{error}; a job server needs raypod[pod] and the dashboard") from None
     return server

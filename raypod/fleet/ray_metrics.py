@@ -2,7 +2,7 @@
 
 A thread records all metrics every few seconds, also while nothing happens in the run: Ray's exporter forgets a gauge
 that is not recorded again. The parts of a histogram are gauges, because Ray's Histogram accepts only single
-observations, one per call and instance. Ray exports the metrics with the prefix `ray_`, and only with `ray[default]`;
+observations, one per call and instance. Ray exports the metrics with the prefix `ray_`, and only with `raypod[pod]`;
 without it, it discards them.
 """
 

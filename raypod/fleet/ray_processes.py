@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 from typing import Any, Iterator
 
 from raypod.fleet import ray_reaper
-from raypod.host.process import process_start_ticks
+from raypod.host.process import script_command
 
 _REAPER_S = 10.0  # longer than the reaper takes
 
@@ -21,10 +20,14 @@ class RayProcesses:
     """Starts the reaper; `close` or the end of this process lets it kill the processes of the Ray session."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-I", "-S", str(ray_reaper.__file__)]
         null = subprocess.DEVNULL
         self._reaper = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=null, stderr=null, cwd="/", start_new_session=True
+            script_command(str(ray_reaper.__file__)),
+            stdin=subprocess.PIPE,
+            stdout=null,
+            stderr=null,
+            cwd="/",
+            start_new_session=True,
         )
 
     @contextlib.contextmanager
@@ -51,8 +54,6 @@ class RayProcesses:
             self._reaper.wait(_REAPER_S)
 
     def _register(self, pid: int) -> None:
-        ticks = process_start_ticks(pid)
-        if ticks is not None:  # otherwise it has ended already
-            assert self._reaper.stdin is not None
-            self._reaper.stdin.write(f"{pid} {ticks}\n".encode())
-            self._reaper.stdin.flush()
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.write(f"{pid}\n".encode())
+        self._reaper.stdin.flush()

@@ -8,9 +8,11 @@ import signal
 import time
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
+from raypod.checkpoint.resume import way_to_continue
 from raypod.errors import HostLost
 from raypod.fleet.ray_nodes import draining_nodes, host_name, is_in_cluster
 from raypod.fleet.ray_reservation import Reservation, node_affinity
+from raypod.host.activity_record import Identity
 from raypod.host.process import process_start_ticks
 from raypod.plan.plan import Plan
 
@@ -29,7 +31,6 @@ class ProcessKiller:
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
-        self._kill_process = ray.remote(kill_process)
         self._processes: Dict[Any, Tuple[Dict[str, Any], Any]] = {}  # of each actor: its Ray node, its identity
         self._pending: List[Any] = []
 
@@ -44,16 +45,27 @@ class ProcessKiller:
 
     def kill_frozen(self, actor: Any) -> None:
         """Kill an actor that may not respond. Does not wait for it."""
-        node, identity = self._processes.pop(actor, ({}, None))
+        task = self.on_its_host(kill_process, actor)
+        self._processes.pop(actor, None)
         self._ray.kill(actor)
+        if task is not None:
+            self._pending.append(task)
+
+    def on_its_host(self, function: Callable[[Identity], Any], actor: Any) -> Any:
+        """Call a function with the identity of an actor's process, in another process of its host: this one, or a task.
+
+        Returns the reference of the result; None if the process has not started, or is not registered any more.
+        """
+        node, identity = self._processes.get(actor, ({}, None))
         if identity is None or not self._ray.wait([identity], timeout=0)[0]:
-            return
+            return None
         try:
-            pid, start_ticks = self._ray.get(identity)
+            found = self._ray.get(identity)
         except self._ray.exceptions.RayError:
-            return  # its process did not start
-        task = self._kill_process.options(**node_affinity(node), max_retries=0)
-        self._pending.append(task.remote(pid, start_ticks))
+            return None
+        if node["NodeID"] == self._ray.get_runtime_context().get_node_id():
+            return self._ray.put(function(found))
+        return self._ray.remote(function).options(**node_affinity(node), max_retries=0).remote(found)
 
     def close(self) -> None:
         """Wait until all processes have been killed; cancel what takes too long."""
@@ -64,10 +76,10 @@ class ProcessKiller:
         self._pending = []
 
 
-def kill_process(pid: int, start_ticks: int) -> None:
-    """Kill a process of this host, unless its pid was reused: its start time (clock ticks since boot) must match."""
-    if process_start_ticks(pid) == start_ticks:
-        os.kill(pid, signal.SIGKILL)
+def kill_process(identity: Identity) -> None:
+    """Kill a process of this host, unless its pid was reused."""
+    if process_start_ticks(identity.pid) == identity.start_ticks:
+        os.kill(identity.pid, signal.SIGKILL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +192,7 @@ class Replacements:
             lost_host = host_name(self._plan.placement, own)
             cause = (
                 "neither this host nor any other host that may run the instance responds; restart a host, then "
-                "continue with --resume"
+                f"{way_to_continue(self._plan.run_dir)}"
             )
             raise HostLost(lost_host, (index,), cause, self._plan.log_file(index))
         return untried.pop(0)

@@ -13,19 +13,21 @@ import tempfile
 import threading
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, Optional
 
 from raypod.errors import ClusterError, RunError
 from raypod.fleet import ray_admission
 from raypod.fleet.ray_head import HeadWatch
 from raypod.fleet.ray_processes import RayProcesses
 from raypod.host.abort import abort
+from raypod.host.private import ROOT, make_private, read_file_of
 from raypod.host.process import environment_variables
 from raypod.host.signals import postponed_signals
 from raypod.plan.placement import Placement
 
 _CONNECT_S = 2.0
 _JOIN_S = 60.0  # longer than all of Ray's own timeouts
+_MAX_ADDRESS_BYTES = 1024
 _OBJECT_STORE_BYTES = 80_000_000  # it carries only reports; Ray's minimum is 75 MB
 # Since this version, workers can import torch while the session starts: measured 0.4 to 2 s faster with 2.60, and
 # slower with 2.10, which restarts such workers for the job.
@@ -56,14 +58,14 @@ class RaySession:
         cluster_file: Optional[str] = None,
         preload: str = "",
         join_timeout_s: float = _JOIN_S,
-        way_out: str = "start this command again",
+        way_out: Callable[[], str] = lambda: "start this command again",
     ) -> None:
         """Create a session that is not open.
 
         Args:
             preload: A module that the workers of a local session import while it starts, if Ray supports that.
             join_timeout_s: Longest time to join a running cluster; Ray's own timeouts bound it, too.
-            way_out: For the error message if Ray's head is lost: what to do once Ray runs again.
+            way_out: returns, for the error message if Ray's head is lost: what to do once Ray runs again.
         """
         self._placement, self._cluster_file, self._preload = placement, cluster_file, preload
         self._join_timeout_s = min(join_timeout_s, _JOIN_S)
@@ -101,7 +103,10 @@ class RaySession:
             return HeadWatch(address, "the local Ray session", self._way_out)
         host = address.rpartition(":")[0]
         name = next((each.name for each in self._placement.cluster.hosts if each.address == host), host)
-        way_out = f"start the cluster again with {self._start_command}, then {self._way_out}"
+
+        def way_out() -> str:
+            return f"start the cluster again with {self._start_command}, then {self._way_out()}"
+
         return HeadWatch(address, f"host {name}, the head of the Ray cluster,", way_out)
 
     def _join(self, address: str) -> Any:
@@ -129,7 +134,8 @@ class RaySession:
 
     def _variables(self) -> Dict[str, str]:
         """Return the environment of a local session. Most of it is read when ray is imported or the raylet starts."""
-        variables = {"RAY_worker_niceness": "0", **_RAYLET_RETRIES}  # Ray lowers the priority of workers by default
+        variables = {"RAY_TMPDIR": private_tmpdir(), **_RAYLET_RETRIES}
+        variables["RAY_worker_niceness"] = "0"  # Ray lowers the priority of workers by default
         if "ray" not in sys.modules:
             # Ray listens on all interfaces; a random token prevents other users from connecting.
             _authentication.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
@@ -184,8 +190,7 @@ def running_session() -> Iterator[Any]:
 
 def _join(address: str, within_s: float) -> Any:
     """Connect to a running cluster, and return the `ray` module."""
-    # `ray.init` reports a rejection only after 20 s, and without its reason.
-    variables = ray_admission.join_environment(address) if re.fullmatch(r"[^/]+:\d+", address) else {}
+    variables = ray_admission.join_environment(address)  # `ray.init` reports a rejection after 20 s without its reason
     try:
         with environment_variables(variables), _exit_after(within_s, address):
             ray = importlib.import_module("ray")
@@ -202,20 +207,43 @@ def _is_connected() -> bool:
 
 
 def running_cluster(gcs_address: Optional[str]) -> Optional[str]:
-    """Return the address of the Ray cluster of this host; None if it does not accept connections.
+    """Return the address of the Ray cluster of this host, HOST:PORT; None if it does not accept connections.
 
-    Sources: RAY_ADDRESS, the cluster file, and the file that `ray start` writes on this host.
+    Sources: RAY_ADDRESS, the cluster file, and the file that `ray start` writes on this host, if it is a file of this
+    user or of root.
+
+    Raises:
+        ClusterError: RAY_ADDRESS is another kind of address.
     """
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    if address not in ("", "auto"):
+        if re.fullmatch(r"[^/]+:\d+", address) is None:
+            raise ClusterError(f"RAY_ADDRESS={address} is not HOST:PORT of a Ray cluster; correct it, or unset it")
         return address
     if gcs_address is not None and _accepts_connections(gcs_address):
         return gcs_address
     file = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
-    if not file.is_file():
-        return None
-    address = file.read_text().strip()
+    content = read_file_of(str(file), (ROOT, os.getuid()), _MAX_ADDRESS_BYTES)
+    address = (content or b"").decode(errors="replace").strip()
     return address if _accepts_connections(address) else None  # the file can be of a cluster that has ended
+
+
+def private_tmpdir() -> str:
+    """Return the folder for RAY_TMPDIR of this user's processes: the given one, or one in it if others can use that.
+
+    Ray lets all users write to the folders of its sockets and logs.
+
+    Raises:
+        ClusterError: it belongs to another user.
+    """
+    given = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    if not make_private(given):
+        return given
+    folder = f"{given}/raypod-{os.getuid()}"
+    problem = make_private(folder)
+    if problem:
+        raise ClusterError(f"no folder for the files of Ray: {problem}, or set RAY_TMPDIR to a folder of your own")
+    return folder
 
 
 def _accepts_connections(address: str) -> bool:

@@ -15,14 +15,17 @@ from raypod.errors import CollectiveBroken, PeerLost, RaypodError, WaitTimedOut,
 from raypod.events import FailureKind, HeartbeatReport, InstanceLost
 from raypod.fleet.base import Beat, FleetBroken
 from raypod.fleet.death_cause import death_causes
-from raypod.fleet.liveness import LastHeartbeat, Suspect, find_suspects, find_unreleased
+from raypod.fleet.liveness import LastHeartbeat, Suspect, find_suspects, find_unreleased, is_training
 from raypod.fleet.ray_replace import ProcessKiller
 from raypod.fleet.ray_wait import NO_VALUE, PauseDetector, take_ready
+from raypod.host import activity_record
+from raypod.host.activity_record import Activity
 from raypod.plan import user_code
 from raypod.plan.plan import Plan
 
 _POLL_INTERVAL_S = 0.2  # also the longest delay of a stop request
 _HEARTBEAT_INTERVAL_S = 1.0
+_OBSERVE_AFTER = 1 / 3  # share of `run.silent_after_s` without a heartbeat after which the record is read
 _STACK_S = 2.0  # timeout for the stack trace of a stuck instance
 _BROKEN_POLL_INTERVAL_S = 0.05
 _ABORT_INTERVAL_S = 1.0
@@ -67,10 +70,16 @@ class Watch:
         now_s = time.monotonic()
         self._heartbeats = {index: LastHeartbeat(None, now_s) for index in range(len(actors))}
         self._beats: Dict[Any, int] = {}  # pending heartbeat requests: ref -> instance
+        self._observations: Dict[Any, int] = {}  # pending requests of the record of an instance that does not answer
+        self._unresponsive: Set[int] = set()  # instances whose last heartbeat was read from their record
         self._requested_s = self._checked_s = now_s
         self._pauses = PauseDetector()
         self._outstanding: Dict[Any, _Task] = {}
         self._aborts: Dict[int, Requests] = {}  # the last one of each instance
+
+    def use_defaults_of(self, device: str) -> None:
+        """Use the timeouts of a device, "ipu" or "emulated"."""
+        self._bounds = self._bounds.on_device(device)
 
     def record_heartbeats(self, reports: Dict[int, Optional[HeartbeatReport]]) -> None:
         """Record heartbeats. From its first report on, an instance can be silent."""
@@ -178,11 +187,32 @@ class Watch:
             index = self._beats.pop(ref)
             if error is None:
                 self._heartbeats[index] = self._heartbeats[index].next(self._without_pauses(report), now_s)
+                self._unresponsive.discard(index)
+        self._observe_silent(now_s)
         if now_s - self._requested_s >= _HEARTBEAT_INTERVAL_S:
             self._requested_s = now_s
             without_request = set(range(len(self._actors))) - set(self._beats.values())
             self._beats.update({self._actors[index].beat.remote(): index for index in sorted(without_request)})
         return True
+
+    def _observe_silent(self, now_s: float) -> None:
+        """Read the records of instances that do not answer: their SDK may hold the interpreter lock.
+
+        The record of one that is stopped, or of a host that is unreachable, is not found.
+        """
+        for ref, activity, error, _ in take_ready(self._ray, self._observations, 0):
+            index = self._observations.pop(ref)
+            if error is None and activity is not None:
+                report = self._without_pauses(_heartbeat(index, activity))
+                self._heartbeats[index] = self._heartbeats[index].next(report, now_s)
+                self._unresponsive.add(index)
+        for index, last in self._heartbeats.items():
+            silent_s = now_s - last.received_s
+            is_silent = last.report is not None and silent_s > _OBSERVE_AFTER * self._bounds.silent_after_s
+            if is_silent and index not in self._observations.values():
+                ref = self._killer.on_its_host(activity_record.read, self._actors[index])
+                if ref is not None:
+                    self._observations[ref] = index
 
     def _without_pauses(self, report: Optional[HeartbeatReport]) -> Optional[HeartbeatReport]:
         """Return a report whose activity does not include the pauses: the instance may have been stopped, too."""
@@ -192,12 +222,16 @@ class Watch:
         return dataclasses.replace(report, duration_s=duration_s)
 
     def _overdue(self) -> List[Suspect]:
-        """Return the instances that exceed the timeout of a request."""
+        """Return the instances that exceed the timeout of a request.
+
+        A call that cannot be interrupted has its own timeout, and the instance answers after it.
+        """
         now_s = time.monotonic()
+        in_calls = {index for index in self._unresponsive if is_training(self._heartbeats[index].report)}
         overdue = {
             task.instance: Suspect(task.instance, "stuck", str(task.requests.timeout))
             for task in self._outstanding.values()
-            if task.requests is not None and now_s > task.requests.deadline_s
+            if task.requests is not None and now_s > task.requests.deadline_s and task.instance not in in_calls
         }
         return [overdue[index] for index in sorted(overdue)]
 
@@ -263,7 +297,9 @@ class Watch:
         """Kill the process of a suspect; get its stack trace before if it is stuck."""
         actor, stack = self._actors[suspect.instance], ""
         if suspect.kind == "stuck":
-            arrived = take_ready(self._ray, [actor.stack.remote()], _STACK_S)
+            is_unresponsive = suspect.instance in self._unresponsive
+            ref = self._killer.on_its_host(activity_record.stacks, actor) if is_unresponsive else actor.stack.remote()
+            arrived = take_ready(self._ray, [] if ref is None else [ref], _STACK_S)
             stack = "".join(each.value for each in arrived if each.error is None)
         self._killer.kill_frozen(actor)
         return self._loss(suspect.instance, suspect.kind, suspect.cause, stack)
@@ -304,6 +340,12 @@ class Watch:
         activity = report.activity if report is not None else ""
         cause = " ".join(cause.split())
         return InstanceLost(index, self._hosts[index], kind, cause, activity, stack, self._plan.log_file(index))
+
+
+def _heartbeat(index: int, activity: Activity) -> HeartbeatReport:
+    """Return the heartbeat of an instance from its record. Whether it waits for others is not known."""
+    name, duration_s, calls, slowest_call_s, cpu_s = activity
+    return HeartbeatReport(index, name, duration_s, calls, slowest_call_s, waits_for_others=False, cpu_s=cpu_s)
 
 
 def _is_cause(error: Exception) -> bool:

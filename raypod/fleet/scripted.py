@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 from raypod.checkpoint.transfer import Server
 from raypod.events import CallReport, ClockReading, EvaluationReport, InstanceStarted, SaveReport
@@ -69,6 +69,14 @@ class ScriptedFleet:
     def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
         """See `Fleet.repair`. Subclasses that lose instances override it."""
         raise AssertionError("this fleet loses no instances")
+
+    def release(self, survivors: Sequence[int]) -> Dict[int, int]:
+        """See `Fleet.release`. Subclasses whose instances keep a state override it."""
+        return dict.fromkeys(survivors, -1)
+
+    def call_on(self, instances: Sequence[int], method: str, *arguments: Any) -> Dict[int, Any]:
+        """See `Fleet.call_on`. Subclasses whose instances keep a state override it."""
+        raise AssertionError("these instances keep no state")
 
     def draining(self) -> List[str]:
         """See `Fleet.draining`."""

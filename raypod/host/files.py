@@ -1,4 +1,4 @@
-"""Durable file operations: atomic replacement, new and append-only files, a lock file, and strict JSON.
+"""Durable file operations: atomic replacement, new and append-only files, a lock file, and JSON.
 
 Files that are replaced or renamed are complete or absent after a kill or a power loss: their content is flushed to disk
 before the rename, and the folder entry after it.
@@ -24,6 +24,8 @@ _CHUNK_BYTES = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2  # of linux/fs.h
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOCK_POLL_S = 0.05
+_MOST_LEVELS = 100  # of lists and objects in each other
+_TOO_DEEP = "it is nested too deeply"
 Bytes = Union[bytes, memoryview]
 
 
@@ -187,6 +189,27 @@ def file_lock(path: Path, timeout_s: float, setting: str) -> Iterator[None]:
                 raise WaitTimedOut(f"the lock {path}, which another process holds", timeout_s, setting)
             time.sleep(_LOCK_POLL_S)
         yield  # closing the file releases the lock
+
+
+def parse_json(text: Union[str, bytes]) -> Any:
+    """Return the content of JSON text, of any author. ValueError if it is no JSON, or nested too deeply."""
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    openings = ("{", "[") if isinstance(text, str) else (b"{", b"[")
+    return content if sum(map(text.count, openings)) <= _MOST_LEVELS else check_depth(content)  # type: ignore[arg-type]
+
+
+def check_depth(content: Any) -> Any:
+    """Return parsed content; ValueError if it has too many levels for the functions that recurse over it."""
+    level = [content]
+    for _ in range(_MOST_LEVELS):
+        nested = [each for each in level if isinstance(each, (dict, list)) and each]
+        if not nested:
+            return content
+        level = [child for each in nested for child in (each.values() if isinstance(each, dict) else each)]
+    raise ValueError(_TOO_DEEP)
 
 
 def strict_json(content: Any, indent: Optional[int] = None) -> str:

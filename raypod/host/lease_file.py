@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Callable, List, Optional
 
 from raypod.errors import LeaseHeld
-from raypod.host.files import new_file
+from raypod.host.files import new_file, parse_json
 from raypod.host.process import process_start_ticks
 
 HEARTBEAT_S = 5.0
@@ -138,7 +138,7 @@ def read(path: Path) -> Optional[LeaseFile]:
             return None
         raise
     try:
-        return LeaseFile(path, Holder(**json.loads(text.decode())), renewed_s)
+        return LeaseFile(path, Holder(**parse_json(text.decode())), renewed_s)
     except (ValueError, TypeError):
         return LeaseFile(path, None, renewed_s)
 

@@ -1,4 +1,4 @@
-"""Keep secrets of the environment out of the output and the messages of a tracker, which are in the run folder."""
+"""Keep secrets of the environment out of what is written into the run folder: command lines, output of trackers."""
 
 from __future__ import annotations
 

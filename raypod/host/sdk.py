@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import importlib
 import importlib.machinery
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Iterator, List, Optional, Tuple
@@ -58,7 +60,7 @@ def select(device: str) -> Sdk:
     if has_ipus:
         # The emulated Horovod is the fallback for hosts without one: last in the path, an installed one has priority.
         sys.path.append(EMULATED_SDK)
-        return Sdk("ipu", f"Poplar SDK (poptorch {version}){_without_effect()}")
+        return Sdk("ipu", f"Poplar SDK (poptorch {version}){_without_effect()}{without_horovod()}")
     if device == "ipu":
         raise SdkError("--device ipu: poptorch is installed but finds no IPU here; configure a partition")
     _remove_modules()
@@ -81,7 +83,13 @@ def sdk_for_programs(device: str) -> Tuple[Sdk, Tuple[str, ...]]:
         return Sdk("emulated", f"emulated SDK on CPU ({reason})"), (EMULATED_SDK,)
     if not installed:
         raise SdkError("--device ipu: no poptorch is installed here; source the SDK's enable scripts")
-    return Sdk("ipu", "Poplar SDK"), ()
+    return Sdk("ipu", f"Poplar SDK{without_horovod()}"), ()
+
+
+def without_horovod() -> str:
+    """Return the words for a host without Horovod, on which processes use the emulated SDK's; "" if there is one."""
+    is_installed = _find_real("horovod") is not None
+    return "" if is_installed else "; no Horovod is installed here: horovod.torch is the emulated SDK's, over Gloo"
 
 
 @contextlib.contextmanager
@@ -125,12 +133,24 @@ def _use_emulated(reason: str) -> Sdk:
 def _import_real() -> Tuple[str, bool]:
     """The version of the installed SDK, and whether it finds an IPU."""
     try:
-        poptorch = importlib.import_module("poptorch")
-        importlib.import_module("popdist")
+        with _handlers_kept():
+            poptorch = importlib.import_module("poptorch")
+            importlib.import_module("popdist")
     except ImportError as error:
         hint = "source the SDK's enable scripts, or use --device emulated"
         raise SdkError(f"the Poplar SDK cannot be imported: {type(error).__name__}: {error} ({hint})") from error
     return str(getattr(poptorch, "__version__", "unknown")), bool(poptorch.ipuHardwareIsAvailable())
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Context of importing PopTorch, which replaces `sys.excepthook` and prints all stacks at SIGTERM: a preemption."""
+    excepthook = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = excepthook
+        faulthandler.unregister(signal.SIGTERM)
 
 
 def _find_real(name: str) -> Optional[importlib.machinery.ModuleSpec]:

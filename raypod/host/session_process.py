@@ -36,6 +36,8 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    # The number is reserved until the process is awaited, and while its group has members; then it is free for others.
+    if process.returncode is None or not Path(f"/proc/{process.pid}").exists():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     process.wait()

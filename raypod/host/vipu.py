@@ -10,10 +10,10 @@ import dataclasses
 import re
 import shutil
 import subprocess
-import time
 from typing import Dict, List, Optional, Tuple
 
 from raypod.errors import ClusterError
+from raypod.host.retries import constant, retried
 
 _RETRY_S = 1.0  # between two attempts to create a partition
 
@@ -136,15 +136,11 @@ class Vipu:
         return output
 
     def _create(self, request: PartitionRequest) -> None:
-        for attempt in range(1, request.attempts + 1):
-            try:
-                self._create_or_undo(request)
-                return
-            except ClusterError as error:
-                if attempt == request.attempts:
-                    tried = f" (attempt {attempt} of {request.attempts})" if request.attempts > 1 else ""
-                    raise ClusterError(f"{error}{tried}") from None
-            time.sleep(_RETRY_S)
+        last = request.attempts
+        try:
+            retried(lambda: self._create_or_undo(request), constant(_RETRY_S), _is_refused, last)
+        except ClusterError as error:
+            raise ClusterError(f"{error} (attempt {last} of {last})" if last > 1 else str(error)) from None
 
     def _create_or_undo(self, request: PartitionRequest) -> None:
         """Create the partition; remove it if the creation is interrupted or unanswered, and was completed."""
@@ -154,6 +150,10 @@ class Vipu:
             if request.name in partition_names(self.run("list", "partitions")):
                 self.remove(request.name)
             raise
+
+
+def _is_refused(error: Exception) -> bool:
+    return isinstance(error, ClusterError)
 
 
 def create_arguments(request: PartitionRequest) -> Tuple[str, ...]:

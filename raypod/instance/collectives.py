@@ -7,8 +7,10 @@ key-value server on a port that the system chooses; the process that starts the 
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
-from typing import Any, Dict
+import threading
+from typing import Any, Dict, Optional
 
 from raypod.errors import ClusterError, SdkError
 from raypod.host import horovod_address
@@ -19,6 +21,10 @@ _CONNECT_TIMEOUT_S = 60.0  # to the rendezvous server
 # Exceptions of the emulated SDK's communication, of Horovod (real or emulated), and of the real PopTorch, which fails
 # on all instances when the device run of one ends.
 _PEER_ERRORS = ("PeerFailed", "HorovodInternalError", "RecoverableError", "UnrecoverableError")
+# It can also be a plain `poptorch.Error` (inferred), by its type or its text. A floating-point exception has the same
+# type, and is of the instance's own program.
+_ENDED_RUN = re.compile(r"application[ _]runtime[ _]error|host[ -]?sync\w*\b.*\btimed?[ -]?out", re.IGNORECASE)
+_OWN_FAULT = re.compile(r"floating[ -]point", re.IGNORECASE)
 
 
 def check_available(collectives: str) -> None:
@@ -52,7 +58,12 @@ def caused_by_peer(error: BaseException) -> bool:
 
     Compares class names, so that the modules that define the classes need not be importable.
     """
-    return any(kind.__name__ in _PEER_ERRORS for kind in type(error).__mro__)
+    kinds = type(error).__mro__
+    if any(kind.__name__ in _PEER_ERRORS for kind in kinds):
+        return True
+    is_of_poptorch = any(kind.__name__ == "Error" and kind.__module__.startswith("poptorch") for kind in kinds)
+    text = f"{getattr(error, 'type', '')} {error}"
+    return is_of_poptorch and _ENDED_RUN.search(text) is not None and _OWN_FAULT.search(text) is None
 
 
 def abort(reason: str) -> None:
@@ -117,16 +128,17 @@ class Rendezvous:
         self._store.close()
 
 
-def horovod_proxy(rendezvous: Dict[str, str]) -> HorovodProxy:
+def horovod_proxy(rendezvous: Dict[str, str], cancelled: Optional[threading.Event] = None) -> HorovodProxy:
     """Start the proxy for a real Horovod on this host. `rendezvous` is the environment of a `Rendezvous`.
 
     Raises:
-        RuntimeError: the rendezvous does not answer, or has another secret.
+        RuntimeError: the rendezvous does not answer, has another secret, or `cancelled` was set meanwhile.
     """
     from _pod.store_client import StoreClient  # importable only once the SDK is selected
 
     host, _, port = rendezvous["EMULATED_POD_RENDEZVOUS"].rpartition(":")
-    return HorovodProxy(StoreClient(host, int(port), rendezvous["EMULATED_POD_SECRET"], _CONNECT_TIMEOUT_S))
+    secret = rendezvous["EMULATED_POD_SECRET"]
+    return HorovodProxy(StoreClient(host, int(port), secret, _CONNECT_TIMEOUT_S, cancelled))
 
 
 def horovod_interface(rendezvous: str) -> Dict[str, str]:

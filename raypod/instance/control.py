@@ -1,4 +1,4 @@
-"""Observe and stop an instance from another thread: the heartbeat and the stop gate."""
+"""Observe and stop an instance from another thread or process: the heartbeat and the stop gate."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import traceback
 from types import FrameType
 from typing import Iterator, List, Optional
 
-from raypod.errors import WaitTimedOut
+from raypod.errors import CollectiveBroken, WaitTimedOut
 from raypod.events import HeartbeatReport
 from raypod.host import spans
+from raypod.host.activity_record import ActivityRecord
 from raypod.host.process import cpu_seconds
 from raypod.host.usage import HostMeter
 
 IDLE = "idle"
 LOADING = "loading data"
+RETRYING = "waiting to load data again"
 # Files whose frames on a stack mean that the thread waits for other instances: the emulated SDK's and Horovod's.
 _COMMUNICATION_FILES = (
     "/emulated_sdk/_pod/",
@@ -30,24 +32,30 @@ class Heartbeat:
 
     def __init__(self, instance: int, reports_host: bool = False) -> None:
         """`reports_host`: the heartbeats contain the usage of this host."""
-        self._instance = instance
+        self.instance = instance
         self._host_meter = HostMeter() if reports_host else None
         self._activity = (IDLE, time.monotonic())  # one attribute, so that other threads read a consistent pair
         self._calls_s: List[float] = []  # seconds of the first call, and of the slowest later one
         self._calls_done = 0
         self._thread: Optional[int] = None
+        self._record: Optional[ActivityRecord] = None
+
+    def write_to(self, record: ActivityRecord) -> None:
+        """Write every change of the activity to a record, too."""
+        self._record = record
+        self._set(*self._activity)
 
     @contextlib.contextmanager
     def set_activity(self, activity: str) -> Iterator[None]:
         """Set the activity within the block; restore the previous one afterwards."""
         before = self._activity[0]
         self._thread = threading.get_ident()
-        self._activity = (activity, time.monotonic())
+        self._set(activity, time.monotonic())
         try:
             with spans.measured(activity, _category(activity)):
                 yield
         finally:
-            self._activity = (before, time.monotonic())
+            self._set(before, time.monotonic())
 
     @contextlib.contextmanager
     def in_call(self, number: int) -> Iterator[None]:
@@ -63,16 +71,25 @@ class Heartbeat:
     def beat(self) -> HeartbeatReport:
         """Return the current record; callable from any thread."""
         activity, since_s = self._activity
-        slowest = self._calls_s[-1] if self._calls_s else None
         seconds = time.monotonic() - since_s
         cpu_s, waits = cpu_seconds(_own_threads()), self.waits_for_others()
         usage = self._host_meter.measure() if self._host_meter is not None else None
-        return HeartbeatReport(self._instance, activity, seconds, self._calls_done, slowest, waits, cpu_s, usage)
+        slowest = self._slowest_call_s
+        return HeartbeatReport(self.instance, activity, seconds, self._calls_done, slowest, waits, cpu_s, usage)
+
+    @property
+    def _slowest_call_s(self) -> Optional[float]:
+        return self._calls_s[-1] if self._calls_s else None
+
+    def _set(self, activity: str, since_s: float) -> None:
+        self._activity = (activity, since_s)
+        if self._record is not None:
+            self._record.write(activity, since_s, self._calls_done, self._slowest_call_s, threading.get_native_id())
 
     @property
     def is_loading(self) -> bool:
         """Whether the instance waits for data."""
-        return self._activity[0] == LOADING
+        return self._activity[0] in (LOADING, RETRYING)
 
     def stack(self) -> str:
         """Return the stack of the working thread as in a traceback; "" before it has started working."""
@@ -94,7 +111,7 @@ class Heartbeat:
 
 def _category(activity: str) -> str:
     """Return the category of an activity in a profile."""
-    if activity == LOADING:
+    if activity in (LOADING, RETRYING):
         return "data wait"
     return "call" if activity.startswith("in call") else "phase"
 
@@ -135,6 +152,12 @@ class StopGate:
     def is_closed(self) -> bool:
         """Whether no call at all may start."""
         return self._last == 0
+
+    def wait_to_load(self, seconds: float, heartbeat: Heartbeat) -> None:
+        """Wait before samples are read again. CollectiveBroken if the gate is closed meanwhile."""
+        with heartbeat.set_activity(RETRYING), self._condition:
+            if self._condition.wait_for(lambda: self.is_closed, seconds):
+                raise CollectiveBroken(heartbeat.instance, "the loading was aborted")
 
     @property
     def is_over(self) -> bool:

@@ -12,12 +12,13 @@ import http.server
 import os
 import secrets
 import socket
-import socketserver
 import threading
 import weakref
 from typing import Dict, Optional, Tuple
 
 from typing_extensions import Protocol
+
+from raypod.host.bounded_server import BoundedServer
 
 _LARGEST_VALUE_BYTES = 1 << 20  # Gloo stores the addresses of one rank: some hundred bytes per other rank
 _REQUEST_TIMEOUT_S = 3.0
@@ -68,9 +69,9 @@ class HorovodProxy:
         self._server.store.close()
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    request_queue_size = 128  # all ranks of the host connect at the same time
+class _Server(BoundedServer):
+    max_clients = 256  # all ranks of the host connect at the same time
+    admit_within_s = _REQUEST_TIMEOUT_S
 
     def __init__(self, store: Store) -> None:
         self.store, self.secret = store, secrets.token_hex(16)
@@ -136,6 +137,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not hmac.compare_digest(secret.partition(":")[0].encode(), self.server.secret.encode()):
             self._answer(_FORBIDDEN)
             return None
+        self.server.admit(self.connection)
         scope, _, key = rest.partition("/")
         return f"horovod/{scope}", key
 

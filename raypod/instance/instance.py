@@ -7,7 +7,6 @@ imported. The fleet calls its methods; results are returned as records (events.p
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import time
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 
 import horovod.torch as hvd
 import numpy as np
-import popdist
 import poptorch
 import torch
 
@@ -29,9 +27,11 @@ from raypod.errors import CollectiveBroken
 from raypod.events import CallReport, EvaluationReport, InstanceStarted, ProcessSpans, SaveReport
 from raypod.host.process import StepTimer, versions
 from raypod.host.sdk import Sdk
+from raypod.instance import devices, executable_cache
 from raypod.instance.control import LOADING, Heartbeat, StopGate
 from raypod.instance.process_group import ProcessGroup
 from raypod.instance.profile import Profile
+from raypod.instance.random_states import RandomStates
 from raypod.instance.rate import ScheduledRate
 from raypod.instance.replica_model import EvaluationSums, ReplicaModel
 from raypod.instance.seeding import Endpoint, Seeding, SeedingPeer
@@ -49,14 +49,16 @@ class Instance:
         self.heartbeat = Heartbeat(index, reports_host=self._spec.local_index == 0)
         self._update = self._host_update = -1  # of the weights on the device and on the host; -1: not trained yet
         self._feed: Optional[Feed] = None
-        self._poptorch_models: List[Any] = []  # each attaches to the device
+        self._poptorch_models: List[Any] = []
         self._rate = ScheduledRate(plan)
+        self._random_states = RandomStates(plan, index, hvd.allgather_object)
         self._group = ProcessGroup(plan.placement.cluster.data_network)
         self._seeding_peer: Optional[SeedingPeer] = None
         self._saves: Optional[BackgroundWriter] = None  # only in instance 0
         self._is_evaluation_abandoned = False
         self._timer = StepTimer()
         self._profile = Profile(plan, self._spec, sdk)
+        self._cache = executable_cache.folder_of(plan, sdk)
 
     def build(self) -> InstanceStarted:
         """Load the data and build model, optimizer and options. The run starts from the weights of instance 0."""
@@ -65,7 +67,7 @@ class Instance:
         self._timer.begin()
         task = task_of_plan(plan)
         source = task.load()
-        self._feed = Feed(plan, self._spec, source)
+        self._feed = Feed(plan, self._spec, source, lambda seconds: self._gate.wait_to_load(seconds, self.heartbeat))
         self._timer.end("load data")
         if self._spec.index == 0:
             torch.manual_seed(plan.config.training.seed)
@@ -75,9 +77,10 @@ class Instance:
         if self._spec.index == 0:
             model.check_evaluation(plan, task, first_batch)
         self._training = poptorch.trainingModel(
-            model.training_step, options=program.training_options(plan), optimizer=model.optimizer
+            model.training_step, options=program.training_options(plan, self._cache), optimizer=model.optimizer
         )
-        self._inference = poptorch.inferenceModel(model.evaluation_step, options=program.inference_options(plan))
+        options = program.inference_options(plan, self._cache)
+        self._inference = poptorch.inferenceModel(model.evaluation_step, options=options)
         self._poptorch_models = [self._training, self._inference]
         self._timer.end("build model")
         return InstanceStarted(
@@ -104,9 +107,13 @@ class Instance:
         return self._group.open_rendezvous(address, generation)
 
     def join(self, environment: Dict[str, str]) -> None:
-        """Join the process group of all instances."""
+        """Join the process group of all instances.
+
+        Without `popdist.init`, which initializes MPI on IPUs: that needs mpirun, and a repair cannot repeat it. The
+        collectives are Horovod's, and `popdist.poptorch.Options` reads the environment.
+        """
+        executable_cache.remove_stale_locks(self._cache)
         self._group.configure(environment)
-        popdist.init()
         hvd.init()
 
     def leave(self) -> int:
@@ -120,7 +127,7 @@ class Instance:
         state = None
         try:
             state = program.read_replica_state(self._training)
-            self._detach()
+            devices.detach(self._poptorch_models)
             self._host_update = self._update
             self._model.average_after(self._update)
         except poptorch.Error:
@@ -128,7 +135,6 @@ class Instance:
         program.copy_replica_0_buffers(self._model.training_step.named_buffers(), state)
         program.load_replica_state(self._training, state)
         hvd.shutdown()
-        popdist.finalizeBackend()
         self._group.leave()
         return self._update
 
@@ -215,7 +221,9 @@ class Instance:
             began, peer_wait_before = time.monotonic(), self._sdk.peer_wait_s()
             with self.heartbeat.in_call(first_call + number):
                 digest = self._feed.samples_digest()
-                outputs = self._training(*batch, *self._model.call_words(update, digest))
+                inputs = (*batch, *self._model.call_words(update, digest))
+                self._random_states.compile(self._training, inputs)
+                outputs = self._training(*inputs)
             self._update = update + device_iterations
             if self._model.average is not None:
                 self._read_back()
@@ -223,10 +231,16 @@ class Instance:
             call_s, peer_wait_s = wait_s + time.monotonic() - began, self._sdk.peer_wait_s()
             if peer_wait_s is not None:
                 peer_wait_s -= peer_wait_before or 0.0
-            report = self._report(update, outputs, digest)
-            profile = self._profile.end_call(self._update)
-            yield dataclasses.replace(
-                report, data_wait_s=wait_s, call_s=call_s, peer_wait_s=peer_wait_s, profile=profile
+            yield CallReport(
+                instance=self._spec.index,
+                first_update=update,
+                sums=self._model.sums(outputs),
+                saves=self._saves.take_reports() if self._saves is not None else (),
+                samples_digest=digest,
+                data_wait_s=wait_s,
+                call_s=call_s,
+                peer_wait_s=peer_wait_s,
+                profile=self._profile.end_call(self._update),
             )
 
     def take_profile(self) -> ProcessSpans:
@@ -261,7 +275,7 @@ class Instance:
         self._read_back()
         hvd.broadcast_parameters(dict(network.named_buffers()), root_rank=0)
         state = program.read_replica_state(self._training)
-        self._detach()
+        devices.detach(self._poptorch_models)
         program.load_replica_state(self._training, state)
         # PopTorch compiles a model in the mode (train or eval) that its network has then, and both share the network.
         network.eval()
@@ -273,15 +287,18 @@ class Instance:
                 if self._gate.is_closed:  # a long evaluation must not delay the repair; it is repeated afterwards
                     raise CollectiveBroken(self._spec.index, "the evaluation was aborted")
                 sums.add(self._inference(*batch)[:valid])
-            self._detach()
+            devices.detach(self._poptorch_models)
         self._model.train()
         return sums.report(self._spec.index)
 
     def save(self, manifest: Manifest) -> None:
-        """Read the weights back, in all instances; instance 0 copies them and writes them in the background."""
+        """Read the state back, in all instances; instance 0 copies it and writes it in the background."""
         self._read_back()
+        state = self._model.state()  # reading the optimizer state is a collective if it is sharded or off the chip
+        random_states = self._random_states.gather(self._training)
         if self._saves is not None:
-            self._saves.begin(self._model.recorded(manifest, self._training), State(**self._state()))
+            replicas = random_states or self._model.replica_state(self._training)
+            self._saves.begin(self._model.recorded(manifest, self._training), State(**state, replicas=replicas))
 
     def save_kept(self, manifest: Manifest, server: Optional[Server]) -> Tuple[SaveReport, ...]:
         """Write the state that `leave` has kept, in any instance; return the reports not returned yet."""
@@ -310,11 +327,8 @@ class Instance:
             self._saves.close()
         if self._feed is not None:
             self._feed.close()
-        for model in self._poptorch_models:
-            if model.isCompiled():
-                model.destroy()
+        devices.destroy(self._poptorch_models)
         hvd.shutdown()
-        popdist.finalizeBackend()
         self._group.close()
         self._profile.close()
 
@@ -322,25 +336,13 @@ class Instance:
         return {**self._model.state(), "replicas": self._model.replica_state(self._training)}
 
     def _load_state(self, state: Dict[str, Any]) -> None:
+        self._update = self._host_update = -1  # there is no state until all of it is loaded
         self._model.load_state(state)
         self._rate.is_set = False
         self._model.load_replica_state(self._training, state["replicas"])
+        self._random_states.load(self._training, state["replicas"])
         self._update = self._host_update = state.get("update", -1)
         self._model.begin_average_at(self._update)
-
-    def _report(self, update: int, outputs: Tuple[torch.Tensor, torch.Tensor], samples_digest: str) -> CallReport:
-        return CallReport(
-            instance=self._spec.index,
-            first_update=update,
-            sums=self._model.sums(outputs),
-            saves=self._saves.take_reports() if self._saves is not None else (),
-            samples_digest=samples_digest,
-        )
-
-    def _detach(self) -> None:
-        for model in self._poptorch_models:
-            if model.isCompiled() and model.isAttachedToDevice():
-                model.detachFromDevice()
 
     def _read_back(self) -> None:
         # With remote buffers this is a collective, so every instance calls it, even if only one needs the weights.

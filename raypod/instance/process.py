@@ -15,11 +15,12 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional
 
-from raypod.errors import ClusterError, CollectiveBroken, summarize_exception
+from raypod.errors import ClusterError, CollectiveBroken, ConfigError, as_utf8, summarize_exception
 from raypod.events import CallReport, EvaluationReport, HeartbeatReport, InstanceStarted
 from raypod.host import process, sdk, torchvision_import
+from raypod.host.activity_record import ActivityRecord, Identity
 from raypod.host.last_line import LastLine
 from raypod.host.log_times import LogTimes
 from raypod.host.spans import recorder
@@ -60,10 +61,11 @@ class InstanceProcess:
         if index == 0:  # all instances run the same code
             self._warnings.install()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instance")
+        self._record = ActivityRecord()
 
-    def identity(self) -> Tuple[int, int]:
-        """Return the pid of this process and its start time in clock ticks, which identify it for a kill."""
-        return os.getpid(), process.process_start_ticks(os.getpid()) or 0
+    def identity(self) -> Identity:
+        """Return what identifies this process for the other processes of its host."""
+        return self._record.identity
 
     def build(self) -> InstanceStarted:
         """Import torch and the SDK, and build the instance."""
@@ -143,6 +145,7 @@ class InstanceProcess:
         imported_s = time.monotonic() - began
         instance = Instance(self._plan, self._index, selected)
         started = instance.build()
+        instance.heartbeat.write_to(self._record)
         self._instance = instance
         sys.stdout.write(f"{selected.line}\n")
         started = dataclasses.replace(started, seconds=(("import torch and the SDK", imported_s), *started.seconds))
@@ -175,7 +178,7 @@ class InstanceProcess:
         try:
             yield
         except Exception as error:
-            if collectives.caused_by_peer(error):
+            if self._plan.geometry.num_instances > 1 and collectives.caused_by_peer(error):
                 raise CollectiveBroken(self._index, " ".join(str(error).split())) from error
             raise
 
@@ -198,6 +201,10 @@ def _log_errors(work: Callable[..., Any], *arguments: Any) -> Any:
     except BaseException as error:
         user_code.record_place(error)
         traceback.print_exc()
+        if as_utf8(traceback.format_exc()) != traceback.format_exc():  # Ray could not send it
+            if isinstance(error, ConfigError):
+                raise ConfigError(as_utf8(str(error))) from None
+            raise RuntimeError(f"{summarize_exception(error)}{user_code.place_of(error)}") from None
         raise
 
 

@@ -6,6 +6,7 @@ Imports no SDK: the instance initializes `popdist` and Horovod with the environm
 from __future__ import annotations
 
 import os
+import threading
 from typing import Dict, Optional
 
 from raypod.host.interfaces import address_in, interface_of, local_address_to
@@ -22,6 +23,7 @@ class ProcessGroup:
         self._data_network = data_network
         self._rendezvous: Optional[Rendezvous] = None
         self._proxy: Optional[HorovodProxy] = None
+        self._cancelled = threading.Event()  # ends the connecting of the proxy
         self.address = "127.0.0.1"  # at which other instances reach this one; set by `configure`
 
     def data_address(self) -> Optional[str]:
@@ -50,13 +52,15 @@ class ProcessGroup:
         rendezvous = environment["EMULATED_POD_RENDEZVOUS"].rpartition(":")[0]
         self.address = self.data_address() or local_address_to(rendezvous)
         if uses_installed_horovod():
-            self._proxy = horovod_proxy(environment)
+            self._cancelled = threading.Event()
+            self._proxy = horovod_proxy(environment, self._cancelled)
             os.environ.update(self._proxy.environment)
             if self._data_network is None:
                 os.environ.update(horovod_interface(rendezvous))
 
     def abort(self) -> None:
         """End every wait for other instances, from another thread."""
+        self._cancelled.set()
         collectives.abort("another instance is lost")
 
     def leave(self) -> None:

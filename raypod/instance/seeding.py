@@ -266,11 +266,12 @@ def _authenticate_receiver(connection: socket.socket, secret: bytes) -> None:
 
 def _authenticate_sender(connection: socket.socket, secret: bytes) -> bool:
     """Perform the receiver's side of the handshake. Return whether the sender has the secret."""
-    connection.settimeout(_HANDSHAKE_S)
+    deadline_s = time.monotonic() + _HANDSHAKE_S  # of all: a byte from time to time must not keep the others waiting
     try:
-        theirs, own = _read(connection, _NONCE_BYTES), os.urandom(_NONCE_BYTES)
+        theirs, own = _read(connection, _NONCE_BYTES, deadline_s), os.urandom(_NONCE_BYTES)
         connection.sendall(own + _proof(secret, b"receiver", theirs, own))
-        return hmac.compare_digest(_read(connection, _DIGEST_BYTES), _proof(secret, b"sender", theirs, own))
+        proof = _read(connection, _DIGEST_BYTES, deadline_s)
+        return hmac.compare_digest(proof, _proof(secret, b"sender", theirs, own))
     except (OSError, EOFError):
         return False
 
@@ -287,15 +288,17 @@ def _enable_keepalive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREACHABLE_S)
 
 
-def _read(connection: socket.socket, length: int) -> bytes:
+def _read(connection: socket.socket, length: int, deadline_s: Optional[float] = None) -> bytes:
     content = bytearray(length)
-    _read_into(connection, memoryview(content))
+    _read_into(connection, memoryview(content), deadline_s)
     return bytes(content)
 
 
-def _read_into(connection: socket.socket, buffer: memoryview) -> None:
-    """Fill `buffer`. EOFError if the connection is closed before."""
+def _read_into(connection: socket.socket, buffer: memoryview, deadline_s: Optional[float] = None) -> None:
+    """Fill `buffer`. EOFError if the connection is closed before, socket.timeout at the deadline, a monotonic time."""
     while buffer:
+        if deadline_s is not None:
+            connection.settimeout(max(0.001, deadline_s - time.monotonic()))
         count = connection.recv_into(buffer)
         if not count:
             raise EOFError("it closed the connection")

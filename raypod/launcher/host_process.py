@@ -21,8 +21,8 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.errors import ClusterError
 from raypod.host import horovod_address, interfaces, sdk
-from raypod.host.process import cpu_seconds_of, cpus_of_node
-from raypod.host.usage import HostMeter
+from raypod.host.process import cpus_of_node, script_command
+from raypod.host.usage import HostMeter, cpu_seconds_of
 from raypod.instance.collectives import Rendezvous, horovod_interface, horovod_proxy, uses_installed_horovod
 from raypod.instance.horovod_proxy import HorovodProxy
 from raypod.launcher import reaper
@@ -155,7 +155,7 @@ class HostProcess:
         """Start the reaper, which inherits `files` (closed here); return the descriptor of its output."""
         commands, self._commands = os.pipe()
         ends, reaper_output = os.pipe()
-        script = [sys.executable, "-I", "-S", str(reaper.__file__)]
+        script = script_command(str(reaper.__file__))
         starter = subprocess.Popen(
             script, stdin=commands, stdout=reaper_output, pass_fds=files, start_new_session=True, cwd="/"
         )

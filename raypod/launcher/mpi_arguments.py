@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from typing import Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 from raypod.errors import ConfigError
 from raypod.launcher.options import Request
 
+_QUOTES = "\"'"
 _NETWORK = ("btl_tcp_if_include", "oob_tcp_if_include")
 _IMPLIED = ("tag-output", "allow-run-as-root", "oversubscribe", "report-bindings", "display-map")
 _REPLACEMENTS = {
@@ -75,11 +76,33 @@ def parse_mpi_arguments(request: Request) -> MpiArguments:
                 f'--instance-mpi-local-args {text}: must be INSTANCE:"-x VAR=VALUE" with an instance '
                 f"from 0 to {request.num_instances - 1}"
             )
-        variables, own_network = _parse(arguments.strip().strip("\"'"), "--instance-mpi-local-args")
+        variables, own_network = _parse(arguments.strip().strip(_QUOTES), "--instance-mpi-local-args")
         if own_network:
             raise ConfigError(f"--instance-mpi-local-args {text}: all instances use one network; use --host-subnet")
         for_one.setdefault(int(index), {}).update(variables)
     return MpiArguments(for_all, for_one, network)
+
+
+def without_values(request: Request) -> Request:
+    """Return the request without the values of variables, which can be secrets: each takes the caller's value."""
+    changed: Dict[str, Any] = {"x": tuple(each.partition("=")[0] for each in request.x)}
+    for option in ("mpi_global_args", "mpi_local_args"):
+        changed[option] = tuple(_names_only(text, option) for text in getattr(request, option))
+    pairs = (text.partition(":") for text in request.instance_mpi_local_args)
+    option = "instance_mpi_local_args"
+    changed[option] = tuple(f"{index}:{_names_only(text.strip().strip(_QUOTES), option)}" for index, _, text in pairs)
+    return dataclasses.replace(request, values={**request.values, **changed})
+
+
+def _names_only(text: str, option: str) -> str:
+    words = _split(text, option)
+    for at, word in enumerate(words):
+        name, _, value = word.lstrip("-").partition("=")
+        if name == "x" and value:
+            words[at] = f"-x={value.partition('=')[0]}"
+        elif name == "x" and at + 1 < len(words):
+            words[at + 1] = words[at + 1].partition("=")[0]
+    return shlex.join(words)
 
 
 def _parse(text: str, option: str) -> Tuple[Dict[str, Optional[str]], Optional[str]]:

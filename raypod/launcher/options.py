@@ -171,7 +171,7 @@ def parse(words: Sequence[str]) -> Tuple[Request, Optional[str]]:
 
 
 def export(request: Request) -> str:
-    """Return the options that were set, as YAML for `--import-config`."""
+    """Return the options that were set, as YAML for `--import-config`, with the values of variables."""
     keys = [key for key in request.given if key not in NOT_EXPORTED]
     values = {BY_KEY[key].name: request.values[key] for key in keys}
     return yaml.safe_dump(
@@ -285,7 +285,7 @@ def convert(option: Option, value: Any) -> Any:
 
 def _read_file(path: str) -> Dict[str, Any]:
     try:
-        document = yaml.load(Path(path).read_text(), Loader=UniqueKeyLoader)
+        document = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
     except OSError as error:
         raise ConfigError(f"--import-config {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

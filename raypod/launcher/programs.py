@@ -12,11 +12,19 @@ import shutil
 from pathlib import Path
 from typing import Dict, List, Mapping, Sequence, Tuple
 
+from raypod.host.sdk import EMULATED_SDK
 from raypod.launcher.mpi_arguments import MpiArguments
 from raypod.launcher.options import Request
 from raypod.launcher.output import tag
 from raypod.launcher.records import STDERR, HostFacts, Program
-from raypod.plan.environment import STARTUP_DIR, cache_environment, join_path, placement_environment, strict_environment
+from raypod.plan.environment import (
+    HOROVOD_FALLBACK,
+    STARTUP_DIR,
+    cache_environment,
+    join_path,
+    placement_environment,
+    strict_environment,
+)
 from raypod.plan.placement import InstanceSpec, Placement
 
 # Valid only on the host and in the session where they were set.
@@ -36,7 +44,7 @@ class Programs:
     arguments: MpiArguments
     caller: Mapping[str, str]
     working_dir: str
-    sdk_path: Tuple[str, ...]  # entries to prepend to PYTHONPATH
+    sdk_path: Tuple[str, ...]  # entries to prepend to PYTHONPATH: the emulated SDK; none for an installed one
     on_terminal: bool = False  # stderr of the launch is a terminal
     interpreters: Sequence[str] = ()  # the Python interpreter of each host
     partition: Dict[int, Dict[str, str]] = dataclasses.field(default_factory=dict)  # by instance
@@ -60,8 +68,9 @@ class Programs:
         env.update({name: value for name, value in placed.items() if name not in _THREADS or name not in env})
         env.update(cache_environment(self.request.executable_cache_path))
         env.update(strict_environment(self.request.strict))
-        if self.sdk_path:
-            env["PYTHONPATH"] = join_path(STARTUP_DIR, *self.sdk_path, env.get("PYTHONPATH", ""))
+        env["PYTHONPATH"] = join_path(STARTUP_DIR, *self.sdk_path, env.get("PYTHONPATH", ""))
+        if not self.sdk_path:
+            env[HOROVOD_FALLBACK] = EMULATED_SDK
         if self.on_terminal:  # for progress bars: a pipe has no width
             env.setdefault("COLUMNS", str(shutil.get_terminal_size().columns - len(tag((spec.index, STDERR)))))
         env.update(self.partition.get(spec.index, {}))

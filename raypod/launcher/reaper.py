@@ -4,7 +4,8 @@ When its input closes for any reason (the actor was killed, its raylet died, Ray
 SIGTERM to each process group, then SIGKILL to every descendant after a grace period. It is a child subreaper, so it
 also finds processes that left their group or session. Each program is killed if the reaper dies.
 
-Only the standard library, one thread. Input (JSON lines): first {"programs": [...], "grace_s": s}, then
+One thread. The argument is the folder of psutil, the only package that it imports: without the others of `site` it
+starts sooner. Input (JSON lines): first {"programs": [...], "grace_s": s}, then
 {"signal": n} or {"end": grace_s}. Output (JSON lines): {"start": [index, pid]} for each program that starts, and
 {"end": [index, exit code, cause]} for each one that exits.
 """
@@ -18,9 +19,15 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
+
+if __name__ == "__main__":
+    sys.path.append(sys.argv[1])
+
+import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as in a shell
@@ -164,20 +171,18 @@ class Reaper:
         """Return the pids of all descendants that are not zombies, after reaping."""
         self._reap()
         children: Dict[int, List[int]] = {}
-        for folder in Path("/proc").iterdir():
-            entry = folder.name
-            if entry.isdigit():
-                with contextlib.suppress(OSError):
-                    state, parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:2]
-                    if state != b"Z":
-                        children.setdefault(int(parent), []).append(int(entry))
-        found: List[int] = []
+        for pid in psutil.pids():  # not `children` of psutil, which fails if one process of another user is hidden
+            with contextlib.suppress(psutil.Error):  # it has ended
+                found = psutil.Process(pid).as_dict(["ppid", "status"])
+                if found["status"] != psutil.STATUS_ZOMBIE:
+                    children.setdefault(found["ppid"], []).append(pid)
+        descendants: List[int] = []
         queue = [os.getpid()]
         while queue:
             pids = children.get(queue.pop(), [])
-            found += pids
+            descendants += pids
             queue += pids
-        return found
+        return descendants
 
 
 def _child_setup(reaper: int, cpus: Optional[List[int]]) -> Callable[[], None]:

@@ -32,9 +32,13 @@ def check_files(request: Request) -> None:
 
 
 def write_options(request: Request, path: Path, option: str) -> None:
-    """Write the options as YAML for --import-config; `option` names the file in the message of a ConfigError."""
+    """Write the options as YAML for --import-config; `option` names the file in the message of a ConfigError.
+
+    A new file is private to the user: the values of variables can be secrets.
+    """
     try:
-        path.write_text(options.export(request))
+        with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600), encoding="utf-8") as file:
+            file.write(options.export(request))
     except OSError as error:
         raise ConfigError(f"{option} {path}: {error.strerror}") from None
 

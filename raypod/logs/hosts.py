@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
+from raypod.host.files import parse_json
 from raypod.plan.cluster import Cluster, Host, Ssh
+from raypod.plan.cluster_file import is_host, is_user
 from raypod.pod import ssh
 from raypod.record import run_folder
 
@@ -23,22 +24,34 @@ class Process(NamedTuple):
 def read_plan(folder: Path) -> Dict[str, Any]:
     """Return the content of `plan.json`; {} if there is none."""
     try:
-        content = json.loads((folder / run_folder.PLAN).read_text())
+        content = parse_json((folder / run_folder.PLAN).read_text())
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
 def cluster_in(plan: Mapping[str, Any]) -> Optional[Cluster]:
-    """Return the hosts and the ssh settings of the cluster in a plan; None if the run used only this host."""
+    """Return the hosts and the ssh settings of the cluster in a plan; None if the run used only this host.
+
+    A run folder can come from anyone: its `ssh_proxy_command` is not executed, and none of its words is an option.
+    """
     try:
         described = plan["cluster"]
         if described["is_local"]:
             return None
         hosts = tuple(Host(each["name"], each["address"]) for each in described["hosts"])
-        return Cluster(described["name"], hosts, ssh=Ssh(**described["ssh"]))
+        settings = Ssh(**{**described["ssh"], "proxy_command": None})
+        is_valid = all(is_host(host.address) for host in hosts) and (settings.user is None or is_user(settings.user))
+        return Cluster(described["name"], hosts, ssh=settings) if is_valid else None
     except (KeyError, TypeError):  # a launch, or a file of another version
         return None
+
+
+def has_proxy(plan: Mapping[str, Any]) -> bool:
+    """Return whether a plan names an `ssh_proxy_command`."""
+    cluster = plan.get("cluster")
+    ssh_settings = cluster.get("ssh") if isinstance(cluster, dict) else None
+    return isinstance(ssh_settings, dict) and bool(ssh_settings.get("proxy_command"))
 
 
 def processes_in(records: Iterable[Mapping[str, Any]]) -> List[Process]:

@@ -8,6 +8,8 @@ import sys
 import time
 from typing import BinaryIO, Dict, Iterable
 
+from raypod.cli import printable
+
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # of ANSI: cyan, yellow, green, magenta, blue, and bright ones
 _BOLD = 1
 
@@ -27,7 +29,7 @@ class Printer:
         prefix = self._prefixes.get(label)
         if prefix is None:
             prefix = self._prefixes[label] = self._prefix(label)
-        self._out.write(prefix + _last_state(text) + b"\n")
+        self._out.write(prefix + printable(_last_state(text).decode(errors="replace")).encode() + b"\n")
 
     def flush(self) -> None:
         """Pass the lines to the reader."""
@@ -45,7 +47,7 @@ class Printer:
             raise BrokenPipeError
 
     def _prefix(self, label: str) -> bytes:
-        text = f"{label:<{self._width}} | "
+        text = printable(f"{label:<{self._width}} | ")
         if not self._is_coloured:
             return text.encode()
         digits = "".join(filter(str.isdigit, label.split("@")[0]))

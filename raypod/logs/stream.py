@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
+from raypod.cli import show
 from raypod.errors import ConfigError, RunError
 from raypod.logs import event_text
-from raypod.logs.hosts import cluster_in, elsewhere, processes_in, read_plan
+from raypod.logs.hosts import cluster_in, elsewhere, has_proxy, processes_in, read_plan
 from raypod.logs.printer import Printer
 from raypod.logs.remote import HostLogs, Mirror, wait_synced
 from raypod.logs.sources import EVENTS, LogSource, Selection, TimedLine, label_of, logs_in
@@ -168,12 +169,14 @@ class Logs:
             if logs.problem:
                 numbers = ", ".join(str(mirror.instance) for mirror in logs.mirrors)
                 text = f"host {logs.host.name}: {logs.problem}; the log of instance {numbers} there is not shown"
+                if has_proxy(self._plan):
+                    text += "; the ssh_proxy_command in a run folder is not executed: use --cluster FILE"
                 self._warn(logs.host.name, text)
 
     def _warn(self, host: str, text: str) -> None:
         if self._reported.get(host) != text:
             self._reported[host] = text
-            print(f"raypod: warning: {text}", file=sys.stderr, flush=True)  # noqa: T201
+            show(f"raypod: warning: {text}", sys.stderr)
 
 
 def _labelled(label: str, lines: Iterator[TimedLine]) -> Iterator[Labelled]:

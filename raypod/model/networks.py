@@ -170,6 +170,7 @@ class FrozenBatchNorm2d(nn.Module):
         """Map [n, channels, h, w] to the same shape."""
         scale = self.weight * torch.rsqrt(self.running_var + self.eps)
         shift = self.bias - self.running_mean * scale
+        scale, shift = scale.to(inputs.dtype), shift.to(inputs.dtype)  # float32 with half activations in 16.32
         return inputs * scale[:, None, None] + shift[:, None, None]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Callable, Dict, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple
 
 import popdist.poptorch
 import poptorch
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from typing_extensions import Protocol
 
 from raypod.datasets.transforms import activation_dtype
@@ -51,6 +53,38 @@ class TaskOutputs(Protocol):
         """Return all metrics per sample."""
 
 
+# They read or convert a parameter: its own dtype stays.
+_CONVERSIONS = frozenset(
+    (torch.Tensor.to, torch.Tensor.type, torch.Tensor.float, torch.Tensor.half, torch.Tensor.double)
+)
+_ACCESSORS = ("__get__", "__set__", "__delete__")
+
+
+class _CastParameters(TorchFunctionMode):
+    """Context in which every function gets the parameters in a dtype, cast where it uses them.
+
+    For half activations with float32 weights. PopTorch's sources disagree about mixed operands: its guide describes
+    both that a layer runs in the dtype of its input, and that operands are converted to float32.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _CONVERSIONS or getattr(func, "__name__", "") in _ACCESSORS:
+            return func(*args, **kwargs)
+        return func(*map(self._cast, args), **{name: self._cast(value) for name, value in kwargs.items()})
+
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, nn.Parameter) and value.is_floating_point():
+            return value.to(self._dtype)
+        return type(value)(map(self._cast, value)) if type(value) in (list, tuple) else value
+
+
 class _Step(nn.Module):
     """The network of one micro-batch; `prepare` transforms the first input of the network on the device."""
 
@@ -58,7 +92,8 @@ class _Step(nn.Module):
         super().__init__()
         self.network, self.prepare = network, prepare
         self._task, self._metrics = task, [metric.name for metric in metrics]
-        self._dtype = activation_dtype(task.config.training.precision)
+        precision = task.config.training.precision
+        self._dtype, self._casts_parameters = activation_dtype(precision), precision == "16.32"
 
     def _outputs(self, method: Callable[..., Any], batch: Sequence[torch.Tensor]) -> Any:
         names = self._task.names
@@ -69,7 +104,8 @@ class _Step(nn.Module):
     def _run_network(self, *inputs: Any, **named: Any) -> Any:
         if inputs:
             inputs = (self.prepare(inputs[0]), *inputs[1:])
-        return self.network(*map(self._cast, inputs), **{name: self._cast(each) for name, each in named.items()})
+        with _CastParameters(self._dtype) if self._casts_parameters else contextlib.nullcontext():
+            return self.network(*map(self._cast, inputs), **{name: self._cast(each) for name, each in named.items()})
 
     def _cast(self, value: Any) -> Any:
         """Convert a floating-point tensor to the precision of the activations; a no-op for images."""
@@ -157,10 +193,13 @@ def finish_network(plan: Plan, network: nn.Module) -> nn.Module:
     return network
 
 
-def training_options(plan: Plan) -> Any:
-    """Return the `popdist.poptorch.Options` of training; popdist reads the replicas from the environment."""
+def training_options(plan: Plan, cache: Optional[str] = None) -> Any:
+    """Return the `popdist.poptorch.Options` of training; popdist reads the replicas from the environment.
+
+    `cache`: the folder of compiled executables.
+    """
     training = plan.config.training
-    options = _common_options(plan)
+    options = _common_options(plan, cache)
     options.deviceIterations(training.device_iterations)
     options.Training.gradientAccumulation(training.gradient_accumulation)
     options.Training.accumulationAndReplicationReductionType(_REDUCTIONS[training.reduction])
@@ -173,24 +212,23 @@ def training_options(plan: Plan) -> Any:
 
 def keeps_recent_results(plan: Plan) -> bool:
     """Return whether the training step has `RecentResults`: the SDK gives each instance the buffers of the others."""
-    exchanges_buffers = hasattr(poptorch.PoplarExecutor, "emulatedReplicaState")
-    return exchanges_buffers and plan.geometry.num_instances > 1
+    return has_replica_state(poptorch.PoplarExecutor) and plan.geometry.num_instances > 1
 
 
-def inference_options(plan: Plan) -> Any:
-    """Return the `popdist.poptorch.Options` of evaluation."""
-    options = _common_options(plan)
+def inference_options(plan: Plan, cache: Optional[str] = None) -> Any:
+    """Return the `popdist.poptorch.Options` of evaluation; see `training_options`."""
+    options = _common_options(plan, cache)
     options.deviceIterations(plan.geometry.evaluation_iterations)
     return options.outputMode(poptorch.OutputMode.All)
 
 
-def _common_options(plan: Plan) -> Any:
+def _common_options(plan: Plan, cache: Optional[str]) -> Any:
     options = popdist.poptorch.Options(ipus_per_replica=plan.geometry.ipus_per_replica)
     options.randomSeed(plan.config.training.seed)
     options.showCompilationProgressBar(False)
     options.setExecutionStrategy(execution_strategy(plan.config.training.execution))
-    if plan.config.pod.executable_cache_path is not None:
-        options.enableExecutableCaching(plan.config.pod.executable_cache_path)
+    if cache is not None:
+        options.enableExecutableCaching(cache)
     return options
 
 
@@ -235,14 +273,19 @@ def load_optimizer_state(optimizer: Any, state: Dict[str, Any]) -> None:
         group.update(own)
 
 
+def has_replica_state(training: Any) -> bool:
+    """Return whether the SDK of a training model can read and load the state of all replicas: only the emulated one."""
+    return hasattr(training, "emulatedReplicaState")
+
+
 def read_replica_state(training: Any) -> Optional[Dict[str, Any]]:
     """Return the buffers and random states of all replicas of a training model, if the SDK can read them.
 
     None before the first call, and with the real SDK: it reads back only the buffers of replica 0, with which a resumed
     run then starts all replicas.
     """
-    reader = getattr(training, "emulatedReplicaState", None)
-    state: Optional[Dict[str, Any]] = reader() if reader is not None and training.isCompiled() else None
+    is_readable = has_replica_state(training) and training.isCompiled()
+    state: Optional[Dict[str, Any]] = training.emulatedReplicaState() if is_readable else None
     return state
 
 
@@ -250,10 +293,10 @@ def replica_state_for(replicas: int, state: Optional[Dict[str, Any]]) -> Optiona
     """Return a state of `read_replica_state` for another number of replicas: replica r gets the buffers of r modulo it.
 
     The random state counts the micro-batches of a replica. It stays: a replica with another index, or with more
-    micro-batches done, draws numbers that no other one has drawn.
+    micro-batches done, draws numbers that no other one has drawn. A state of `RandomStates` is returned unchanged.
     """
-    if state is None:
-        return None
+    if state is None or "buffers" not in state:
+        return state
     buffers = {name: values[torch.arange(replicas) % len(values)] for name, values in state["buffers"].items()}
     return {**state, "buffers": buffers}
 

@@ -11,7 +11,7 @@ from typing import Optional, Sequence, TextIO
 
 from rich.console import Console
 
-from raypod.cli import FlagParser
+from raypod.cli import FlagParser, show
 from raypod.errors import ConfigError
 from raypod.host.files import strict_json
 from raypod.monitor import live
@@ -84,7 +84,7 @@ def _json(source: PodSource, interval_s: Optional[float]) -> int:
         try:
             while True:
                 began_s = time.monotonic()
-                print(strict_json(to_json(source.poll(), source.facts)), flush=True)  # noqa: T201 - the output
+                show(strict_json(to_json(source.poll(), source.facts)))
                 if interval_s is None:
                     return 0
                 time.sleep(max(0.0, interval_s - (time.monotonic() - began_s)))

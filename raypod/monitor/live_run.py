@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import http.client
-import json
 import os
 import pwd
 import threading
@@ -13,6 +12,9 @@ import time
 from pathlib import Path
 from typing import Any, Dict, Mapping, Optional
 
+import psutil
+
+from raypod.host.files import parse_json
 from raypod.monitor.log_lines import LastLines
 from raypod.monitor.model import Instance, Run
 from raypod.monitor.run_files import RunFiles
@@ -116,7 +118,7 @@ def ask(entry: Entry, timeout_s: float) -> Mapping[str, Any]:
         body = response.read(_MAX_BYTES)
         if response.status != 200:
             raise http.client.HTTPException(f"status {response.status}")
-    content: Dict[str, Any] = json.loads(body)
+    content: Dict[str, Any] = parse_json(body)
     if not isinstance(content, dict):
         raise ValueError("no JSON object")
     return content
@@ -132,9 +134,8 @@ def user_name(uid: int) -> str:
 
 def _reason(entry: Entry, error: Exception) -> str:
     """Return why a process does not answer."""
-    with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{entry.pid}/stat").read_text().rpartition(")")[2].split()
-        if fields[:1] == ["T"]:
+    with contextlib.suppress(psutil.Error):
+        if psutil.Process(entry.pid).status() == psutil.STATUS_STOPPED:
             return f"process {entry.pid} is stopped by a signal (SIGSTOP or a debugger)"
     if isinstance(error, (TimeoutError, OSError)) and "timed out" in str(error):
         return f"process {entry.pid} does not answer"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
 import threading
 import time
 from typing import IO, List, Optional, Tuple
 
+from raypod.host.files import parse_json
 from raypod.monitor.model import HostFacts, Run, from_json
 from raypod.monitor.words import clean
 from raypod.plan.cluster import Cluster, Host
@@ -96,7 +96,7 @@ class RemoteHost:
         """Store the state of a line; login shells print others."""
         text = line.decode(errors="replace")
         try:
-            self._state = from_json(json.loads(text[text.index("{") :]))
+            self._state = from_json(parse_json(text[text.index("{") :]))
         except (ValueError, TypeError, KeyError, AttributeError):
             return
         self._received_s, self._problem = time.monotonic(), ""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
+from raypod.host.files import parse_json
 from raypod.monitor.model import Instance, Run
 from raypod.monitor.snapshots import event_lines
 from raypod.record import run_state
@@ -166,7 +166,7 @@ def _tail_of(path: Path) -> int:
 
 def _json(path: Path) -> Dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content = parse_json(path.read_text())
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from typing import List, Optional, Sequence
 
-_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b.|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+from raypod.cli import printable
+
 _BLOCKS, _ASCII_BLOCKS = " ▁▂▃▄▅▆▇█", " _.-:=+*#"
 _OUTLIERS, _MANY = 0.02, 25  # share of the groups at each end, from so many groups on
 UNKNOWN = "-"
@@ -21,8 +21,8 @@ def clean(text: str) -> str:
 def clean_line(line: str) -> str:
     """Return a line of a log without control characters and escape sequences, with its indentation."""
     line = line.rstrip("\r\n")  # ssh ends its messages with both
-    printable = _CONTROL.sub("", line.rpartition("\r")[2] or line)
-    return " ".join(printable.expandtabs().splitlines()).rstrip()  # U+2028 and others are line ends, too
+    shown = printable(line.rpartition("\r")[2] or line)
+    return " ".join(shown.expandtabs().splitlines()).rstrip()  # U+2028 and others are line ends, too
 
 
 def duration(seconds: Optional[float]) -> str:

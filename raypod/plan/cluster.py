@@ -105,7 +105,7 @@ def read_file(path: str) -> ClusterFile:
         ClusterError: see `read_cluster`.
     """
     try:
-        file = cluster_file.parse(shipped.find(path, shipped.CLUSTERS).read_text())
+        file = cluster_file.parse(shipped.find(path, shipped.CLUSTERS).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         others = shipped.hint(path, shipped.CLUSTERS)
         raise ClusterError(f"cannot read the cluster file {path}: {error.strerror}{others}") from None
@@ -193,7 +193,7 @@ def cluster_of_file(path: str) -> Cluster:
         ClusterError: the file cannot be read, a line cannot be parsed, or the file has no host or has a host twice.
     """
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ClusterError(f"cannot read the host file {path}: {getattr(error, 'strerror', error)}") from None
     found: List[Tuple[Host, str]] = []

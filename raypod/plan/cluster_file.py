@@ -31,7 +31,8 @@ _RAYPOD = (
     *("ipus_per_host", "instances_per_host", "cpus_per_host", "data_network", "numa", "sdk", "python", "folder"),
     "vipu",
 )
-_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?$")  # of a host name
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?\Z")  # of a host name
+_USER = re.compile(r"[^-\s\0][^\s\0]*\Z")  # with a dash at its beginning it would be an option of ssh
 _VIPU = ("server", "port", "timeout_s", "partition", "allocation", "size", "gcds", "link_domains")
 
 
@@ -100,7 +101,11 @@ def _check_top(file: ClusterFile) -> None:
         file.top.add_mistake("raypod", f"raypod belongs under metadata: {above}indent it")
     file.top.check_keys((*TOP_LEVEL_KEYS, *_NOT_LOCAL, "raypod"))
     file.top.text("cluster_name")
-    file.top.section("auth").check_keys(_AUTH)
+    auth = file.top.section("auth")
+    auth.check_keys(_AUTH)
+    user = auth.text("ssh_user")
+    if user is not None and not is_user(user):
+        auth.add_mistake("ssh_user", f"auth.ssh_user: {user!r} is not the name of a user")
     for key in (key for key in TOP_LEVEL_KEYS if key.endswith("_commands")):
         file.top.texts(key)
 
@@ -206,6 +211,11 @@ def _check_vipu(settings: Section, ipus: Optional[int], hosts: int, per_host: in
             "link_domains",
             f"{hosts * per_host} instances cannot be divided equally between {domains} IPU-Link domains",
         )
+
+
+def is_user(text: str) -> bool:
+    """Return whether a string can be the name of a user before the @ of an ssh destination."""
+    return _USER.match(text) is not None
 
 
 def is_host(text: str) -> bool:

@@ -16,7 +16,7 @@ from typing_extensions import Literal
 
 from raypod.plan.run_section import RunSection
 from raypod.plan.section import MAX_TIMEOUT_S, Section
-from raypod.plan.values import Epochs, ImageShape, Names, parse_evaluations
+from raypod.plan.values import Epochs, ImageShape, Names, Samples, parse_evaluations
 
 CHECKPOINTS, CONFIG_FILE = "checkpoints", "config.yaml"  # of a run folder
 MANIFEST = "manifest.json"  # its presence makes a folder a checkpoint
@@ -25,7 +25,10 @@ TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet1
 VISION_TRANSFORMERS = ("vit_tiny", "vit_small", "vit_b_16")
 IMAGE_FOLDERS = ("imagefolder", "imagenet")  # data sets
 WITHOUT_FILES = ("digits", "synthetic")  # data sets that read no folder
+MAX_IMAGE_PIXELS = 89_478_485  # of an image file, as Pillow's own limit: 268 MB as RGB
 IMAGE_SIDE = 224  # default height and width of the images of folders
+CONTENTS = "-"  # in a data fingerprint, between the hash of names and labels and that of the contents of files
+TEST_SAMPLE = "test:"  # before the number of a test sample in `data.leave_out`
 IMAGE_CLASSIFICATION, LANGUAGE_MODEL = "image-classification", "language-model"
 LR_SCHEDULES = ("constant", "step", "linear", "cosine", "polynomial")
 
@@ -75,9 +78,27 @@ class DataSection(Section):
     jpeg_decoder: Literal["pillow", "simplejpeg"] = Field(
         "pillow", description="decoder of the images of imagefolder and imagenet; simplejpeg is faster, other bits"
     )
+    max_image_pixels: int = Field(
+        MAX_IMAGE_PIXELS, ge=1, description="an image file with more pixels is an error, before it is decoded"
+    )
     num_workers: int = Field(0, ge=0, description="loader processes per instance (threads for data in memory)")
     async_dataloader: bool = Field(False, description="prepare the data of the next calls in the background")
+    leave_out: Samples = Field(
+        None,
+        description="samples that are not used, as in 17,208,test:3: the next one takes the place of a training sample",
+    )
     eight_bit_io: bool = Field(False, description="transfer images as uint8 and normalize them on the device")
+
+    @property
+    def first_sample(self) -> int:
+        """The first training sample that is not left out."""
+        left_out = self.left_out("train")
+        return next(index for index in range(len(left_out) + 1) if index not in left_out)
+
+    def left_out(self, split: str) -> Tuple[int, ...]:
+        """Return the samples of a split, "train" or "test", that are not used, in ascending order."""
+        of_split = [each for each in self.leave_out or () if each.startswith(TEST_SAMPLE) == (split == "test")]
+        return tuple(sorted(int(each.rpartition(":")[2]) for each in of_split))
 
 
 class TrainingSection(Section):
@@ -224,7 +245,9 @@ class PodSection(Section):
     min_hosts: Optional[int] = Field(
         None, ge=1, description="elastic: the fewest hosts that continue, else the run ends"
     )
-    executable_cache_path: Optional[str] = Field(None, description="cache folder of compiled executables")
+    executable_cache_path: Optional[str] = Field(
+        None, description="cache folder of compiled executables (default on IPUs: one per user and host)"
+    )
 
     @property
     def is_elastic(self) -> bool:

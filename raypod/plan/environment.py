@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # raypod.launch has no training plan and does not import pyda
 
 IPUS_PER_LINK_DOMAIN = 64  # of a POD64, the largest IPU-Link domain
 MEMORY_FORMAT = "EMULATED_POD_MEMORY_FORMAT"
+# The folder of the emulated SDK, for a program that finds no Horovod; see host/startup/sitecustomize.py.
+HOROVOD_FALLBACK = "RAYPOD_HOROVOD_FALLBACK"
 STARTUP_DIR = str(Path(__file__).parent.parent / "host" / "startup")
 
 

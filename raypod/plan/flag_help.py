@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from typing_extensions import Literal, get_origin
 
-from raypod.cli import nearest
+from raypod.cli import nearest, show
 from raypod.errors import ConfigError
 
 # Titles of the groups by name, in the order of the help.
@@ -40,7 +40,15 @@ _GROUP_OF_KEY = {
         ),
         "failures": (
             *("on_nonfinite", "start_timeout_s", "report_timeout_s", "stop_timeout_s", "max_restarts", "dead_after_s"),
-            *("silent_after_s", "stuck_after_s", "preemption_grace_s", "preemption_exit_code", "elastic", "min_hosts"),
+            *(
+                "silent_after_s",
+                "stuck_after_s",
+                "read_retry_s",
+                "preemption_grace_s",
+                "preemption_exit_code",
+                "elastic",
+                "min_hosts",
+            ),
         ),
     }.items()
     for key in keys
@@ -59,6 +67,7 @@ _METAVARS = {
     **dict.fromkeys(("resume", "init_weights"), "PATH"),
     **dict.fromkeys(("init_ignore", "freeze", "pipeline_splits", "resume_anyway", "trackers"), "NAMES"),
     **dict.fromkeys(("best_metric", "early_stopping_metric"), "METRIC"),
+    "leave_out": "SAMPLES",
     "checkpoint_every": "INTERVAL",
     "storage_path": "URL",
     "cluster": "FILE",
@@ -151,7 +160,7 @@ class _Help(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None) -> None:
         name = values if isinstance(values, str) else None
-        print(self._groups.text(name, option == "--help-all"))  # noqa: T201 - the command line's own output
+        show(self._groups.text(name, option == "--help-all"))
         parser.exit()
 
 

@@ -109,11 +109,18 @@ class Leg:
 
 @dataclasses.dataclass(frozen=True)
 class DatasetSize:
-    """The sizes of the splits of a data set."""
+    """The sizes of the splits of a data set.
+
+    Attributes:
+        train_samples, test_samples: the numbers of samples.
+        is_published: the published sizes, because the files are missing.
+        notes: what the user has to know of the files, a line each.
+    """
 
     train_samples: int
     test_samples: int
-    is_published: bool = False  # the published sizes, because the files are missing
+    is_published: bool = False
+    notes: Tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,6 +313,14 @@ def _check_pipeline(config: Config, geometry: Geometry, splits: Sequence[str], c
 
 def _check_against_data(geometry: Geometry, size: DatasetSize, config: Config) -> None:
     training = config.training
+    for split, count in (("train", size.train_samples), ("test", size.test_samples)):
+        left_out = config.data.left_out(split)
+        if left_out and (left_out[-1] >= count or len(left_out) == count):
+            named = ",".join(config.data.leave_out or ())
+            numbered = f", numbered from 0 to {count - 1}" if count else ""
+            raise ConfigError(
+                f"--leave-out {named}: the {split} split has {count} samples{numbered}; name some of them"
+            )
     if geometry.samples_per_call > size.train_samples:
         raise ConfigError(
             f"one call needs {training.batch_size} (batch size) x {training.gradient_accumulation} (accumulation) x "

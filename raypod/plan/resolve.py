@@ -15,7 +15,7 @@ import yaml
 
 from raypod.cli import FlagParser, nearest, suggestion
 from raypod.errors import ConfigError
-from raypod.plan import shipped
+from raypod.plan import shipped, stored_code
 from raypod.plan.config import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -63,9 +63,13 @@ def task_name(argv: Sequence[str]) -> str:
         parser.add_argument(flag, nargs="?")
     known, rest = parser.parse_known_args(list(argv))
     overrides = [word.partition("=")[2] for word in rest if word.startswith(f"{TASK_NAME}=")]
+    named = known.task or next(iter(overrides), None)
     source = known.config or _config_of_resumed(known.resume)
     values = read_yaml(shipped.find(source, shipped.RECIPES)) if source else {}
-    return str(known.task or next(iter(overrides), None) or task_of_values(values))
+    task = task_of_values(values)
+    if source and named is None:
+        _check_stored({"task": {"name": task}}, Path(source), known.config is None)
+    return str(named or task)
 
 
 def task_of_values(values: Mapping[str, Mapping[str, Any]]) -> str:
@@ -112,6 +116,12 @@ def combine(
     if source is not config:
         for key in ("run_dir", "resume_anyway"):
             values.get("run", {}).pop(key, None)
+    kept = {section: {**entries} for section, entries in values.items()}
+    for name in given:
+        section, _, key = name.partition(".")
+        kept.get(section, {}).pop(key, None)
+    if isinstance(source, str):
+        _check_stored(kept, Path(source), source is not config, str(given.get("run.resume", "")))
     for name, value in given.items():
         section, _, key = name.partition(".")
         values.setdefault(section, {})[key] = value
@@ -137,6 +147,14 @@ def _config_of_resumed(resume: Optional[Any]) -> Optional[str]:
     folder = run_folder_of(str(resume)) if resume else None
     path = folder / CONFIG_FILE if folder else None
     return str(path) if path and path.is_file() else None
+
+
+def _check_stored(values: Values, path: Path, is_resumed: bool, resume: str = "") -> None:
+    """Check what the configuration of a run folder decides; ConfigError if it may not. Other files are the user's."""
+    marks = ("plan.json", CHECKPOINTS)
+    if is_resumed or (path.name == CONFIG_FILE and any((path.parent / mark).exists() for mark in marks)):
+        stored_code.check(values, path)
+        stored_code.check_storage(values, path, resume)
 
 
 def _given(args: argparse.Namespace, schema: Schema) -> Dict[str, Any]:
@@ -219,7 +237,7 @@ def read_yaml(path: Path) -> Values:
         ConfigError: the file cannot be read, is not YAML, has duplicate keys, or is not a mapping of sections.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         others = shipped.hint(str(path), shipped.RECIPES) if isinstance(error, FileNotFoundError) else ""
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}{others}") from None

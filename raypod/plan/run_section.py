@@ -11,6 +11,9 @@ from typing_extensions import Literal
 from raypod.plan.section import MAX_TIMEOUT_S, Section
 from raypod.plan.values import ResumePath, StorageUrl, Trackers, Updates, parse_interval
 
+# Default of `run.stuck_after_s` by device. Graphcore's training script for a POD64 waits 900 s for the host.
+CALL_TIMEOUTS_S = {"emulated": 30.0, "ipu": 900.0}
+
 
 class RunSection(Section):
     """How the run is executed, and where its files are."""
@@ -86,11 +89,17 @@ class RunSection(Section):
     silent_after_s: float = Field(
         15, gt=0, le=MAX_TIMEOUT_S, description="timeout for detecting a frozen process or an unreachable host"
     )
-    stuck_after_s: float = Field(
-        30,
+    stuck_after_s: Optional[float] = Field(
+        None,
         gt=0,
         le=MAX_TIMEOUT_S,
-        description="timeout of a call: this or 3 x the slowest call so far; 10 x the larger while it uses CPU time",
+        description="timeout of a call (default: 30, on IPUs 900) or 3 x the slowest call; 10 x while it uses CPU time",
+    )
+    read_retry_s: float = Field(
+        60,
+        ge=0,
+        le=MAX_TIMEOUT_S,
+        description="time to read samples again after an error of a disk or network, before the run ends",
     )
     preemption_grace_s: Optional[float] = Field(
         None,
@@ -101,6 +110,15 @@ class RunSection(Section):
     preemption_exit_code: Optional[int] = Field(
         None, ge=1, le=255, description="exit code of a run that a preemption ends (default: 130)"
     )
+
+    def on_device(self, device: str) -> RunSection:
+        """Return these settings with the defaults of a device, "ipu" or "emulated"."""
+        return self if self.stuck_after_s else self.model_copy(update={"stuck_after_s": CALL_TIMEOUTS_S[device]})
+
+    @property
+    def call_timeout_s(self) -> float:
+        """The timeout of a call; that of the emulated SDK until the device is known."""
+        return self.stuck_after_s or CALL_TIMEOUTS_S["emulated"]
 
     @property
     def writes_tensorboard(self) -> bool:

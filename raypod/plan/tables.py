@@ -87,7 +87,7 @@ def render(plan: Plan, width: Optional[int] = None) -> str:
             f"{counted(training.device_iterations, 'update')}; each instance feeds "
             f"{geometry.combined_batch_size} samples",
         ),
-        ("data", _data(plan)),
+        *_data_rows(plan),
         ("model", f"{plan.task.model}, precision {training.precision}, {training.optimizer}"),
         (
             "length",
@@ -119,7 +119,7 @@ def render_brief(plan: Plan, width: Optional[int] = None) -> str:
     size = f"{counted(geometry.num_instances, 'instance')} x {counted(geometry.local_replicas, 'replica')}"
     rows = [
         ("model", f"{plan.task.model}, precision {training.precision}, {training.optimizer}"),
-        ("data", _data(plan)),
+        *_data_rows(plan),
         ("length", f"{counted(plan.total_updates, 'update')}{f', {_per_epoch(plan)}' if is_cut else epochs}"),
         ("global batch", f"{batch} = {geometry.global_batch_size} {plan.task.samples_are} per update"),
         ("pod", hosts),
@@ -151,13 +151,14 @@ def _total_ipus(plan: Plan) -> str:
     return counted(used, "IPU") + (f" of {sum(on_hosts)}" if used < sum(on_hosts) else "")
 
 
-def _data(plan: Plan) -> str:
+def _data_rows(plan: Plan) -> List[Tuple[str, str]]:
     size, kind = plan.dataset_size, plan.task.samples_are
     tested = f"{size.test_samples} test" if size.test_samples else f"NO test {kind}: nothing will be evaluated"
     published = " (published sizes; the files are missing)" if size.is_published else ""
     side = plan.config.image_side
     decoded = f", {side}x{side} pixels, decoded by {plan.config.decoder}" if side else ""
-    return f"{plan.task.data}: {size.train_samples} training, {tested}{published}{decoded}"
+    text = f"{plan.task.data}: {size.train_samples} training, {tested}{published}{decoded}"
+    return [("data", text), *(("", note) for note in size.notes)]
 
 
 def _per_epoch(plan: Plan) -> str:

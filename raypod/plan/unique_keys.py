@@ -29,7 +29,17 @@ class DuplicateKey(yaml.YAMLError):
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
-    """`yaml.SafeLoader`, which raises DuplicateKey for a duplicate key at any level."""
+    """`yaml.SafeLoader`, which raises DuplicateKey for a duplicate key at any level.
+
+    Its error for content that is nested too deeply is a YAMLError, too.
+    """
+
+    def get_single_node(self) -> Any:
+        """Return the node of the document."""
+        try:
+            return super().get_single_node()
+        except RecursionError:
+            raise yaml.YAMLError("it is nested too deeply") from None
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         """Construct a mapping. A key may override one that is merged with `<<`."""

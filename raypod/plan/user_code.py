@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
+import os
 import re
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 from typing import Any, Callable, Iterator, List, Optional, Sequence
@@ -118,6 +121,8 @@ def import_name(name: str, key: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not attribute or not all(part.isidentifier() for part in module_name.split(".")):
         raise ConfigError(f"{key} = {name!r}: write module:function, as in my_package.my_module:make")
+    if _is_of_python(module_name.partition(".")[0]):
+        raise ConfigError(f"{key} = {name!r}: {module_name} is a module of Python itself; name a function of your own")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
@@ -135,6 +140,20 @@ def import_name(name: str, key: str) -> Any:
     if not callable(function):
         raise ConfigError(f"{key} = {name!r}: {type(function).__name__} is not callable")
     return function
+
+
+def _is_of_python(top: str) -> bool:
+    """Return whether a module is a builtin one or of the standard library."""
+    if top in sys.builtin_module_names:
+        return True
+    try:
+        spec = importlib.util.find_spec(top) if top != "__main__" else None
+    except (ImportError, ValueError):
+        return False
+    origin = (spec.origin if spec else None) or ""
+    libraries = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")}
+    inside = any(origin.startswith(f"{folder}{os.sep}") for folder in libraries)
+    return origin == "frozen" or (inside and "-packages" not in origin)
 
 
 def _way_out(error: Exception, module_name: str, attribute: str, here: str) -> str:

@@ -16,6 +16,7 @@ TRACKERS = ("tensorboard", "mlflow", "wandb")
 _INTERVAL = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(update|epoch|minute)s?\s*$")
 _UPDATES = re.compile(r"\s*updates?\s+(\d{1,12})(?:\s*-\s*(\d{1,12}))?\s*$")
 _IMAGE = re.compile(r"[1-9]\d*x[1-9]\d*x[1-9]\d*")
+_SAMPLE = re.compile(r"(test:)?(0|[1-9]\d{0,11})")
 _EVALUATIONS = re.compile(r"\s*(\d{1,9})\s*evaluations?\s*$")
 
 
@@ -85,6 +86,19 @@ def _split_numbers(value: Any) -> Any:
     return numbers
 
 
+def _as_samples(value: Any) -> Any:
+    """Return a list of samples as words: 17 and "test:3"."""
+    words = _split_words(str(value) if isinstance(value, int) else value)
+    return [str(each) for each in words] if isinstance(words, (list, tuple)) else words
+
+
+def _check_samples(samples: Optional[Tuple[str, ...]]) -> Optional[Tuple[str, ...]]:
+    for sample in samples or ():
+        if _SAMPLE.fullmatch(sample) is None:
+            raise ValueError("write the numbers of samples, as in 17,208,test:3")
+    return samples
+
+
 def _check_different(names: Optional[Tuple[str, ...]]) -> Optional[Tuple[str, ...]]:
     for name in names or ():
         if (names or ()).count(name) > 1:
@@ -132,6 +146,12 @@ Epochs = Annotated[
     Optional[Tuple[Annotated[int, Field(ge=1)], ...]],
     pydantic.BeforeValidator(_split_numbers),
     pydantic.AfterValidator(_check_ascending),
+]
+Samples = Annotated[
+    Optional[Tuple[str, ...]],
+    pydantic.BeforeValidator(_as_samples),
+    pydantic.AfterValidator(_check_samples),
+    pydantic.AfterValidator(_check_different),
 ]
 ImageShape = Annotated[str, pydantic.AfterValidator(_check_image)]
 Trackers = Annotated[Names, pydantic.AfterValidator(_check_trackers)]

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence
 
-from raypod.cli import FlagParser
+from raypod.cli import FlagParser, show
 from raypod.errors import ConfigError
 from raypod.plan import shipped
 from raypod.pod import wheels
@@ -29,7 +29,8 @@ _VERSION = ".".join(map(str, sys.version_info[:2]))
 _START_S = 60.0  # limit of the start of an interpreter
 _ROUNDS = 8  # of downloads of what is missing
 _GLIBC_MINOR = 31  # that of Ubuntu 20.04, the system of hosts with the Poplar SDK 3.3/3.4
-_DESCRIPTION = """Write a folder of wheels for hosts without a package index: raypod, ray[default], what they need, and
+_POD = "ray[default]"  # the extra pod
+_DESCRIPTION = """Write a folder of wheels for hosts without a package index: raypod[pod], what it needs, and
 REQUIREMENT...; install it there with: sh FOLDER/install.sh VENV"""
 
 
@@ -66,10 +67,10 @@ def bundle(argv: Sequence[str]) -> int:
     wheels.check_requirements(args.requirements)
     constraints = _constraints(args.constraints, target.python)
     pip = Pip(target, args.index, constraints, args.timeout, str(folder))
-    write(folder, pip, ["ray[default]", *args.requirements])
+    write(folder, pip, [_POD, *args.requirements])
     number = len(list((folder / "wheels").iterdir()))
-    print(f"{folder}: {number} wheels for Python {target.python}")  # noqa: T201
-    print(f"On a host: sh {folder.name}/install.sh VENV")  # noqa: T201
+    show(f"{folder}: {number} wheels for Python {target.python}")
+    show(f"On a host: sh {folder.name}/install.sh VENV")
     return 0
 
 

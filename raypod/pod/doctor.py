@@ -12,19 +12,21 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 from raypod import cli
+from raypod.errors import ClusterError
 from raypod.fleet import gcs
+from raypod.fleet.ray_session import private_tmpdir
 from raypod.plan import environment, flags, resolve
 from raypod.plan.cluster import LOCAL, Cluster, Host, cluster_from, read_file
 from raypod.plan.cluster_file import ClusterFile
 from raypod.plan.config import Config
 from raypod.plan.placement import Sizes, place
-from raypod.pod import file_checks, probe, ssh
+from raypod.pod import file_checks, host_folders, probe, ssh
 from raypod.pod.finding import OK, RAY_CLUSTER, TROUBLE, WARN, Expected, Facts, Finding
 from raypod.pod.findings import examine
 from raypod.pod.listeners import MONITOR_PORTS
 from raypod.tasks.registry import schema_for
 
-_PACKAGES = ("ray", "torch", "torchvision", "raypod", "poptorch", "popdist", "horovod", "scikit-learn")
+_PACKAGES = ("ray", "torch", "torchvision", "raypod", "poptorch", "popdist", "horovod")
 _TOOLS = ("rsync", "gc-info", "gc-monitor", "vipu")
 _COLUMN_WIDTHS = (8, 15, 4)  # level, what, host
 
@@ -53,14 +55,26 @@ def doctor(argv: Sequence[str]) -> int:
         errors = [(TROUBLE, each) for each in (*file_checks.access_errors(file), *file_checks.launch_errors(file))]
         warnings = [(WARN, each) for each in (*file_checks.launch_warnings(file), *file_checks.key_warnings(file))]
         of_file = [Finding(level, "", "cluster file", str(each)) for level, each in (*errors, *warnings)]
-        findings = [*of_file, *findings]
+        unsafe = host_folders.problems(cluster, file, create=False)
+        findings = [*of_file, *findings, *(Finding(TROUBLE, name, "RAY_TMPDIR", why) for name, why in unsafe.items())]
+    else:
+        findings += _local_folder()
     if args.json:
         document = {"findings": [dataclasses.asdict(each) for each in findings], "hosts": facts}
-        print(json.dumps(document, indent=2))  # noqa: T201 - the command line's own output
+        cli.show(json.dumps(document, indent=2))
     else:
         names = [host.name for host in cluster.hosts]
-        print(render_findings(findings, names, cli.width_of(sys.stdout)))  # noqa: T201
+        cli.show(render_findings(findings, names, cli.width_of(sys.stdout)))
     return 2 if any(each.level == TROUBLE for each in findings) else 0
+
+
+def _local_folder() -> List[Finding]:
+    """Return that a local Ray session has no folder that only this user can write to."""
+    try:
+        private_tmpdir()
+    except ClusterError as error:
+        return [Finding(TROUBLE, LOCAL.hosts[0].name, "RAY_TMPDIR", str(error))]
+    return []
 
 
 def probe_hosts(cluster: Cluster, settings: Dict[str, Any], timeout_s: float) -> Dict[str, Union[Facts, str]]:

@@ -20,6 +20,7 @@ HEAD_KEY_PATH = "~/ray_bootstrap_key.pem"  # where `ray up` copies the operator'
 _START_COMMANDS = ("head_start_ray_commands", "worker_start_ray_commands")
 # A word that the shell does not expand, in quotes or without.
 _LITERAL = r"""(?:'([^']+)'|"([^"$`\\]+)"|([^]\s;&|()<>{}\[*?~'"$`\\]+))(?=[\s;&|()<>]|$)"""
+_SHELL_WORD = r"""(?:\$\([^)]*\)|"[^"]*"|'[^']*'|[^\s;&|()<>"'])+"""
 _MARKED = rf"\b{MARK}="
 _NAMED = (  # where start commands name the cluster: a pattern, and what stands before and after the name
     (_MARKED, f"{MARK}=", ""),
@@ -127,6 +128,12 @@ def tls_variables(file: ClusterFile) -> List[str]:
     return [f"{name}={value}" for name, value in re.findall(r"\b(RAY_(?:USE_)?TLS\w*)=([^\s;]+)", commands)]
 
 
+def ray_folder(file: ClusterFile, kind: str) -> Optional[str]:
+    """Return RAY_TMPDIR in the start commands of the head or of the workers, for a shell; None if it is not set."""
+    found = re.search(r"\bRAY_TMPDIR=(" + _SHELL_WORD + ")", file.commands(f"{kind}_start_ray_commands"))
+    return found.group(1) if found else None
+
+
 def python_setting(file: ClusterFile) -> str:
     """Return where the file names the interpreter of the hosts, for messages."""
     is_given = "python" in file.raypod
@@ -153,6 +160,11 @@ def _command_errors(kind: str, file: ClusterFile) -> List[Mistake]:
         texts.append("--autoscaling-config=~/ray_bootstrap_config.yaml is missing: no worker starts without it")
     if _auth_mode(commands) is None:
         texts.append("RAY_AUTH_MODE=token is missing: Ray would choose the mode by old files on the host")
+    if kind == "head" and "/private_ssh:" not in commands and file.provider.texts("worker_ips"):
+        path = "PATH=$HOME/raypod/source/raypod/pod/private_ssh:$PATH"
+        texts.append(
+            f"{path} is missing in `export`: another user could take over the head's ssh sessions to the workers"
+        )
     head, given = file.provider.text("head_ip"), re.search(r"--node-ip-address[= ]([\w.:-]+)", commands)
     if kind == "head" and given and given.group(1) != head:
         texts.append(f"--node-ip-address={given.group(1)} differs from provider.head_ip {head}")
@@ -177,6 +189,12 @@ def _auth_mode(commands: str) -> Optional[str]:
 _BOTH = [
     (r"\bunset\b[^;&]*\bOMP_NUM_THREADS|\bOMP_NUM_THREADS=", "`ray up` sets OMP_NUM_THREADS=1; unset it"),
     (rf"\b{MARK}=", f"export {MARK}=<cluster_name>, so that `raypod down` ends only this cluster"),
+    (r"\bRAY_TMPDIR=|--temp-dir", "all users can write to /tmp/ray; export RAY_TMPDIR=/tmp/ray-$(id -un)"),
+    (
+        r"/host/private\.py ",
+        "RAY_TMPDIR can be a folder of another user; check it: python3 ~/raypod/source/raypod/host/private.py "
+        "$RAY_TMPDIR || exit 1",
+    ),
     (r"--min-worker-port", "the worker ports are not fixed; use --min-worker-port and --max-worker-port"),
 ]
 _EXPECTED = {
@@ -184,7 +202,6 @@ _EXPECTED = {
         *_BOTH,
         (r"\bRAY_enable_autoscaler_v2=0", "autoscaler v2 starts one worker too few; export RAY_enable_autoscaler_v2=0"),
         (r"--node-ip-address", "without --node-ip-address the head may use 127.0.0.1"),
-        (r"\bRAY_TMPDIR=|--temp-dir", "/tmp/ray is owned by its first user; export RAY_TMPDIR=/tmp/ray-$USER"),
     ],
     "worker": [*_BOTH],
 }

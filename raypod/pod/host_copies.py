@@ -55,7 +55,7 @@ def held(run_dir: Path, run_id: str) -> Dict[str, Any]:
         return {"other": True, "age": None}
     ages = []
     for path in run_dir.glob("checkpoints/update-*"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             text = (path / "manifest.json").read_bytes()
             manifest = json.loads(text.decode())
             is_intact = hashlib.sha256(text).hexdigest() in (path / "manifest.sha256").read_text()
@@ -184,7 +184,7 @@ def _check_sizes(path: Path, index: Dict[str, Any]) -> None:
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -6,12 +6,16 @@ import math
 import re
 from typing import Optional
 
-# RAY_TMPDIR: as in the cluster files of this repository, or the default.
+from raypod.cli import printable
+
+# RAY_TMPDIR: as in the cluster files of this repository, or the default. Another user's could link to any file.
 _FOLDERS = "/tmp/ray-$(id -un)/ray /tmp/ray"
 MONITOR_LOG = "/ray/session_latest/logs/monitor.out"
-MONITOR_LOG_SCRIPT = f"for each in {_FOLDERS}; do tail -qn 400 ${{each%/ray}}{MONITOR_LOG} 2>/dev/null; done; true"
+_OWN = "test -O $each || continue"
+MONITOR_LOG_SCRIPT = (
+    f"for each in {_FOLDERS}; do {_OWN}; tail -qn 400 ${{each%/ray}}{MONITOR_LOG} 2>/dev/null; done; true"
+)
 _MAX_MESSAGE = 240
-_COLOR = re.compile(r"\x1b\[[\d;]*m")
 _LAUNCHER_LINE = re.compile(r"\d{4}-\d\d-\d\d |Shared connection|Warning: Permanently")  # of Ray's launcher and ssh
 _LOG_HEADER = re.compile(r"==> (?P<path>.*) <==")
 # Messages of the levels C and F abort the process. A raylet that receives SIGTERM also logs errors, at level E.
@@ -24,7 +28,7 @@ _SLOW_AGENT_TEXT = "its agents did not start within Ray's limit of 15 s: is the 
 
 def launcher_error(log: str) -> str:
     """Return the most likely cause in a log: the last output of a failed command on a host, else an error of Ray."""
-    lines = [line.strip() for line in _COLOR.sub("", log).splitlines() if line.strip()]
+    lines = [line for line in (printable(each).strip() for each in log.splitlines()) if line]
     failed = [at for at, line in enumerate(lines) if "New status: update-failed" in line]
     output = [line for line in lines[: (failed or [0])[-1]] if not _LAUNCHER_LINE.match(line)]
     errors = [line for line in lines if "Error" in line and "click.exceptions" not in line]
@@ -36,7 +40,7 @@ def raylet_logs_script(since_s: float) -> str:
     """Return a shell script that prints the ends of raylets' logs of the last `since_s` seconds, the newest last."""
     recent = f"-name 'raylet*.out' -mmin -{math.ceil(since_s / 60)}"
     return (
-        f"for each in {_FOLDERS}; do find $each/session_latest/logs/ {recent} "
+        f"for each in {_FOLDERS}; do {_OWN}; find $each/session_latest/logs/ {recent} "
         '-exec ls -tr {} + 2>/dev/null; done | while read -r log; do tail -v -n 400 "$log"; done'
     )
 

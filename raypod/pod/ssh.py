@@ -52,7 +52,7 @@ class Result:
         for line in reversed(self.output.splitlines()):
             at = line.find("{")
             while at >= 0:
-                with contextlib.suppress(ValueError):
+                with contextlib.suppress(ValueError, RecursionError):
                     found, _ = json.JSONDecoder().raw_decode(line, at)
                     if key in found:
                         return dict(found)
@@ -161,7 +161,7 @@ def ssh_command(host: Host, ssh: Ssh, terminal: Sequence[str] = ("-T",)) -> List
     keys = [Path(key).expanduser() for key in (ssh.private_key, HEAD_KEY_PATH) if key]
     for key in [key for key in keys if key.is_file()][:1]:
         words += ["-i", str(key), "-o", "IdentitiesOnly=yes"]
-    return [*words, f"{ssh.user}@{host.address}" if ssh.user else host.address]
+    return [*words, "--", f"{ssh.user}@{host.address}" if ssh.user else host.address]
 
 
 def is_local(host: Host) -> bool:

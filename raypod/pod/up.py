@@ -7,7 +7,6 @@ the head, and every other Ray on that host; `down` stops this cluster on all hos
 from __future__ import annotations
 
 import contextlib
-import getpass
 import json
 import os
 import subprocess
@@ -17,13 +16,15 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
-from raypod.cli import FlagParser, shortened
+from raypod.cli import FlagParser, shortened, show
 from raypod.errors import ClusterError, RunError
 from raypod.fleet import gcs, ray_admission
+from raypod.fleet.ray_session import private_tmpdir
+from raypod.host.private import make_private
 from raypod.plan import shipped
 from raypod.plan.cluster import Cluster, Host, cluster_from, raise_mistakes, read_file
 from raypod.plan.cluster_file import ClusterFile
-from raypod.pod import collect_copies, file_checks, loaded_sources, probe, ray_logs, ssh, stop_cluster
+from raypod.pod import collect_copies, file_checks, host_folders, loaded_sources, probe, ray_logs, ssh, stop_cluster
 
 _STOP_TIMEOUT_S = 60.0
 _MAX_CHANGES = 3  # in a message
@@ -47,6 +48,7 @@ def up(argv: Sequence[str]) -> int:
         _say(f"{args.file}, {warning}")
     _prepare_token(file_checks.token_source(file))
     _check_ssh(cluster)
+    _check_folders(cluster, file)
     flags = ["--no-config-cache", *(["--no-restart"] if args.no_restart else [])]
     if not args.no_restart:
         _remove_launcher_state(cluster)
@@ -132,7 +134,7 @@ def _own_file(name: str) -> ClusterFile:
 def _prepare_token(path: Path) -> None:
     ray = ray_admission.ray_version()
     if not ray:
-        raise ClusterError("Ray is not installed here, but its launcher is required: pip install 'ray[default]'")
+        raise ClusterError("Ray is not installed here, but its launcher is required: pip install 'raypod[pod]'")
     change = ray_admission.ensure_token(path)  # also for Ray without tokens: file_mounts copies the file
     if not ray_admission.has_tokens(ray):
         _say(f"{ray_admission.NO_TOKEN.format(ray)}; {ray_admission.NO_TOKEN_REMEDY}")
@@ -153,15 +155,24 @@ def _check_ssh(cluster: Cluster) -> None:
         _say(f"host {name} is unreachable (yet): {error}")
 
 
+def _check_folders(cluster: Cluster, file: ClusterFile) -> None:
+    """Create the folder of Ray's files on every host that can be reached. ClusterError if another user can use one."""
+    found = host_folders.problems(cluster, file, create=True)
+    if found:
+        lines = [f"{name}: {problem}" for name, problem in found.items()]
+        raise ClusterError("\n  ".join([f"{cluster.name}: RAY_TMPDIR of the start commands is not safe", *lines]))
+
+
 def _run_ray(verb: str, path: str, flags: List[str], variables: Dict[str, str], timeout_s: float) -> None:
     """Run a command of Ray's launcher; its output goes to a log file, which is kept if the command fails."""
     began = time.monotonic()
     handle, log = tempfile.mkstemp(prefix=f"raypod-ray-{verb}-", suffix=".log")
     _say(f"ray {verb} {path} (log: {log})")
     command = [sys.executable, "-m", "ray.scripts.scripts", verb, "-y", *flags, path]
-    own = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1", "RAY_TMPDIR": str(_temp_folder())}
-    environment = {**os.environ, **own, **variables}
-    with os.fdopen(handle, "wb") as file:
+    own = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1", "RAY_TMPDIR": _temp_folder()}
+    # The launcher executes what it finds in ray-config-HASH of TMPDIR, and in its ssh sessions.
+    with os.fdopen(handle, "wb") as file, tempfile.TemporaryDirectory(prefix="raypod-ray-") as folder:
+        environment = {**os.environ, **own, **variables, "TMPDIR": folder, "PATH": _path_with_private_ssh()}
         try:
             done = subprocess.run(
                 command,
@@ -181,22 +192,23 @@ def _run_ray(verb: str, path: str, flags: List[str], variables: Dict[str, str], 
     _say(f"ray {verb} {path}: done in {time.monotonic() - began:.0f} s")
 
 
-def _temp_folder() -> Path:
-    """Return the temporary folder for Ray's launcher: another one than /tmp if /tmp/ray belongs to another user."""
-    if "RAY_TMPDIR" in os.environ:
-        return Path(os.environ["RAY_TMPDIR"])
-    common = Path(tempfile.gettempdir())
-    if not (common / "ray").exists() or os.access(str(common / "ray"), os.W_OK | os.X_OK):
-        return common
-    own = common / f"ray-{getpass.getuser()}"
-    own.mkdir(mode=0o700, exist_ok=True)
-    return own
+def _path_with_private_ssh() -> str:
+    program = Path(__file__).with_name("private_ssh") / "ssh"
+    if not os.access(str(program), os.X_OK):
+        raise ClusterError(f"{program} is not executable: chmod 755 it; otherwise other users can take over Ray's ssh")
+    return os.pathsep.join([str(program.parent), os.environ.get("PATH", os.defpath)])
+
+
+def _temp_folder() -> str:
+    """Return the temporary folder for Ray's launcher: the common one, unless others can write to its folder `ray`."""
+    common = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    return private_tmpdir() if make_private(str(Path(common, "ray"))) else common
 
 
 def _remove_launcher_state(cluster: Cluster) -> None:
     """Remove the state file of Ray's launcher, so that it sets all hosts up again: their disks may be new."""
     with contextlib.suppress(FileNotFoundError):
-        (_temp_folder() / "ray" / f"cluster-{cluster.name}.state").unlink()
+        Path(_temp_folder(), "ray", f"cluster-{cluster.name}.state").unlink()
 
 
 def _wait_for_hosts(cluster: Cluster, file: ClusterFile, within_s: float) -> None:
@@ -306,4 +318,4 @@ def _stop_processes(cluster: Cluster, hosts: Sequence[Host]) -> Dict[str, ssh.Re
 
 
 def _say(text: str) -> None:
-    print(f"raypod: {text}", file=sys.stderr, flush=True)  # noqa: T201 - the command line's own output
+    show(f"raypod: {text}", sys.stderr)

@@ -15,10 +15,11 @@ from raypod.host.files import replace_file
 from raypod.host.folders import create_folder, create_numbered_folder, remove_empty
 from raypod.host.lease_file import Log
 from raypod.plan.config import Config
+from raypod.plan.stored_code import SEAL
 from raypod.record import event_log, run_folder, run_state
 from raypod.record.run_folder import CONFIG, LOGS, PLAN
 
-_REPLACED = (CONFIG, PLAN, run_state.NAME, event_log.NAME)  # written before the run starts
+_REPLACED = (CONFIG, SEAL, PLAN, run_state.NAME, event_log.NAME)  # written before the run starts
 
 
 class Claim:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+
+from raypod.host.files import parse_json
 
 _MAX_BYTES = 64 << 20  # of one read
 _TAIL_BYTES = 64 << 10  # of one read from the end
@@ -112,7 +113,7 @@ def parse_records(lines: List[bytes]) -> List[Dict[str, Any]]:
     found = []
     for line in lines:
         with contextlib.suppress(ValueError):
-            content = json.loads(line)
+            content = parse_json(line)
             if isinstance(content, dict):
                 found.append({key: math.nan if value is None else value for key, value in content.items()})
     return found

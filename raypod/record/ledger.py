@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple, Union
 
 from raypod.events import CallDone, Event, Repaired, Resized, RunStarted
-from raypod.host.files import AppendOnlyFile
+from raypod.host.files import AppendOnlyFile, parse_json
 from raypod.plan.plan import Geometry, Plan
 from raypod.record.growing_file import last_lines
 
@@ -29,6 +29,7 @@ class GenerationStarted:
     instances: int
     replicas: Optional[int] = None
     gradient_accumulation: Optional[int] = None
+    left_out: Tuple[int, ...] = ()  # training samples, in whose places the next ones are
 
     def geometry(self, planned: Geometry) -> Geometry:
         """Return the sizes of this generation of a run that was planned with other ones."""
@@ -80,7 +81,8 @@ class Ledger:
     def begin(self, generation: int, update: int) -> None:
         """Start `generation`, which trains from `update` on; the following calls belong to it."""
         self._generation = generation
-        self._write(GenerationStarted(generation, update, *self._sizes))
+        left_out = self._plan.config.data.left_out("train")
+        self._write(GenerationStarted(generation, update, *self._sizes, left_out))
 
     def write(self, call: CallDone) -> None:
         """Append a call."""
@@ -125,13 +127,13 @@ def last_generation(run_dir: str) -> int:
 def _parsed(text: bytes) -> Optional[Line]:
     """Return a line of a ledger; None if it is truncated or damaged."""
     try:
-        return _parse(json.loads(text.decode()))
+        return _parse(parse_json(text.decode()))
     except (ValueError, TypeError, AttributeError, KeyError):
         return None
 
 
 def _parse(content: Dict[str, Any]) -> Line:
     if "instances" in content:
-        return GenerationStarted(**content)
+        return GenerationStarted(**{**content, "left_out": tuple(content.get("left_out", ()))})
     digests = {int(instance): str(value) for instance, value in content.pop("digests").items()}
     return CallRecord(digests=digests, **content)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
@@ -27,7 +26,7 @@ from raypod.events import (
     Span,
     UpdateDone,
 )
-from raypod.host.files import replace_file, strict_json
+from raypod.host.files import parse_json, replace_file, strict_json
 from raypod.plan.plan import Plan
 from raypod.record.event_log import event_name, fields_of
 from raypod.record.trace import COORDINATOR, Trace, in_sequence, merged
@@ -164,7 +163,7 @@ class ProfileWriter:
         self._begin_phase(None, time.monotonic())
         path, content = Path(self._plan.run_dir) / NAME, self._content()
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):  # there is no earlier part
-            earlier = json.loads(path.read_bytes())
+            earlier = parse_json(path.read_bytes())
             if earlier["metadata"]["window"] == content["metadata"]["window"]:
                 content = merged(earlier, content)
         try:

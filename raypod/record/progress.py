@@ -14,7 +14,7 @@ from typing import Any, List, Optional, TextIO, Union
 
 from tqdm.auto import tqdm
 
-from raypod.cli import DEFAULT_WIDTH, paint, width_of
+from raypod.cli import DEFAULT_WIDTH, paint, show, width_of
 from raypod.events import (
     CheckpointFailed,
     EpochDone,
@@ -31,6 +31,7 @@ from raypod.events import (
 from raypod.host.process import versions
 from raypod.plan.plan import Plan
 from raypod.plan.tables import render, render_brief
+from raypod.record.run_folder import way_to_continue
 
 QUIET, NORMAL, VERBOSE = -1, 0, 1
 _LINE_INTERVAL_S = 10.0  # between lines inside an epoch, if stderr is not a terminal
@@ -104,8 +105,7 @@ class Progress:
 
     def _write(self, text: str) -> None:
         self._last_line_s = time.monotonic()
-        self._out.write(text + "\n")
-        self._out.flush()
+        show(text, self._out)
 
     def _is_important(self, event: Event) -> bool:
         """Return whether a quiet run shows an event: what went wrong, and the result."""
@@ -143,8 +143,9 @@ class Progress:
             return f"Stopped early after update {event.update}: {event.reason}"
         if isinstance(event, RunEnded) and event.interrupted:
             cause = f" ({event.cause})" if event.cause else ""
+            way_out = way_to_continue(self._plan.run_dir, event.updates, event.checkpoint)
             how = "Preempted" if event.preempted else "Interrupted"
-            return f"{how} after update {event.updates}; continue with --resume {self._plan.run_dir}{cause}"
+            return f"{how} after update {event.updates}; {way_out}{cause}"
         return None
 
     def _evaluation_line(self, event: EvaluationDone) -> str:
@@ -240,8 +241,8 @@ def _resized_line(event: Resized) -> str:
 
 def _failure_line(event: Union[CheckpointFailed, InstanceLost, Repaired]) -> str:
     if isinstance(event, CheckpointFailed):
-        previous = Path(event.previous).name
-        return f"warning: cannot write the checkpoint {event.path}: {event.cause}; the previous one is {previous}"
+        previous = f"the previous one is {Path(event.previous).name}" if event.previous else "there is no previous one"
+        return f"warning: cannot write the checkpoint {event.path}: {event.cause}; {previous}"
     if isinstance(event, InstanceLost):
         is_news = event.activity and event.activity not in event.cause
         activity = f"; at its last heartbeat it was {event.activity}" if is_news else ""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import NamedTuple, Optional
 
 from raypod.host import lease_file
+from raypod.host.files import parse_json
 from raypod.host.lease_file import LeaseFile
-from raypod.record import run_state
+from raypod.host.process import has_open
+from raypod.record import event_log, run_state
 from raypod.record.run_state import RunState
 
 LAUNCH = "launch.json"  # written by raypod launch, with these keys and others
@@ -61,10 +62,23 @@ def may_be_alive(state: RunState, found: Optional[LeaseFile], silent_s: float) -
     return state.is_alive if state.is_local else found is not None and silent_s < found.expires_after_s
 
 
+def is_coordinator(run_dir: Path, state: RunState) -> bool:
+    """Return whether the process that a state names holds the run folder, before it gets a signal.
+
+    A folder can be a copy or another user's, and then it names any process. The one of the run has the newest lease on
+    this host, and it has the event log open, which no file can claim.
+    """
+    found = lease_file.current(run_dir)
+    holder = found.holder if found else None
+    if holder is None or not holder.is_local or (holder.pid, holder.started_ticks) != (state.pid, state.started_ticks):
+        return False
+    return state.is_alive and has_open(state.pid, run_dir / event_log.NAME)
+
+
 def _launch_state(folder: Path) -> Optional[RunState]:
     """Return the process and the end of a launch as a state without updates; None if the folder has no launch."""
     try:
-        content = json.loads((folder / LAUNCH).read_text())
+        content = parse_json((folder / LAUNCH).read_text())
         return RunState(update=0, total_updates=0, **{key: content[key] for key in _LAUNCH_KEYS if key in content})
     except (OSError, ValueError, TypeError, KeyError):
         return None

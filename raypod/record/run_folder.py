@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
+from raypod.checkpoint import storage
 from raypod.errors import ConfigError, RunError
 from raypod.events import EvaluationDone, Repaired, RunEnded, RunStarted, StoppedEarly, UpdateDone
 from raypod.host.files import replace_file, strict_json
 from raypod.host.lease_file import is_lease
+from raypod.plan import stored_code
 from raypod.plan.config import CONFIG_FILE, Config
 from raypod.plan.plan import Plan, default_run_dir
 from raypod.plan.resolve import run_folder_of
@@ -74,9 +76,22 @@ def check_may_write(plan: Plan) -> None:
     check_is_run_folder(folder, plan.config)
     may_write = run_folder_of(resume) == folder.resolve() if resume else run_state.is_unfinished(folder)
     if (folder / METRICS).exists() and not may_write:
-        raise ConfigError(
-            f"--run-dir {folder} holds a run already; choose another folder, or continue with --resume {folder}"
-        )
+        has_checkpoint = bool(storage.list_checkpoints(storage.checkpoints_folder(folder))[0])
+        way_out = f"continue with --resume {folder}" if has_checkpoint else "remove it: it has no checkpoint"
+        raise ConfigError(f"--run-dir {folder} holds a run already; choose another folder, or {way_out}")
+
+
+def way_to_continue(run_dir: str, updates: int, checkpoint: Optional[str], option: str = "--resume ") -> str:
+    """Return how an interrupted run continues, for a message.
+
+    Args:
+        updates, checkpoint: of `RunEnded`. The checkpoint can be in the folder of the resumed run.
+        option: the one that names what is resumed.
+    """
+    if checkpoint is None and not updates:
+        return "start it again: it has no checkpoint yet"
+    is_own = checkpoint is None or Path(run_dir).resolve() in Path(checkpoint).resolve().parents
+    return f"continue with {option}{run_dir if is_own else checkpoint}"
 
 
 def create(plan: Plan) -> None:
@@ -85,7 +100,11 @@ def create(plan: Plan) -> None:
     try:
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
         _copy_evaluations(plan)
-        replace_file(folder / CONFIG, plan.config.to_yaml().encode())
+        content = plan.config.to_yaml().encode()
+        replace_file(folder / CONFIG, content)
+        seal = stored_code.seal_of(content)
+        if seal is not None:
+            replace_file(folder / stored_code.SEAL, f"{seal}\n".encode())
         replace_file(folder / PLAN, (json.dumps(describe(plan), indent=2) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"cannot write into the run folder {folder}: {error.strerror}") from None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import socket
 import time
@@ -18,7 +17,7 @@ from raypod import cli
 from raypod.errors import LeaseLost, Preempted, RaypodError
 from raypod.events import Event, Repaired, RunEnded, RunStarted, UpdateDone
 from raypod.host.abort import on_abort
-from raypod.host.files import strict_json
+from raypod.host.files import parse_json, strict_json
 from raypod.host.job_driver import submission_id_of
 from raypod.host.process import process_start_ticks
 from raypod.plan.plan import Plan
@@ -83,9 +82,11 @@ class RunState:
 def read(run_dir: Path) -> Optional[RunState]:
     """Return the state of the run in a folder; None if there is none."""
     try:
-        return RunState(**json.loads((run_dir / NAME).read_text()))
+        state = RunState(**parse_json((run_dir / NAME).read_text()))
     except (OSError, ValueError, TypeError):
         return None
+    # A file can hold anything: null as the start time would be equal to that of a process that does not exist.
+    return state if type(state.pid) is int and type(state.started_ticks) is int else None
 
 
 def is_unfinished(run_dir: Path) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import json
 import math
 from pathlib import Path
 from typing import Any, Iterator, List, Optional, Tuple, Type, Union
@@ -14,7 +13,7 @@ from typing_extensions import Protocol
 
 from raypod.errors import ConfigError, RunError
 from raypod.events import CheckpointBegun, EvaluationDone, Event, Resized, RunStarted, UpdateDone
-from raypod.host.files import AppendOnlyFile, keep_beginning, replace_file, strict_json
+from raypod.host.files import AppendOnlyFile, keep_beginning, parse_json, replace_file, strict_json
 from raypod.plan import user_code
 from raypod.plan.config import Config
 from raypod.plan.plan import Plan
@@ -142,7 +141,7 @@ class JsonLines:
 def _update_of(line: bytes) -> float:
     """Return the update of a line; infinity for a truncated line."""
     try:
-        content: Any = json.loads(line)
+        content: Any = parse_json(line)
         return int(content["update"])
     except (ValueError, KeyError, TypeError):
         return math.inf

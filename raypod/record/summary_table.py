@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
+from raypod.host.files import parse_json
 from raypod.plan.plan import Plan
 from raypod.plan.tables import aligned, shown_path
 from raypod.record.run_folder import SUMMARY
@@ -16,7 +16,7 @@ REPORT = "report.html"
 def render(plan: Plan, seconds: float, width: Optional[int] = None) -> str:
     """Return the table of a run that has ended; `seconds` is its time so far, `width` that of a terminal."""
     folder = Path(plan.run_dir)
-    summary = json.loads((folder / SUMMARY).read_text())
+    summary = parse_json((folder / SUMMARY).read_text())
     rows: List[Tuple[str, str]] = []
     best = plan.best_metric
     value = summary.get(f"test_{best.name}")

@@ -6,15 +6,15 @@ The order is recomputed from the run's config and compared with the digests of t
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from raypod.checkpoint import storage
-from raypod.datasets.order import call_positions, epoch_order, samples_digest
+from raypod.datasets.order import call_positions, epoch_order, in_place_of, samples_digest
 from raypod.errors import ConfigError
+from raypod.host.files import parse_json
 from raypod.plan import resolve
 from raypod.plan.plan import Geometry
 from raypod.record import ledger, run_folder
@@ -50,7 +50,7 @@ class Verdict:
 def order_of(run_dir: Path) -> Order:
     """Read the order from the files of a run folder. ConfigError if they are missing or invalid."""
     try:
-        described = json.loads((run_dir / "plan.json").read_text())
+        described = parse_json((run_dir / "plan.json").read_text())
         sizes = {field.name: described["geometry"][field.name] for field in dataclasses.fields(Geometry)}
         seed = int(resolve.read_yaml(run_dir / run_folder.CONFIG)["training"]["seed"])
         return Order(Geometry(**sizes), seed, int(described["dataset"]["train_samples"]))
@@ -71,18 +71,21 @@ def verify(run_dir: Path) -> Verdict:
 def check_ledger(order: Order, lines: List[Line], unreadable: List[int], missing_end: Sequence[str] = ()) -> Verdict:
     """Check the lines of a ledger. `unreadable` are line numbers; `missing_end` are further findings."""
     calls, geometries, notes = _calls_in_effect(order, lines)
+    left_out = {line.generation: line.left_out for line in lines if isinstance(line, GenerationStarted)}
     # No fault by itself: if a truncated call was not repeated, its updates are missing below.
     notes += [f"line {number} of the ledger cannot be read" for number in unreadable]
     faults = [*missing_end, *_gaps(order, calls)]
     checker = _Checker(order)
     for call in calls:
-        faults += checker.check_call(call, geometries[call.generation])
+        faults += checker.check_call(call, geometries[call.generation], left_out.get(call.generation, ()))
     notes += checker.epochs()
     faults += checker.miscounted()
     updates = len(calls) * order.geometry.device_iterations
     if not calls:
         faults.append("the ledger has no calls")
-    end = f"proved: {updates} updates, every sample at most once in each epoch and exactly once in each whole one"
+    exception = ", except those left out and in their places" if any(left_out.values()) else ""
+    order_of_samples = f"every sample at most once in each epoch and exactly once in each whole one{exception}"
+    end = f"proved: {updates} updates, {order_of_samples}"
     return Verdict((*notes, *(f"NOT PROVED: {fault}" for fault in faults), *([] if faults else [end])), not faults)
 
 
@@ -119,6 +122,9 @@ def _calls_in_effect(order: Order, lines: List[Line]) -> Tuple[List[CallRecord],
             calls = [call for call in calls if call.update < line.update]
             sizes = geometries[line.generation] = line.geometry(order.geometry)
             is_resized, replicas = replicas not in (None, sizes.total_replicas), sizes.total_replicas
+            if line.left_out:
+                named = ", ".join(map(str, line.left_out))
+                notes.append(f"generation {line.generation} leaves out samples {named}: the next one is in each place")
             if line.generation > 1:
                 updates = len(superseded) * order.geometry.device_iterations
                 resized = f"; {replicas} replicas x accumulation {sizes.gradient_accumulation}" if is_resized else ""
@@ -152,8 +158,8 @@ class _Checker:
         self._samples = np.zeros(0, dtype=np.int64)
         self._seen: Dict[int, np.ndarray] = {}
 
-    def check_call(self, call: CallRecord, geometry: Geometry) -> List[str]:
-        """Return the faults of a call of a generation with these sizes."""
+    def check_call(self, call: CallRecord, geometry: Geometry, left_out: Sequence[int] = ()) -> List[str]:
+        """Return the faults of a call of a generation with these sizes. One that is left out counts as its place."""
         order = self._order
         where = f"the call at update {call.update + 1}"
         if geometry.global_batch_size != order.geometry.global_batch_size:
@@ -174,7 +180,7 @@ class _Checker:
             found_digest = call.digests.get(instance)
             if found_digest is None:
                 faults.append(f"{where}: instance {instance} reported no digest; its report was lost with it")
-            elif found_digest != samples_digest(samples):
+            elif found_digest != samples_digest(in_place_of(left_out, samples, order.train_samples)):
                 faults.append(f"{where}: instance {instance} gathered samples that differ from the order")
             else:
                 seen[samples] += 1

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Dict, List, Sequence
 
-from raypod.cli import FlagParser
+from raypod.cli import FlagParser, show
 from raypod.errors import ConfigError
 from raypod.host.files import replace_file
 from raypod.report.page import render_bounded
@@ -35,7 +35,7 @@ def report(argv: Sequence[str]) -> int:
         size = _write(readers, output)
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error.strerror}") from None
-    print(f"Report: {output} ({size / 1e6:.1f} MB)")  # noqa: T201 - the command line's own output
+    show(f"Report: {output} ({size / 1e6:.1f} MB)")
     return 0
 
 

@@ -21,6 +21,7 @@ import html
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence
 
+from raypod.errors import as_utf8
 from raypod.host.files import strict_json
 
 MAX_BYTES = 5_000_000
@@ -48,14 +49,14 @@ def render(
         scripts: further scripts, which run after those of the page.
         connects: allow the scripts to send requests to the server that the page came from.
     """
-    echarts = (_ASSETS / "echarts.min.js").read_text()
-    own = "".join((_ASSETS / name).read_text() for name in _SCRIPTS)
+    echarts = (_ASSETS / "echarts.min.js").read_text(encoding="utf-8")
+    own = "".join((_ASSETS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     code = [echarts, f'(() => {{\n"use strict";\n{own}}})();\n', *scripts]
     hashes = " ".join(f"'sha256-{_hash(each)}'" for each in code)
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
     if connects:
         policy += "; connect-src 'self'"
-    css = "\n".join([(_ASSETS / "page.css").read_text(), *styles])
+    css = "\n".join([(_ASSETS / "page.css").read_text(encoding="utf-8"), *styles])
     parts = [
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -70,7 +71,7 @@ def render(
         *(f"<script>{each}</script>" for each in code),
         "</body></html>\n",
     ]
-    return "\n".join(parts)
+    return as_utf8("\n".join(parts))
 
 
 def render_bounded(data_of_runs: Sequence[Callable[[int], Dict[str, Any]]], title: str = "raypod report") -> str:

@@ -34,7 +34,6 @@ null). Its size is bounded, whatever the length of the run. Keys:
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from pathlib import Path
@@ -43,6 +42,7 @@ from typing import Any, Callable, Dict, List, Tuple
 import yaml
 
 from raypod.errors import ConfigError
+from raypod.host.files import check_depth, parse_json
 from raypod.record import event_log, run_state
 from raypod.record.growing_file import GrowingFile
 from raypod.record.run_folder import CONFIG, EVALUATIONS, METRICS, PLAN, SUMMARY
@@ -87,7 +87,7 @@ class RunReader:
                 self._read(self._metrics, self._add_updates),
                 self._read(self._evaluations, self._add_evaluations),
                 self._read(self._events, self._add_events),
-                *(self._load(name, json.loads) for name in (PLAN, SUMMARY)),
+                *(self._load(name, parse_json) for name in (PLAN, SUMMARY)),
                 self._load(CONFIG, _load_yaml),
             ]
         except OSError as error:
@@ -180,7 +180,7 @@ class RunReader:
             return False
         content = None
         with contextlib.suppress(ValueError, yaml.YAMLError):  # a damaged file counts as a missing one
-            content = parse(path.read_text(errors="replace"))
+            content = parse(path.read_text(encoding="utf-8", errors="replace"))
         self._contents[name] = (identity, content)
         return True
 
@@ -215,7 +215,10 @@ def _state_of(folder: Path) -> Dict[str, Any]:
 
 
 def _load_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    try:
+        return check_depth(yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _flat(content: Dict[str, Any], prefix: str = "") -> Dict[str, Any]:

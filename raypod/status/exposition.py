@@ -6,6 +6,7 @@ import functools
 import math
 from typing import Iterable, List, NamedTuple, Tuple, Union
 
+from raypod.errors import as_utf8
 from raypod.record.call_times import BUCKETS_S, RecentCalls, cumulative_buckets
 from raypod.status.token_server import Response
 
@@ -74,7 +75,7 @@ def render(families: Iterable[Family], constant: Labels = NO_LABELS) -> str:
 
 def metrics_response(text: str) -> Response:
     """Return the response to a scrape."""
-    return Response(text.encode(), CONTENT_TYPE)
+    return Response(as_utf8(text).encode(), CONTENT_TYPE)
 
 
 def _braced(common: str, own: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import time
@@ -12,7 +11,7 @@ from typing import Any, Dict, Optional, Sequence
 
 from raypod.errors import RaypodError
 from raypod.host.abort import on_abort
-from raypod.host.files import strict_json
+from raypod.host.files import parse_json, strict_json
 from raypod.host.process import process_start_ticks
 from raypod.record.run_state import DONE, RUNNING, end_of
 
@@ -71,7 +70,7 @@ class LaunchFile:
 def read(folder: Path) -> Optional[Dict[str, Any]]:
     """Return the content of the file of a folder; None without one."""
     try:
-        content: Dict[str, Any] = json.loads((folder / NAME).read_text())
+        content: Dict[str, Any] = parse_json((folder / NAME).read_text())
     except (OSError, ValueError):
         return None
     return content

@@ -13,6 +13,7 @@ import socket
 import time
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
+from raypod.cli import printable
 from raypod.events import HostUsage
 from raypod.launcher.records import STDERR, STDOUT, HostReport, ProgramEnd, ProgramUsage
 from raypod.plan.placement import InstanceSpec, Placement
@@ -26,7 +27,6 @@ from raypod.status.token_server import Response, Route
 _TAIL_BYTES = 1024
 _MAX_LINE = 200  # characters of the last line
 _STREAMS = {STDOUT: "stdout", STDERR: "stderr"}
-_ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
 class _Output:
@@ -45,7 +45,7 @@ class _Output:
     def last_line(self) -> str:
         """Return the last line that is not empty, without control characters; of a progress bar, its last state."""
         text = self.tail.decode(errors="replace")
-        states = [_ESCAPE.sub("", each).strip() for each in re.split(r"[\r\n]", text)]
+        states = [printable(each).strip() for each in re.split(r"[\r\n]", text)]
         return next((each for each in reversed(states) if each), "")[:_MAX_LINE]
 
 

@@ -11,11 +11,12 @@ import contextlib
 import dataclasses
 import json
 import os
-import stat
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Union
 
 from raypod.host.abort import on_abort
+from raypod.host.files import parse_json
+from raypod.host.private import make_private, read_file_of, why_not_private
 from raypod.host.process import process_start_ticks
 
 VARIABLE = "RAYPOD_RUNTIME_DIR"
@@ -80,9 +81,7 @@ def _write(run_dir: Path, port: int, token: str) -> Optional[Path]:
     }
     path = folder / f"{pid}-{port}.json"
     try:
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700, parents=False)
-        if not _is_private(folder, os.getuid()):
+        if make_private(str(folder)):
             return None
         _remove_stale(folder)
         partial = path.with_suffix(".partial")
@@ -95,16 +94,10 @@ def _write(run_dir: Path, port: int, token: str) -> Optional[Path]:
     return path
 
 
-def _is_private(folder: Path, uid: int) -> bool:
-    """Return whether a path is a folder of the user that others can neither read nor write."""
-    found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == uid and not stat.S_IMODE(found.st_mode) & 0o077
-
-
 def _entries_in(folder: Path) -> Iterator[Entry]:
     try:
         uid = folder.lstat().st_uid
-        files = sorted(folder.glob("*.json")) if _is_private(folder, uid) and _belongs(folder, uid) else []
+        files = sorted(folder.glob("*.json")) if _belongs(folder, uid) and not why_not_private(str(folder), uid) else []
     except OSError:  # another user's
         return
     for file in files:
@@ -121,13 +114,9 @@ def _belongs(folder: Path, uid: int) -> bool:
 
 
 def _read(path: Path) -> Optional[Dict[str, Any]]:
-    """Return the content of a regular file; None for anything else."""
+    """Return the content of a file of the folder's owner; None for anything else."""
     try:
-        descriptor = os.open(str(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                return None
-            content = json.loads(file.read(_MAX_BYTES))
+        content = parse_json(read_file_of(str(path), (path.parent.lstat().st_uid,), _MAX_BYTES) or b"")
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None

@@ -19,11 +19,11 @@ from types import TracebackType
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Type
 
 from raypod.errors import ConfigError
+from raypod.host.bounded_server import BoundedServer
 from raypod.host.files import strict_json
 
 ADDRESS = "127.0.0.1"
 _REQUEST_TIMEOUT_S = 10.0  # for a request to arrive, and for a client to read the response
-_MAX_CLIENTS = 16  # at a time; further ones are disconnected
 _POLL_S = 0.1
 HTML = "text/html; charset=utf-8"
 _HOSTS = (ADDRESS, "localhost")
@@ -127,38 +127,11 @@ class TokenServer:
         self.close()
 
 
-class _Server(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_address = True
+class _Server(BoundedServer):
+    admit_within_s = _REQUEST_TIMEOUT_S
     routes: Dict[str, Route]
     token: str
     sign_in: bytes
-
-    def __init__(self, *arguments: Any) -> None:
-        self._slots = threading.BoundedSemaphore(_MAX_CLIENTS)
-        super().__init__(*arguments)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a client in a thread; with too many clients, disconnect the new one."""
-        if not self._slots.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except BaseException:
-            self._slots.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve one client."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._slots.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a client that disconnects; errors of routes are responses."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -189,6 +162,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if self.server.sign_in and self.command == "GET" and target.path == "/":
                 return Response(self.server.sign_in, HTML, 401)
             return _error(401, "a token is needed: Authorization: Bearer TOKEN, or ?token=TOKEN")
+        self.server.admit(self.connection)
         if self.command not in ("GET", "HEAD"):
             return _error(405, "this server is read-only: use GET")
         route = self.server.routes.get(target.path)

@@ -24,13 +24,11 @@ def check_scheme(url: str, setting: str, writes: bool = True) -> None:
 
     `setting` begins the message. Without `writes` the storage may be read-only.
     """
+    import fsspec  # only a run with a remote storage needs it
+
     scheme = scheme_of(url)
-    for package in ("fsspec", "tenacity"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{setting} needs the package {package}, which is not installed: pip install {package}")
     if writes and scheme in _NOT_DURABLE:
         raise ConfigError(f"{setting} {url}: nothing can be stored at {scheme}://, which is read-only or volatile")
-    fsspec: Any = importlib.import_module("fsspec")
     if scheme not in fsspec.available_protocols():
         raise ConfigError(f"{setting} {url}: unknown scheme {scheme}://; use s3, gs, sftp, file or another of fsspec")
     package, extra = _EXTRAS.get(scheme, ("", ""))
@@ -47,7 +45,8 @@ def check_scheme(url: str, setting: str, writes: bool = True) -> None:
 
 def connect(url: str) -> Tuple[Any, str]:
     """Return the file system of a URL, and the path in it. Any exception of the storage library."""
-    fsspec: Any = importlib.import_module("fsspec")
+    import fsspec
+
     options: Dict[str, Any] = {"skip_instance_cache": True}
     scheme = scheme_of(url)
     if scheme in S3:

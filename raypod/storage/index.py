@@ -10,6 +10,8 @@ import dataclasses
 import json
 from typing import Dict, List, Tuple
 
+from raypod.host.files import parse_json
+
 NAME = "index.json"
 _FORMAT = 1
 _KEPT = 10  # oldest and newest possible contents of a file
@@ -56,7 +58,7 @@ class Index:
 def from_json(text: bytes) -> Index:
     """Parse an index. ValueError for any other content."""
     try:
-        content = json.loads(text.decode())
+        content = parse_json(text.decode())
         if content.pop("format") != _FORMAT:
             raise ValueError(f"it is not an index of format {_FORMAT}")
         files = {

@@ -9,6 +9,7 @@ import uuid
 from pathlib import Path
 from typing import Any, Dict, Tuple
 
+from raypod.host.files import parse_json
 from raypod.record import run_folder
 
 NAME = run_folder.STORAGE
@@ -57,7 +58,7 @@ class Memory:
 def read(run_dir: Path) -> Memory:
     """Return the content of the file; that of a new run without a readable one."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        content = json.loads((run_dir / NAME).read_text())
+        content = parse_json((run_dir / NAME).read_text())
         return Memory(**{**content, "pending": tuple(content["pending"])})
     return Memory(run_id=uuid.uuid4().hex)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import List
 
 from raypod.checkpoint.format import Retention
+from raypod.cli import show
 from raypod.errors import ConfigError
 from raypod.host.files import file_lock
 from raypod.host.redaction import redacted_output
@@ -79,7 +80,7 @@ def watch(store: Store) -> None:
     """End this process if the storage library hangs."""
     while time.monotonic() - store.progress_s < _STALL_S or not store.is_busy:
         time.sleep(_WATCH_S)
-    print(f"no progress for {_STALL_S:g} s: the process ends", file=sys.stderr, flush=True)  # noqa: T201
+    show(f"no progress for {_STALL_S:g} s: the process ends", sys.stderr)
     time.sleep(1.0)  # for the thread that redacts the output
     os._exit(STALLED)
 

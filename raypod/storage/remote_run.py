@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 from pathlib import Path
-from typing import Any, Callable, List, Optional, Sequence, Tuple, TypeVar
+from typing import Callable, List, Optional, Sequence, Tuple, TypeVar
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint
 from raypod.errors import CheckpointDamaged, ConfigError, RunError
+from raypod.host.retries import growing, retried
 from raypod.plan.config import CHECKPOINTS, MANIFEST
 from raypod.plan.urls import RunUrl, check_url, run_url
 from raypod.storage import index
@@ -18,7 +18,7 @@ from raypod.storage.errors import describe
 from raypod.storage.index import Content, Index
 from raypod.storage.store import Store
 
-_ATTEMPTS, _MOST_WAIT_S = 5, 5.0
+_ATTEMPTS, _FIRST_WAIT_S, _MOST_WAIT_S = 5, 0.5, 5.0
 _REREADS = 3  # if a file was replaced after its index was read
 _CHUNK_BYTES = 1 << 20
 _HASH = "manifest.sha256"
@@ -150,23 +150,21 @@ class RemoteRun:
         return self._repeated(download)
 
     def _repeated(self, action: Callable[[], T]) -> T:
-        tenacity: Any = importlib.import_module("tenacity")
-        retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(_ATTEMPTS),
-            wait=tenacity.wait_random_exponential(multiplier=0.5, max=_MOST_WAIT_S),
-            retry=tenacity.retry_if_not_exception_type(_NOT_REPEATED),
-            before_sleep=lambda _: self._store.disconnect(),
-            reraise=True,
-        )
         try:
-            result: T = retrying(action)
+            return retried(action, growing(_FIRST_WAIT_S, _MOST_WAIT_S), self._reconnects, _ATTEMPTS)
         except PermissionError as error:
             raise ConfigError(f"{self._setting} {self._given}: no permission: {describe(error)}") from None
         except FileNotFoundError:
             raise self.missing() from None
         except Exception as error:  # noqa: BLE001 - a storage library can raise anything
             raise RunError(f"{self._setting} {self._given}: the storage cannot be read: {describe(error)}") from None
-        return result
+
+    def _reconnects(self, error: Exception) -> bool:
+        """Return whether a request that failed is repeated, on a new connection."""
+        if isinstance(error, _NOT_REPEATED):
+            return False
+        self._store.disconnect()
+        return True
 
 
 def _content_of(path: Path) -> Content:

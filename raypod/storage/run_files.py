@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO, Dict, Iterator, NamedTuple, Optional
 
+from raypod.plan import stored_code
 from raypod.plan.config import CHECKPOINTS
 from raypod.record import event_log, ledger, run_folder, run_state
 from raypod.record.run_end import LAUNCH
@@ -19,8 +20,8 @@ REPORT, PROFILE = "report.html", "profile.json"
 # Needed to resume, in the order in which they are uploaded. The list is complete: a run folder also holds the token of
 # the status endpoint, leases, and what users and trackers put there.
 OF_RESUME = (
-    *(run_folder.CONFIG, run_folder.PLAN, run_folder.METRICS, run_folder.EVALUATIONS, ledger.NAME, event_log.NAME),
-    run_state.NAME,
+    *(run_folder.CONFIG, stored_code.SEAL, run_folder.PLAN, run_folder.METRICS, run_folder.EVALUATIONS),
+    *(ledger.NAME, event_log.NAME, run_state.NAME),
 )
 _OTHERS = (REPORT, PROFILE, LAUNCH)
 _FOLDERS = (run_folder.LOGS, TENSORBOARD_FOLDER)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import json
 import time
 import traceback
 from pathlib import Path
-from typing import Any, List
+from typing import Any, Callable, List
 
 from typing_extensions import Protocol
 
 from raypod.checkpoint.format import Retention
-from raypod.host.files import replace_file, strict_json
+from raypod.host.files import parse_json, replace_file, strict_json
+from raypod.host.retries import growing, retried
 from raypod.record.run_folder import SUMMARY
 from raypod.storage import memory
 from raypod.storage.errors import describe
@@ -23,7 +22,8 @@ from raypod.storage.mirrored_files import MirroredFiles, latest_of
 from raypod.storage.remote_index import PlaceTaken, RemoteIndex
 from raypod.storage.store import Store
 
-_INTERVAL_S, _MOST_WAIT_S = 10.0, 30.0  # between rounds; between attempts
+_INTERVAL_S = 10.0  # between rounds
+_FIRST_WAIT_S, _MOST_WAIT_S = 1.0, 30.0  # between attempts
 _SHARE = 0.05  # of the time for files that grow, which are uploaded as a whole
 _LEAST_GAP_S = 1.0  # between rounds, if checkpoints follow each other faster
 _PATIENCE = 2  # failures in a row, before they are reported
@@ -60,26 +60,20 @@ class RunMirror:
 
         Errors of the storage are repeated without end: the coordinator ends this process.
         """
-        tenacity: Any = importlib.import_module("tenacity")
-        retrying = tenacity.Retrying(
-            stop=tenacity.stop_never,
-            wait=tenacity.wait_random_exponential(multiplier=1, max=_MOST_WAIT_S),
-            retry=tenacity.retry_if_not_exception_type(PlaceTaken),
-            before_sleep=lambda state: self._note_failure(state.outcome.exception()),
-            sleep=commands.wait,
-            reraise=True,
-        )
         try:
             while True:
                 has_ended, began_s = commands.has_ended, time.monotonic()
-                retrying(self._round, commands)
+                self._retried(lambda: self._round(commands), commands)
                 if has_ended:
-                    self._finish(retrying)
+                    self._finish(commands)
                     return True
                 self._pause(commands, time.monotonic() - began_s)
         except PlaceTaken as error:
             self._remember(error=describe(error), last_error=describe(error), pending=self._pending())
             return False
+
+    def _retried(self, action: Callable[[], None], commands: Commands) -> None:
+        retried(action, growing(_FIRST_WAIT_S, _MOST_WAIT_S), self._note_failure, sleep=commands.wait)
 
     def _pause(self, commands: Commands, took_s: float) -> None:
         """Wait for the next round."""
@@ -114,7 +108,7 @@ class RunMirror:
         self._remember(error="", pending=())
         self._store.is_busy = False
 
-    def _finish(self, retrying: Any) -> None:
+    def _finish(self, commands: Commands) -> None:
         """Upload `summary.json` with the counts of the mirror, and the index."""
         is_summarized = (self._run_dir / SUMMARY).is_file()
         if is_summarized:
@@ -126,13 +120,16 @@ class RunMirror:
             self._files.sync([SUMMARY] if is_summarized else [])
             self._index.write()
 
-        retrying(upload)
+        self._retried(upload, commands)
         self._remember(pending=(), error="", is_complete=True)
 
     def _pending(self) -> List[str]:
         return [*self._files.pending(), *self._checkpoints.pending()]
 
-    def _note_failure(self, error: BaseException) -> None:
+    def _note_failure(self, error: Exception) -> bool:
+        """Record a failure; return whether what failed is repeated."""
+        if isinstance(error, PlaceTaken):
+            return False
         traceback.print_exception(type(error), error, error.__traceback__)
         self._failed_in_a_row += 1
         self._is_new = True
@@ -143,6 +140,7 @@ class RunMirror:
         shown = text if is_reported else self._memory.error
         failures = self._memory.failures + 1
         self._remember(error=shown, last_error=text, failures=failures, pending=self._pending())
+        return True
 
     def _counted(self) -> Memory:
         before = self._before
@@ -166,5 +164,5 @@ class RunMirror:
 def add_to_summary(run_dir: Path, found: Memory, url: str) -> None:
     """Set the entry `storage` of `summary.json`. OSError or ValueError if the file cannot be read or written."""
     path = run_dir / SUMMARY
-    content = {**json.loads(path.read_text()), "storage": found.summary(url)}
+    content = {**parse_json(path.read_text()), "storage": found.summary(url)}
     replace_file(path, (strict_json(content, indent=2) + "\n").encode())

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Dict, NamedTuple, Optional, Union
 
 from raypod.checkpoint import storage
+from raypod.cli import show
 from raypod.errors import CheckpointDamaged, ConfigError
 from raypod.plan import resolve
 from raypod.plan.urls import is_url
@@ -55,7 +56,7 @@ def take(url: str, setting: str) -> Snapshot:
         raise run.missing()
     run.close()
     for message in [*messages, *more]:
-        print(f"raypod: warning: {message}", file=sys.stderr)  # noqa: T201
+        show(f"raypod: warning: {message}", sys.stderr)
     snapshot = Snapshot(run, folder, found.run_id if found else None)
     _snapshots[str(folder)] = snapshot
     return snapshot

@@ -81,7 +81,8 @@ class ImageClassification(Task):
     def predict(self, network: Any, inputs: Sequence[str], top: int) -> Iterable[Dict[str, Any]]:
         """See `Task.predict`: `inputs` are image files, and folders that contain some."""
         assert self._splits is not None, "call load first"
-        reader, source = ImageReader(self.config.data.dataset, self._splits), ImageSource(self.config, self._splits)
+        data, source = self.config.data, ImageSource(self.config, self._splits)
+        reader = ImageReader(data.dataset, self._splits, data.max_image_pixels)
         names = self.description()["classes"]
         for path in image_files(inputs):
             labels = torch.zeros(1, dtype=torch.int64)

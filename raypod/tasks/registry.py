@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from pathlib import Path
-from typing import Any, Callable, Dict, NamedTuple, Sequence, Tuple, Type
+from typing import Any, Callable, Collection, Dict, NamedTuple, Sequence, Tuple, Type
 
 import cloudpickle  # type: ignore[import-untyped]
 
 from raypod.cli import suggestion
 from raypod.errors import ConfigError
 from raypod.host import sdk, torchvision_import
-from raypod.plan import flags, resolve, user_code
+from raypod.plan import flags, resolve, stored_code, user_code
 from raypod.plan.config import IMAGE_CLASSIFICATION, LANGUAGE_MODEL, Config, TaskOptions
 from raypod.plan.plan import Plan, TaskFacts
 from raypod.tasks import image_facts, language_facts
@@ -74,9 +74,14 @@ def schema_of(name: str) -> resolve.Schema:
     return resolve.Schema(task.Options, task.defaults)
 
 
-def load_config(path: Path) -> Config:
-    """Return the Config of a YAML file, as `config.yaml` of a run folder. ConfigError if it cannot be used."""
+def load_config(path: Path, trusted: Collection[str] = ()) -> Config:
+    """Return the Config of a run folder's `config.yaml`; `trusted` are names of code that the user has named.
+
+    Raises:
+        ConfigError: it cannot be used, or as `stored_code.check`.
+    """
     values = resolve.read_yaml(path)
+    stored_code.check(values, path, trusted, "--trust")
     return resolve.from_values(values, str(path), schema=schema_of(resolve.task_of_values(values)))
 
 

@@ -99,7 +99,9 @@ class Task(abc.ABC):
         """Load the data. ConfigError if it cannot be used."""
         from raypod.datasets.samples import SampleSource  # imports torch
 
-        source = SampleSource(self.config.task.name, self.datasets(), self.config.training.seed)
+        source = SampleSource(
+            self.config.task.name, self.datasets(), self.config.training.seed, self.config.data.first_sample
+        )
         self.names = source.names
         return source
 

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Optional
 
+from raypod.host.files import parse_json
 from raypod.trackers.tracker import Steps
 
 FOLDER = "trackers"
@@ -42,7 +43,7 @@ def file_name(tracker: str) -> str:
 def read(path: Path) -> Memory:
     """Return the content of the file; that of a new tracker without a readable one."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return Memory(**json.loads(path.read_text()))
+        return Memory(**parse_json(path.read_text()))
     return Memory()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import json
 import os
 import signal
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from raypod.errors import summarize_exception
-from raypod.host.files import file_lock
+from raypod.host.files import file_lock, parse_json
 from raypod.host.redaction import Redaction, redacted_output
 from raypod.plan import user_code
 from raypod.plan.resolve import read_yaml
@@ -159,7 +158,7 @@ def result_of(run_dir: Path) -> Dict[str, str]:
     facts = {"state": state.state, "update": state.update, "restarts": state.restarts} if state is not None else {}
     path = run_dir / run_folder.SUMMARY
     if path.is_file():
-        facts["weights_sha256"] = json.loads(path.read_text()).get("weights_sha256", "")
+        facts["weights_sha256"] = parse_json(path.read_text()).get("weights_sha256", "")
     return {name: str(value) for name, value in facts.items()}
 
 

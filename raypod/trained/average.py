@@ -34,7 +34,7 @@ def average(run: PathLike, last: int = 3, output: Optional[PathLike] = None, **c
         UserError: there is no such run, it still trains, it has fewer checkpoints, or one is damaged.
         RunError: an instance fails.
     """
-    found = checkpoints.open_run(run)
+    found = checkpoints.open_run(run, settings.trusted_of(changes))
     return average_run(found, last, output, settings.by_name(found.config, changes))[0]
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Union
+from typing import TYPE_CHECKING, Collection, Dict, List, Mapping, Optional, Union
 
 from raypod.checkpoint import storage
-from raypod.checkpoint.format import EMA, WEIGHTS, Checkpoint, best_of
+from raypod.checkpoint.format import EMA, WEIGHTS, Checkpoint, best_of, of_course
 from raypod.checkpoint.resume import newest_valid
 from raypod.cli import counted
 from raypod.errors import CheckpointDamaged, ConfigError
@@ -61,11 +61,12 @@ class Weights:
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def open_run(where: PathLike) -> Run:
+def open_run(where: PathLike, trusted: Collection[str] = ()) -> Run:
     """Return the run of a run folder, or of the folder of one of its checkpoints.
 
     Raises:
-        ConfigError: it is neither, or its config cannot be read.
+        ConfigError: it is neither, its config cannot be read, or names code that is not among `trusted`
+            (`stored_code.check`).
     """
     path = snapshots.local_folder(os.fspath(where), "RUN").resolve()
     if not path.is_dir():
@@ -79,7 +80,7 @@ def open_run(where: PathLike) -> Run:
             else f"is a checkpoint outside of {CHECKPOINTS}/ of a run folder"
         )
         raise ConfigError(f"{where} {what} (there is no {folder / CONFIG})")
-    return Run(folder, load_config(folder / CONFIG), checkpoint)
+    return Run(folder, load_config(folder / CONFIG, trusted), checkpoint)
 
 
 def check_has_ended(run: Run, way_out: str) -> None:
@@ -196,7 +197,7 @@ def _listed(run: Run) -> List[Checkpoint]:
     found, damaged = storage.list_checkpoints(run.checkpoints)
     if damaged or not found:
         raise ConfigError(str(damaged[0]) if damaged else f"{run.checkpoints} contains no checkpoint")
-    return found
+    return of_course(found)
 
 
 def _from_file(path: Path) -> Weights:

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any, Dict, List, Sequence, Tuple
 
-from raypod.cli import FlagParser, format_table
-from raypod.errors import ConfigError
+from raypod.cli import FlagParser, format_table, show
+from raypod.errors import ConfigError, as_utf8
 from raypod.host.files import replace_file, strict_json
 from raypod.plan.flags import parse_arguments
 from raypod.plan.plan import Plan
@@ -35,7 +35,7 @@ def evaluate(argv: Sequence[str]) -> int:
     text = strict_json(found, indent=2)
     if args.output:
         _write(Path(args.output), f"{text}\n")
-    _print(text if args.json else f"{_checkpoint_line(found)}\n{_measured_line(plan, found, found['device'])}")
+    show(text if args.json else f"{_checkpoint_line(found)}\n{_measured_line(plan, found, found['device'])}")
     return 0
 
 
@@ -57,10 +57,10 @@ def export(argv: Sequence[str]) -> int:
     opened = _opened(args, settings.DATA)
     found = export_run(*opened, args.format, args.output, args.pixels, args.tolerance)
     if args.json:
-        _print(strict_json(found, indent=2))
+        show(strict_json(found, indent=2))
         return 0
     inputs = ", ".join(f"{each['name']} {each['dtype']} {_shape(each['shape'])}" for each in found["inputs"])
-    _print(
+    show(
         f"{_checkpoint_line(found)} -> {found['output']} ({found['format']}, {found['bytes']:,} bytes)\n"
         f"inputs: {inputs}\n"
         f"largest difference of the outputs of {found['checked_samples']} samples: {found['max_difference']:.3g}"
@@ -77,12 +77,12 @@ def average(argv: Sequence[str]) -> int:
     args = _parsed(parser, argv, settings.EVALUATION)
     from raypod.trained.average import average_run
 
-    run = checkpoints.open_run(args.run)
+    run = checkpoints.open_run(args.run, args.trust)
     found, plan = average_run(run, args.last, args.output, settings.given(args, settings.EVALUATION))
     if args.json:
-        _print(strict_json(found, indent=2))
+        show(strict_json(found, indent=2))
         return 0
-    _print(
+    show(
         f"average of {', '.join(found['checkpoints'])} -> {found['output']}\n"
         f"average: {_measured_line(plan, found['average'], found['device'])}\n"
         f"newest:  {_measured_line(plan, found['newest'], found['device'])}"
@@ -116,15 +116,15 @@ def predict(argv: Sequence[str]) -> int:
         length, seed = 100 if args.length is None else args.length, args.seed or 0
         divisor = 1.0 if args.temperature is None else args.temperature
         text = generate_run(*opened, args.prompt, length, divisor, seed)
-        _print(strict_json({"prompt": args.prompt, "text": text}, indent=2) if args.json else f"{args.prompt}{text}")
+        show(strict_json({"prompt": args.prompt, "text": text}, indent=2) if args.json else f"{args.prompt}{text}")
         return 0
     records = predict_run(*opened, args.inputs, 5 if args.top is None else args.top)
     if args.json:
-        _print(strict_json(records, indent=2))
+        show(strict_json(records, indent=2))
     elif args.csv:
         csv.writer(sys.stdout, lineterminator="\n").writerows(_rows(records, "{:.6f}"))
     else:
-        _print("\n".join(format_table(_rows(records, "{:.4f}"))))
+        show("\n".join(format_table(_rows(records, "{:.4f}"))))
     return 0
 
 
@@ -167,18 +167,16 @@ def _shape(sizes: Sequence[Any]) -> str:
 
 def _write(path: Path, text: str) -> None:
     try:
-        replace_file(path, text.encode())
+        replace_file(path, as_utf8(text).encode())
     except OSError as error:
         raise ConfigError(f"--output {path}: {error.strerror}") from None
-
-
-def _print(text: str) -> None:
-    print(text)  # noqa: T201 - the command line's own output
 
 
 def _parser(verb: str, description: str) -> FlagParser:
     parser = FlagParser(prog=f"raypod {verb}", description=description)
     parser.add_argument("run", metavar="RUN", help="run folder, a checkpoint in it, or the URL of one of them")
+    trust = "import this module:function of a run that you have not written on this host; can be repeated"
+    parser.add_argument("--trust", action="append", default=[], metavar="NAME", help=trust)
     return parser
 
 
@@ -193,7 +191,7 @@ def _opened(
     args: argparse.Namespace, names: Sequence[str]
 ) -> Tuple[checkpoints.Run, checkpoints.Weights, Dict[str, Any]]:
     """Return the run of a command line, the weights that it names, and its changes of the keys `names`."""
-    run = checkpoints.open_run(args.run)
+    run = checkpoints.open_run(args.run, args.trust)
     changes = settings.given(args, names)
     return run, checkpoints.load(run, args.checkpoint, args.ema), changes
 

@@ -11,6 +11,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
+from raypod.cli import show
 from raypod.coordinator.coordinator import evaluate_now
 from raypod.coordinator.same_data import check_same_data
 from raypod.coordinator.stop import Stop, stop_on_signal
@@ -96,4 +97,4 @@ def _packed(weights: Weights) -> np.ndarray:
 
 def _to_stderr(line: str) -> None:
     """Print a line about a wait for hosts; the standard output has the result only."""
-    print(f"raypod: {line}", file=sys.stderr)  # noqa: T201
+    show(f"raypod: {line}", sys.stderr)

@@ -7,10 +7,9 @@ from typing import Any, Dict, Iterator, Mapping, Optional, Tuple
 
 import torch
 from torch import nn
-from torch.utils.data import default_collate
 
 from raypod.checkpoint import tensors
-from raypod.datasets.loading import NO_EPOCH, SeededSamples
+from raypod.datasets.loading import NO_EPOCH, SeededSamples, collated
 from raypod.datasets.source import Batch, Source
 from raypod.host import sdk, torchvision_import
 from raypod.plan import user_code
@@ -46,7 +45,8 @@ class HostNetwork:
         if source.is_in_memory:
             return source.gather(split, indices, None)
         samples = SeededSamples(split, seed)
-        return source.to_device_format(default_collate([samples[NO_EPOCH, int(index)][1] for index in indices]))
+        loaded = [samples[NO_EPOCH, int(index)][1] for index in indices]
+        return source.to_device_format(collated(loaded, indices.tolist()))
 
     def inputs_of(self, batch: Batch) -> Inputs:
         """Return the arguments with which the task calls the network for a batch, before `prepared`."""

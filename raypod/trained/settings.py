@@ -25,6 +25,8 @@ DATA = (
     "data.samples",
     "data.image",
     "data.classes",
+    "data.max_image_pixels",
+    "data.leave_out",
 )
 EVALUATION = (
     *DATA,
@@ -73,6 +75,12 @@ def by_name(config: Config, keywords: Mapping[str, Any]) -> Dict[str, Any]:
     return {known[key]: value for key, value in keywords.items()}
 
 
+def trusted_of(keywords: Dict[str, Any]) -> Sequence[str]:
+    """Remove `trust` from keyword flags, and return the names of code that they contain."""
+    trust = keywords.pop("trust", ())
+    return [trust] if isinstance(trust, str) else list(trust)
+
+
 def opened(
     where: PathLike, checkpoint: Optional[str], ema: Optional[bool], keywords: Mapping[str, Any]
 ) -> Tuple[Run, Weights, Dict[str, Any]]:
@@ -81,8 +89,10 @@ def opened(
     Raises:
         ConfigError: as `checkpoints.open_run`, `checkpoints.load` and `by_name`.
     """
-    run = open_run(where)
-    changes = by_name(run.config, keywords)
+    changed_keys = {**keywords}
+    trusted = trusted_of(changed_keys)
+    run = open_run(where, trusted)
+    changes = by_name(run.config, changed_keys)
     return run, load(run, checkpoint, ema), changes
 
 
@@ -93,6 +103,8 @@ def changed(config: Config, changes: Mapping[str, Any], allowed: Sequence[str]) 
         ConfigError: a change is none of `allowed`, nor an option of the task.
     """
     values: resolve.Values = config.model_dump(mode="json")
+    if "data.dataset" in changes:
+        values["data"].pop("leave_out", None)  # numbers of the run's own samples
     for name, value in changes.items():
         section, _, key = name.partition(".")
         if name not in allowed and (section != "task" or key == "name"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,19 +14,27 @@ from typing import Any, Dict, List, Tuple
 
 import pytest
 import torch
-from bounded import COMMAND_S
 from torch import nn
 
 import raypod
 from raypod import train
 from raypod.events import CheckpointSaved, EvaluationDone, RunEnded, RunStarted, UpdateDone
+from tests.support.bounded import COMMAND_S
 
 QUICK: Dict[str, Any] = {"fleet": "inline", "device": "emulated", "model": "tiny", "replicas": 2, "batch_size": 4}
-FLAT: Dict[str, Any] = {**QUICK, "lr_schedule": "constant", "warmup_updates": 0}
+FLAT: Dict[str, Any] = {"lr_schedule": "constant", "warmup_updates": 0}
 
 
 def fit(run_dir: Path, **flags: Any) -> raypod.Result:
     return raypod.fit(run_dir=run_dir, progress=False, **{**QUICK, **flags})
+
+
+def stream(run_dir: Path, updates: int) -> Any:
+    return raypod.stream(run_dir=run_dir, updates=updates, **QUICK)
+
+
+def stop_after_2(event: Any) -> Any:
+    return raypod.STOP if isinstance(event, UpdateDone) and event.update == 2 else None
 
 
 def state_of_process() -> Tuple[Any, ...]:
@@ -36,47 +45,37 @@ def state_of_process() -> Tuple[Any, ...]:
 
 
 def test_a_function_call_is_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = fit(tmp_path / "fit", updates=4, seed=7)
+    numbers = {"updates": torch.tensor(3), "learning_rate": torch.tensor(0.05)}  # as from a search space
+    result = fit(tmp_path / "fit", seed=7, data_dir=None, **numbers)
+    assert capsys.readouterr().out == ""
     flags = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--replicas", "2", "--batch-size", "4"]
-    assert train.main([*flags, "--updates", "4", "--seed", "7", "--run-dir", str(tmp_path / "command")]) == 0
+    flags += ["--updates", "3", "--seed", "7", "--learning-rate", str(numbers["learning_rate"].item())]
+    assert train.main([*flags, "--run-dir", str(tmp_path / "command")]) == 0
     command = json.loads((tmp_path / "command" / "summary.json").read_text())
     assert result.run_dir == tmp_path / "fit"
     assert result.summary["weights_sha256"] == command["weights_sha256"]
     assert result.summary["test_accuracy"] == command["test_accuracy"]
     assert (result.interrupted, result.stop_cause) == (False, "")
-    assert "tiny" in capsys.readouterr().out  # the command's plan; fit was silent
-
-
-def test_the_progress_is_that_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    raypod.fit(run_dir=tmp_path / "run", updates=2, **QUICK)
-    out = capsys.readouterr().out
-    assert "replicas" in out
-    assert "Test accuracy: " in out
+    assert '"state": "done"' in (tmp_path / "fit" / "report.html").read_text()
+    shown = capsys.readouterr().out
+    raypod.fit(run_dir=tmp_path / "shown", **{**QUICK, "updates": 3})
+    again = capsys.readouterr().out
+    for line in ("replicas", "Test accuracy: ", "tiny"):
+        assert line in shown
+        assert line in again
+    with pytest.raises(raypod.ConfigError, match="holds a run already"):
+        fit(tmp_path / "fit", updates=1)
 
 
 def test_the_metrics_are_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = fit(tmp_path / "run", updates=3)
+    result = fit(tmp_path / "run", updates=3, async_dataloader=True)
     metrics = result.metrics
-    if not isinstance(metrics, list):
-        metrics = metrics.to_dict("records")
-    assert [row["update"] for row in metrics] == [1, 2, 3]
-    assert all(row["loss"] > 0 for row in metrics)
+    if not isinstance(metrics, list):  # with pandas, a DataFrame
+        assert list(metrics["update"]) == [1, 2, 3]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # without pandas
     assert [row["update"] for row in result.metrics] == [1, 2, 3]
+    assert all(row["loss"] > 0 for row in result.metrics)
     assert [row["update"] for row in result.evaluations] == [3]
-
-
-def test_the_metrics_are_a_data_frame_with_pandas(tmp_path: Path) -> None:
-    pandas = pytest.importorskip("pandas", reason="a DataFrame needs pandas", exc_type=ImportError)
-    metrics = fit(tmp_path / "run", updates=3).metrics
-    assert isinstance(metrics, pandas.DataFrame)
-    assert list(metrics["update"]) == [1, 2, 3]
-
-
-def test_values_have_the_types_of_python(tmp_path: Path) -> None:
-    numbers = torch.tensor(3), torch.tensor(0.05)
-    result = fit(tmp_path / "run", updates=numbers[0], learning_rate=numbers[1], async_dataloader=True, data_dir=None)
-    assert result.summary["updates"] == 3
 
 
 def test_a_config_is_a_path_a_dict_or_a_config_and_flags_replace_it(tmp_path: Path) -> None:
@@ -95,6 +94,11 @@ def test_a_config_is_a_path_a_dict_or_a_config_and_flags_replace_it(tmp_path: Pa
     assert other.summary["weights_sha256"] not in hashes
 
 
+class Misspelled:
+    def on_updates_done(self, event: Any) -> None:
+        raise AssertionError
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -111,6 +115,8 @@ def test_a_config_is_a_path_a_dict_or_a_config_and_flags_replace_it(tmp_path: Pa
         ({"task": "image-clasification"}, "did you mean image-classification?"),
         ({"task": int}, "subclass of raypod.Task"),
         ({"callbacks": [3]}, "the callback int is neither callable nor"),
+        ({"callbacks": [Misspelled()]}, "did you mean on_update_done?"),
+        ({"callbacks": [Misspelled]}, "pass an object, Misspelled()"),
     ],
 )
 def test_a_wrong_request_is_an_exception_and_leaves_nothing(
@@ -124,43 +130,49 @@ def test_a_wrong_request_is_an_exception_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:
-    fit(tmp_path / "run", updates=1)
-    with pytest.raises(raypod.ConfigError, match="holds a run already"):
-        fit(tmp_path / "run", updates=1)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_instance": 2}, "did you mean num_instances?"),
+        ({"num_instances": 0}, "num_instances = 0: must be a positive whole number"),
+        ({"num_instances": True}, "num_instances = True"),
+        ({"num_instances": 2, "replicas": 3}, "3 replicas cannot be divided"),
+        ({"device": "gpu"}, "use auto, ipu or emulated"),
+        ({"collectives": "nccl"}, "must be one of auto, horovod, gloo"),
+        ({"threads_per_replica": -1}, "threads_per_replica = -1"),
+        ({"timeout_s": 0}, "timeout_s = 0: must be greater than 0"),
+        ({"start_timeout_s": -1}, "start_timeout_s = -1: must be greater than 0"),
+        ({"cluster": "missing.yaml"}, "cannot read the cluster file"),
+    ],
+)
+def test_a_wrong_request_of_run_starts_nothing(arguments: Dict[str, Any], message: str) -> None:
+    with pytest.raises(raypod.UserError) as caught:
+        raypod.run(lambda: None, **arguments)
+    assert message in str(caught.value)
 
 
-def test_a_callback_gets_all_events_and_can_stop_the_run(tmp_path: Path) -> None:
+def test_a_callback_gets_all_events_and_can_stop_the_run_which_continues_with_the_same_bits(tmp_path: Path) -> None:
     seen: List[Any] = []
 
     class Early:
         def on_update_done(self, event: UpdateDone) -> Any:
-            return raypod.STOP if event.update == 2 else None
+            return stop_after_2(event)
 
-    result = fit(tmp_path / "run", updates=6, callbacks=[seen.append, Early()])
-    assert result.interrupted
-    assert result.stop_cause == "the callback Early requested it"
-    assert result.summary["updates"] == 2
+    part = fit(tmp_path / "part", updates=6, callbacks=[seen.append, Early()], **FLAT)
+    assert part.interrupted
+    assert part.stop_cause == "the callback Early requested it"
+    assert part.summary["updates"] == 2
     assert [type(event) for event in (seen[0], seen[-1])] == [RunStarted, RunEnded]
     assert [event.update for event in seen if isinstance(event, UpdateDone)] == [1, 2]
-    assert result.best_checkpoint == tmp_path / "run" / "checkpoints" / "update-00000002"
-
-
-def test_a_stopped_run_continues_with_the_same_bits(tmp_path: Path) -> None:
-    whole = fit(tmp_path / "whole", **{**FLAT, "updates": 6})
-
-    def stop_after_2(event: Any) -> Any:
-        return raypod.STOP if isinstance(event, UpdateDone) and event.update == 2 else None
-
-    fit(tmp_path / "part", **{**FLAT, "updates": 6}, callbacks=stop_after_2)
+    assert part.best_checkpoint == tmp_path / "part" / "checkpoints" / "update-00000002"
     rest = raypod.fit(resume=tmp_path / "part", progress=False)
     assert rest.summary["updates"] == 6
-    assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    assert rest.summary["weights_sha256"] == fit(tmp_path / "whole", updates=6, **FLAT).summary["weights_sha256"]
 
 
 def test_an_exception_of_a_callback_is_raised_after_a_checkpoint(tmp_path: Path) -> None:
     def fail(event: Any) -> None:
-        if isinstance(event, UpdateDone) and event.update == 2:
+        if stop_after_2(event):
             raise ZeroDivisionError("of the callback")
 
     with pytest.raises(ZeroDivisionError, match="of the callback"):
@@ -169,58 +181,38 @@ def test_an_exception_of_a_callback_is_raised_after_a_checkpoint(tmp_path: Path)
     assert (tmp_path / "run" / "checkpoints" / "update-00000002").is_dir()
 
 
-def test_a_method_of_no_event_is_an_error(tmp_path: Path) -> None:
-    class Misspelled:
-        def on_updates_done(self, event: Any) -> None:
-            raise AssertionError
-
-    with pytest.raises(raypod.ConfigError, match="did you mean on_update_done?"):
-        fit(tmp_path / "run", callbacks=[Misspelled()])
-    with pytest.raises(raypod.ConfigError, match=r"pass an object, Misspelled\(\)"):
-        fit(tmp_path / "run", callbacks=[Misspelled])
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_stream_yields_the_events_and_has_the_result(tmp_path: Path) -> None:
-    events = raypod.stream(run_dir=tmp_path / "run", updates=3, **QUICK)
+    events = stream(tmp_path / "run", 3)
     assert not (tmp_path / "run").exists()  # it starts with the first event
     kinds = [type(event) for event in events]
     assert (kinds[0], kinds.count(UpdateDone), kinds[-1]) == (RunStarted, 3, RunEnded)
     assert EvaluationDone in kinds
-    assert events.result().summary["updates"] == 3
-    assert events.result().summary["weights_sha256"] == fit(tmp_path / "fit", updates=3).summary["weights_sha256"]
-
-
-def test_the_result_of_a_stream_takes_the_remaining_events(tmp_path: Path) -> None:
-    events = raypod.stream(run_dir=tmp_path / "run", updates=3, **QUICK)
-    assert isinstance(next(events), RunStarted)
-    assert events.result().summary["updates"] == 3
+    rest = stream(tmp_path / "rest", 3)
+    assert isinstance(next(rest), RunStarted)
+    assert rest.result().summary["weights_sha256"] == events.result().summary["weights_sha256"]
+    stopped = stream(tmp_path / "stopped", 6)
+    for event in stopped:
+        if isinstance(event, UpdateDone) and event.update == 3:
+            stopped.stop("enough")
+    assert (stopped.result().summary["updates"], stopped.result().stop_cause) == (3, "enough")
 
 
 def test_a_stream_that_is_closed_early_saves_a_checkpoint(tmp_path: Path) -> None:
     before = state_of_process()
-    with raypod.stream(run_dir=tmp_path / "run", updates=6, **QUICK) as events:
+    with stream(tmp_path / "run", 6) as events:
         for event in events:
-            if isinstance(event, UpdateDone) and event.update == 2:
+            if stop_after_2(event):
                 break
     result = events.result()
     assert result.interrupted
     assert result.summary["updates"] == 2
     assert result.best_checkpoint == tmp_path / "run" / "checkpoints" / "update-00000002"
     assert state_of_process() == before
-    never_started = raypod.stream(run_dir=tmp_path / "none", updates=6, **QUICK)
+    never_started = stream(tmp_path / "none", 6)
     never_started.close()
     with pytest.raises(raypod.RunError, match="closed before the run started"):
         never_started.result()
     assert not (tmp_path / "none").exists()
-
-
-def test_a_stream_can_be_stopped(tmp_path: Path) -> None:
-    events = raypod.stream(run_dir=tmp_path / "run", updates=6, **QUICK)
-    for event in events:
-        if isinstance(event, UpdateDone) and event.update == 3:
-            events.stop("enough")
-    assert (events.result().summary["updates"], events.result().stop_cause) == (3, "enough")
 
 
 def test_weights_are_loaded_into_a_module(tmp_path: Path) -> None:
@@ -262,33 +254,36 @@ def test_weights_are_loaded_into_a_module(tmp_path: Path) -> None:
     assert not all(torch.equal(tensor, saved[name]) for name, tensor in other.state_dict().items())
 
 
-def test_two_runs_leave_nothing_in_the_process(tmp_path: Path) -> None:
+def test_runs_leave_nothing_in_the_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path / "warm", updates=1)  # imports
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     before = state_of_process()
     fit(tmp_path / "a", updates=2)
     with pytest.raises(raypod.RunError):
-        fit(tmp_path / "b", updates=20, learning_rate=1e30, warmup_updates=0)  # not finite
+        fit(tmp_path / "b", **{**FLAT, "updates": 20, "learning_rate": 1e30})  # not finite
     assert state_of_process() == before
     torch.set_num_threads(threads)
+    assert '"state": "failed"' in (tmp_path / "b" / "report.html").read_text()
+    events = stream(tmp_path / "run", 3)
+    next(events)
+    (tmp_path / "run" / "report.html").mkdir()  # a file cannot replace a folder
+    *_, ended = events
+    assert isinstance(ended, RunEnded)
+    assert sum("the report was not written" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_run_in_another_thread(tmp_path: Path) -> None:
+def test_a_run_in_another_thread_and_in_a_running_event_loop(tmp_path: Path) -> None:
     results: List[raypod.Result] = []
-    thread = threading.Thread(target=lambda: results.append(fit(tmp_path / "run", updates=3)))
+    thread = threading.Thread(target=lambda: results.append(fit(tmp_path / "thread", updates=2)))
     thread.start()
     thread.join(COMMAND_S)
-    assert results[0].summary["updates"] == 3
 
+    async def cell() -> None:
+        results.append(fit(tmp_path / "loop", updates=2))
 
-def test_a_run_in_a_running_event_loop(tmp_path: Path) -> None:
-    import asyncio
-
-    async def cell() -> raypod.Result:
-        return fit(tmp_path / "run", updates=2)
-
-    assert asyncio.run(cell()).summary["updates"] == 2
+    asyncio.run(cell())
+    assert [result.summary["updates"] for result in results] == [2, 2]
 
 
 SCRIPT = """
@@ -297,7 +292,7 @@ import raypod
 
 def slow(event):
     print(type(event).__name__, flush=True)
-    time.sleep(0.2)
+    time.sleep(0.05)
 
 try:
     raypod.fit(fleet="inline", device="emulated", model="tiny", replicas=2, batch_size=4, run_dir="run", updates=400,
@@ -307,6 +302,7 @@ except KeyboardInterrupt as interrupt:
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_ctrl_c_saves_a_checkpoint_and_raises_keyboard_interrupt(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     process = subprocess.Popen(
@@ -324,25 +320,3 @@ def test_ctrl_c_saves_a_checkpoint_and_raises_keyboard_interrupt(tmp_path: Path)
     kind, interrupted, checkpoint = rest[-1].split()
     assert (kind, interrupted) == ("Interrupted", "True")
     assert Path(checkpoint, "weights.safetensors").is_file()
-
-
-def test_a_run_writes_its_report(tmp_path: Path) -> None:
-    fit(tmp_path / "run", updates=3)
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert '"state": "done"' in page
-
-
-def test_a_run_that_fails_writes_its_report(tmp_path: Path) -> None:
-    with pytest.raises(raypod.RunError):
-        fit(tmp_path / "run", updates=40, learning_rate=1e30, lr_schedule="constant", warmup_updates=0)
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert '"state": "failed"' in page
-
-
-def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    events = raypod.stream(run_dir=tmp_path / "run", updates=3, **QUICK)
-    next(events)
-    (tmp_path / "run" / "report.html").mkdir()  # a file cannot replace a folder
-    *_, ended = events
-    assert isinstance(ended, RunEnded)
-    assert sum("the report was not written" in record.getMessage() for record in caplog.records) == 1

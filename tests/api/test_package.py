@@ -10,17 +10,11 @@ import pytest
 import raypod
 
 
-def test_importing_raypod_imports_neither_torch_nor_ray(run_python: Callable[[str], str]) -> None:
-    program = (
-        "import sys, raypod; print(raypod.ConfigError.__name__, sorted({'torch', 'ray', 'pydantic', 'numpy'} & "
-        "set(sys.modules)))"
-    )
-    assert run_python(program).split() == ["ConfigError", "[]"]
-
-
-def test_planning_from_python_imports_neither_torch_nor_ray(run_python: Callable[[str], str]) -> None:
-    program = "import sys, raypod; raypod.stream(device='emulated'); print(sorted({'torch', 'ray'} & set(sys.modules)))"
-    assert run_python(program).strip() == "[]"
+def test_importing_and_planning_import_neither_torch_nor_ray(run_python: Callable[[str], str]) -> None:
+    loaded = "sorted({'torch', 'ray', 'pydantic', 'numpy'} & set(sys.modules))"
+    program = f"import sys, raypod; print(raypod.ConfigError.__name__, {loaded}); raypod.stream(device='emulated')"
+    program += "; print({'torch', 'ray'} & set(sys.modules))"
+    assert run_python(program).split() == ["ConfigError", "[]", "set()"]
 
 
 def test_every_exported_name_exists_and_is_documented() -> None:
@@ -32,12 +26,9 @@ def test_every_exported_name_exists_and_is_documented() -> None:
         _ = raypod.fits
 
 
-def test_errors_are_of_one_tree() -> None:
+def test_errors_are_of_one_tree_and_the_package_is_typed() -> None:
     errors = [value for value in map(raypod.__dict__.get, raypod.__all__) if isinstance(value, type)]
     found = [value for value in errors if issubclass(value, Exception)]
     assert len(found) > 15
     assert all(issubclass(value, raypod.RaypodError) for value in found)
-
-
-def test_the_package_is_typed() -> None:
     assert (Path(raypod.__file__).parent / "py.typed").is_file()

@@ -7,12 +7,9 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Callable, Dict, List, Optional
 
 import pytest
-from faulty_disks import FaultyDisk, Killed
-from other_disks import DirectServer, Fault, Request, unchanged
-from saved_runs import save
 
 from raypod.checkpoint import copies, resume, transfer
 from raypod.checkpoint.copies import CopyReceiver, copy_hosts, held_copies
@@ -21,6 +18,9 @@ from raypod.checkpoint.storage import checkpoints_folder
 from raypod.coordinator import copy_sender
 from raypod.plan.plan import Plan
 from raypod.record import run_state
+from tests.support.faulty_disks import FaultyDisk, Killed
+from tests.support.other_disks import DirectServer, Fault, Request, unchanged
+from tests.support.saved_runs import contents, save
 
 Make = Callable[..., Plan]
 RUN = "run-12345678"
@@ -72,10 +72,6 @@ def send(checkpoint: Checkpoint, receiver: CopyReceiver, fault: Fault = unchange
     return server
 
 
-def contents(folder: Path) -> Dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_a_copy_is_a_run_folder_that_was_interrupted_after_the_checkpoint(make: Make, tmp_path: Path) -> None:
     plan = make()
     receiver = CopyReceiver(str(tmp_path / "there"), RUN)
@@ -101,33 +97,33 @@ def test_a_copy_is_a_run_folder_that_was_interrupted_after_the_checkpoint(make: 
     assert resume.newest_valid(checkpoints_folder(copy))[0].update == 88  # type: ignore[union-attr]
 
 
-def flip_a_bit(request: Request) -> Request:
-    method, (name, data) = request
-    return method, (name, bytes([data[0] ^ 1]) + data[1:])
+DAMAGES: Dict[str, Callable[[bytes], Optional[bytes]]] = {
+    "damaged": lambda data: bytes([data[0] ^ 1]) + data[1:],
+    "lost": lambda data: None,
+    "truncated": lambda data: data[:-1],
+}
 
 
-@pytest.mark.parametrize("fault", ["damaged", "lost", "truncated"])
-def test_a_copy_whose_transfer_is_damaged_is_absent(make: Make, tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize("damage", list(DAMAGES))
+def test_a_copy_whose_transfer_is_damaged_is_absent(make: Make, tmp_path: Path, damage: str) -> None:
     plan, there = make(), tmp_path / "there"
     receiver = CopyReceiver(str(there), RUN)
     methods = send(saved(plan, 44), receiver).methods
-    before = contents(there)
-    newer = saved(plan, 88)
-    assert methods.count("write") + methods.count("write_file") > 10
-    for number, method in enumerate(methods, 1):
-        if not method.startswith("write"):
-            continue
+    before, newer = contents(there), saved(plan, 88)
+    writes = [number for number, method in enumerate(methods, 1) if method.startswith("write")]
+    assert len(writes) > 10
+    for bad in writes:
 
-        def change(at: int, request: Request, bad: int = number) -> Any:
-            if at != bad or not request[1][1]:  # without bytes: the beginning of a file
+        def change(at: int, request: Request, bad: int = bad) -> Optional[Request]:
+            method, arguments = request
+            if at != bad or not arguments[1]:  # without bytes: the beginning of a file
                 return request
-            if fault == "truncated":
-                return request[0], (request[1][0], request[1][1][:-1])
-            return flip_a_bit(request) if fault == "damaged" else None
+            data = DAMAGES[damage](arguments[1])
+            return None if data is None else (method, (arguments[0], data))
 
         with contextlib.suppress(ConnectionError):
             send(newer, receiver, change)
-        if method == "write" or (there / RUN / "copy.partial").exists():
+        if methods[bad - 1] == "write" or (there / RUN / "copy.partial").exists():
             receiver.discard()
             assert contents(there) == before
         else:  # the request has no bytes: it creates a file

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict
 
 import pytest
-from saved_runs import run, save, weights_of
 
 from raypod.checkpoint import resume, storage
-from raypod.checkpoint.format import Manifest
-from raypod.errors import ConfigError
 from raypod.plan.environment import MEMORY_FORMAT as VARIABLE
 from raypod.plan.environment import instance_environment
 from raypod.plan.plan import Plan
+from tests.support.saved_runs import run, weights_of
 
 Make = Callable[..., Plan]
-UPDATES = 6
+UPDATES = 2
 MODEL = """
 import torch
 
@@ -28,38 +26,24 @@ def make(channels, classes):
 """
 
 
-def recorded(plan: Plan, settings: Dict[str, Any]) -> Manifest:
-    manifest = resume.manifest_of(plan, 3, 1, "", {})
-    others = {key: value for key, value in manifest.settings.items() if key != resume.MEMORY_FORMAT}
-    return dataclasses.replace(manifest, settings={**others, **settings})
-
-
 @pytest.mark.parametrize(
     ("requested", "of_checkpoint", "used"),
     [
-        ("auto", "contiguous", "contiguous"),
-        ("auto", "channels_last", "channels_last"),
-        ("auto", None, "contiguous"),  # a checkpoint of a version without formats
-        ("channels_last", "contiguous", "channels_last"),
+        ("auto", {resume.MEMORY_FORMAT: "contiguous"}, "contiguous"),
+        ("auto", {resume.MEMORY_FORMAT: "channels_last"}, "channels_last"),
+        ("auto", {}, "contiguous"),  # a checkpoint of a version without formats
+        ("channels_last", {resume.MEMORY_FORMAT: "contiguous"}, "channels_last"),
     ],
 )
 def test_a_run_that_leaves_the_choice_continues_in_the_format_of_the_checkpoint(
-    make: Make, requested: str, of_checkpoint: Optional[str], used: str
+    make: Make, requested: str, of_checkpoint: Dict[str, Any], used: str
 ) -> None:
     plan = make(training={"memory_format": requested})
-    manifest = recorded(plan, {} if of_checkpoint is None else {resume.MEMORY_FORMAT: of_checkpoint})
-    continued = resume.in_recorded_format(plan, manifest)
+    manifest = resume.manifest_of(plan, 3, 1, "", {})
+    others = {key: value for key, value in manifest.settings.items() if key != resume.MEMORY_FORMAT}
+    recorded = dataclasses.replace(manifest, settings={**others, **of_checkpoint})
+    continued = resume.in_recorded_format(plan, recorded)
     assert [instance_environment(continued, spec)[VARIABLE] for spec in plan.placement.instances] == [used] * 2
-
-
-def test_another_format_than_the_recorded_one_needs_a_flag(make: Make) -> None:
-    path = save(make(training={"memory_format": "contiguous"}), 3).path
-    changed = {"training": {"memory_format": "channels_last"}}
-    message = "training.memory_format is contiguous and this run's is channels_last; --resume-anyway memory_format"
-    with pytest.raises(ConfigError, match=message):
-        resume.find_checkpoint(make(run={"resume": str(path)}, **changed))
-    run_section = {"resume": str(path), "resume_anyway": "memory_format"}
-    assert resume.find_checkpoint(make(run=run_section, **changed)).checkpoint.update == 3
 
 
 @pytest.mark.parametrize("name", ["auto", "contiguous"])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from pathlib import Path
-from typing import Any, Callable, Dict
+from typing import Any, Callable, Dict, List
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from raypod.checkpoint import tensors
+from raypod.checkpoint import scattered_read, tensors
+from raypod.checkpoint.scattered_read import read_into
 from raypod.errors import CheckpointDamaged, ConfigError
 from raypod.host import files
 
@@ -83,12 +85,9 @@ nested_states = st.recursive(
 
 @pytest.mark.parametrize("through", [through_a_file, through_a_buffer])
 class TestNestedState:
-    def test_weights_and_optimizer_are_restored(self, through: Callable[..., Any], tmp_path: Path) -> None:
-        state = optimizer_state()
-        assert equal(through(state, tmp_path), state)
-
     def test_tensors_of_all_kinds_are_restored(self, through: Callable[..., Any], tmp_path: Path) -> None:
-        state = {"named": STATE, 0: [(torch.ones(2), None)], (1, 2): {"step": torch.tensor(3.0)}}
+        nested = {0: [(torch.ones(2), None)], (1, 2): {"step": torch.tensor(3.0)}}
+        state = {"named": STATE, "nested": nested, **optimizer_state()}
         assert equal(through(state, tmp_path), state)
 
     @given(state=nested_states)
@@ -115,11 +114,13 @@ def test_equal_states_give_equal_bytes() -> None:
     assert packed[0] == packed[1]
 
 
-def test_a_copy_does_not_change_with_the_original() -> None:
-    weight = torch.zeros(2)
-    copy = tensors.copy_to_cpu({"a": [weight], "lr": 0.1})
-    weight += 1
-    assert copy["a"][0].tolist() == [0.0, 0.0]
+def test_a_copy_does_not_change_with_the_original_and_is_contiguous_so_that_writing_it_copies_nothing() -> None:
+    image = torch.arange(48.0).reshape(1, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    before = image.clone()
+    copy = tensors.copy_to_cpu({"a": [image], "lr": 0.1})
+    image += 1
+    assert torch.equal(copy["a"][0], before)
+    assert copy["a"][0].is_contiguous()
     assert copy["lr"] == 0.1
 
 
@@ -190,8 +191,40 @@ def test_different_shapes_are_those_of_either_side_in_order() -> None:
     ]
 
 
-def test_a_copy_is_contiguous_so_that_writing_it_copies_nothing() -> None:
-    image = torch.arange(48.0).reshape(1, 3, 4, 4).contiguous(memory_format=torch.channels_last)
-    copy = tensors.copy_to_cpu(image)
-    assert copy.is_contiguous()
-    assert torch.equal(copy, image)
+# ---- buffers that get the bytes of a file ----------------------------------------------------------------------------
+
+
+def read(path: Path, offset: int, sizes: List[int]) -> bytes:
+    buffers = [memoryview(bytearray(size)) for size in sizes]
+    with path.open("rb") as file:
+        read_into(file.fileno(), offset, buffers)
+    return b"".join(buffers)
+
+
+@pytest.fixture
+def numbers(tmp_path: Path) -> Path:
+    (tmp_path / "file").write_bytes(bytes(range(256)))
+    return tmp_path / "file"
+
+
+@pytest.mark.parametrize("sizes", [[], [5], [0, 3, 0], [1] * 40, [30, 7, 16, 16, 1], [100]], ids=str)
+@pytest.mark.parametrize("most", [None, 3])
+def test_buffers_of_any_size_are_filled(numbers: Path, monkeypatch: pytest.MonkeyPatch, sizes: Any, most: Any) -> None:
+    monkeypatch.setattr(scattered_read, "_GROUP_BYTES", 16)
+    monkeypatch.setattr(scattered_read, "_GROUP_BUFFERS", 4)
+    real, calls = os.preadv, []
+
+    def preadv(descriptor: int, buffers: List[memoryview], offset: int) -> int:
+        calls.append(len(buffers))
+        return real(descriptor, buffers if most is None else [buffers[0][:most]], offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert read(numbers, 10, sizes) == bytes(range(10, 10 + sum(sizes)))
+    assert max(calls, default=0) <= 4
+
+
+def test_a_file_that_ends_before_is_an_error(numbers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for group_bytes in (16, 1000):
+        monkeypatch.setattr(scattered_read, "_GROUP_BYTES", group_bytes)
+        with pytest.raises(EOFError):
+            read(numbers, 10, [200, 47])

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Optional
 
 import pytest
 import torch
-from faulty_disks import FaultyDisk, Killed
-from other_disks import DirectServer, Request
-from saved_runs import save
 
-from raypod.checkpoint import resume, transfer, writer
+from raypod.checkpoint import digest, resume, transfer, writer
 from raypod.checkpoint.format import Retention
 from raypod.checkpoint.resume import manifest_of
-from raypod.checkpoint.storage import checkpoint_path, checkpoints_folder
+from raypod.checkpoint.storage import checkpoint_path, checkpoints_folder, list_checkpoints
 from raypod.checkpoint.transfer import CheckpointFiles, CheckpointReceiver
 from raypod.errors import CheckpointDamaged
 from raypod.plan.plan import Plan
+from tests.support.faulty_disks import FaultyDisk, Killed
+from tests.support.other_disks import DirectServer, Request
+from tests.support.saved_runs import contents, save
 
 Make = Callable[..., Plan]
 
@@ -26,6 +26,13 @@ Make = Callable[..., Plan]
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 100)
+
+
+@pytest.fixture(params=["sha256", "xxh3_128"])
+def algorithm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each hash of a checkpoint's files in turn."""
+    monkeypatch.setattr(digest, "LARGE_BYTES", 1 << 30 if request.param == "sha256" else 1)
+    return str(request.param)
 
 
 def send(plan: Plan, server: Any, update: int, keep: int = 3) -> None:
@@ -36,11 +43,7 @@ def send(plan: Plan, server: Any, update: int, keep: int = 3) -> None:
     writer.send_checkpoint(server, manifest_of(plan, update, 1, "", {}), state, kept, 60)
 
 
-def contents(folder: Path) -> Dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_a_sent_checkpoint_has_the_files_of_a_written_one(make: Make, tmp_path: Path) -> None:
+def test_a_sent_checkpoint_has_the_files_of_a_written_one(make: Make, tmp_path: Path, algorithm: str) -> None:
     plan, there = make(), tmp_path / "there"
     server = DirectServer(CheckpointReceiver(str(there)))
     for update in (44, 88, 132):
@@ -49,18 +52,19 @@ def test_a_sent_checkpoint_has_the_files_of_a_written_one(make: Make, tmp_path: 
     assert contents(there) == contents(checkpoints_folder(plan.run_dir))
     assert {"update-00000132/weights.safetensors", "LATEST"} < set(contents(there))
     assert server.methods.count("write") > 6
+    (sent, *_), _ = list_checkpoints(there)
+    assert {record.algorithm for record in sent.manifest.files.values()} == {algorithm}
 
 
-def flip_a_bit(request: Request) -> Request:
+def damaged(request: Request) -> Request:
     method, (name, data) = request
     return method, (name, bytes([data[0] ^ 1]) + data[1:])
 
 
-FAULTS: Dict[str, Callable[[Request], Optional[Request]]] = {"damaged": flip_a_bit, "lost": lambda request: None}
-
-
-@pytest.mark.parametrize("fault", list(FAULTS))
-def test_a_chunk_that_is_damaged_or_lost_leaves_no_checkpoint(make: Make, fault: str) -> None:
+@pytest.mark.parametrize("fault", [damaged, lambda request: None], ids=["damaged", "lost"])
+def test_a_chunk_that_is_damaged_or_lost_leaves_no_checkpoint(
+    make: Make, algorithm: str, fault: Callable[[Request], Optional[Request]]
+) -> None:
     plan = make()
     before = contents(save(plan, 44).path.parent)
     receiver = CheckpointReceiver(str(checkpoints_folder(plan.run_dir)))
@@ -69,7 +73,7 @@ def test_a_chunk_that_is_damaged_or_lost_leaves_no_checkpoint(make: Make, fault:
     assert counted.methods.count("write") > 3
     for number, method in enumerate(counted.methods, 1):
         if method == "write":
-            server = DirectServer(receiver, lambda at, each, bad=number: FAULTS[fault](each) if at == bad else each)
+            server = DirectServer(receiver, lambda at, each, bad=number: fault(each) if at == bad else each)
             with pytest.raises(ConnectionError, match="differ from those that were sent"):
                 send(plan, server, 88)
             assert contents(checkpoints_folder(plan.run_dir)) == before
@@ -124,7 +128,7 @@ def test_a_file_outside_the_checkpoint_is_refused(tmp_path: Path) -> None:
         CheckpointFiles(str(tmp_path)).read("../stolen", 0)
 
 
-def test_a_fetched_checkpoint_is_the_same_or_an_error(make: Make, tmp_path: Path) -> None:
+def test_a_fetched_checkpoint_is_the_same_or_an_error(make: Make, tmp_path: Path, algorithm: str) -> None:
     saved = save(make(), 44)
     served = CheckpointFiles(str(saved.path))
     (tmp_path / "copy").mkdir()

@@ -2,82 +2,110 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
 import os
 import shutil
-import subprocess
 import threading
-import time
 from pathlib import Path
-from typing import Callable
+from typing import Callable, List
 
 import pytest
 import torch
-from faulty_disks import FaultyDisk, FullDisk, Killed
-from saved_runs import run, save, weights_of
 
-from raypod import train
-from raypod.checkpoint import resume, writer
+from raypod.checkpoint import resume, storage, writer
 from raypod.checkpoint.storage import checkpoints_folder
 from raypod.errors import CheckpointNotSaved, LeaseLost
 from raypod.events import CheckpointBegun, CheckpointFailed, CheckpointSaved, Event, RunEnded, UpdateDone
-from raypod.model import networks
 from raypod.plan.plan import Plan
 from raypod.record import verify_data
+from tests.support.faulty_disks import FaultyDisk, FullDisk, Killed
+from tests.support.saved_runs import run, save, weights_of
 
 Make = Callable[..., Plan]
-
-
-def fail_at_every_operation(plan: Plan, monkeypatch: pytest.MonkeyPatch, full: bool) -> int:
-    """Save at update 88 on a disk that fails at operation 1, 2, 3, ...; return the number of operations."""
-    checkpoints = checkpoints_folder(plan.run_dir)
-    failures = 0
-    while True:
-        shutil.rmtree(str(checkpoints), ignore_errors=True)
-        save(plan, 22)
-        save(plan, 44)
-        with monkeypatch.context() as patched:
-            FaultyDisk(patched, failures + 1, full=full)
-            try:
-                save(plan, 88, keep=2)
-                return failures
-            except (Killed, OSError):
-                pass
-        failures += 1
-        valid, damaged = resume.newest_valid(checkpoints)
-        assert valid is not None, f"operation {failures}"
-        assert valid.update in (44, 88), f"operation {failures}"
-        assert not damaged, f"operation {failures}"
-        assert (checkpoints / "LATEST").read_text().strip() in [path.name for path in checkpoints.iterdir()]
-        writer.load_checkpoint(valid.path)
-        save(plan, 132)
-        assert not [path for path in checkpoints.iterdir() if path.suffix], "leftovers remain"
 
 
 @pytest.mark.parametrize(("full", "operations"), [(False, 20), (True, 10)], ids=["killed", "disk full"])
 def test_a_failure_at_any_operation_loses_no_checkpoint(
     make: Make, monkeypatch: pytest.MonkeyPatch, full: bool, operations: int
 ) -> None:
-    assert fail_at_every_operation(make(), monkeypatch, full) > operations
-
-
-def test_a_full_disk_leaves_no_partial_files(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make()
-    save(plan, 44)
-    with monkeypatch.context() as patched:
-        FaultyDisk(patched, 3, full=True)
-        with pytest.raises(OSError, match="No space left"):
-            save(plan, 88)
-    names = {path.name for path in checkpoints_folder(plan.run_dir).iterdir()}
-    assert names == {"update-00000044", "LATEST"}
+    checkpoints = checkpoints_folder(plan.run_dir)
+    for fails_at in range(1, 1000):
+        shutil.rmtree(str(checkpoints), ignore_errors=True)
+        save(plan, 22)
+        save(plan, 44)
+        with monkeypatch.context() as patched:
+            FaultyDisk(patched, fails_at, full=full)
+            try:
+                save(plan, 88, keep=2)
+                break
+            except Killed:
+                pass
+            except OSError:
+                assert not [path for path in checkpoints.iterdir() if path.suffix], "a full disk leaves partial files"
+        valid, damaged = resume.newest_valid(checkpoints)
+        assert valid is not None, f"operation {fails_at}"
+        assert valid.update in (44, 88), f"operation {fails_at}"
+        assert not damaged, f"operation {fails_at}"
+        assert (checkpoints / "LATEST").read_text().strip() in [path.name for path in checkpoints.iterdir()]
+        writer.load_checkpoint(valid.path)
+        save(plan, 132)
+        assert not [path for path in checkpoints.iterdir() if path.suffix], "leftovers remain"
+    assert fails_at > operations + 1
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_manifest_stays_readable_wherever_its_replacement_is_interrupted(make: Make, full: bool) -> None:
+    plan = make()
+    accuracies = set()
+    for fails_at in range(1, 30):
+        saved = save(plan, 44)
+        tested = dataclasses.replace(saved.manifest, tested={"accuracy": 97.5})
+        with pytest.MonkeyPatch.context() as patch:
+            disk = FaultyDisk(patch, fails_at, full=full)
+            with contextlib.suppress(Killed, OSError):
+                storage.replace_manifest(saved, tested)
+        found = storage.read_manifest(saved.path)
+        storage.verify(found)
+        assert found.manifest in (saved.manifest, tested)
+        accuracies.add(found.manifest.tested.get("accuracy"))
+        if disk.count < fails_at:  # not interrupted
+            break
+    assert found.manifest == tested
+    assert accuracies == {None, 97.5}
+    assert len((saved.path / "manifest.sha256").read_text().splitlines()) == 1
+
+
+def test_the_manifest_records_the_position_in_the_data(make: Make) -> None:
+    plan = make(training={"batch_size": 16})
+    path = save(plan, 30).path
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert path == checkpoints_folder(plan.run_dir) / "update-00000030"
+    assert plan.updates_per_epoch == 22
+    assert (manifest["epoch"], manifest["position"]) == (1, 8 * 64)
+    assert set(manifest["files"]) == {"weights.safetensors", "optimizer.safetensors"}
+
+
+def test_the_newest_and_the_most_accurate_are_kept(make: Make) -> None:
+    plan = make()
+    for update, accuracy in {44: 70.0, 88: 95.0, 132: 80.0, 176: None, 220: 90.0}.items():
+        save(plan, update, keep=2, test_accuracy=accuracy)
+    readable, damaged = storage.list_checkpoints(checkpoints_folder(plan.run_dir))
+    assert [each.update for each in readable] == [220, 176, 88]
+    assert not damaged
+
+
+def plan_of(make: Make, updates: int, every: int) -> Plan:
+    run_section = {"fleet": "inline", "checkpoint_every": f"{every} updates"}
+    return make(training={"model": "tiny", "updates": updates}, pod={"num_instances": 1}, run=run_section)
 
 
 def test_a_full_disk_is_a_warning_while_an_older_checkpoint_exists(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FullDisk(monkeypatch)
-    training = {"model": "tiny", "updates": 40}
-    plan = make(training=training, pod={"num_instances": 1}, run={"fleet": "inline", "checkpoint_every": "8 updates"})
+    plan = plan_of(make, 40, every=8)
 
     def react(event: Event) -> None:
         if isinstance(event, CheckpointSaved) and event.update == 8:
@@ -101,21 +129,26 @@ def test_a_full_disk_is_a_warning_while_an_older_checkpoint_exists(make: Make, m
 
 
 def test_a_slow_disk_does_not_stop_the_training(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = {"model": "tiny", "updates": 60}
+    plan, has_gone_on = plan_of(make, 24, every=8), threading.Event()
+    uninterrupted = weights_of(run(plan))
+    shutil.rmtree(plan.run_dir)
+    begun: List[int] = []
+    waited: List[bool] = []
 
-    def plan_named(name: str) -> Plan:
-        keys = {"fleet": "inline", "checkpoint_every": "20 updates", "run_dir": name}
-        plan = make(training=training, pod={"num_instances": 1}, run=keys)
-        return dataclasses.replace(plan, run_dir=str(Path(plan.run_dir).with_name(name)))
+    def slow(descriptor: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            waited.append(has_gone_on.wait(60))
 
-    uninterrupted = weights_of(run(plan_named("fast")))
-    real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.1), real(descriptor)))
-    events = run(plan_named("slow"))
-    assert weights_of(events) == uninterrupted
-    begun = next(at for at, event in enumerate(events) if isinstance(event, CheckpointBegun))
-    saved = next(at for at, event in enumerate(events) if isinstance(event, CheckpointSaved))
-    assert any(isinstance(event, UpdateDone) for event in events[begun:saved])
+    def react(event: Event) -> None:
+        if isinstance(event, CheckpointBegun):
+            begun.append(event.update)
+        elif isinstance(event, UpdateDone) and begun:
+            has_gone_on.set()
+
+    monkeypatch.setattr(os, "fsync", slow)
+    assert weights_of(run(plan, react)) == uninterrupted
+    assert begun[0] == 8
+    assert set(waited) == {True}
 
 
 @pytest.mark.parametrize(("is_first", "way_out"), [(True, "there is no earlier checkpoint"), (False, ".*/update-0")])
@@ -123,8 +156,7 @@ def test_a_disk_that_stays_full_ends_the_run_and_keeps_older_checkpoints(
     make: Make, monkeypatch: pytest.MonkeyPatch, is_first: bool, way_out: str
 ) -> None:
     disk = FullDisk(monkeypatch)
-    training = {"model": "tiny", "updates": 120}
-    plan = make(training=training, pod={"num_instances": 1}, run={"fleet": "inline", "checkpoint_every": "8 updates"})
+    plan = plan_of(make, 120, every=8)
 
     def react(event: Event) -> None:
         if isinstance(event, UpdateDone if is_first else CheckpointSaved):
@@ -134,40 +166,6 @@ def test_a_disk_that_stays_full_ends_the_run_and_keeps_older_checkpoints(
         run(plan, react)
     valid = resume.newest_valid(Path(plan.run_dir) / "checkpoints")[0]
     assert valid is None if is_first else valid is not None and 8 <= valid.update < 120
-
-
-def test_the_weights_load_in_plain_torch(make: Make) -> None:
-    package = pytest.importorskip("safetensors.torch", reason="the safetensors package is not installed")
-    plan = make(training={"updates": 2}, pod={"num_instances": 1}, run={"fleet": "inline"})
-    run(plan)
-    latest = Path(plan.run_dir, "checkpoints", Path(plan.run_dir, "checkpoints", "LATEST").read_text().strip())
-    network = networks.build_model(plan.config, 1, 8, 10)
-    network.load_state_dict(package.load_file(str(latest / "weights.safetensors")))
-    assert all(bool(torch.isfinite(value).all()) for value in network.state_dict().values())
-
-
-def test_a_mounted_disk_that_is_full_loses_no_checkpoint(
-    small_disk: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    disk = small_disk(tmp_path / "disk", kib=1536)  # space for two checkpoints of the small model
-    flags = ["--fleet", "inline", "--device", "emulated", "--updates", "8", "--checkpoint-every", "2 updates"]
-    command = [*flags, "--run-dir", str(disk / "run")]
-    assert train.main(command) == 1
-    printed = capsys.readouterr()
-    assert "warning: cannot write the checkpoint" in printed.out
-    (line,) = printed.err.strip().splitlines()
-    assert os.strerror(errno.ENOSPC) in line
-    valid, damaged = resume.newest_valid(disk / "run" / "checkpoints")
-    assert valid is not None
-    assert not damaged
-    subprocess.run(["mount", "-o", "remount,size=16m", str(disk)], check=True, timeout=10)
-    assert train.main(command) == 0  # the same command resumes
-    assert f"from update {valid.update} on" in capsys.readouterr().out
-    assert train.main([*flags, "--run-dir", str(tmp_path / "uninterrupted")]) == 0
-    folders = (disk / "run", tmp_path / "uninterrupted")
-    hashes = {json.loads((folder / "summary.json").read_text())["weights_sha256"] for folder in folders}
-    assert len(hashes) == 1
-    assert verify_data.verify(disk / "run").is_proved
 
 
 def test_a_write_that_is_interrupted_before_its_thread_has_started_can_be_closed(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import pytest
-from checkpoint.other_disks import DirectServer, Fault, unchanged
 
 from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.resume import newest_valid
@@ -29,6 +28,7 @@ from raypod.fleet.base import FleetBroken
 from raypod.fleet.inline import InlineFleet
 from raypod.plan.plan import Leg, Plan
 from raypod.record.metrics import MetricsAggregator
+from tests.support.other_disks import DirectServer, Fault, unchanged
 
 Make = Callable[..., Plan]
 

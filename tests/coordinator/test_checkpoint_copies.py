@@ -10,10 +10,6 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import pytest
-from bounded import wait_until
-from checkpoint.other_disks import DirectServer, Fault, Request, unchanged
-from checkpoint.saved_runs import run as run_here
-from checkpoint.saved_runs import save, weights_of
 
 from raypod.checkpoint import resume
 from raypod.checkpoint.copies import held_copies
@@ -29,6 +25,10 @@ from raypod.plan.plan import Plan
 from raypod.record import run_folder, run_state, verify_data
 from raypod.record.metrics import MetricsAggregator
 from raypod.record.sinks import Sinks
+from tests.support.bounded import wait_until
+from tests.support.other_disks import DirectServer, Fault, Request, unchanged
+from tests.support.saved_runs import run as run_here
+from tests.support.saved_runs import save, weights_of
 
 Make = Callable[..., Plan]
 STARTED = RunStarted("emulated", "", 0, 1, ())

@@ -10,13 +10,12 @@ from typing import Any, Callable, Dict, List, Optional
 import pytest
 
 from raypod import train
-from raypod.coordinator import coordinator
 from raypod.coordinator.early_stopping import early_stop, first_stop
 from raypod.events import EvaluationDone, RunEnded, StoppedEarly
 from raypod.fleet.scripted import ScriptedFleet
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.plan import Plan
-from raypod.record.metrics import MetricsAggregator
+from tests.support.scripted_runs import events_of, only
 
 ACCURACY = Metric("accuracy", "higher")
 
@@ -46,12 +45,9 @@ def test_the_first_point_without_improvement_ends_the_run(
 
 
 def test_a_run_ends_early_with_a_checkpoint(make: Callable[..., Plan]) -> None:
-    training = {"epochs": 9, "evaluate_every": 1, "early_stopping": "2 evaluations"}
-    plan = make(training=training)
-    events = list(coordinator.run(plan, ScriptedFleet(plan), MetricsAggregator(plan, 0.0)))
-    ended, stopped = events[-1], events[-2]
-    assert isinstance(stopped, StoppedEarly)
-    assert isinstance(ended, RunEnded)
+    plan = make(training={"epochs": 9, "evaluate_every": 1, "early_stopping": "2 evaluations"})
+    events = events_of(plan, ScriptedFleet(plan))
+    stopped, ended = only(events[-2:-1], StoppedEarly), only(events[-1:], RunEnded)
     assert stopped.update == ended.updates == 3 * plan.updates_per_epoch
     assert (stopped.best_update, ended.interrupted) == (plan.updates_per_epoch, False)
 

@@ -24,7 +24,6 @@ from raypod.events import (
     Resized,
     RunEnded,
     SaveReport,
-    UpdateDone,
 )
 from raypod.fleet.base import FleetBroken
 from raypod.fleet.scripted import ScriptedFleet
@@ -36,6 +35,7 @@ from raypod.record import run_folder, verify_data
 from raypod.record.metrics import MetricsAggregator
 from raypod.record.sinks import Sinks
 from raypod.tasks.registry import facts_of
+from tests.support.scripted_runs import broken, lost, of, only, updates_of
 
 HOSTS = "abcd"
 WEIGHTS = {"weight": torch.zeros(2)}
@@ -52,12 +52,8 @@ def plan_on(folder: Path, updates: int = 40, **pod: Any) -> Plan:
     return plan
 
 
-def lost(*instances: int) -> FleetBroken:
-    losses = tuple(
-        InstanceLost(each, HOSTS[each], "died", "its process died", "", "", f"instance-{each}.log")
-        for each in instances
-    )
-    return FleetBroken(losses, "")
+def lost_on(*instances: int) -> FleetBroken:
+    return broken(*(lost(each, host=HOSTS[each]) for each in instances))
 
 
 class Pod(ScriptedFleet):
@@ -96,7 +92,7 @@ class Pod(ScriptedFleet):
                 hosts = self.hosts()
                 self.there = [host for host in self.there if host not in [hosts[each] for each in instances]]
                 self.position = report.first_update
-                raise lost(*instances)
+                raise lost_on(*instances)
             yield report
 
     def repair(self, instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
@@ -137,7 +133,7 @@ class Pod(ScriptedFleet):
         return not instances
 
 
-def events_of(plan: Plan, fleet: ScriptedFleet, stop: Optional[Stop] = None) -> List[Event]:
+def recorded(plan: Plan, fleet: ScriptedFleet, stop: Optional[Stop] = None) -> List[Event]:
     found = []
     with Sinks(plan) as sinks:
         for event in coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0), stop=stop):
@@ -146,24 +142,18 @@ def events_of(plan: Plan, fleet: ScriptedFleet, stop: Optional[Stop] = None) -> 
     return found
 
 
-def of(events: List[Event], kind: type) -> List[Any]:
-    return [event for event in events if isinstance(event, kind)]
-
-
 def changes(events: List[Event]) -> List[Tuple[int, int, int, str]]:
-    return [
-        (event.update, event.replicas, event.gradient_accumulation, "".join(event.hosts))
-        for event in of(events, Resized)
-    ]
+    found = of(events, Resized)
+    return [(each.update, each.replicas, each.gradient_accumulation, "".join(each.hosts)) for each in found]
 
 
 def test_the_run_continues_after_the_update_of_a_survivor_and_grows_at_the_next_checkpoint(tmp_path: Path) -> None:
     plan = plan_on(tmp_path)
     fleet = Pod(plan)
     fleet.returns_at, fleet.waits_only_for_lost_hosts = {21: "d"}, True
-    events = events_of(plan, fleet)
+    events = recorded(plan, fleet)
     assert changes(events) == [(13, 4, 2, "ab"), (30, 8, 1, "abcd")]
-    assert [event.update for event in of(events, UpdateDone)] == list(range(1, 41))
+    assert updates_of(events) == list(range(1, 41))
     assert [event.update for event in of(events, CheckpointSaved)] == [13, 30, 40]
     assert fleet.saved_on == [0]
     repairs = of(events, Repaired)
@@ -171,8 +161,7 @@ def test_the_run_continues_after_the_update_of_a_survivor_and_grows_at_the_next_
         (13, 2, 1, 2),
         (30, 3, 1, 4),
     ]
-    (ended,) = of(events, RunEnded)
-    assert ended.resizes == (
+    assert only(events, RunEnded).resizes == (
         {"update": 13, "replicas": 4, "gradient_accumulation": 2},
         {"update": 30, "replicas": 8, "gradient_accumulation": 1},
     )
@@ -191,56 +180,64 @@ def test_a_host_that_returns_in_time_leaves_the_bits_as_they_are(tmp_path: Path)
             assert is_enough(self.room())
             return self.room()
 
-    events = events_of(plan, Returns(plan))
+    events = recorded(plan, Returns(plan))
     assert not changes(events)
     assert [(each.update, each.restarts) for each in of(events, Repaired)] == [(13, 1)]
-    assert [event.update for event in of(events, UpdateDone)] == list(range(1, 41))
+    assert updates_of(events) == list(range(1, 41))
     assert of(events, RunEnded)[0].resizes == ()
+
+
+class Fixed(Pod):
+    """Emulated instances of a run that is not elastic; another host can take them if `has_spare`."""
+
+    has_spare = False
+
+    def repair(self, instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+        return {0: self.position} if self.has_spare else super().repair(instances, False)
 
 
 def test_without_elastic_the_run_ends(tmp_path: Path) -> None:
     plan = plan_on(tmp_path, elastic=False)
-
-    class Fixed(Pod):
-        def repair(self, instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
-            return super().repair(instances, False)
-
     with pytest.raises(HostLost, match="host d is lost, with instance 3: no other host responds"):
-        events_of(plan, Fixed(plan))
+        recorded(plan, Fixed(plan))
+
+
+def test_an_instance_that_another_host_takes_changes_no_size(tmp_path: Path) -> None:
+    plan = plan_on(tmp_path)
+    fleet = Fixed(plan)
+    fleet.has_spare = True
+    events = recorded(plan, fleet)
+    assert (changes(events), updates_of(events)) == ([], list(range(1, 41)))
+    assert only(events, Repaired).update == 13
 
 
 def test_an_instance_that_is_lost_while_it_saves_is_replaced_by_another_survivor(tmp_path: Path) -> None:
     plan = plan_on(tmp_path)
     fleet = Pod(plan)
-    fleet.broken_saves = [lost(0)]
-    events = events_of(plan, fleet)
+    fleet.broken_saves = [lost_on(0)]
+    events = recorded(plan, fleet)
     assert fleet.saved_on == [1]
     assert [event.instance for event in of(events, InstanceLost)] == [3, 0]
-    assert [event.update for event in of(events, UpdateDone)] == list(range(1, 41))
+    assert updates_of(events) == list(range(1, 41))
 
 
 def test_without_a_survivor_the_newest_checkpoint_counts(tmp_path: Path) -> None:
     plan = plan_on(tmp_path)
     fleet = Pod(plan)
     fleet.fails_at = {13: (0, 1, 2, 3)}
-    fleet.returns_at = {12: "e"}
-
-    def room() -> List[Room]:
-        return [Room("a", 2)]
-
-    fleet.room = room  # type: ignore[method-assign]
-    events = events_of(plan, fleet)
+    fleet.room = lambda: [Room("a", 2)]  # type: ignore[method-assign]
+    events = recorded(plan, fleet)
     assert changes(events) == [(10, 2, 4, "a")]
     assert fleet.saved_on == []
-    assert [event.update for event in of(events, UpdateDone)] == list(range(1, 41)), "repeated updates are no events"
+    assert updates_of(events) == list(range(1, 41)), "repeated updates are no events"
 
 
-@pytest.mark.parametrize("error", [lost(1), ClusterError("the Ray node of b has ended"), FleetBroken((), "refused")])
+@pytest.mark.parametrize("error", [lost_on(1), ClusterError("the Ray node of b has ended"), FleetBroken((), "refused")])
 def test_a_failure_while_the_instances_start_is_another_restart(tmp_path: Path, error: Exception) -> None:
     plan = plan_on(tmp_path, min_hosts=1)
     fleet = Pod(plan)
     fleet.broken_resizes = [error]
-    events = events_of(plan, fleet)
+    events = recorded(plan, fleet)
     assert changes(events) == [(13, 4, 2, "ab")]
     assert [each.restarts for each in of(events, Repaired)] == [2]
 
@@ -248,9 +245,9 @@ def test_a_failure_while_the_instances_start_is_another_restart(tmp_path: Path, 
 def test_failures_of_every_start_end_the_run(tmp_path: Path) -> None:
     plan = plan_on(tmp_path)
     fleet = Pod(plan)
-    fleet.broken_resizes = [lost(1), lost(1), lost(1), lost(1)]
+    fleet.broken_resizes = [lost_on(1)] * 4
     with pytest.raises(InstanceFailed, match="limit --max-restarts 3 is reached"):
-        events_of(plan, fleet)
+        recorded(plan, fleet)
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
@@ -260,7 +257,7 @@ def test_too_few_hosts_end_the_run_with_one_line_and_a_checkpoint(tmp_path: Path
     fleet.wait_stops = signal.SIGTERM if is_stopped else 0
     expected = KeyboardInterrupt if is_stopped else HostLost
     with pytest.raises(expected) as caught:
-        events_of(plan, fleet)
+        recorded(plan, fleet)
     if not is_stopped:
         message = (
             "host d is lost, with instance 3: no power of two of replicas can continue on the hosts that respond: "
@@ -281,9 +278,9 @@ def test_a_preemption_while_a_lost_host_is_awaited_leaves_its_state_in_a_checkpo
     events: List[Event] = []
     if grace_s is not None:  # no time to start instances that would only end
         with pytest.raises(Preempted, match="the checkpoint of update 13 is written; the same command continues from"):
-            events += events_of(plan, fleet, stop)
+            events += recorded(plan, fleet, stop)
     else:
-        events = events_of(plan, fleet, stop)
+        events = recorded(plan, fleet, stop)
         assert changes(events) == [(13, 4, 2, "ab")]
         assert of(events, RunEnded)[0].preempted
     found, _ = storage.list_checkpoints(storage.checkpoints_folder(plan.run_dir))
@@ -309,12 +306,12 @@ def test_a_host_that_is_drained_is_left(tmp_path: Path) -> None:
 
     fleet = Drained(plan)
     fleet.fails_at = {}
-    events = events_of(plan, fleet)
+    events = recorded(plan, fleet)
     (change,) = changes(events)
     assert change == (15, 4, 2, "ac")
     assert of(events, Resized)[0].cause == "Ray drains host b"
     assert [each.restarts for each in of(events, Repaired)] == [0]
-    assert [event.update for event in of(events, UpdateDone)] == list(range(1, 41))
+    assert updates_of(events) == list(range(1, 41))
 
 
 class Late(Pod):
@@ -328,11 +325,11 @@ def test_a_run_starts_on_the_hosts_that_have_joined(tmp_path: Path) -> None:
     plan = plan_on(tmp_path)
     fleet = Late(plan)
     fleet.there, fleet.fails_at, fleet.returns_at = ["a", "b"], {}, {11: "c", 21: "d"}
-    events = events_of(plan, fleet)
+    events = recorded(plan, fleet)
     assert isinstance(events[0], Resized)
     assert events[0].cause == "pod: no Ray node is alive on c, d"
     assert changes(events) == [(0, 4, 2, "ab"), (30, 8, 1, "abcd")]
-    assert [event.update for event in of(events, UpdateDone)] == list(range(1, 41))
+    assert updates_of(events) == list(range(1, 41))
     notes = verify_data.verify(Path(plan.run_dir)).lines  # a scripted fleet reports no digests
     assert any(
         "generation 2 began after update 30: 0 superseded; 8 replicas x accumulation 1" in note for note in notes
@@ -345,4 +342,4 @@ def test_a_run_without_enough_hosts_does_not_start(tmp_path: Path, pod: Dict[str
     fleet = Late(plan)
     fleet.there = ["a", "b"]
     with pytest.raises(ClusterError, match="no Ray node is alive on c, d"):
-        events_of(plan, fleet)
+        recorded(plan, fleet)

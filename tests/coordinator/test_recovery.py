@@ -4,48 +4,49 @@ from __future__ import annotations
 
 import math
 import signal
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import pytest
 
+from raypod.checkpoint import storage
+from raypod.checkpoint.resume import newest_valid
 from raypod.coordinator import coordinator
 from raypod.coordinator.recovery import REFILL_S, FailurePolicy, newest, receivers
-from raypod.errors import InstanceFailed
+from raypod.errors import CheckpointDamaged, DataMissing, HostLost, InstanceFailed, RaypodError
 from raypod.events import (
     CallReport,
+    CheckpointFailed,
     CheckpointSaved,
     Event,
     InstanceLost,
     InstanceStarted,
     Repaired,
     RunEnded,
+    SaveReport,
     UpdateDone,
 )
-from raypod.fleet.base import FleetBroken
 from raypod.fleet.scripted import ScriptedFleet
 from raypod.plan.plan import Leg, Plan
 from raypod.record.metrics import MetricsAggregator
+from tests.support.saved_runs import flip_a_bit, save
+from tests.support.scripted_runs import Breaks, broken, events_of, lost, of, only, updates_of
 
-
-def lost(instance: int, kind: str = "died", cause: str = "its process died") -> InstanceLost:
-    return InstanceLost(instance, f"h{instance}", kind, cause, "in call 3", "", f"instance-{instance}.log")  # type: ignore[arg-type]
-
-
-def broken(*losses: InstanceLost) -> FleetBroken:
-    return FleetBroken(losses, "instance 0 has lost others: the barrier")
+Make = Callable[..., Plan]
 
 
 # ---- the policy -----------------------------------------------------------------------------------------------------
 
 
-def test_lost_instances_are_replaced_in_order() -> None:
-    decision = FailurePolicy("emulated", 3).decide(broken(lost(2), lost(0)), 10, 0.0)
-    assert (decision.replace, decision.may_share_hosts, decision.error) == ((0, 2), True, None)
-    assert not FailurePolicy("ipu", 3).decide(broken(lost(1)), 10, 0.0).may_share_hosts
-
-
-def test_instances_that_lost_their_connections_are_not_replaced() -> None:
-    assert FailurePolicy("ipu", 1).decide(broken(), 10, 0.0).replace == ()
+@pytest.mark.parametrize(
+    ("device", "losses", "replaced"),
+    [("emulated", [lost(2), lost(0)], (0, 2)), ("ipu", [lost(1)], (1,)), ("ipu", [], ())],
+)
+def test_lost_instances_are_replaced_in_order_and_those_without_connections_are_not(
+    device: str, losses: List[InstanceLost], replaced: Tuple[int, ...]
+) -> None:
+    decision = FailurePolicy(device, 1).decide(broken(*losses), 10, 0.0)
+    assert (decision.replace, decision.may_share_hosts, decision.error) == (replaced, device == "emulated", None)
 
 
 def test_the_error_after_the_last_restart_names_the_first_cause() -> None:
@@ -59,13 +60,6 @@ def test_the_error_after_the_last_restart_names_the_first_cause() -> None:
     assert "the first failure was: instance 0 on host h0 failed" in str(error)
 
 
-def test_the_error_does_not_repeat_an_equal_first_failure() -> None:
-    policy = FailurePolicy("emulated", 1)
-    policy.decide(broken(lost(0)), 1, 0.0)
-    error = str(policy.decide(broken(lost(0)), 2, 0.0).error)
-    assert error.endswith("is reached; the first failure had the same cause); its log: instance-0.log")
-
-
 def test_without_restarts_the_error_is_the_cause_alone() -> None:
     error = FailurePolicy("emulated", 0).decide(broken(lost(1)), 5, 0.0).error
     assert str(error) == "instance 1 on host h1 failed: its process died; its log: instance-1.log"
@@ -76,19 +70,21 @@ def test_without_restarts_the_error_is_the_cause_alone() -> None:
 def test_an_hour_without_a_failure_restores_all_restarts(later_s: float, ends: bool) -> None:
     policy = FailurePolicy("emulated", 1)
     policy.decide(broken(lost(0)), 1, 100.0)
-    assert (policy.decide(broken(lost(0)), 900, 100.0 + later_s).error is not None) is ends
+    error = policy.decide(broken(lost(0)), 900, 100.0 + later_s).error
+    assert (error is not None) is ends
+    same = "is reached; the first failure had the same cause); its log: instance-0.log"
+    assert error is None or str(error).endswith(same)
 
 
 def test_the_same_exception_at_the_same_update_ends_the_run() -> None:
     policy = FailurePolicy("emulated", 9)
     raised = broken(lost(1, "raised", "ValueError: no such layer"))
-    assert policy.decide(raised, 7, 0.0).error is None
-    assert policy.decide(raised, 8, 0.0).error is None
-    assert policy.decide(broken(lost(1, "raised", "OSError: no disk")), 8, 0.0).error is None
-    assert "ValueError: no such layer (the same happened at update 8 before)" in str(
-        policy.decide(raised, 8, 0.0).error
-    )
-    assert FailurePolicy("emulated", 9).decide(broken(lost(1)), 8, 0.0).error is None  # a death may be repeated
+    for failure, update in ((raised, 7), (raised, 8), (broken(lost(1, "raised", "OSError: no disk")), 8)):
+        assert policy.decide(failure, update, 0.0).error is None
+    error = str(policy.decide(raised, 8, 0.0).error)
+    assert "ValueError: no such layer (the same happened at update 8 before)" in error
+    deaths = FailurePolicy("emulated", 9)
+    assert [deaths.decide(broken(lost(1)), 8, 0.0).error for _ in range(2)] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -105,185 +101,211 @@ def test_the_newest_survivor_sends_its_state_to_the_others(
     positions: Dict[int, int], root: Optional[int], receiving: List[int]
 ) -> None:
     assert newest(positions) == root
-    if root is not None:
-        assert receivers(positions, root, 4) == receiving
+    assert root is None or receivers(positions, root, 4) == receiving
 
 
 # ---- repairs --------------------------------------------------------------------------------------------------------
 
 
-def events_of(plan: Plan, fleet: ScriptedFleet) -> List[Event]:
-    return list(coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)))
+def plan_of(make: Make, updates: int = 4, instances: int = 2, **run: Any) -> Plan:
+    pod = {"replicas": 4, "num_instances": instances}
+    return make(training={"updates": updates}, pod=pod, run={"checkpoint_every": "9 updates", **run})
 
 
-def only(events: List[Event], kind: type) -> Any:
-    (found,) = (event for event in events if isinstance(event, kind))
-    return found
-
-
-class LosesTheWriter(ScriptedFleet):
-    """Instance 0 is lost during the last checkpoint, and instance 1 during the repair."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan)
-        self.repairs: List[Tuple[int, ...]] = []
-
-    def call(self, method: str, *arguments: Any) -> List[Any]:
-        if method == "finish_saves" and not self.repairs:
-            self._saves = ()
-            raise broken(lost(0))
-        return super().call(method, *arguments)
-
-    def repair(self, lost_instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
-        self.repairs.append(lost_instances)
-        if len(self.repairs) == 1:
-            raise broken(lost(1))
-        return dict.fromkeys(set(self._instances) - {0, 1}, self._plan.total_updates)
-
-
-def test_a_checkpoint_that_is_lost_with_its_writer_is_written_again(make: Callable[..., Plan]) -> None:
-    plan = make(training={"updates": 4}, pod={"replicas": 4, "num_instances": 4}, run={"checkpoint_every": "9 updates"})
-    fleet = LosesTheWriter(plan)
+def test_a_checkpoint_that_is_lost_with_its_writer_is_written_again(make: Make) -> None:
+    plan = plan_of(make, instances=4)
+    fleet = Breaks(plan, in_call={"finish_saves": broken(lost(0))}, repairs=[broken(lost(1)), {2: 4, 3: 4}])
     events = events_of(plan, fleet)
-    assert fleet.repairs == [(0,), (1,)]
+    assert fleet.repaired == [(0,), (1,)]
     assert fleet.called.count("save") == 2
     repaired = only(events, Repaired)
     assert (repaired.lost, repaired.seeded_from, repaired.update) == ((0, 1), "instance 2", 4)
     assert only(events, RunEnded).checkpoint == "update-4"
 
 
-class LosesAnotherThanTheWriter(ScriptedFleet):
-    """Instance 1 is lost during the last checkpoint, after instance 0 has reported it."""
-
-    def call(self, method: str, *arguments: Any) -> List[Any]:
-        results = super().call(method, *arguments)
-        if method == "finish_saves" and self._saves:
-            self._saves = ()  # instance 0 reports a checkpoint once
-            raise FleetBroken((lost(1),), "", {0: results[0]})
-        return results
-
-    def repair(self, lost_instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
-        return {0: self._plan.total_updates}
-
-
-def test_the_report_of_a_checkpoint_is_kept_if_another_instance_is_lost(make: Callable[..., Plan]) -> None:
-    plan = make(training={"updates": 4}, pod={"num_instances": 2}, run={"checkpoint_every": "9 updates"})
-    fleet = LosesAnotherThanTheWriter(plan)
+def test_the_report_of_a_checkpoint_is_kept_if_another_instance_is_lost(make: Make) -> None:
+    plan = plan_of(make)
+    fleet = Breaks(plan, in_call={"finish_saves": broken(lost(1))}, repairs=[{0: 4}])
     events = events_of(plan, fleet)
     assert fleet.called.count("save") == 1
-    assert [event.update for event in events if isinstance(event, CheckpointSaved)] == [4]
+    assert [event.update for event in of(events, CheckpointSaved)] == [4]
     assert only(events, RunEnded).checkpoint == "update-4"
 
 
-class LosesAllInstances(LosesTheWriter):
-    """All instances are lost during the last checkpoint, and there is no earlier one."""
-
-    def repair(self, lost_instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
-        self.repairs.append(lost_instances)
-        return {}
-
-
-def test_a_run_that_loses_all_instances_at_its_end_trains_again(make: Callable[..., Plan]) -> None:
-    plan = make(training={"updates": 4}, pod={"num_instances": 2}, run={"checkpoint_every": "9 updates"})
-    fleet, metrics = LosesAllInstances(plan), MetricsAggregator(plan, 0.0)
-    events = list(coordinator.run(plan, fleet, metrics))
-    repaired = only(events, Repaired)
+def test_a_run_that_loses_all_instances_at_its_end_trains_again(make: Make) -> None:
+    plan = plan_of(make)
+    fleet = Breaks(plan, in_call={"finish_saves": broken(lost(0))}, repairs=[{}])
+    events = events_of(plan, fleet)
+    repaired, ended = only(events, Repaired), only(events, RunEnded)
     assert (repaired.seeded_from, repaired.update) == ("the beginning", 0)
     assert fleet.called.count("save") == 2
     assert fleet.called[-2:] == ["finish_saves", "evaluate"]
-    assert metrics.position == 4
-    assert isinstance(events[-1], RunEnded)
-    assert (events[-1].updates, events[-1].checkpoint) == (4, "update-4")
+    assert (ended.updates, ended.checkpoint, events[-1]) == (4, "update-4", ended)
 
 
-class LosesOneAfterTheOther(ScriptedFleet):
-    """Instance 1 is lost after the first update, instance 0 after the second."""
+class Loads(Breaks):
+    """Instances have the weights of the checkpoint that they loaded last."""
 
-    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
-        for report in super().run(leg, stop_requested):
-            yield report
-            if report.instance == 1 and report.first_update < 2:
-                raise broken(lost(1 - report.first_update))
+    loaded = "0" * 64
 
-    def repair(self, lost_instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
-        return dict.fromkeys(set(self._instances) - set(lost_instances), 1)
+    def call(self, method: str, *arguments: Any) -> List[Any]:
+        results = super().call(method, *arguments)
+        if method == "load_checkpoint":
+            self.loaded = arguments[1].manifest.weights_sha256
+        return [self.loaded for _ in results] if method == "seed_weights" else results
 
 
-def test_a_run_without_restarts_left_ends_with_its_first_failure(make: Callable[..., Plan]) -> None:
-    plan = make(training={"updates": 4}, pod={"num_instances": 2}, run={"max_restarts": 1})
-    with pytest.raises(
-        InstanceFailed, match="--max-restarts 1 is reached; the first failure was: instance 1"
-    ) as caught:
-        events_of(plan, LosesOneAfterTheOther(plan))
+def test_a_run_that_went_back_never_continues_from_the_later_checkpoints(make: Make) -> None:
+    plan = plan_of(make, updates=20)
+    back, *_ = [save(plan, update) for update in (5, 10, 15)]
+    fleet = Loads(plan, {(7, 0): broken(lost(0), lost(1))}, repairs=[{}])
+    events = events_of(plan, fleet, resumed=back)
+    assert only(events, Repaired).update == 5
+    assert updates_of(events) == list(range(6, 21))
+    checkpoints = storage.checkpoints_folder(plan.run_dir)
+    newest, damaged = newest_valid(checkpoints)
+    assert newest is not None
+    assert (newest.age, damaged) == ((2, 5), [])
+    assert storage.latest_name(Path(plan.run_dir)) == "update-00000005"
+
+
+def test_a_run_that_went_back_past_a_damaged_checkpoint_does_not_continue_from_it_later(make: Make) -> None:
+    plan = plan_of(make, updates=20)
+    save(plan, 5)
+    weights = save(plan, 10).path / "weights.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(b"")
+    fleet = Loads(plan, {(12, 0): broken(lost(0), lost(1))}, repairs=[{}])
+    assert only(events_of(plan, fleet), Repaired).update == 5
+    weights.write_bytes(content)
+    assert newest_valid(storage.checkpoints_folder(plan.run_dir))[0].update == 5  # type: ignore[union-attr]
+
+
+def test_a_run_that_loses_all_instances_does_not_start_again_over_checkpoints_that_cannot_be_read(make: Make) -> None:
+    plan = plan_of(make)
+    flip_a_bit(save(plan, 2).path / "weights.safetensors")
+    fleet = Breaks(plan, {(3, 0): broken(lost(0), lost(1))}, repairs=[{}])
+    with pytest.raises(CheckpointDamaged, match="no checkpoint that can be read: .*update-00000002 is damaged"):
+        events_of(plan, fleet)
+    assert fleet.called.count("seed_weights") == 1
+
+
+def test_a_run_without_restarts_left_ends_with_its_first_failure(make: Make) -> None:
+    plan = plan_of(make, max_restarts=1)
+    fleet = Breaks(plan, {(1, 0): broken(lost(1)), (2, 0): broken(lost(0))}, repairs=[{0: 1}])
+    first = "--max-restarts 1 is reached; the first failure was: instance 1"
+    with pytest.raises(InstanceFailed, match=first) as caught:
+        events_of(plan, fleet)
     assert caught.value.instance == 0
 
 
-class FailsOnce(ScriptedFleet):
-    """Instance 1 fails before it reports the update `at`."""
-
-    kind, at = "raised", 0
-
-    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
-        for report in super().run(leg, stop_requested):
-            if (report.first_update, report.instance) == (self.at, 1) and "failed" not in self.called:
-                self.called.append("failed")
-                raise broken(lost(1, self.kind, "ValueError: no such layer"), lost(0, self.kind))
-            yield report
-
-    def repair(self, lost_instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
-        return {}
-
-
-@pytest.mark.parametrize(("kind", "at", "restarts"), [("raised", 0, None), ("raised", 1, 1), ("died", 0, 1)])
+@pytest.mark.parametrize(("kind", "at", "is_repaired"), [("raised", 0, False), ("raised", 1, True), ("died", 0, True)])
 def test_an_exception_before_the_first_call_is_complete_ends_the_run(
-    make: Callable[..., Plan], kind: str, at: int, restarts: Optional[int]
+    make: Make, kind: str, at: int, is_repaired: bool
 ) -> None:
-    plan = make(training={"updates": 3}, pod={"num_instances": 2})
-    fleet, events = FailsOnce(plan), []
-    fleet.kind, fleet.at = kind, at
-    run = coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0))
-    if restarts is None:
-        with pytest.raises(InstanceFailed, match="instance 1 on host h1 failed: ValueError: no such layer; its log"):
-            events += run
-        assert not any(isinstance(event, InstanceLost) for event in events)
+    plan = plan_of(make)
+    failure = broken(lost(1, kind, "ValueError: no such layer"), lost(0, kind))
+    fleet = Breaks(plan, {(at, 1): failure}, repairs=[{}])
+    if is_repaired:
+        assert only(events_of(plan, fleet), Repaired).restarts == 1
         return
-    events += run
-    assert only(events, Repaired).restarts == restarts
+    with pytest.raises(InstanceFailed, match="instance 1 on host h1 failed: ValueError: no such layer; its log"):
+        events_of(plan, fleet)
+    assert fleet.repaired == []
 
 
-class LosesAReport(ScriptedFleet):
+class Holds(Loads):
+    """Instances keep their state; a checkpoint is written as it is requested."""
+
+    kept_at = 0  # the update of the state of all instances that are asked for it
+    save_error: Optional[str] = None
+
+    def release(self, survivors: Sequence[int]) -> Dict[int, int]:
+        self.called.append(f"release {list(survivors)}")
+        return dict.fromkeys(survivors, self.kept_at)
+
+    def call_on(self, instances: Sequence[int], method: str, *arguments: Any) -> Dict[int, Any]:
+        if method != "save_kept":
+            return dict.fromkeys(instances, True if method == "has_file" else ())
+        saved = save(self._plan, arguments[0].update)
+        report = SaveReport(saved.update, str(saved.path), saved.manifest.weights_sha256, self.save_error)
+        return dict.fromkeys(instances, (report,))
+
+
+def ended_by(plan: Plan, fleet: ScriptedFleet) -> Tuple[List[Event], Exception]:
+    """Return the events of a run, and the error that ends it."""
+    events: List[Event] = []
+    with pytest.raises(RaypodError) as caught:
+        events.extend(coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)))
+    return events, caught.value
+
+
+@pytest.mark.parametrize(
+    ("error", "holders"),
+    [
+        (broken(lost(1)), [0, 2, 3]),
+        (broken(lost(1, "stuck"), lost(2, "raised", "OSError: a bad disk")), [0, 2, 3]),
+        (broken(), [0, 1, 2, 3]),
+        (DataMissing("cannot read the image"), [0, 1, 2, 3]),
+        (HostLost("h3", (3,), "no power", "the log"), [0, 1, 2, 3]),
+    ],
+)
+def test_an_error_that_ends_the_run_leaves_a_checkpoint_of_the_newest_state(
+    make: Make, error: Any, holders: List[int]
+) -> None:
+    plan = plan_of(make, updates=20, instances=4, max_restarts=0)
+    fleet = Holds(plan, {(12, 0): error})
+    fleet.kept_at = 12
+    events, _ = ended_by(plan, fleet)
+    assert (only(events, CheckpointSaved).update, updates_of(events)[-1]) == (12, 12)
+    assert fleet.called[-1] == f"release {holders}"
+    assert newest_valid(storage.checkpoints_folder(plan.run_dir))[0].update == 12  # type: ignore[union-attr]
+
+
+def test_a_last_checkpoint_that_cannot_be_written_does_not_hide_the_error_that_ends_the_run(make: Make) -> None:
+    plan = plan_of(make, max_restarts=0)
+    fleet = Holds(plan, {(2, 0): broken(lost(1))})
+    fleet.kept_at, fleet.save_error = 2, "No space left on device"
+    events, error = ended_by(plan, fleet)
+    assert isinstance(error, InstanceFailed)
+    failed = only(events, CheckpointFailed)
+    assert (failed.update, failed.cause, failed.previous) == (2, "No space left on device", "")
+
+
+def test_instances_that_all_raise_are_replaced_without_loss_of_their_state(make: Make) -> None:
+    plan = plan_of(make, updates=20)
+    raised = broken(*(lost(each, "raised", "OSError: Stale file handle") for each in (1, 0)))
+    fleet = Holds(plan, {(12, 0): raised, (12, 1): raised}, repairs=[{}])
+    fleet.kept_at = 12
+    events, error = ended_by(plan, fleet)
+    repaired = only(events, Repaired)
+    assert (repaired.update, Path(repaired.seeded_from).name, repaired.lost) == (12, "update-00000012", (0, 1))
+    assert updates_of(events) == list(range(1, 13))
+    assert "the same happened at update 12 before" in str(error)
+
+
+class LosesAReport(Breaks):
     """Instance 1 is lost after the others have completed an update and before it reports that."""
 
-    UPDATE = 2
     recovered: Optional[List[CallReport]] = None  # reports that instance 0 has of instance 1
-
-    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
-        for report in super().run(leg, stop_requested):
-            if (report.first_update, report.instance) == (self.UPDATE, 1) and "lost" not in self.called:
-                self.called.append("lost")
-                raise broken(lost(1))
-            yield report
 
     def call(self, method: str, *arguments: Any) -> List[Any]:
         if method == "lost_reports":
-            assert arguments == ([(self.UPDATE, 1)],)
+            assert arguments == ([(2, 1)],)
             return [self.recovered, None]
         return super().call(method, *arguments)
 
-    def repair(self, lost_instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
-        return {0: self.UPDATE + 1}
-
 
 @pytest.mark.parametrize("is_recovered", [True, False])
-def test_a_lost_report_is_recovered_or_its_update_has_no_loss(make: Callable[..., Plan], is_recovered: bool) -> None:
-    plan = make(training={"updates": 5}, pod={"num_instances": 2}, run={"on_nonfinite": "stop"})
-    undisturbed = [event for event in events_of(plan, ScriptedFleet(plan)) if isinstance(event, UpdateDone)]
-    fleet = LosesAReport(plan)
+def test_a_lost_report_is_recovered_or_its_update_has_no_loss(make: Make, is_recovered: bool) -> None:
+    plan = plan_of(make, updates=5, on_nonfinite="stop")
+    undisturbed = of(events_of(plan, ScriptedFleet(plan)), UpdateDone)
+    fleet = LosesAReport(plan, {(2, 1): broken(lost(1))}, repairs=[{0: 3}])
     if is_recovered:
-        fleet.recovered = [each for each in fleet.reports(fleet.UPDATE) if each.instance == 1]
+        fleet.recovered = [each for each in fleet.reports(2) if each.instance == 1]
     events = events_of(plan, fleet)
-    found = [event for event in events if isinstance(event, UpdateDone)]
-    assert [event.update for event in found] == [1, 2, 3, 4, 5]
+    found = of(events, UpdateDone)
+    assert updates_of(events) == [1, 2, 3, 4, 5]
     unknown = [] if is_recovered else [3]
     assert [event.update for event in found if event.missing_reports == (1,)] == unknown
     assert [event.update for event in found if math.isnan(event.loss)] == unknown
@@ -319,19 +341,15 @@ class Drained(ScriptedFleet):
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_a_drained_host_costs_no_restart_and_no_update(make: Callable[..., Plan], room: bool) -> None:
-    plan = make(training={"updates": 4}, pod={"num_instances": 2}, run={"max_restarts": 0})
+def test_a_drained_host_costs_no_restart_and_no_update(make: Make, room: bool) -> None:
+    plan = plan_of(make, max_restarts=0)
     fleet = Drained(plan)
     fleet.room = room
     events = events_of(plan, fleet)
-    updates = [event.update for event in events if isinstance(event, UpdateDone)]
-    moves = [(event.lost, event.hosts, event.restarts) for event in events if isinstance(event, Repaired)]
-    if room:
-        assert (updates, moves) == ([1, 2, 3, 4], [((1,), ("c",), 0)])
-    else:
-        assert (updates, moves) == ([1], [])
+    moves = [(event.lost, event.hosts, event.restarts) for event in of(events, Repaired)]
+    assert (updates_of(events), moves) == (([1, 2, 3, 4], [((1,), ("c",), 0)]) if room else ([1], []))
     ended = only(events, RunEnded)
-    assert ended.checkpoint == f"update-{len(updates)}"
+    assert ended.checkpoint == f"update-{len(updates_of(events))}"
     assert ended.cause == ("" if room else "Ray drains host b")
 
 
@@ -348,9 +366,9 @@ class IgnoresAnException(ScriptedFleet):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_signal_whose_exception_is_ignored_ends_the_run(make: Callable[..., Plan]) -> None:
+def test_a_signal_whose_exception_is_ignored_ends_the_run(make: Make) -> None:
     plan = make()
     fleet = IgnoresAnException(plan)
     with pytest.raises(KeyboardInterrupt):
-        list(coordinator.run(plan, fleet, MetricsAggregator(plan, 0.0)))
+        events_of(plan, fleet)
     assert fleet.called == []

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any, List, Tuple
 
 import pytest
-from bounded import wait_until
 
 from raypod.coordinator import stop as stop_module
 from raypod.coordinator.stop import Stop, deadline_of, stop_on_signal
 from raypod.errors import Preempted
 from raypod.host import signals
 from raypod.plan.run_section import RunSection
+from tests.support.bounded import wait_until
 
 GRACE = {"preemption_grace_s": 60.0}
 

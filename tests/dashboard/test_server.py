@@ -1,3 +1,5 @@
+"""The dashboard over HTTP and in Chromium: the token, live updates, a selection of runs; its command."""
+
 from __future__ import annotations
 
 import contextlib
@@ -12,21 +14,25 @@ from pathlib import Path
 from typing import Any, Iterator, Tuple
 
 import pytest
-from bounded import wait_until
-from dashboard.folders import Run
 
 from raypod.__main__ import main
 from raypod.dashboard import command
 from raypod.dashboard.runs import RunsFolder
 from raypod.status.token_server import TokenServer
-
-PATHS = ["/", "/runs", "/run?name=a", "/../", "/a", "/a/metrics.jsonl", "/../../etc/passwd", "/%2e%2e/secret"]
+from tests.support.bounded import wait_until
+from tests.support.browser import Page
+from tests.support.dashboard_folders import Run
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[TokenServer]:
-    Run(tmp_path / "runs" / "a").train(3)
-    routes = command.routes(RunsFolder(tmp_path / "runs"))
+def live(tmp_path: Path) -> Run:
+    """A run that is alive."""
+    return Run(tmp_path / "runs" / "a", 3)
+
+
+@pytest.fixture
+def server(live: Run) -> Iterator[TokenServer]:
+    routes = command.routes(RunsFolder(live.path.parent))
     with TokenServer(routes, 0, "--port", command.asset("sign_in.html").encode()) as opened:
         yield opened
 
@@ -47,33 +53,17 @@ def get_json(server: TokenServer, path: str) -> Any:
     return json.loads(body)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_nothing_is_shown_without_the_token(server: TokenServer, tmp_path: Path, path: str) -> None:
-    for method in ("GET", "POST"):
-        status, _, body = get(server, path, method, signed=False)
-        assert status == 401
-        assert str(tmp_path) not in body
-        assert '"a"' not in body
-    wrong = path + ("&" if "?" in path else "?") + "token=" + "0" * 64
-    assert get(server, wrong, signed=False)[0] == 401
-
-
-def test_a_browser_without_the_token_gets_a_page_that_says_so(server: TokenServer) -> None:
+def test_other_requests_get_nothing(server: TokenServer) -> None:
+    """`tests/status/test_token_server.py` tests all paths and methods."""
     status, kind, body = get(server, "/", signed=False)
     assert (status, kind) == (401, "text/html; charset=utf-8")
     assert "open the address that" in body
-    assert get(server, "/runs", signed=False)[1].startswith("application/json")
-
-
-@pytest.mark.parametrize("path", ["/../", "/a", "/a/metrics.jsonl", "/../../etc/passwd", "/run?name=../secret", "/run"])
-def test_other_paths_have_nothing(server: TokenServer, path: str) -> None:
-    status, _, body = get(server, path)
-    assert status == 404
-    assert "loss" not in body
-
-
-def test_it_is_read_only(server: TokenServer) -> None:
-    assert {get(server, path, method)[0] for path in PATHS for method in ("POST", "PUT", "DELETE")} == {405}
+    for path in ("/a", "/a/metrics.jsonl", "/../../etc/passwd", "/%2e%2e/secret", "/run?name=../secret", "/run"):
+        assert (get(server, path)[0], get(server, path, signed=False)[0], get(server, path, "POST")[0]) == (
+            404,
+            401,
+            405,
+        )
 
 
 def test_the_page_and_the_data(server: TokenServer, tmp_path: Path) -> None:
@@ -90,9 +80,8 @@ def test_the_page_and_the_data(server: TokenServer, tmp_path: Path) -> None:
     assert again["version"].split(".")[0] == found["version"].split(".")[0]
 
 
-def test_the_command_prints_one_line_and_ends_by_ctrl_c(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    runs, printed = tmp_path / "runs", tmp_path / "printed"
-    Run(runs / "a").train(1)
+def test_the_command_prints_one_line_and_ends_by_ctrl_c(live: Run, tmp_path: Path, capfd: Any) -> None:
+    runs, printed = live.path.parent, tmp_path / "printed"
     printed.touch()
 
     def steps() -> None:
@@ -110,18 +99,14 @@ def test_the_command_prints_one_line_and_ends_by_ctrl_c(tmp_path: Path, capfd: p
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_mistake_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_is_one_line(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for flags, message in (
             ([], "dashboard runs: the folder does not exist"),
-            (["missing"], "dashboard missing: the folder does not exist"),
+            (["missing"], "dashboard missing: the folder does not exist; give the folder that holds the runs"),
             (["file"], "dashboard file: is not a folder; give the folder that holds the runs"),
             ([".", "--port", "70000"], "--port 70000: must be a port number"),
             ([".", "--port", "x"], "--port x: must be a port number"),
@@ -131,3 +116,71 @@ def test_a_mistake_is_one_line(
             assert main(["dashboard", *flags]) == 2
             out, err = capsys.readouterr()
             assert (out, len(err.splitlines()), message in err) == ("", 1, True), err
+
+
+SELECTED = "raypodReport.runs.map((run) => run.name).sort().join()"
+POINTS = "raypodReport.runs.length ? raypodReport.runs[0].curves.rows.length : 0"
+LISTED = "[...document.querySelectorAll('#runs-list li')].map((item) => item.dataset.name)"
+
+
+@pytest.fixture
+def done(live: Run) -> Run:
+    """A run that is done, beside the one that is alive."""
+    run = Run(live.path.with_name("done"), 3)
+    run.state("done", 0)
+    return run
+
+
+def open_signed(tab: Page, server: TokenServer, query: str = "") -> None:
+    tab.open(f"{server.url}/?token={server.token}{query}")
+    tab.wait_for("document.querySelectorAll('#runs-list li').length === 2")
+
+
+def test_a_run_is_shown_live_compared_and_followed(chromium: Any, server: TokenServer, live: Run, done: Run) -> None:
+    with chromium.page() as tab:
+        open_signed(tab, server)
+        tab.wait_for(f"{SELECTED} === 'a' && {POINTS} === 3")
+        live.train(9)
+        tab.wait_for(f"{POINTS} === 12")
+        tab.wait_for("document.querySelector('#runs-list [data-name=a]').textContent.includes('12 of 1000')")
+        tab.wait_for("raypodReport.charts.get('curve:loss').getOption().series[0].data.length === 12")
+
+        tab.run("document.querySelector('#runs-list [data-name=done] input').click()")
+        tab.wait_for(f"{SELECTED} === 'a,done'")
+        assert tab.run("raypodReport.charts.get('curve:loss').getOption().series.length") >= 2
+        tab.run("document.querySelector('#runs-follow input').click()")
+        Run(live.path.with_name("new"), 1)
+        tab.wait_for(f"{SELECTED} === 'a,done,new' && {LISTED}.length === 3")
+
+        tab.run("Object.assign(document.querySelector('#runs-filter input'), {value: 'DON'})")
+        tab.run("document.querySelector('#runs-filter input').dispatchEvent(new Event('input'))")
+        assert tab.run(LISTED) == ["done"]
+        tab.run("document.querySelector('#runs-clear').click()")
+        assert tab.run(f"{SELECTED} === '' && !document.querySelector('#runs-none').hidden")
+        assert tab.errors == []
+
+
+def test_the_token_leaves_the_address_and_a_reload_works(chromium: Any, server: TokenServer, done: Run) -> None:
+    with chromium.page() as tab:
+        open_signed(tab, server, "&run=done&run=a&run=missing")
+        tab.wait_for(f"{SELECTED} === 'a,done'")
+        assert tab.run("location.href") == f"{server.url}/?run=done&run=a"
+        tab.open(f"{server.url}/?run=done&run=a")  # 401, with the page that adds the token of the tab
+        tab.wait_for("window.raypodReport && " + f"{SELECTED} === 'a,done'")
+        assert server.token not in tab.run("location.href")
+        tab.open(f"{server.url}/?token=wrong")
+        assert "needs a token" in tab.run("document.body.textContent")
+        assert tab.run("sessionStorage.length") == 0
+        tab.open(f"{server.url}/")
+        assert "needs a token" in tab.run("document.body.textContent")
+
+
+def test_it_fits_a_phone_and_shows_the_end_of_the_server(chromium: Any, server: TokenServer, done: Run) -> None:
+    with chromium.page() as tab:
+        for width in (380, 1280):
+            tab.resize(width, 900)
+            open_signed(tab, server)
+            tab.wait_for(f"{POINTS} === 3")
+            assert tab.run("document.documentElement.scrollWidth") <= width
+        server.close()
+        tab.wait_for("document.querySelector('#runs-state').textContent.startsWith('No answer')", 60)

@@ -1,17 +1,27 @@
+"""CIFAR: its files, the cache of their arrays, and the download of the published archive."""
+
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import os
 import pickle
-import subprocess
-import sys
+import shutil
+import threading
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Callable, Dict
+from typing import Any, Callable, Dict, List
 
 import numpy as np
 import pytest
 
 from raypod import datasets
-from raypod.errors import ConfigError
+from raypod.datasets import cache, cifar
+from raypod.datasets.cache import Archive, download
+from raypod.errors import ConfigError, WaitTimedOut
+from raypod.host.files import file_lock
+from raypod.host.torchvision_import import install
 from raypod.plan.config import Config
 from raypod.plan.plan import DatasetSize
 from raypod.plan.resolve import from_values
@@ -19,12 +29,9 @@ from raypod.plan.resolve import from_values
 
 def batch(seed: int, samples: int, classes: int, key: str) -> Dict[str, object]:
     random = np.random.default_rng(seed)
-    return {
-        "batch_label": f"batch {seed}",
-        key: random.integers(0, classes, samples).tolist(),
-        "data": random.integers(0, 256, (samples, 3072), dtype=np.uint8),
-        "filenames": [f"{number}.png" for number in range(samples)],
-    }
+    labels = random.integers(0, classes, samples).tolist()
+    data = random.integers(0, 256, (samples, 3072), dtype=np.uint8)
+    return {"batch_label": f"batch {seed}", key: labels, "data": data, "filenames": ["0.png"] * samples}
 
 
 @pytest.fixture
@@ -42,28 +49,38 @@ def config(data_dir: Path, **data: object) -> Config:
     return from_values({"data": {"dataset": "cifar10", "data_dir": str(data_dir), **data}})
 
 
-def test_cifar_10_has_the_content_of_its_files(cifar10: Path) -> None:
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], List[Any]]:
+    """Call a function in 3 threads, none of which gets the lock of the folder before all have asked for it."""
+    barrier = threading.Barrier(3)
+
+    def lock(*arguments: Any) -> Any:
+        barrier.wait(60)
+        return file_lock(*arguments)
+
+    def run(function: Callable[[], Any]) -> List[Any]:
+        monkeypatch.setattr(cache, "file_lock", lock)
+        with ThreadPoolExecutor(3) as pool:
+            return [call.result() for call in [pool.submit(function) for _ in range(3)]]
+
+    return run
+
+
+def test_cifar_10_has_the_content_of_its_files(cifar10: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     splits = datasets.load(config(cifar10))
     first = batch(0, 8, 10, "labels")
     assert np.array_equal(splits.train.images[:8].reshape(8, -1), first["data"])
     assert splits.train.labels[:8].tolist() == first["labels"]
     assert (splits.train.images.shape, splits.test.images.shape) == ((40, 3, 32, 32), (8, 3, 32, 32))
-    assert (splits.classes, len(splits.mean), splits.augmentation.flip) == (10, 3, True)
-
-
-def test_torchvision_reads_the_same_images_and_labels(cifar10: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from raypod.host import torchvision_import
-
-    torchvision_import.install()
+    assert (splits.classes, len(splits.mean), splits.augmentation) == (10, 3, datasets.Augmentation(4, True))
+    install()
     from torchvision.datasets import CIFAR10
 
-    monkeypatch.setattr(
-        CIFAR10, "_check_integrity", lambda self: True
-    )  # checks the MD5 checksums of the published files
+    monkeypatch.setattr(CIFAR10, "_check_integrity", lambda self: True)  # of the published files
     monkeypatch.setattr(CIFAR10, "_load_meta", lambda self: None)
-    theirs, ours = CIFAR10(str(cifar10)), datasets.load(config(cifar10)).train
-    assert np.array_equal(theirs.data.transpose(0, 3, 1, 2), ours.images)
-    assert theirs.targets == ours.labels.tolist()
+    theirs = CIFAR10(str(cifar10))
+    assert np.array_equal(theirs.data.transpose(0, 3, 1, 2), splits.train.images)
+    assert theirs.targets == splits.train.labels.tolist()
 
 
 def test_cifar_100_is_found_in_its_folder_or_the_parent(tmp_path: Path) -> None:
@@ -77,21 +94,20 @@ def test_cifar_100_is_found_in_its_folder_or_the_parent(tmp_path: Path) -> None:
 
 
 def test_planning_counts_samples_and_writes_nothing(cifar10: Path) -> None:
-    def size() -> DatasetSize:
-        return datasets.dataset_size(config(cifar10))
-
-    assert size() == DatasetSize(40, 8)
+    assert datasets.image_shape(config(cifar10 / "none")) == datasets.ImageShape(3, 32, 10)
+    assert datasets.image_shape(config(cifar10, image_size=64)).side == 64
+    assert datasets.dataset_size(config(cifar10)) == DatasetSize(40, 8)
     assert not list(cifar10.rglob("*.npy"))
     datasets.load(config(cifar10))
-    assert size() == DatasetSize(40, 8)
+    assert datasets.dataset_size(config(cifar10)) == DatasetSize(40, 8)
 
 
 def test_arrays_are_mapped_and_decoded_again_when_the_files_change(cifar10: Path) -> None:
     before = datasets.load(config(cifar10))
+    assert isinstance(before.train.images.base, np.memmap)  # shared by the processes of a host
     assert not before.train.images.flags.writeable
     (made,) = cifar10.rglob("train_images.npy")
-    file = cifar10 / "cifar-10-batches-py" / "data_batch_1"
-    file.write_bytes(pickle.dumps(batch(77, 9, 10, "labels")))
+    (cifar10 / "cifar-10-batches-py" / "data_batch_1").write_bytes(pickle.dumps(batch(77, 9, 10, "labels")))
     after = datasets.load(config(cifar10))
     assert len(after.train) == 41
     assert after.fingerprint != before.fingerprint
@@ -99,23 +115,14 @@ def test_arrays_are_mapped_and_decoded_again_when_the_files_change(cifar10: Path
     assert before.train.images[0].any()  # existing mappings stay valid
 
 
-def test_cache_dir_sets_the_cache_folder(cifar10: Path, tmp_path: Path) -> None:
+def test_the_cache_is_in_cache_dir_or_that_of_the_user(cifar10: Path, tmp_path: Path, monkeypatch: Any) -> None:
     datasets.load(config(cifar10, cache_dir=str(tmp_path / "cache")))
     assert list((tmp_path / "cache").rglob("train_images.npy"))
-    assert not (cifar10 / "cifar-10-batches-py" / ".raypod-cache").exists()
-
-
-def test_the_user_cache_is_used_for_read_only_data(
-    cifar10: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # the test may run as root
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     datasets.load(config(cifar10))
     assert list((tmp_path / "home" / "raypod").rglob("train_images.npy"))
     assert not list(cifar10.rglob("*.npy"))
-
-
-def test_an_unwritable_cache_is_an_error_that_suggests_cache_dir(cifar10: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--cache-dir"):
         datasets.load(config(cifar10, cache_dir=str(tmp_path / "file")))
@@ -129,54 +136,15 @@ def test_a_damaged_cache_entry_is_named(cifar10: Path) -> None:
         datasets.load(config(cifar10))
 
 
-def test_concurrent_processes_decode_the_files_once(cifar10: Path) -> None:
-    program = (
-        "import sys\nfrom raypod import datasets\nfrom raypod.plan.resolve import from_values\n"
-        "from raypod.datasets.cifar import Cifar\n"
-        "read = Cifar._read\n"
-        "Cifar._read = lambda *all: print('read') or read(*all)\n"
-        "splits = datasets.load(from_values({'data': {'dataset': 'cifar10', 'data_dir': sys.argv[1]}}))\n"
-        "print(splits.fingerprint)\n"
-    )
-    line = [sys.executable, "-c", program, str(cifar10)]
-    started = [subprocess.Popen(line, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    words = " ".join(process.communicate(timeout=60)[0] for process in started).split()
-    assert words.count("read") == 1
-    assert len(set(words)) == 2
-
-
-def test_processes_of_a_host_share_the_memory_of_the_arrays(cifar10: Path) -> None:
-    pixels = batch(0, 2000, 10, "labels")
-    (cifar10 / "cifar-10-batches-py" / "data_batch_1").write_bytes(pickle.dumps(pixels))
-    program = (
-        "import sys\nfrom raypod import datasets\nfrom raypod.plan.resolve import from_values\n"
-        "splits = datasets.load(from_values({'data': {'dataset': 'cifar10', 'data_dir': sys.argv[1]}}))\n"
-        "splits.train.images.sum()\nprint('ready', flush=True)\ninput()\n"
-        "lines, counts, kib = open('/proc/self/smaps'), False, 0\n"
-        "for first, *rest in map(str.split, lines):\n"
-        "    counts = ('images.npy' in rest[-1]) if not first.endswith(':') else counts\n"
-        "    kib += int(rest[0]) if counts and first == 'Pss:' else 0\n"
-        "print(kib, flush=True)\ninput()\n"
-    )
-    line = [sys.executable, "-c", program, str(cifar10)]
-    pipe = subprocess.PIPE
-    members = [subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True) for _ in range(3)]
-    try:
-        assert [member.stdout.readline() for member in members] == ["ready\n"] * 3  # type: ignore[union-attr]
-        kib = 0
-        for member in members:
-            member.stdin.write("\n")  # type: ignore[union-attr]
-            member.stdin.flush()  # type: ignore[union-attr]
-            kib += int(member.stdout.readline())  # type: ignore[union-attr]
-    finally:
-        for member in members:
-            member.communicate("\n", timeout=30)
-    size_kib = sum(file.stat().st_size for file in cifar10.rglob("*_images.npy")) / 1024
-    assert 0.9 * size_kib < kib < 1.1 * size_kib
+def test_concurrent_callers_decode_the_files_once(cifar10: Path, at_once: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, reads = cifar.Cifar._read, []
+    monkeypatch.setattr(cifar.Cifar, "_read", lambda *all: reads.append(1) or read(*all))
+    fingerprints = {splits.fingerprint for splits in at_once(lambda: datasets.load(config(cifar10)))}
+    assert (len(reads), len(fingerprints)) == (1, 1)
 
 
 class Evil:
-    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+    def __reduce__(self) -> Any:
         return os.system, ("true",)
 
 
@@ -206,6 +174,55 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         datasets.load(from_values({"data": {"dataset": "cifar10"}}))
 
 
-def test_image_shapes_are_known_without_files(tmp_path: Path) -> None:
-    assert datasets.image_shape(config(tmp_path)) == datasets.ImageShape(3, 32, 10)
-    assert datasets.image_shape(config(tmp_path, image_size=64)).side == 64
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    (tmp_path / "content" / "cifar-10-batches-py").mkdir(parents=True)
+    (tmp_path / "content" / "cifar-10-batches-py" / "data_batch_1").write_bytes(b"bytes")
+    file = Path(shutil.make_archive(str(tmp_path / "small"), "gztar", str(tmp_path / "content")))
+    return Archive(file.as_uri(), hashlib.md5(file.read_bytes()).hexdigest(), "cifar-10-batches-py")
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> List[str]:
+    found: List[str] = []
+    urlopen: Any = urllib.request.urlopen
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, **all: found.append(url) or urlopen(url, **all))
+    return found
+
+
+def test_concurrent_callers_download_once(archive: Archive, requests: List[str], tmp_path: Path, at_once: Any) -> None:
+    root = tmp_path / "new"
+    at_once(lambda: download(archive, root, 30))
+    assert requests == [archive.url]
+    assert (root / "cifar-10-batches-py" / "data_batch_1").read_bytes() == b"bytes"
+    assert not list(root.glob(".partial*"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"md5": "0" * 32}, "MD5 checksum is .*, expected 000"),
+        ({"url": "http://127.0.0.1:9/small.tar.gz"}, "get http://127.0.0.1:9/.*refused.*copy the file to this host"),
+    ],
+)
+def test_a_failed_download_leaves_nothing(archive: Archive, tmp_path: Path, wrong: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        download(dataclasses.replace(archive, **wrong), tmp_path / "new", 30)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [".small.tar.gz.lock"]
+
+
+def test_the_wait_for_another_download_is_bounded(archive: Archive, requests: List[str], tmp_path: Path) -> None:
+    with file_lock(tmp_path / ".small.tar.gz.lock", 1, "test"), pytest.raises(WaitTimedOut, match="start_timeout_s"):
+        download(archive, tmp_path, 0.2)
+    assert requests == []
+
+
+def test_only_the_flag_downloads(archive: Archive, requests: List[str], tmp_path: Path) -> None:
+    ours = dataclasses.replace(cifar.CIFAR10, archive=archive)
+    for flag in (False, True, True):
+        ours.download(config(tmp_path / "new", download=flag))
+        assert (tmp_path / "new" / "cifar-10-batches-py").is_dir() == flag
+    assert len(requests) == 1
+    with pytest.raises(ConfigError, match="digits cannot be downloaded"):
+        datasets.download(from_values({"data": {"download": True}}))

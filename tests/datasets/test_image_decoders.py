@@ -3,9 +3,8 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, List
 
-import image_folders
 import numpy as np
 import pytest
 import torch
@@ -23,13 +22,10 @@ from raypod.events import InstanceStarted
 from raypod.plan.plan import Plan
 from raypod.plan.resolve import from_values
 from raypod.plan.tables import describe, render
+from tests.support import image_folders
 
+simplejpeg: Any = pytest.importorskip("simplejpeg", reason="the extra raypod[jpeg] is not installed")
 FAST = {"dataset": "imagefolder", "data_dir": "none", "jpeg_decoder": "simplejpeg"}
-
-
-@pytest.fixture
-def simplejpeg() -> Any:
-    return pytest.importorskip("simplejpeg", reason="needs the package simplejpeg: pip install 'raypod[jpeg]'")
 
 
 def jpeg(width: int, height: int, mode: str = "RGB", **options: object) -> bytes:
@@ -49,17 +45,10 @@ def samples(data: bytes, decoder: str, side: int, is_random: bool, count: int) -
 
 @pytest.mark.parametrize("is_random", [True, False])
 @pytest.mark.parametrize(
-    ("size", "side", "largest", "mean"),
-    [
-        ((131, 97), 64, 2, 0.4),
-        ((90, 160), 60, 2, 0.4),
-        ((90, 160), 32, 12, 1.5),  # reduced while they are decoded
-        ((900, 1301), 48, 12, 1.5),
-    ],
+    ("size", "side", "largest", "mean"),  # the last two are reduced while they are decoded
+    [((131, 97), 64, 2, 0.4), ((90, 160), 60, 2, 0.4), ((90, 160), 32, 12, 1.5), ((900, 1301), 48, 12, 1.5)],
 )
-def test_both_decoders_cut_and_flip_alike(
-    simplejpeg: Any, size: Any, side: int, largest: int, mean: float, is_random: bool
-) -> None:
+def test_both_decoders_cut_and_flip_alike(size: Any, side: int, largest: int, mean: float, is_random: bool) -> None:
     data = jpeg(*size)
     ours, theirs = (samples(data, decoder, side, is_random, 12) for decoder in ("simplejpeg", "pillow"))
     differences = torch.stack(ours) - torch.stack(theirs)
@@ -75,7 +64,7 @@ def test_both_decoders_cut_and_flip_alike(
     [{"subsampling": 0}, {"subsampling": 1}, {"subsampling": 2}, {"restart_marker_rows": 1}, {"optimize": True}],
 )
 @pytest.mark.parametrize("factor", [1, 2, 4])
-def test_the_rows_of_a_shortened_file_are_those_of_the_file(simplejpeg: Any, options: Any, factor: int) -> None:
+def test_the_rows_of_a_shortened_file_are_those_of_the_file(options: Any, factor: int) -> None:
     width, height = 150, 203
     for data in (jpeg(width, height, **options), jpeg(width, height, mode="L")):
         whole = simplejpeg.decode_jpeg(data, "RGB", min_height=-(-height // factor), min_width=-(-width // factor))
@@ -89,7 +78,7 @@ def test_the_rows_of_a_shortened_file_are_those_of_the_file(simplejpeg: Any, opt
             assert np.array_equal(found[:used], whole[:used])
 
 
-def test_files_that_cannot_be_shortened_are_decoded_as_a_whole(simplejpeg: Any) -> None:
+def test_files_that_cannot_be_shortened_are_decoded_as_a_whole() -> None:
     progressive, plain = jpeg(130, 200, progressive=True), jpeg(130, 200)
     for data in (progressive, plain[:-2], plain + b"0", plain[:300], b"\xff\xd8"):
         assert image_decoders._shortened(data, 64) is None
@@ -97,14 +86,20 @@ def test_files_that_cannot_be_shortened_are_decoded_as_a_whole(simplejpeg: Any) 
     assert int((torch.stack(ours) - torch.stack(theirs)).abs().max()) <= 2
 
 
-def test_the_decoded_pixels_are_those_of_pillow(simplejpeg: Any) -> None:
+def test_the_decoded_pixels_are_those_of_pillow_also_if_other_decoders_warn() -> None:
     data = jpeg(120, 120)
     ours = samples(data, "simplejpeg", 105, is_random=False, count=1)[0]  # resized to 120: the decoded pixels
     with Image.open(io.BytesIO(data)) as image:
         assert np.array_equal(ours.numpy(), np.asarray(image).transpose(2, 0, 1)[:, 8:113, 8:113])
+    data = jpeg(130, 100)
+    dirty = data[:-2] + b"\x11\x22\x33" + data[-2:]  # bytes before the end marker
+    with pytest.raises(ValueError, match="extraneous"):
+        simplejpeg.decode_jpeg(dirty)
+    found, expected = (samples(each, "simplejpeg", 90, is_random=True, count=1)[0] for each in (dirty, data))
+    assert torch.equal(found, expected)
 
 
-def test_files_that_simplejpeg_does_not_decode_are_left_to_pillow(simplejpeg: Any, tmp_path: Path) -> None:
+def test_files_that_simplejpeg_does_not_decode_are_left_to_pillow(tmp_path: Path) -> None:
     folder = image_folders.write(tmp_path)
     loaded = []
     for decoder in ("simplejpeg", "pillow"):
@@ -121,16 +116,7 @@ def test_files_that_simplejpeg_does_not_decode_are_left_to_pillow(simplejpeg: An
         data.train[1]
 
 
-def test_a_file_that_other_decoders_only_warn_of_is_decoded(simplejpeg: Any) -> None:
-    data = jpeg(130, 100)
-    dirty = data[:-2] + b"\x11\x22\x33" + data[-2:]  # bytes before the end marker
-    with pytest.raises(ValueError, match="extraneous"):
-        simplejpeg.decode_jpeg(dirty)
-    found, expected = (samples(each, "simplejpeg", 90, is_random=True, count=1)[0] for each in (dirty, data))
-    assert torch.equal(found, expected)
-
-
-def test_images_for_predictions_are_prepared_alike(simplejpeg: Any, tmp_path: Path) -> None:
+def test_images_for_predictions_are_prepared_alike(tmp_path: Path) -> None:
     folder = image_folders.write(tmp_path)
     config = from_values({"data": {**FAST, "data_dir": str(folder), "image_size": 24}})
     splits = datasets.load(config)
@@ -141,21 +127,16 @@ def test_images_for_predictions_are_prepared_alike(simplejpeg: Any, tmp_path: Pa
     assert torch.equal(ImageReader("imagefolder", splits).read(png), unaugmented.train[10][0])
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_or_a_decoder_without_effect_is_an_error(make: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
-    with pytest.raises(
-        ConfigError, match=r"needs the package simplejpeg on every host .* pip install 'raypod\[jpeg\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"needs the package simplejpeg on every host .* 'raypod\[jpeg\]'"):
         preparation("simplejpeg", 32, is_random=True, flips=True)
-
-
-def test_a_decoder_without_effect_is_an_error(make: Callable[..., Plan]) -> None:
     with pytest.raises(ConfigError, match="--jpeg-decoder simplejpeg has no effect without --dataset imagefolder or"):
         make(data={"jpeg_decoder": "simplejpeg"})
 
 
 @pytest.fixture
-def plan(make: Callable[..., Plan], tmp_path: Path) -> Plan:
+def plan(make: Any, tmp_path: Path) -> Plan:
     folder = image_folders.write(tmp_path)
     return make(data={**FAST, "data_dir": str(folder)}, training={"batch_size": 1}, run={"run_dir": str(tmp_path)})
 
@@ -164,33 +145,24 @@ def started(instance: int, **versions: str) -> InstanceStarted:
     return InstanceStarted(instance, f"host-{instance}", 1, "emulated", "", 1, (), "data", tuple(versions.items()))
 
 
-def test_the_plan_names_the_decoder(plan: Plan) -> None:
+def test_hosts_with_different_decoders_are_an_error(plan: Plan, make: Any) -> None:
     assert "imagefolder: 12 training, 2 test, 224x224 pixels, decoded by simplejpeg" in render(plan)
     assert describe(plan)["dataset"]["jpeg_decoder"] == "simplejpeg"
-
-
-def test_hosts_with_different_decoders_are_an_error(plan: Plan, make: Callable[..., Plan]) -> None:
     check_same_data(plan, [started(0, simplejpeg="1.7.3"), started(1, simplejpeg="1.9.0")])
-    with pytest.raises(
-        ConfigError, match=r"instance 1 on host host-1 decodes images with simplejpeg 2, and instance 0"
-    ):
+    with pytest.raises(ConfigError, match="instance 1 on host host-1 decodes images with simplejpeg 2, and instance"):
         check_same_data(plan, [started(0, simplejpeg="1.9.0"), started(1, simplejpeg="2.0.0")])
-    digits = make()
-    check_same_data(digits, [started(0, pillow="10.4.0"), started(1, pillow="13.0.0")])
+    check_same_data(make(), [started(0, pillow="10.4.0"), started(1, pillow="13.0.0")])
 
 
-def test_a_checkpoint_of_another_decoder_is_named(plan: Plan, make: Callable[..., Plan]) -> None:
-    versions: Dict[str, str] = {"simplejpeg": "1.9.0"}
-    manifest = resume.manifest_of(plan, 1, 0, "data", versions)
+def test_a_checkpoint_of_another_decoder_is_named(plan: Plan, make: Any) -> None:
+    manifest = resume.manifest_of(plan, 1, 0, "data", {"simplejpeg": "1.9.0"})
     with_pillow = {**resume.settings_of(plan), "data.jpeg_decoder": "pillow"}
     assert resume.first_difference(manifest, with_pillow, []) == (
         "its data.jpeg_decoder is simplejpeg and this run's is pillow; --resume-anyway jpeg_decoder resumes with pillow"
     )
     checkpoint: Any = type("Saved", (), {"path": "update-1", "manifest": manifest})
     check_same_data(plan, [started(0, simplejpeg="1.7.3")], checkpoint)
-    with pytest.raises(
-        ConfigError, match="update-1: its images were decoded with simplejpeg 1, and this run's are with"
-    ):
+    with pytest.raises(ConfigError, match="update-1: its images were decoded with simplejpeg 1, and this run's are"):
         check_same_data(plan, [started(0, simplejpeg="2.0.0")], checkpoint)
     values = {**plan.config.model_dump(), "run": {**plan.config.run.model_dump(), "resume_anyway": "jpeg_decoder"}}
     check_same_data(make(**values), [started(0, simplejpeg="2.0.0")], checkpoint)

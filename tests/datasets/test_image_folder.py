@@ -1,8 +1,11 @@
+"""Image folders: classes, crops, damaged files and missing folders."""
+
 from __future__ import annotations
 
-import time
+import errno
+import os
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,29 +13,22 @@ import torch
 from PIL import Image
 
 from raypod import datasets
+from raypod.datasets import packing
 from raypod.datasets.feed import Feed
+from raypod.datasets.image_files import SUFFIXES
+from raypod.datasets.image_reader import image_files
 from raypod.datasets.images import ImageSource
 from raypod.errors import ConfigError
 from raypod.plan.config import Config
-from raypod.plan.plan import DatasetSize, Plan
+from raypod.plan.plan import DatasetSize
 from raypod.plan.resolve import from_values
-from raypod.plan.tables import render
+from raypod.plan.tables import render, render_brief
+from tests.support import image_folders
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two classes: 8 training images of 80x60, JPEG and PNG, one grey and one with an alpha channel; 2 test images."""
-    random = np.random.default_rng(0)
-    modes = {"c.jpg": "L", "d.png": "RGBA"}
-    for split, names in (("train", ("a.JPEG", "b.jpeg", "c.jpg", "d.png")), ("val", ("a.jpg",))):
-        for number, kind in enumerate(("cat", "dog")):
-            (tmp_path / split / kind).mkdir(parents=True)
-            for name in names:
-                pixels = random.integers(0, 256, (60, 80, 3), dtype=np.uint8)
-                pixels[..., 0] = 255 * number  # the red channel identifies the class
-                image = Image.fromarray(pixels).convert(modes.get(name, "RGB"))
-                image.save(str(tmp_path / split / kind / name))
-            (tmp_path / split / kind / "notes.txt").write_text("no image")
+    (image_folders.write(tmp_path) / "train" / "cat" / "notes.txt").write_text("no image")
     return tmp_path
 
 
@@ -40,24 +36,28 @@ def config(folder: Path, **data: object) -> Config:
     return from_values({"data": {"dataset": "imagefolder", "data_dir": str(folder), **data}})
 
 
-def test_each_folder_is_a_class(folder: Path) -> None:
+def test_each_folder_is_a_class_and_evaluation_uses_the_center_crop(folder: Path) -> None:
     splits = datasets.load(config(folder, image_size=32))
-    assert (len(splits.train), len(splits.test), splits.classes) == (8, 2, 2)
-    assert [splits.train[index][1] for index in range(8)] == [0] * 4 + [1] * 4
+    assert (len(splits.train), len(splits.test), splits.classes) == (12, 2, 2)
+    assert [splits.train[index][1] for index in range(12)] == [0] * 6 + [1] * 6
     image, label = splits.test[1]
     assert (tuple(image.shape), image.dtype, label) == ((3, 32, 32), torch.uint8, 1)
-    assert image[0].float().mean() > 200
+    with Image.open(str(folder / "val" / "cat" / "a.JPEG")) as image:
+        resized = image.resize((48, 37), Image.Resampling.BILINEAR)  # 37: 32 * 256 / 224 of the shorter side
+        expected = np.asarray(resized)[2:34, 8:40].transpose(2, 0, 1)
+    found = datasets.load(config(folder, image_size=32)).test[0][0].numpy()
+    assert np.abs(found.astype(int) - expected.astype(int)).max() <= 1
 
 
 def test_planning_counts_samples_and_writes_nothing(folder: Path) -> None:
-    assert datasets.dataset_size(config(folder)) == DatasetSize(8, 2)
+    assert datasets.dataset_size(config(folder)) == DatasetSize(12, 2)
     assert datasets.image_shape(config(folder)) == datasets.ImageShape(3, 224, 2)
     assert not list(folder.rglob("*.npy"))
     before = datasets.load(config(folder)).fingerprint
     assert list(folder.rglob("*.npy"))
-    time.sleep(0.01)  # the modification times must differ
-    (folder / "train" / "cat" / "b.jpeg").unlink()
-    assert datasets.dataset_size(config(folder)) == DatasetSize(7, 2)
+    (folder / "train" / "cat" / "b.jpg").unlink()
+    image_folders.touch(folder / "train" / "cat")
+    assert datasets.dataset_size(config(folder)) == DatasetSize(11, 2)
     assert datasets.load(config(folder)).fingerprint != before
 
 
@@ -65,25 +65,15 @@ def test_files_in_nested_folders_are_found(folder: Path) -> None:
     nested = folder / "train" / "cat" / "young" / "small"
     nested.mkdir(parents=True)
     datasets.load(config(folder))
-    time.sleep(0.01)  # the modification times must differ
-    (nested / "e.png").write_bytes((folder / "train" / "cat" / "d.png").read_bytes())
-    assert len(datasets.load(config(folder)).train) == 9
+    (nested / "e.png").write_bytes((folder / "train" / "cat" / "e.png").read_bytes())
+    image_folders.touch(nested)
+    assert len(datasets.load(config(folder)).train) == 13
 
 
-def test_evaluation_uses_the_center_crop(folder: Path) -> None:
-    with Image.open(str(folder / "val" / "cat" / "a.jpg")) as image:
-        resized = image.resize((49, 37), Image.Resampling.BILINEAR)  # 37: 32 * 256 / 224 of the shorter side
-        expected = np.asarray(resized)[2:34, 8:40].transpose(2, 0, 1)
-    found = datasets.load(config(folder, image_size=32)).test[0][0].numpy()
-    assert np.abs(found.astype(int) - expected.astype(int)).max() <= 1
-
-
-@pytest.mark.parametrize("data", [{}, {"num_workers": 2}, {"eight_bit_io": True}])
-def test_training_crops_are_a_function_of_seed_epoch_and_sample(
-    folder: Path, make: Callable[..., Plan], data: Any
-) -> None:
-    def fed(leg: int, instances: int, **section: object) -> torch.Tensor:
-        own = {"dataset": "imagefolder", "data_dir": str(folder), "image_size": 16, **section}
+@pytest.mark.parametrize("data", [{}, {"eight_bit_io": True}])
+def test_training_crops_are_a_function_of_seed_epoch_and_sample(folder: Path, make: Any, data: Any) -> None:
+    def fed(leg: int, instances: int) -> torch.Tensor:
+        own = {"dataset": "imagefolder", "data_dir": str(folder), "image_size": 16, **data}
         plan = make(data=own, training={"batch_size": 2, "epochs": 3}, pod={"replicas": 2, "num_instances": instances})
         source = ImageSource(plan.config, datasets.load(plan.config))
         calls = []
@@ -93,35 +83,31 @@ def test_training_crops_are_a_function_of_seed_epoch_and_sample(
             feed.close()
         return torch.cat([torch.cat(call) for call in zip(*calls)])
 
-    assert torch.equal(fed(1, 1, **data), fed(1, 2, **data))
-    assert not torch.equal(fed(0, 1, **data), fed(1, 1, **data))
+    assert torch.equal(fed(1, 1), fed(1, 2))
+    assert not torch.equal(fed(0, 1), fed(1, 1))
 
 
 def test_without_augmentation_training_images_are_the_centre_too(folder: Path) -> None:
-    target = folder / "val" / "cat" / "a.jpg"
-    target.write_bytes((folder / "train" / "cat" / "a.JPEG").read_bytes())
+    (folder / "val" / "cat" / "a.JPEG").write_bytes((folder / "train" / "cat" / "a.JPEG").read_bytes())
     plain, random = (datasets.load(config(folder, image_size=16, augment=on)) for on in (False, True))
     assert torch.equal(plain.train[0][0], plain.test[0][0])
     assert not torch.equal(random.train[0][0], plain.test[0][0])
 
 
-def test_a_truncated_image_is_named(folder: Path) -> None:
-    (folder / "train" / "dog" / "a.JPEG").write_bytes((folder / "train" / "dog" / "b.jpeg").read_bytes()[:500])
+def test_a_damaged_image_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut, broken = folder / "train" / "dog" / "a.JPEG", folder / "train" / "dog" / "e.png"
+    cut.write_bytes(cut.read_bytes()[:500])
+    image_folders.photograph(1, 300, 300).save(str(broken))
+    at = broken.read_bytes().rindex(b"IDAT")
+    broken.write_bytes(broken.read_bytes()[:at] + b"\0\0\0\0" + broken.read_bytes()[at + 4 :])  # a SyntaxError
+    train = datasets.load(config(folder)).train
     with pytest.raises(OSError, match=r"train/dog/a.JPEG: (?i:.*truncated.*); replace it"):
-        datasets.load(config(folder)).train[4]
-
-
-def test_the_image_is_named_for_any_exception_of_pillow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = folder / "train" / "dog" / "d.png"
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (300, 300, 3), dtype=np.uint8)).save(str(path))
-    written = path.read_bytes()
-    at = written.rindex(b"IDAT")
-    path.write_bytes(written[:at] + b"\0\0\0\0" + written[at + 4 :])  # SyntaxError: broken PNG file
-    with pytest.raises(OSError, match=r"train/dog/d.png: .*; replace it"):
-        datasets.load(config(folder)).train[7]
+        train[6]
+    with pytest.raises(OSError, match=r"train/dog/e.png: .*; replace it"):
+        train[10]
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # DecompressionBombError
-    with pytest.raises(OSError, match=r"train/dog/b.jpeg: .*; replace it"):
-        datasets.load(config(folder)).train[5]
+    with pytest.raises(OSError, match=r"train/dog/b.jpg: .*; replace it"):
+        train[7]
 
 
 @pytest.mark.parametrize(
@@ -140,16 +126,134 @@ def test_missing_folders_and_images_are_errors(folder: Path, broken: str, words:
             file.unlink()
     else:
         (folder / "val" / "bird").mkdir()
-    with pytest.raises(ConfigError, match=words):
-        datasets.load(config(folder))
-    with pytest.raises(ConfigError, match=words):
-        datasets.dataset_size(config(folder))
+    for read in (datasets.load, datasets.dataset_size):
+        with pytest.raises(ConfigError, match=words):
+            read(config(folder))
 
 
-def test_the_test_split_may_be_missing_or_in_test(folder: Path, make: Callable[..., Plan]) -> None:
+def test_the_test_split_may_be_missing_or_in_test(folder: Path, make: Any) -> None:
     (folder / "val").rename(folder / "other")
     plan = make(data=config(folder).data.model_dump(), training={"batch_size": 2})
-    assert "imagefolder: 8 training, NO test images: nothing will be evaluated" in render(plan)
-    assert datasets.dataset_size(config(folder)) == DatasetSize(8, 0)
+    assert "imagefolder: 12 training, NO test images: nothing will be evaluated" in render(plan)
+    assert datasets.dataset_size(config(folder)) == DatasetSize(12, 0)
     (folder / "other").rename(folder / "test")
-    assert datasets.dataset_size(config(folder)) == DatasetSize(8, 2)
+    assert datasets.dataset_size(config(folder)) == DatasetSize(12, 2)
+
+
+def test_hidden_and_other_files_are_no_samples_and_are_counted(folder: Path, make: Any) -> None:
+    ordinary = datasets.load(config(folder)).fingerprint
+    train, picture = folder / "train", (folder / "train" / "cat" / "e.png").read_bytes()
+    for hidden in (train / ".ipynb_checkpoints", train / "cat" / ".cache", train / "dog"):
+        hidden.mkdir(exist_ok=True)
+        (hidden / "._x.png").write_bytes(picture)
+    (train / ".ipynb_checkpoints" / "x.png").write_bytes(picture)
+    (train / "cat" / ".cache" / "x.png").write_bytes(picture)
+    (train / "x.png").write_bytes(picture)
+    (train / "bird").mkdir()
+    (train / "dog" / "README").write_text("")
+    splits = datasets.load(config(folder))
+    assert (splits.names, splits.classes, splits.fingerprint) == (("cat", "dog"), 2, ordinary)
+    assert datasets.image_shape(config(folder)).classes == 2
+    notes = datasets.dataset_size(config(folder)).notes[:2]
+    assert notes == (
+        f"WARNING: 1 class folder without images, as {train}/bird",
+        "skipped: 3 hidden, 1 .txt, 1 without a suffix, 1 outside of the class folders",
+    )
+    plan = make(data=config(folder).data.model_dump(), training={"batch_size": 2})
+    assert all(note in render(plan) and note in render_brief(plan) for note in notes)
+    assert packing.pack(folder, folder / "packed", 10**9, lambda written, total: None).skipped == list(notes)
+    (folder / "val" / "bird").mkdir()
+    assert len(datasets.load(config(folder)).test) == 2
+    (folder / "val" / "bird" / "x.png").write_bytes(picture)
+    image_folders.touch(folder / "val" / "bird")
+    with pytest.raises(ConfigError, match="val/bird is a class which has no images in .*/train"):
+        datasets.load(config(folder))
+
+
+def test_links_are_followed_and_loops_end(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    picture = (folder / "train" / "cat" / "e.png").read_bytes()
+    (elsewhere / "x.png").write_bytes(picture)
+    (elsewhere / "back").symlink_to(folder / "train" / "dog", target_is_directory=True)
+    (folder / "train" / "dog" / "more").symlink_to(elsewhere, target_is_directory=True)
+    assert len(datasets.load(config(folder)).train) == 13
+    assert "skipped: 1 .txt, 1 linked to a folder above" in datasets.dataset_size(config(folder)).notes[0]
+    (elsewhere / "y.png").write_bytes(picture)  # only the time of a linked folder changes
+    image_folders.touch(elsewhere)
+    train = datasets.load(config(folder)).train
+    assert len(train) == 14
+    assert train[13][1] == 1
+    assert len(image_files([str(folder / "train" / "dog")])) == 8
+
+
+def test_the_fingerprint_covers_the_contents_of_the_files(folder: Path) -> None:
+    before = datasets.load(config(folder)).fingerprint
+    one, other = (folder / split / "dog" / "a.JPEG" for split in ("train", "val"))
+    original, moved = one.read_bytes(), one.stat()
+    os.utime(str(one), ns=(0, 0))
+    assert datasets.load(config(folder)).fingerprint == before, "copies on other hosts have other times"
+    one.write_bytes(original[:-9] + bytes([original[-9] ^ 1]) + original[-8:])  # of the same size
+    os.utime(str(one), ns=(moved.st_atime_ns, moved.st_mtime_ns))
+    changed = datasets.load(config(folder)).fingerprint
+    assert (changed != before, changed.partition("-")[0]) == (True, before.partition("-")[0])
+    one.write_bytes(original)
+    other.write_bytes(original)
+    assert datasets.load(config(folder)).fingerprint not in (before, changed)
+    other.unlink()
+    other.symlink_to("nothing")  # an error when it is evaluated
+    image_folders.touch(other.parent)
+    assert len(datasets.load(config(folder)).test) == 2
+
+
+def test_names_need_not_be_utf8(folder: Path, make: Any) -> None:
+    root = folder.with_name("caf\udce9")
+    folder.rename(root)
+    for split in ("train", "val"):
+        (root / split / "dog").rename(root / split / "d\udce9g")
+    for where in (root, root / "train" / "d\udce9g"):
+        (where / "x.\udce9").write_bytes(b"")
+    (root / "train" / "d\udce9g" / "b.jpg").write_bytes(b"no image")
+    splits = datasets.load(config(root))
+    assert splits.names == ("cat", "d\\xe9g")
+    assert splits.train[6][1] == 1
+    with pytest.raises(OSError, match=r"caf\\xe9/train/d\\xe9g/b.jpg: ") as caught:
+        splits.train[7]
+    assert str(caught.value).encode()
+    assert render(make(data=config(root).data.model_dump(), training={"batch_size": 2})).encode()
+    packing.pack(root, root / "packed", 10**9, lambda written, total: None)
+    packed = datasets.load(config(root / "packed"))
+    assert (packed.names, packed.fingerprint) == (splits.names, splits.fingerprint)
+    with pytest.raises(OSError, match=r"train/d\\xe9g/b.jpg \(.*caf\\xe9/packed/train"):
+        packed.train[7]
+
+
+@pytest.mark.parametrize("suffix", sorted(SUFFIXES))
+def test_every_format_is_read(tmp_path: Path, suffix: str) -> None:
+    where = tmp_path / "train" / "a" / f"x{suffix.upper()}"
+    where.parent.mkdir(parents=True)
+    image = image_folders.photograph(1, 64, 64)
+    Image.init()
+    kind = Image.registered_extensions().get(suffix)
+    if kind not in Image.SAVE:
+        pytest.skip(f"this Pillow does not write {suffix}")
+    image.convert("1" if suffix == ".xbm" else "RGB").save(str(where), "JPEG" if kind == "MPO" else kind)
+    image, label = datasets.load(config(tmp_path, image_size=32)).train[0]
+    assert (tuple(image.shape), label) == ((3, 32, 32), 0)
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scandir(where: str) -> Any:
+        if where.endswith("dog"):
+            raise PermissionError(errno.EACCES, "Permission denied", where)
+        return scanned(where)
+
+    scanned = os.scandir
+    monkeypatch.setattr(os, "scandir", scandir)
+    for read in (datasets.load, datasets.dataset_size):
+        with pytest.raises(ConfigError, match="cannot read the folder .*train/dog: Permission denied"):
+            read(config(folder))
+
+
+def test_a_url_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"--data-dir s3://bucket/images: images are read from a folder of the host"):
+        datasets.dataset_size(from_values({"data": {"dataset": "imagefolder", "data_dir": "s3://bucket/images"}}))

@@ -1,30 +1,51 @@
 from __future__ import annotations
 
+import gzip
+import hashlib
 from pathlib import Path
-from typing import Any, Callable, Dict
+from typing import Any, Callable, Dict, Optional
 
-import documented
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
 from raypod import datasets
-from raypod.datasets import digits, registry
+from raypod.datasets import digits
 from raypod.datasets.arrays import fingerprint_of
-from raypod.errors import ConfigError
+from raypod.errors import ConfigError, DataMissing
 from raypod.plan.resolve import from_values
+from tests.support import documented
 
 
 def test_digits_are_the_images_of_scikit_learn() -> None:
-    splits, ours = datasets.load(from_values({})), load_digits()
-    is_test = np.arange(1797) % 5 == 0
-    assert np.array_equal(splits.test.images[:, 0], np.rint(ours.images[is_test] * 255 / 16))
-    assert np.array_equal(splits.train.labels, ours.target[~is_test])
+    levels, labels = digits.load_digits()
+    content = levels.astype(np.uint8).tobytes() + labels.astype(np.uint8).tobytes()
+    # The hash of what scikit-learn's own load_digits() returns.
+    assert hashlib.sha256(content).hexdigest() == "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
+    assert np.bincount(labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]  # of the UCI repository
+    splits, is_test = datasets.load(from_values({})), np.arange(1797) % 5 == 0
+    assert np.array_equal(splits.test.images[:, 0], np.rint(levels[is_test] * 255 / 16))
+    assert np.array_equal(splits.train.labels, labels[~is_test])
     assert (len(splits.train), len(splits.test)) == (digits.TRAIN_SAMPLES, digits.TEST_SAMPLES)
 
 
-def test_mean_and_std_are_those_of_the_training_images() -> None:
+@pytest.mark.parametrize(
+    "damage", [None, b"", gzip.compress(b"1,2\n"), b"text"], ids=["missing", "empty", "short", "text"]
+)
+def test_a_damaged_file_of_digits(damage: Optional[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "digits.csv.gz"
+    if damage is not None:
+        file.write_bytes(damage)
+    monkeypatch.setattr(digits, "_FILE", file)
+    with pytest.raises(DataMissing, match=r"digits.csv.gz, .* is missing or damaged: install raypod again"):
+        datasets.load(from_values({}))
+
+
+def test_digits_are_those_of_the_published_file() -> None:
     splits = datasets.load(from_values({}))
+    # The shapes, labels and images that scikit-learn has, times 255/16 and rounded; every fifth one is a test image.
+    assert splits.fingerprint == "72f599b273bfbd7ab7b5f4f114da730c9190d3d414f0428bdfcd9975b14e46b1"
+    assert (int(splits.train.images.sum()), int(splits.test.images.sum())) == (7158930, 1794871)
+    assert (len(splits.train), len(splits.test)) == (digits.TRAIN_SAMPLES, digits.TEST_SAMPLES)
     scaled = splits.train.images / 255
     assert (scaled.mean(), scaled.std()) == pytest.approx((*splits.mean, *splits.std), abs=1e-3)
 
@@ -38,22 +59,16 @@ def test_the_planned_size_is_the_loaded_size(data: Dict[str, Any]) -> None:
         assert splits.train.images.shape == (100, 1, 4, 5)
 
 
-def test_synthetic_images_are_a_function_of_the_seed() -> None:
-    def images(seed: int) -> np.ndarray:
-        config = from_values({"data": {"dataset": "synthetic", "samples": 50}, "training": {"seed": seed}})
-        return datasets.load(config).train.images
-
-    assert np.array_equal(images(1), images(1))
-    assert not np.array_equal(images(1), images(2))
-
-
 def test_the_fingerprint_identifies_the_data() -> None:
-    def of(**data: object) -> str:
-        return datasets.load(from_values({"data": {"dataset": "synthetic", "samples": 50, **data}})).fingerprint
+    def of(seed: int = 1, **data: object) -> datasets.Splits:
+        values = {"data": {"dataset": "synthetic", "samples": 50, **data}, "training": {"seed": seed}}
+        return datasets.load(from_values(values))
 
-    found = [of(), of(samples=51), of(classes=9), of(image="3x32x16"), datasets.load(from_values({})).fingerprint]
-    assert of() == found[0]
-    assert len(set(found)) == len(found)
+    found = [of(), of(2), of(samples=51), of(classes=9), of(image="3x32x16"), datasets.load(from_values({}))]
+    assert np.array_equal(of().train.images, found[0].train.images)
+    assert not np.array_equal(of(2).train.images, found[0].train.images)
+    assert of().fingerprint == found[0].fingerprint
+    assert len({splits.fingerprint for splits in found}) == len(found)
 
 
 def test_the_fingerprint_changes_with_one_label_or_pixel() -> None:
@@ -72,24 +87,30 @@ def test_the_config_overrides_the_default_augmentation() -> None:
     assert of() == datasets.Augmentation(padding=1, flip=False)
     assert of(crop_padding=2, flip=True) == datasets.Augmentation(padding=2, flip=True)
     assert of(augment=False, flip=True) == datasets.Augmentation()
-
-
-def test_the_crop_padding_is_smaller_than_the_images() -> None:
     with pytest.raises(ConfigError, match="--crop-padding 8 is too large for images of 8x8 pixels: use less"):
-        datasets.load(from_values({"data": {"crop_padding": 8}}))
-    assert datasets.load(from_values({"data": {"crop_padding": 8, "augment": False}})).augmentation.padding == 0
+        of(crop_padding=8)
+    assert of(crop_padding=8, augment=False).padding == 0
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`write(name=code)`: write modules of the user, which can be imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return lambda **modules: [(tmp_path / f"{name}.py").write_text(code) for name, code in modules.items()]
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("digitz", "known: digits, synthetic"),
+        ("digit", r"unknown data set 'digit'; did you mean digits\?; known: digits, synthetic"),
         ("no_such_module:make", "No module named 'no_such_module'"),
-        ("math:no_such_function", "math has no 'no_such_function'"),
+        ("numpy:no_such_function", "numpy has no 'no_such_function'"),
         (":make", "':make': write module:function"),
         ("own_data:", "'own_data:': write module:function"),
         (".own_data:make", "'.own_data:make': write module:function"),
-        ("math:pi", "float is not callable"),
+        ("numpy:pi", "float is not callable"),
+        ("os:system", "os is a module of Python itself"),
         ("own_data:takes_nothing", r"is called with \(None\), and takes \(\): too many positional"),
         ("own_data:classes", "returned 'ten' as the number of classes"),
         ("broken_data:make", "broken_data.py, line 1"),
@@ -99,30 +120,23 @@ def test_the_crop_padding_is_smaller_than_the_images() -> None:
         ("exiting_data:make", "importing exiting_data raised SystemExit: 3"),
     ],
 )
-def test_the_error_explains_why_a_data_set_cannot_be_used(
-    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "own_data.py").write_text(
-        "def wrong(folder): return 3\ndef no_length(folder): return [(1, 2)], iter([])\n"
+def test_the_error_explains_why_a_data_set_cannot_be_used(write: Any, name: str, words: str) -> None:
+    write(
+        own_data="def wrong(folder): return 3\ndef no_length(folder): return [(1, 2)], iter([])\n"
         "def takes_nothing(): return 3\ndef classes(folder): return [], [], 'ten'\n"
-        "def exits(folder): raise SystemExit(3)\n"
+        "def exits(folder): raise SystemExit(3)\n",
+        exiting_data="raise SystemExit(3)\n",
+        broken_data="def make(folder:\n",
     )
-    (tmp_path / "exiting_data.py").write_text("raise SystemExit(3)\n")
-    (tmp_path / "broken_data.py").write_text("def make(folder:\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=words):
         datasets.load(from_values({"data": {"dataset": name}}))
 
 
-def test_an_exception_of_the_users_function_is_one_line_of_the_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "raising_data.py").write_text(
-        "import os\ndef make(folder):\n    return os.path.join(folder, 'x'), [], 2\n"
+def test_an_exception_of_the_users_function_is_one_line_of_the_plan(write: Any) -> None:
+    write(
+        raising_data="import os\ndef make(folder):\n    return os.path.join(folder, 'x'), [], 2\n"
         "def flat(folder):\n    return [([1, 2], 0)], [], 2\n"
     )
-    monkeypatch.syspath_prepend(str(tmp_path))
     config = from_values({"data": {"dataset": "raising_data:make"}})
     expected = r"^raising_data:make: TypeError: expected str.* \(raising_data.py:3, in make\)"
     for plan in (datasets.dataset_size, datasets.image_shape):
@@ -134,31 +148,28 @@ def test_an_exception_of_the_users_function_is_one_line_of_the_plan(
         datasets.image_shape(from_values({"data": {"dataset": "raising_data:flat"}}))
 
 
-def test_digits_load_without_importing_torch_or_scikit_learn(run_python: Callable[[str], str]) -> None:
+def test_digits_load_without_importing_torch(run_python: Callable[[str], str]) -> None:
     run_python(
         "import sys\nfrom raypod import datasets\nfrom raypod.plan import config\n"
-        "datasets.load(config.Config())\nassert not {'sklearn', 'torch'} & set(sys.modules)"
+        "datasets.load(config.Config())\nassert 'torch' not in sys.modules"
     )
 
 
-def test_the_fingerprint_of_user_arrays_covers_their_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_arrays.py").write_text(
-        "import numpy as np\nfrom raypod.datasets import ArrayDataset\n"
+def test_the_fingerprint_of_user_arrays_covers_their_content(write: Any) -> None:
+    write(
+        own_arrays="import numpy as np\nfrom raypod.datasets import ArrayDataset\n"
         "def make(folder):\n"
-        "    images = np.full((6, 1, 4, 4), int(folder), dtype=np.uint8)\n"
-        "    return ArrayDataset(images, np.arange(6)), ArrayDataset(images[:2], np.arange(2)), 6\n"
+        "    arrays = ArrayDataset(np.full((6, 1, 4, 4), int(folder), dtype=np.uint8), np.arange(6))\n"
+        "    return arrays, arrays, 6\n"
     )
-    monkeypatch.syspath_prepend(str(tmp_path))
     configs = [from_values({"data": {"dataset": "own_arrays:make", "data_dir": str(level)}}) for level in (1, 2)]
     assert datasets.image_shape(configs[0]) == datasets.ImageShape(1, 4, 6)
     assert datasets.load(configs[1]).train[3][1] == 3
     assert len({datasets.load(config).fingerprint for config in configs}) == 2
 
 
-def test_the_documented_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, code in documented.modules("reference/data.md").items():
-        (tmp_path / name).write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_the_documented_data_set(write: Any) -> None:
+    write(**{name[: -len(".py")]: code for name, code in documented.modules("reference/data.md").items()})
     config = from_values({"data": {"dataset": "my_data:load"}})
     splits = datasets.load(config)
     assert datasets.image_shape(config) == datasets.ImageShape(1, 8, 2)
@@ -166,8 +177,3 @@ def test_the_documented_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert splits.train.images.dtype == np.uint8
     assert splits.train.images.max() == 240
     assert set(splits.test.labels) == {0, 1}
-
-
-def test_an_unknown_data_set_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"unknown data set 'digit'; did you mean digits\?; known: digits, "):
-        registry.dataset_size(from_values({"data": {"dataset": "digit"}}))

@@ -5,11 +5,9 @@ import pytest
 import torch
 from PIL import Image
 
-from raypod import datasets
 from raypod.datasets import ArrayDataset, Augmentation, transforms
 from raypod.datasets.order import augmentation_integers
 from raypod.host import torchvision_import
-from raypod.plan.resolve import from_values
 
 MEAN, STD = (0.1, 0.5, 0.3), (0.2, 0.25, 1.0)
 
@@ -24,16 +22,13 @@ def by_pillow(image: np.ndarray, height: int, width: int) -> np.ndarray:
     return np.stack([np.asarray(plane) for plane in planes])
 
 
-def test_each_image_is_cropped_at_its_offset() -> None:
+def test_images_are_cropped_at_their_offsets_and_only_selected_ones_flipped() -> None:
     pixels = np.arange(2 * 3 * 4 * 4, dtype=np.uint8).reshape(2, 3, 4, 4)
     cropped = transforms.crop(pixels, np.array([[1, 1], [2, 0]]), padding=1)
     assert np.array_equal(cropped[0], pixels[0])  # offset 1 of 0..2 is the center
     expected = np.zeros((3, 4, 4), dtype=np.uint8)
     expected[:, :3, 1:] = pixels[1, :, 1:, :3]  # one row up, one column right
     assert np.array_equal(cropped[1], expected)
-
-
-def test_only_the_selected_images_are_flipped() -> None:
     before = images(3)
     after = transforms.flip(before.copy(), np.array([False, True, False]))
     assert np.array_equal(after[1], before[1, :, :, ::-1])
@@ -55,20 +50,14 @@ def test_flip_and_resize_equal_torchvision() -> None:
         assert np.array_equal(mine, functional.pil_to_tensor(functional.resize(image, [64])))
 
 
-@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 8, 8), (3, 4, 12), (2, 5, 16)])
-def test_doubling_equals_pillow(shape: tuple[int, int, int]) -> None:
-    small = images(9, *shape)
-    target = (2 * shape[1], 2 * shape[2])
-    assert np.array_equal(transforms.resize(small, target), [by_pillow(image, *target) for image in small])
-
-
-@pytest.mark.parametrize(
-    ("shape", "target"), [((3, 32, 32), 224), ((3, 40, 32), 24), ((1, 28, 28), 32), ((3, 6, 6), 12)]
-)
-def test_resizing_differs_from_pillow_by_at_most_one(shape: tuple[int, int, int], target: int) -> None:
-    before = images(3, *shape)
-    expected = np.stack([by_pillow(image, target, target) for image in before]).astype(int)
-    assert np.abs(transforms.resize(before, (target, target)) - expected).max() <= 1
+def test_resizing_differs_from_pillow_by_at_most_one_and_doubling_does_not() -> None:
+    for shape in [(3, 32, 32), (1, 8, 8), (3, 4, 12), (2, 5, 16)]:
+        small, target = images(9, *shape), (2 * shape[1], 2 * shape[2])
+        assert np.array_equal(transforms.resize(small, target), [by_pillow(image, *target) for image in small])
+    for shape, side in [((3, 32, 32), 224), ((3, 40, 32), 24), ((1, 28, 28), 32), ((3, 6, 6), 12)]:
+        before = images(3, *shape)
+        expected = np.stack([by_pillow(image, side, side) for image in before]).astype(int)
+        assert np.abs(transforms.resize(before, (side, side)) - expected).max() <= 1
 
 
 def test_augmentation_does_not_depend_on_the_batch() -> None:
@@ -81,6 +70,9 @@ def test_augmentation_does_not_depend_on_the_batch() -> None:
     assert all(np.array_equal(together[i], of(np.array([i]))[0]) for i in range(0, 150, 7))
     assert np.array_equal(together[[9, 3]], of(np.array([9, 3])))
     assert not np.array_equal(together, of(np.arange(150), epoch=3))
+    unchanged, labels = transforms.gather(data, np.array([4, 0]), augmentation, None)  # without a seed
+    assert np.array_equal(unchanged, data.images[[4, 0]])
+    assert labels.tolist() == [4, 0]
 
 
 def test_half_of_the_images_are_flipped_and_offsets_are_uniform() -> None:
@@ -94,33 +86,15 @@ def test_half_of_the_images_are_flipped_and_offsets_are_uniform() -> None:
     assert moved.ravel().tolist() == pytest.approx([2000 / 9] * 9, abs=70)
 
 
-def test_images_without_a_seed_are_not_augmented() -> None:
-    data = ArrayDataset(images(5), np.arange(5))
-    found, labels = transforms.gather(data, np.array([4, 0]), Augmentation(padding=4, flip=True), None)
-    assert np.array_equal(found, data.images[[4, 0]])
-    assert labels.tolist() == [4, 0]
-
-
-def test_each_channel_has_its_mean_and_std() -> None:
+def test_each_channel_has_its_mean_and_std_with_the_same_bits_on_the_device() -> None:
     normalized = transforms.normalize(torch.from_numpy(images(4)), (0.1, 0.2, 0.3), (0.5, 0.25, 1.0))
     scaled = torch.from_numpy(images(4)).float() / 255
     for channel, (mean, std) in enumerate(((0.1, 0.5), (0.2, 0.25), (0.3, 1.0))):
         torch.testing.assert_close(normalized[:, channel], (scaled[:, channel] - mean) / std)
-
-
-def test_digits_are_shifted_by_at_most_one_pixel() -> None:
-    splits = datasets.load(from_values({}))
-    shifted, _ = transforms.gather(splits.train, np.arange(50), splits.augmentation, (42, 0))
-    borders = np.pad(splits.train.images[:50], ((0, 0), (0, 0), (1, 1), (1, 1)))
-    places = [borders[:, :, y : y + 8, x : x + 8] for y in range(3) for x in range(3)]
-    assert all(any(np.array_equal(shifted[i], place[i]) for place in places) for i in range(50))
-
-
-def test_the_device_normalizes_to_the_same_bits_as_the_host() -> None:
-    pixels = torch.from_numpy(images(5, 3, 8, 8))
-    assert torch.equal(
-        transforms.device_input(torch.float32, MEAN, STD, (8, 8), None)(pixels), transforms.normalize(pixels, MEAN, STD)
-    )
+    pixels, floats = torch.from_numpy(images(5, 3, 8, 8)), torch.rand(2, 3, 8, 8)
+    on_device = transforms.device_input(torch.float32, MEAN, STD, (8, 8), None)
+    assert torch.equal(on_device(pixels), transforms.normalize(pixels, MEAN, STD))
+    assert torch.equal(on_device(floats), floats)
 
 
 @pytest.mark.parametrize(("height", "width", "size"), [(32, 32, 64), (8, 6, 20)])
@@ -129,8 +103,3 @@ def test_the_device_resizes_to_within_one_of_the_host(height: int, width: int, s
     prepared = transforms.device_input(torch.float32, (0.0,), (1 / 255,), (height, width), size)(pixels)
     expected = torch.from_numpy(transforms.resize(pixels.numpy(), (size, size))).float()
     assert (prepared - expected).abs().max() <= 1.001  # Pillow rounds after the width and after the height
-
-
-def test_floating_images_pass_unchanged() -> None:
-    pixels = torch.rand(2, 3, 8, 8)
-    assert torch.equal(transforms.device_input(torch.float32, MEAN, STD, (8, 8), 8)(pixels), pixels)

@@ -6,9 +6,12 @@ import gc
 import os
 import threading
 import time
+from typing import Any, Callable, Iterator
 
 import pytest
 import torch
+
+from tests.support.ranks import rank_server, run_ranks
 
 # Test the emulated Horovod even if the real one is installed.
 os.environ["EMULATED_POD_HOROVOD"] = "emulated"
@@ -39,3 +42,19 @@ def _collect_models():
     deadline = time.monotonic() + 5
     while _has_replica_threads() and time.monotonic() < deadline:
         time.sleep(0.001)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Use one thread of torch: threads of small kernels wait for cores, and kernels of several round differently."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[..., Any]]:
+    """`ranks(__file__, functions, size)`: `run_ranks`, with one server for all tests of this process."""
+    with rank_server():
+        yield run_ranks

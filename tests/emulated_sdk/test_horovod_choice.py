@@ -10,7 +10,11 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Optional
 
-from ranks import SDK
+import pytest
+
+from tests.support.ranks import SDK
+
+pytestmark = pytest.mark.usefixtures("processes")
 
 
 def fake_horovod(folder: Path, has_extension: bool) -> Path:

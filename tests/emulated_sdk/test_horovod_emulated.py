@@ -14,7 +14,13 @@ from typing import Any, Dict, List
 import horovod.torch as hvd
 import pytest
 import torch
-from ranks import error_of, run_ranks
+from _pod import wires
+from horovod.common.exceptions import HorovodInternalError
+from horovod.torch import functions
+from horovod.torch._engine import Engine, Numbering
+from horovod.torch._timeline import Timeline
+
+from tests.support.ranks import error_of
 
 
 def start(rank: int, size: int) -> Any:
@@ -112,10 +118,10 @@ def sets_that_wait_for_each_other(rank: int, size: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def pod() -> Dict[str, List[Any]]:
+def pod(ranks: Any) -> Dict[str, List[Any]]:
     functions = ["start", "out_of_step", "two_threads", "same_name_twice", "shutdown_of_rank_0", "failed_init"]
     functions += ["timeline_of_two_sets", "sets_that_wait_for_each_other"]
-    return run_ranks(__file__, functions, 4)
+    return ranks(__file__, functions, 4)
 
 
 def test_rank_and_size_are_those_of_popdist(pod: Dict[str, List[Any]]) -> None:
@@ -293,6 +299,43 @@ def test_elastic_mode_is_an_error() -> None:
         hvd.elastic  # noqa: B018
     with pytest.raises(ImportError, match="no elastic mode"):
         from horovod.torch import elastic  # noqa: F401
+
+
+READ: List[bool] = []
+
+
+def note_read() -> None:
+    READ.append(True)
+
+
+class Executes:
+    """An object whose pickle calls a function when it is read."""
+
+    def __reduce__(self) -> Any:
+        return note_read, ()
+
+
+@pytest.mark.parametrize("attack", ["no proof", "another secret", "changed", "sent again", "another sender"])
+def test_an_object_is_read_only_if_its_sender_proves_the_secret_of_the_run(
+    attack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMULATED_POD_SECRET", "ab" * 32)
+    engine = Engine(wires.connect("objects", 0, 1), 0, [0], Numbering(), Timeline())
+    context = engine.next_object("x from 0")
+    received = functions._pickled(Executes(), context)
+    functions._unpickled(received, context)
+    assert READ.pop()
+    if attack == "no proof":
+        received = received[32:]
+    elif attack == "another secret":
+        monkeypatch.setenv("EMULATED_POD_SECRET", "cd" * 32)
+    elif attack == "changed":
+        received[-2] ^= 1
+    else:
+        context = engine.next_object("x from 0" if attack == "sent again" else "x from 1")
+    with pytest.raises(HorovodInternalError, match="was not sent by a process of this pod, and is not read"):
+        functions._unpickled(received, context)
+    assert not READ
 
 
 def test_objects_are_pickled(single_rank: Any) -> None:

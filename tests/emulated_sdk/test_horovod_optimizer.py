@@ -7,7 +7,8 @@ from typing import Any, Dict, List
 import horovod.torch as hvd
 import pytest
 import torch
-from ranks import both, error_of, run_ranks, set_rank
+
+from tests.support.ranks import both, error_of, set_rank
 
 STEPS, SAMPLES = 3, 8
 
@@ -191,10 +192,10 @@ def broadcast_state(rank: int, size: int) -> Dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=both())
-def pod(request: pytest.FixtureRequest) -> Dict[str, List[Any]]:
+def pod(ranks: Any, request: pytest.FixtureRequest) -> Dict[str, List[Any]]:
     functions = ["start", "train", "branches", "sparse", "misuse", "broadcast_state"]
     functions += EMULATED_ONLY if request.param == "emulated" else []
-    return run_ranks(__file__, functions, 2, horovod=request.param)
+    return ranks(__file__, functions, 2, horovod=request.param)
 
 
 def emulated(pod: Dict[str, List[Any]], function: str) -> List[Any]:

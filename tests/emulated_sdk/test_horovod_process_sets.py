@@ -8,7 +8,8 @@ from typing import Any, Dict, List
 import horovod.torch as hvd
 import pytest
 import torch
-from ranks import both, error_of, run_ranks, set_rank
+
+from tests.support.ranks import both, error_of, set_rank
 
 # ---- run by 4 ranks, 2 on each of 2 hosts
 
@@ -100,8 +101,8 @@ FUNCTIONS = ["start", "collectives", "optimizers", "static_only"]
 
 
 @pytest.fixture(scope="module", params=both())
-def pod(request: pytest.FixtureRequest) -> Dict[str, List[Any]]:
-    return run_ranks(__file__, FUNCTIONS, 4, horovod=request.param)
+def pod(ranks: Any, request: pytest.FixtureRequest) -> Dict[str, List[Any]]:
+    return ranks(__file__, FUNCTIONS, 4, horovod=request.param)
 
 
 def values(pod: Dict[str, List[Any]], function: str, key: str) -> List[Any]:

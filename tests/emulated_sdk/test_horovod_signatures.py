@@ -9,7 +9,8 @@ import sys
 from typing import Any, Dict
 
 import pytest
-from ranks import SDK, has_real_horovod
+
+from tests.support.ranks import SDK, has_real_horovod
 
 PROGRAM = """
 import enum, inspect, json
@@ -45,6 +46,7 @@ def interface(choice: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.skipif(not has_real_horovod(), reason="no Horovod is installed (scripts/install_horovod.sh)")
 def test_names_parameters_and_defaults_equal_the_installed_ones() -> None:
     (ours, our_signatures, our_values), (theirs, their_signatures, their_values) = (
@@ -58,6 +60,7 @@ def test_names_parameters_and_defaults_equal_the_installed_ones() -> None:
             assert our_signatures[name] == signature, name
 
 
+@pytest.mark.usefixtures("processes")
 def test_variants_of_collectives_have_horovods_parameters() -> None:
     names, signatures, _ = interface("emulated")
     assert {"allreduce_async_", "grouped_allreduce", "join", "DistributedOptimizer", "SyncBatchNorm"} <= set(names)

@@ -7,7 +7,8 @@ from typing import Any, Dict, List
 import horovod.torch as hvd
 import pytest
 import torch
-from ranks import run_ranks, set_rank
+
+from tests.support.ranks import set_rank
 
 SAMPLES = [3, 5]  # samples of each rank
 
@@ -38,8 +39,8 @@ def normalize(rank: int, size: int) -> Dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def found() -> List[Dict[str, torch.Tensor]]:
-    return run_ranks(__file__, ["normalize"], 2)["normalize"]
+def found(ranks: Any) -> List[Dict[str, torch.Tensor]]:
+    return ranks(__file__, ["normalize"], 2)["normalize"]
 
 
 @pytest.mark.parametrize("what", ["output", "gradient", "inference"])

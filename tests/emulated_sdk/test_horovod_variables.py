@@ -10,7 +10,8 @@ import horovod.torch as hvd
 import pytest
 import torch
 from horovod.torch import _position
-from ranks import error_of
+
+from tests.support.ranks import error_of
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,9 @@ from typing import List, Set
 import poptorch
 import pytest
 import torch
-from poptorch_models import Line, options, seeded
 from torch import nn
+
+from tests.support.poptorch_models import Line, options, seeded
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent.parent / "docs" / "reference/emulated-sdk.md"

@@ -13,7 +13,6 @@ import _pod.wires
 import pytest
 import torch
 from _pod.gradient_sum import GradientSum, Placement
-from ranks import run_ranks
 
 PLACEMENTS = [(1, 1), (2, 2), (4, 4), (1, 1, 1, 1), (2, 2, 2, 2)]
 LENGTHS = [1, 3, 17, 63, 1001]
@@ -166,8 +165,8 @@ RUNS = ["on_boards", "over_network", "without_memory_on_rank_1", "allocation_fai
 
 
 @pytest.fixture(scope="module")
-def pod() -> Dict[str, List[Any]]:
-    return run_ranks(__file__, [*RUNS, "boards_during_and_after", "death_of_rank_3"], 4)
+def pod(ranks: Any) -> Dict[str, List[Any]]:
+    return ranks(__file__, [*RUNS, "boards_during_and_after", "death_of_rank_3"], 4)
 
 
 @pytest.mark.parametrize("function", ["on_boards", "over_network"])

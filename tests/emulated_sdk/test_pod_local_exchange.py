@@ -12,7 +12,8 @@ import _pod.wires
 import pytest
 import torch
 from _pod.gradient_sum import GradientSum, Placement
-from ranks import error_of, run_ranks
+
+from tests.support.ranks import error_of
 
 ROWS = [torch.arange(length, dtype=dtype) for dtype in (torch.uint8, torch.float32) for length in (1, 7, 200, 20000)]
 SIZE = 4
@@ -75,8 +76,8 @@ def not_connected(rank: int, size: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def found() -> Dict[str, List[Any]]:
-    return run_ranks(__file__, ["gathers", "messages", "not_connected", "out_of_step"], SIZE)
+def found(ranks: Any) -> Dict[str, List[Any]]:
+    return ranks(__file__, ["gathers", "messages", "not_connected", "out_of_step"], SIZE)
 
 
 def test_a_gather_has_the_bits_of_that_over_the_network(found: Dict[str, List[Any]]) -> None:

@@ -10,7 +10,6 @@ import _pod.reduce
 import _pod.wires
 import pytest
 import torch
-from ranks import run_ranks
 
 PLACEMENTS = [(4,), (2, 2), (1, 1, 1, 1), (3, 3), (2, 2, 2), (4, 4), (2, 2, 2, 2), (1, 4), (5, 2, 1), (3, 2, 2, 4)]
 LENGTHS = [0, 1, 3, 1000]
@@ -82,8 +81,8 @@ def death_of_rank_3(rank: int, size: int) -> Tuple[float, str]:
 
 
 @pytest.fixture(scope="module")
-def pod() -> Dict[str, List[Any]]:
-    return run_ranks(__file__, ["sums", "different_lengths", "death_of_rank_3"], 4)
+def pod(ranks: Any) -> Dict[str, List[Any]]:
+    return ranks(__file__, ["sums", "different_lengths", "death_of_rank_3"], 4)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from _pod.rendezvous import Store
 from _pod.store_client import StoreClient
 from _pod.wires import PeerFailed, StoreServer
-from bounded import wait_until
-from end_to_end import intruder
+
+from tests.support import intruder
+from tests.support.bounded import wait_until
 
 MANY = 256
 c10d: Any = dist  # its stubs lack the stores
@@ -162,6 +163,7 @@ def test_close_ends_the_port_the_thread_and_all_waits() -> None:
     assert threading.active_count() == before
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_forked_child_does_not_keep_the_port_open(server: StoreServer, client: StoreClient) -> None:
     child = os.fork()
     if child == 0:

@@ -14,7 +14,6 @@ import _pod.wires
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
@@ -104,8 +103,8 @@ RANK_FUNCTIONS = [
 
 
 @pytest.fixture(scope="module")
-def pod() -> Dict[str, List[Any]]:
-    return run_ranks(__file__, RANK_FUNCTIONS, 3)
+def pod(ranks: Any) -> Dict[str, List[Any]]:
+    return ranks(__file__, RANK_FUNCTIONS, 3)
 
 
 @pytest.fixture
@@ -254,6 +253,7 @@ def test_a_rank_may_retry_after_a_timeout(rendezvous: str) -> None:
 
 
 def test_a_join_fails_at_once_if_another_rank_abandons(rendezvous: str) -> None:
+    client()
     _pod.wires.abandon("g", 1, 2, "no gradient")
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="another rank failed before it joined"):

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any, Callable, Dict, List
 
 import _pod.reduce
+import _pod.rendezvous
 import _pod.wires
 import pytest
 import torch
-from ranks import run_ranks, set_rank
+
+from tests.support.bounded import wait_until
+from tests.support.ranks import set_rank
 
 ENDS_WITHIN_S = 5.0  # EMULATED_POD_TIMEOUT_S is 30 s here
 WAITS = ["barrier", "receive", "gather", "board", "horovod", "joining"]
@@ -86,8 +92,8 @@ def _disconnect() -> None:
 
 
 @pytest.fixture(scope="module")
-def found() -> List[Dict[str, Any]]:
-    return run_ranks(__file__, ["frozen"], 2, timeout_s=90.0)["frozen"]
+def found(ranks: Any) -> List[Dict[str, Any]]:
+    return ranks(__file__, ["frozen"], 2, timeout_s=90.0)["frozen"]
 
 
 @pytest.mark.parametrize("what", WAITS)
@@ -95,3 +101,43 @@ def test_abandon_all_ends_a_wait_for_a_frozen_process(found: List[Dict[str, Any]
     error, waited_s = found[0][what]
     assert error.startswith(("PeerFailed: ", "HorovodInternalError: ")), error
     assert waited_s < ENDS_WITHIN_S
+
+
+@pytest.mark.parametrize("store", ["ended", "frozen", "unreachable"])
+def test_abandon_all_ends_the_connecting_to_a_lost_store(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as sockets, ThreadPoolExecutor(1) as pool:
+        listener = sockets.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        address = listener.getsockname()
+        if store != "ended":
+            listener.listen(0)
+        for _ in range(4 if store == "unreachable" else 0):  # the kernel drops connections that do not fit the backlog
+            other = sockets.enter_context(socket.socket())
+            other.setblocking(False)
+            other.connect_ex(address)
+        monkeypatch.setenv(_pod.wires.RENDEZVOUS, f"127.0.0.1:{address[1]}")
+        monkeypatch.setenv(_pod.wires.SECRET, "00" * 32)
+        joined = pool.submit(_pod.wires.connect, "g", 0, 2)
+        assert not wait_until(joined.done, within_s=0.3)
+
+        def is_ended() -> bool:
+            _pod.wires.abandon_all("another instance is lost")
+            return joined.done()
+
+        assert wait_until(is_ended, ENDS_WITHIN_S)
+        with pytest.raises(_pod.wires.PeerFailed, match="cancelled while connecting"):
+            joined.result()
+
+
+def test_abandon_opens_no_connection_to_a_lost_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as stack:
+        server = _pod.wires.StoreServer()
+        stack.callback(_pod.wires.close)
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        store, _ = _pod.rendezvous.client(2)
+        server.close()
+        with pytest.raises(_pod.wires.PeerFailed, match="lost the connection"):
+            store.add("a", 1)
+        monkeypatch.setattr(_pod.rendezvous, "StoreClient", None)
+        _pod.wires.abandon("g", 0, 2, "a replica of this process failed")

@@ -11,7 +11,6 @@ import popdist
 import popdist.poptorch
 import poptorch
 import pytest
-from ranks import run_ranks
 
 NAMES = [
     "POPDIST_NUM_TOTAL_REPLICAS",
@@ -31,6 +30,7 @@ def instance(total: int, local: int, offset: int, ipus: int = 1, local_index: in
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in [*NAMES, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"]:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(popdist, "_is_finalized", False)  # of this process, in which other tests run too
     return monkeypatch
 
 
@@ -209,6 +209,9 @@ def test_one_instance_needs_no_rendezvous(environment: pytest.MonkeyPatch) -> No
     popdist.synchronize()
     popdist.finalizeBackend()
     assert not popdist.isBackendInitialized()
+    popdist.finalizeBackend()
+    with pytest.raises(RuntimeError, match="MPI can be initialized only once in a process"):
+        popdist.init()
 
 
 def test_synchronize_needs_init(environment: pytest.MonkeyPatch) -> None:
@@ -252,7 +255,6 @@ def synchronize(rank: int, size: int) -> List[float]:
     popdist.synchronize()
     waited_s = time.monotonic() - began
     popdist.finalizeBackend()
-    popdist.init()
     return [popdist.getInstanceIndex(), waited_s]
 
 
@@ -262,9 +264,9 @@ def run_on_the_last(rank: int, size: int) -> Any:
 
 
 @pytest.fixture(scope="module")
-def values() -> Dict[str, List[Any]]:
+def values(ranks: Any) -> Dict[str, List[Any]]:
     """Return the values of two instances; starting them takes seconds."""
-    return run_ranks(__file__, ["synchronize", "run_on_the_last"], 2)
+    return ranks(__file__, ["synchronize", "run_on_the_last"], 2)
 
 
 def test_a_function_is_executed_on_the_given_instances(values: Dict[str, List[Any]]) -> None:

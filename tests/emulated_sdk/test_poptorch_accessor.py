@@ -9,10 +9,24 @@ from multiprocessing import resource_tracker
 import poptorch
 import pytest
 import torch
-from bounded import wait_until
 from poptorch import pytree
-from poptorch_data import FORK, Boxed, BoxParser, Broken, Numbers, Pair, RandomNumbers, Stream, epoch, numbers
-from poptorch_models import options
+
+from tests.support.bounded import wait_until
+from tests.support.poptorch_data import (
+    FORK,
+    Boxed,
+    BoxParser,
+    Broken,
+    Numbers,
+    Pair,
+    RandomNumbers,
+    Stream,
+    epoch,
+    numbers,
+)
+from tests.support.poptorch_models import options
+
+pytestmark = pytest.mark.usefixtures("processes")
 
 
 @pytest.fixture(autouse=True, scope="module")

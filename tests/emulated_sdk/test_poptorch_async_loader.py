@@ -7,9 +7,12 @@ import logging
 import poptorch
 import pytest
 import torch
-from poptorch_data import FORK, PADDED, SAMPLER, Numbers, Stream, Where, collate_padded, epoch, numbers
-from poptorch_models import options
 from torch.utils.data import BatchSampler, SequentialSampler
+
+from tests.support.poptorch_data import FORK, PADDED, SAMPLER, Numbers, Stream, Where, collate_padded, epoch, numbers
+from tests.support.poptorch_models import options
+
+pytestmark = pytest.mark.usefixtures("processes")
 
 MODES = [poptorch.DataLoaderMode.Async, poptorch.DataLoaderMode.AsyncRebatched]
 

@@ -9,81 +9,54 @@ import pickle
 import poptorch
 import pytest
 import torch
-from poptorch_models import options, seeded
 from torch import nn
 
-
-class Mlp(nn.Module):
-    """Three linear layers with tanh in between, and a loss if there are targets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(5, 3)
-
-    def forward(self, x, target=None):
-        out = self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
-        return out if target is None else (out, nn.functional.cross_entropy(out, target))
+from tests.support.poptorch_models import Apply, options
 
 
-def placed(forward, iterations=8, strategy=None):
-    """Return the placement of a module with this forward, compiled for inference."""
-    module = nn.Module()
-    module.forward = forward
-    opts = options(iterations=iterations)
-    model = poptorch.inferenceModel(module, opts.setExecutionStrategy(strategy or poptorch.PipelinedExecution()))
-    model.compile(torch.ones(iterations, 2))
-    return model.emulatedPlacement()
+def stages_of(model, iterations=8, auto_stage=poptorch.AutoStage.SameAsIpu):
+    """Return the IPU, blocks and modules of each stage of a model that is compiled for inference."""
+    opts = options(iterations=iterations).setExecutionStrategy(poptorch.PipelinedExecution(auto_stage))
+    inference = poptorch.inferenceModel(model, opts)
+    inference.compile(torch.ones(iterations, 2))
+    return [(stage.ipu, stage.blocks, stage.modules) for stage in inference.emulatedPlacement().stages]
 
 
-def ipus(placement):
-    return [stage.ipu for stage in placement.stages]
+def placed(forward):
+    return [(ipu, blocks) for ipu, blocks, _ in stages_of(Apply(forward))]
 
 
-def test_operations_without_a_block_are_on_ipu_0():
-    placement = placed(lambda x: x + 1)
-    assert ipus(placement) == [0]
-    assert placement.stages[0].blocks == ()
+def layers():
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
 
 
-def test_stage_starts_where_the_ipu_changes_even_to_an_earlier_one():
+def in_blocks(*blocks):
+    """Return a forward that adds 1 in each of these blocks (id, IPU)."""
+
     def forward(x):
-        for number, ipu in enumerate((0, 0, 1, 0)):
-            with poptorch.Block(f"block {number}", ipu_id=ipu):
+        for name, ipu in blocks:
+            with poptorch.Block(name, ipu_id=ipu):
                 x = x + 1
         return x
 
-    placement = placed(forward)
-    assert ipus(placement) == [0, 1, 0]
-    assert [stage.blocks for stage in placement.stages] == [("block 0", "block 1"), ("block 2",), ("block 3",)]
+    return forward
 
 
-def test_operation_after_a_nested_block_raises_error():
-    def forward(x):
-        with poptorch.Block("outer", ipu_id=1):
-            with poptorch.Block("inner", ipu_id=2):
-                x = x + 1
-            return x + 1
-
-    with pytest.raises(poptorch.Error, match="No active Block"):
-        placed(forward)
+def test_a_stage_starts_where_the_ipu_changes_even_to_an_earlier_one():
+    assert placed(lambda x: x + 1) == [(0, ())]
+    found = placed(in_blocks(("a", 0), ("b", 0), ("c", 1), (3, 0)))
+    assert found == [(0, ("a", "b")), (1, ("c",)), (0, (3,))]
 
 
-def test_operation_after_the_last_block_raises_error():
-    def forward(x):
-        with poptorch.Block(ipu_id=0):
-            x = x + 1
-        return x * 2
+def nested(x):
+    with poptorch.Block("outer", ipu_id=1):
+        return in_blocks(("inner", 2))(x) + 1
 
+
+@pytest.mark.parametrize("forward", [nested, lambda x: in_blocks((None, 0))(x) * 2])
+def test_an_operation_after_a_block_raises_error(forward):
     with pytest.raises(poptorch.Error, match="No active Block, all the ops must belong to a Block"):
         placed(forward)
-
-
-def test_id_of_a_block_may_be_an_integer():
-    def forward(x):
-        with poptorch.Block(3, ipu_id=1):
-            return x + 1
-
-    assert placed(forward).stages[0].blocks == (3,)
 
 
 def test_module_repr_and_executors_repr_have_the_blocks(capsys):
@@ -96,27 +69,22 @@ def test_module_repr_and_executors_repr_have_the_blocks(capsys):
     assert capsys.readouterr().out == poptorch.module_repr(model) + "\n"
 
 
-def test_block_without_operations_needs_no_ipu():
+def test_a_block_without_operations_needs_no_ipu():
     def forward(x):
         with poptorch.Block(ipu_id=3):
             one = torch.ones(2)
         poptorch.Block.start("rest", ipu_id=0)
         return x + one
 
-    assert ipus(placed(forward)) == [0]
+    assert placed(forward) == [(0, ("rest",))]
 
 
 def test_use_auto_id_numbers_blocks_without_id():
     def forward(x):
         poptorch.Block.useAutoId()
-        with poptorch.Block(ipu_id=0):
-            x = x + 1
-        with poptorch.Block("special", ipu_id=1):
-            x = x + 1
-        with poptorch.Block(ipu_id=2):
-            return x + 1
+        return in_blocks((None, 0), ("special", 1), (None, 2))(x)
 
-    assert [stage.blocks for stage in placed(forward).stages] == [("0",), ("special",), ("1",)]
+    assert placed(forward) == [(0, ("0",)), (1, ("special",)), (2, ("1",))]
 
 
 def test_block_function_and_begin_block_of_a_function():
@@ -126,19 +94,22 @@ def test_block_function_and_begin_block_of_a_function():
 
     tail = poptorch.BeginBlock(torch.tanh, "tail", ipu_id=2)
     assert isinstance(tail, poptorch.LegacyBeginBlockFn)
-    placement = placed(lambda x: tail(body(x + 1, plus=1)))
-    assert [(stage.ipu, stage.blocks) for stage in placement.stages] == [(0, ()), (1, ("body",)), (2, ("tail",))]
+    assert placed(lambda x: tail(body(x + 1, plus=1))) == [(0, ()), (1, ("body",)), (2, ("tail",))]
     assert body.__name__ == "body"
 
 
-def test_begin_block_returns_the_layer_and_lasts_until_the_next():
-    model = seeded(Mlp)
-    assert poptorch.BeginBlock(model.second, "tail", ipu_id=1) is model.second
-    inference = poptorch.inferenceModel(model, options(iterations=2))
-    inference(torch.ones(2, 4))
-    stages = inference.emulatedPlacement().stages
-    assert [(stage.ipu, stage.modules) for stage in stages] == [(0, ("first",)), (1, ("second", "third"))]
-    assert set(stages[1].parameters) == {"second.bias", "second.weight", "third.bias", "third.weight"}
+def test_begin_block_lasts_until_the_next_and_changes_neither_class_nor_state_nor_pickle():
+    model = layers()
+    keys, kind, text = list(model.state_dict()), type(model[1]), repr(model)
+    assert poptorch.BeginBlock(model[1], "tail", ipu_id=1) is model[1]
+    assert (list(model.state_dict()), type(model[1]), repr(model)) == (keys, kind, text)
+    assert b"poptorch." not in pickle.dumps(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=False) if torch.__version__ >= "2.6" else torch.load(buffer)
+    for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved):
+        assert stages_of(twin, iterations=2) == [(0, (), ("0",)), (1, ("tail",), ("1", "2"))]
 
 
 def test_begin_block_twice_raises_error_until_blocks_are_removed():
@@ -149,78 +120,44 @@ def test_begin_block_twice_raises_error_until_blocks_are_removed():
     poptorch.BeginBlock(layer, ipu_id=0)
 
 
-def test_begin_block_survives_copy_and_pickle_and_keeps_class_and_state_dict():
-    model = seeded(Mlp)
-    keys, kind, text = list(model.state_dict()), type(model.second), repr(model)
-    poptorch.BeginBlock(model.second, "tail", ipu_id=1)
-    assert (list(model.state_dict()), type(model.second), repr(model)) == (keys, kind, text)
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    saved = torch.load(buffer, weights_only=False) if torch.__version__ >= "2.6" else torch.load(buffer)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved):
-        inference = poptorch.inferenceModel(twin, options(iterations=2))
-        inference(torch.ones(2, 4))
-        assert ipus(inference.emulatedPlacement()) == [0, 1]
-
-
-def test_pickled_layer_does_not_need_poptorch():
-    assert b"poptorch." not in pickle.dumps(poptorch.BeginBlock(nn.Linear(2, 2), "name", 1))
-
-
 def test_blocks_have_no_effect_outside_a_wrapped_model():
-    model, plain = seeded(Mlp), seeded(Mlp)
-    poptorch.BeginBlock(model.first, ipu_id=5)
+    model = layers()
+    expected = model(torch.ones(2, 2))
+    poptorch.BeginBlock(model[0], ipu_id=5)
     poptorch.Block.useAutoId()
     poptorch.Block.start("anything", 70)
     with poptorch.Block("unknown", ipu_id=99):
-        assert torch.equal(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))
+        assert torch.equal(model(torch.ones(2, 2)), expected)
     assert not list(poptorch.Block("unknown").parameters())
 
 
 @pytest.mark.parametrize("bad", [{"user_id": 3.0}, {"ipu_id": -1}, {"ipu_id": "1"}, {"ipu_id": True}, {"ipu_id": 0.5}])
 def test_ids_of_other_types_raise_error(bad):
-    for make in (poptorch.Block, poptorch.Block.start, poptorch.BlockFunction):
+    begin = lambda **bad: poptorch.BeginBlock(nn.Linear(1, 1), **bad)  # noqa: E731
+    for make in (poptorch.Block, poptorch.Block.start, poptorch.BlockFunction, begin):
         with pytest.raises(AssertionError, match="got"):
             make(**bad)
-    with pytest.raises(AssertionError, match="got"):
-        poptorch.BeginBlock(nn.Linear(1, 1), **bad)
 
 
-def test_layer_must_be_a_module_or_function():
+def test_a_layer_must_be_a_module_or_function_and_an_attribute_a_dictionary():
     with pytest.raises(poptorch.Error, match="not int"):
         poptorch.BeginBlock(3)
     with pytest.raises(AssertionError, match="not int"):
         poptorch.removeBlocks(3)
-
-
-def test_attribute_takes_dictionaries_of_strings():
     with poptorch.Attribute(__outline={"layer": "embedding"}) as context:
         assert context is None
     with pytest.raises(AssertionError, match="__outline"):
         poptorch.Attribute(__outline="embedding")
 
 
-@pytest.mark.parametrize("is_closure", [False, True])
-def test_a_layer_starts_its_block_however_forward_reaches_it(is_closure):
-    base = nn.Sequential(poptorch.BeginBlock(nn.Linear(2, 2), ipu_id=0), poptorch.BeginBlock(nn.Linear(2, 2), ipu_id=1))
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.base = base
-
-        def forward(self, x):
-            return base(x) if is_closure else self.base(x)
-
-    model = poptorch.inferenceModel(Model(), options(iterations=8))
-    model.compile(torch.ones(8, 2))
-    stages = model.emulatedPlacement().stages
-    assert [(stage.ipu, stage.modules) for stage in stages] == [(0, ("base.0",)), (1, ("base.1",))]
+def test_a_layer_starts_its_block_if_forward_reaches_it_through_a_closure():
+    base = layers()
+    for ipu, layer in enumerate(base):
+        poptorch.BeginBlock(layer, ipu_id=ipu)
+    model = Apply(lambda model, x: base(x), base=base)
+    assert [(ipu, modules) for ipu, _, modules in stages_of(model)] == [(n, (f"base.{n}",)) for n in range(3)]
 
 
 def test_layers_with_the_same_id_0_are_in_one_block():
-    layers = [poptorch.BeginBlock(nn.Linear(2, 2), user_id=0) for _ in range(2)]
-    strategy = poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement)
-    placement = placed(lambda x: layers[1](layers[0](x)), strategy=strategy)
-    assert [stage.blocks for stage in placement.stages] == [(0,)]
+    model = nn.Sequential(*(poptorch.BeginBlock(layer, user_id=0) for layer in layers()))
+    assert stages_of(model, auto_stage=poptorch.AutoStage.AutoIncrement) == [(0, (0,), ("0", "1", "2"))]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from typing import Any, List, Tuple
+import functools
 
 import pytest
 import torch
@@ -11,124 +12,164 @@ from poptorch.device import convolution
 from poptorch.device.gradient_accumulation import Accumulating
 from torch import nn
 
-# Inputs, outputs, kernel, stride, padding and the size of the image: each is computed as a matrix product.
-SHAPES = [
-    (96, 96, 3, 1, 1, (1, 1)),  # of the kernel, only the middle meets the image
-    (96, 96, 3, 2, 1, (2, 2)),
-    (64, 256, 3, 1, 1, (2, 3)),
-    (64, 256, (3, 1), (2, 1), (1, 0), (3, 2)),
-    (64, 256, 5, 3, 2, (4, 3)),
-    (96, 96, 2, 2, 0, (3, 2)),  # the last row is not used
-    (128, 128, 1, 1, 0, (2, 1)),
-    (128, 128, 1, 2, 0, (3, 2)),
-    (192, 256, 1, 1, 1, (2, 1)),
-    (96, 96, (1, 3), 1, (0, 1), (2, 1)),
+CHANNELS_LAST = torch.channels_last
+# Inputs, outputs, kernel, stride, padding, and the samples, height and width of the images.
+PRODUCTS = [
+    ((96, 96, 3, 1, 1), (2, 1, 1)),  # of the kernel, only the middle meets the image
+    ((96, 96, 3, 2, 1), (2, 2, 2)),
+    ((64, 256, 3, 1, 1), (2, 2, 3)),
+    ((64, 256, (3, 1), (2, 1), (1, 0)), (2, 3, 2)),
+    ((64, 256, 5, 3, 2), (2, 4, 3)),
+    ((96, 96, 2, 2, 0), (2, 3, 2)),  # the last row is not used
+    ((128, 128, 1, 1, 0), (2, 2, 1)),
+    ((128, 128, 1, 2, 0), (2, 3, 2)),
+    ((192, 256, 1, 1, 1), (2, 2, 1)),
+    ((96, 96, (1, 3), 1, (0, 1)), (2, 2, 1)),
 ]
+WINOGRAD = [
+    ((64, 64, 3, 1, 1), (32, 4, 4)),
+    ((64, 96, 3, 1, 1), (16, 8, 4)),
+    ((80, 64, 3, 1, 1), (8, 7, 7)),  # does not fill its tiles
+    ((64, 64, 3, 1, 1), (4, 11, 14)),
+    ((64, 64, 3, 1, 1), (9, 32, 32)),  # more than one group of images, the last one smaller
+    ((64, 64, 3, 1, 1), (70, 3, 4)),
+]
+KERNELS = [*(("Product", *shape) for shape in PRODUCTS), *(("Winograd", *shape) for shape in WINOGRAD)]
+SMALL = [case for case in KERNELS if case[2][1] < 11]
 
 
-def layers(shape: Tuple[Any, ...], bias: bool) -> Tuple[nn.Conv2d, nn.Conv2d]:
+def images_of(arguments, shape, dtype=torch.float32):
+    images = torch.randn(shape[0], arguments[0], *shape[1:], generator=torch.Generator().manual_seed(1))
+    return images.to(dtype, memory_format=CHANNELS_LAST)
+
+
+def layers(arguments, bias=True):
+    """Return a convolution of torch and one of the device, with the same weights."""
     torch.manual_seed(0)
-    plain = nn.Conv2d(*shape[:5], bias=bias)
-    plain.weight.data = plain.weight.data.contiguous(memory_format=torch.channels_last)  # as in `DeviceMemory`
+    plain = nn.Conv2d(*arguments, bias=bias)
+    plain.weight.data = plain.weight.data.contiguous(memory_format=CHANNELS_LAST)  # as in `DeviceMemory`
     special = copy.deepcopy(plain)
     convolution.specialize(special)
     return plain, special
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_product_has_the_values_and_gradients_of_the_convolution(
-    shape: Tuple[Any, ...], bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, special = layers(shape, bias)
-    images = torch.randn(2, shape[0], *shape[5]).to(memory_format=torch.channels_last)
-    inputs = [images.clone(memory_format=torch.preserve_format).requires_grad_() for _ in range(2)]
-    expected = plain(inputs[0])
-    monkeypatch.setattr(nn.Conv2d, "_conv_forward", None)  # the product does not use torch's
-    found = special(inputs[1])
-    assert found.stride() == expected.stride() or found.numel() == found.shape[0] * found.shape[1]
-    assert torch.allclose(found, expected, atol=1e-5)
-    gradient = torch.randn_like(expected)
-    expected.backward(gradient)
-    found.backward(gradient)
-    assert torch.allclose(inputs[1].grad, inputs[0].grad, atol=1e-5)
+def assert_close(found, expected):
+    with torch.no_grad():
+        assert (found.double() - expected).norm() < 5e-6 * expected.norm()
+
+
+def assert_same_gradients(special, plain, assert_equal):
     for own, other in zip(special.parameters(), plain.parameters()):
-        assert own.grad is not None
-        assert other.grad is not None
         assert own.grad.stride() == own.stride(), "the reduction would copy it"
-        assert torch.allclose(own.grad, other.grad, atol=1e-4)
+        assert_equal(own.grad, other.grad)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_gradients_that_products_accumulate_are_those_of_autograd(shape: Tuple[Any, ...]) -> None:
-    plain, special = layers(shape, bias=True)
-    for _ in range(3):
-        images = torch.randn(2, shape[0], *shape[5]).to(memory_format=torch.channels_last)
-        plain(images).square().sum().backward()
-        loss = special(images).square().sum()
+@pytest.mark.parametrize(("kernel", "arguments", "shape"), KERNELS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_values_and_gradients_are_those_of_the_convolution(kernel, arguments, shape, bias):
+    plain, special = layers(arguments, bias)
+    plain.double()
+    images, exact_images = (images_of(arguments, shape, dtype) for dtype in (torch.float32, torch.double))
+    found, expected = special(images.requires_grad_()), plain(exact_images.requires_grad_())
+    assert kernel in type(found.grad_fn).__name__
+    assert found.is_contiguous(memory_format=CHANNELS_LAST)
+    assert_close(found, expected)
+    gradient = torch.randn_like(found)
+    found.backward(gradient)
+    expected.backward(gradient.double())
+    assert kernel == "Product" or images.grad.is_contiguous(memory_format=CHANNELS_LAST)
+    assert_close(images.grad, exact_images.grad)
+    assert_same_gradients(special, plain, assert_close)
+
+
+@pytest.mark.parametrize(("kernel", "arguments", "shape"), SMALL)
+def test_gradients_are_accumulated_as_by_autograd(kernel, arguments, shape):
+    by_autograd, special = layers(arguments)
+    convolution.specialize(by_autograd)
+    for scale in (1.0, 0.5, 2.0):
+        for layer, context in ((by_autograd, contextlib.nullcontext()), (special, Accumulating())):
+            loss = layer(images_of(arguments, shape) * scale).square().sum()
+            with context:
+                loss.backward()
+    bounds = {"rtol": 1e-4, "atol": 1e-3} if kernel == "Product" else {"rtol": 0, "atol": 0}
+    assert_same_gradients(special, by_autograd, functools.partial(torch.testing.assert_close, **bounds))
+
+
+def test_a_contiguous_weight_has_the_gradient_of_autograd():
+    plain = nn.Conv2d(64, 256, 3, padding=1)
+    special = copy.deepcopy(plain)
+    convolution.specialize(special)
+    for layer in (plain, special) * 2:
+        loss = layer(images_of((64,), (2, 2, 2))).square().sum()
         with Accumulating():
             loss.backward()
-    for own, other in zip(special.parameters(), plain.parameters()):
-        assert own.grad is not None
-        assert other.grad is not None
-        assert own.grad.stride() == own.stride(), "the reduction would copy it"
-        assert torch.allclose(own.grad, other.grad, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(special.weight.grad, plain.weight.grad, rtol=1e-4, atol=1e-3)
+    result = layers(WINOGRAD[0][0])[1].to(memory_format=torch.contiguous_format)(images_of(*WINOGRAD[0]).contiguous())
+    assert "Winograd" not in type(result.grad_fn).__name__
 
 
-def test_a_contiguous_weight_has_the_gradient_of_autograd() -> None:
-    images = torch.randn(2, 64, 2, 2).to(memory_format=torch.channels_last)
-    found = []
-    for is_special in (False, True):
-        torch.manual_seed(0)
-        layer = nn.Conv2d(64, 256, 3, padding=1)
-        if is_special:
-            convolution.specialize(layer)
-        for _ in range(2):
-            loss = layer(images).square().sum()
-            with Accumulating():
-                loss.backward()
-        assert layer.weight.grad is not None
-        found.append(layer.weight.grad)
-    assert torch.allclose(found[1], found[0], rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "shape", "samples"),
-    [("Product", (96, 96, 3, 1, 1, (1, 1)), 2), ("Winograd", (64, 64, 3, 1, 1, (4, 4)), 32)],
-)
-def test_a_hook_of_a_weight_and_autograd_grad_get_the_gradient(
-    kernel: str, shape: Tuple[Any, ...], samples: int
-) -> None:
-    _, special = layers(shape, bias=False)
-    result = special(torch.randn(samples, shape[0], *shape[5]).to(memory_format=torch.channels_last))
-    assert kernel in type(result.grad_fn).__name__
-    loss = result.sum()
-    (expected,) = torch.autograd.grad(loss, special.weight, retain_graph=True)
+@pytest.mark.parametrize(("kernel", "arguments", "shape"), [KERNELS[0], KERNELS[10]])
+def test_hooks_autograd_grad_and_frozen_weights(kernel, arguments, shape):
+    _, special = layers(arguments, bias=False)
+    images = images_of(arguments, shape).requires_grad_()
+    loss = special(images).sum()
+    expected, expected_images = torch.autograd.grad(loss, (special.weight, images), retain_graph=True)
     assert special.weight.grad is None
-    seen: List[torch.Tensor] = []
+    seen = []
     special.weight.register_hook(seen.append)
     with Accumulating():
         loss.backward()
     assert torch.equal(seen[0], expected)
     assert torch.equal(special.weight.grad, expected)
+    special.weight.grad = images.grad = None
+    special(images.detach()).sum().backward()
+    assert torch.equal(special.weight.grad, expected)
+    special.weight.grad = None
+    special.weight.requires_grad_(False)
+    special(images).sum().backward()
+    assert special.weight.grad is None
+    assert torch.equal(images.grad, expected_images)
+
+
+def test_a_sample_has_the_same_values_in_evaluation_and_with_other_images_in_its_group():
+    arguments, shape = WINOGRAD[4]
+    _, layer = layers(arguments)
+    images = images_of(arguments, shape)
+    expected = layer(images)
+    with torch.no_grad():
+        assert torch.equal(layer(images), expected)
+        other = torch.cat([images[:1], images[1:] * 2]).to(memory_format=CHANNELS_LAST)
+        assert torch.equal(layer(other)[:1], expected[:1])
 
 
 @pytest.mark.parametrize(
-    ("layer", "images"),
+    ("layer", "shape"),
     [
-        (nn.Conv2d(8, 8, 3, padding=1), torch.randn(2, 8, 6, 6)),  # few weights
-        (nn.Conv2d(96, 96, 3, padding=1, groups=2), torch.randn(2, 96, 1, 1)),
-        (nn.Conv2d(96, 96, 3, padding=2, dilation=2), torch.randn(2, 96, 1, 1)),
-        (nn.Conv2d(96, 96, 3, padding="same"), torch.randn(2, 96, 1, 1)),
-        (nn.Conv2d(96, 96, 3, padding=1, padding_mode="replicate"), torch.randn(2, 96, 1, 1)),
-        (nn.Conv2d(96, 96, 3, padding=1), torch.randn(96, 1, 1)),  # without samples
-        (nn.Conv2d(8, 8, 1), torch.randn(2, 8, 5, 5)),  # torch returns a contiguous tensor
-        (nn.Conv2d(8, 8, 1), torch.randn(2, 8, 5, 5).to(memory_format=torch.channels_last)),
-        (nn.Conv2d(96, 96, 3, padding=1).double(), torch.randn(2, 96, 1, 1, dtype=torch.float64)),
+        (nn.Conv2d(8, 8, 3, padding=1), (2, 8, 6, 6)),  # few weights
+        (nn.Conv2d(96, 96, 3, padding=1, groups=2), (2, 96, 1, 1)),
+        (nn.Conv2d(96, 96, 3, padding=2, dilation=2), (2, 96, 1, 1)),
+        (nn.Conv2d(96, 96, 3, padding="same"), (2, 96, 1, 1)),
+        (nn.Conv2d(96, 96, 3, padding=1, padding_mode="replicate"), (2, 96, 1, 1)),
+        (nn.Conv2d(96, 96, 3, padding=1), (96, 1, 1)),  # without samples
+        (nn.Conv2d(8, 8, 1), (2, 8, 5, 5)),  # torch returns a contiguous tensor
+        (nn.Conv2d(96, 96, 3, padding=1).double(), (2, 96, 1, 1)),
+        # These are no work for Winograd's algorithm.
+        (nn.Conv2d(64, 64, 3, padding=1), (15, 64, 8, 4)),  # 30 tiles
+        (nn.Conv2d(63, 64, 3, padding=1), (32, 63, 4, 4)),
+        (nn.Conv2d(64, 63, 3, padding=1), (32, 64, 4, 4)),
+        (nn.Conv2d(64, 64, 3, padding=1), (32, 64, 5, 5)),  # fills 25 of 64 positions
+        (nn.Conv2d(64, 64, 3, padding=1, stride=2), (32, 64, 8, 8)),
+        (nn.Conv2d(64, 64, 3), (32, 64, 6, 6)),
+        (nn.Conv2d(64, 64, 5, padding=2), (32, 64, 4, 4)),
+        (nn.Conv2d(64, 64, (3, 1), padding=(1, 0)), (32, 64, 4, 4)),
+        (nn.Conv2d(64, 64, 3, padding=1).double(), (32, 64, 4, 4)),
     ],
 )
-def test_other_convolutions_are_those_of_torch(layer: nn.Conv2d, images: torch.Tensor) -> None:
-    layer.to(memory_format=torch.channels_last)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, CHANNELS_LAST])
+def test_other_convolutions_are_those_of_torch(layer, shape, memory_format):
+    layer = copy.deepcopy(layer).to(memory_format=CHANNELS_LAST)
+    images = torch.randn(shape, dtype=layer.weight.dtype)
+    images = images.to(memory_format=memory_format) if len(shape) == 4 else images
     expected = layer(images)
     convolution.specialize(layer)
     found = layer(images)
@@ -137,8 +178,8 @@ def test_other_convolutions_are_those_of_torch(layer: nn.Conv2d, images: torch.T
     assert type(found.grad_fn).__name__ == type(expected.grad_fn).__name__
 
 
-def test_a_convolution_that_torch_rejects_raises_the_error_of_torch() -> None:
-    _, special = layers((8, 8, 3, 1, 0, (2, 2)), bias=True)
+def test_a_convolution_that_torch_rejects_raises_the_error_of_torch():
+    _, special = layers((8, 8, 3, 1, 0))
     with pytest.raises(RuntimeError, match="Kernel size can't be greater than actual input size"):
         special(torch.randn(2, 8, 2, 2))
     with pytest.raises(RuntimeError, match="to have 8 channels"):

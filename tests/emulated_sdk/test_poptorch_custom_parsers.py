@@ -8,8 +8,9 @@ import poptorch
 import pytest
 import torch
 from poptorch import pytree
-from poptorch_models import options
 from torch import nn
+
+from tests.support.poptorch_models import options
 
 
 class Pair:

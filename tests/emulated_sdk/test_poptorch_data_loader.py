@@ -8,9 +8,10 @@ import pickle
 import poptorch
 import pytest
 import torch
-from poptorch_data import PADDED, SAMPLER, Pair, collate_padded
-from poptorch_models import options
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, TensorDataset
+
+from tests.support.poptorch_data import PADDED, SAMPLER, Pair, collate_padded
+from tests.support.poptorch_models import options
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -74,6 +75,7 @@ def test_processes_read_contiguous_parts(processes, samples):
     assert {len(part) for part in parts} == {per_process}
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("processes", [2, 3])
 def test_shuffled_windows_equal_the_reference(processes, workers):
@@ -142,6 +144,7 @@ def test_batches_of_a_batch_sampler_are_joined():
         assert len(data) == len(sampler)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_batch_of_a_batch_sampler_is_collated_by_itself(workers):
     data = loader(10, opts=options(iterations=2), batch_sampler=SAMPLER, collate_fn=collate_padded, num_workers=workers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import inspect
 import io
 import os
 import subprocess
@@ -15,65 +16,71 @@ import weakref
 import poptorch
 import pytest
 import torch
-from poptorch_models import Classifier, Line, batch, options, seeded
 from torch import nn
 
+from tests.support.poptorch_models import Apply, Line, batch, options, seeded, wrapped
 
-def train_line(lr=0.5, **kwargs):
+ONE = torch.ones(1)
+
+
+def train_line(opts=None):
+    """Return a `Line` of weight 1, from which each update takes 0.5, and its executor."""
     model = Line()
-    return model, poptorch.trainingModel(model, options(**kwargs), poptorch.optim.SGD(model.parameters(), lr=lr))
+    return model, wrapped(model, opts, lr=0.5)
 
 
-class Downloads:
-    """Counts how often an executor's weights are fetched."""
-
-    def __init__(self, training, monkeypatch):
-        self.count = 0
-        download = training.copyWeightsToHost
-
-        def counted_download():
-            self.count += 1
-            download()
-
-        monkeypatch.setattr(training, "copyWeightsToHost", counted_download)
+def saved_and_loaded(value, **arguments):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, **arguments)
 
 
-def test_wrapping_replaces_classes_and_keeps_objects():
-    model = Line()
+def test_wrapping_replaces_classes_keeps_objects_and_freezes_the_options():
+    model, opts = Line(), options()
     weight = model.weight
-    poptorch.trainingModel(model, options())
+    training = poptorch.trainingModel(model, opts)
     assert type(model).__name__ == "PoptorchLine"
     assert isinstance(model, Line)
-    assert model.weight is weight
+    assert model.weight is training.weight is weight
     assert isinstance(weight, nn.Parameter)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        training.no_such_name  # noqa: B018
+    with pytest.raises(AttributeError, match="frozen"):
+        opts.deviceIterations(2)
+    assert opts.defaultOutputMode()
+    assert training.options.output_mode == poptorch.OutputMode.Final
+    for wrap in (poptorch.trainingModel, poptorch.inferenceModel):
+        with pytest.raises(poptorch.Error, match="options must be a poptorch.Options, not dict"):
+            wrap(Line(), {"device_iterations": 1})
 
 
-def test_a_model_cannot_be_wrapped_twice():
+def test_a_scripted_module_is_rejected():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = nn.Sequential(torch.jit.script(nn.ReLU()))
+    with pytest.raises(poptorch.Error, match="'0' is a torch.jit.ScriptModule"):
+        poptorch.inferenceModel(scripted, options())
+
+
+def test_a_model_is_wrapped_until_it_is_destroyed_and_can_be_called_again():
     model, training = train_line()
-    with pytest.raises(RuntimeError, match="already been wrapped"):
-        poptorch.trainingModel(model, options())
-    with pytest.raises(RuntimeError, match="already been wrapped"):
-        poptorch.trainingModel(nn.Sequential(model), options())
-    training(torch.ones(1))
+    for again in (model, nn.Sequential(model)):
+        with pytest.raises(RuntimeError, match="already been wrapped"):
+            poptorch.trainingModel(again, options())
     training.destroy()
-    assert type(model) is Line
-    assert type(model.weight) is nn.Parameter
-    poptorch.trainingModel(model, options())
-
-
-def test_the_wrapped_module_has_destroy_and_copy_weights_to_host():
-    model, training = train_line()
-    training(torch.ones(1))
+    assert type(model) is not Line, "only a compiled model is destroyed"
+    training(ONE)
     assert model.copyWeightsToHostIfNeeded()
     model.destroy()
-    assert type(model) is Line
     assert not training.isCompiled()
-
-
-def test_destroying_before_compiling_does_not_unwrap():
-    model, training = train_line()
+    assert (type(model), type(model.weight)) == (Line, nn.Parameter)
+    training(ONE)
+    assert model.weight.item() == 0.0
     training.destroy()
-    assert type(model) is not Line
+    poptorch.trainingModel(model, options())
+    with pytest.raises(RuntimeError, match="already been wrapped"):
+        training(ONE)
 
 
 @pytest.mark.parametrize(
@@ -89,233 +96,148 @@ def test_destroying_before_compiling_does_not_unwrap():
         lambda model: dict(model.named_parameters())["weight"].clone(),
     ],
 )
-def test_reading_a_parameter_fetches_trained_weights(read):
+def test_reading_a_parameter_fetches_trained_weights_once_per_change(read, monkeypatch):
     model, training = train_line()
-    training(torch.ones(1))
-    assert read(model).item() == 0.5
-
-
-def test_weights_are_fetched_when_read_and_once_per_change(monkeypatch):
-    model, training = train_line()
-    downloads = Downloads(training, monkeypatch)
-    for _ in range(3):
-        training(torch.ones(1))
-    assert downloads.count == 0
+    downloads = []
+    download = training.copyWeightsToHost
+    monkeypatch.setattr(training, "copyWeightsToHost", lambda: (downloads.append(1), download()))
+    for _ in range(2):
+        training(ONE)
     assert model.weight.requires_grad
     assert model.weight.shape == ()
-    assert downloads.count == 0
-    model.weight.item()
+    assert not downloads
+    assert read(model).item() == 0
     model.state_dict()
-    assert downloads.count == 1
+    assert len(downloads) == 1
     assert not training.copyWeightsToHostIfNeeded()
 
 
-def test_a_pickled_or_copied_model_has_its_own_class():
+def test_pickled_and_copied_models_and_states_are_plain():
     model, training = train_line()
-    training(torch.ones(1))
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, **({"weights_only": False} if "weights_only" in torch.load.__code__.co_varnames else {}))
-    for ordinary in (loaded, copy.deepcopy(model)):
-        assert type(ordinary) is Line
-        assert type(ordinary.weight) is nn.Parameter
+    training(ONE)
+    all_classes = {"weights_only": False} if "weights_only" in inspect.signature(torch.load).parameters else {}
+    for ordinary in (saved_and_loaded(model, **all_classes), copy.deepcopy(model)):
+        assert (type(ordinary), type(ordinary.weight)) == (Line, nn.Parameter)
         assert ordinary.weight.item() == 0.5
-
-
-def test_a_saved_state_dict_has_plain_tensors():
-    model, training = train_line()
-    training(torch.ones(1))
-    file = io.BytesIO()
-    torch.save(training.state_dict(), file)
-    file.seek(0)
-    weight = torch.load(file)["weight"]
+    weight = saved_and_loaded(training.state_dict())["weight"]
     assert type(weight) is torch.Tensor
     assert weight.item() == 0.5
 
 
-def test_copy_weights_to_device_uploads_the_present_weights():
+def test_the_host_s_weights_are_uploaded_by_compiling_by_copying_and_by_loading_a_state():
     model, training = train_line()
-    training(torch.ones(1))
-    with torch.no_grad():
-        model.weight.fill_(8.0)
+
+    def write(value):
+        with torch.no_grad():
+            model.weight.fill_(value)
+
+    def after_an_update():
+        training(ONE)
+        return model.weight.item()
+
+    for action in (training.copyWeightsToHost, training.copyWeightsToDevice):
+        with pytest.raises(poptorch.Error, match="not been compiled"):
+            action()
+    write(3.0)
+    assert after_an_update() == 2.5
+    write(8.0)
+    assert after_an_update() == 2.0
+    write(8.0)
     training.copyWeightsToDevice()
-    training(torch.ones(1))
-    assert model.weight.item() == 7.5
-
-
-def test_a_host_write_without_upload_does_not_reach_the_device():
-    model, training = train_line()
-    training(torch.ones(1))
-    with torch.no_grad():
-        model.weight.fill_(8.0)
-    training(torch.ones(1))
-    assert model.weight.item() == 0
-
-
-def test_compiling_uploads_the_present_weights():
-    model, training = train_line()
-    with torch.no_grad():
-        model.weight.fill_(3.0)
-    training(torch.ones(1))
-    assert model.weight.item() == 2.5
-
-
-def test_load_state_dict_uploads():
-    model, training = train_line()
-    training(torch.ones(1))
+    assert after_an_update() == 7.5
     training.load_state_dict({"weight": torch.tensor(4.0)})
-    training(torch.ones(1))
-    assert model.weight.item() == 3.5
+    assert after_an_update() == 3.5
 
 
-def test_attaching_and_detaching_keep_weights_and_momentum():
-    steady, interrupted = Line(), Line()
-    for model in (steady, interrupted):
-        optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        training = poptorch.trainingModel(model, options(), optimizer)
-        for _ in range(3):
-            training(torch.ones(1))
-            if model is interrupted:
-                training.detachFromDevice()
-                assert not training.isAttachedToDevice()
-                training.attachToDevice()
-    assert steady.weight.item() == interrupted.weight.item()
-
-
-def test_a_call_attaches():
-    _, training = train_line()
-    training(torch.ones(1))
-    training.detachFromDevice()
-    training(torch.ones(1))
-    assert training.isAttachedToDevice()
-
-
-def test_attaching_or_detaching_twice_is_rejected():
-    _, training = train_line()
+def test_attaching_and_detaching_keep_weights_and_momentum(caplog):
+    model = Line()
+    training = wrapped(model, momentum=0.9)
     with pytest.raises(poptorch.Error, match="not been compiled"):
         training.attachToDevice()
-    training.compile(torch.ones(1))
-    assert training.isCompiled()
+    for _ in range(2):
+        training.compile(ONE)
+    assert "compiled already" in caplog.text
     with pytest.raises(poptorch.Error, match="already attached"):
         training.attachToDevice()
-    training.detachFromDevice()
-    with pytest.raises(poptorch.Error, match="not attached"):
+    for is_attached_by_the_call in (True, False):
+        training(ONE)
         training.detachFromDevice()
+        with pytest.raises(poptorch.Error, match="not attached"):
+            training.detachFromDevice()
+        assert not training.isAttachedToDevice()
+        if not is_attached_by_the_call:
+            training.attachToDevice()
+    training(ONE)
+    assert training.isAttachedToDevice()
+    assert model.weight.item() == pytest.approx(1 - 0.1 * (1 + 1.9 + 2.71))
 
 
-def test_copying_weights_needs_a_compiled_model():
-    _, training = train_line()
-    with pytest.raises(poptorch.Error, match="not been compiled"):
-        training.copyWeightsToHost()
-    with pytest.raises(poptorch.Error, match="not been compiled"):
-        training.copyWeightsToDevice()
+@pytest.mark.parametrize("connection", list(poptorch.ConnectionType))
+def test_compiling_attaches_except_with_connection_type_never(connection):
+    training = poptorch.trainingModel(Line(), options().connectionType(connection))
+    training.compile(ONE)
+    assert training.isCompiled()
+    assert training.isAttachedToDevice() is (connection != poptorch.ConnectionType.Never)
+    if connection == poptorch.ConnectionType.Never:
+        for action in (lambda: training(ONE), training.attachToDevice):
+            with pytest.raises(AssertionError, match=r"ConnectionType\.Never"):
+                action()
 
 
-def test_compiling_does_not_change_weights_and_buffers():
-    model = seeded()
-    before = copy.deepcopy(model.state_dict())
-    training = poptorch.trainingModel(model, options())
-    training.compile(*batch(4))
-    training.copyWeightsToHost()
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[name])
-
-
-def test_compiling_twice_only_warns(caplog):
-    _, training = train_line()
-    training.compile(torch.ones(1))
-    training.compile(torch.ones(1))
-    assert "compiled already" in caplog.text
-
-
-def test_inference_uses_weights_trained_on_the_same_module():
+def test_inference_uses_weights_trained_on_the_same_module_or_executor():
     class Scale(Line):
         def forward(self, x):
             return super().forward(x) if self.training else self.weight * x
 
     model = Scale()
-    training = poptorch.trainingModel(model, options(), poptorch.optim.SGD(model.parameters(), lr=0.5))
+    training = wrapped(model, lr=0.5)
     model.eval()
     inference = poptorch.inferenceModel(model, options())
-    outputs = []
-    for _ in range(2):
-        training(torch.ones(1))
-        outputs.append(inference(torch.ones(1)).item())
-    assert outputs == [0.5, 0.0]
-
-
-def test_an_executor_can_be_wrapped_for_inference():
-    model, training = train_line()
+    assert [(training(ONE).item(), inference(ONE).item()) for _ in range(2)] == [(1.0, 0.5), (0.5, 0.0)]
+    model.train()
     inference = poptorch.inferenceModel(training, options())
     assert inference.model.weight is model.weight
     inference.model.eval()  # a shallow copy: the mode of the module itself is its own
     assert (inference.training, model.training) == (False, True)
-
-
-def test_training_mode_is_fixed_by_wrapping_and_compiling():
-    class Mode(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Dropout(0.5)
-
-        def forward(self, x):
-            return x, self.training, self.inner.training
-
-    model = Mode()
-    inference = poptorch.inferenceModel(model, options())
-    model.eval()
-    assert inference(torch.ones(1))[1:] == (True, False)
-    model.train()
-    assert inference(torch.ones(1))[1:] == (True, False)
-
-
-def test_inference_rejects_gradient_accumulation():
     with pytest.raises(poptorch.Error, match="leave it as its default value"):
         poptorch.inferenceModel(Line(), options(accumulation=2))
 
 
-def test_unknown_attributes_are_those_of_the_model():
-    model, training = train_line()
-    assert training.weight is model.weight
-    assert training.options.device_iterations == 1
-    with pytest.raises(AttributeError, match="no_such_name"):
-        training.no_such_name  # noqa: B018
-
-
-def test_wrapping_freezes_the_options_and_uses_a_clone():
-    opts = options()
-    training = poptorch.trainingModel(Line(), opts)
-    with pytest.raises(AttributeError, match="frozen"):
-        opts.deviceIterations(2)
-    assert opts.defaultOutputMode()
-    assert training.options.output_mode == poptorch.OutputMode.Final
+def test_training_mode_is_fixed_by_wrapping_and_compiling():
+    model = Apply(lambda self, x: (x, self.training, self.inner.training), inner=nn.Dropout(0.5))
+    inference = poptorch.inferenceModel(model, options())
+    for mode in (False, True):
+        model.train(mode)
+        assert inference(ONE)[1:] == (True, False)
 
 
 def test_hooks_run_before_and_after_a_compilation():
     seen = []
     before = poptorch.registerPreCompileHook(lambda: seen.append("before"))
     after = poptorch.registerPostCompileHook(lambda: seen.append("after"))
-    train_line()[1].compile(torch.ones(1))
+    train_line()[1].compile(ONE)
     before.remove()
     after.remove()
-    train_line()[1].compile(torch.ones(1))
+    train_line()[1].compile(ONE)
     assert seen == ["before", "after"]
     with pytest.raises(RuntimeError, match="not callable"):
         poptorch.registerPreCompileHook(3)
 
 
-def test_the_progress_bar_is_optional(capsys):
-    poptorch.inferenceModel(nn.ReLU(), poptorch.Options())(torch.ones(1))
+def test_the_progress_bar_is_optional_and_closed_by_a_failure(capsys):
+    poptorch.inferenceModel(nn.ReLU(), poptorch.Options())(ONE)
     assert "Graph compilation" in capsys.readouterr().err
-    poptorch.inferenceModel(nn.ReLU(), options())(torch.ones(1))
+    poptorch.inferenceModel(nn.ReLU(), options())(ONE)
     assert not capsys.readouterr().err
+    with pytest.raises(poptorch.Error, match="Couldn't find a loss"):
+        poptorch.trainingModel(nn.Linear(1, 1), poptorch.Options())(torch.ones(1, 1))
+    assert "Graph compilation: 100%" in capsys.readouterr().err
 
 
 class Counting(Line):
-    """Counts its forwards in a buffer of any type."""
+    """Counts its forwards in a buffer."""
 
-    def __init__(self, dtype):
+    def __init__(self, dtype=torch.float):
         super().__init__()
         self.register_buffer("count", torch.zeros(1, dtype=dtype))
 
@@ -324,14 +246,11 @@ class Counting(Line):
         return self.count, super().forward(x)
 
 
-def test_float_buffers_change_in_every_micro_batch():
-    model = Counting(torch.float)
+def test_float_buffers_change_in_every_micro_batch_and_integers_are_constants():
+    model = Counting()
     training = poptorch.trainingModel(model, options(accumulation=3, iterations=2).outputMode(poptorch.OutputMode.All))
     assert training(torch.ones(6))[0].tolist() == [1, 2, 3, 4, 5, 6]
     assert model.count.item() == 6
-
-
-def test_integer_buffers_are_constants():
     model = Counting(torch.long)
     training = poptorch.trainingModel(model, options(replicas=2, accumulation=2))
     for _ in range(2):
@@ -339,27 +258,28 @@ def test_integer_buffers_are_constants():
     assert model.count.item() == 0
 
 
-def test_changed_buffers_with_replicas_need_broadcast_buffers_false():
-    with pytest.raises(poptorch.Error, match="broadcastBuffers"):
-        poptorch.trainingModel(Counting(torch.float), options(replicas=2))(torch.ones(2))
-    opts = options(replicas=2).broadcastBuffers(False)
-    poptorch.trainingModel(Counting(torch.float), opts)(torch.ones(2))
-
-
-def test_reassigning_a_buffer_is_rejected():
+def test_changed_buffers_with_replicas_need_broadcast_buffers_false_and_none_may_be_reassigned():
     class Reassigning(Counting):
         def forward(self, x):
             self.count = self.count + 1
             return Line.forward(self, x)
 
+    with pytest.raises(poptorch.Error, match="broadcastBuffers"):
+        poptorch.trainingModel(Counting(), options(replicas=2))(torch.ones(2))
+    opts = options(replicas=2).broadcastBuffers(False)
+    poptorch.trainingModel(Counting(), opts)(torch.ones(2))
     with pytest.raises(poptorch.Error, match="buffer .count. was reassigned"):
-        poptorch.trainingModel(Reassigning(torch.float), options())(torch.ones(1))
+        poptorch.trainingModel(Reassigning(), options())(ONE)
 
 
 def test_statistics_are_per_replica_and_the_host_gets_those_of_replica_0():
-    model, alone = seeded(), seeded()
-    training = poptorch.trainingModel(model, options(replicas=2))
     images, labels = batch(8)
+    model, alone = seeded(), seeded()
+    training = wrapped(model, options(replicas=2))
+    training.compile(images, labels)
+    training.copyWeightsToHost()
+    for name, tensor in alone.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), "compiling changes no weights and buffers"
     training(images, labels)
     alone(images[:4], labels[:4])
     assert torch.equal(model.norm.running_mean, alone.norm.running_mean)
@@ -367,38 +287,18 @@ def test_statistics_are_per_replica_and_the_host_gets_those_of_replica_0():
 
 
 def test_attributes_that_cannot_be_copied_are_shared():
-    class WithHandle(Classifier):
-        def __init__(self):
-            super().__init__()
-            self.handle = (item for item in [1])
-            self.layers = [self.conv]
+    def forward(line, x):
+        assert line.layers[0] is line.inner
+        return line.inner(x)
 
-        def forward(self, images, labels=None):
-            assert self.layers[0] is self.conv
-            return super().forward(images, labels)
-
-    poptorch.trainingModel(WithHandle(), options(2))(*batch(4))
+    inner = Line()
+    model = Apply(forward, inner=inner, handle=(item for item in [1]), layers=[inner])
+    poptorch.trainingModel(model, options(2))(torch.ones(2))
 
 
-@pytest.mark.parametrize("connection", list(poptorch.ConnectionType))
-def test_compiling_attaches_except_with_connection_type_never(connection):
-    training = poptorch.trainingModel(Line(), options().connectionType(connection))
-    training.compile(torch.ones(1))
-    assert training.isCompiled()
-    assert training.isAttachedToDevice() is (connection != poptorch.ConnectionType.Never)
-    if connection == poptorch.ConnectionType.Never:
-        for action in (lambda: training(torch.ones(1)), training.attachToDevice):
-            with pytest.raises(AssertionError, match=r"ConnectionType\.Never"):
-                action()
-
-
+@pytest.mark.usefixtures("processes")
 def test_a_saved_model_loads_without_poptorch(tmp_path, monkeypatch):
-    (tmp_path / "plain_model.py").write_text(
-        "import torch\n"
-        "class Plain(torch.nn.Linear):\n"
-        "    def forward(self, x):\n"
-        "        return torch.nn.functional.mse_loss(super().forward(x), x)\n"
-    )
+    (tmp_path / "plain_model.py").write_text("import torch\nclass Plain(torch.nn.Linear):\n    pass\n")
     program = (
         "import sys, torch\n"
         "assert not any('emulated_sdk' in path for path in sys.path)\n"
@@ -408,62 +308,23 @@ def test_a_saved_model_loads_without_poptorch(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     model = importlib.import_module("plain_model").Plain(2, 2)
-    poptorch.trainingModel(model, options())(torch.ones(1, 2))
-    torch.save(model, tmp_path / "model.pt")
+    training = poptorch.trainingModel(model, options())
+    torch.save(training.model, tmp_path / "model.pt")
     del sys.modules["plain_model"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, timeout=60, check=False)
-    assert done.returncode == 0
-
-
-class Softmax(nn.Module):
-    def forward(self, x, labels):
-        return nn.functional.cross_entropy(x, labels)
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, timeout=60, check=True)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_model_without_parameters_returns_its_loss(replicas):
     images, labels = torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
-    loss = poptorch.trainingModel(Softmax(), options(replicas))(images, labels)
+    loss = poptorch.trainingModel(Apply(nn.functional.cross_entropy), options(replicas))(images, labels)
     torch.testing.assert_close(loss.mean(), torch.tensor(3.0).log())
-
-
-def test_a_scripted_module_is_rejected():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        scripted = nn.Sequential(torch.jit.script(nn.ReLU()))
-    with pytest.raises(poptorch.Error, match="'0' is a torch.jit.ScriptModule"):
-        poptorch.inferenceModel(scripted, options())
-
-
-@pytest.mark.parametrize("state", [3, "ab", [], [1, 2, 3], [1.5, 2], None])
-def test_rng_state_must_be_one_or_two_integers(state):
-    inference = poptorch.inferenceModel(nn.ReLU(), options())
-    with pytest.raises(poptorch.Error, match=r"\[seed\] or \[seed, micro-batches\]"):
-        inference.rng_state = state
-
-
-def test_a_destroyed_model_can_be_called_again():
-    model, training = train_line()
-    training(torch.ones(1))
-    training.destroy()
-    training(torch.ones(1))
-    assert model.weight.item() == 0.0
-    training.destroy()
-    poptorch.trainingModel(model, options())
-    with pytest.raises(RuntimeError, match="already been wrapped"):
-        training(torch.ones(1))
-
-
-@pytest.mark.parametrize("wrap", [poptorch.trainingModel, poptorch.inferenceModel])
-def test_options_of_another_type_are_rejected(wrap):
-    with pytest.raises(poptorch.Error, match="options must be a poptorch.Options, not dict"):
-        wrap(Line(), {"device_iterations": 1})
 
 
 def test_a_model_that_is_no_longer_used_is_collected():
     model, training = train_line()
-    training(torch.ones(1))
+    training(ONE)
     references = [weakref.ref(model), weakref.ref(training)]
     del model, training
     gc.collect()

@@ -17,10 +17,14 @@ import poptorch
 import psutil
 import pytest
 import torch
-from bounded import wait_until
 from poptorch.data import fetcher_process
-from poptorch_data import FORK, Hung, Numbers, epoch
-from poptorch_models import options
+
+from tests.support import ROOT
+from tests.support.bounded import wait_until
+from tests.support.poptorch_data import FORK, Hung, Numbers, epoch
+from tests.support.poptorch_models import options
+
+pytestmark = pytest.mark.usefixtures("processes")
 
 SDK = Path(poptorch.__file__).parent.parent
 DESCRIPTORS = Path("/proc/self/fd")
@@ -195,12 +199,12 @@ def test_killed_program_leaves_no_process(start):
 def test_program_exit_ends_its_fetcher_and_missing_main_guard_raises_error(tmp_path_factory):
     program = tmp_path_factory.mktemp("program") / "unguarded.py"
     program.write_text(
-        "import poptorch\nfrom poptorch_data import FORK, Numbers\n"
+        "import poptorch\nfrom tests.support.poptorch_data import FORK, Numbers\n"
         "left = poptorch.AsynchronousDataAccessor(Numbers(1000), **FORK)\n"
         "next(iter(left))\n"
         "poptorch.AsynchronousDataAccessor(Numbers(3), sharing_strategy=poptorch.SharingStrategy.SharedMemory)\n"
     )
-    paths = os.pathsep.join([str(SDK), str(Path(__file__).parent)])
+    paths = os.pathsep.join([str(SDK), str(ROOT)])
     command, environment = [sys.executable, str(program)], {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 1

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Callable, Optional
 
 import poptorch
 import pytest
 import torch
 from torch import nn
+
+from tests.support.poptorch_models import options, wrapped
 
 WIDTH, SAMPLES = 64, 16
 
@@ -16,12 +17,12 @@ WIDTH, SAMPLES = 64, 16
 class Layers(nn.Module):
     """Linear layers, the first of each IPU's in a block of its own, and a loss."""
 
-    def __init__(self, ipus: int = 1, layers: int = 2, checkpoint: bool = False) -> None:
+    def __init__(self, ipus=1, layers=2, checkpoint=False):
         super().__init__()
         self.ipus, self.checkpoint = ipus, checkpoint
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(ipus * layers))
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x):
         size = len(self.layers) // self.ipus
         for ipu in range(self.ipus):
             with poptorch.Block(ipu_id=ipu):
@@ -34,21 +35,12 @@ class Layers(nn.Module):
         return x
 
 
-def memory(
-    model: nn.Module,
-    accumulation: int = 8,
-    optimizer: Callable[..., Any] = poptorch.optim.SGD,
-    change: Optional[Callable[[poptorch.Options], Any]] = None,
-    dtype: torch.dtype = torch.float32,
-    **settings: Any,
-) -> Any:
-    options = poptorch.Options()
-    options.showCompilationProgressBar(False)
-    options.Training.gradientAccumulation(accumulation)
-    if change is not None:
-        change(options)
-    training = poptorch.trainingModel(model, options, optimizer(model.parameters(), lr=0.1, **settings))
-    training.compile(torch.zeros(1, WIDTH, dtype=dtype).expand(SAMPLES * accumulation, -1))
+def memory(model, accumulation=8, change=lambda options: None, dtype=torch.float32, **settings):
+    opts = options(accumulation=accumulation)
+    change(opts)
+    training = wrapped(model, opts, **settings)
+    samples = SAMPLES * accumulation * opts.replication_factor
+    training.compile(torch.zeros(1, WIDTH, dtype=dtype).expand(samples, -1))
     return training.emulatedMemory()
 
 
@@ -64,7 +56,7 @@ def test_weights_gradients_and_state_are_counted_by_their_dtypes():
     # More than half of it: torch computes the loss in float32, in other steps from version to version.
     assert one.activations == 7 * ACTIVATION
     assert 3.5 * ACTIVATION < half.activations < 6 * ACTIVATION
-    (adam,) = memory(Layers(), optimizer=poptorch.optim.Adam, first_order_momentum_accum_type=torch.half)
+    (adam,) = memory(Layers(), algorithm="Adam", first_order_momentum_accum_type=torch.half)
     assert adam.optimizer == 6 * PARAMETERS
     (combined,) = memory(Layers(), momentum=0.9, use_combined_accum=True)
     assert combined.optimizer == 0
@@ -72,31 +64,24 @@ def test_weights_gradients_and_state_are_counted_by_their_dtypes():
     assert (single.gradients, single.optimizer) == (4 * WIDTH * WIDTH, 0)
 
 
-def off_chip(options: poptorch.Options) -> None:
-    settings = poptorch.TensorLocationSettings().useOnChipStorage(False).minElementsForOffChip(0)
-    options.TensorLocations.setOptimizerLocation(settings)
-
-
-def sharded(options: poptorch.Options) -> None:
-    options.replicationFactor(2)
-    settings = poptorch.TensorLocationSettings().useReplicatedTensorSharding().minElementsForReplicatedTensorSharding(0)
-    options.TensorLocations.setOptimizerLocation(settings)
-
-
 def test_tensor_locations_reduce_the_optimizer_state():
+    def off_chip(opts):
+        settings = poptorch.TensorLocationSettings().useOnChipStorage(False).minElementsForOffChip(0)
+        opts.TensorLocations.setOptimizerLocation(settings)
+
+    def sharded(opts):
+        settings = poptorch.TensorLocationSettings().useReplicatedTensorSharding()
+        settings.minElementsForReplicatedTensorSharding(0)
+        opts.replicationFactor(2).TensorLocations.setOptimizerLocation(settings)
+
     (one,) = memory(Layers(), momentum=0.9, change=off_chip)
     assert one.optimizer == 4 * WIDTH * WIDTH  # the largest tensor, while it is used
-    training = Layers()
-    options = poptorch.Options()
-    options.showCompilationProgressBar(False)
-    sharded(options)
-    model = poptorch.trainingModel(training, options, poptorch.optim.SGD(training.parameters(), lr=0.1, momentum=0.9))
-    model.compile(torch.zeros(2 * SAMPLES, WIDTH))
-    assert model.emulatedMemory()[0].optimizer == 2 * PARAMETERS
+    (one,) = memory(Layers(), accumulation=1, momentum=0.9, change=sharded)
+    assert one.optimizer == 2 * PARAMETERS
 
 
-def recomputation(mode: int) -> Callable[[poptorch.Options], Any]:
-    return lambda options: options._Popart.set("autoRecomputation", mode)
+def recomputation(mode):
+    return lambda opts: opts._Popart.set("autoRecomputation", mode)
 
 
 def test_a_pipeline_keeps_the_activations_of_the_micro_batches_in_flight():
@@ -127,6 +112,12 @@ def test_activations_grow_with_the_micro_batch():
     assert (one.gradients, one.optimizer) == (0, 0)
 
 
+def compiled_memory(model, inputs):
+    executor = poptorch.inferenceModel(model)
+    executor.compile(inputs)
+    return executor.emulatedMemory()
+
+
 def test_a_nearly_full_ipu_is_a_warning_and_a_full_one_an_error_in_strict_mode(monkeypatch, caplog):
     model = nn.Linear(WIDTH, WIDTH)
     inputs = torch.zeros(1, WIDTH)
@@ -143,9 +134,3 @@ def test_a_nearly_full_ipu_is_a_warning_and_a_full_one_an_error_in_strict_mode(m
     with pytest.raises(poptorch.Error, match=r"Out of memory.*IPU 0: 110 %"):
         executor.compile(inputs)
     assert not executor.isCompiled()
-
-
-def compiled_memory(model: nn.Module, inputs: torch.Tensor) -> Any:
-    executor = poptorch.inferenceModel(model)
-    executor.compile(inputs)
-    return executor.emulatedMemory()

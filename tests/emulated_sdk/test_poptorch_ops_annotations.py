@@ -7,8 +7,9 @@ from typing import Any, Callable
 import poptorch
 import pytest
 import torch
-from poptorch_models import Line, options
 from torch import nn
+
+from tests.support.poptorch_models import Line, options
 
 Mode = poptorch.MatMulSerializationMode
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from poptorch_models import options
 from torch import nn
+
+from tests.support.poptorch_models import options
 
 
 class Calls(nn.Module):

@@ -9,8 +9,9 @@ import poptorch
 import pytest
 import torch
 from poptorch.ops.host import PrintFormat
-from poptorch_models import Line, options
 from torch import nn
+
+from tests.support.poptorch_models import Line, options
 
 DEFAULT_FORMAT = PrintFormat(1000, 3, 80, 4, "auto", ", ", "(", ")")
 

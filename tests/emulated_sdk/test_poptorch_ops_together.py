@@ -7,8 +7,9 @@ from typing import Any
 import poptorch
 import pytest
 import torch
-from poptorch_models import options
 from torch import nn
+
+from tests.support.poptorch_models import options
 
 
 class Plain(nn.Module):

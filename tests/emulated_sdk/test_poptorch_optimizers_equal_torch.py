@@ -1,14 +1,18 @@
-"""The device's optimizers equal torch's on the same gradients."""
+"""The device's optimizers equal torch's on the same gradients, and run without torch's compiler and wrappers."""
 
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import poptorch
 import pytest
 import torch
-from poptorch_models import Line, options
+from poptorch.optimizers.device_optimizer import plain_step
 from torch import nn
+
+from tests.support.poptorch_models import Line, options, trained, wrapped
 
 CASES = [
     ("SGD", {}),
@@ -37,50 +41,79 @@ class Net(nn.Module):
         return poptorch.identity_loss(self.second(torch.tanh(self.first(x))).pow(2), "mean")
 
 
-def groups_of(model, changed=None):
-    changes = {"lr": 0.02, **({} if changed is None else changed)}
-    return [{"params": model.first.parameters()}, {"params": model.second.parameters(), **changes}]
+def groups_of(model):
+    return [
+        {"params": model.first.parameters()},
+        {"params": model.second.parameters(), "lr": 0.02, "weight_decay": 0.01},
+    ]
 
 
 def inputs(count):
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(count, 2, 3, generator=generator)
+    return torch.randn(count, 2, 3, generator=torch.Generator().manual_seed(0))
 
 
-def assert_same_weights(left, right):
-    for a, b in zip(left.parameters(), right.parameters()):
+def assert_same_training(ours, theirs, own=None, schedule=None, clipped_to=None, **arguments):
+    """Train a `Net` with the optimizer `ours` on the device, which alone has the arguments `own`, and on the host."""
+    device, host = Net(), Net()
+    optimizer, reference = ours(groups_of(device), **arguments, **(own or {})), theirs(groups_of(host), **arguments)
+    schedulers = [schedule(each) for each in (optimizer, reference)] if schedule else []
+    training = poptorch.trainingModel(device, options(), optimizer)
+    for x in inputs(4):
+        training(x)
+        reference.zero_grad()
+        host(x).backward()
+        if clipped_to is not None:
+            nn.utils.clip_grad_norm_(host.parameters(), clipped_to)
+        reference.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        if schedulers:
+            training.setOptimizer(optimizer)
+    for a, b in zip(device.parameters(), host.parameters()):
         torch.testing.assert_close(a.detach(), b.detach())
+
+
+def of_both(algorithm):
+    return getattr(poptorch.optim, algorithm), getattr(torch.optim, algorithm)
 
 
 @pytest.mark.parametrize(("algorithm", "arguments"), CASES)
 @pytest.mark.parametrize("loss_scaling", [1.0, 1000.0])
 def test_updates_equal_torch(algorithm, arguments, loss_scaling):
-    device, host = Net(), Net()
-    own = {"lr": 0.05, "loss_scaling": loss_scaling, **arguments}
-    optimizer = getattr(poptorch.optim, algorithm)(groups_of(device, {"weight_decay": 0.01}), **own)
-    training = poptorch.trainingModel(device, options(), optimizer)
-    host_arguments = {name: value for name, value in arguments.items() if name not in OWN}
-    reference = getattr(torch.optim, algorithm)(groups_of(host, {"weight_decay": 0.01}), lr=0.05, **host_arguments)
-    for x in inputs(4):
-        training(x)
-        reference.zero_grad()
-        host(x).backward()
-        reference.step()
-    assert_same_weights(device, host)
+    own = {name: value for name, value in arguments.items() if name in OWN}
+    shared = {name: value for name, value in arguments.items() if name not in OWN}
+    assert_same_training(*of_both(algorithm), own={"loss_scaling": loss_scaling, **own}, lr=0.05, **shared)
+
+
+@pytest.mark.parametrize("algorithm", ["SGD", "AdamW"])
+def test_clipping_equals_torch(algorithm):
+    own = {"max_grad_norm": 0.01, "loss_scaling": 64}
+    assert_same_training(*of_both(algorithm), own=own, clipped_to=0.01, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8),
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4),
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
+    ],
+)
+def test_torch_schedulers_set_the_devices_learning_rate(schedule):
+    assert_same_training(*of_both("SGD"), schedule=schedule, lr=0.05, momentum=0.9)
+
+
+@pytest.mark.skipif(
+    "decoupled_weight_decay" not in torch.optim.Adam.__init__.__code__.co_varnames, reason="this torch has no such Adam"
+)
+def test_adam_with_decoupled_weight_decay_is_adamw():
+    own = {"decoupled_weight_decay": True}
+    assert_same_training(torch.optim.Adam, torch.optim.AdamW, own=own, lr=0.1, weight_decay=0.5)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"bias_correction": False}, {"max_weight_norm": 0.1, "weight_decay": 0.0}])
 def test_lamb_on_the_device_equals_the_host(arguments):
-    device, host = Net(), Net()
-    make = lambda model: poptorch.optim.LAMB(groups_of(model), lr=0.1, **arguments)  # noqa: E731
-    training = poptorch.trainingModel(device, options(), make(device))
-    reference = make(host)
-    for x in inputs(3):
-        training(x)
-        reference.zero_grad()
-        host(x).backward()
-        reference.step()
-    assert_same_weights(device, host)
+    assert_same_training(poptorch.optim.LAMB, poptorch.optim.LAMB, lr=0.1, **arguments)
 
 
 def test_lamb_scales_the_step_to_the_norm_of_the_weights():
@@ -92,13 +125,12 @@ def test_lamb_scales_the_step_to_the_norm_of_the_weights():
     torch.testing.assert_close(weight.detach(), torch.tensor([3.0, 4.0]) - 0.5 / 2**0.5 * torch.tensor([1.0, -1.0]))
 
 
-def test_bias_correction_scales_lambs_first_step():
-    weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    for weight, corrects in zip(weights, (True, False)):
-        weight.grad = torch.ones(1)
-        poptorch.optim.LAMB([weight], lr=1.0, weight_decay=0.0, bias_correction=corrects).step()
-    assert weights[0].item() == pytest.approx(-1)
-    assert weights[1].item() == pytest.approx(-0.1 / 0.001**0.5, rel=1e-4)
+@pytest.mark.parametrize(("corrects", "expected"), [(True, -1), (False, -0.1 / 0.001**0.5)])
+def test_bias_correction_scales_lambs_first_step(corrects, expected):
+    weight = nn.Parameter(torch.zeros(1))
+    weight.grad = torch.ones(1)
+    poptorch.optim.LAMB([weight], lr=1.0, weight_decay=0.0, bias_correction=corrects).step()
+    assert weight.item() == pytest.approx(expected, rel=1e-4)
 
 
 class OwnSgd(torch.optim.SGD):
@@ -112,29 +144,12 @@ class Lookahead(torch.optim.SGD):
         raise AssertionError("the device does not call this")
 
 
-def test_derived_class_uses_the_rule_of_its_base(caplog):
-    for kind, warned in ((OwnSgd, False), (Lookahead, True)):
-        caplog.clear()
-        model = Line()
-        poptorch.trainingModel(model, options(), kind(model.parameters(), lr=0.1))(torch.ones(1))
-        assert model.weight.item() == pytest.approx(0.9)
-        assert ("Lookahead.step() is not used" in caplog.text) == warned
-
-
-@pytest.mark.skipif(
-    "decoupled_weight_decay" not in torch.optim.Adam.__init__.__code__.co_varnames, reason="this torch has no such Adam"
-)
-def test_adam_with_decoupled_weight_decay_is_adamw():
-    device, host = Net(), Net()
-    optimizer = torch.optim.Adam(device.parameters(), lr=0.1, weight_decay=0.5, decoupled_weight_decay=True)
-    training = poptorch.trainingModel(device, options(), optimizer)
-    reference = torch.optim.AdamW(host.parameters(), lr=0.1, weight_decay=0.5)
-    for x in inputs(2):
-        training(x)
-        reference.zero_grad()
-        host(x).backward()
-        reference.step()
-    assert_same_weights(device, host)
+@pytest.mark.parametrize(("kind", "warned"), [(OwnSgd, False), (Lookahead, True)])
+def test_derived_class_uses_the_rule_of_its_base(caplog, kind, warned):
+    model = Line()
+    poptorch.trainingModel(model, options(), kind(model.parameters(), lr=0.1))(torch.ones(1))
+    assert model.weight.item() == pytest.approx(0.9)
+    assert ("Lookahead.step() is not used" in caplog.text) == warned
 
 
 @pytest.mark.parametrize("name", ["Adadelta", "Adagrad", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD"])
@@ -146,11 +161,8 @@ def test_unsupported_algorithms_raise_error_when_wrapping(name):
 
 
 def test_maximize_is_ignored_with_a_warning():
-    model = Line()
     with pytest.warns(UserWarning, match="maximize"):
-        optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
-    poptorch.trainingModel(model, options(), optimizer)(torch.ones(1))
-    assert model.weight.item() == pytest.approx(0.9)
+        assert trained(Line(), torch.ones(1), maximize=True).weight.item() == pytest.approx(0.9)
     model = Line()
     with pytest.warns(UserWarning, match="maximize"):
         poptorch.trainingModel(model, options(), torch.optim.SGD(model.parameters(), lr=0.1, maximize=True))
@@ -158,28 +170,12 @@ def test_maximize_is_ignored_with_a_warning():
 
 def test_rmsprop_momentum_may_change_from_zero():
     model = Line()
-    optimizer = poptorch.optim.RMSprop(model.parameters(), lr=0.1, momentum=0.0)
-    training = poptorch.trainingModel(model, options(), optimizer)
+    training = wrapped(model, None, "RMSprop", momentum=0.0)
     training(torch.ones(1))
-    optimizer.param_groups[0]["momentum"] = 0.5
-    training.setOptimizer(optimizer)
+    training._optimizer.param_groups[0]["momentum"] = 0.5
+    training.setOptimizer(training._optimizer)
     training(torch.ones(1))
     assert model.weight.item() == pytest.approx(1 - 0.1 / 0.01**0.5 - 0.1 / 0.0199**0.5, rel=1e-5)
-
-
-def test_clipping_equals_torch():
-    device, host = Net(), Net()
-    training = poptorch.trainingModel(
-        device, options(), poptorch.optim.AdamW(device.parameters(), lr=0.1, max_grad_norm=0.01, loss_scaling=64)
-    )
-    reference = torch.optim.AdamW(host.parameters(), lr=0.1)
-    for x in inputs(3):
-        training(x)
-        reference.zero_grad()
-        host(x).backward()
-        nn.utils.clip_grad_norm_(host.parameters(), 0.01)
-        reference.step()
-    assert_same_weights(device, host)
 
 
 @pytest.mark.parametrize("algorithm", ["SGD", "Adam", "AdamW", "RMSprop", "LAMB"])
@@ -197,26 +193,34 @@ def test_deep_copy_of_model_and_optimizer(algorithm):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8),
-        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4),
-        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
-    ],
-)
-def test_torch_schedulers_set_the_devices_learning_rate(schedule):
-    device, host = Net(), Net()
-    optimizer = poptorch.optim.SGD(groups_of(device), lr=0.05, momentum=0.9)
-    reference = torch.optim.SGD(groups_of(host), lr=0.05, momentum=0.9)
-    on_device, on_host = schedule(optimizer), schedule(reference)
-    training = poptorch.trainingModel(device, options(), optimizer)
-    for x in inputs(4):
-        training(x)
-        on_device.step()
-        training.setOptimizer(optimizer)
-        reference.zero_grad()
-        host(x).backward()
-        reference.step()
-        on_host.step()
-    assert_same_weights(device, host)
+PROGRAM = """
+import sys
+from tests.support.poptorch_models import batch, seeded, wrapped
+training = wrapped(seeded(dropout=0.5), momentum=0.9)
+for _ in range(3):
+    training(*batch(4))
+training._optimizer.state_dict()
+assert "torch._dynamo" not in sys.modules
+"""
+
+
+@pytest.mark.usefixtures("processes")
+def test_training_does_not_import_torch_dynamo():
+    """The import takes more than a second per process."""
+    command = [sys.executable, "-c", PROGRAM]
+    path = ":".join(entry for entry in sys.path if entry)
+    done = subprocess.run(command, env={"PYTHONPATH": path}, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("algorithm", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
+def test_plain_step_equals_step(algorithm):
+    weights = [torch.nn.Parameter(torch.linspace(-1, 1, 7)) for _ in range(2)]
+    optimizers = [algorithm([weight], lr=0.1) for weight in weights]
+    for number in range(3):
+        for weight in weights:
+            weight.grad = torch.linspace(0, number, 7)
+        optimizers[0].step()
+        plain_step(optimizers[1])
+    assert torch.equal(weights[0], weights[1])
+    assert optimizers[1].state[weights[1]].keys() == optimizers[0].state[weights[0]].keys()

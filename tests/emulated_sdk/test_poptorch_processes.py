@@ -5,8 +5,8 @@ from __future__ import annotations
 import poptorch
 import pytest
 import torch
-from poptorch_models import batch, options, seeded
-from ranks import run_ranks
+
+from tests.support.poptorch_models import batch, options, seeded
 
 
 def trained(process, processes, replicas=4):
@@ -27,11 +27,11 @@ def trained(process, processes, replicas=4):
     return b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
 
 
-def test_weights_have_the_same_bits_in_one_and_two_processes():
+def test_weights_have_the_same_bits_in_one_and_two_processes(ranks):
     before = torch.get_num_threads()
     alone = trained(0, 1)
     torch.set_num_threads(before)
-    assert run_ranks(__file__, ["trained"], 2)["trained"] == [alone, alone]
+    assert ranks(__file__, ["trained"], 2)["trained"] == [alone, alone]
 
 
 class Fragile(torch.nn.Module):
@@ -75,7 +75,7 @@ def fails_in_first_call(process, processes):
 
 
 @pytest.mark.parametrize("case", ["fails_in_second_call", "fails_in_first_call"])
-def test_failure_in_one_process_ends_the_other(case):
-    peer, failed = run_ranks(__file__, [case], 2)[case]
+def test_failure_in_one_process_ends_the_other(case, ranks):
+    peer, failed = ranks(__file__, [case], 2)[case]
     assert failed == "a negative number"
     assert "lost the connection" in peer or "cannot be used" in peer or "failed before it joined" in peer

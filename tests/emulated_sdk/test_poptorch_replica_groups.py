@@ -8,11 +8,11 @@ import pickle
 import poptorch
 import pytest
 import torch
-from poptorch_models import options
 from torch import nn
 
-CONSECUTIVE, ORTHOGONAL = poptorch.CommGroupType.Consecutive, poptorch.CommGroupType.Orthogonal
-NO_GROUPING, ALL = poptorch.CommGroupType.NoGrouping, poptorch.CommGroupType.All
+from tests.support.poptorch_models import options
+
+ALL, CONSECUTIVE, ORTHOGONAL, NO_GROUPING = poptorch.CommGroupType
 EACH_GROUP, EACH_REPLICA = poptorch.VariableRetrievalMode.OnePerGroup, poptorch.VariableRetrievalMode.AllReplicas
 
 
@@ -29,10 +29,10 @@ class Product(nn.Module):
         return result, poptorch.identity_loss(result**2, reduction="mean")
 
 
-def wrapped(weight, kind, size, optimizer=None, replicas=4, mode=EACH_GROUP, **kwargs):
+def wrapped(weight, kind, size, optimizer=torch.optim.SGD, mode=EACH_GROUP):
     model = Product(weight)
-    opts = options(replicas, **kwargs).outputMode(poptorch.OutputMode.All)
-    training = poptorch.trainingModel(model, opts, (optimizer or torch.optim.SGD)(model.parameters(), lr=0.1))
+    opts = options(4).outputMode(poptorch.OutputMode.All)
+    training = poptorch.trainingModel(model, opts, optimizer(model.parameters(), lr=0.1))
     training.weight.replicaGrouping(kind, size, mode)
     return model, training
 
@@ -49,29 +49,22 @@ def reference(weight, x, group_of):
     ("kind", "size", "group_of"),
     [(CONSECUTIVE, 2, [0, 0, 1, 1]), (ORTHOGONAL, 2, [0, 1, 0, 1]), (NO_GROUPING, 0, [0, 1, 2, 3])],
 )
-def test_each_group_computes_and_trains_its_own_values(kind, size, group_of):
-    weight, x = torch.randn(max(group_of) + 1, 3, 2), torch.randn(4, 3)
-    model, training = wrapped(weight.clone(), kind, size)
+@pytest.mark.parametrize("mode", [EACH_GROUP, EACH_REPLICA])
+def test_each_group_computes_and_trains_its_own_values(kind, size, group_of, mode):
+    of_replicas, x = torch.randn(4, 3, 2), torch.randn(4, 3)
+    weight = of_replicas[[group_of.index(group) for group in sorted(set(group_of))]]  # of the first of each group
+    model, training = wrapped(of_replicas if mode == EACH_REPLICA else weight.clone(), kind, size, mode=mode)
     results, _ = training(x)
     for replica, group in enumerate(group_of):
         torch.testing.assert_close(results[replica], x[replica] @ weight[group])
     expected_weight, expected_shared = reference(weight, x, group_of)
+    expected_weight = expected_weight[group_of] if mode == EACH_REPLICA else expected_weight
     torch.testing.assert_close(model.weight.detach(), expected_weight)
     torch.testing.assert_close(model.shared.detach(), expected_shared)
 
 
-def test_host_may_have_a_value_of_each_replica():
-    weight = torch.randn(4, 3, 2)
-    model, training = wrapped(weight.clone(), ORTHOGONAL, 2, mode=EACH_REPLICA)
-    x = torch.randn(4, 3)
-    training(x)
-    assert torch.equal(model.weight[:2], model.weight[2:])
-    torch.testing.assert_close(model.weight[:2].detach(), reference(weight[:2], x, [0, 1, 0, 1])[0])
-
-
 def test_optimizer_state_has_a_value_of_each_group_and_is_restored():
-    x = torch.randn(4, 3)
-    weight = torch.randn(4, 3, 2)
+    weight, x = torch.randn(4, 3, 2), torch.randn(4, 3)
     model, training = wrapped(weight.clone(), NO_GROUPING, 0, poptorch.optim.AdamW)
     training(x)
     state, values = training._optimizer.state_dict(), {name: v.clone() for name, v in model.state_dict().items()}
@@ -97,26 +90,22 @@ def test_inference_model_has_groups():
     assert inference(torch.ones(2, 2))[0].flatten().tolist() == [1, 5]
 
 
-def test_one_group_of_all_replicas_has_no_effect():
-    model, training = wrapped(torch.ones(3, 2), ALL, 0)
-    assert training(torch.ones(4, 3))[0].shape == (4, 2)
+SHAPES = [
+    ((3, 3, 2), CONSECUTIVE, 2, "must be 2"),
+    ((2, 3, 2), CONSECUTIVE, 3, "do not divide the 4 replicas"),
+    ((), NO_GROUPING, 0, "Scalars cannot be passed"),
+]
 
 
-@pytest.mark.parametrize(
-    ("shape", "kind", "size", "message"),
-    [
-        ((3, 3, 2), CONSECUTIVE, 2, "must be 2"),
-        ((2, 3, 2), CONSECUTIVE, 3, "do not divide the 4 replicas"),
-        ((), NO_GROUPING, 0, "Scalars cannot be passed"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "kind", "size", "message"), SHAPES)
 def test_shape_that_does_not_fit_raises_error(shape, kind, size, message):
-    _, training = wrapped(torch.ones(shape), kind, size)
     with pytest.raises(poptorch.Error, match=message):
-        training(torch.ones(4, 3))
+        wrapped(torch.ones(shape), kind, size)[1](torch.ones(4, 3))
 
 
 def test_grouping_after_the_compilation_and_norms_of_groups_raise_error():
+    _, plain = wrapped(torch.ones(3, 2), ALL, 0)
+    assert plain(torch.ones(4, 3))[0].shape == (4, 2), "one group of all replicas has no effect"
     _, training = wrapped(torch.ones(2, 3, 2), CONSECUTIVE, 2)
     training(torch.ones(4, 3))
     with pytest.raises(poptorch.Error, match="before the model is compiled"):

@@ -8,10 +8,9 @@ import functools
 import poptorch
 import pytest
 import torch
-from poptorch_models import batch, options, seeded
 from torch import nn
 
-PLAIN = poptorch.PipelinedExecution()
+from tests.support.poptorch_models import batch, options, seeded, wrapped
 
 
 class Pipeline(nn.Module):
@@ -51,15 +50,13 @@ def train(ipus, strategy, accumulation=5, replicas=1):
     """Return weights, buffers and outputs after two updates."""
     model = seeded(Pipeline, ipus=ipus)
     opts = options(replicas, accumulation).randomSeed(5).outputMode(poptorch.OutputMode.All)
-    training = poptorch.trainingModel(model, opts.setExecutionStrategy(strategy), torch.optim.Adam(model.parameters()))
+    training = wrapped(model, opts.setExecutionStrategy(strategy), "Adam")
     generator = torch.Generator().manual_seed(1)
     outputs = []
     for _ in range(2):
         x = torch.randn(3 * accumulation * replicas, 4, generator=generator)
         outputs += training(x, torch.arange(len(x)) % 4)
-    values = [*outputs, *(tensor.clone() for tensor in model.state_dict().values())]
-    training.destroy()
-    return values
+    return [*outputs, *(tensor.clone() for tensor in model.state_dict().values())]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -74,19 +71,9 @@ def train(ipus, strategy, accumulation=5, replicas=1):
     ids=lambda strategy: strategy.name,
 )
 def test_training_has_the_same_bits_with_every_strategy(strategy, replicas):
-    plain = train((0, 0, 0), PLAIN, replicas=replicas)
+    plain = train((0, 0, 0), poptorch.PipelinedExecution(), replicas=replicas)
     ipus = (0, 1, 2) if strategy.name == "pipelined" else (None, None, None)
     assert all(map(torch.equal, train(ipus, strategy, replicas=replicas), plain))
-
-
-def test_inference_has_the_same_bits_with_and_without_blocks():
-    x = torch.randn(2 * 2 * 4, 4, generator=torch.Generator().manual_seed(2))
-    for replicas in (1, 2):
-        results = [
-            poptorch.inferenceModel(seeded(Pipeline, ipus=ipus).eval(), options(replicas, iterations=4))(x)
-            for ipus in ((0, 0), (0, 1))
-        ]
-        assert torch.equal(*results)
 
 
 @pytest.mark.parametrize(("forward_stages", "accumulation"), [(2, 2), (4, 6)])
@@ -96,10 +83,7 @@ def test_pipelined_training_needs_accumulation_of_the_pipeline_depth(forward_sta
     with pytest.raises(poptorch.Error, match=numbers):
         train(ipus, poptorch.PipelinedExecution(), accumulation)
     train(ipus, poptorch.PipelinedExecution(), depth)
-
-
-def test_sharded_training_needs_no_accumulation():
-    train((0, 1, 2, 3), poptorch.ShardedExecution(), 1)
+    train(ipus, poptorch.ShardedExecution(), 1)
 
 
 def test_pipelined_inference_needs_device_iterations_for_every_stage():
@@ -132,10 +116,9 @@ def test_declared_stages_group_blocks_and_set_ipus():
 def test_undeclared_block_raises_error():
     with pytest.raises(AssertionError, match="Unknown block 'B2'.*'B0', 'B1'"):
         compiled((0, 0, 0), poptorch.PipelinedExecution("B0", "B1"))
-    with pytest.raises(AssertionError, match="Unknown block 'B9'"):
-        poptorch.PipelinedExecution("B0", "B1").stage("B9")
-    with pytest.raises(AssertionError, match="Unknown block 'B0'"):
-        poptorch.PipelinedExecution().stage("B0")
+    for blocks in (("B0", "B1"), ()):
+        with pytest.raises(AssertionError, match="Unknown block 'B9'"):
+            poptorch.PipelinedExecution(*blocks).stage("B9")
 
 
 @pytest.mark.parametrize(
@@ -154,21 +137,11 @@ def test_undeclared_block_raises_error():
         lambda: poptorch.SerialPhasedExecution(),
         lambda: poptorch.SerialPhasedExecution(["A"]).setTensorsLiveness(1),
         lambda: poptorch.SerialPhasedExecution(["A"]).useSeparateBackwardPhase(1),
-        lambda: poptorch.Options().setExecutionStrategy("pipelined"),
     ],
 )
 def test_invalid_declarations_raise_error(make):
     with pytest.raises(AssertionError):
         make()
-
-
-def test_phase_has_stages():
-    phase = poptorch.Phase(poptorch.Stage("A"), poptorch.Stage("B")).ipus(2, 3)
-    assert [phase.stage(index).blocks for index in (0, 1)] == [("A",), ("B",)]
-    assert poptorch.Phase(["A", "B"]).stage(0).blocks == ("A", "B")
-    strategy = poptorch.ParallelPhasedExecution([phase, ["C"]])
-    assert strategy.phase(0) is phase
-    assert strategy.useSeparateBackwardPhase().sendTensorsOffChipAfterFwd() is strategy
 
 
 def test_ipus_of_phases():
@@ -181,47 +154,42 @@ def test_ipus_of_phases():
         compiled((0, 2, 0), poptorch.ParallelPhasedExecution(*phases))
 
 
-def test_options_store_the_strategy():
+def test_phases_have_stages_and_options_a_copy_of_their_strategy(tmp_path):
+    phase = poptorch.Phase(poptorch.Stage("A"), poptorch.Stage("B")).ipus(2, 3)
+    assert [phase.stage(index).blocks for index in (0, 1)] == [("A",), ("B",)]
+    assert poptorch.Phase(["A", "B"]).stage(0).blocks == ("A", "B")
+    strategy = poptorch.ParallelPhasedExecution([phase, ["C"]])
+    assert strategy.phase(0) is phase
+    assert strategy.useSeparateBackwardPhase().sendTensorsOffChipAfterFwd() is strategy
     strategy = poptorch.SerialPhasedExecution(["A"]).setTensorsLiveness(poptorch.Liveness.OffChipAfterFwd)
     opts = poptorch.Options().setExecutionStrategy(strategy).outputMode(poptorch.OutputMode.All)
     values = opts.toDict()
     assert (values["execution_mode"], values["serial_phases_execution"], values["tensors_liveness"]) == (2, True, 1)
-    clone = copy.deepcopy(opts)
-    clone._execution_strategy.stage("A").ipu(7)
+    copy.deepcopy(opts)._execution_strategy.stage("A").ipu(7)
     assert strategy.stage("A")._ipu_id is None
-    opts._freeze()
-    with pytest.raises(AttributeError, match="frozen"):
-        opts.setExecutionStrategy(poptorch.ShardedExecution())
-
-
-def test_strategy_in_an_options_file(tmp_path):
-    file = tmp_path / "options.txt"
-    file.write_text("setExecutionStrategy(poptorch.ShardedExecution(poptorch.AutoStage.AutoIncrement))\n")
-    opts = poptorch.Options().loadFromFile(str(file)).outputMode(poptorch.OutputMode.All)
+    (tmp_path / "options").write_text("setExecutionStrategy(poptorch.ShardedExecution(AutoStage.AutoIncrement))\n")
+    opts = poptorch.Options().loadFromFile(str(tmp_path / "options")).outputMode(poptorch.OutputMode.All)
     assert (opts.toDict()["execution_mode"], opts._execution_strategy._to_dict()["auto_stage"]) == (1, 1)
 
 
-def test_replica_has_all_ipus_up_to_the_highest():
-    placement = compiled((0, 3), poptorch.ShardedExecution()).emulatedPlacement()
+def test_replica_has_all_ipus_up_to_the_highest_a_power_of_two_unless_rounded():
+    model = compiled((0, 3), poptorch.ShardedExecution())
+    assert model._compiled().traced.changed_modules == (), "recording stages changes no modules"
+    placement = model.emulatedPlacement()
     assert placement.ipus_per_replica == 4
     assert [ipu.stages for ipu in placement.ipus] == [(0,), (), (), (1,)]
-
-
-def test_ipus_must_be_a_power_of_two_unless_rounded():
     opts = poptorch.Options().showCompilationProgressBar(False).deviceIterations(3)
     model = seeded(Pipeline, ipus=(0, 1, 2)).eval()
     with pytest.raises(poptorch.Error, match="3 IPUs per replica x 1 replicas = 3 IPUs.*reserve a minimum of 4"):
         poptorch.inferenceModel(model, opts).compile(torch.ones(3, 4))
-    rounded = opts.clone().autoRoundNumIPUs()
-    poptorch.inferenceModel(model, rounded).compile(torch.ones(3, 4))
+    poptorch.inferenceModel(model, opts.clone().autoRoundNumIPUs()).compile(torch.ones(3, 4))
 
 
 @pytest.mark.parametrize(("ipu", "replicas"), [(64, 1), (0, 128), (32, 2)])
 def test_process_uses_at_most_64_ipus(ipu, replicas):
-    text = f"Too many IPUs requested ({(ipu + 1) * replicas}). Experiments that need more than 64 IPUs require "
-    with pytest.raises(poptorch.Error) as raised:
+    text = f"Too many IPUs requested \\({(ipu + 1) * replicas}\\)\\. Experiments .* require distributed execution\\."
+    with pytest.raises(poptorch.Error, match=text):
         compiled((ipu,), poptorch.ShardedExecution(), iterations=1, replicas=replicas)
-    assert str(raised.value) == text + "distributed execution."
 
 
 def test_tensor_is_counted_where_it_is_first_used():
@@ -229,6 +197,8 @@ def test_tensor_is_counted_where_it_is_first_used():
     model.layers[1].weight = model.layers[0].weight
     model.spare = nn.Parameter(torch.ones(3))
     training = poptorch.trainingModel(model.half(), options(accumulation=3))
+    with pytest.raises(poptorch.Error, match="not been compiled"):
+        training.emulatedPlacement()
     training(torch.ones(6, 4).half(), torch.zeros(6, dtype=torch.long))
     placement = training.emulatedPlacement()
     first, second = placement.ipus
@@ -246,12 +216,6 @@ def test_matrix_products_and_convolutions_are_counted():
     assert model.emulatedPlacement().stages[0].forward_operations == 2 * 2 * 4 * 16 * 27 + 2 * 2 * 64 * 5
 
 
-def test_placement_before_compilation_raises_error():
-    training = poptorch.trainingModel(seeded(Pipeline, ipus=(0, 1)), options(accumulation=4))
-    with pytest.raises(poptorch.Error, match="not been compiled"):
-        training.emulatedPlacement()
-
-
 def test_saved_executable_keeps_placement_and_needs_its_strategy(tmp_path):
     sharded = compiled((0, 1), poptorch.ShardedExecution())
     sharded.save(str(tmp_path / "model"), export_model=False)
@@ -265,7 +229,3 @@ def test_saved_executable_keeps_placement_and_needs_its_strategy(tmp_path):
     assert loaded(poptorch.ShardedExecution()).emulatedPlacement() == sharded.emulatedPlacement()
     with pytest.raises(poptorch.Error, match="execution strategy"):
         loaded(poptorch.PipelinedExecution())
-
-
-def test_recording_stages_does_not_change_modules():
-    assert compiled((0, 1))._compiled().traced.changed_modules == ()

@@ -10,8 +10,9 @@ import poptorch
 import pytest
 import torch
 import torch.nn.functional as F
-from poptorch_models import options
 from torch import nn
+
+from tests.support.poptorch_models import options, trained
 
 
 class Calls(nn.Module):
@@ -26,15 +27,9 @@ class Calls(nn.Module):
         return self.function(self.linear(x), self.inner)
 
 
-class Loss(nn.Module):
-    """The final loss of a function's result."""
-
-    def __init__(self, calls: Calls) -> None:
-        super().__init__()
-        self.calls = calls
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return poptorch.identity_loss(self.calls(x).float(), "mean")
+def train(function, inner=None):
+    calls = Calls(lambda x, inner: poptorch.identity_loss(function(x, inner).float(), "mean"), inner)
+    trained(calls, torch.randn(3, 4))
 
 
 def compiled(model: nn.Module) -> poptorch.PoplarExecutor:
@@ -43,46 +38,39 @@ def compiled(model: nn.Module) -> poptorch.PoplarExecutor:
     return executor
 
 
+@pytest.fixture
+def strict(monkeypatch):
+    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
+
+
+HOST = torch.ones(4)
+RECURRENT = lambda x, layer: layer(x)[0]  # noqa: E731
 REJECTED = [
-    pytest.param(lambda x, _: F.huber_loss(x, torch.zeros(3, 4)), None, r"\[aten::huber_loss\]", id="huber_loss"),
-    pytest.param(lambda x, _: x.tril(), None, r"\[aten::tril\]", id="tril"),
-    pytest.param(lambda x, _: x.masked_select(x > 0), None, r"\[aten::masked_select\]", id="masked_select"),
-    pytest.param(lambda x, _: x.nonzero(), None, "aten::nonzero are unsupported", id="nonzero"),
-    pytest.param(lambda x, _: x[x > 0], None, "aten::nonzero are unsupported", id="boolean index"),
-    pytest.param(lambda x, m: m(x)[0], nn.LSTM(4, 4, 2, bidirectional=True), "Only LSTM with 1 layer", id="2 layers"),
-    pytest.param(lambda x, m: m(x)[0], nn.LSTM(4, 4, bidirectional=True), "bidirectional LSTM", id="bidirectional"),
-    pytest.param(lambda x, m: m(x)[0], nn.GRU(4, 4, 2), "Only GRU with 1 layer", id="GRU"),
-    pytest.param(lambda x, _: F.one_hot(x.argmax(1)), None, "OneHot num classes", id="one_hot"),
-    pytest.param(
-        lambda x, _: F.interpolate(x[None], scale_factor=2, mode="linear"), None, "only 'nearest'", id="interpolate"
-    ),
-    pytest.param(
-        lambda x, _: F.cross_entropy(x, torch.zeros(3).long(), torch.ones(4)), None, '"weight"', id="class weights"
-    ),
-    pytest.param(
-        lambda x, _: F.cross_entropy(x, torch.zeros(3).long(), label_smoothing=0.1),
-        None,
-        "masked_select",
-        id="label smoothing",
-    ),
-    pytest.param(lambda x, _: x * x.sum().item(), None, "aten::item is only supported in eager", id="item"),
-    pytest.param(lambda x, _: x if x.sum() > 0 else -x, None, "aten::item is only supported", id="if"),
-    pytest.param(lambda x, _: x * int(x.sum()), None, "aten::item is only supported", id="int"),
-    pytest.param(lambda x, _: x * float(x.view(-1).unsqueeze(1).sum()), None, "aten::item", id="float of views"),
-    pytest.param(lambda x, _: x * x.sum().tolist(), None, "Illegal move to CPU", id="tolist"),
-    pytest.param(lambda x, _: x + x.detach().numpy().size, None, "Illegal move to CPU", id="numpy"),
+    (lambda x, _: F.huber_loss(x, torch.zeros(3, 4)), None, r"\[aten::huber_loss\]"),
+    (lambda x, _: x.tril(), None, r"\[aten::tril\]"),
+    (lambda x, _: x.masked_select(x > 0), None, r"\[aten::masked_select\]"),
+    (lambda x, _: x.nonzero(), None, "aten::nonzero are unsupported"),
+    (lambda x, _: x[x > 0], None, "aten::nonzero are unsupported"),
+    (RECURRENT, nn.LSTM(4, 4, 2, bidirectional=True), "Only LSTM with 1 layer"),
+    (RECURRENT, nn.LSTM(4, 4, bidirectional=True), "bidirectional LSTM"),
+    (RECURRENT, nn.GRU(4, 4, 2), "Only GRU with 1 layer"),
+    (lambda x, _: F.one_hot(x.argmax(1)), None, "OneHot num classes"),
+    (lambda x, _: F.interpolate(x[None], scale_factor=2, mode="linear"), None, "only 'nearest'"),
+    (lambda x, _: F.cross_entropy(x, torch.zeros(3).long(), torch.ones(4)), None, '"weight"'),
+    (lambda x, _: F.cross_entropy(x, torch.zeros(3).long(), label_smoothing=0.1), None, "masked_select"),
+    (lambda x, _: x * x.sum().item(), None, "aten::item is only supported in eager"),
+    (lambda x, _: x if x.sum() > 0 else -x, None, "aten::item is only supported"),
+    (lambda x, _: x * int(x.sum()), None, "aten::item is only supported"),
+    (lambda x, _: x * float(x.view(-1).unsqueeze(1).sum()), None, "aten::item"),
+    (lambda x, _: x * x.sum().tolist(), None, "Illegal move to CPU"),
+    (lambda x, _: x + x.detach().numpy().size, None, "Illegal move to CPU"),
 ]
 
 
 @pytest.mark.parametrize(("function", "inner", "message"), REJECTED)
-def test_strict_mode_raises_what_the_sdk_raises(function, inner, message, monkeypatch):
-    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
+def test_strict_mode_raises_what_the_sdk_raises(function, inner, message, strict):
     with pytest.raises(poptorch.Error, match=message):
         compiled(Calls(function, inner))
-
-
-def twice(x: torch.Tensor, inner: Any) -> torch.Tensor:
-    return inner(x) + F.huber_loss(inner(x), x) + x.erfinv()
 
 
 class Inner(nn.Module):
@@ -91,11 +79,13 @@ class Inner(nn.Module):
 
 
 def test_warning_lists_every_operator_once_with_its_module(caplog):
+    def twice(x, inner):
+        return inner(x) + F.huber_loss(inner(x), x) + x.erfinv()
+
     with caplog.at_level(logging.WARNING, "poptorch"):
         executor = compiled(Calls(twice, Inner()))
         executor(torch.ones(3, 4))
-    (record,) = [each for each in caplog.records if "Unsupported ops" in each.getMessage()]
-    text = record.getMessage()
+    (text,) = [each.getMessage() for each in caplog.records if "Unsupported ops" in each.getMessage()]
     assert "[aten::erfinv, aten::huber_loss, aten::tril]" in text
     assert "aten::tril: Called by inner (Inner), test_poptorch_strict.py:" in text
     assert "aten::huber_loss: Called by Calls, test_poptorch_strict.py:" in text
@@ -107,9 +97,7 @@ SUPPORTED: List[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda x: F.dropout(x),
     lambda x: F.gelu(x) + F.silu(x) + F.mish(x) + F.hardswish(x) + F.softplus(x) + F.celu(x) + F.selu(x),
     lambda x: F.cross_entropy(x, torch.zeros(3, dtype=torch.int64), ignore_index=1),
-    lambda x: (
-        F.smooth_l1_loss(x, torch.zeros(3, 4)) + F.mse_loss(x, torch.zeros(3, 4)) + F.l1_loss(x, torch.zeros(3, 4))
-    ),
+    lambda x: sum(loss(x, torch.zeros(3, 4)) for loss in (F.smooth_l1_loss, F.mse_loss, F.l1_loss)),
     lambda x: F.binary_cross_entropy_with_logits(x, torch.zeros(3, 4)),
     lambda x: F.one_hot(x.argmax(1), 4).sum().float(),
     lambda x: F.embedding(x.argmax(1), x.t()),
@@ -129,40 +117,28 @@ SUPPORTED: List[Callable[[torch.Tensor], torch.Tensor]] = [
 
 
 @pytest.mark.parametrize("function", SUPPORTED)
-def test_supported_operators_are_accepted(function, monkeypatch):
-    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
-    model = Loss(Calls(lambda x, _: function(x).sum()))
-    poptorch.trainingModel(model, options(), poptorch.optim.SGD(model.parameters(), lr=0.1))(torch.randn(3, 4))
+def test_supported_operators_are_accepted(function, strict):
+    train(lambda x, _: function(x).sum())
 
 
 @pytest.mark.parametrize(
     "inner",
-    [
-        nn.LSTM(4, 4),
-        nn.GRU(4, 4),
-        nn.RNN(4, 4),
-        nn.TransformerEncoderLayer(4, 2, 8),
-        nn.MultiheadAttention(4, 2),
-    ],
-    ids=lambda inner: type(inner).__name__,
+    [nn.LSTM(4, 4), nn.GRU(4, 4), nn.RNN(4, 4), nn.TransformerEncoderLayer(4, 2, 8), nn.MultiheadAttention(4, 2)],
 )
-def test_supported_modules_are_accepted(inner, monkeypatch):
-    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
-
-    def call(x: torch.Tensor, inner: Any) -> torch.Tensor:
+def test_supported_modules_are_accepted(inner, strict):
+    def call(x, inner):
         result = inner(x, x, x) if isinstance(inner, nn.MultiheadAttention) else inner(x)
         return result[0] if isinstance(result, tuple) else result
 
     compiled(Calls(call, inner).eval())
-    model = Loss(Calls(call, inner))
-    poptorch.trainingModel(model, options(), poptorch.optim.SGD(model.parameters(), lr=0.1))(torch.randn(3, 4))
+    inner.train()
+    train(call, inner)
 
 
-def test_own_ops_and_layers_on_the_host_are_accepted(monkeypatch):
-    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
+def test_own_ops_and_layers_on_the_host_are_accepted(strict):
     layer = poptorch.CPU(lambda y: y * y.sum().item(), "host")
 
-    def call(x: torch.Tensor, _: Any) -> Any:
+    def call(x, _):
         sampled = poptorch.fps(x, [0, 3], 0.5)
         loop = poptorch.for_loop(2, lambda y: y * 2, [x])[0]
         return sampled, loop, poptorch.cond(x.sum() > 0, abs, [x], abs, [x])[0], layer(x)
@@ -170,7 +146,6 @@ def test_own_ops_and_layers_on_the_host_are_accepted(monkeypatch):
     compiled(Calls(call))
 
 
-HOST = torch.ones(4)
 ON_HOST = [
     lambda x: x + HOST,
     lambda x: torch.cat([x, HOST[None] * 2]),
@@ -199,8 +174,7 @@ ON_DEVICE = [
 
 
 @pytest.mark.parametrize("function", ON_DEVICE)
-def test_tensors_that_are_moved_or_constructed_are_on_the_device(function, monkeypatch):
-    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
+def test_tensors_that_are_moved_or_constructed_are_on_the_device(function, strict):
     compiled(Calls(lambda x, _: function(x)))
 
 

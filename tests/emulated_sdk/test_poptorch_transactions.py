@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Dict, Iterator, List
+from typing import Any, Dict, List
 
 import _pod.board
 import _pod.wires
 import poptorch
 import pytest
 import torch
-from poptorch_models import Classifier, batch, options, seeded
-from ranks import run_ranks
+
+from tests.support.poptorch_models import Classifier, batch, options, seeded
+from tests.support.poptorch_models import wrapped as training_of
+from tests.support.ranks import run_ranks
 
 REPLICAS, ITERATIONS, CALLS, FAILING_CALL = 4, 2, 4, 2
 BAD = 1e6
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Use one thread as the ranks do, as kernels that are split over threads round differently."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class FailsOnBadSample(Classifier):
@@ -41,20 +34,16 @@ class FailsOnBadSample(Classifier):
 
 
 def wrapped(rank: int = 0, size: int = 1, iterations: int = ITERATIONS) -> Any:
-    model = seeded(FailsOnBadSample)
     opts = options(REPLICAS // size, iterations=iterations).randomSeed(3)
     opts.Distributed.configureProcessId(rank, size)
-    return poptorch.trainingModel(model, opts, poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    return training_of(seeded(FailsOnBadSample), opts, momentum=0.9)
 
 
 def share(call: int, rank: int = 0, size: int = 1) -> List[torch.Tensor]:
     """Return the inputs of a process: [iteration, replica, 2]."""
-    images, labels = batch(ITERATIONS * REPLICAS * 2, seed=call)
-    local = REPLICAS // size
-    mine = slice(rank * local, (rank + 1) * local)
-    each = [
-        tensor.view(ITERATIONS, REPLICAS, 2, *tensor.shape[1:])[:, mine].flatten(0, 2) for tensor in (images, labels)
-    ]
+    mine = slice(rank * REPLICAS // size, (rank + 1) * REPLICAS // size)
+    inputs = batch(ITERATIONS * REPLICAS * 2, seed=call)
+    each = [tensor.view(ITERATIONS, REPLICAS, 2, *tensor.shape[1:])[:, mine].flatten(0, 2) for tensor in inputs]
     return [tensor.contiguous() for tensor in each]
 
 
@@ -69,9 +58,8 @@ def state_of(training: Any) -> Dict[str, torch.Tensor]:
     """Return the complete state of a run, by name."""
     replicas = training.emulatedReplicaState()
     optimizer = training._optimizer.state_dict()["ipu_state"]
-    found = {
-        f"weight {name}": value.clone() for name, value in training.model.state_dict().items() if "norm.r" not in name
-    }
+    weights = {name: value.clone() for name, value in training.model.state_dict().items() if "norm.r" not in name}
+    found = {f"weight {name}": value for name, value in weights.items()}
     found.update({f"optimizer {name}": value for name, value in optimizer.items()})
     found.update({f"buffer {name}": value for name, value in replicas["buffers"].items()})
     found["random"] = torch.tensor(replicas["rng_state"])
@@ -80,8 +68,7 @@ def state_of(training: Any) -> Dict[str, torch.Tensor]:
 
 def assert_same(ours: Dict[str, torch.Tensor], theirs: Dict[str, torch.Tensor]) -> None:
     assert set(ours) == set(theirs)
-    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
-    assert not different
+    assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
 
 
 def _train_with_failure(rank: int, size: int, generation: str) -> Dict[str, Any]:
@@ -120,11 +107,6 @@ def with_network(rank: int, size: int) -> Dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found() -> Dict[str, List[Any]]:
-    return run_ranks(__file__, ["with_shared_memory", "with_network"], 2)
-
-
-@pytest.fixture(scope="module")
 def single_process() -> Dict[str, torch.Tensor]:
     """Return the state of the same training in one process."""
     training = wrapped()
@@ -133,22 +115,17 @@ def single_process() -> Dict[str, torch.Tensor]:
     return state_of(training)
 
 
-@pytest.mark.parametrize("transport", ["with_shared_memory", "with_network"])
-def test_a_lost_peer_does_not_change_the_other_process(found: Dict[str, List[Any]], transport: str) -> None:
-    survivor, failed = found[transport]
-    assert survivor["board"] == failed["board"] == (transport == "with_shared_memory")
-    assert "this sample is bad" in failed["error"]
-    assert "lost the connection" in survivor["error"]
-    for each in (survivor, failed):
-        assert_same(each["before"], each["after"])
-
-
-@pytest.mark.parametrize("transport", ["with_shared_memory", "with_network"])
-def test_training_continues_after_detach_and_attach(
-    found: Dict[str, List[Any]], single_process: Dict[str, torch.Tensor], transport: str
+def test_a_lost_peer_changes_nothing_and_training_continues_after_attaching(
+    processes: None, single_process: Any
 ) -> None:
-    for each in found[transport]:  # each process has the statistics of all four replicas
-        assert_same(each["end"], single_process)
+    found = run_ranks(__file__, ["with_shared_memory", "with_network"], 2)
+    for transport, (survivor, failed) in found.items():
+        assert survivor["board"] == failed["board"] == (transport == "with_shared_memory")
+        assert "this sample is bad" in failed["error"]
+        assert "lost the connection" in survivor["error"]
+        for each in (survivor, failed):  # each process has the statistics of all four replicas
+            assert_same(each["before"], each["after"])
+            assert_same(each["end"], single_process)
 
 
 @pytest.mark.parametrize("iterations", [1, 2])

@@ -7,8 +7,9 @@ import pytest
 import torch
 from poptorch.data.worker_batches import stack_into
 from poptorch.pytree import flatten_element
-from poptorch_data import Pair
 from torch.utils.data import default_collate
+
+from tests.support.poptorch_data import Pair
 
 ONE, OTHER = torch.arange(3.0), torch.arange(3.0, 6.0)
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
-from typing import Dict, Iterator, List
+from types import SimpleNamespace
+from typing import Any, Dict, Iterator, List
 
 import pytest
 
 from raypod.fleet import gcs
 from raypod.pod import stop_cluster
+from tests.support.bounded import wait_until
 
 
 @pytest.fixture
@@ -26,16 +30,14 @@ def address_of(server: socket.socket) -> str:
     return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_refused_connection_is_reported() -> None:
+def test_a_server_that_refuses_or_does_not_answer_is_silent(listener: socket.socket) -> None:
+    answer = gcs.check(address_of(listener), timeout_s=0.2)
+    assert (answer.state, answer.detail) == (gcs.SILENT, "no answer within 0.2 s")
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = address_of(server)
     answer = gcs.check(address)
     assert (answer.state, answer.detail) == (gcs.SILENT, "Connection refused")
-
-
-def test_a_silent_server_is_waited_for_within_the_timeout(listener: socket.socket) -> None:
-    answer = gcs.check(address_of(listener), timeout_s=0.2)
-    assert (answer.state, answer.detail) == (gcs.SILENT, "no answer within 0.2 s")
+    assert gcs.check("somewhere").state == gcs.SILENT
 
 
 def test_a_server_of_another_protocol_is_reported(listener: socket.socket) -> None:
@@ -53,10 +55,69 @@ def test_a_server_of_another_protocol_is_reported(listener: socket.socket) -> No
     assert "does not use gRPC" in answer.detail
 
 
-def test_an_address_without_a_port_is_invalid() -> None:
-    assert gcs.check("somewhere").state == gcs.SILENT
+@pytest.fixture
+def other_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of this user are those of another one, who is not root."""
+    monkeypatch.setattr(gcs, "_ROOT", -1)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
 
 
+@pytest.mark.usefixtures("other_user")
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_process_of_another_user_gets_no_token(family: socket.AddressFamily) -> None:
+    received = []
+
+    def listen(server: socket.socket) -> None:
+        for _ in range(2):
+            connection, _ = server.accept()
+            with connection:
+                received.append(connection.recv(1 << 16))
+
+    is_mapped = family == socket.AF_INET6  # as Ray listens: IPv4 clients have mapped addresses
+    with socket.create_server(("::" if is_mapped else "127.0.0.1", 0), family=family, dualstack_ipv6=is_mapped) as it:
+        thread = threading.Thread(target=listen, args=(it,))
+        thread.start()
+        address = address_of(it)
+        answer = gcs.check(address, "secret")
+        uid = Path("/proc/self").stat().st_uid
+        assert (answer.state, answer.detail) == (gcs.FOREIGN, f"it is a process of uid {uid}, not of 12345")
+        with pytest.raises(OSError, match=f"the GCS at {address} gets no token: it is a process of uid"):
+            gcs.alive_addresses(address, "secret")
+        thread.join(10)
+    assert received == [b"", b""]
+
+
+def test_a_process_that_accepts_no_connection_gets_no_token(listener: socket.socket) -> None:
+    """The kernel names root as the owner of a connection that is not accepted yet."""
+    answer = gcs.check(address_of(listener), "secret", timeout_s=0.1)
+    assert (answer.state, answer.detail) == (gcs.FOREIGN, "no process accepts the connection")
+    connection, _ = listener.accept()
+    with connection:
+        assert connection.recv(1 << 16) == b""
+
+
+def distrust_of(address: str) -> str:
+    """Return why another machine gets no token."""
+    host, _, port = address.rpartition(":")
+    ends: Any = {"getpeername": lambda: (host, int(port)), "getsockname": lambda: ("10.0.0.9", 7)}
+    return gcs.distrust(SimpleNamespace(**ends), time.monotonic())  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("processes")
+def test_another_machine_gets_the_token_if_a_raylet_of_this_user_belongs_to_its_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ["/a/raylet", "-c", "import sys; sys.stdin.read()", "--gcs-address=10.0.0.1:6379"]
+    with subprocess.Popen(words, executable=sys.executable, stdin=subprocess.PIPE) as raylet:
+        assert wait_until(lambda: "/a/raylet" in Path(f"/proc/{raylet.pid}/cmdline").read_text())
+        assert distrust_of("10.0.0.1:6379") == ""
+        assert distrust_of("10.0.0.1:6380").endswith("belongs to it; run this on one of its hosts")
+        monkeypatch.setattr(gcs, "_ROOT", -1)
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+        assert distrust_of("10.0.0.1:6379").startswith("no Ray node of uid 12345 on this machine")
+
+
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("file", "arguments", "expected"),
     [

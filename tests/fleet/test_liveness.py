@@ -9,7 +9,7 @@ import pytest
 
 from raypod.events import HeartbeatReport
 from raypod.fleet.liveness import BUSY_FACTOR, LastHeartbeat, Suspect, find_suspects, find_unreleased
-from raypod.instance.control import IDLE, LOADING
+from raypod.instance.control import IDLE, LOADING, RETRYING
 from raypod.plan.run_section import RunSection
 
 NOW_S = 1000.0
@@ -57,31 +57,36 @@ def test_a_late_reply_from_before_the_build_hides_no_silence() -> None:
     assert (suspect.kind, suspect.cause[:18]) == ("silent", "silent for 17.0 s ")
 
 
-def test_the_instance_that_does_not_wait_for_others_is_the_suspect() -> None:
-    waiting = report(0, IN_CALL, 60.0, waits=True)
-    assert stuck(waiting, report(1, IN_CALL, 60.0)) == [1]
-    assert stuck(waiting, report(1, LOADING, 60.0)) == [1]
-    assert stuck(waiting, report(1, LOADING, 29.0)) == []  # it reaches its own bound later
-
-
-def test_if_all_wait_the_instance_with_the_fewest_calls_is_the_suspect() -> None:
-    assert stuck(report(0, IN_CALL, 60.0, waits=True, calls=6), report(1, IN_CALL, 60.0, waits=True, calls=5)) == [1]
-    assert stuck(report(0, IN_CALL, 60.0, waits=True), report(1, IN_CALL, 60.0, waits=True)) == [0, 1]
+WAITING = report(0, IN_CALL, 60.0, waits=True)
 
 
 @pytest.mark.parametrize(
-    ("slowest", "duration_s", "is_stuck"),
-    [(2.0, 29.0, False), (2.0, 31.0, True), (20.0, 59.0, False), (20.0, 61.0, True), (None, 1799.0, False)],
+    ("reports", "expected"),
+    [
+        ([WAITING, report(1, IN_CALL, 60.0)], [1]),  # the one that does not wait for others
+        ([WAITING, report(1, LOADING, 60.0)], [1]),
+        ([WAITING, report(1, RETRYING, 5.0)], []),
+        ([WAITING, report(1, LOADING, 29.0)], []),  # it reaches its own bound later
+        ([WAITING, report(1, IN_CALL, 60.0, waits=True, calls=5)], [1]),  # if all wait, that with the fewest calls
+        ([WAITING, report(1, IN_CALL, 60.0, waits=True)], [0, 1]),
+        ([report(0, LOADING, 299.0), report(1, LOADING, 200.0)], []),  # the disk of all is slow
+        ([report(0, LOADING, 301.0), report(1, LOADING, 200.0)], [0]),
+        ([report(0, IN_CALL, 29.0)], []),
+        ([report(0, IN_CALL, 31.0)], [0]),
+        ([report(0, IN_CALL, 59.0, slowest=20.0)], []),  # a call may take three times the slowest so far
+        ([report(0, IN_CALL, 61.0, slowest=20.0)], [0]),
+        ([report(0, IN_CALL, 1799.0, slowest=None)], []),
+    ],
 )
-def test_a_call_may_take_three_times_the_slowest_so_far(
-    slowest: Optional[float], duration_s: float, is_stuck: bool
-) -> None:
-    assert bool(stuck(report(0, IN_CALL, duration_s, slowest=slowest))) is is_stuck
+def test_the_instance_that_is_stuck_is_found(reports: List[HeartbeatReport], expected: List[int]) -> None:
+    assert stuck(*reports) == expected
 
 
 def test_a_first_call_has_the_report_timeout() -> None:
     (suspect,) = suspects(report(0, IN_CALL, 61.0, slowest=None), report_timeout_s=60)
     assert suspect.cause == "stuck: in call 7 for 61.0 s (run.report_timeout_s = 60 limits a first call)"
+    heartbeats = {0: busy_until(61.0, report(0, IN_CALL, 0.0, slowest=None), 100.0)}  # also if it uses CPU time
+    assert find_suspects(heartbeats, 61.0, RunSection(report_timeout_s=60))
 
 
 # ---- instances that use CPU time -------------------------------------------------------------------------------------
@@ -114,11 +119,6 @@ def test_a_call_may_take_longer_while_its_threads_use_cpu_time(now_s: float, end
         assert found[0].cause.endswith("(run.stuck_after_s = 30; 300 s while its threads use CPU time)")
 
 
-def test_a_first_call_never_exceeds_the_report_timeout() -> None:
-    heartbeats = {0: busy_until(61.0, report(0, IN_CALL, 0.0, slowest=None), 100.0)}
-    assert find_suspects(heartbeats, 61.0, RunSection(report_timeout_s=60))
-
-
 # ---- survivors of a loss ---------------------------------------------------------------------------------------------
 
 
@@ -146,6 +146,10 @@ def test_a_survivor_that_computes_has_the_timeout_of_a_call() -> None:
     assert unreleased(LastHeartbeat(report(0, IN_CALL, 29.0), 29.0), 29.0) == []
     assert unreleased(LastHeartbeat(report(0, LOADING, 31.0), 31.0), 31.0)
     assert unreleased(LastHeartbeat(report(0, "evaluate", 500.0), 500.0), 500.0) == []  # it has its own timeout
+    on_ipus = RunSection().on_device("ipu")
+    last = {0: LastHeartbeat(report(0, IN_CALL, 31.0), 31.0)}
+    assert find_suspects(last, 31.0, on_ipus) == []
+    assert [each.instance for each in find_unreleased(last, [0], 0.0, 31.0, on_ipus)] == [0]  # it cannot end
 
 
 def test_a_silent_survivor_is_not_waited_for() -> None:

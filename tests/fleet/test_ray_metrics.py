@@ -7,10 +7,10 @@ import types
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import pytest
-from bounded import wait_until
 
 from raypod.fleet.ray_metrics import RayMetrics
 from raypod.status.exposition import COUNTER, GAUGE, HISTOGRAM, NO_LABELS, Family, Labels, Sample
+from tests.support.bounded import wait_until
 
 Recorded = List[Tuple[str, str, float, Dict[str, str]]]
 CONSTANT = (("run", "r"),)
@@ -56,11 +56,10 @@ def export(ray: Metrics) -> Iterator[Callable[..., RayMetrics]]:
 
 def test_the_last_values_are_exported_at_the_end(ray: Metrics, export: Callable[..., RayMetrics]) -> None:
     labels = Labels((("instance", "1"),))
+    bucket = Sample(Labels((*labels, ("le", "0.1"))), 3, "_bucket")
     families = [
         Family("m", GAUGE, "", [Sample(labels, math.nan)]),
-        Family(
-            "h", HISTOGRAM, "", [Sample(Labels((*labels, ("le", "0.1"))), 3, "_bucket"), Sample(labels, 3, "_count")]
-        ),
+        Family("h", HISTOGRAM, "", [bucket, Sample(labels, 3, "_count")]),
         Family("n_total", COUNTER, "", [Sample(NO_LABELS, 5), Sample(NO_LABELS, 0)]),
     ]
     export(lambda: families).close()

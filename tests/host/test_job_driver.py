@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Dict, Iterator, List
 
 import pytest
-from bounded import COMMAND_S, wait_until
 
 from raypod.host import job_driver
+from tests.support.bounded import COMMAND_S, wait_until
 
 CONFIG = {"runtime_env": {"env_vars": {"A": "1"}}, "metadata": {"job_submission_id": "raypod-run-1"}}
 OF_RAY = {"RAY_ADDRESS": "10.0.0.1:6379", job_driver.JOB_CONFIG: json.dumps(CONFIG)}
@@ -65,7 +65,7 @@ def send(listener: socket.socket, environment: Dict[str, str], folder: Path) -> 
 
 
 def test_the_command_has_the_arguments_environment_and_folder_of_the_submitting_process(
-    listener: socket.socket, tmp_path: Path
+    processes: None, listener: socket.socket, tmp_path: Path
 ) -> None:
     log, output, folder = tmp_path / "log", tmp_path / "output", tmp_path / "working folder"
     folder.mkdir()
@@ -86,7 +86,9 @@ def test_the_command_has_the_arguments_environment_and_folder_of_the_submitting_
     assert log.read_text() == "before\n" + output.read_text()
 
 
-def test_the_last_lines_of_a_killed_command_are_not_lost(listener: socket.socket, tmp_path: Path) -> None:
+def test_the_last_lines_of_a_killed_command_are_not_lost(
+    processes: None, listener: socket.socket, tmp_path: Path
+) -> None:
     log, output = tmp_path / "log", tmp_path / "output"
     script = (
         "import os, signal; os.write(1, b'x' * 300000 + b'last'); os.kill(0, signal.SIGTERM); os.kill(os.getpid(), 9)"
@@ -97,7 +99,7 @@ def test_the_last_lines_of_a_killed_command_are_not_lost(listener: socket.socket
     assert wait_until(lambda: log.read_bytes() == output.read_bytes() == b"x" * 300000 + b"last")
 
 
-def test_without_the_submitting_process_it_ends_with_one_line(tmp_path: Path) -> None:
+def test_without_the_submitting_process_it_ends_with_one_line(processes: None, tmp_path: Path) -> None:
     words = [sys.executable, "-I", job_driver.__file__, str(tmp_path / "none"), str(tmp_path / "log"), "command"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_S, check=False)
     assert done.returncode == 2

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, List
 
 import pytest
-from bounded import wait_until
 
 from raypod.errors import LeaseHeld, LeaseLost
 from raypod.host import lease, lease_file
 from raypod.host.lease import Lease
+from tests.support.bounded import wait_until
 
 Acquire = Callable[..., Lease]
 OnHost = Callable[[str], None]
@@ -72,7 +72,9 @@ def test_one_of_many_processes_acquires_a_folder(tmp_path: Path) -> None:
     assert not entries(tmp_path)
 
 
-def test_the_lease_of_a_dead_process_on_this_host_ends_at_once(tmp_path: Path, acquire: Acquire) -> None:
+def test_the_lease_of_a_dead_process_on_this_host_ends_at_once(
+    processes: None, tmp_path: Path, acquire: Acquire
+) -> None:
     program = (
         f"import os; from pathlib import Path; from raypod.host import lease; lease.acquire(Path({str(tmp_path)!r}))"
     )
@@ -92,12 +94,15 @@ def test_a_live_holder_on_another_host_is_named(tmp_path: Path, acquire: Acquire
     on_host("near")
     with pytest.raises(LeaseHeld) as error:
         acquire()
-    assert f"pid {os.getpid()} on host far (since " in str(error.value)
-    assert "expires after 30 s" in str(error.value)
-    assert str(error.value).endswith("the way out")
+    text = str(error.value)
+    assert f"pid {os.getpid()} on host far (since " in text
+    assert "expires after 30 s" in text
+    assert text.endswith("the way out")
 
 
-def test_the_lease_of_a_dead_host_expires(tmp_path: Path, acquire: Acquire, on_host: OnHost) -> None:
+def test_the_lease_of_a_dead_host_expires_and_a_command_that_changes_nothing_leaves_it(
+    tmp_path: Path, acquire: Acquire, on_host: OnHost
+) -> None:
     on_host("far")
     acquire().leave()  # no heartbeat any more
     on_host("near")
@@ -106,8 +111,13 @@ def test_the_lease_of_a_dead_host_expires(tmp_path: Path, acquire: Acquire, on_h
         acquire()
     age(tmp_path, 2)
     waits: List[str] = []
-    acquire(log=waits.append)
+    before = entries(tmp_path)
+    acquire(log=waits.append).release()
     assert "has expired" in waits[0]
+    assert entries(tmp_path) == before
+    acquire()
+    with pytest.raises(LeaseHeld, match="on host near"):
+        acquire()
 
 
 def test_a_live_host_whose_clock_is_late_keeps_its_lease(
@@ -121,21 +131,6 @@ def test_a_live_host_whose_clock_is_late_keeps_its_lease(
     with pytest.raises(LeaseHeld):
         acquire()
     held.check()
-
-
-def test_a_command_that_changes_nothing_leaves_the_lease_of_a_dead_host(
-    tmp_path: Path, acquire: Acquire, on_host: OnHost
-) -> None:
-    on_host("far")
-    acquire().leave()
-    on_host("near")
-    age(tmp_path, 31)
-    before = entries(tmp_path)
-    acquire().release()
-    assert entries(tmp_path) == before
-    acquire()
-    with pytest.raises(LeaseHeld, match="on host near"):
-        acquire()
 
 
 @pytest.mark.parametrize("host", ["far", ""])
@@ -164,12 +159,8 @@ def test_a_lost_lease_interrupts_a_wait_of_the_main_thread(acquire: Acquire) -> 
             began.set()
             threading.Event().wait(30)
 
-    def take_over() -> Lease:
-        began.wait(30)
-        return acquire(take_over=True)
-
     with ThreadPoolExecutor(1) as pool:
-        new = pool.submit(take_over)
+        new = pool.submit(lambda: began.wait(30) and acquire(take_over=True))
         with pytest.raises(LeaseLost):
             wait()
         held.release()
@@ -213,7 +204,9 @@ def test_a_disk_that_fails_is_reported_once_and_does_not_end_the_run(
     held.check()
 
 
-def test_a_full_disk_does_not_prevent_heartbeats(small_disk: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_full_disk_does_not_prevent_heartbeats(
+    processes: None, small_disk: Callable[..., Path], tmp_path: Path
+) -> None:
     folder = small_disk(tmp_path / "disk", 64)
     warnings: List[str] = []
     held = lease.acquire(folder, log=warnings.append)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from typing import Callable
 import pytest
 
 from raypod.host.process import StepTimer, cpu_seconds, process_start_ticks
+from raypod.host.session_process import end_session
 
 PROGRAM = """
 import resource, threading
@@ -41,13 +43,11 @@ thread.join()
 
 def test_repeated_allocations_cause_fewer_page_faults(run_python: Callable[[str], str]) -> None:
     supported, kept = run_python(PROGRAM.format(keep=True)).split()
-    if supported == "False":  # another C library
-        return
-    _, returned = run_python(PROGRAM.format(keep=False)).split()
-    assert 2 * int(kept) < int(returned)
+    if supported != "False":  # another C library
+        assert 2 * int(kept) < int(run_python(PROGRAM.format(keep=False)).split()[1])
 
 
-def test_a_process_has_start_ticks_until_it_is_reaped() -> None:
+def test_a_process_has_start_ticks_until_it_is_reaped(processes: None) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     ticks = process_start_ticks(child.pid)
     assert ticks is not None
@@ -56,15 +56,23 @@ def test_a_process_has_start_ticks_until_it_is_reaped() -> None:
     assert process_start_ticks(child.pid) is None
 
 
-def test_the_age_of_a_process_does_not_include_what_a_shell_did_before_exec() -> None:
-    program = f"'{sys.executable}' -c 'from raypod.host.process import process_age_s; print(process_age_s())'"
+def test_the_end_of_a_session_does_not_reach_a_process_that_has_its_number_by_now(processes: None) -> None:
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
+        awaited = subprocess.Popen(["true"], start_new_session=True)
+        awaited.wait(timeout=30)
+        awaited.pid = other.pid
+        end_session(awaited)
+        assert other.poll() is None
+        end_session(other)
+        assert other.returncode == -signal.SIGKILL
 
-    def age_s(script: str) -> float:
-        done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, timeout=60)
-        return float(done.stdout)
 
-    assert age_s(f"{program}; true") > 0
-    assert 0 < age_s(f"sleep 5; exec {program}") < 5
+def test_the_age_of_a_process_does_not_include_what_a_shell_did_before_exec(processes: None) -> None:
+    code = "import time; from raypod.host.process import process_age_s; print(process_age_s(), time.time())"
+    script = f"date +%s.%N; sleep 1; exec '{sys.executable}' -c '{code}'"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    begun_s, age_s, now_s = map(float, done.stdout.split())
+    assert 0 < age_s < now_s - begun_s - 0.9
 
 
 def test_consecutive_steps_are_measured_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +89,7 @@ def test_consecutive_steps_are_measured_in_order(monkeypatch: pytest.MonkeyPatch
     assert timer.steps == [("first", 1.0), ("second", 2.0), ("after a break", 3.0)]
 
 
-def test_the_cpu_time_of_threads_includes_their_child_processes() -> None:
+def test_the_cpu_time_of_threads_includes_their_child_processes(processes: None) -> None:
     assert cpu_seconds([2**22]) == 0.0  # no such thread
     this = threading.get_native_id()
     before_s = cpu_seconds([this])

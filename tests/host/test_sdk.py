@@ -12,6 +12,7 @@ import pytest
 from poptorch import strict
 
 from raypod.host import sdk
+from tests.support import ROOT
 
 FAKE = {
     "with_ipus": "__version__ = '3.4'\ndef ipuHardwareIsAvailable(n=1): return True\n",
@@ -20,54 +21,73 @@ FAKE = {
 }
 
 
-def select(folder: Path, device: str, installed: str = "") -> subprocess.CompletedProcess[str]:
-    """Run `sdk.select(device)` in a new interpreter, with an installed SDK of the given kind."""
-    if installed:
-        (folder / "poptorch.py").write_text(FAKE[installed])
-        (folder / "popdist.py").write_text("")
-    program = (
-        "from raypod import errors\nfrom raypod.host import sdk\n"
-        f"try:\n    found = sdk.select({device!r})\n"
-        "except errors.SdkError as error:\n    print('refused:', error)\n"
-        "else:\n    import poptorch\n    print(found.device, '|', found.line, '|', poptorch.__file__)\n"
-    )
-    env = {**os.environ, "PYTHONPATH": str(folder)}
-    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
+SELECT = """
+from raypod import errors
+from raypod.host import sdk
+try:
+    found = sdk.select({device!r})
+except errors.SdkError as error:
+    print('refused:', error)
+else:
+    import poptorch
+    print(found.device, '|', found.line, '|', poptorch.__file__)
+"""
+EMULATED = "emulated | emulated SDK on CPU"
+NO_LIBRARY = "libpoplar.so: cannot open shared object file"
+NO_EFFECT = "on which --strict has no effect"
 
 
-@pytest.mark.parametrize("device", ["auto", "emulated"])
-def test_the_emulated_sdk_is_used_if_none_is_installed(tmp_path: Path, device: str) -> None:
-    done = select(tmp_path, device)
-    assert done.stdout.startswith("emulated | emulated SDK on CPU"), done.stderr
-    assert "emulated_sdk/poptorch" in done.stdout
-
-
-def test_device_ipu_without_an_sdk_reports_the_import_error(tmp_path: Path) -> None:
-    assert "refused: the Poplar SDK cannot be imported: ModuleNotFoundError" in select(tmp_path, "ipu").stdout
-
-
-@pytest.mark.parametrize("device", ["auto", "ipu"])
-def test_an_installed_sdk_that_fails_to_import_is_an_error(tmp_path: Path, device: str) -> None:
-    output = select(tmp_path, device, "not_sourced").stdout
-    assert "refused" in output
-    assert "libpoplar.so: cannot open shared object file" in output
-
-
-@pytest.mark.parametrize("device", ["auto", "ipu"])
-def test_a_real_sdk_with_ipus_is_used(tmp_path: Path, device: str) -> None:
-    output = select(tmp_path, device, "with_ipus").stdout
-    assert output.startswith("ipu | Poplar SDK (poptorch 3.4)")
-    assert str(tmp_path) in output
-
-
-@pytest.mark.parametrize(("value", "is_strict"), [("1", True), ("0", False)])
-def test_strict_mode_without_effect_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, is_strict: bool
+@pytest.mark.parametrize(
+    ("device", "installed", "strict", "begins", "contains"),
+    [
+        ("auto", "", "", EMULATED, "emulated_sdk/poptorch"),
+        ("emulated", "", "", EMULATED, "emulated_sdk/poptorch"),
+        ("ipu", "", "", "refused: the Poplar SDK cannot be imported: ModuleNotFoundError", ""),
+        ("auto", "not_sourced", "", "refused", NO_LIBRARY),
+        ("ipu", "not_sourced", "", "refused", NO_LIBRARY),
+        ("auto", "with_ipus", "1", "ipu | Poplar SDK (poptorch 3.4)", NO_EFFECT),
+        ("ipu", "with_ipus", "0", "ipu | Poplar SDK (poptorch 3.4)", "{folder}"),
+        ("auto", "without_ipus", "", f"{EMULATED} (poptorch 3.4 finds no IPU here)", "emulated_sdk/poptorch"),
+        ("ipu", "without_ipus", "", "refused: ", "finds no IPU here"),
+        ("emulated", "with_ipus", "", EMULATED, "emulated_sdk/poptorch"),
+    ],
+)
+def test_the_selection_of_an_installed_sdk(
+    processes: None, tmp_path: Path, device: str, installed: str, strict: str, begins: str, contains: str
 ) -> None:
-    monkeypatch.setenv("EMULATED_POD_STRICT", value)
-    output = select(tmp_path, "auto", "with_ipus").stdout
-    assert output.startswith("ipu |")
-    assert ("on which --strict has no effect" in output) is is_strict
+    if installed:
+        (tmp_path / "poptorch.py").write_text(FAKE[installed])
+        (tmp_path / "popdist.py").write_text("")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "EMULATED_POD_STRICT": strict}
+    words = [sys.executable, "-c", SELECT.format(device=device)]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith(begins), done.stderr
+    assert contains.format(folder=tmp_path) in done.stdout
+    assert (NO_EFFECT in done.stdout) is (strict == "1")
+
+
+HANDLERS = """
+import faulthandler, signal, sys
+faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
+sys.excepthook = lambda *error: print("of poptorch", error, file=sys.stderr)
+"""
+TERMINATE = """
+import os, signal, sys
+from raypod.host import sdk
+signal.signal(signal.SIGTERM, lambda *_: print("terminated"))
+sdk.select("ipu")
+print(sys.excepthook is sys.__excepthook__)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_importing_poptorch_does_not_change_what_sigterm_and_exceptions_do(processes: None, tmp_path: Path) -> None:
+    (tmp_path / "poptorch.py").write_text(HANDLERS + FAKE["with_ipus"])
+    (tmp_path / "popdist.py").write_text("")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    words = [sys.executable, "-c", TERMINATE]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\nterminated\n", "")
 
 
 @pytest.mark.parametrize("value", [None, "", "0", "1", "yes"])
@@ -78,17 +98,3 @@ def test_strict_mode_has_the_same_rule_as_in_the_emulated_sdk(
     if value is not None:
         monkeypatch.setenv("EMULATED_POD_STRICT", value)
     assert sdk.is_strict() is strict.is_strict() is (value in ("1", "yes"))
-
-
-def test_auto_without_ipus_reports_it_and_emulates(tmp_path: Path) -> None:
-    output = select(tmp_path, "auto", "without_ipus").stdout
-    assert output.startswith("emulated | emulated SDK on CPU (poptorch 3.4 finds no IPU here)")
-    assert "emulated_sdk/poptorch" in output
-
-
-def test_device_ipu_without_ipus_is_refused(tmp_path: Path) -> None:
-    assert "finds no IPU here" in select(tmp_path, "ipu", "without_ipus").stdout
-
-
-def test_device_emulated_is_used_even_if_an_sdk_is_installed(tmp_path: Path) -> None:
-    assert "emulated_sdk/poptorch" in select(tmp_path, "emulated", "with_ipus").stdout

@@ -1,4 +1,4 @@
-"""Copies of signals, and a terminal that is closed while a training runs."""
+"""Copies of signals, the deadline after one, and a terminal that is closed while a training runs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ import os
 import pty
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Iterator, List
 
 import psutil
 import pytest
-from bounded import wait_until
 
 from raypod.coordinator.stop import Stop
 from raypod.host import signals
+from raypod.host.signal_deadline import SignalDeadline
 from raypod.record import run_state
+from tests.support.bounded import GONE_WITHIN_S, wait_until
+
+WITHIN_S = 0.3
 
 
 def test_copies_of_a_signal_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +61,7 @@ def test_an_ignored_sighup_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_closed_terminal_ends_a_run_with_a_checkpoint(tmp_path: Path) -> None:
+def test_a_closed_terminal_ends_a_run_with_a_checkpoint(processes: None, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     line = [sys.executable, "-m", "raypod.train", "--device", "emulated", "--fleet", "inline", "--epochs", "400"]
     pid, terminal = pty.fork()
@@ -88,3 +94,48 @@ def test_only_the_alarm_of_ray_is_cancelled_by_a_stop(seconds: int, is_left: boo
     finally:
         signal.alarm(0)
     assert stop.requested
+
+
+@pytest.fixture
+def handled() -> Iterator[List[str]]:
+    """The steps that were made; SIGUSR1 and SIGUSR2 are handled."""
+    steps: List[str] = []
+    numbers = (signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.signal(number, lambda *_: steps.append("handled")) for number in numbers]
+    yield steps
+    for number, handler in zip(numbers, before):
+        signal.signal(number, handler)
+
+
+def test_the_steps_of_a_deadline_follow_its_signal_in_order(handled: List[str]) -> None:
+    began_s = time.monotonic()
+    made = SignalDeadline(
+        [signal.SIGUSR1], WITHIN_S, lambda: handled.append("interrupt"), lambda: handled.append("end")
+    )
+    signal.raise_signal(signal.SIGUSR2)  # not of the deadline
+    time.sleep(1.5 * WITHIN_S)
+    assert handled == ["handled"]
+    signal.raise_signal(signal.SIGUSR1)
+    assert wait_until(lambda: len(handled) == 4)
+    assert handled == ["handled", "handled", "interrupt", "end"]
+    assert time.monotonic() - began_s >= 2.3 * WITHIN_S
+    made.close()
+
+
+def test_a_signal_reaches_the_reader_before_it(handled: List[str]) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    first = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    made = SignalDeadline([signal.SIGUSR2], WITHIN_S, lambda: None, lambda: None)
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+        received: List[bytes] = []
+        thread = threading.Thread(target=lambda: received.append(os.read(reader, 1)), daemon=True)
+        thread.start()
+        thread.join(GONE_WITHIN_S)
+        assert received == [bytes([signal.SIGUSR1])]
+    finally:
+        made.close()
+        assert signal.set_wakeup_fd(first) == writer
+        os.close(reader)
+        os.close(writer)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from raypod.errors import WaitTimedOut
-from raypod.instance.control import IDLE, Heartbeat, StopGate
+from raypod.errors import CollectiveBroken, WaitTimedOut
+from raypod.instance.control import IDLE, LOADING, RETRYING, Heartbeat, StopGate
+from tests.support.bounded import wait_until
 
 
 def test_the_report_contains_the_current_activity() -> None:
@@ -34,13 +36,22 @@ def test_the_first_call_counts_only_until_there_is_another(monkeypatch: pytest.M
     assert slowest == [100.0, 2.0, 5.0, 5.0]
 
 
+def test_a_wait_to_load_again_is_shown_and_ends_when_another_instance_is_lost() -> None:
+    heartbeat, gate = Heartbeat(3), StopGate(timeout_s=10.0)
+    gate.wait_to_load(0.01, heartbeat)
+    with heartbeat.set_activity(LOADING), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(gate.wait_to_load, 60.0, heartbeat)
+        assert wait_until(lambda: heartbeat.beat().activity == RETRYING)
+        assert heartbeat.is_loading
+        gate.stop_after(0)
+        with pytest.raises(CollectiveBroken, match="instance 3 .*the loading was aborted"):
+            waiting.result(10)
+        assert heartbeat.beat().activity == LOADING
+
+
 @pytest.mark.parametrize(
     ("file", "waits"),
-    [
-        ("/x/emulated_sdk/_pod/store_client.py", True),
-        ("/x/horovod/torch/mpi_ops.py", True),
-        ("/x/program.py", False),
-    ],
+    [("/x/emulated_sdk/_pod/store_client.py", True), ("/x/horovod/torch/mpi_ops.py", True), ("/x/program.py", False)],
 )
 def test_the_stack_shows_where_the_thread_is_and_whether_it_waits_for_others(file: str, waits: bool) -> None:
     heartbeat, inside, end = Heartbeat(0), threading.Event(), threading.Event()
@@ -94,10 +105,7 @@ def test_a_paused_gate_waits_for_the_call_to_stop_after() -> None:
     assert not gate.enter(2)
     gate.reopen()
     assert gate.enter(2)
-
-
-def test_a_paused_gate_has_a_timeout() -> None:
-    gate = StopGate(timeout_s=0.01)
-    gate.pause()
+    late = StopGate(timeout_s=0.01)
+    late.pause()
     with pytest.raises(WaitTimedOut, match=r"run\.report_timeout_s"):
-        gate.enter(0)
+        late.enter(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import threading
@@ -28,7 +29,7 @@ def proxy(rendezvous: Rendezvous) -> Iterator[HorovodProxy]:
     opened.close()
 
 
-def parse_url(proxy: HorovodProxy) -> Tuple[str, int, str]:
+def address_of(proxy: HorovodProxy) -> Tuple[str, int, str]:
     """Return address, port and the path before the scope of the URL that Horovod's C++ code builds and parses."""
     variables = proxy.environment
     address, port = variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(variables["HOROVOD_GLOO_RENDEZVOUS_PORT"])
@@ -38,68 +39,51 @@ def parse_url(proxy: HorovodProxy) -> Tuple[str, int, str]:
     return name, port, f"/{path}"
 
 
-def request(proxy: HorovodProxy, method: str, path: str, content: bytes = b"", secret: str = "") -> Tuple[int, bytes]:
-    address, port, own_secret = parse_url(proxy)
-    connection = http.client.HTTPConnection(address, port, timeout=10)
-    connection.request(method, (secret or own_secret) + path, content)
-    answer = connection.getresponse()
-    found = answer.status, answer.read()
-    connection.close()
-    return found
+def request(proxy: HorovodProxy, method: str, path: str, content: bytes = b"", **given: str) -> Tuple[int, bytes]:
+    address, port, secret = address_of(proxy)
+    headers = {"Content-Length": given["length"]} if "length" in given else {}
+    with contextlib.closing(http.client.HTTPConnection(address, port, timeout=10)) as connection:
+        connection.request(method, given.get("secret", secret) + path, content, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
 
 
-def test_a_value_of_one_rank_is_readable_on_every_host(rendezvous: Rendezvous, proxy: HorovodProxy) -> None:
+def test_a_value_of_one_rank_is_readable_on_every_host_until_it_deletes_its_keys(
+    rendezvous: Rendezvous, proxy: HorovodProxy
+) -> None:
     other = horovod_proxy(rendezvous.environment)
     assert request(proxy, "GET", "/global/0")[0] == 404
     assert request(other, "PUT", "/global/0", b"\x00\xffwhere") == (200, b"")
     assert request(proxy, "GET", "/global/0") == (200, b"\x00\xffwhere")
     assert request(proxy, "GET", "/local_a/0")[0] == 404
-    other.close()
-
-
-def test_a_finished_rank_deletes_its_keys(proxy: HorovodProxy) -> None:
-    for key in ("0", "rank_0", "1"):
+    for key in ("rank_0", "1"):
         request(proxy, "PUT", f"/global/{key}", b"x")
-    assert request(proxy, "DELETE", "/global/0")[0] == 200
+    assert request(other, "DELETE", "/global/0")[0] == 200
     assert [request(proxy, "GET", f"/global/{key}")[0] for key in ("0", "rank_0", "1")] == [404, 404, 200]
-
-
-def test_a_large_value_is_refused(proxy: HorovodProxy) -> None:
-    address, port, secret = parse_url(proxy)
-    connection = http.client.HTTPConnection(address, port, timeout=10)
-    connection.putrequest("PUT", f"{secret}/global/0")
-    connection.putheader("Content-Length", str(1 << 30))
-    connection.endheaders()
-    assert connection.getresponse().status == 413
-    connection.close()
-
-
-def test_it_listens_on_the_loopback_interface_only(proxy: HorovodProxy) -> None:
-    address, port, _ = parse_url(proxy)
-    assert address == "127.0.0.1"
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", port), timeout=5)
+    other.close()
+    assert request(proxy, "PUT", "/global/0", length=str(1 << 30))[0] == 413
+    rendezvous.close()
+    assert [request(proxy, method, "/global/0")[0] for method in ("GET", "PUT", "DELETE")] == [503] * 3
 
 
 @pytest.mark.parametrize("secret", ["/global", "/x", "/0123456789abcdef0123456789abcdef:1"])
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
 def test_requests_without_the_secret_path_are_forbidden(proxy: HorovodProxy, method: str, secret: str) -> None:
     request(proxy, "PUT", "/global/0", b"where")
-    assert request(proxy, method, "/global/0", b"", secret) == (403, b"")
+    assert request(proxy, method, "/global/0", b"", secret=secret) == (403, b"")
     assert request(proxy, "GET", "/global/0") == (200, b"where")
 
 
-def test_a_closed_store_gives_503(rendezvous: Rendezvous, proxy: HorovodProxy) -> None:
-    rendezvous.close()
-    assert [request(proxy, method, "/global/0")[0] for method in ("GET", "PUT", "DELETE")] == [503] * 3
-
-
-def test_close_ends_its_port_and_its_thread(rendezvous: Rendezvous) -> None:
+def test_it_listens_on_the_loopback_interface_only_until_it_is_closed(rendezvous: Rendezvous) -> None:
     before = threading.active_count()
     opened = horovod_proxy(rendezvous.environment)
+    address, port, _ = address_of(opened)
+    assert address == "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=5)
     opened.close()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(parse_url(opened)[:2], timeout=5)
+        socket.create_connection((address, port), timeout=5)
     assert threading.active_count() == before
 
 

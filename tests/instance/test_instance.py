@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
+import popdist
 import poptorch
 import pytest
 
@@ -70,6 +71,18 @@ def test_a_survivor_continues_with_the_state_on_its_device(make: Callable[..., P
     assert only(events, RunEnded).weights_sha256 == uninterrupted
     assert only(events, Repaired).update == BREAKS_AFTER
     assert len(compiled) == 2  # the training and the evaluation, once each
+
+
+def test_neither_a_training_nor_a_repair_initializes_popdist(
+    make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: List[str] = []
+    for name in ("init", "finalizeBackend"):
+        monkeypatch.setattr(popdist, name, lambda name=name: called.append(name))
+    plan = plan_for(make, "tiny")
+    events = events_of(plan, DisconnectingFleet(plan))
+    assert only(events, Repaired).update == BREAKS_AFTER
+    assert called == []
 
 
 class AbortingFleet(DisconnectingFleet):

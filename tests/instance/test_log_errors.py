@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import pytest
 
-from raypod.errors import CollectiveBroken
+from raypod.errors import CollectiveBroken, ConfigError
 from raypod.instance import process
 from raypod.plan import user_code
+
+RESET = "[Errno 104] Connection reset by peer"
 
 
 def lose_the_connection(what: str = "rank 0 of 2: a peer has ended") -> None:
@@ -28,14 +31,8 @@ def abort_an_evaluation() -> None:
 @pytest.mark.parametrize(
     ("work", "cause"),
     [
-        (
-            lose_the_connection,
-            "rank 0 of 2: a peer has ended (ConnectionResetError: [Errno 104] Connection reset by peer)",
-        ),
-        (
-            lambda: lose_the_connection("lost the connection [[Errno 104] Connection reset by peer]"),
-            "lost the connection [[Errno 104] Connection reset by peer]",
-        ),
+        (lose_the_connection, f"rank 0 of 2: a peer has ended (ConnectionResetError: {RESET})"),
+        (lambda: lose_the_connection(f"lost the connection [{RESET}]"), f"lost the connection [{RESET}]"),
         (abort_an_evaluation, "the evaluation was aborted"),
     ],
 )
@@ -57,3 +54,19 @@ def test_every_other_exception_has_its_traceback_and_its_place(capfd: pytest.Cap
     assert shown.endswith("ValueError: no such layer\n")
     caught.value.__traceback__ = None
     assert user_code.place_of(caught.value).endswith(", in fail)")
+
+
+@pytest.mark.parametrize("kind", [ConfigError, OSError, ValueError])
+def test_an_exception_that_ray_could_not_send_has_readable_bytes(kind: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        try:
+            raise FileNotFoundError("caf\udce9")
+        except FileNotFoundError as error:
+            raise kind("cannot read the image") from error
+
+    with pytest.raises((ConfigError, RuntimeError)) as caught:
+        process._log_errors(fail)
+    text = "".join(traceback.format_exception(type(caught.value), caught.value, caught.value.__traceback__))
+    assert "cannot read the image" in text.encode().decode()
+    assert isinstance(caught.value, ConfigError) == (kind is ConfigError)
+    assert "caf\\udce9" in capfd.readouterr().err

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import socket
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 import pytest
-from bounded import wait_until
 
 from raypod.errors import PeerLost
 from raypod.instance import seeding as seeding_module
 from raypod.instance.seeding import Seeding, SeedingPeer, new_seeding
+from tests.support.bounded import wait_until
 
 STATE = np.random.default_rng(0).integers(0, 256, 3_500_000, dtype=np.uint8)
 # Buffers smaller and larger than a chunk, and an empty one.
@@ -88,7 +88,11 @@ def test_instances_forward_chunks_while_they_receive(peers: List[SeedingPeer]) -
         received.result()
 
 
-def test_a_missing_receiver_is_named_by_its_neighbours(peers: List[SeedingPeer]) -> None:
+def test_a_missing_instance_is_named_by_its_neighbours_and_a_missing_root_by_all(peers: List[SeedingPeer]) -> None:
+    results = broadcast(peers, seeding_of(peers), without=0)
+    for index in (1, 2, 3):
+        with pytest.raises(PeerLost, match="instance [123] on host h[123] lost instance 0 on host h0"):
+            results[index].result()
     seeding = seeding_of(peers)
     peers[2].close()
     results = broadcast(peers, seeding, without=2)
@@ -97,13 +101,6 @@ def test_a_missing_receiver_is_named_by_its_neighbours(peers: List[SeedingPeer])
         results[1].result()
     with pytest.raises(PeerLost, match="instance 3 on host h3 lost instance 2 on host h2 .*not connected within"):
         results[3].result()
-
-
-def test_all_receivers_report_the_first_cause(peers: List[SeedingPeer]) -> None:
-    results = broadcast(peers, seeding_of(peers), without=0)
-    for index in (1, 2, 3):
-        with pytest.raises(PeerLost, match="instance [123] on host h[123] lost instance 0 on host h0"):
-            results[index].result()
 
 
 def test_connections_without_the_secret_are_rejected_and_do_not_disturb(
@@ -137,6 +134,20 @@ def test_connections_without_the_secret_are_rejected_and_do_not_disturb(
     assert "seeding: rejected a connection from 127.0.0.9: expected 127.0.0.1" in errors
 
 
+def test_a_handshake_is_bounded_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeding_module, "_HANDSHAKE_S", 0.3)
+    accepted, slow = socket.socketpair()
+    with accepted, slow, ThreadPoolExecutor(1) as pool:
+        result, sent = pool.submit(seeding_module._authenticate_sender, accepted, b"secret"), 0
+        while not result.done() and sent < seeding_module._NONCE_BYTES:
+            slow.sendall(b"x")
+            sent += 1
+            wait([result], 0.05)
+        slow.shutdown(socket.SHUT_WR)
+        assert not result.result()
+    assert sent < seeding_module._NONCE_BYTES
+
+
 def test_a_listener_without_the_secret_receives_nothing(peers: List[SeedingPeer]) -> None:
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(peers[0].send, seeding_of(peers, 0, [1]), BUFFERS)
@@ -161,12 +172,9 @@ def test_bytes_with_a_wrong_hmac_are_refused(peers: List[SeedingPeer]) -> None:
                 received.result()
 
 
-def test_it_listens_on_its_own_address_alone(peers: List[SeedingPeer]) -> None:
+def test_it_listens_on_its_own_address_alone_and_the_secret_is_not_in_the_repr(peers: List[SeedingPeer]) -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.9", peers[1].endpoint.port), 5)
-
-
-def test_the_secret_is_not_in_the_repr() -> None:
     seeding = new_seeding([], 0, [])
     assert repr(seeding.secret) not in repr(seeding)
 

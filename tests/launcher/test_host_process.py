@@ -7,17 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Callable, Dict, Iterator, List, Tuple
 
 import psutil
 import pytest
-from bounded import wait_until
 
 from raypod.host.process import cpus_of_node, parse_cpu_list
+from raypod.launcher import output_pump
 from raypod.launcher.host_process import HostProcess
 from raypod.launcher.records import STDERR, STDOUT, HostReport, Program, ProgramEnd
+from tests.support.bounded import wait_until
 
 GRACE_S = 1.0
 
@@ -38,14 +38,15 @@ class Host:
         self.process.start(made, GRACE_S)
 
     def read(self, until: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 20
-        while not until():
-            assert time.monotonic() < deadline, (self.output, self.ends)
+        def is_reached() -> bool:
             report = self.process.read(0.1)
             for instance, stream, data in report.chunks:
                 self.output[instance, stream] = self.output.get((instance, stream), b"") + data
             self.ends += report.ends
             self.is_done = report.is_done
+            return until()
+
+        assert until() or wait_until(is_reached), (self.output, self.ends)
 
     def finish(self, grace_s: float = GRACE_S) -> None:
         self.process.end(grace_s)
@@ -57,7 +58,7 @@ class Host:
 
 
 @pytest.fixture
-def host() -> Iterator[Callable[..., Host]]:
+def host(processes: None) -> Iterator[Callable[..., Host]]:
     made: List[Host] = []
 
     def start(*programs: Tuple[str, ...]) -> Host:
@@ -78,23 +79,29 @@ def shell(program: str) -> Tuple[str, ...]:
     return ("sh", "-c", program)
 
 
-def test_output_and_exit_of_every_program(host: Callable[..., Host]) -> None:
-    found = host(shell("echo a; echo b >&2; exit 3"), shell("printf 'no end'; kill -9 $$"))
-    found.read(lambda: len(found.ends) == 2)
+def test_output_and_exit_of_every_program(host: Callable[..., Host], tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("not a program")
+    found = host(
+        shell("echo a; echo b >&2; exit 3"),
+        shell("printf 'no end'; kill -9 $$"),
+        python("import sys; sys.stdout.buffer.write(bytes(range(256)) * 2000)"),
+        ("no-such-program",),
+        (str(tmp_path / "text"),),
+    )
+    found.read(lambda: len(found.ends) == 5)
     found.finish()
     assert (found.text(0), found.text(0, STDERR), found.text(1)) == ("a\n", "b\n", "no end")
+    assert found.output[2, STDOUT] == bytes(range(256)) * 2000
     assert {end.instance: (end.exit_code, end.cause) for end in found.ends} == {
         0: (3, "exit code 3"),
         1: (137, "killed by signal 9 (SIGKILL)"),
+        2: (0, "exit code 0"),
+        3: (127, "cannot start no-such-program: No such file or directory"),
+        4: (126, f"cannot start {tmp_path}/text: Permission denied"),
     }
 
 
-def test_lines_arrive_as_they_are_printed(host: Callable[..., Host]) -> None:
-    found = host(python("print('now'); import time; time.sleep(60)"))
-    found.read(lambda: found.text() == "now\n")
-
-
-def test_reports_have_the_processes_that_run_and_the_usage_of_the_host(host: Callable[..., Host]) -> None:
+def test_a_line_arrives_as_it_is_printed_and_reports_have_what_runs(host: Callable[..., Host]) -> None:
     found = host(python("import os; print(os.getpid()); import time; time.sleep(60)"), ("true",))
     found.read(lambda: found.text() != "" and len(found.ends) == 1)
     reports: List[HostReport] = []
@@ -110,13 +117,6 @@ def test_reports_have_the_processes_that_run_and_the_usage_of_the_host(host: Cal
     assert reports[-1].usage is not None
 
 
-def test_binary_output_is_unchanged(host: Callable[..., Host]) -> None:
-    found = host(python("import sys; sys.stdout.buffer.write(bytes(range(256)) * 2000)"))
-    found.read(lambda: bool(found.ends))
-    found.finish()
-    assert found.output[0, STDOUT] == bytes(range(256)) * 2000
-
-
 def test_instance_0_gets_stdin_and_the_others_get_end_of_file(host: Callable[..., Host]) -> None:
     found = host(("cat",), ("cat",))
     assert found.process.write_stdin(b"hello\n")
@@ -125,16 +125,6 @@ def test_instance_0_gets_stdin_and_the_others_get_end_of_file(host: Callable[...
     found.read(lambda: len(found.ends) == 2)
     assert not found.process.write_stdin(b"more")
     assert {end.exit_code for end in found.ends} == {0}
-
-
-def test_a_program_that_cannot_start_reports_the_cause(host: Callable[..., Host], tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("not a program")
-    found = host(("no-such-program",), (str(tmp_path / "text"),))
-    found.read(lambda: len(found.ends) == 2)
-    assert [(end.exit_code, end.cause) for end in found.ends] == [
-        (127, "cannot start no-such-program: No such file or directory"),
-        (126, f"cannot start {tmp_path}/text: Permission denied"),
-    ]
 
 
 def test_a_signal_reaches_the_process_group_with_its_default_handler(host: Callable[..., Host]) -> None:
@@ -151,21 +141,7 @@ def test_a_signal_reaches_the_process_group_with_its_default_handler(host: Calla
     assert found.text() == "up\ninterrupted\n"
 
 
-def test_a_program_that_ignores_sigterm_is_killed_after_the_grace_period(host: Callable[..., Host]) -> None:
-    found = host(shell("trap '' TERM; echo up; while :; do sleep 0.1; done"))
-    found.read(lambda: found.text() == "up\n")
-    began = time.monotonic()
-    found.finish()
-    assert time.monotonic() - began >= GRACE_S
-    assert found.ends[0].exit_code == 137
-
-
 DESCENDANTS = "(setsid sleep 61 & echo $!; exec >&- 2>&-; sleep 61) & echo $!; sleep 62 & echo $!; wait"
-
-
-def pids_of_descendants(found: Host) -> List[int]:
-    found.read(lambda: found.text().count("\n") == 3)
-    return [int(line) for line in found.text().split()]
 
 
 def is_alive(pid: int) -> bool:
@@ -178,13 +154,16 @@ def are_gone(pids: List[int]) -> bool:
     return not any(map(is_alive, pids))
 
 
-def test_ending_kills_all_descendants_of_a_program(host: Callable[..., Host]) -> None:
-    found = host(shell(DESCENDANTS))
-    pids = pids_of_descendants(found)
+def test_ending_kills_what_remains_after_the_grace_period_with_all_descendants(host: Callable[..., Host]) -> None:
+    ignores, ends = "trap '' TERM; echo up; while :; do sleep 0.1; done", "trap 'sleep 0.2; exit 5' TERM; echo up"
+    found = host(shell(ignores), shell(f"{ends}; while :; do sleep 0.1; done"), shell(DESCENDANTS))
+    found.read(lambda: [found.text(index).count("\n") for index in range(3)] == [1, 1, 3])
     found.finish()
-    assert are_gone(pids)
+    assert are_gone([int(line) for line in found.text(2).split()])
+    assert {end.instance: end.exit_code for end in found.ends} == {0: 137, 1: 5, 2: 143}
 
 
+@pytest.mark.usefixtures("processes")
 def test_killing_the_host_process_ends_all_programs() -> None:
     program = (
         "import os, time\nfrom raypod.launcher.host_process import HostProcess\n"
@@ -203,7 +182,9 @@ def test_killing_the_host_process_ends_all_programs() -> None:
 
 def test_programs_block_while_their_output_is_not_read(host: Callable[..., Host]) -> None:
     found = host(python("import sys\nfor _ in range(40): sys.stderr.write('x' * 1_000_000)"))
-    time.sleep(1.0)
+    pump = found.process._pump
+    assert pump is not None
+    assert wait_until(lambda: pump._bytes >= output_pump._MAX_BYTES)
     report = found.process.read(5)
     assert sum(len(data) for _, _, data in report.chunks) < 10_000_000
     assert not report.ends

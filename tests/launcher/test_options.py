@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import stat
 from pathlib import Path
 from typing import Callable, List
 
@@ -11,11 +12,14 @@ import pytest
 
 from raypod.errors import ClusterError, ConfigError
 from raypod.launch import main
-from raypod.launcher.mpi_arguments import parse_mpi_arguments
+from raypod.launcher.mpi_arguments import parse_mpi_arguments, without_values
 from raypod.launcher.options import OPTIONS, Request, export, parse
+from raypod.launcher.run_files import write_options
 from raypod.plan import tables
 from raypod.plan.cluster import LOCAL, Cluster, cluster_of, cluster_of_file, expand_hosts
 from raypod.plan.placement import Sizes, check_ilds, place
+
+TWO = ("--num-instances", "2", "--num-replicas", "2")
 
 
 def request(*words: str) -> Request:
@@ -38,29 +42,13 @@ def test_words_after_the_program_are_its_own() -> None:
     assert request("--", "--odd-name").program == ("--odd-name",)
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--numa-aware"], True),
-        (["--numa-aware=yes"], True),
-        (["--numa-aware", "1"], True),
-        (["--numa-aware=off"], False),
-        (["--numa-aware", "no"], False),
-    ],
-)
-def test_yes_no_options_take_the_forms_of_poprun(words: List[str], expected: bool) -> None:
-    found = request(*words, "python", "x.py")
-    assert found.numa_aware is expected
-    assert found.program == ("python", "x.py")
-
-
-def test_a_program_may_be_named_yes() -> None:
+def test_options_take_the_forms_of_poprun() -> None:
+    forms = {"": True, "=yes": True, " 1": True, "=off": False, " no": False}
+    for form, expected in forms.items():
+        found = request(*f"--numa-aware{form}".split(), "python", "x.py")
+        assert (found.numa_aware, found.program) == (expected, ("python", "x.py"))
     assert request("--print-topology", "yes").program == ("yes",)
-
-
-@pytest.mark.parametrize("words", [["-v", "-v"], ["-vv"], ["--vv"]])
-def test_verbosity_adds_up(words: List[str]) -> None:
-    assert request(*words, "x").verbosity == 2
+    assert [request(*words, "x").verbosity for words in (["-v", "-v"], ["-vv"], ["--vv"])] == [2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -73,12 +61,9 @@ def test_verbosity_adds_up(words: List[str]) -> None:
         (["--offline-mode=perhaps", "x"], "--offline-mode perhaps: must be yes or no"),
         (["--distribute-ssh-key", "x"], "--distribute-ssh-key: raypod copies nothing to hosts; Ray connects the hosts"),
         (["--num-replicas", "6", "--num-instances", "4", "x"], "6 replicas cannot be divided equally between 4"),
-        (["--num-instances", "2", "--num-replicas", "2", "--num-ilds", "4", "x"], "between 4 IPU-Link domains"),
+        ([*TWO, "--num-ilds", "4", "x"], "between 4 IPU-Link domains"),
         (["--mpi-global-args=--mca pml ucx", "x"], "--mpi-global-args: --mca pml: not supported without MPI"),
-        (
-            ["--mpi-local-args", "--bind-to none", "x"],
-            "'bind-to' is not supported without mpirun; use --numa-aware",
-        ),
+        (["--mpi-local-args", "--bind-to none", "x"], "'bind-to' is not supported without mpirun; use --numa-aware"),
         (["--instance-mpi-local-args=7:-x A=1", "x"], "with an instance from 0 to 0"),
         (["-x", "=1", "x"], "-x =1: must be VAR or VAR=VALUE"),
         (["-H", "a", "--cluster", "c.yaml", "x"], "--host and --cluster both list the hosts; give only one"),
@@ -94,10 +79,7 @@ def test_verbosity_adds_up(words: List[str]) -> None:
         (["--instance-mpi-local-args=²:-x A=1", "x"], "with an instance from 0 to 0"),
         (["--instance-mpi-local-args=0:--mca btl_tcp_if_include lo", "x"], "all instances use one network"),
         (["--export-config", "/nowhere/o.yaml", "x"], "--export-config /nowhere/o.yaml: not a file in a folder"),
-        (
-            ["-H", "h:1", "--num-instances", "2", "--num-replicas", "2", "x"],
-            "host h of h:1 is listed with slots=1 and would get 2",
-        ),
+        (["-H", "h:1", *TWO, "x"], "host h of h:1 is listed with slots=1 and would get 2"),
         ([], "no program to launch: raypod launch [options] PROGRAM [ARGS...] (--help lists options)"),
     ],
 )
@@ -113,7 +95,7 @@ def test_a_mistake_prints_one_line_and_exits_with_2(
 def test_mpirun_arguments_set_environment_and_network() -> None:
     found = parse_mpi_arguments(
         request(
-            *("--num-instances", "2", "--num-replicas", "2", "-x", "A=1", "-x", "HOME"),
+            *(*TWO, "-x", "A=1", "-x", "HOME"),
             "--mpi-global-args=--tag-output --mca btl_tcp_if_include 10.0.0.0/8",
             "--mpi-local-args=-x 'B=two words' -x NOT_THERE",
             *('--instance-mpi-local-args=1:"-x A=9"', "program"),
@@ -133,6 +115,19 @@ def test_exported_options_import_to_the_same_request(tmp_path: Path) -> None:
     assert {**given.values, "num_replicas": 4} == {**again.values, "import_config": None}
 
 
+def test_the_options_in_a_run_folder_name_variables_without_their_values(tmp_path: Path) -> None:
+    words = ["--num-replicas", "2", "--num-instances", "2", "-x", "A=s3cret", "-x", "B", "--mpi-global-args"]
+    words += ["-x C=s3cret --tag-output -x=D=s3cret", '--instance-mpi-local-args=1:"-x E=s3cret"', "prog"]
+    file = tmp_path / "launch.yaml"
+    write_options(without_values(request(*words)), file, "--run-dir")
+    assert "s3cret" not in file.read_text()
+    again = parse_mpi_arguments(request("--import-config", str(file), "prog"))
+    assert again.missing({}) == ["A", "B", "C", "D", "E"]
+    assert again.environment(1, {"E": "1"}) == {"E": "1"}
+    write_options(request(*words), tmp_path / "exported.yaml", "--export-config")
+    assert stat.S_IMODE((tmp_path / "exported.yaml").stat().st_mode) == 0o600
+
+
 def test_export_does_not_overwrite_a_file_without_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--export-config", str(tmp_path / "o.yaml"), "--num-replicas", "4"]
     assert main(words) == 0
@@ -142,24 +137,23 @@ def test_export_does_not_overwrite_a_file_without_the_flag(tmp_path: Path, capsy
     assert (tmp_path / "o.yaml").read_text() == "num-replicas: 4\n"
 
 
-def test_an_unknown_option_in_a_file_is_reported_with_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "o.yaml").write_text("num-instanzes: 4\n")
-    assert main(["--import-config", str(tmp_path / "o.yaml"), "x"]) == 2
-    assert f"--num-instanzes in {tmp_path}/o.yaml; did you mean --num-instances?" in capsys.readouterr().err
-
-
-def test_mistakes_in_a_file_of_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for text, message in (
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num-instanzes: 4\n", "--num-instanzes in {file}; did you mean --num-instances?"),
         ("vipu-partition:\n", "vipu-partition must have a single value"),
-        ("run-dir: {a: 1}\n", "run-dir must have a single value"),
+        ("run-dir: {{a: 1}}\n", "run-dir must have a single value"),
         ("num-replicas: 2\nnum-replicas: 4\n", "num-replicas is a duplicate key, first given in line 1"),
         ("num-replicas: 2\nnum_replicas: 4\n", "is given twice"),
-    ):
-        (tmp_path / "o.yaml").write_text(text)
-        assert main(["--import-config", str(tmp_path / "o.yaml"), "x"]) == 2
-        assert message in capsys.readouterr().err
+    ],
+)
+def test_mistakes_in_a_file_of_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    file = tmp_path / "o.yaml"
+    file.write_text(text.format())
+    assert main(["--import-config", str(file), "x"]) == 2
+    assert message.format(file=file) in capsys.readouterr().err
 
 
 def test_a_launch_without_a_cluster_leaves_no_file(
@@ -188,16 +182,9 @@ def test_help_lists_every_option_and_version_prints_one_line(capsys: pytest.Capt
     assert capsys.readouterr().out.startswith("raypod")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a,b", ["a", "b"]),
-        ("host[0-2,4]", ["host0", "host1", "host2", "host4"]),
-        ("a, n[08-10].pod,b", ["a", "n08.pod", "n09.pod", "n10.pod", "b"]),
-    ],
-)
-def test_lists_and_ranges_of_hosts(text: str, expected: List[str]) -> None:
-    assert expand_hosts(text) == expected
+def test_lists_and_ranges_of_hosts() -> None:
+    assert expand_hosts("host[0-2,4]") == ["host0", "host1", "host2", "host4"]
+    assert expand_hosts("a, n[08-10].pod,b") == ["a", "n08.pod", "n09.pod", "n10.pod", "b"]
 
 
 def hosts_of(kind: str, lines: List[str], folder: Path) -> Cluster:
@@ -248,24 +235,13 @@ def test_this_host_alone_is_the_local_cluster(hosts: Callable[..., Cluster], nam
     limited = hosts(f"{name}:2")
     assert limited.is_local
     assert limited.hosts[0].slots == 2
-
-
-def test_this_host_among_others_has_the_address_of_the_local_cluster(hosts: Callable[..., Cluster]) -> None:
-    assert [(host.name, host.address) for host in hosts("b", "localhost").hosts] == [
-        ("b", "b"),
-        ("localhost", LOCAL.hosts[0].address),
-    ]
+    others = [(host.name, host.address) for host in hosts("b", "localhost").hosts]
+    assert others == [("b", "b"), ("localhost", LOCAL.hosts[0].address)]
 
 
 def test_slots_limit_the_instances_of_a_host(tmp_path: Path) -> None:
     cluster = hosts_of("file", ["h[0-1] slots=4", "h2 slots=2 max_slots=3", "h3:1", "h4"], tmp_path)
-    assert [(host.name, host.slots) for host in cluster.hosts] == [
-        ("h0", 4),
-        ("h1", 4),
-        ("h2", 2),
-        ("h3", 1),
-        ("h4", None),
-    ]
+    assert {host.name: host.slots for host in cluster.hosts} == {"h0": 4, "h1": 4, "h2": 2, "h3": 1, "h4": None}
     assert cluster_of(str(tmp_path / "hosts")) == cluster
     place(cluster, Sizes(4, 4, 1))
     with pytest.raises(ConfigError, match=r"host h3 of .*hosts is listed with slots=1 and would get 2 instances"):

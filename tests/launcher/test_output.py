@@ -58,12 +58,9 @@ def terminal() -> Iterator[Screen]:
     yield from screen(terminal=True)
 
 
-def test_every_line_has_a_tag(file: Screen) -> None:
+def test_every_line_has_a_tag_and_sources_never_mix(file: Screen) -> None:
     assert file((0, STDOUT, b"a\nb\n")) == b"[1,0]<stdout>:a\n[1,0]<stdout>:b\n"
     assert file((3, STDERR, b"\n")) == b"[1,3]<stderr>:\n"
-
-
-def test_lines_of_different_sources_never_mix(file: Screen) -> None:
     assert file((0, STDOUT, b"one "), (1, STDOUT, b"two\n"), (0, STDERR, b"x")) == b"[1,1]<stdout>:two\n"
     assert file((0, STDOUT, b"line\nrest")) == b"[1,0]<stdout>:one line\n"
     assert file.close() == b"[1,0]<stdout>:rest\n[1,0]<stderr>:x\n"
@@ -87,6 +84,9 @@ def test_a_progress_bar_becomes_one_plain_line_in_a_file(file: Screen) -> None:
     states = [b"\r 0% |   ", b"\r 50% | #  ", b"\r100% |## "]
     assert all(file((0, STDERR, state)) == b"" for state in states)
     assert file((0, STDERR, b"\n")) == b"[1,0]<stderr>:100% |##\n"
+    nested = b"\repochs 0%\n\rsteps 0%\x1b[A\n\rsteps 1%\x1b[A"  # leaves no escape sequences
+    assert file((0, STDERR, nested)) == b"[1,0]<stderr>:epochs 0%\n"
+    assert file((0, STDERR, b"\rsteps 2%\n")) == b"[1,0]<stderr>:steps 2%\n"
 
 
 def test_a_long_running_bar_prints_its_state_in_a_file(file: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,11 +112,6 @@ def test_a_nested_bar_is_drawn_in_place(terminal: Screen, monkeypatch: pytest.Mo
     assert terminal((0, STDERR, b"\n\rsteps 0%" + up)).endswith(b"epochs 0%\n" + erase + b"[1,0]<stderr>:steps 0%")
     assert terminal((0, STDERR, b"\n\rsteps 1%" + up)) == erase + b"[1,0]<stderr>:steps 1%"
     assert terminal((0, STDERR, b"\n\r        " + up + b"\repochs 9%")) == erase + b"[1,0]<stderr>:epochs 9%"
-
-
-def test_a_nested_bar_leaves_no_escape_sequences_in_a_file(file: Screen) -> None:
-    assert file((0, STDERR, b"\repochs 0%\n\rsteps 0%\x1b[A\n\rsteps 1%\x1b[A")) == b"[1,0]<stderr>:epochs 0%\n"
-    assert file((0, STDERR, b"\rsteps 2%\n")) == b"[1,0]<stderr>:steps 2%\n"
 
 
 def test_a_prompt_without_newline_is_shown_on_a_terminal(terminal: Screen) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from typing import Callable, List
+from typing import List
 
 import pytest
-from bounded import COMMAND_S, wait_until
-from logs.folders import RunFolder, append
 
 from raypod.__main__ import main
+from tests.support.bounded import COMMAND_S, wait_until
+from tests.support.log_folders import Following, RunFolder, append
 
 
 @pytest.fixture
@@ -127,21 +125,17 @@ def test_the_folder_of_a_launch(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--events", "updates"], "no kind of event"),
         (["--cluster", "/nothing.yaml"], "cannot read the cluster file"),
         (["--colour"], "unknown flag --colour"),
+        (["logs"], "not the folder of a run or a launch: it has no plan.json"),
+        (["nowhere"], "does not exist"),
     ],
 )
 def test_a_mistake_is_one_line(
     run: RunFolder, capsys: pytest.CaptureFixture[str], flags: List[str], message: str
 ) -> None:
-    assert main(["logs", str(run.path), *flags]) == 2
+    words = [str(run.path), *flags] if flags[0].startswith("--") else [f"{run.path}/{flags[0]}"]
+    assert main(["logs", *words]) == 2
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines()), message in err) == ("", 1, True)
-
-
-def test_a_folder_without_a_run_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["logs", str(tmp_path)]) == 2
-    assert "not the folder of a run or a launch: it has no plan.json" in capsys.readouterr().err
-    assert main(["logs", str(tmp_path / "no")]) == 2
-    assert "does not exist" in capsys.readouterr().err
 
 
 def test_prefixes_have_colours_on_a_terminal_only(
@@ -155,45 +149,6 @@ def test_prefixes_have_colours_on_a_terminal_only(
     monkeypatch.setenv("NO_COLOR", "1")
     assert main(["logs", str(run.path), "--instance", "1"]) == 0
     assert capfd.readouterr().out == "instance 1 | one a\n"
-
-
-class Following:
-    """`raypod logs --follow` in this thread, and a run in another one.
-
-    stdout is a file of its own: `capfd.readouterr()` reads and then truncates its file, and loses what another thread
-    writes between the two.
-    """
-
-    def __init__(self, run: RunFolder) -> None:
-        self.run, self._file = run, run.path.parent / f"{run.path.name}.stdout"
-        self._failures: List[BaseException] = []
-        run.state()
-
-    @property
-    def out(self) -> str:
-        """What was printed."""
-        return self._file.read_text() if self._file.exists() else ""
-
-    def sees(self, text: str) -> bool:
-        return text in self.out
-
-    def __call__(self, steps: Callable[[], None], *flags: str) -> int:
-        def work() -> None:
-            try:
-                steps()
-            except BaseException as error:  # noqa: BLE001
-                self._failures.append(error)
-                self.run.state(exit_code=99)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        try:
-            with self._file.open("w") as file, contextlib.redirect_stdout(file):
-                code = main(["logs", str(self.run.path), "--follow", *flags])
-        finally:
-            thread.join()
-        assert not self._failures, self._failures
-        return code
 
 
 def test_following_shows_what_is_added_and_ends_with_the_run(run: RunFolder) -> None:
@@ -240,7 +195,7 @@ def test_ctrl_c_ends_following(run: RunFolder) -> None:
     assert follow(steps) == 130
 
 
-def test_a_closed_pipe_ends_following_although_nothing_is_added(run: RunFolder) -> None:
+def test_a_closed_pipe_ends_following_although_nothing_is_added(processes: None, run: RunFolder) -> None:
     run.state()
     command = [sys.executable, "-m", "raypod", "logs", str(run.path), "--follow"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

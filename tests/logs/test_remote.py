@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import List, Tuple
 
 import pytest
-from bounded import wait_until
-from logs.folders import RunFolder, append, started
-from logs.test_logs import Following
 
 from raypod.__main__ import main
 from raypod.logs import remote
-from raypod.plan.cluster import Cluster, Host
+from raypod.plan.cluster import Cluster, Host, Ssh
+from tests.support.bounded import wait_until
+from tests.support.log_folders import Following, RunFolder, append, started
 
+pytestmark = pytest.mark.usefixtures("processes")
 CLUSTER = Cluster("pod", (Host("head", "127.0.0.1"), Host("far", "192.0.2.11"), Host("off", "192.0.2.12")))
 SSH = """#!/bin/sh
 for last; do before=$address; address=$word; word=$last; done
@@ -61,10 +63,8 @@ def test_logs_on_other_hosts_are_merged_by_time(
         ],
         "",
     )
-    assert main(["logs", str(pod[0].path), "--instance", "0"]) == 0
-    assert set((tmp_path / "bin" / "ssh.calls").read_text().split()) == {"192.0.2.11"}
     before = (tmp_path / "bin" / "ssh.calls").read_text()
-    output(capfd)
+    assert set(before.split()) == {"192.0.2.11"}
     assert main(["logs", str(pod[0].path), "--instance", "0"]) == 0
     assert (tmp_path / "bin" / "ssh.calls").read_text() == before  # nothing is fetched that is not shown
 
@@ -82,21 +82,18 @@ def test_only_what_is_shown_is_transferred(
     assert f"tail -c +{skipped + 1} " in fetched[0]
 
 
-def test_a_large_log_is_fetched_in_parts(
-    pod: Tuple[RunFolder, Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_large_log_is_fetched_in_parts_and_one_on_a_shared_disk_needs_no_ssh(
+    pod: Tuple[RunFolder, Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(remote, "_MAX_BYTES", 20)
+    calls = tmp_path / "bin" / "ssh.calls"
     assert main(["logs", str(pod[0].path), "--instance", "1"]) == 0
     assert len(output(capfd)[0]) == 3
-
-
-def test_a_folder_on_a_shared_disk_needs_no_ssh(
-    pod: Tuple[RunFolder, Path], capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+    calls.unlink()
     pod[0].log(1, started(1, 11, "far"), 105)
     assert main(["logs", str(pod[0].path), "--events", "none"]) == 0
     assert len(output(capfd)[0]) == 3
-    assert not (tmp_path / "bin" / "ssh.calls").exists()
+    assert not calls.exists()
 
 
 def test_an_unreachable_host_is_one_line(pod: Tuple[RunFolder, Path], capfd: pytest.CaptureFixture[str]) -> None:
@@ -108,6 +105,24 @@ def test_an_unreachable_host_is_one_line(pod: Tuple[RunFolder, Path], capfd: pyt
         f"raypod: warning: host elsewhere is not in {pod[0].path}/plan.json; logs on it are not shown",
         "raypod: warning: host off: No route to host; the log of instance 0 there is not shown",
     ]
+
+
+@pytest.mark.parametrize("ssh", [Ssh(proxy_command="nc"), Ssh(user="-oProxyCommand=nc")])
+def test_no_command_of_a_run_folder_is_executed(
+    ssh: Ssh, pod: Tuple[RunFolder, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = json.loads((pod[0].path / "plan.json").read_text())
+    plan["cluster"]["ssh"] = dataclasses.asdict(ssh)
+    (pod[0].path / "plan.json").write_text(json.dumps(plan))
+    (tmp_path / "bin" / "ssh").write_text('#!/bin/sh\necho "$@" >> "$0.calls"\nexit 255\n')
+    assert main(["logs", str(pod[0].path), "--events", "none"]) == 0
+    err = output(capfd)[1]
+    if ssh.user:
+        assert not (tmp_path / "bin" / "ssh.calls").exists()
+    else:
+        assert "-- 192.0.2.11" in (tmp_path / "bin" / "ssh.calls").read_text()
+        assert "the ssh_proxy_command in a run folder is not executed: use --cluster FILE" in err
+        assert "ProxyCommand" not in (tmp_path / "bin" / "ssh.calls").read_text()
 
 
 def test_following_copies_what_is_added_also_on_a_new_host(pod: Tuple[RunFolder, Path]) -> None:

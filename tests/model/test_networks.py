@@ -1,59 +1,61 @@
-"""Networks by name, and replacements of their batch normalization."""
+"""Networks by name, replacements of their batch normalization, and the decoder of a language model."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from raypod.errors import ConfigError
 from raypod.model import networks
-from raypod.plan.config import Config
+from raypod.model.decoder import SIZES, Attention, Decoder, DecoderSize
 from raypod.plan.resolve import from_values
 
+SMALL = DecoderSize(2, 2, 8)
 
-def config(**training: object) -> Config:
-    return from_values({"training": training})
+
+def build(channels: int, side: int, classes: int, **training: object) -> Any:
+    return networks.build_model(from_values({"training": training}), channels, side, classes)
 
 
 @pytest.mark.parametrize(
     ("name", "channels", "side"),
     [("tiny", 3, 8), ("resnet14", 1, 8), ("resnet18", 3, 32), ("vit_tiny", 1, 8), ("vit_small", 3, 32)],
 )
-@pytest.mark.parametrize("classes", [7])
-def test_networks_map_images_to_logits(name: str, channels: int, side: int, classes: int) -> None:
-    network = networks.build_model(config(model=name), channels, side, classes)
-    assert network(torch.zeros(2, channels, side, side)).shape == (2, classes)
+def test_networks_map_images_to_logits(name: str, channels: int, side: int) -> None:
+    assert build(channels, side, 7, model=name)(torch.zeros(2, channels, side, side)).shape == (2, 7)
 
 
 @pytest.mark.parametrize(
     ("stem", "side", "kernel"), [("auto", 32, 3), ("auto", 64, 7), ("cifar", 64, 3), ("imagenet", 32, 7)]
 )
 def test_the_stem_depends_on_the_image_size_unless_configured(stem: str, side: int, kernel: int) -> None:
-    network: Any = networks.build_model(config(model="resnet18", stem=stem), 3, side, 10)
-    assert network.conv1.kernel_size == (kernel, kernel)
+    assert build(3, side, 10, model="resnet18", stem=stem).conv1.kernel_size == (kernel, kernel)
 
 
-def test_image_sizes_must_be_multiples_of_the_patch_size() -> None:
+def test_what_a_network_does_not_have_is_an_error() -> None:
     with pytest.raises(ConfigError, match="patches of 16 pixels; the image size 30 must be"):
-        networks.build_model(config(model="vit_b_16"), 3, 30, 10)
+        build(3, 30, 10, model="vit_b_16")
+    with pytest.raises(ConfigError, match="no BatchNorm2d"):
+        build(3, 32, 10, model="vit_tiny", norm="group")
 
 
 def test_group_norms_replace_all_batch_norms_and_keep_the_names() -> None:
-    network = networks.build_model(config(norm="group"), 1, 8, 10)
+    network = build(1, 8, 10, norm="group")
     kinds = {type(part) for part in network.modules()}
     assert nn.GroupNorm in kinds
     assert nn.BatchNorm2d not in kinds
-    parameters = {name for name, _ in networks.build_model(config(), 1, 8, 10).named_parameters()}
-    assert {name for name, _ in network.named_parameters()} == parameters
+    parameters = [{name for name, _ in each.named_parameters()} for each in (network, build(1, 8, 10))]
+    assert parameters[0] == parameters[1]
 
 
 def test_a_frozen_norm_computes_what_batch_norm_does_in_evaluation() -> None:
-    batch_norm = nn.BatchNorm2d(6).eval()
+    batch_norm: Any = nn.BatchNorm2d(6).eval()
     for tensor in (batch_norm.weight, batch_norm.bias, batch_norm.running_mean, batch_norm.running_var):
-        assert isinstance(tensor, torch.Tensor)
         nn.init.uniform_(tensor, 0.5, 2.0)
     network, images = nn.Sequential(batch_norm), torch.randn(2, 6, 4, 4)
     expected = batch_norm(images)
@@ -62,6 +64,57 @@ def test_a_frozen_norm_computes_what_batch_norm_does_in_evaluation() -> None:
     assert not list(network.parameters())
 
 
-def test_replacing_norms_needs_a_batch_norm() -> None:
-    with pytest.raises(ConfigError, match="no BatchNorm2d"):
-        networks.build_model(config(model="vit_tiny", norm="group"), 3, 32, 10)
+def decoder(dropout: float = 0.0) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(SMALL, 11, 6, dropout).eval()
+
+
+def test_a_token_changes_no_logits_before_it() -> None:
+    tokens = torch.randint(0, 11, (3, 6))
+    changed = tokens.clone()
+    changed[:, 4] = (changed[:, 4] + 1) % 11
+    before, after = decoder()(tokens), decoder()(changed)
+    assert before.shape == (3, 6, 11)
+    assert torch.equal(before[:, :4], after[:, :4])
+    assert not torch.isclose(before[:, 4:], after[:, 4:]).all(dim=2).any()
+    torch.testing.assert_close(decoder()(tokens[:, :3].int()), before[:, :3])  # int32, and a shorter sequence
+
+
+def test_attention_is_that_of_torch() -> None:
+    torch.manual_seed(0)
+    attention, hidden = Attention(SMALL, 0.0), torch.randn(3, 5, 8)
+    query, key, value = (each.reshape(3, 5, 2, 4).transpose(1, 2) for each in attention.qkv(hidden).split(8, dim=2))
+    mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    torch.testing.assert_close(attention(hidden), attention.out(mixed.transpose(1, 2).reshape(3, 5, 8)))
+
+
+def test_the_initial_loss_is_that_of_a_guess_and_residual_branches_are_scaled() -> None:
+    torch.manual_seed(0)
+    network = Decoder(SIZES["tiny"], 256, 32)
+    tokens = torch.randint(0, 256, (4, 33))
+    loss = functional.cross_entropy(network(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    assert loss.item() == pytest.approx(math.log(256), abs=0.1)
+    for name, parameter in network.named_parameters():
+        if parameter.dim() == 1:
+            assert torch.equal(parameter, torch.full_like(parameter, float("norm" in name and "weight" in name)))
+        else:
+            is_residual = name.endswith(("attention.out.weight", "down.weight"))
+            assert parameter.std().item() == pytest.approx(0.02 / (math.sqrt(4) if is_residual else 1), rel=0.1)
+
+
+def test_dropout_is_active_in_training_only() -> None:
+    network, tokens = decoder(dropout=0.5), torch.randint(0, 11, (3, 6))
+    assert torch.equal(network(tokens), network(tokens))
+    network.train()
+    assert not torch.equal(network(tokens), network(tokens))
+
+
+def test_the_sizes_are_those_of_the_help_text() -> None:
+    # GPT-2 has 124 million parameters, of which its output layer shares 50,257 x 768 with the embedding.
+    shapes = [(768, 2304), (2304,), (768, 768), (768,), (768, 3072), (3072,), (3072, 768), (768,), *[(768,)] * 4]
+    expected = 12 * sum(math.prod(shape) for shape in shapes) + 2 * 768 + (50257 * 2 + 1024) * 768
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.init, "normal_", lambda tensor, **_: tensor)  # drawing 163 million numbers takes seconds
+        network = Decoder(SIZES["gpt2"], 50257, 1024)
+    assert sum(parameter.numel() for parameter in network.parameters()) == expected
+    assert [(size.layers, size.width) for size in SIZES.values()] == [(2, 128), (6, 384), (12, 768)]

@@ -1,9 +1,10 @@
-"""Pipeline splits: how they are found, that they do not change the weights, and the pipeline table."""
+"""Pipeline splits: how they are found, that they do not change the weights, the pipeline table and the memory bars."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Callable, Dict, List, Optional, Tuple
+import json
+from typing import Any, Dict, List, Optional, Tuple
 
 import poptorch
 import pytest
@@ -12,11 +13,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
+from raypod import planning
 from raypod.coordinator import coordinator
 from raypod.errors import ConfigError
-from raypod.events import RunEnded
 from raypod.fleet.inline import InlineFleet
 from raypod.model import pipeline
+from raypod.model.memory_bars import render_memory
 from raypod.model.pipeline import Unit
 from raypod.model.pipeline_table import Pipeline, describe_pipeline, inspect_pipeline, render_pipeline
 from raypod.plan.config import Config
@@ -24,8 +26,7 @@ from raypod.plan.plan import Plan
 from raypod.plan.resolve import from_values
 from raypod.record.metrics import MetricsAggregator
 from raypod.tasks.registry import task_of
-
-INLINE = {"run": {"fleet": "inline", "device": "emulated"}}
+from tests.support.saved_runs import weights_of
 
 
 def config(model: str, ipus: int, **training: object) -> Config:
@@ -59,15 +60,14 @@ def test_balanced_splits_minimize_the_cost_of_the_most_expensive_stage(costs: Li
     assert weigh(cuts) == min(map(weigh, itertools.combinations(range(1, len(costs)), stages - 1)))
 
 
-def test_a_resnet_is_split_between_its_blocks() -> None:
+def test_residual_blocks_and_transformer_layers_are_the_units() -> None:
     # 14,575,168 parameters on IPU 0 and 8,945,674 on IPU 1; splitting one block earlier: 8,536,128 and 14,984,714.
     assert find_splits(config("resnet50", 2)) == ("layer4.1",)
-
-
-def test_residual_blocks_and_transformer_layers_are_the_units() -> None:
     assert find_splits(config("resnet8", 4)) == ("features.4", "features.5", "head")
-    splits = find_splits(config("vit_tiny", 2))
-    assert splits == ("encoder.layers.encoder_layer_3",)
+    assert find_splits(config("vit_tiny", 2)) == ("encoder.layers.encoder_layer_3",)
+    own = f"{__name__}:build"
+    assert find_splits(config(own, 2)) is None
+    assert find_splits(config(own, 2, pipeline_balance="parameters")) == ("last",)
 
 
 class Uneven(nn.Module):
@@ -103,33 +103,23 @@ def test_an_unknown_split_is_an_error_with_similar_names(splits: str, words: str
         find_splits(config("resnet8", ipus, pipeline_splits=splits))
 
 
-def test_a_user_model_is_split_only_with_pipeline_balance() -> None:
-    own = f"{__name__}:build"
-    assert find_splits(config(own, 2)) is None
-    assert find_splits(config(own, 2, pipeline_balance="parameters")) == ("last",)
-
-
 def build(channels: int, classes: int) -> nn.Module:
     return Uneven()
 
 
-def weights_of(plan: Plan) -> str:
-    events = coordinator.run(plan, InlineFleet(plan), MetricsAggregator(plan, 0.0))
-    return next(event for event in events if isinstance(event, RunEnded)).weights_sha256
-
-
-def test_pipelined_sharded_and_single_ipu_models_train_to_the_same_bits(make: Callable[..., Plan]) -> None:
-    sizes: Dict[str, object] = {"gradient_accumulation": 7, "updates": 3}
-    whole = make(training=sizes, **INLINE)
-    hashes = {weights_of(whole)}
-    four: Dict[str, object] = {"ipus_per_replica": 4}
-    for execution, splits in (("pipelined", "features.3,features.4,head"), ("sharded", "features.1,features.5,head")):
-        plan = make(training={**sizes, "execution": execution, "pipeline_splits": splits}, pod=four, **INLINE)
-        hashes.add(weights_of(plan))
+def test_pipelined_sharded_and_single_ipu_models_train_to_the_same_bits(make: Any) -> None:
+    hashes = set()
+    for splits in ({}, {"pipelined": "features.3,features.4,head"}, {"sharded": "features.1,features.5,head"}):
+        training: Dict[str, object] = {"gradient_accumulation": 7, "updates": 3}
+        for execution, names in splits.items():
+            training.update(execution=execution, pipeline_splits=names)
+        inline = {"fleet": "inline", "device": "emulated"}
+        plan = make(training=training, pod={"ipus_per_replica": 4 if splits else 1}, run=inline)
+        hashes.add(weights_of(list(coordinator.run(plan, InlineFleet(plan), MetricsAggregator(plan, 0.0)))))
     assert len(hashes) == 1
 
 
-def test_the_pipeline_table_shows_stages_and_cycles(make: Callable[..., Plan]) -> None:
+def test_the_pipeline_table_shows_stages_and_cycles(make: Any) -> None:
     sizes: Dict[str, object] = {"gradient_accumulation": 8, "batch_size": 2, "pipeline_splits": "features.5"}
     pipeline_of_plan = inspect(make(training={**sizes, "precision": "16.16"}, pod={"ipus_per_replica": 2}))
     first, second = pipeline_of_plan.stages
@@ -150,7 +140,45 @@ def test_the_pipeline_table_shows_stages_and_cycles(make: Callable[..., Plan]) -
     assert text.index("pipelined  11 cycles") < text.index("sharded  33 cycles")
 
 
-def test_invalid_blocks_of_a_user_model_are_an_error_of_the_plan(make: Callable[..., Plan]) -> None:
+def test_the_plan_shows_a_bar_for_each_ipu_and_json(make: Any) -> None:
+    training: Dict[str, object] = {"gradient_accumulation": 4, "batch_size": 64, "pipeline_splits": "features.5"}
+    text = planning.render_with_pipeline(make(training=training, pod={"ipus_per_replica": 2}))
+    assert "an estimate for Mk2 IPUs with 918 MB" in text
+    bars = [line.split() for line in text.splitlines() if "%" in line and line.strip().startswith("IPU ")]
+    assert [(*line[:2], line[2][0]) for line in bars] == [("IPU", "0", "["), ("IPU", "1", "[")]
+    single = planning.render_with_pipeline(make())
+    assert single.count("  IPU 0  [") == 1
+    assert "cycles" not in single
+    described = json.loads(json.dumps(planning.describe_with_pipeline(make())))["memory"]
+    assert described["is_estimate"]
+    (ipu,) = described["ipus"]
+    assert ipu["total"] == sum(ipu[name] for name in ("weights", "gradients", "optimizer", "activations", "code"))
+    assert ipu["share"] == pytest.approx(ipu["total"] / described["bytes_per_ipu"], abs=1e-3)
+
+
+def test_activations_are_those_of_the_plans_micro_batch(make: Any) -> None:
+    memory = [inspect(make(training={"batch_size": size})).memory[0] for size in (8, 16)]
+    assert memory[1].activations == 2 * memory[0].activations
+    assert memory[1].weights == memory[0].weights
+
+
+def test_a_bar_that_is_longer_than_the_memory_says_so(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (ipu,) = inspect(make()).memory
+    for share, figure, end in (
+        (0.5, ".]  50 % (", " MB)"),
+        (0.9, " 90 % (", "nearly full"),
+        (1.0, "] 100 % (", "nearly full"),
+        (1.001, "!] 100 % (", "DOES NOT FIT"),  # 0.1 % is less than a character
+        (1.2, "!] 120 % (", "DOES NOT FIT"),
+    ):
+        monkeypatch.setattr("poptorch.device.memory_estimate.MEMORY_BYTES", ipu.total / share)
+        line = render_memory((ipu,)).splitlines()[-1]
+        assert figure in line
+        assert line.endswith(end)
+        assert ("!" in line) == (share > 1)
+
+
+def test_invalid_blocks_of_a_user_model_are_an_error_of_the_plan(make: Any) -> None:
     own: Dict[str, object] = {"model": f"{__name__}:build_there_and_back", "gradient_accumulation": 3}
     with pytest.raises(ConfigError, match=r"number of pipeline stages \(5\)"):
         inspect(make(training=own, pod={"ipus_per_replica": 2}))

@@ -4,16 +4,15 @@ import dataclasses
 import json
 from typing import List
 
-from models import instance, make_run, usage
-
 from raypod.host.files import strict_json
 from raypod.monitor.build_pod import build_pod, collapsed, with_names
 from raypod.monitor.live_run import with_log_lines
 from raypod.monitor.log_lines import LastLines
 from raypod.monitor.model import Device, HostFacts, Ipu, Usage, from_json, to_json
 from raypod.monitor.rates import RateMeter
+from tests.support.monitor_models import instance, make_run, usage
 
-FACTS = [HostFacts("10.0.0.11", num_ipus=16), HostFacts("10.0.0.12", num_ipus=16), HostFacts("10.0.0.13", num_ipus=16)]
+FACTS = [HostFacts(f"10.0.0.{last}", num_ipus=16) for last in (11, 12, 13)]
 
 
 def test_ipus_work_for_instances_and_the_others_are_idle() -> None:

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List
 
 import pytest
-from models import snapshot
 
 from raypod.__main__ import main
 from raypod.monitor.terminal import parse_keys
 from raypod.status import registry
 from raypod.status.endpoint import snapshot_route
 from raypod.status.token_server import TokenServer
+from tests.support import ROOT
+from tests.support.monitor_models import snapshot
 
 LIMIT_S = 60
 
@@ -58,12 +59,11 @@ def test_json_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["monitor", "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     content = json.loads(line)
-    documentation = (Path(__file__).parents[2] / "docs" / "reference/observability.md").read_text()
+    documentation = (ROOT / "docs" / "reference/observability.md").read_text()
     section = documentation.partition("## The monitor")[2].partition("\n## ")[0]
     (run,), host = content["runs"], content["hosts"][-1]
     found = [content, run, run["instances"][0], run["events"][0], host, host["ipus"][0], host["usage"]]
-    missing = {key for each in found for key in each if f"`{key}`" not in section}
-    assert not missing
+    assert not {key for each in found for key in each if f"`{key}`" not in section}
     assert [each["pid"] for each in host["ipus"]] == [1004, 1004, 1005, 1005, 1006, 1006, 1007, 1007]
 
 
@@ -82,14 +82,9 @@ def test_json_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_mistakes_are_one_line(
-    arguments: List[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: List[str], message: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
+    monkeypatch.chdir(run_dir.parent)
     assert main(["monitor", *arguments]) == 2
     out, error = capsys.readouterr()
     assert (out, error.count("\n")) == ("", 1)
@@ -110,7 +105,7 @@ def environment(**changed: str) -> Dict[str, str]:
     return {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **changed}
 
 
-def test_the_json_stream_ends_with_its_reader() -> None:
+def test_the_json_stream_ends_with_its_reader(processes: None) -> None:
     line = command("--json", "--follow", "--interval", "0.1")
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
         assert process.stdout is not None
@@ -169,7 +164,7 @@ def terminal(*arguments: str, **changed: str) -> Iterator[Screen]:
         os.close(screen.slave)
 
 
-def test_the_live_display_reacts_to_keys_and_restores_the_terminal(run_dir: Path) -> None:
+def test_the_live_display_reacts_to_keys_and_restores_the_terminal(processes: None, run_dir: Path) -> None:
     with terminal("--interval", "30") as screen:  # only keys make it draw within the test
         assert screen.see("a-run")
         screen.press("r")
@@ -183,7 +178,7 @@ def test_the_live_display_reacts_to_keys_and_restores_the_terminal(run_dir: Path
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_signals_end_it_and_restore_the_terminal(number: int, code: int, run_dir: Path) -> None:
+def test_signals_end_it_and_restore_the_terminal(processes: None, number: int, code: int, run_dir: Path) -> None:
     with terminal(str(run_dir), NO_COLOR="1", PYTHONIOENCODING="ascii:replace") as screen:
         assert screen.see("update 250/1000")
         screen.process.send_signal(number)
@@ -193,12 +188,11 @@ def test_signals_end_it_and_restore_the_terminal(number: int, code: int, run_dir
 
 
 def test_the_keys_of_a_terminal() -> None:
-    assert parse_keys("q\x1b[A\x1bOB\x1b[6~\t\r\x1b[1;5Cx\x1b") == [
-        *("q", "up", "down", "page down", "tab", "enter", "x", "escape"),
-    ]
+    named = ["q", "up", "down", "page down", "tab", "enter", "x", "escape"]
+    assert parse_keys("q\x1b[A\x1bOB\x1b[6~\t\r\x1b[1;5Cx\x1b") == named
 
 
-def test_it_starts_without_torch_and_ray() -> None:
+def test_it_starts_without_torch_and_ray(processes: None) -> None:
     code = "import sys, raypod.monitor.command as c; print([m for m in ('torch', 'ray', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

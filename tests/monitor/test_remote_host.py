@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict
 
 import pytest
-from bounded import wait_until
-from models import make_run
 
 from raypod.host.files import strict_json
 from raypod.monitor.build_pod import build_pod
@@ -20,6 +17,8 @@ from raypod.monitor.remote_host import RemoteHost
 from raypod.monitor.remote_log import RemoteLog
 from raypod.plan.cluster import Cluster, Host, Ssh
 from raypod.status import registry
+from tests.support.bounded import wait_until
+from tests.support.monitor_models import instance, make_run
 
 CLUSTER = Cluster("far", (Host("203.0.113.1", "203.0.113.1", 8), Host("203.0.113.2", "203.0.113.2", 8)), ssh=Ssh("u"))
 FEED = "for last; do :; done; case $* in *113.2*) echo no route >&2; exit 255;; esac\n"
@@ -47,10 +46,9 @@ def problems(pod: Pod) -> Dict[str, str]:
 
 
 def test_the_hosts_of_a_cluster_file_with_the_runs_of_their_monitors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hosts: List[Dict[str, Any]] = json.loads(json.dumps([{**vars_of(make_run(), 0), "host": "localhost"}]))
-    feed(tmp_path, instances=hosts, hosts={})
+    feed(tmp_path, instances=[instance(0, host="localhost")], hosts={})
     use_ssh(tmp_path, monkeypatch, f"echo 'Welcome {{'; cat {tmp_path}/feed.json; exec sleep 60")
     with PodSource(0.2, cluster=CLUSTER) as source:
         source.wait()
@@ -63,34 +61,23 @@ def test_the_hosts_of_a_cluster_file_with_the_runs_of_their_monitors(
     assert states == [["training"] * 2 + ["idle"] * 6, []]
 
 
-def vars_of(run: Any, index: int) -> Dict[str, Any]:
-    """Return an instance as a snapshot has it."""
-    found = run.instances[index]
-    return {
-        "instance": found.instance,
-        "pid": found.pid,
-        "state": found.state,
-        "replicas": [0, 2],
-        "ipus": [0, 2],
-        "call_s": {},
-    }
-
-
 @pytest.mark.parametrize(
     ("script", "problem"),
     [
         ("echo 'No module named raypod' >&2; exit 1", "No module named raypod"),
-        (
-            r"printf 'u@h: Permission denied.\r\n' >&2; exit 255",
-            "unreachable (u@h: Permission denied.)",
-        ),  # as ssh prints
+        (r"printf 'u@h: Permission denied.\r\n' >&2; exit 255", "unreachable (u@h: Permission denied.)"),
         ("exit 255", "unreachable (ssh: no connection)"),
         ("exit 3", "the monitor there ended with exit code 3"),
         ('echo "{}"; echo "[1]"; echo "{"; exit 4', "the monitor there ended with exit code 4"),
+        ("", "ssh: No such file or directory"),
     ],
 )
-def test_a_host_whose_monitor_fails(script: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_whose_monitor_fails(
+    processes: None, script: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_ssh(tmp_path, monkeypatch, script)
+    if not script:
+        monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     host = RemoteHost(CLUSTER, CLUSTER.hosts[0], 0.2)
     try:
         assert host.first_try.wait(20)
@@ -101,7 +88,9 @@ def test_a_host_whose_monitor_fails(script: str, problem: str, tmp_path: Path, m
         host.join()
 
 
-def test_a_host_that_becomes_silent_keeps_its_last_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_becomes_silent_keeps_its_last_state(
+    processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     feed(tmp_path)
     monkeypatch.setattr("raypod.monitor.remote_host._SILENT_S", 0.3)
     use_ssh(tmp_path, monkeypatch, f"cat {tmp_path}/feed.json; exec sleep 60")
@@ -113,7 +102,7 @@ def test_a_host_that_becomes_silent_keeps_its_last_state(tmp_path: Path, monkeyp
         assert run.update == 250
 
 
-def test_a_log_on_another_host_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_on_another_host_is_followed(processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "a log"
     log.write_text("one\n")
     use_ssh(tmp_path, monkeypatch, 'exec sh -c "$last"')
@@ -133,28 +122,12 @@ def test_a_log_on_another_host_is_followed(tmp_path: Path, monkeypatch: pytest.M
     unreachable.close()
 
 
-def test_no_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    host = RemoteHost(CLUSTER, CLUSTER.hosts[0], 0.2)
-    try:
-        assert host.first_try.wait(20)
-        assert host.poll()[2] == "ssh: No such file or directory"
-    finally:
-        host.stop()
-        host.join()
-
-
 def test_the_facts_for_other_monitors_have_the_rates_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     received = iter((1000, 3000))
     source = PodSource(0.2)
-    monkeypatch.setattr(
-        source._this_host,
-        "poll",
-        lambda: (HostFacts("here", Usage(network_received_bytes=next(received), network_sent_bytes=0)), []),
-    )
-    rates = []
-    for _ in range(2):
-        source.poll()
-        rates.append(source.facts.usage.received_bytes_per_s)
-    assert rates[0] is None
-    assert (rates[1] or 0.0) > 0.0
+    usage = lambda: Usage(network_received_bytes=next(received), network_sent_bytes=0)  # noqa: E731
+    monkeypatch.setattr(source._this_host, "poll", lambda: (HostFacts("here", usage()), []))
+    source.poll()
+    assert source.facts.usage.received_bytes_per_s is None
+    source.poll()
+    assert (source.facts.usage.received_bytes_per_s or 0.0) > 0.0

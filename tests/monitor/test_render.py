@@ -4,13 +4,13 @@ import dataclasses
 from typing import Callable, List
 
 import pytest
-from models import instance, make_run, usage
 from rich.text import Text
 
 from raypod.monitor.build_pod import build_pod
 from raypod.monitor.model import EventLine, HostFacts, Pod, Usage
 from raypod.monitor.render import plain, render
 from raypod.monitor.screen import EVENTS, LOG, POD, RUN, Screen
+from tests.support.monitor_models import instance, make_run, usage
 
 LOG_LINES = [f"line {index} of the log, and so on and on and on and on" for index in range(100)]
 

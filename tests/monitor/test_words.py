@@ -1,37 +1,16 @@
 from __future__ import annotations
 
 import math
-from typing import Optional
-
-import pytest
 
 from raypod.monitor import words
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (None, "-"),
-        (math.inf, "-"),
-        (0.0, "0 ms"),
-        (0.9996, "1.0 s"),
-        (59.96, "1:00"),
-        (187.0, "3:07"),
-        (7387.0, "2:03:07"),
-        (273600.0, "3 d 4 h"),
-        (-1.0, "0 ms"),
-    ],
-)
-def test_durations(seconds: Optional[float], text: str) -> None:
-    assert words.duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, "-"), (math.nan, "nan"), (-math.inf, "inf"), (0.12345678, "0.1235"), (123456.7, "123457"), (0.0, "0")],
-)
-def test_numbers(value: Optional[float], text: str) -> None:
-    assert words.amount(value) == text
+def test_durations_and_numbers() -> None:
+    seconds = (None, math.inf, 0.0, 0.9996, 59.96, 187.0, 7387.0, 273600.0, -1.0)
+    texts = ["-", "-", "0 ms", "1.0 s", "1:00", "3:07", "2:03:07", "3 d 4 h", "0 ms"]
+    assert [words.duration(each) for each in seconds] == texts
+    values = (None, math.nan, -math.inf, 0.12345678, 123456.7, 0.0)
+    assert [words.amount(each) for each in values] == ["-", "nan", "inf", "0.1235", "123457", "0"]
 
 
 def test_sizes_shares_and_ages() -> None:
@@ -49,24 +28,17 @@ def test_a_sparkline_averages_groups_and_leaves_gaps() -> None:
     assert words.sparkline([2.0, 2.0], 4) == "▁▁"
     assert words.sparkline([None], 4) == words.sparkline([], 4) == words.sparkline([1.0], 0) == ""
     assert words.sparkline([1, 2, 3, 4], 10, ascii_only=True).isascii()
-
-
-def test_an_outlier_does_not_flatten_a_sparkline() -> None:
     values = [float(index % 2) for index in range(50)]
-    assert words.sparkline([*values, 1e6], 51) == "▁█" * 25 + "█"
+    assert words.sparkline([*values, 1e6], 51) == "▁█" * 25 + "█"  # an outlier does not flatten it
 
 
 def test_a_bar_has_its_width() -> None:
     assert [words.bar(share, 4, ascii_only=True) for share in (None, 0.5, 2.0)] == ["----", "##--", "####"]
 
 
-def test_foreign_text_cannot_control_the_terminal() -> None:
+def test_foreign_text_cannot_control_the_terminal_and_a_line_of_a_log_keeps_its_indentation() -> None:
     text = "10%\r 50% \x1b[31mred\x1b[0m\x1b]0;title\x07 a\x07\x08b\x9b2J\tc\x1b[?1049h"
-    assert words.clean(text) == "50% red ab2J c"
-    assert words.clean("done\r") == "done"
-    assert words.clean("a\u2028 b  c ") == "a b c"
-
-
-def test_a_line_of_a_log_keeps_its_indentation() -> None:
+    for foreign, clean in ((text, "50% red ab2J c"), ("done\r", "done"), ("a\u2028 b  c ", "a b c")):
+        assert words.clean(foreign) == clean
     assert words.clean_line("    raise  \x1b[31mError\x1b[0m \n") == "    raise  Error"
     assert words.clean_line("\ta\u2028b\r\n") == "        a b"

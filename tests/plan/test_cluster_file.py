@@ -1,14 +1,88 @@
+"""Cluster files: what raypod reads from them, and each mistake with its line."""
+
 from __future__ import annotations
 
+from pathlib import Path
 from typing import List
 
 import pytest
 
+from raypod.errors import ClusterError
+from raypod.plan.cluster import LOCAL, VipuPartition, read_cluster
 from raypod.plan.cluster_file import parse
+
+GOOD = """
+cluster_name: pod64
+provider: {type: local, head_ip: 10.0.0.1, worker_ips: [10.0.0.2, 10.0.0.3]}
+head_start_ray_commands:
+  - ray stop
+  - ray start --head --resources='{"IPU":16}'
+"""
+PROVIDER = "provider: {type: local, head_ip: a}\n"
+
+
+def write(folder: Path, text: str) -> str:
+    (folder / "pod.yaml").write_text(text)
+    return str(folder / "pod.yaml")
+
+
+def test_hosts_have_the_order_of_the_file_and_the_ipus_of_the_start_commands(tmp_path: Path) -> None:
+    assert read_cluster(None) is LOCAL
+    cluster = read_cluster(write(tmp_path, GOOD))
+    assert cluster.name == "pod64"
+    assert [host.address for host in cluster.hosts] == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+    assert {host.ipus for host in cluster.hosts} == {16}
+    text = GOOD + "metadata: {raypod: {ipus_per_host: 4, cpus_per_host: 64}}\n"
+    cluster = read_cluster(write(tmp_path, text))
+    assert (cluster.hosts[0].ipus, cluster.hosts[0].cpus) == (4, 64)
+
+
+def test_settings_of_raypod_and_of_the_start_commands(tmp_path: Path) -> None:
+    text = (
+        "cluster_name: pod\nprovider: {type: local, head_ip: a, worker_ips: [b]}\nauth: {ssh_user: me}\n"
+        "metadata: {raypod: {instances_per_host: 2, data_network: 10.1.0.0/16, numa: true, sdk: /opt/sdk, "
+        "python: /p, vipu: {partition: p, server: v, gcds: 4, link_domains: 2}}}\n"
+        "head_start_ray_commands: [RAY_AUTH_MODE=token ray start --head --port=7000]\n"
+    )
+    cluster = read_cluster(write(tmp_path, text))
+    assert (cluster.num_instances, cluster.data_network, cluster.numa) == (4, "10.1.0.0/16", True)
+    assert (cluster.sdk, cluster.python, cluster.ssh.user) == ("/opt/sdk", "/p", "me")
+    assert cluster.vipu == VipuPartition("p", server="v", gcds=4, link_domains=2)
+    assert (cluster.gcs_address, cluster.auth_mode) == ("a:7000", "token")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("provider: {type: aws}", "'aws'"),
+        ("provider: {type: local}", "head_ip is missing"),
+        ("provider: {type: local, head_ip: a, worker_ips: [b, b]}", "host b is listed 2 times"),
+        (PROVIDER + "metadata: {raypod: {ipus_per_host: many}}", "ipus_per_host = 'many'"),
+        ("provider: 3", "provider must be a mapping"),
+        ("[]", "expected the keys"),
+        ("apiVersion: ray.io/v1\nkind: RayCluster", r"those of a Kubernetes file \(kind RayCluster\): kubectl applies"),
+        ("a: [", "is not YAML, line 1"),
+        ("a:\n    b: 1\n   c: 2", r"is not YAML, line 3: .*begins in line 1\): is its indentation that of its sibl"),
+        (
+            "provider:\n  type: local\n  head_ip: a\n  worker_ips: 3",
+            "pod.yaml, line 4: provider.worker_ips must be a l",
+        ),
+        (PROVIDER + "max_worker: 3\nauth: {ssh_usr: me}", "^.*pod.yaml has 2 mistakes\n +line 2: .*\n +line 3: .*$"),
+    ],
+)
+def test_a_wrong_file_is_an_error(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ClusterError, match=words):
+        read_cluster(write(tmp_path, text))
+    with pytest.raises(ClusterError, match=r"/nowhere/pod\.yaml"):
+        read_cluster("/nowhere/pod.yaml")
+
+
+def mistakes_of(text: str) -> List[str]:
+    return [str(mistake) for mistake in parse(text).mistakes]
 
 
 def test_every_mistake_is_recorded_with_its_line() -> None:
-    text = """cluster_name: pod
+    mistakes = mistakes_of("""cluster_name: pod
 provider: {type: local, head_ip: a, worker_ips: [b, c], worker_ip: d}
 max_worker: 3
 max_workers: 1
@@ -21,8 +95,7 @@ metadata:
     numa: perhaps
     vipu: {prot: 1, size: 40, gcds: 7}
     numa: true
-"""
-    mistakes = [str(mistake) for mistake in parse(text).mistakes]
+""")
     for line, words in [
         (2, "provider.worker_ip; did you mean worker_ips?"),
         (3, "max_worker; did you mean max_workers?"),
@@ -39,27 +112,17 @@ metadata:
         assert any(each.startswith(f"line {line}: ") and words in each for each in mistakes), words
 
 
-def test_an_unknown_key_without_a_near_one_lists_the_known_ones() -> None:
-    (mistake,) = parse("provider: {type: local, head_ip: a}\nauth: {zzz: 1}\n").mistakes
-    assert str(mistake).startswith("line 2: unknown key auth.zzz; known: ssh_user, ssh_private_key, ")
-
-
-def mistakes_of(text: str) -> List[str]:
-    return [str(mistake) for mistake in parse(text).mistakes]
-
-
 @pytest.mark.parametrize(
     "address", ["10.0.0.999", "10.0.0", "1.2.3.4.5", "node.7", "fe80::zz", "http://a", "a b", "-a", "0.0.0.0", "a:22"]
 )
 def test_a_host_that_is_no_address_is_a_mistake_in_its_line(address: str) -> None:
-    words = f"{address!r} is neither a host name nor an IP address"
     for text in (
         f'provider:\n  type: local\n  head_ip: a\n  worker_ips:\n  - b\n  - "{address}"\n',
         f'cluster_name: c\n\n\nprovider:\n  type: local\n  head_ip: "{address}"\n',
     ):
         (mistake,) = mistakes_of(text)
         assert mistake.startswith("line 6: provider.")
-        assert mistake.endswith(words)
+        assert mistake.endswith(f"{address!r} is neither a host name nor an IP address")
 
 
 @pytest.mark.parametrize("address", ["10.0.0.9", "fe80::1", "fe80::1%eth0", "::1", "node7", "node-7.pod", "a_b.c."])
@@ -82,29 +145,21 @@ def test_a_wrong_number_of_workers_is_a_mistake(workers: str, has: str) -> None:
     assert mistake == f"line 2: min_workers = 2, but worker_ips has {has}; `ray up` would not start all of them"
 
 
-def test_duplicate_keys_are_mistakes_at_every_level() -> None:
-    text = """provider: {type: local, head_ip: a, worker_ips: [b, {x: 1, x: 2}]}
-file_mounts:
-  /a: b
-  /a: c
-auth: {}
-auth: {ssh_user: me}
-"""
-    assert mistakes_of(text) == [
+def test_duplicate_keys_are_mistakes_at_every_level_and_may_override_merged_ones() -> None:
+    text = "provider: {type: local, head_ip: a, worker_ips: [b, {x: 1, x: 2}]}\n"
+    assert mistakes_of(f"{text}file_mounts:\n  /a: b\n  /a: c\nauth: {{}}\nauth: {{ssh_user: me}}\n") == [
         "line 1: provider.worker_ips: x is a duplicate key, first given in line 1",
         "line 4: file_mounts: /a is a duplicate key, first given in line 3",
         "line 6: auth is a duplicate key, first given in line 5",
     ]
-
-
-def test_a_key_may_override_a_merged_one() -> None:
-    text = "auth: &auth {ssh_user: a}\nprovider: {type: local, head_ip: a}\nmetadata: {x: {<<: *auth, ssh_user: b}}\n"
-    assert not mistakes_of(text)
+    assert not mistakes_of(f"auth: &auth {{ssh_user: a}}\n{PROVIDER}metadata: {{x: {{<<: *auth, ssh_user: b}}}}\n")
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
+        ("auth: {ssh_user: -oProxyCommand=sh}", "auth.ssh_user: '-oProxyCommand=sh' is not the name of a user"),
+        ("auth: {zzz: 1}", "unknown key auth.zzz; known: ssh_user, ssh_private_key, "),
         ("metadata: {vipu: {size: 4}}", "metadata.vipu has no effect; did you mean metadata.raypod.vipu?"),
         ("metadata: {raypodd: {numa: true}}", "unknown key metadata.raypodd; did you mean raypod?"),
         ("metadata: {raypod: {vipu: {partition: p, port: 65536}}}", "vipu.port = 65536 must be at most 65535"),
@@ -119,11 +174,11 @@ def test_a_key_may_override_a_merged_one() -> None:
     ],
 )
 def test_wrong_keys_and_values_are_mistakes(line: str, words: str) -> None:
-    (mistake,) = mistakes_of(f"provider: {{type: local, head_ip: a}}\n{line}\n")
+    (mistake,) = mistakes_of(f"{PROVIDER}{line}\n")
     assert mistake.startswith("line 2: ")
     assert words in mistake
 
 
 def test_a_section_of_raypod_that_is_not_indented_is_named() -> None:
-    mistakes = mistakes_of("provider: {type: local, head_ip: a}\nmetadata:\nraypod:\n  numa: true\n")
+    mistakes = mistakes_of(f"{PROVIDER}metadata:\nraypod:\n  numa: true\n")
     assert mistakes == ["line 3: raypod belongs under metadata: indent it"]

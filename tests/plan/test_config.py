@@ -1,62 +1,43 @@
+"""Values, flags, YAML files and the mistakes in them."""
+
 from __future__ import annotations
 
-import pytest
+import re
+import sys
+from pathlib import Path
 
+import pytest
+import yaml
+
+from raypod import cli
 from raypod.errors import ConfigError
-from raypod.plan import resolve
-from raypod.plan.config import Config, fields
+from raypod.plan import config, flags, resolve, stored_code
+from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader, syntax_error
 from raypod.plan.values import Interval, parse_interval
 
 
-@pytest.mark.parametrize(
-    ("text", "interval", "updates", "seconds"),
-    [
+def test_an_interval_is_in_updates_epochs_or_minutes() -> None:
+    for text, interval, updates, seconds in [
         ("100 updates", Interval(100, "update"), 100, float("inf")),
         ("1 epoch", Interval(1, "epoch"), 44, float("inf")),
         ("0.5 minutes", Interval(0.5, "minute"), 0, 30),
-    ],
-)
-def test_an_interval_is_in_updates_epochs_or_minutes(
-    text: str, interval: Interval, updates: int, seconds: float
-) -> None:
-    assert parse_interval(text) == interval
-    assert (interval.updates(44), interval.seconds) == (updates, seconds)
+    ]:
+        assert parse_interval(text) == interval
+        assert (interval.updates(44), interval.seconds) == (updates, seconds)
+    for text, words in [
+        ("often", "a number and its unit"),
+        ("0 minutes", "positive"),
+        ("1.5 epochs", "a whole number of"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            parse_interval(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [("often", "a number and its unit"), ("0 minutes", "positive"), ("1.5 epochs", "a whole number of epochs")],
-)
-def test_a_wrong_interval_is_an_error(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        parse_interval(text)
-
-
-def test_a_config_is_immutable() -> None:
+def test_a_config_is_immutable_and_has_unique_keys() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        Config().training.seed = 3  # type: ignore[misc]
-
-
-def test_all_keys() -> None:
-    """A new key must be added here, and to the documentation."""
-    keys = [key for _, key, _ in fields()]
+        config.Config().training.seed = 3  # type: ignore[misc]
+    keys = [key for _, key, _ in config.fields()]
     assert len(keys) == len(set(keys)), "flags have no section, so keys must be unique over all sections"
-    assert " ".join(keys) == (
-        "name dataset data_dir download cache_dir samples image classes augment crop_padding flip image_size "
-        "jpeg_decoder num_workers async_dataloader eight_bit_io "
-        "model stem norm pipeline_splits pipeline_balance execution "
-        "precision memory_format batch_size gradient_accumulation device_iterations epochs updates optimizer "
-        "learning_rate lr_schedule lr_floor lr_power lr_steps lr_gamma warmup_updates init_weights init_ignore freeze "
-        "ema momentum weight_decay max_grad_norm loss_scaling reduction "
-        "label_smoothing evaluate_every early_stopping early_stopping_metric evaluation_iterations seed "
-        "replicas num_instances ipus_per_replica num_ipus threads_per_replica bind_cores cluster wait_hosts "
-        "elastic min_hosts executable_cache_path "
-        "device fleet collectives strict run_dir resume resume_anyway checkpoint_every keep_checkpoints "
-        "checkpoint_copies storage_path storage_timeout_s keep_remote best_metric "
-        "on_nonfinite status_port profile trackers tracker_artifacts tracker_timeout_s tensorboard "
-        "save_timeout_s start_timeout_s report_timeout_s stop_timeout_s "
-        "max_restarts dead_after_s silent_after_s stuck_after_s preemption_grace_s preemption_exit_code"
-    )
 
 
 @pytest.mark.parametrize(
@@ -92,3 +73,152 @@ def test_all_keys() -> None:
 def test_values_without_a_meaning_are_errors(section: str, key: str, value: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve.from_values({section: {key: value}})
+
+
+def parse(*argv: str) -> config.Config:
+    parser = cli.FlagParser(prog="test")
+    flags.add_flags(parser)
+    return resolve.resolve(flags.parse_arguments(parser, argv))
+
+
+def test_flags_override_yaml_and_yaml_overrides_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("training: {batch_size: 16, epochs: 3}\npod: {replicas: 8}\n")
+    found = parse("--config", str(file), "--epochs", "5", "training.seed=7")
+    assert (found.training.batch_size, found.training.epochs, found.training.seed) == (16, 5, 7)
+    assert (found.pod.replicas, found.training.gradient_accumulation) == (8, 1)
+    assert parse("--num-replicas", "8").pod.replicas == 8
+    assert parse() == config.Config()
+    found = parse("--num-ipus", "8", "--ipus-per-replica", "2", "--async-dataloader", "training.learning_rate=1e-3")
+    (tmp_path / "config.yaml").write_text(found.to_yaml())
+    assert resolve.load_yaml(tmp_path / "config.yaml") == found
+    assert found.training.learning_rate == 0.001
+    assert parse("--num-ipus", "16", "--ipus-per-replica", "2").pod.replicas == 8
+    for argv, instances in (((), 2), (("--replicas", "3"), 1), (("--fleet", "inline"), 1)):
+        assert parse(*argv).pod.num_instances == instances
+
+
+@pytest.mark.parametrize("text", ["16.16", "16.32", "32.32"])
+def test_a_precision_that_yaml_parses_as_a_number(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.yaml").write_text(f"training: {{precision: {text}}}\n")
+    assert resolve.load_yaml(tmp_path / "c.yaml").training.precision == text
+    assert parse(f"training.precision={text}").training.precision == text
+
+
+def test_a_resumed_run_uses_the_config_and_folder_that_its_data_set_reads(tmp_path: Path) -> None:
+    first = parse("--batch-size", "16", "--optimizer", "adam", "--run-dir", str(tmp_path))
+    (tmp_path / "config.yaml").write_text(first.to_yaml())
+    again = parse("--resume", str(tmp_path), "--epochs", "3")
+    assert (again.training.batch_size, again.training.optimizer, again.training.epochs) == (16, "adam", 3)
+    folder = tmp_path / "config.yaml"
+    folder.write_text("data: {dataset: synthetic, data_dir: /images}\n")
+    assert parse("--resume", str(tmp_path)).data.data_dir is None
+    assert parse("--resume", str(tmp_path), "--data-dir", "/x").data.data_dir == "/x"  # the plan rejects it
+    assert parse("--resume", str(tmp_path), "--dataset", "imagefolder").data.data_dir == "/images"
+    folder.write_text("task: {name: 'module:Task'}\ndata: {data_dir: /texts}\n")
+    (tmp_path / stored_code.SEAL).write_text(str(stored_code.seal_of(folder.read_bytes())))
+    assert parse("--resume", str(tmp_path)).data.data_dir == "/texts"
+
+
+def test_a_data_set_replaces_that_of_the_config_and_its_folder(tmp_path: Path) -> None:
+    config = tmp_path / "own.yaml"
+    config.write_text("data: {dataset: cifar10, data_dir: /images}\n")
+    assert parse("--config", str(config), "--dataset", "synthetic").data.data_dir is None
+    assert parse("--config", str(config), "--dataset", "cifar100").data.data_dir == "/images"
+    config.write_text("data: {dataset: synthetic, data_dir: /images}\n")
+    assert parse("--config", str(config)).data.data_dir == "/images"  # the plan rejects it
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--batch-sice", "4"), ["--batch-sice", "--batch-size"]),
+        (("training.batchsize=4",), ["training.batchsize", "training.batch_size"]),
+        (("--config", "digits", "training.bogus=4"), ["training.bogus in the command line; known: ", "training.lr_st"]),
+        (("pod.seed=4",), ["pod.seed", "training.seed"]),
+        (("trainin.seed=4",), ["trainin", "training"]),
+        (("seed",), ["'seed'", "section.key=value, as in training.batch_size=8"]),
+        (("epochs=3",), ["cannot read 'epochs=3': write section.key=value; did you mean training.epochs=3?"]),
+        (("batch-size=3",), ["; did you mean training.batch_size=3?"]),
+        (("hidden=3",), ["section.key=value, as in training.batch_size=8"]),
+        (("--epochs", "0"), ["training.epochs", "'0'", "1"]),
+        (("--epochs", "9" * 20), ["training.epochs", "100000"]),
+        (("--learning-rate", "inf"), ["training.learning_rate", "finite"]),
+        (("--image-size", "9" * 20), ["data.image_size", "16384"]),
+        (("--model", "resnet9"), ["training.model = 'resnet9': known are", "resnet8"]),
+        (("--replicas", "four"), ["pod.replicas", "four"]),
+        (("--batch-size",), ["--batch-size", "expected one argument"]),
+        (("--num-ipus", "7", "--ipus-per-replica", "2"), ["7", "2"]),
+        (("--num-ipus", "8", "--replicas", "4", "--ipus-per-replica", "4"), ["4 replicas x 4", "16", "8"]),
+        (("--seed", "1", "training.seed=2"), ["training.seed", "1", "2"]),
+        (("--config", "/nowhere.yaml"), ["/nowhere.yaml", "No such file"]),
+        (("--config", sys.executable), [sys.executable, "not a text file"]),
+        (("--image", "0x8x8"), ["data.image = '0x8x8'"]),
+    ],
+)
+def test_a_mistake_is_reported_in_one_line(argv: tuple[str, ...], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(*argv)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+DUPLICATE = "epochs is a duplicate key, first given in line 2"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        *((text, "") for text in ("- 1\n", "run: {}\nrun: {}\n", "training: {seed: [}\n", "training: {seeed: 1}\n")),
+        *((f"training: {section}\n", "expected sections") for section in ("3", "[]", "0", "false", '""')),
+        ("training:\n  epochs: 2\n  batch_size: 8\n  epochs: 3\n", f"config.yaml, line 4: {DUPLICATE}"),
+        ("training: {1: 2}\n", r"unknown key training\.1 "),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words or r"config\.yaml"):
+        resolve.load_yaml(file)
+
+
+@pytest.mark.parametrize("text", ["a: 1\nb: 2\na: 3", "- {a: 1,\n   b: {x: 1},\n   a: 2}", "c:\n  a: 1\n\n  a: 1"])
+def test_a_duplicate_key_is_an_error_with_both_lines_and_may_override_a_merged_one(text: str) -> None:
+    with pytest.raises(DuplicateKey) as error:
+        yaml.load(text, UniqueKeyLoader)
+    assert str(error.value).startswith("a is a duplicate key, first given in line ")
+    assert error.value.line > error.value.first_line
+    assert yaml.load("x: &x {a: 1}\ny: {<<: *x, a: 2}", UniqueKeyLoader)["y"] == {"a": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a:\n\tb: 1", r"line 2: found character '\\t' that .*: a tab; YAML is indented with spaces$"),
+        ("a:\n  b 1\n  c: 2", r"line 3: mapping .* here: is it indented too far, is a colon missing before it"),
+        ("a: 1\nb:2  # c\nd: 3", r"line 3: could not .*: is a colon missing, or the space after it\?$"),
+        ("a: b: c", r"or must its value be quoted\?$"),
+        ("a: 'b\nc: d", r"\(while scanning a quoted scalar that begins in line 1\): its quote is not closed$"),
+        ("a: 'b\nc: 'd'", r"line 2: .*: is a quote not closed, or does text follow a closing quote or bracket\?$"),
+        ("a: [b] c", r": is a quote not closed, or does text follow a closing quote or bracket\?$"),
+        ("a:\n  b: 1\n c: 2", r"line 3: .*: is its indentation that of its siblings\?$"),
+        ("a: 1\n- b", r"line 2: .*: is its indentation that of its siblings\?$"),
+    ],
+)
+def test_a_syntax_error_is_explained(text: str, words: str) -> None:
+    with pytest.raises(yaml.YAMLError) as error:
+        yaml.load(text, UniqueKeyLoader)
+    assert re.search(words, syntax_error("config.yaml", error.value))
+
+
+def test_all_unknown_keys_are_reported_at_once() -> None:
+    values = {"trainig": {}, "training": {"epoch": 3, "batchsize": 2}}
+    with pytest.raises(ConfigError) as error:
+        resolve.from_values(values, "my.yaml")
+    assert str(error.value).split("\n  ") == [
+        "3 mistakes",
+        "unknown section 'trainig' in my.yaml; did you mean training?",
+        "unknown key training.epoch in my.yaml; did you mean training.epochs?",
+        "unknown key training.batchsize in my.yaml; did you mean training.batch_size?",
+    ]

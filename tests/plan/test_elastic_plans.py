@@ -18,8 +18,6 @@ from raypod.plan.plan import DatasetSize, Plan, TaskFacts, make_plan
 from raypod.plan.resolve import from_values
 from raypod.plan.tables import render
 
-EIGHT = {"replicas": 8, "num_instances": 4}
-
 
 def plan_on(hosts: int, replicas: int, instances: Optional[int] = None, **training: Any) -> Plan:
     """A plan whose hosts are named a, b, c, ..."""
@@ -62,23 +60,14 @@ def test_the_largest_power_of_two_continues(hosts: int, replicas: int, left: str
     assert (plan.config.pod.replicas, plan.config.training.gradient_accumulation) == sizes_of(plan)
 
 
-def test_accumulation_that_was_not_1_allows_more_replicas() -> None:
+def test_accumulation_instances_and_room_of_the_hosts_limit_the_replicas() -> None:
     assert sizes_of(largest_fit(plan_on(3, 6, gradient_accumulation=2), rooms("ac", 2))) == (4, 3)
-
-
-def test_several_instances_of_a_host_stay_several() -> None:
-    plan = largest_fit(plan_on(2, 8, instances=4), rooms("b", 4))
+    plan = largest_fit(plan_on(2, 8, instances=4), rooms("b", 4))  # several instances of a host stay several
     assert [(spec.host, spec.local_replicas) for spec in plan.placement.instances] == [("b", 2), ("b", 2)]
-
-
-def test_a_host_with_more_room_takes_all_replicas() -> None:
     full = plan_on(2, 4)
-    plan = largest_fit(full, rooms("b", 4))
+    plan = largest_fit(full, rooms("b", 4))  # a host with more room takes all replicas
     assert (sizes_of(plan), hosts_of(plan), plan.geometry.num_instances) == (sizes_of(full), "b", 2)
-
-
-def test_hosts_without_enough_room_are_left_out() -> None:
-    plan = largest_fit(plan_on(4, 8), [Room("a", 1), Room("b", 2), Room("d", 2)])
+    plan = largest_fit(plan_on(4, 8), [Room("a", 1), Room("b", 2), Room("d", 2)])  # a host without enough is left out
     assert (sizes_of(plan), hosts_of(plan)) == ((4, 2), "bd")
 
 
@@ -103,7 +92,8 @@ def test_the_plan_shows_what_the_run_continues_with() -> None:
     plans = smaller_plans(plan_on(4, 8))
     assert [(*sizes_of(plan), hosts_of(plan)) for plan in plans] == [(4, 2, "ab"), (2, 4, "a")]
     assert smaller_plans(plan_on(1, 4)) == []
-    limited = dataclasses.replace(plan_on(4, 8), config=from_values({"pod": {**EIGHT, "min_hosts": 2}}))
+    pod = {"replicas": 8, "num_instances": 4, "min_hosts": 2}
+    limited = dataclasses.replace(plan_on(4, 8), config=from_values({"pod": pod}))
     assert "elastic  while hosts are lost: 4 replicas x 2 (accumulation) on 2 hosts\n" in render(limited)
     assert "elastic" not in render(plan_on(4, 8))
 
@@ -113,33 +103,22 @@ def samples_of_update(plan: Plan, update: int) -> List[List[int]]:
     geometry = plan.geometry
     call, of_call = divmod(update, geometry.device_iterations)
     shape = (geometry.device_iterations, geometry.gradient_accumulation, geometry.local_replicas, -1)
-    parts = [
-        call_positions(geometry, instance, call).reshape(shape)[of_call] for instance in range(geometry.num_instances)
-    ]
-    micro_batches: np.ndarray = np.concatenate(parts, axis=1).reshape(-1, geometry.micro_batch_size)
-    return [list(map(int, micro_batch)) for micro_batch in micro_batches]
+    instances = range(geometry.num_instances)
+    parts = [call_positions(geometry, instance, call).reshape(shape)[of_call] for instance in instances]
+    micro_batches: List[List[int]] = np.concatenate(parts, axis=1).reshape(-1, geometry.micro_batch_size).tolist()
+    return micro_batches
 
 
 @given(
-    hosts=st.sampled_from([1, 2, 4, 8]),
-    per_host=st.sampled_from([1, 2, 4]),
-    micro=st.integers(1, 3),
-    accumulation=st.integers(1, 3),
-    iterations=st.integers(1, 3),
+    of=st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4])),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
     left=st.integers(1, 8),
     update=st.integers(0, 5),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_update_has_the_same_micro_batches_in_the_same_order(
-    hosts: int, per_host: int, micro: int, accumulation: int, iterations: int, left: int, update: int
-) -> None:
-    full = plan_on(
-        hosts,
-        hosts * per_host,
-        batch_size=micro,
-        gradient_accumulation=accumulation,
-        device_iterations=iterations,
-    )
+def test_every_update_has_the_same_micro_batches_in_the_same_order(of: Any, sizes: Any, left: int, update: int) -> None:
+    (hosts, per_host), names = of, ("batch_size", "gradient_accumulation", "device_iterations")
+    full = plan_on(hosts, hosts * per_host, **dict(zip(names, sizes)))
     plan = largest_fit(full, rooms("abcdefgh"[: min(left, hosts)], per_host))
     assert plan.geometry.total_replicas == per_host * max(1 << k for k in range(4) if 1 << k <= min(left, hosts))
     assert samples_of_update(plan, update) == samples_of_update(full, update)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import re
-from typing import List, Sequence
+from typing import Any, List, Sequence
 
 import pytest
 
@@ -10,9 +10,9 @@ from raypod.cli import FlagParser
 from raypod.plan import config, flag_help, flags
 
 
-def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def shown(capsys: Any, *words: str) -> str:
     with pytest.raises(SystemExit) as ended:
-        main(["train", *words])
+        main([*words])
     assert ended.value.code == 0
     return capsys.readouterr().out
 
@@ -22,22 +22,19 @@ def flags_in(text: str) -> List[str]:
     return re.findall(r"^  (--[a-z0-9-]+)", text, re.MULTILINE)
 
 
-def test_help_shows_what_is_used_most_and_names_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(capsys, "--help")
+def test_help_shows_what_is_used_most_and_each_flag_is_in_one_group(capsys: Any) -> None:
+    text = shown(capsys, "train", "--help")
     assert 20 <= len(flags_in(text)) <= 24
     assert {"--config", "--task", "--dataset", "--model", "--epochs", "--replicas", "--cluster"} <= {*flags_in(text)}
     assert "--stuck-after-s" not in text
     assert "--help-all every flag" in " ".join(text.split())
-    assert text == shown(capsys, "-h")
+    assert text == shown(capsys, "train", "-h")
     assert max(map(len, text.splitlines())) <= 80
-
-
-def test_every_flag_is_in_one_group_and_in_the_whole_help(capsys: pytest.CaptureFixture[str]) -> None:
-    of_groups = [flag for group in flag_help.GROUPS for flag in flags_in(shown(capsys, "--help", group))]
+    of_groups = [flag for group in flag_help.GROUPS for flag in flags_in(shown(capsys, "train", "--help", group))]
     assert len(of_groups) == len(set(of_groups))
     keys = {f"--{'task' if key == 'name' else key.replace('_', '-')}" for _, key, _ in config.fields()}
     assert keys <= {*of_groups}
-    assert {*flags_in(shown(capsys, "--help-all"))} == {*of_groups, "--config"}
+    assert {*flags_in(shown(capsys, "train", "--help-all"))} == {*of_groups, "--config"}
 
 
 @pytest.mark.parametrize(
@@ -50,20 +47,15 @@ def test_every_flag_is_in_one_group_and_in_the_whole_help(capsys: pytest.Capture
         ("failures", ["--on-nonfinite {stop,continue} reaction to a loss that is NaN or infinite [default: stop]"]),
     ],
 )
-def test_an_entry_has_type_range_and_default(
-    group: str, lines: Sequence[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = " ".join(shown(capsys, "--help", group).split())
+def test_an_entry_has_type_range_and_default(group: str, lines: Sequence[str], capsys: Any) -> None:
+    text = " ".join(shown(capsys, "train", "--help", group).split())
     assert all(line in text for line in lines)
 
 
-def test_an_unknown_group_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_group_is_a_mistake_and_other_parsers_keep_their_help(capsys: Any) -> None:
     assert main(["train", "--help", "dta"]) == 2
     groups = "task, data, model, training, pod, checkpoints, failures, output"
     assert capsys.readouterr().err == f"raypod: error: --help dta: no such group (of {groups}); did you mean data?\n"
-
-
-def test_other_parsers_keep_the_help_of_argparse() -> None:
     parser = FlagParser(prog="test")
     flags.add_flags(parser)
     assert "--stuck-after-s SECONDS" in parser.format_help()
@@ -71,11 +63,7 @@ def test_other_parsers_keep_the_help_of_argparse() -> None:
 
 
 @pytest.mark.parametrize(("command", "own"), [("plan", ["--json", "--memory"]), ("doctor", ["--json", "--timeout"])])
-def test_help_shows_what_only_this_command_has(
-    command: str, own: List[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    text = capsys.readouterr().out
+def test_help_shows_what_only_this_command_has(command: str, own: List[str], capsys: Any) -> None:
+    text = shown(capsys, command, "--help")
     assert {*own} <= {*flags_in(text)}
     assert "Train a model" not in text

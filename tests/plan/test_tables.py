@@ -3,27 +3,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
-import sys
-from typing import Callable
+from typing import Any
 
 import pytest
 
-from raypod.errors import ConfigError
 from raypod.plan.cluster import cluster_of
 from raypod.plan.placement import Sizes, place
-from raypod.plan.plan import Plan
 from raypod.plan.tables import describe, render, render_brief, render_topology
 
 
-def test_the_plan_shows_every_product(make: Callable[..., Plan]) -> None:
+def test_the_plan_shows_every_product_and_a_boxed_table_of_the_topology(make: Any) -> None:
     plan = make(pod={"replicas": 8})
     described = json.loads(json.dumps(describe(plan)))
     assert described["geometry"]["global_batch_size"] == 64
     assert "8 (micro-batch) x 1 (accumulation) x 8 (replicas) = 64 samples per update" in render(plan)
-
-
-def test_the_topology_is_a_boxed_table() -> None:
     placement = place(cluster_of("a,b"), Sizes(4, 2, 1))
     assert render_topology(placement, 2).splitlines() == [
         "+------+-----+----------+----------+------+",
@@ -35,31 +28,26 @@ def test_the_topology_is_a_boxed_table() -> None:
     ]
 
 
-PLAN = ["raypod", "plan"]
-
-
 @pytest.mark.parametrize(
     ("command", "absent"),
     [
-        (PLAN, {"ray", "torch", "poptorch", "numpy"}),
-        *((command, {"ray"}) for command in ([*PLAN, "--memory"], [*PLAN, "--json"], ["raypod.train", "--dry-run"])),
-        (["raypod", "--help"], {"ray", "torch", "numpy", "pydantic", "yaml"}),
+        ("raypod plan", "ray torch poptorch numpy"),
+        *((command, "ray") for command in ("raypod plan --memory", "raypod plan --json", "raypod.train --dry-run")),
+        ("raypod --help", "ray torch numpy pydantic yaml"),
     ],
 )
-def test_what_a_command_does_not_import(command: list[str], absent: set[str]) -> None:
-    program = (
+def test_what_a_command_does_not_import(command: str, absent: str, run_python: Any) -> None:
+    output = run_python(
         "import runpy, sys\n"
-        f"sys.argv = {command!r}\n"
+        f"sys.argv = {command.split()!r}\n"
         "try:\n    runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)\n"
         "except SystemExit as end:\n    assert end.code == 0, end.code\n"
-        f"assert not {absent!r} & set(sys.modules), {absent!r} & set(sys.modules)\n"
+        f"found = set({absent.split()!r}) & set(sys.modules)\nassert not found, found\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "replica" in done.stdout or "usage: raypod COMMAND" in done.stdout
+    assert "replica" in output or "usage: raypod COMMAND" in output
 
 
-def test_the_plan_shows_the_cores_per_replica(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_shows_the_cores_per_replica(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     assert "8 CPUs per host for 2 replicas: 4 per replica, 1 thread each\n" in render(make(pod={"replicas": 2}))
     sixteen = make(pod={"replicas": 16, "bind_cores": True})
@@ -86,19 +74,7 @@ def test_the_cores_of_other_hosts_are_those_of_the_cluster_file() -> None:
     assert place(four, Sizes(16, 16, 1), 8).oversubscription.endswith("use fewer of both")
 
 
-def test_inline_instances_are_not_bound(make: Callable[..., Plan]) -> None:
-    with pytest.raises(ConfigError, match="--bind-cores has no effect with --fleet inline"):
-        make(pod={"num_instances": 1, "bind_cores": True}, run={"fleet": "inline"})
-
-
-@pytest.mark.parametrize("dataset", ["digits", "synthetic"])
-def test_a_folder_that_the_data_set_does_not_read_is_rejected(make: Callable[..., Plan], dataset: str) -> None:
-    words = f"--data-dir has no effect on --dataset {dataset}: omit it, or add --dataset imagefolder for a folder"
-    with pytest.raises(ConfigError, match=words):
-        make(data={"dataset": dataset, "data_dir": "/images"})
-
-
-def test_a_plan_shows_the_samples_that_are_left_out_of_each_epoch(make: Callable[..., Plan]) -> None:
+def test_a_plan_shows_the_samples_that_are_left_out_of_each_epoch(make: Any) -> None:
     left_out = "29 of 1437 images left out of each"
     assert f"length  660 updates, 44 per epoch ({left_out}), 15 legs\n" in render(make())
     assert f"length  660 updates (15 epochs of 44; {left_out})\n" in render_brief(make(), 80)
@@ -108,23 +84,20 @@ def test_a_plan_shows_the_samples_that_are_left_out_of_each_epoch(make: Callable
     assert "length  1 update (1 epoch of 1)\n" in render_brief(whole)
 
 
-def test_a_plan_is_folded_to_its_column_and_its_instances_are_not(make: Callable[..., Plan]) -> None:
-    lines = render(make(), 80).splitlines()
+def test_a_plan_is_folded_to_its_column_except_in_paths_and_instances(make: Any) -> None:
+    plan = make()
+    lines = render(plan, 80).splitlines()
     first = next(index for index, line in enumerate(lines) if line.startswith("global batch"))
     assert lines[first + 1] == f"{'':14}update"
     assert [line for line in lines if len(line) > 80 and not line.startswith("  run folder")] == []
-    assert render(make(), 20).splitlines()[-3:] == render(make()).splitlines()[-3:]
-
-
-def test_a_short_plan_is_folded_except_in_paths(make: Callable[..., Plan]) -> None:
-    plan = make()
+    assert render(plan, 20).splitlines()[-3:] == render(plan).splitlines()[-3:]
     lines = render_brief(plan, 40).splitlines()
     assert [line for line in lines if len(line) > 40 and not line.startswith("  run folder")] == []
     for row in ("model", "data", "length", "global batch", "pod", "placement", "run folder"):
         assert sum(line.startswith(f"{row:>12}  ") for line in lines) == 1
 
 
-def test_the_placement_says_how_many_ipus_of_the_cluster_are_used(make: Callable[..., Plan]) -> None:
+def test_the_placement_says_how_many_ipus_of_the_cluster_are_used(make: Any) -> None:
     hosts = tuple(dataclasses.replace(host, ipus=16) for host in cluster_of("a,b").hosts)
     alone = make()
     cluster = dataclasses.replace(cluster_of("a,b"), hosts=hosts)

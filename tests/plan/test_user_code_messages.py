@@ -21,54 +21,49 @@ def outer(text):
 """
 
 
+def functions(file: str) -> Dict[str, Any]:
+    """The functions of a user's module, which call the standard library."""
+    found: Dict[str, Any] = {}
+    exec(compile(MODULE, file, "exec"), found)
+    return found
+
+
 @pytest.fixture
 def outer(tmp_path: Path) -> Callable[[str], Any]:
-    """A function of a user's module, which calls the standard library."""
-    found: Dict[str, Any] = {}
-    exec(compile(MODULE, str(tmp_path / "houses.py"), "exec"), found)
-    return found["outer"]
+    return functions(str(tmp_path / "houses.py"))["outer"]
 
 
 def raised_by(function: Callable[[], Any]) -> Exception:
-    try:
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - returned
         function()
-    except Exception as error:  # noqa: BLE001 - returned
-        return error
-    raise AssertionError("nothing was raised")
+    return raised.value
 
 
-def test_the_place_is_the_innermost_frame_of_the_users_code(outer: Callable[[str], Any]) -> None:
+def test_the_place_is_the_innermost_frame_of_the_users_code(outer: Any) -> None:
     assert user_code.place_of(raised_by(lambda: outer("{"))) == " (houses.py:3, in parse)"
+    of_script = functions("<dynamic-code>")  # as cloudpickle names it
+    assert user_code.place_of(raised_by(lambda: of_script["parse"]("{"))) == " (line 3, in parse)"
     of_numpy = raised_by(lambda: np.zeros((2, 3)).reshape(4))
     of_numpy.__traceback__ = None
     assert user_code.place_of(of_numpy) == ""
 
 
-def test_the_place_in_a_function_of_a_script_is_its_line() -> None:
-    found: Dict[str, Any] = {}
-    exec(compile(MODULE, "<dynamic-code>", "exec"), found)  # as cloudpickle names it
-    assert user_code.place_of(raised_by(lambda: found["parse"]("{"))) == " (line 3, in parse)"
-
-
-def test_the_place_survives_pickling(outer: Callable[[str], Any]) -> None:
-    error = raised_by(lambda: outer(None))  # type: ignore[arg-type]
+def test_the_place_survives_pickling_and_loader_workers(outer: Any) -> None:
+    error = raised_by(lambda: outer(None))
     user_code.record_place(error)
     arrived = pickle.loads(pickle.dumps(error))
     assert arrived.__traceback__ is None
     assert user_code.place_of(arrived) == " (houses.py:3, in parse)"
-
-
-def test_the_place_in_a_loader_worker_is_that_in_its_traceback(outer: Callable[[str], Any]) -> None:
     error = raised_by(lambda: outer("{"))
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     of_worker = ValueError(f"Caught ValueError in DataLoader worker process 0.\nOriginal {text}")
     assert user_code.place_of(of_worker) == " (houses.py:3, in parse)"
 
 
-def test_an_error_of_the_users_code_is_one_line_with_a_remark(outer: Callable[[str], Any]) -> None:
+def test_an_error_of_the_users_code_is_one_line_with_a_remark(outer: Any) -> None:
     expected = r"^houses:outer: TypeError: .*\(houses.py:3, in parse\); called with None$"
     with pytest.raises(ConfigError, match=expected), user_code.reported("houses:outer", "; called with None"):
-        outer(None)  # type: ignore[arg-type]
+        outer(None)
     with pytest.raises(DataMissing, match="^no file$"), user_code.reported("houses:outer", "; called with None"):
         raise DataMissing("no file")
 
@@ -78,16 +73,11 @@ def test_an_error_of_the_users_code_is_one_line_with_a_remark(outer: Callable[[s
     [
         ("houses_of.py:load", "k = 'houses_of.py:load': No module named .*; omit .py: houses_of:load$"),
         ("no_houses.py:load", "No module named 'no_houses'; omit .py: no_houses:load$"),
-        (
-            "no_houses:load",
-            r"No module named 'no_houses' in the current folder \({}\), in PYTHONPATH or among the inst",
-        ),
+        ("no_houses:load", r"No module named 'no_houses' in the current folder \({}\), in PYTHONPATH or among th"),
         ("own_houses:load", "k = 'own_houses:load': No module named 'no_such_package'$"),
     ],
 )
-def test_a_module_that_is_not_found_has_a_way_out(
-    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_that_is_not_found_has_a_way_out(name: str, words: str, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "houses_of.py").write_text("")
     (tmp_path / "own_houses.py").write_text("import no_such_package\n")
     monkeypatch.chdir(tmp_path)

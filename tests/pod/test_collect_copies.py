@@ -3,58 +3,71 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-import shutil
-import subprocess
-import sys
+import tarfile
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from types import SimpleNamespace
+from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
 
-from raypod.plan.cluster import Cluster, Host, Ssh
+from raypod.plan.cluster import Cluster, Host
 from raypod.pod import collect_copies, host_copies, ssh
 
 HEAD, B, C = "10.9.9.1", "10.9.9.2", "10.9.9.3"
 COMMAND = f"on {HEAD}: python3 -m raypod.train --cluster file.yaml"
+WEIGHTS = "checkpoints/update-00000100/weights.safetensors"
+
+
+def write(folder: Path, contents: Dict[str, str]) -> None:
+    for name, text in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def checkpoint(update: int, generation: int, run_id: str) -> Dict[str, str]:
+    """Return the files of a run folder with a checkpoint."""
+    weights, folder = f"weights {update}", f"checkpoints/update-{update:08d}"
+    files = {"weights.safetensors": {"size_bytes": len(weights)}}
+    manifest = json.dumps({"generation": generation, "update": update, "files": files})
+    return {
+        "copies.json": json.dumps({"run_id": run_id}),
+        f"{folder}/weights.safetensors": weights,
+        f"{folder}/manifest.json": manifest,
+        f"{folder}/manifest.sha256": hashlib.sha256(manifest.encode()).hexdigest() + "  manifest.json\n",
+    }
 
 
 class Hosts:
-    """Hosts whose home folders are folders here; a command on one runs in a shell with that home."""
+    """Hosts whose home folders are folders here; `host_copies` runs in this process."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._root, self.run_dir = root, root / HEAD / "runs" / "digits"
-        self.lines: List[str] = []
+        self._root, self.run_dir, self._patch = root, root / HEAD / "runs" / "digits", monkeypatch
         self.lost: List[str] = []
-        for name in (HEAD, B, C):
-            (root / name).mkdir()
-        monkeypatch.setattr(ssh, "ssh_command", self._ssh_command)
+        monkeypatch.setattr(ssh, "run_on", self._run_on)
+        monkeypatch.setattr(ssh, "pipe", self._pipe)
 
-    def _ssh_command(self, host: Host, settings: Ssh, terminal: Any = ()) -> List[str]:
+    def _run_on(self, host: Host, _: Any, words: List[str], program: str, timeout_s: float) -> ssh.Result:
         if host.name in self.lost:
-            return ["false"]
-        return ["env", f"HOME={self._root / host.name}", "bash", "-c"]
+            return ssh.Result(255, "", "lost")
+        folder = str(self._root / host.name / ".raypod" / "copies")
+        answer = host_copies.main(words[2], {"folder": folder, **json.loads(words[3])})
+        return ssh.Result(0, json.dumps(answer), "")
 
-    def copy(
-        self,
-        host: str,
-        update: int,
-        generation: int = 1,
-        run_id: str = "digits-12",
-        ended: bool = False,
-        written: float = 0.0,
-    ) -> Path:
+    def _pipe(self, source: Any, target: Any, settings: Any, timeout_s: float) -> ssh.Result:
+        assert (source[1][:2], source[1][3:]) == (["tar", "-C"], ["-cf", "-", "."])
+        self.send(packed(Path(source[1][2])))
+        return ssh.Result(0, json.dumps(host_copies.main(target[1][3], json.loads(target[1][4]))), "")
+
+    def send(self, archive: bytes) -> None:
+        self._patch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(archive)))
+
+    def copy(self, host: str, update: int, generation: int = 1, run_id: str = "digits-12", written: float = 0) -> Path:
         """Put a copy on a host, as `CopyReceiver` writes it."""
         folder = self._root / host / ".raypod" / "copies" / run_id / f"{generation:06d}-{update:08d}"
-        contents = {
-            "copies.json": json.dumps({"run_id": run_id}),
-            "ledger.jsonl": f"{update}\n" * 3,
-            "metrics.jsonl": "",
-            **self.checkpoint(update, generation),
-        }
-        for name, text in contents.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text)
+        contents = {"ledger.jsonl": f"{update}\n" * 3, "metrics.jsonl": "", **checkpoint(update, generation, run_id)}
+        write(folder, contents)
         records = {
             name: {"size_bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
             for name, text in contents.items()
@@ -62,41 +75,28 @@ class Hosts:
         facts = {"format": 1, "run_id": run_id, "run_dir": str(self.run_dir), "checkpoint": f"update-{update:08d}"}
         order = {"generation": generation, "update": update, "written_unix_s": written}
         (folder / "run.json").write_text(json.dumps({**facts, **order, "files": records}))
-        if ended:
-            (folder.parent / "ended").write_text(folder.name)
         return folder
 
-    @staticmethod
-    def checkpoint(update: int, generation: int) -> Dict[str, str]:
-        """Return the contents of the files of a checkpoint by their names in the run folder."""
-        weights, folder = f"weights {update}", f"checkpoints/update-{update:08d}"
-        files = {"weights.safetensors": {"size_bytes": len(weights)}}
-        manifest = json.dumps({"generation": generation, "update": update, "files": files})
-        return {
-            f"{folder}/weights.safetensors": weights,
-            f"{folder}/manifest.json": manifest,
-            f"{folder}/manifest.sha256": hashlib.sha256(manifest.encode()).hexdigest() + "  manifest.json\n",
-        }
-
     def on_head(self, update: int, generation: int = 1, run_id: str = "digits-12") -> None:
-        """Put a run folder with one checkpoint on the head."""
-        for name, text in {
-            "copies.json": json.dumps({"run_id": run_id}),
-            **self.checkpoint(update, generation),
-        }.items():
-            (self.run_dir / name).parent.mkdir(parents=True, exist_ok=True)
-            (self.run_dir / name).write_text(text)
+        write(self.run_dir, checkpoint(update, generation, run_id))
 
     def collect(self) -> List[str]:
         """Collect the copies; return the lines that were printed."""
-        self.lines.clear()
+        lines: List[str] = []
         cluster = Cluster("pod", tuple(Host(name, name) for name in (HEAD, B, C)))
-        collect_copies.collect(cluster, COMMAND, self.lines.append)
-        return self.lines
+        collect_copies.collect(cluster, COMMAND, lines.append)
+        return lines
 
     def updates(self) -> List[int]:
         """Return the updates of the checkpoints on the head."""
         return sorted(int(path.name[-8:]) for path in (self.run_dir / "checkpoints").glob("update-*"))
+
+
+def packed(folder: Path) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        archive.add(str(folder), arcname=".")
+    return buffer.getvalue()
 
 
 @pytest.fixture
@@ -119,11 +119,24 @@ def test_the_newest_copy_is_collected_and_the_command_to_continue_is_printed(hos
     assert [path.name for path in hosts.run_dir.parent.iterdir()] == ["digits"]
 
 
-def test_a_copy_on_the_head_itself_is_preferred(hosts: Hosts) -> None:
+def test_copies_are_collected_by_commands_on_the_hosts_and_one_on_the_head_is_preferred(
+    processes: None, tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as undone:
+        hosts = Hosts(tmp_path, undone)
     for host in (HEAD, B, C):
-        hosts.copy(host, 100)
-    assert hosts.collect()[0].endswith(f"from host {HEAD}")
-    assert hosts.updates() == [100]
+        (tmp_path / host).mkdir()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ssh, "ssh_command", lambda host, *_: ["env", f"HOME={tmp_path / host.name}", "bash", "-c"])
+        hosts.copy(C, 100)
+        assert hosts.collect()[0].endswith(f"from host {C}")
+        assert hosts.updates() == [100]
+        for host in (HEAD, B, C):
+            hosts.copy(host, 200)
+        assert hosts.collect()[0].startswith(
+            f"collected update-00000200 (generation 1) of {hosts.run_dir} from host {HEAD}"
+        )
+        assert hosts.updates() == [200]
 
 
 @pytest.mark.parametrize(("own", "collected"), [((1, 100), False), ((2, 20), False), ((1, 99), True)])
@@ -145,35 +158,38 @@ def test_a_checkpoint_of_the_head_that_is_damaged_does_not_count(hosts: Hosts) -
     assert hosts.collect()[0].startswith("collected update-00000100")
 
 
-DAMAGES = {
-    "changed": "the SHA-256 of checkpoints/update-00000100/weights.safetensors does not match run.json",
-    "truncated": "checkpoints/update-00000100/weights.safetensors has 10 bytes, expected 11",
-    "deleted": "checkpoints/update-00000100/weights.safetensors is missing",
-    "a link": "checkpoints/update-00000100/weights.safetensors is no file",
-    "index": "run.json cannot be read, or is of another format than 1",
-}
+def make_link(path: Path) -> None:
+    path.rename(path.with_name("other"))
+    path.symlink_to("other")
 
 
-@pytest.mark.parametrize("damage", list(DAMAGES))
-def test_a_damaged_copy_is_named_and_the_next_one_is_taken(hosts: Hosts, damage: str) -> None:
+def name_outside(path: Path) -> None:
+    index = json.loads(path.read_text())
+    index["files"]["../../stolen"] = {"size_bytes": 1, "sha256": ""}
+    path.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        (WEIGHTS, lambda path: path.write_text("weights 1?0"), f"the SHA-256 of {WEIGHTS} does not match run.json"),
+        (WEIGHTS, lambda path: path.write_text("weights 10"), f"{WEIGHTS} has 10 bytes, expected 11"),
+        (WEIGHTS, Path.unlink, f"{WEIGHTS} is missing"),
+        (WEIGHTS, make_link, f"{WEIGHTS} is no file"),
+        ("run.json", lambda path: path.write_text("{"), "run.json cannot be read, or is of another format than 1"),
+        ("run.json", name_outside, "run.json names a file outside of the copy: ../../stolen"),
+    ],
+)
+def test_a_damaged_copy_is_named_and_the_next_one_is_taken(
+    hosts: Hosts, name: str, damage: Callable[[Path], None], message: str
+) -> None:
     hosts.copy(C, 90)
     bad = hosts.copy(B, 100)
-    weights = bad / "checkpoints" / "update-00000100" / "weights.safetensors"
-    if damage == "changed":
-        weights.write_text("weights 1?0")
-    elif damage == "truncated":
-        weights.write_text("weights 10")
-    elif damage == "deleted":
-        weights.unlink()
-    elif damage == "a link":
-        weights.rename(weights.with_name("other"))
-        weights.symlink_to("other")
-    else:
-        (bad / "run.json").write_text("{")
+    damage(bad / name)
     warning, collected, _ = hosts.collect()
     assert warning.startswith("warning: ")
     assert f"host {B}: " in warning
-    assert warning.endswith(f"{bad}/{DAMAGES[damage]}")
+    assert warning.endswith(f"{bad}/{message}")
     assert collected.startswith("collected update-00000090")
     assert hosts.updates() == [90]
     assert [path.name for path in hosts.run_dir.parent.iterdir()] == ["digits"]
@@ -182,11 +198,10 @@ def test_a_damaged_copy_is_named_and_the_next_one_is_taken(hosts: Hosts, damage:
 def test_the_folder_of_another_run_is_not_touched(hosts: Hosts) -> None:
     copy = hosts.copy(B, 100)
     hosts.on_head(10, run_id="another-34")
-    (line,) = hosts.collect()
-    assert line == (
+    assert hosts.collect() == [
         f"warning: {hosts.run_dir} on the head is not the run digits-12, whose update-00000100 (generation 1) is on "
         f"host {B} in {copy}"
-    )
+    ]
     assert hosts.updates() == [10]
 
 
@@ -201,12 +216,12 @@ def test_of_two_runs_that_have_had_the_same_folder_the_last_one_is_collected(hos
 
 
 def test_a_complete_run_is_only_named(hosts: Hosts) -> None:
-    copy = hosts.copy(B, 100, ended=True)
-    (line,) = hosts.collect()
-    assert line == (
+    copy = hosts.copy(B, 100)
+    (copy.parent / "ended").write_text(copy.name)
+    assert hosts.collect() == [
         f"the run {hosts.run_dir} is complete and not on the head; its update-00000100 (generation 1) is on host {B} "
         f"in {copy}"
-    )
+    ]
     assert not hosts.run_dir.exists()
     hosts.on_head(100)
     assert hosts.collect() == []
@@ -214,6 +229,7 @@ def test_a_complete_run_is_only_named(hosts: Hosts) -> None:
 
 def test_a_head_that_cannot_write_the_folder_is_a_warning(hosts: Hosts) -> None:
     hosts.copy(B, 100)
+    hosts.run_dir.parent.parent.mkdir()
     hosts.run_dir.parent.write_text("no folder")
     (line,) = hosts.collect()
     assert line.startswith(f"warning: cannot collect update-00000100 (generation 1) of {hosts.run_dir} from host {B}: ")
@@ -231,22 +247,12 @@ def test_a_host_that_is_lost_is_named(hosts: Hosts) -> None:
 
 def test_an_archive_that_ends_early_leaves_nothing(tmp_path: Path, hosts: Hosts) -> None:
     copy = hosts.copy(B, 100)
-    archive = subprocess.run(["tar", "-C", str(copy), "-cf", "-", "."], capture_output=True, check=True).stdout
-    settings = {"run_dir": str(tmp_path / "new"), "index": json.loads((copy / "run.json").read_text())}
-    program = [sys.executable, str(host_copies.__file__), "install", json.dumps(settings)]
+    archive, new = packed(copy), tmp_path / "new"
+    settings = {"run_dir": str(new), "index": json.loads((copy / "run.json").read_text())}
     for size in (0, 100, 700, 2000):
-        done = subprocess.run(program, input=archive[:size], capture_output=True, check=True)
-        assert json.loads(done.stdout)["damaged"]
-        assert not (tmp_path / "new").exists()
+        hosts.send(archive[:size])
+        assert host_copies.main("install", settings)["damaged"]
+        assert not new.exists()
         assert not (tmp_path / "new.partial").exists()
-    assert json.loads(subprocess.run(program, input=archive, capture_output=True, check=True).stdout)["installed"]
-    shutil.rmtree(str(tmp_path / "new"))
-
-
-def test_an_index_with_a_name_outside_of_the_copy_is_refused(hosts: Hosts) -> None:
-    copy = hosts.copy(B, 100)
-    index = json.loads((copy / "run.json").read_text())
-    index["files"]["../../stolen"] = {"size_bytes": 1, "sha256": ""}
-    (copy / "run.json").write_text(json.dumps(index))
-    (line,) = hosts.collect()
-    assert line.endswith("run.json names a file outside of the copy: ../../stolen")
+    hosts.send(archive)
+    assert host_copies.main("install", settings)["installed"]

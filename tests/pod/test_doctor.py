@@ -8,15 +8,17 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 import pytest
 
 from raypod.__main__ import main
 from raypod.fleet import gcs
+from raypod.plan.cluster import Host
 from raypod.pod import probe, ssh
+from tests.support import ROOT
 
-SHIPPED = Path(__file__).resolve().parent.parent.parent / "cluster" / "emulated-pod.yaml"
+SHIPPED = ROOT / "cluster" / "emulated-pod.yaml"
 
 
 def run_probe(**settings: Any) -> Dict[str, Any]:
@@ -29,7 +31,7 @@ def run_probe(**settings: Any) -> Dict[str, Any]:
     return facts
 
 
-def test_probe_facts(tmp_path: Path) -> None:
+def test_probe_facts(processes: None, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("secret")
     token.chmod(0o640)
@@ -47,8 +49,7 @@ def test_probe_facts(tmp_path: Path) -> None:
     assert facts["own_name"]["address"] or facts["own_name"]["error"]
     assert facts["python"]["packages"]["torch"]
     assert facts["python"]["packages"]["no-such-package"] is None
-    assert facts["tools"]["bash"]
-    assert facts["tools"]["no-such-tool"] is None
+    assert [name for name, path in facts["tools"].items() if path] == ["bash"]
     assert facts["interfaces"]["lo"] == ["127.0.0.1", 8]
     assert facts["towards"] == {"127.0.0.1": "127.0.0.1"}
     assert facts["unreachable"] == {}
@@ -60,30 +61,31 @@ def test_probe_facts(tmp_path: Path) -> None:
     assert "secret" not in json.dumps(facts)
 
 
-def test_a_missing_interpreter_is_reported() -> None:
+def test_a_missing_interpreter_is_reported(processes: None) -> None:
     assert run_probe(python="/no/python")["python"] == {"error": "/no/python does not exist"}
-    only = {"python": {"error": "/no/python does not exist"}}
-    assert run_probe(python="/no/python", only="python") == only
+    assert [*run_probe(python="/no/python", only="python")] == ["python"]
 
 
-def test_this_host_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_host_is_ready_unless_a_data_set_is_missing(processes: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     output = json.loads(capsys.readouterr().out)
     assert {finding["level"] for finding in output["findings"]} <= {"ok", "warn"}
     assert list(output["hosts"]) == ["localhost"]
-
-
-def test_a_missing_data_set_prevents_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--data-dir", "/no/data"]) == 2
-    output = capsys.readouterr().out
-    assert "trouble  data set        localhost /no/data does not exist; mount it" in output
-    assert output.splitlines()[-1].startswith("not ready: 1 host")
+    text = capsys.readouterr().out
+    assert "trouble  data set        localhost /no/data does not exist; mount it" in text
+    assert text.splitlines()[-1].startswith("not ready: 1 host")
 
 
-def test_every_host_of_the_file_is_probed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(SHIPPED.parent.parent)
+@pytest.fixture
+def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No host answers."""
+    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(ssh, "run_on", lambda host, *_, **__: ssh.Result(255, "", f"no way to {host.address}"))
     monkeypatch.setattr(gcs, "check", lambda _: gcs.Answer(gcs.SILENT, "no reply", b""))
+
+
+def test_every_host_of_the_file_is_probed(unreachable: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--cluster", str(SHIPPED)]) == 2
     output = capsys.readouterr().out
     for last in (11, 12, 13):
@@ -92,10 +94,8 @@ def test_every_host_of_the_file_is_probed(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_a_file_without_the_key_of_the_operator_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    unreachable: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(ssh, "run_on", lambda *_, **__: ssh.Result(255, "", "no way"))
-    monkeypatch.setattr(gcs, "check", lambda _: gcs.Answer(gcs.SILENT, "no reply", b""))
     file = tmp_path / "pod.yaml"
     file.write_text(SHIPPED.read_text().replace("  ssh_private_key: ~/.ssh/id_ed25519\n", ""))
     main(["doctor", "--json", "--cluster", str(file)])
@@ -103,3 +103,27 @@ def test_a_file_without_the_key_of_the_operator_is_a_warning(
     (warning,) = [each for each in findings if each["level"] == "warn"]
     assert warning["what"] == "cluster file"
     assert "auth.ssh_private_key is not set: the head logs in to the workers with its own" in warning["text"]
+
+
+def test_a_folder_that_other_users_can_use_is_trouble(
+    unreachable: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_on(host: Host, _: Any, words: List[str], *__: Any) -> ssh.Result:
+        assert "exec python3 - --check /tmp/ray-$(id -un)" in words or words[0] != "bash"
+        return ssh.Result(1, "", f"/tmp/ray-root on {host.name} belongs to uid 7")
+
+    monkeypatch.setattr(ssh, "run_on", run_on)
+    main(["doctor", "--json", "--cluster", str(SHIPPED)])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    found = [(each["level"], each["text"]) for each in findings if each["what"] == "RAY_TMPDIR"]
+    assert found == [("trouble", f"/tmp/ray-root on 10.0.0.{last} belongs to uid 7") for last in (11, 12, 13)]
+
+
+def test_a_local_session_without_a_folder_of_its_own_is_trouble(
+    processes: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    tmp_path.chmod(0o777)
+    (tmp_path / f"raypod-{os.getuid()}").touch()
+    assert main(["doctor"]) == 2
+    assert "trouble  RAY_TMPDIR      localhost no folder for the files of Ray: " in capsys.readouterr().out

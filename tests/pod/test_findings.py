@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any, Callable, Dict, List, Optional, Union
+import re
+from typing import Any, Callable, Dict, List, Optional
 
 import pytest
 
@@ -64,42 +65,29 @@ def bad(pod: Pod, expected: Expected = EXPECTED) -> List[Finding]:
     return [finding for finding in examine(expected, pod) if finding.level != OK]
 
 
-def listener(port: int, cluster: Union[str, None], address: str = "0.0.0.0") -> Dict[str, Any]:
-    place = {"address": address, "port": port}
-    return {**place, "pid": 7, "program": "nginx", "cluster": cluster, "is_ray": cluster is not None}
+def listen(
+    facts: Dict[str, Any], port: int, cluster: Optional[str] = "pod", address: str = "0.0.0.0", **changed: Any
+) -> None:
+    place = {"address": address, "port": port, "cluster": cluster, "is_ray": cluster is not None}
+    facts["listening"].append({**place, "pid": 7, "program": "nginx", **changed})
 
 
 def test_a_healthy_pod_has_only_ok_findings() -> None:
     assert bad(healthy()) == []
     whats = {finding.what for finding in examine(EXPECTED, healthy())}
-    assert {
-        "reachable",
-        "python",
-        "same everywhere",
-        "SDK",
-        "IPUs",
-        "partition",
-        "data network",
-        "clocks",
-        "ports",
-    } <= whats
-    assert {"run folder", "object store", "data set", "token"} <= whats
+    named = "reachable, python, same everywhere, SDK, IPUs, partition, data network, clocks, ports, run folder, token"
+    assert {*named.split(", "), "object store", "data set"} <= whats
 
 
 def test_ports_of_a_running_pod_are_counted() -> None:
     pod = healthy()
     for name in HOSTS:
         network = pod[name]["interfaces"]["eth1"][0]
-        places = [
-            (6380, "::"),
-            (10500, "0.0.0.0"),
-            (40001, network),
-            (40002, f"::ffff:{network}"),
-            (40003, "127.0.0.1"),
-        ]
-        pod[name]["listening"] = [listener(port, "pod", address) for port, address in places]
-        driver = {**listener(10600, None), "is_ray": True}  # a run that was started from a shell
-        pod[name]["listening"].append(driver)
+        listen(pod[name], 6380, address="::")
+        listen(pod[name], 10500)
+        for port, address in ((40001, network), (40002, f"::ffff:{network}"), (40003, "127.0.0.1")):
+            listen(pod[name], port, address=address)
+        listen(pod[name], 10600, None, is_ray=True)  # a run that was started from a shell
     assert bad(pod) == []
     exposed = [finding for finding in examine(EXPECTED, pod) if finding.what == "exposed"]
     assert {(finding.level, finding.text) for finding in exposed} == {
@@ -114,63 +102,48 @@ def on_second(change: Callable[[Dict[str, Any]], Any]) -> Pod:
 
 
 @pytest.mark.parametrize(
-    ("change", "level", "what", "words"),
+    ("change", "line"),
     [
-        (lambda f: f["python"]["packages"].update(ray=None), TROUBLE, "ray", "not installed in /p"),
-        (lambda f: f.update(python={"error": "python3 does not exist"}), TROUBLE, "python", "python3 does not exist"),
-        (lambda f: f["tools"].update(rsync=None), TROUBLE, "rsync", "not installed"),
-        (lambda f: f["python"]["packages"].update(poptorch=None), WARN, "SDK", "poptorch is not installed"),
-        (lambda f: f.update(ipus=None), WARN, "IPUs", "neither gc-info nor gc-monitor"),
-        (
-            lambda f: f.update(ipus={"count": 4, "error": None}),
-            WARN,
-            "IPUs",
-            "4 visible, but the cluster file requires 16",
-        ),
-        (lambda f: f["partition"].update(output="Size | 32\nState | ERROR"), WARN, "partition", "p is ERROR"),
+        (lambda f: f["python"]["packages"].update(ray=None), "trouble ray: not installed in /p"),
+        (lambda f: f.update(python={"error": "python3 does not exist"}), "trouble python: python3 does not exist"),
+        (lambda f: f["tools"].update(rsync=None), "trouble rsync: not installed"),
+        (lambda f: f["python"]["packages"].update(poptorch=None), "warn SDK: poptorch is not installed"),
+        (lambda f: f.update(ipus=None), "warn IPUs: neither gc-info nor gc-monitor"),
+        (lambda f: f["ipus"].update(count=4), "warn IPUs: 4 visible, but the cluster file requires 16"),
+        (lambda f: f["partition"].update(output="Size | 32\nState | ERROR"), "warn partition: p is ERROR"),
         (
             lambda f: f["partition"].update(output="Size | 16"),
-            WARN,
-            "partition",
-            "p has 16 IPUs, but the cluster file requires 32",
+            "warn partition: p has 16 IPUs, but the cluster file requires 32",
         ),
-        (lambda f: f["partition"].update(exit_code=1, error="no such"), WARN, "partition", "p: no such"),
-        (lambda f: f["unreachable"].update({"10.0.0.1": "timed out"}), TROUBLE, "network", "cannot reach 10.0.0.1"),
-        (lambda f: f["interfaces"].pop("eth1"), TROUBLE, "data network", "no interface in data_network 10.1.0.0/16"),
-        (lambda f: f["towards"].update({"10.0.0.1": "10.9.0.2"}), TROUBLE, "network", "Ray uses 10.9.0.2"),
-        (lambda f: f.update(skew_s=5.0), WARN, "clocks", "differ by up to 5.0 s, 10.0.0.2 is ahead"),
-        (lambda f: f.update(skew_s=-90.0), TROUBLE, "clocks", "differ by up to 90.0 s, 10.0.0.1 is ahead"),
-        (lambda f: f["listening"].append(listener(6380, None)), TROUBLE, "ports", "6380 is in use by nginx, pid 7"),
-        (lambda f: f["listening"].append(listener(10500, "b")), TROUBLE, "ports", "pid 7 of the cluster b"),
-        (lambda f: f["clusters"].append("b"), WARN, "ports", "1 other Ray cluster on this host"),
-        (lambda f: f["listening"].append(listener(8265, "pod")), TROUBLE, "dashboard", "listens on 0.0.0.0:8265"),
+        (lambda f: f["partition"].update(exit_code=1, error="no such"), "warn partition: p: no such"),
+        (lambda f: f["unreachable"].update({"10.0.0.1": "timed out"}), "trouble network: cannot reach 10.0.0.1"),
+        (lambda f: f["interfaces"].pop("eth1"), "trouble data network: no interface in data_network 10.1.0.0/16"),
+        (lambda f: f["towards"].update({"10.0.0.1": "10.9.0.2"}), "trouble network: Ray uses 10.9.0.2"),
+        (lambda f: f.update(skew_s=5.0), "warn clocks: differ by up to 5.0 s, 10.0.0.2 is ahead"),
+        (lambda f: f.update(skew_s=-90.0), "trouble clocks: differ by up to 90.0 s, 10.0.0.1 is ahead"),
+        (lambda f: listen(f, 6380, None), "trouble ports: 6380 is in use by nginx, pid 7"),
+        (lambda f: listen(f, 10500, "b"), "trouble ports: pid 7 of the cluster b"),
+        (lambda f: f["clusters"].append("b"), "warn ports: 1 other Ray cluster on this host"),
+        (lambda f: listen(f, 8265), "trouble dashboard: listens on 0.0.0.0:8265"),
+        (lambda f: listen(f, 4711), "warn exposed: 4711: ports of Ray on all interfaces"),
         (
-            lambda f: f["listening"].append(listener(4711, "pod")),
-            WARN,
-            "exposed",
-            "4711: ports of Ray on all interfaces",
+            lambda f: listen(f, 40001, address="10.0.0.2"),
+            "warn exposed: 10.0.0.2:40001: of an instance, outside the data network 10.1",
         ),
-        (
-            lambda f: f["listening"].append(listener(40001, "pod", "10.0.0.2")),
-            WARN,
-            "exposed",
-            "10.0.0.2:40001: of an instance, outside the data network 10.1.0.0/16",
-        ),
-        (lambda f: f["listening"].append(listener(6384, "pod")), WARN, "exposed", "6384: metrics, readable without"),
-        (lambda f: f["folders"].update({"run folder": folder(GIB)}), WARN, "run folder", "1.0 GiB free"),
-        (lambda f: f["folders"].update({"run folder": folder(9)}), TROUBLE, "run folder", "0.0 GiB free"),
-        (lambda f: f["folders"].update(cache=folder(is_writable=False)), TROUBLE, "cache", "is not writable by me"),
-        (lambda f: f["folders"].update({"object store": folder(9)}), WARN, "object store", "0.0 GiB free"),
-        (lambda f: f["folders"]["data set"].update(exists=False), TROUBLE, "data set", "/f does not exist"),
-        (lambda f: f["folders"]["data set"].update(is_empty=True), TROUBLE, "data set", "/f is empty"),
-        (lambda f: f.update(open_files=1024), WARN, "limits", "at most 1024 open files"),
-        (lambda f: f.update(token={"path": "t", "error": "No such file"}), TROUBLE, "token", "t: No such file"),
-        (lambda f: f["token"].update(mode="0644"), TROUBLE, "token", "has mode 0644: other users can read it"),
+        (lambda f: listen(f, 6384), "warn exposed: 6384: metrics, readable without"),
+        (lambda f: f["folders"].update({"run folder": folder(GIB)}), "warn run folder: 1.0 GiB free"),
+        (lambda f: f["folders"].update({"run folder": folder(9)}), "trouble run folder: 0.0 GiB free"),
+        (lambda f: f["folders"].update(cache=folder(is_writable=False)), "trouble cache: is not writable by me"),
+        (lambda f: f["folders"].update({"object store": folder(9)}), "warn object store: 0.0 GiB free"),
+        (lambda f: f["folders"]["data set"].update(exists=False), "trouble data set: /f does not exist"),
+        (lambda f: f["folders"]["data set"].update(is_empty=True), "trouble data set: /f is empty"),
+        (lambda f: f.update(open_files=1024), "warn limits: at most 1024 open files"),
+        (lambda f: f.update(token={"path": "t", "error": "No such file"}), "trouble token: t: No such file"),
+        (lambda f: f["token"].update(mode="0644"), "trouble token: has mode 0644: other users can read it"),
     ],
 )
-def test_a_problem_is_reported_with_its_host_and_what_to_do(
-    change: Callable[[Dict[str, Any]], Any], level: str, what: str, words: str
-) -> None:
+def test_a_problem_is_reported_with_its_host_and_what_to_do(change: Callable[[Dict[str, Any]], Any], line: str) -> None:
+    level, what, words = re.split(r"(?<=^trouble) |(?<=^warn) |: ", line, maxsplit=2)
     found = [finding for finding in bad(on_second(change)) if finding.what == what]
     assert [finding.level for finding in found] == [level]
     assert words in found[0].text
@@ -179,29 +152,26 @@ def test_a_problem_is_reported_with_its_host_and_what_to_do(
 
 
 def test_missing_ipus_prevent_a_run_only_if_required() -> None:
-    expected = Expected(POD, requires_ipus=True)
-    (finding,) = bad(on_second(lambda facts: facts.update(ipus=None)), expected)
+    without = on_second(lambda facts: facts.update(ipus=None))
+    (finding,) = bad(without, Expected(POD, requires_ipus=True))
     assert (finding.level, finding.what) == (TROUBLE, "IPUs")
-    assert bad(on_second(lambda facts: facts.update(ipus=None)), Expected(POD, requires_ipus=False)) == []
+    assert bad(without, Expected(POD, requires_ipus=False)) == []
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (lambda f: f["token"].update(sha256="ef" * 32), "(sha256 cdcdcdcdcdcd: 10.0.0.1; efefefefefef: 10.0.0.2)"),
         (lambda f: f["python"].update(version="3.8.11"), "Python differs: 3.8.10: 10.0.0.1; 3.8.11: 10.0.0.2"),
         (lambda f: f["python"]["packages"].update(torch="2.1.0"), "torch differs: 2.0.1: 10.0.0.1; 2.1.0: 10.0.0.2"),
         (lambda f: f["python"].update(raypod_sha256="ef" * 32), "raypod's files differs: abababababab: 10.0.0.1"),
     ],
 )
-def test_versions_must_be_the_same_on_all_hosts(change: Callable[[Dict[str, Any]], Any], words: str) -> None:
+def test_versions_and_tokens_must_be_the_same_on_all_hosts(change: Callable[[Dict[str, Any]], Any], words: str) -> None:
     (finding,) = bad(on_second(change))
-    assert (finding.level, finding.host, finding.what) == (TROUBLE, "", "same everywhere")
+    what = "token" if "sha256 " in words else "same everywhere"
+    assert (finding.level, finding.host, finding.what) == (TROUBLE, "", what)
     assert words in finding.text
-
-
-def test_different_tokens_are_reported() -> None:
-    (finding,) = bad(on_second(lambda facts: facts["token"].update(sha256="ef" * 32)))
-    assert finding.text.startswith("differs between hosts (sha256 cdcdcdcdcdcd: 10.0.0.1; efefefefefef: 10.0.0.2)")
 
 
 def test_a_ray_version_without_tokens_is_reported_with_what_to_do() -> None:
@@ -211,19 +181,15 @@ def test_a_ray_version_without_tokens_is_reported_with_what_to_do() -> None:
     found = bad(pod)
     assert {(finding.level, finding.what) for finding in found} == {(WARN, "token")}
     assert "Ray 2.10.0 does not support token authentication" in found[0].text
-    assert "firewall" in found[0].way_out
-    assert "enable TLS: see docs/explanation/security.md" in found[0].way_out
+    for words in ("firewall", "enable TLS: see docs/explanation/security.md"):
+        assert words in found[0].way_out
 
 
 @pytest.mark.parametrize(
     ("answer", "level", "words"),
     [
         (gcs.Answer(gcs.REFUSED, "", b""), OK, "refuses requests without the token"),
-        (
-            gcs.Answer(gcs.SILENT, "Connection refused", b""),
-            OK,
-            "no answer at 10.0.0.1:6379 without a token (Connection refused)",
-        ),
+        (gcs.Answer(gcs.SILENT, "No reply", b""), OK, "no answer at 10.0.0.1:6379 without a token (No reply)"),
         (gcs.Answer(gcs.ANSWERED, "2.60.0", b""), TROUBLE, "answers requests without a token"),
         (gcs.Answer(gcs.ANSWERED, "2.10.0", b""), WARN, "answers every request"),
     ],
@@ -237,11 +203,7 @@ def test_the_gcs_must_refuse_requests_without_a_token(answer: gcs.Answer, level:
 @pytest.mark.parametrize(
     ("release", "address", "words"),
     [
-        (
-            "0.28.1",
-            "127.0.1.1",
-            "its own name h resolves to the loopback address 127.0.1.1, and Horovod 0.28.1 listens",
-        ),
+        ("0.28.1", "127.0.1.1", "its own name h resolves to the loopback address 127.0.1.1, and Horovod 0.28.1 "),
         ("0.28.1", "::1", "its own name h resolves to the loopback address ::1"),
         ("0.28.1", "", "its own name h does not resolve to an own address (unknown)"),
         ("0.28.1", "10.0.0.2", ""),
@@ -261,8 +223,7 @@ def test_other_hosts_must_reach_an_installed_horovod(release: Optional[str], add
         assert text.startswith(f"{HOSTS[1]} {words}")
         assert "scripts/install_horovod.sh" in text
         assert "/etc/hosts" in text
-    without = dataclasses.replace(EXPECTED, may_use_horovod=False)
-    assert bad(pod, without) == []
+    assert bad(pod, dataclasses.replace(EXPECTED, may_use_horovod=False)) == []
 
 
 @pytest.mark.parametrize(
@@ -281,9 +242,8 @@ def test_a_pod_on_which_ray_does_not_run_is_ready_for_its_start(
     pod = healthy()
     pod[HOSTS[0]]["clusters"] = clusters
     findings = examine(dataclasses.replace(EXPECTED, gcs=gcs.Answer(state, "", b""), file="my.yaml"), pod)
-    found = [(each.level, each.host, each.text, each.way_out) for each in findings if each.what == "Ray cluster"]
-    stopped = (OK, HOSTS[0], "Ray does not run on the head yet", "raypod up my.yaml")
-    assert found == ([stopped] if is_stopped else [])
+    stopped = Finding(OK, HOSTS[0], "Ray cluster", "Ray does not run on the head yet", "raypod up my.yaml")
+    assert [each for each in findings if each.what == "Ray cluster"] == ([stopped] if is_stopped else [])
     start = "ready for raypod up my.yaml: 2 hosts, " if is_stopped else "ready: 2 hosts, "
     assert render_findings(findings, HOSTS).splitlines()[-1].startswith(start)
     pod[HOSTS[1]] = "no route"
@@ -317,9 +277,7 @@ def test_a_run_on_this_host_alone_needs_no_network_and_no_token() -> None:
 def test_equal_findings_of_several_hosts_are_one_row() -> None:
     pod = on_second(lambda facts: facts.update(open_files=1024))
     lines = render_findings(examine(EXPECTED, pod), HOSTS).splitlines()
-    assert [line for line in lines if line.startswith("ok       SDK")] == [
-        "ok       SDK             all 2    poptorch 3.3.0"
-    ]
+    assert [line for line in lines if "SDK" in line] == ["ok       SDK             all 2    poptorch 3.3.0"]
     assert any(line.startswith("warn     limits          10.0.0.2 at most 1024 open files; raise") for line in lines)
     assert lines[-1].startswith("ready: 2 hosts, ")
     assert lines[-1].endswith(" 1 warn, 0 trouble")

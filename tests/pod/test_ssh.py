@@ -13,8 +13,9 @@ import pytest
 from raypod.__main__ import main
 from raypod.plan.cluster import Host, Ssh
 from raypod.pod import ssh, up
+from tests.support import ROOT
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("processes")
 BANNER = r"printf '\377\376 {Gr\374\337e} '; printf '\377\376 last\n' >&2"
 RUN = 'for last; do :; done; sh -c "$last"; code=$?; printf "{logout} \\377\\n"; exit $code'
 
@@ -25,28 +26,22 @@ def use_ssh(monkeypatch: pytest.MonkeyPatch, folder: Path, *lines: str) -> str:
     (folder / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("HOME", str(folder))
-    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.chdir(ROOT)
     (folder / ".ssh").mkdir()
     (folder / ".ssh" / "id_ed25519").touch()
-    text = (REPOSITORY / "cluster" / "emulated-pod.yaml").read_text().replace("10.0.0.", "127.0.0.")
+    text = (ROOT / "cluster" / "emulated-pod.yaml").read_text().replace("10.0.0.", "127.0.0.")
     file = folder / "cluster.yaml"
     file.write_text(text.replace("emulated-pod", f"t{uuid.uuid4().hex}"))
     return str(file)
 
 
-def test_doctor_reads_the_facts_between_banners(
+def test_doctor_and_down_read_the_results_between_banners(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = use_ssh(monkeypatch, tmp_path, BANNER, RUN)
     assert main(["doctor", "--json", "--cluster", file]) in (0, 2)
     hosts = json.loads(capsys.readouterr().out)["hosts"]
     assert [facts["user"] for facts in hosts.values()] == ["root" if os.getuid() == 0 else os.environ["USER"]] * 3
-
-
-def test_down_reads_the_results_between_banners(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = use_ssh(monkeypatch, tmp_path, BANNER, RUN)
     monkeypatch.setattr(up, "_run_ray", lambda *_: None)
     assert main(["down", file]) == 0
     assert "stopped on all 3 hosts" in capsys.readouterr().err

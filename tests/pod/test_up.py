@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
-from typing import Any, List
+from types import SimpleNamespace
+from typing import Any, Dict, List, Optional
 
 import pytest
+import yaml
 
 from raypod.__main__ import main
 from raypod.errors import ClusterError, RunError
 from raypod.fleet import ray_admission
+from raypod.host.private import make_private
 from raypod.plan import cluster_file
 from raypod.plan.cluster import Cluster, Host, Ssh, cluster_from
-from raypod.pod import ssh, up
+from raypod.pod import host_folders, ssh, up
 from raypod.pod.file_checks import (
     is_marked,
     key_warnings,
@@ -21,10 +26,12 @@ from raypod.pod.file_checks import (
     launch_warnings,
     name_errors,
     python_setting,
+    ray_folder,
     tls_variables,
 )
+from tests.support import ROOT
 
-SHIPPED = Path(__file__).resolve().parents[2] / "cluster" / "pod64.yaml"
+SHIPPED = ROOT / "cluster" / "pod64.yaml"
 
 
 def problems(text: str, check: Any) -> List[str]:
@@ -32,28 +39,47 @@ def problems(text: str, check: Any) -> List[str]:
 
 
 def test_the_shipped_file_has_no_errors_and_no_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(SHIPPED.parent.parent)
+    monkeypatch.chdir(ROOT)
     assert problems(SHIPPED.read_text(), launch_errors) == []
     assert problems(SHIPPED.read_text(), launch_warnings) == []
     assert is_marked(cluster_file.parse(SHIPPED.read_text()))
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "line"),
+    ("check", "old", "new", "line"),
     [
-        ("cluster_name: pod64", "", "cluster_name is missing"),
-        ("  ssh_user: ubuntu", "", "auth.ssh_user is missing"),
-        ('"raypod"', '"rayopd"', "file_mounts: rayopd (for ~/raypod/source/raypod) does not exist"),
-        ("--autoscaling-config", "--autoscaling", "--autoscaling-config=~/ray_bootstrap_config.yaml is missing"),
-        ("RAY_AUTH_MODE=token ", "", "worker_start_ray_commands: RAY_AUTH_MODE=token is missing"),
-        ("address=10.0.0.11", "address=10.0.0.1", "--node-ip-address=10.0.0.1 differs from provider.head_ip 10.0.0.11"),
-        ("ipus_per_host: 16", "ipus_per_host: 8", "16 IPUs in --resources, but metadata.raypod.ipus_per_host is 8"),
-        (" --resources='{\"IPU\":16}'", "", "no IPUs in --resources, but metadata.raypod.ipus_per_host is 16"),
+        (launch_errors, "cluster_name: pod64", "", "cluster_name is missing"),
+        (launch_errors, "  ssh_user: ubuntu", "", "auth.ssh_user is missing"),
+        (launch_errors, '"raypod"', '"rayopd"', "file_mounts: rayopd (for ~/raypod/source/raypod) does not exist"),
+        (launch_errors, "--autoscaling-config", "--a", "--autoscaling-config=~/ray_bootstrap_config.yaml is missing"),
+        (launch_errors, "RAY_AUTH_MODE=token ", "", "worker_start_ray_commands: RAY_AUTH_MODE=token is missing"),
+        (launch_errors, "s=10.0.0.11", "s=10.0.0.1", "-address=10.0.0.1 differs from provider.head_ip 10.0.0.11"),
+        (
+            launch_errors,
+            "per_host: 16",
+            "per_host: 8",
+            "16 IPUs in --resources, but metadata.raypod.ipus_per_host is 8",
+        ),
+        (launch_errors, " --resources='{\"IPU\":16}'", "", "no IPUs in --resources, but metadata.raypod.ipus_per_host"),
+        (
+            launch_errors,
+            "/private_ssh:",
+            "/other:",
+            "head_start_ray_commands: PATH=$HOME/raypod/source/raypod/pod/priv",
+        ),
+        (launch_warnings, "/host/private.py $RAY_TMPDIR", "/x", "RAY_TMPDIR can be a folder of another user"),
+        (launch_warnings, "RAY_TMPDIR=/tmp/", "", "worker_start_ray_commands: all users can write to /tmp/ray"),
+        (launch_warnings, "unset OMP_NUM_THREADS;", "", "sets OMP_NUM_THREADS=1"),
+        (launch_warnings, "RAY_enable_autoscaler_v2=0", "", "autoscaler v2 starts one worker too few"),
+        (launch_warnings, "host=127.0.0.1", "host=0.0.0.0", "the dashboard is open to the network"),
+        (launch_warnings, "AUTH_MODE=token", "AUTH_MODE=disabled", "anyone with access to a port can run commands"),
+        (launch_warnings, "python3 ~/raypod/source/raypod/pod/stop_cluster.py", "ray stop", "stops other Ray clusters"),
+        (launch_warnings, "RAYPOD_CLUSTER=pod64 ", "", "export RAYPOD_CLUSTER=<cluster_name>"),
     ],
 )
-def test_launch_errors(monkeypatch: pytest.MonkeyPatch, old: str, new: str, line: str) -> None:
-    monkeypatch.chdir(SHIPPED.parent.parent)
-    assert any(line in each for each in problems(SHIPPED.read_text().replace(old, new), launch_errors))
+def test_launch_errors_and_warnings(check: Any, old: str, new: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert any(line in each for each in problems(SHIPPED.read_text().replace(old, new), check))
 
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.parent.glob("*pod*.yaml")), ids=lambda path: path.stem)
@@ -93,19 +119,6 @@ def test_only_a_literal_other_name_is_an_error(command: str, words: str) -> None
     assert not words or words in found[0]
 
 
-def test_a_renamed_cluster_is_rejected_at_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(SHIPPED.parent.parent)
-    monkeypatch.setattr(ssh, "run_on", lambda *_, **__: pytest.fail("a host was contacted"))
-    key, file = tmp_path / "key", tmp_path / "mine.yaml"
-    key.touch()
-    text = SHIPPED.read_text().replace("cluster_name: pod64", "cluster_name: mine")
-    file.write_text(text.replace("~/.ssh/id_ed25519", str(key)))
-    assert main(["up", str(file)]) == 2
-    assert "RAYPOD_CLUSTER=pod64, stop_cluster.py pod64, cluster-pod64.state differ from" in capsys.readouterr().err
-
-
 def test_missing_relative_sources_are_one_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     found = [each for each in problems(SHIPPED.read_text(), launch_errors) if "file_mounts" in each]
@@ -115,41 +128,21 @@ def test_missing_relative_sources_are_one_mistake(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),
+    ("path", "before", "file"),
     [
-        (
-            "cluster/mine.yaml",
-            "in ~/raypod/source: ~/raypod/venv/bin/python -m raypod.train --cluster cluster/mine.yaml",
-        ),
-        (
-            str(Path("cluster/mine.yaml").resolve()),
-            "source: ~/raypod/venv/bin/python -m raypod.train --cluster cluster/mine",
-        ),
-        ("mine.yaml", "after copying mine.yaml there: ~/raypod/venv/bin/python -m raypod.train --cluster mine.yaml"),
-        (
-            "/tmp/mine.yaml",
-            "after copying /tmp/mine.yaml there: ~/raypod/venv/bin/python -m raypod.train --cluster mine.yaml",
-        ),
+        ("cluster/mine.yaml", "in ~/raypod/source: ", "cluster/mine.yaml"),
+        (str(ROOT / "cluster/mine.yaml"), "in ~/raypod/source: ", "cluster/mine.yaml"),
+        ("mine.yaml", "after copying mine.yaml there: ", "mine.yaml"),
+        ("/tmp/mine.yaml", "after copying /tmp/mine.yaml there: ", "mine.yaml"),
     ],
 )
-def test_the_hint_names_the_cluster_file_on_the_head(path: str, words: str) -> None:
-    file = cluster_file.parse(SHIPPED.read_text())
-    assert words in up._train_hint(cluster_from(file, "pod64"), file, Path(path))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "line"),
-    [
-        ("unset OMP_NUM_THREADS;", "", "sets OMP_NUM_THREADS=1"),
-        ("RAY_enable_autoscaler_v2=0", "", "autoscaler v2 starts one worker too few"),
-        ("--dashboard-host=127.0.0.1", "--dashboard-host=0.0.0.0", "the dashboard is open to the network"),
-        ("RAY_AUTH_MODE=token", "RAY_AUTH_MODE=disabled", "anyone with access to a port can run commands"),
-        ("python3 ~/raypod/source/raypod/pod/stop_cluster.py pod64", "ray stop", "also stops other Ray clusters"),
-        ("RAYPOD_CLUSTER=pod64 ", "", "export RAYPOD_CLUSTER=<cluster_name>"),
-    ],
-)
-def test_launch_warnings(old: str, new: str, line: str) -> None:
-    assert any(line in each for each in problems(SHIPPED.read_text().replace(old, new), launch_warnings))
+def test_the_hint_names_the_cluster_file_on_the_head(
+    path: str, before: str, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    shipped = cluster_file.parse(SHIPPED.read_text())
+    words = f"{before}~/raypod/venv/bin/python -m raypod.train --cluster {file}"
+    assert words in up._train_hint(cluster_from(shipped, "pod64"), shipped, Path(path))
 
 
 def test_the_token_is_readable_only_by_its_owner(tmp_path: Path) -> None:
@@ -164,10 +157,10 @@ def test_the_token_is_readable_only_by_its_owner(tmp_path: Path) -> None:
     assert (path.read_text(), path.stat().st_mode & 0o777) == (token, 0o600)
 
 
-def test_an_unreachable_head_ends_up_before_ray_starts(
+def test_a_missing_key_an_unreachable_head_and_a_renamed_cluster_end_up_before_ray_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(SHIPPED.parent.parent)
+    monkeypatch.chdir(ROOT)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(ssh, "run_on", lambda *_, **__: ssh.Result(255, "", "No route to host"))
     monkeypatch.setattr(up, "_run_ray", lambda *_: pytest.fail("ray up was called"))
@@ -178,19 +171,102 @@ def test_an_unreachable_head_ends_up_before_ray_starts(
     assert main(["up", str(SHIPPED)]) == 2
     assert "the head 10.0.0.11 is unreachable: No route to host" in capsys.readouterr().err
     assert len((tmp_path / ".ray" / "auth_token").read_text()) == 64
+    monkeypatch.setattr(ssh, "run_on", lambda *_, **__: pytest.fail("a host was contacted"))
+    (tmp_path / "mine.yaml").write_text(SHIPPED.read_text().replace("cluster_name: pod64", "cluster_name: mine"))
+    assert main(["up", str(tmp_path / "mine.yaml")]) == 2
+    assert "RAYPOD_CLUSTER=pod64, stop_cluster.py pod64, cluster-pod64.state differ from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "folder"),
+    [
+        ("export A=1 RAY_TMPDIR=/tmp/ray-$(id -un) B=2; ray start", "/tmp/ray-$(id -un)"),
+        ('export RAY_TMPDIR="/tmp/my ray"; ray start', '"/tmp/my ray"'),
+        ("RAY_TMPDIR=~/ray;ray start", "~/ray"),
+        ("ray start", None),
+    ],
+)
+def test_the_folder_of_ray_is_that_of_the_start_commands(command: str, folder: Optional[str]) -> None:
+    file = cluster_file.parse(yaml.safe_dump({"worker_start_ray_commands": [command]}))
+    assert ray_folder(file, "worker") == folder
+
+
+def test_folders_that_other_users_can_use_are_found_on_the_hosts(processes: None, tmp_path: Path) -> None:
+    """This machine is the head, whose folder is missing, and a worker, whose folder is a link."""
+    head, worker = tmp_path / "head", tmp_path / "worker"
+    worker.symlink_to("elsewhere")
+    commands = {f"{each.name}_start_ray_commands": [f"export RAY_TMPDIR=$(echo {each})"] for each in (head, worker)}
+    file = cluster_file.parse(yaml.safe_dump(commands))
+    cluster = Cluster("pod", (Host("h", "127.0.0.1"), Host("w", "localhost")))
+    for create in (False, True):
+        (problem,) = host_folders.problems(cluster, file, create).items()
+        assert problem == ("w", f"{worker} is a symbolic link of uid {os.getuid()}, not a folder: remove it")
+        assert head.is_dir() == create
+
+
+def test_a_host_whose_folder_other_users_can_use_is_not_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "id_ed25519").touch()
+
+    def run_on(host: Host, _: Ssh, words: List[str], *__: Any, **___: Any) -> ssh.Result:
+        is_bad = host.address == "10.0.0.13" and "exec python3 - /tmp/ray-$(id -un)" in words
+        return ssh.Result(1, "", "/tmp/ray-root belongs to uid 7") if is_bad else ssh.Result(0, "", "")
+
+    monkeypatch.setattr(ssh, "run_on", run_on)
+    monkeypatch.setattr(up, "_run_ray", lambda *_: pytest.fail("ray up was called"))
+    assert main(["up", str(SHIPPED)]) == 2
+    error = "pod64: RAY_TMPDIR of the start commands is not safe\n  10.0.0.13: /tmp/ray-root belongs to uid 7\n"
+    assert capsys.readouterr().err.endswith(error)
+
+
+def test_the_ssh_of_rays_launcher_shares_no_session(processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # which the next line sets
+    from ray.autoscaler._private.command_runner import SSHCommandRunner
+
+    path = up._path_with_private_ssh()
+    of_ray = SSHCommandRunner("", "node", None, {"ssh_user": "me"}, "pod", None, False).ssh_options
+    for options, shares in ((of_ray.to_ssh_options_list(), False), (["-o", "ControlPath=/run/me/%C"], True)):
+        words = ["ssh", "-F", "none", "-G", *options, "host"]
+        done = subprocess.run(words, env={"PATH": path}, capture_output=True, text=True, timeout=60, check=True)
+        assert ("\ncontrolpath " in done.stdout) == shares
+        assert "\ncontrolmaster false\n" in done.stdout
+
+
+def test_rays_launcher_has_folders_of_this_user_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For its state, and for the configuration that it would execute."""
+    seen: List[Dict[str, str]] = []
+
+    def run(command: List[str], env: Dict[str, str], **_: Any) -> Any:
+        assert not make_private(env["TMPDIR"])
+        seen.append(env)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(up, "subprocess", SimpleNamespace(run=run, DEVNULL=0, STDOUT=0, TimeoutExpired=TimeoutError))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    tmp_path.chmod(0o777)
+    (tmp_path / "ray").mkdir(0o700)
+    up._run_ray("up", "pod.yaml", [], {}, 1.0)
+    (tmp_path / "ray").chmod(0o777)
+    up._run_ray("down", "pod.yaml", [], {}, 1.0)
+    assert [env["RAY_TMPDIR"] for env in seen] == [str(tmp_path), str(tmp_path / f"raypod-{os.getuid()}")]
+    assert not any(Path(env["TMPDIR"]).exists() for env in seen)
+    assert all(env["PATH"].startswith(str(Path(up.__file__).with_name("private_ssh"))) for env in seen)
 
 
 def test_ssh_never_prompts_and_adds_the_keys_of_new_hosts(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("")
     words = ssh.ssh_command(Host("h", "10.0.0.9"), Ssh("me", str(key), "nc %h %p"))
-    assert words[0] == "ssh"
-    assert words[-1] == "me@10.0.0.9"
+    assert (words[0], words[-1]) == ("ssh", "me@10.0.0.9")
     assert {"BatchMode=yes", "StrictHostKeyChecking=accept-new", "ProxyCommand=nc %h %p"} <= set(words)
     assert words[words.index("-i") + 1] == str(key)
 
 
-def test_this_machine_is_reached_without_ssh() -> None:
+def test_this_machine_is_reached_without_ssh(processes: None) -> None:
     done = ssh.run_on(Host("h", "127.0.0.1"), Ssh(), ["sh", "-c", "cat; echo no >&2; exit 3"], stdin="yes")
     assert (done.exit_code, done.output, done.error) == (3, "yes", "no")
     slow = ssh.run_on(Host("h", "127.0.0.1"), Ssh(), ["sleep", "9"], timeout_s=0.2)
@@ -201,7 +277,7 @@ def test_this_machine_is_reached_without_ssh() -> None:
     ("code", "words"), [(255, "host h is unreachable over ssh"), (127, "host h has no ~/venv/bin/python")]
 )
 def test_a_remote_command_that_does_not_start_is_reported(
-    monkeypatch: pytest.MonkeyPatch, code: int, words: str
+    processes: None, monkeypatch: pytest.MonkeyPatch, code: int, words: str
 ) -> None:
     monkeypatch.setattr(ssh, "ssh_command", lambda *_: ["sh", "-c", f"exit {code}"])
     with pytest.raises(ClusterError, match=words):
@@ -209,7 +285,7 @@ def test_a_remote_command_that_does_not_start_is_reported(
 
 
 def test_pass_through_keeps_output_and_exit_code(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    processes: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / ".bashrc").write_text("export NAME=out\n")
     (tmp_path / "tool").write_text('#!/bin/sh\necho "$NAME $1"; echo err >&2; exit 3\n')
@@ -223,17 +299,14 @@ def test_pass_through_keeps_output_and_exit_code(
 def test_the_launcher_state_of_an_earlier_start_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     (tmp_path / "ray").mkdir()
-    stale, other = (tmp_path / "ray" / f"cluster-{name}.state" for name in ("pod", "pod-b"))
-    stale.touch()
-    other.touch()
-    cluster = Cluster("pod", (Host("h", "h"),))
-    up._remove_launcher_state(cluster)
-    up._remove_launcher_state(cluster)
-    assert not stale.exists()
-    assert other.exists()
+    for name in ("pod", "pod-b"):
+        (tmp_path / "ray" / f"cluster-{name}.state").touch()
+    for _ in range(2):
+        up._remove_launcher_state(Cluster("pod", (Host("h", "h"),)))
+    assert [path.name for path in (tmp_path / "ray").iterdir()] == ["cluster-pod-b.state"]
 
 
-def test_hosts_that_do_not_join_are_named_with_the_error_of_the_gcs() -> None:
+def test_hosts_that_do_not_join_are_named_with_the_error_of_the_gcs(processes: None) -> None:
     cluster = Cluster("pod", (Host("h", "127.0.0.1"),), gcs_port=1)  # this machine, where nothing listens
     words = r"pod: 1 of 1 hosts did not join within 0 s \(--wait-hosts\) \(.*127\.0\.0\.1:1.*\)\n  h: "
     with pytest.raises(RunError, match=words):
@@ -259,7 +332,7 @@ def wait_for_hosts(text: str, within_s: float) -> None:
     up._wait_for_hosts(cluster_from(file, "pod64"), file, within_s)
 
 
-def test_the_wait_for_missing_hosts_is_announced(
+def test_only_the_wait_for_missing_hosts_is_announced(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     waits = answer_missing(monkeypatch, ["10.0.0.14"], [])
@@ -267,11 +340,6 @@ def test_the_wait_for_missing_hosts_is_announced(
     assert waits == ["0", "120"]
     line = "raypod: waiting up to 120 s for 1 of 4 hosts: 10.0.0.14 (--wait-hosts changes it)\n"
     assert capsys.readouterr() == ("", line)
-
-
-def test_hosts_that_have_joined_are_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     assert answer_missing(monkeypatch, []) == []
     wait_for_hosts(SHIPPED.read_text(), 120)
     assert capsys.readouterr().err == ""
@@ -318,7 +386,9 @@ def test_an_interpreter_that_a_host_does_not_have_is_a_warning(
 
 
 def test_the_setting_of_the_interpreter_is_named_with_its_line() -> None:
-    file = cluster_file.parse("metadata:\n  raypod:\n    python: python4\nprovider: {type: local, head_ip: a}\n")
-    assert python_setting(file) == "metadata.raypod.python in line 3"
-    file = cluster_file.parse("provider: {type: local, head_ip: a}\n")
-    assert python_setting(file) == "metadata.raypod.python (default: python3)"
+    provider = "provider: {type: local, head_ip: a}\n"
+    for text, setting in (
+        (f"metadata:\n  raypod:\n    python: python4\n{provider}", "metadata.raypod.python in line 3"),
+        (provider, "metadata.raypod.python (default: python3)"),
+    ):
+        assert python_setting(cluster_file.parse(text)) == setting

@@ -1,19 +1,44 @@
+"""`events.jsonl`, its page in the documentation, and the recent events in memory."""
+
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+import typing
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Callable, Dict, List, Set
 
 import pytest
 
-from raypod.errors import InstanceFailed, LeaseLost
-from raypod.events import CallDone, EvaluationDone, InstanceStarted, PhaseBegun, Repaired, RunStarted, UpdateDone
+from raypod import events
+from raypod.errors import InstanceFailed, LeaseLost, Preempted
+from raypod.events import (
+    CallDone,
+    CallTimes,
+    EvaluationDone,
+    InstanceStarted,
+    PhaseBegun,
+    Repaired,
+    RunStarted,
+    UpdateDone,
+)
+from raypod.plan.plan import Plan
+from raypod.plan.tables import topology_summary
 from raypod.record.event_log import NAME, EventLog, event_name, fields_of, restarts_in
+from raypod.record.recent_events import RecentEvents
 from raypod.record.run_state import INTERRUPTED
+from tests.support.documented import DOCS
 
 
 def lines_of(folder: Path) -> List[Dict[str, Any]]:
     return [json.loads(line) for line in (folder / NAME).read_text().splitlines()]
+
+
+def fail(log: EventLog, error: BaseException, *before: Any) -> None:
+    for event in before:
+        log.handle(event)
+    raise error
 
 
 def test_every_event_but_updates_and_calls_is_a_line(tmp_path: Path) -> None:
@@ -37,16 +62,17 @@ def test_pairs_become_objects_at_any_depth() -> None:
     assert event_name(RunStarted) == "run_started"
 
 
-def test_a_failure_and_an_interruption_are_the_last_line(tmp_path: Path) -> None:
-    with pytest.raises(InstanceFailed), EventLog(tmp_path, {}):
-        raise InstanceFailed(1, "a", "it broke", "log")
-    with pytest.raises(KeyboardInterrupt), EventLog(tmp_path, {}):
-        raise KeyboardInterrupt
-    assert [line["event"] for line in lines_of(tmp_path)] == [
-        *("process_started", "process_failed", "process_started", f"process_{INTERRUPTED}")
+def test_a_failure_and_an_interruption_are_the_last_line_but_not_a_lost_folder(tmp_path: Path) -> None:
+    lost = LeaseLost(str(tmp_path), "pid 1 on host b")
+    for error in (InstanceFailed(1, "a", "it broke", "log"), KeyboardInterrupt(), lost):
+        with pytest.raises(type(error)), EventLog(tmp_path, {}) as log:
+            fail(log, error)
+    lines = lines_of(tmp_path)
+    assert [line["event"] for line in lines] == [
+        *("process_started", "process_failed", "process_started", f"process_{INTERRUPTED}", "process_started")
     ]
-    assert lines_of(tmp_path)[1]["exit_code"] == 1
-    assert "it broke" in lines_of(tmp_path)[1]["message"]
+    assert lines[1]["exit_code"] == 1
+    assert "it broke" in lines[1]["message"]
 
 
 def test_repairs_are_counted_over_all_starts(tmp_path: Path) -> None:
@@ -60,12 +86,6 @@ def test_repairs_are_counted_over_all_starts(tmp_path: Path) -> None:
     assert restarts_in(tmp_path) == 3
 
 
-def test_a_process_that_lost_the_folder_writes_no_end(tmp_path: Path) -> None:
-    with pytest.raises(LeaseLost), EventLog(tmp_path, {}):
-        raise LeaseLost(str(tmp_path), "pid 1 on host b")
-    assert [line["event"] for line in lines_of(tmp_path)] == ["process_started"]
-
-
 def test_a_truncated_line_stays_separate(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text('{"unix_s": 1, "eve')
     with EventLog(tmp_path, {}):
@@ -73,3 +93,64 @@ def test_a_truncated_line_stays_separate(tmp_path: Path) -> None:
     broken, started = (tmp_path / NAME).read_text().splitlines()
     assert broken == '{"unix_s": 1, "eve'
     assert json.loads(started)["event"] == "process_started"
+
+
+def test_many_epochs_and_checkpoints_do_not_displace_a_repair() -> None:
+    recent = RecentEvents(3)
+    recent.append({"event": "run_started", "first_update": 0})
+    for epoch in range(5):
+        recent.append({"event": "epoch_done", "epoch": epoch})
+        if epoch == 3:
+            recent.append({"event": "repaired", "update": 7})
+    kept = [(each["event"], each.get("epoch")) for each in recent.records()]
+    epochs = [("epoch_done", 2), ("epoch_done", 3), ("repaired", None), ("epoch_done", 4)]
+    assert kept == [("run_started", None), *epochs]
+    for update in range(4):
+        recent.append({"event": "repaired", "update": update})
+    repairs = [each["update"] for each in recent.records() if each["event"] == "repaired"]
+    assert repairs == [1, 2, 3]  # the newest
+
+
+# ---- docs/reference/events.md describes every event and every field --------------------------------------------------
+
+
+def documented() -> Dict[str, List[Set[str]]]:
+    """Return the fields of the tables of each event."""
+    found: Dict[str, List[Set[str]]] = {}
+    for part in (DOCS / "reference/events.md").read_text().split("\n## ")[1:]:
+        name = part.partition("\n")[0].strip("`")
+        tables = re.findall(r"\|---\|---\|\n((?:\|.*\n?)+)", part)
+        found[name] = [
+            {field for row in table.splitlines() for field in re.findall(r"`(\w+)`", row.split("|")[1])}
+            for table in tables
+        ]
+    return found
+
+
+def fields(event_type: type) -> Set[str]:
+    return {field.name for field in dataclasses.fields(event_type)}
+
+
+def test_every_event_of_a_run_has_its_fields() -> None:
+    found = documented()
+    logged = [each for each in typing.get_args(events.Event) if each not in (UpdateDone, CallDone)]
+    assert {name: tables[0] for name, tables in found.items() if not re.match("process_|call_times", name)} == {
+        event_name(each): fields(each) for each in logged
+    }
+    assert found["run_started"][1] == fields(InstanceStarted)
+
+
+def test_the_lines_of_the_process_and_of_the_calls_have_their_fields(tmp_path: Path, make: Callable[..., Plan]) -> None:
+    plan, found = make(), documented()
+    instances = tuple(InstanceStarted(each, "a", 1, "emulated", "", 1, ()) for each in range(2))
+    times = CallDone(0, (), tuple(CallTimes(each, 1.0, 0.0, 0.5) for each in range(2)))
+    counts = {"total_updates": 4, **topology_summary(plan)}
+    for error in (InstanceFailed(1, "a", "it broke", "log"), KeyboardInterrupt(), Preempted("preempted", 85)):
+        with pytest.raises(type(error)), EventLog(tmp_path, counts) as log:
+            fail(log, error, RunStarted("emulated", "", 0, 1, (), 1, instances), times, times)
+    lines = lines_of(tmp_path)
+    written = {line["event"]: set(line) - {"unix_s", "event"} for line in lines}
+    for kind in ("process_started", "process_failed", "process_interrupted", "process_preempted", "call_times"):
+        assert found[kind][0] - {"raypod"} == written[kind] - {"raypod"}
+    calls = next(line for line in lines if line["event"] == "call_times")
+    assert [set(each) for each in calls["instances"]] == [found["call_times"][1]] * 2

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, List
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raypod.__main__ import main
 from raypod.datasets.order import call_positions, epoch_order, samples_digest
 from raypod.events import CallDone
 from raypod.plan.plan import Geometry, Plan
@@ -92,7 +94,7 @@ def changed(place: int, **values: Any) -> List[Line]:
     return lines
 
 
-FAULTS: Dict[str, List[Line]] = {
+FAULTS = {
     "updates 4 to 4 are not in the ledger": WHOLE[:4] + WHOLE[5:],
     "update 4 is recorded twice": WHOLE[:5] + WHOLE[4:],
     "update 3: instance 1 gathered samples that differ": changed(3, digests={0: WHOLE[3].digests[0], 1: "00"}),
@@ -106,8 +108,7 @@ FAULTS: Dict[str, List[Line]] = {
 def test_a_fault_is_reported_with_its_place(message: str) -> None:
     verdict = checked(ORDER, FAULTS[message])
     assert not verdict.is_proved
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError("\n".join(verdict.lines))
+    assert re.search(message, "\n".join(verdict.lines))
 
 
 def test_each_epoch_is_reported_with_its_left_out_samples() -> None:
@@ -170,8 +171,6 @@ def test_a_truncated_line_does_not_affect_the_others(make: Callable[..., Plan], 
 
 
 def test_a_folder_without_a_ledger_is_a_user_error(tmp_path: Path) -> None:
-    from raypod.__main__ import main
-
     assert main(["verify-data", str(tmp_path)]) == 2
     assert main(["verify-data", str(tmp_path / "nowhere")]) == 2
     assert main(["verify-data"]) == 2

@@ -13,6 +13,7 @@ from raypod.events import CallReport, EpochDone, UpdateDone
 from raypod.plan.metric import ExactMean
 from raypod.plan.plan import Plan
 from raypod.record.metrics import MetricsAggregator
+from raypod.record.throughput import RecentThroughput
 
 
 def report(instance: int, losses: list[list[float]], correct: list[list[int]], first: int = 0) -> CallReport:
@@ -24,17 +25,11 @@ def report(instance: int, losses: list[list[float]], correct: list[list[int]], f
 def test_an_update_is_emitted_once_all_instances_have_reported(make: Callable[..., Plan]) -> None:
     metrics = MetricsAggregator(make(), started_at_s=100.0)
     assert metrics.add(report(1, [[3.0, 4.0]], [[8, 8]]), 101.0) == []
+    assert metrics.add(report(1, [[2.0, 2.0]], [[0, 0]], first=1), 101.5) == []  # an instance may be ahead
     (update,) = metrics.add(report(0, [[1.0, 2.0]], [[0, 8]]), 102.0)
     assert (update.update, update.epoch, update.loss, update.metrics["accuracy"]) == (1, 1, 2.5, 75.0)
     assert (update.samples, update.samples_per_s, update.time_s) == (32, 16.0, 2.0)
-
-
-def test_an_instance_may_be_ahead(make: Callable[..., Plan]) -> None:
-    metrics = MetricsAggregator(make(), 0.0)
-    metrics.add(report(0, [[1.0, 1.0]], [[0, 0]]), 1.0)
-    metrics.add(report(0, [[2.0, 2.0]], [[0, 0]], first=1), 1.0)
-    assert [u.update for u in metrics.add(report(1, [[1.0, 1.0]], [[0, 0]]), 2.0)] == [1]
-    assert [u.loss for u in metrics.add(report(1, [[4.0, 4.0]], [[0, 0]], first=1), 3.0)] == [3.0]
+    assert [u.loss for u in metrics.add(report(0, [[4.0, 4.0]], [[0, 0]], first=1), 103.0)] == [3.0]
 
 
 def test_a_call_of_several_updates_emits_each(make: Callable[..., Plan]) -> None:
@@ -64,6 +59,9 @@ def test_throughput_excludes_the_first_call_and_pauses(make: Callable[..., Plan]
     metrics.add(report(0, [[1.0] * 4], [[0] * 4], first=2), 51.0)
     assert metrics.samples_per_s == 32.0
     assert metrics.first_update_s == 10.0
+    metrics = MetricsAggregator(make(pod={"num_instances": 1}), 0.0)
+    done = [metrics.add(report(0, [[1.0] * 4], [[0] * 4], call), now)[0] for call, now in enumerate((10.0, 10.25))]
+    assert [each.samples_per_s for each in done] == [3.2, 128.0], "nor does it count for the next ones"
 
 
 def test_the_wait_for_data_is_a_share_of_the_time_of_the_calls(make: Callable[..., Plan]) -> None:
@@ -145,3 +143,25 @@ def test_an_epoch_keeps_no_updates(make: Callable[..., Plan]) -> None:
     del update
     assert [ref() is None for ref in refs] == [True, True, False]  # the last one is `metrics.last`
     assert metrics.end_epoch(0).metrics["loss"] == 1.0
+
+
+# ---- the throughput over the most recent calls -----------------------------------------------------------------------
+
+
+def test_reports_that_arrive_together_are_no_peak() -> None:
+    recent = RecentThroughput()
+    assert recent.per_s == 0.0
+    rates = []
+    for _ in range(20):  # calls of 0.25 s, whose reports come in pairs
+        for elapsed_s in (0.4990234375, 0.0009765625):
+            recent.add(8, elapsed_s)
+            rates.append(recent.per_s)
+    assert set(rates[4:]) == {32.0}
+
+
+@pytest.mark.parametrize(("elapsed_s", "per_s"), [([0.25, 2.0, 4.0], 2.0), ([0.125] * 16 + [0.5] * 2, 16.0)])
+def test_the_throughput_follows_a_change_within_a_second(elapsed_s: List[float], per_s: float) -> None:
+    recent = RecentThroughput()
+    for each_s in elapsed_s:
+        recent.add(8, each_s)
+    assert recent.per_s == per_s

@@ -106,22 +106,22 @@ def test_a_profile_that_cannot_be_written_is_a_warning(make: Callable[..., Plan]
     assert "cannot write the profile" in warnings[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("20-25", "write a range of updates"),
-        ("epochs 1-2", "write a range of updates"),
-        ("updates 25-20", "write updates 20-25"),
-        ("updates 0-3", "the first update is 1"),
-        ("updates 2-", "write a range of updates"),
-        ("updates 3-9999", "the run has 12 updates"),
-    ],
-)
-def test_a_wrong_range_is_one_line(text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+WRONG = {
+    "20-25": "write a range of updates",
+    "epochs 1-2": "write a range of updates",
+    "updates 25-20": "write updates 20-25",
+    "updates 0-3": "the first update is 1",
+    "updates 2-": "write a range of updates",
+    "updates 3-9999": "the run has 12 updates",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_range_is_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*FLAGS, "--updates", "12", "--profile", text, "--run-dir", str(tmp_path / "run")]
     assert train.main(argv) == ConfigError.exit_code
     (line,) = capsys.readouterr().err.splitlines()
-    assert words in line
+    assert WRONG[text] in line
     assert not (tmp_path / "run").exists()
 
 

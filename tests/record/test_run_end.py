@@ -52,11 +52,8 @@ def test_the_end_of_a_launch(tmp_path: Path) -> None:
     (tmp_path / run_end.LAUNCH).write_text(json.dumps({**launch, "host": "elsewhere"}))
     watch = RunEndWatch(tmp_path)
     assert (watch.poll(), watch.is_known) == (None, True)
-    (tmp_path / run_end.LAUNCH).write_text(json.dumps({**launch, "state": "failed", "exit_code": 3}))
-    found = watch.poll()
-    assert found is not None
-    assert found.exit_code == 3
-    (tmp_path / run_end.LAUNCH).write_text(json.dumps(launch))
-    found = RunEndWatch(tmp_path).poll()
-    assert found is not None
-    assert found.exit_code is None
+    for ended, exit_code in (({"state": "failed", "exit_code": 3}, 3), ({}, None)):
+        (tmp_path / run_end.LAUNCH).write_text(json.dumps({**launch, **ended}))
+        found = (watch if ended else RunEndWatch(tmp_path)).poll()
+        assert found is not None
+        assert found.exit_code == exit_code

@@ -8,15 +8,15 @@ import importlib.util
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterable, List
 
 import pytest
-from event_files import scalars
 
 from raypod import train
 from raypod.events import EvaluationDone, UpdateDone
 from raypod.record.run_folder import last_update
 from raypod.record.sinks import JsonLines, TensorBoardWriter
+from tests.support.event_files import scalars
 
 FLAGS = ["--fleet", "inline", "--device", "emulated", "--lr-schedule", "constant", "--model", "tiny", "--tensorboard"]
 
@@ -25,54 +25,43 @@ def update(number: int, loss: float = 0.5) -> UpdateDone:
     return UpdateDone(number, 7, {"loss": loss, "accuracy": 75.0}, 32 * number, 1000.0, 2.0)
 
 
-def test_a_resumed_run_has_no_duplicate_lines(tmp_path: Path) -> None:
+def write(path: Path, resumed_from: int, numbers: Iterable[int]) -> None:
+    lines = JsonLines(path, UpdateDone, resumed_from)
+    for number in numbers:
+        lines.handle(update(number))
+    lines.close()
+
+
+def updates_in(path: Path) -> List[int]:
+    return [json.loads(text)["update"] for text in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("left", ['{"update": 4, "los', '{"update": 3, "loss": 1.0}'], ids=["truncated", "no newline"])
+def test_a_resumed_run_has_no_duplicate_lines_and_ends_the_last_one(tmp_path: Path, left: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    first = JsonLines(path, UpdateDone, 0)
-    for number in (1, 2, 3):
-        first.handle(update(number))
-    first.close()
+    write(path, 0, (1, 2))
+    line = json.loads(path.read_text().splitlines()[0])
+    assert list(line)[:7] == ["update", "epoch", "loss", "accuracy", "samples", "samples_per_s", "time_s"]
+    assert line["data_wait_share"] == 0
     with path.open("a") as file:
-        file.write('{"update": 4, "los')  # truncated by a crash
-    again = JsonLines(path, UpdateDone, 2)
-    again.handle(update(3))
-    again.close()
-    assert [json.loads(text)["update"] for text in path.read_text().splitlines()] == [1, 2, 3]
+        file.write(left)
+    resumed_from = 3 if left.endswith("}") else 1
+    write(path, resumed_from, (resumed_from + 1, 5))
+    assert updates_in(path) == [*range(1, resumed_from + 2), 5]
 
 
 def test_a_resume_reads_the_end_of_the_metrics_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, parsed = tmp_path / "metrics.jsonl", []
-    first = JsonLines(path, UpdateDone, 0)
-    for number in range(1, 1001):
-        first.handle(update(number))
-    first.close()
+    path, parsed, loads = tmp_path / "metrics.jsonl", [], json.loads
+    write(path, 0, range(1, 1001))
     before = path.stat().st_ino
-    loads = json.loads
     monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))
-    JsonLines(path, UpdateDone, 1000).close()
+    write(path, 1000, ())
     assert (path.stat().st_ino, len(parsed)) == (before, 1)  # nothing to remove, so the file stays
-    JsonLines(path, UpdateDone, 990).close()
+    write(path, 990, ())
     newest = last_update(tmp_path)
     assert newest is not None
     assert (newest.update, len(parsed)) == (990, 1 + 11 + 1)
-    assert [loads(text)["update"] for text in path.read_text().splitlines()] == list(range(1, 991))
-
-
-def test_a_last_line_without_its_newline_is_ended(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"update": 1}\n{"update": 2}')
-    lines = JsonLines(path, UpdateDone, 2)
-    lines.handle(update(3))
-    lines.close()
-    assert [json.loads(text)["update"] for text in path.read_text().splitlines()] == [1, 2, 3]
-
-
-def test_a_line_has_the_documented_keys(tmp_path: Path) -> None:
-    lines = JsonLines(tmp_path / "metrics.jsonl", UpdateDone, 0)
-    lines.handle(update(1))
-    lines.close()
-    keys = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert list(keys)[:7] == ["update", "epoch", "loss", "accuracy", "samples", "samples_per_s", "time_s"]
-    assert keys["data_wait_share"] == 0
+    assert updates_in(path) == list(range(1, 991))
 
 
 def test_unknown_results_are_null_with_the_instances_whose_report_is_missing(tmp_path: Path) -> None:
@@ -86,29 +75,16 @@ def test_unknown_results_are_null_with_the_instances_whose_report_is_missing(tmp
     assert scalars(tmp_path) == {"training/samples_per_s": [(1, 1000.0)]}
 
 
-def test_updates_and_evaluations_become_scalars(tmp_path: Path) -> None:
-    writer = TensorBoardWriter(tmp_path, 300)
-    writer.handle(update(301))
-    writer.handle(EvaluationDone(360, {"loss": 0.25, "accuracy": 99.0}, 301, 7))
-    writer.close()
-    assert scalars(tmp_path) == {
-        "training/loss": [(301, 0.5)],
-        "training/accuracy": [(301, 75.0)],
-        "training/samples_per_s": [(301, 1000.0)],
-        "test/loss": [(301, 0.25)],
-        "test/accuracy": [(301, 99.0)],
-    }
-
-
-def test_each_update_is_shown_once_after_a_resume(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    flags = [*FLAGS, "--run-dir", str(folder), "--checkpoint-every", "2 updates"]
-    assert train.main([*flags, "--updates", "3"]) == 0
-    earlier = folder / "checkpoints" / "update-00000002"
-    assert train.main([*flags, "--updates", "6", "--resume", str(earlier)]) == 0
-    found = scalars(folder)
-    assert [step for step, _ in found["training/loss"]] == [1, 2, 3, 4, 5, 6]
-    assert [step for step, _ in found["test/accuracy"]] == [6]
+def test_updates_and_evaluations_become_scalars_once_after_a_resume(tmp_path: Path) -> None:
+    for begun, numbers in ((0, (300, 301, 302)), (300, (301,))):
+        writer = TensorBoardWriter(tmp_path, begun)
+        for number in numbers:
+            writer.handle(update(number))
+            writer.handle(EvaluationDone(360, {"loss": 0.25, "accuracy": 99.0}, number, 7))
+        writer.close()
+    values = {"training/loss": 0.5, "training/accuracy": 75.0, "training/samples_per_s": 1000.0}
+    values.update({"test/loss": 0.25, "test/accuracy": 99.0})
+    assert scalars(tmp_path) == {tag: [(300, value), (301, value)] for tag, value in values.items()}
 
 
 def test_points_of_a_full_disk_are_written_once_there_is_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +99,9 @@ def test_points_of_a_full_disk_are_written_once_there_is_space(tmp_path: Path, m
             super().flush()
 
     monkeypatch.setattr(module, "SummaryWriter", FullDisk)
+    # TensorBoard reads files in the order of their names, which is that of their numbers for ten files in a second.
+    files = importlib.import_module("tensorboard.summary.writer.event_file_writer")
+    monkeypatch.setattr(files, "_global_uid", files.AtomicCounter(0))
     writer = TensorBoardWriter(tmp_path, 0)
     for number in range(1, 7):
         is_full = 2 <= number < 5

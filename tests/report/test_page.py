@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, Dict, Iterator, List
 
 import pytest
-from browser import Browser, Page, find_chromium
-from run_folders import update_record, write_lines, write_run
 
 from raypod import __main__
 from raypod.report import page
 from raypod.report.run_data import RunReader
+from tests.support.browser import Page
+from tests.support.run_folders import update_record, write_lines, write_run
 
 UNTRUSTED = "</script><script>document.title = 'changed'</script><img src=x onerror=alert(1)>"
-SERIES = "raypodReport.charts.get({key}).getOption().series.map((each) => ({{id: each.id, data: each.data}}))"
+LOSS = "raypodReport.charts.get('curve:loss')"
+SERIES = f"{LOSS}.getOption().series.map((each) => ({{id: each.id, data: each.data}}))"
+THEME = "document.documentElement.dataset.theme"
 
 
 def data_of(folder: Path) -> Dict[str, Any]:
@@ -42,19 +47,25 @@ def test_untrusted_text_is_escaped(tmp_path: Path) -> None:
     assert "unsafe-eval" not in text
 
 
+def test_names_that_are_not_utf8_and_another_locale(tmp_path: Path, processes: None) -> None:
+    run = tmp_path / "caf\udce9"
+    write_run(run)
+    assert "caf\\xe9" in page.render([data_of(run)], title=run.name).encode().decode()
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "raypod", "report", os.fsencode(run), "--output", str(tmp_path / "page.html")]
+    subprocess.run(command, env=environment, check=True, timeout=60)
+    assert "</html>" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
 def test_the_curves_of_many_runs_have_fewer_rows() -> None:
-    run = {"rows": ["x" * 1000] * 4000}
     counts: List[int] = []
 
     def data(max_rows: int) -> Dict[str, Any]:
         counts.append(max_rows)
-        return {"rows": run["rows"][:max_rows]}
+        return {"rows": ["x" * 1000] * min(max_rows, 4000)}
 
     assert len(page.render_bounded([data] * 4).encode()) < page.MAX_BYTES
     assert counts[-1] < 4000
-
-
-def test_all_parts_are_in_the_package() -> None:
     assets = Path(page.__file__).parent / "assets"
     names = {path.name for path in assets.iterdir()}
     assert {*page.asset_names(), "echarts-LICENSE", "echarts-NOTICE", "echarts-LICENSE-d3"} == names
@@ -85,9 +96,7 @@ def test_the_command_writes_a_report(tmp_path: Path, monkeypatch: Any, capsys: A
         (["one", "--output", "none/report.html"], "cannot write none/report.html"),
     ],
 )
-def test_a_wrong_command_is_one_line(
-    tmp_path: Path, monkeypatch: Any, capsys: Any, words: List[str], message: str
-) -> None:
+def test_a_wrong_command_is_one_line(tmp_path: Path, monkeypatch: Any, capsys: Any, words: Any, message: str) -> None:
     write_run(tmp_path / "one")
     monkeypatch.chdir(tmp_path)
     assert __main__.main(["report", *words]) == 2
@@ -96,148 +105,117 @@ def test_a_wrong_command_is_one_line(
     assert not list(tmp_path.glob("**/*.html*"))
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    path = find_chromium()
-    if path is None:
-        pytest.skip("no Chromium is installed (apt-get install chromium)")
-    with Browser(path) as found:
+@pytest.fixture
+def tab(chromium: Any, request: Any) -> Iterator[Page]:
+    """A page of the size and scheme that the test has as a parameter; it must have no errors at its end."""
+    with chromium.page(**getattr(request, "param", {})) as found:
         yield found
+        assert found.errors == []
 
 
-def opened(tab: Page, runs: List[Dict[str, Any]], folder: Path, **options: Any) -> None:
-    file = folder / "page.html"
-    file.write_text(page.render(runs, **options))
-    tab.open(file.as_uri())
+def opened(tab: Page, text: str, folder: Path) -> None:
+    (folder / "page.html").write_text(text)
+    tab.open((folder / "page.html").as_uri())
     tab.wait_for("window.raypodReport && raypodReport.ready")
 
 
-def test_curves_have_the_points_of_the_metrics(tmp_path: Path, browser: Browser) -> None:
+def test_curves_have_the_points_of_the_metrics(tmp_path: Path, tab: Page) -> None:
     lines = write_run(tmp_path / "run")
-    with browser.page() as tab:
-        opened(tab, [data_of(tmp_path / "run")], tmp_path)
-        training, evaluation = tab.run(SERIES.format(key="'curve:loss'"))
-        assert training["data"] == [[line["update"], line["loss"]] for line in lines]
-        assert evaluation["data"] == [[20, 0.5], [40, 0.5]]
-        for value, column in (("samples", "samples"), ("time", "time_s")):
-            tab.run(f"document.querySelector('[data-value={value}]').click()")
-            assert [x for x, _ in tab.run(SERIES.format(key="'curve:loss'"))[0]["data"]] == [
-                pytest.approx(line[column]) for line in lines
-            ]
-        assert tab.run("document.querySelectorAll('#curves svg path').length") > 4
-        tiles = tab.run("[...document.querySelectorAll('.tiles dt')].map((each) => each.innerText)")
-        assert {"loss, last update", "loss, evaluation"} <= set(tiles)
-        assert tab.run("document.querySelector('#instances').innerText").count("slow") >= 2
-        assert tab.errors == []
-        assert tab.requests == [(tmp_path / "page.html").as_uri()]
+    opened(tab, page.render([data_of(tmp_path / "run")]), tmp_path)
+    training, evaluation = tab.run(SERIES)
+    assert training["data"] == [[line["update"], line["loss"]] for line in lines]
+    assert evaluation["data"] == [[20, 0.5], [40, 0.5]]
+    for value, column in (("samples", "samples"), ("time", "time_s")):
+        tab.run(f"document.querySelector('[data-value={value}]').click()")
+        assert [x for x, _ in tab.run(SERIES)[0]["data"]] == [pytest.approx(line[column]) for line in lines]
+    assert tab.run("document.querySelectorAll('#curves svg path').length") > 4
+    tiles = tab.run("[...document.querySelectorAll('.tiles dt')].map((each) => each.innerText)")
+    assert {"loss, last update", "loss, evaluation"} <= set(tiles)
+    assert tab.run("document.querySelector('#instances').innerText").count("slow") >= 2
+    assert tab.requests == [(tmp_path / "page.html").as_uri()]
 
 
-def test_a_run_without_a_summary_names_its_last_checkpoint(tmp_path: Path, browser: Browser) -> None:
+def test_runs_with_few_files_are_drawn(tmp_path: Path, tab: Page) -> None:
     write_run(tmp_path / "run")
-    with browser.page() as tab:
-        opened(tab, [{**data_of(tmp_path / "run"), "summary": None}], tmp_path)
-        rows = "[...document.querySelectorAll('#environment tr')].map((row) => row.innerText)"
-        assert any(row.split() == ["last", "checkpoint", "update-00000020"] for row in tab.run(rows))
-        assert tab.errors == []
+    opened(tab, page.render([{**data_of(tmp_path / "run"), "summary": None}]), tmp_path)
+    rows = tab.run("[...document.querySelectorAll('#environment tr')].map((row) => row.innerText)")
+    assert any(row.split() == ["last", "checkpoint", "update-00000020"] for row in rows)
+    write_lines(tmp_path / "metrics.jsonl", [])
+    opened(tab, page.render([data_of(tmp_path)]), tmp_path)
+    assert "No update is done yet" in tab.run("document.querySelector('#curves').innerText")
 
 
-def test_untrusted_text_is_shown_and_not_run(tmp_path: Path, browser: Browser) -> None:
+def test_untrusted_text_is_shown_and_not_run(tmp_path: Path, tab: Page) -> None:
     write_run(tmp_path / "run")
     data = {**data_of(tmp_path / "run"), "name": UNTRUSTED, "message": UNTRUSTED}
     data["config"] = {f"training.{UNTRUSTED}": UNTRUSTED}
-    with browser.page() as tab:
-        opened(tab, [data, {**data, "id": "/other", "name": "other", "config": {}}], tmp_path)
-        assert tab.run("document.title") == "raypod report"
-        assert tab.run("document.querySelectorAll('img').length") == 0
-        assert UNTRUSTED in tab.run("document.querySelector('#settings').textContent")
-        tab.run("raypodReport.charts.get('curve:loss').dispatchAction({type: 'showTip', seriesIndex: 0, dataIndex: 5})")
-        assert UNTRUSTED in tab.wait_for("document.querySelector('[data-key=\"curve:loss\"] .chart').textContent")
-        assert tab.run("document.querySelectorAll('img').length") == 0
-        assert tab.errors == []
+    opened(tab, page.render([data, {**data, "id": "/other", "name": "other", "config": {}}]), tmp_path)
+    assert tab.run("document.title") == "raypod report"
+    assert tab.run("document.querySelectorAll('img').length") == 0
+    assert UNTRUSTED in tab.run("document.querySelector('#settings').textContent")
+    tab.run(f"{LOSS}.dispatchAction({{type: 'showTip', seriesIndex: 0, dataIndex: 5}})")
+    assert UNTRUSTED in tab.wait_for("document.querySelector('[data-key=\"curve:loss\"] .chart').textContent")
+    assert tab.run("document.querySelectorAll('img').length") == 0
 
 
-@pytest.mark.parametrize("width", [380, 1280])
-@pytest.mark.parametrize("dark", [False, True])
-def test_nothing_is_wider_than_the_window(tmp_path: Path, browser: Browser, width: int, dark: bool) -> None:
+@pytest.mark.parametrize("tab", [{"width": 380, "dark": True}, {"width": 1280, "dark": False}], indirect=True)
+def test_nothing_is_wider_than_the_window(tmp_path: Path, tab: Page) -> None:
     for number in (1, 2):
         write_run(tmp_path / f"a-run-with-quite-a-long-name-{number}", learning_rate=number / 10, instances=8)
     runs = [data_of(folder) for folder in sorted(tmp_path.iterdir())]
     runs[0]["message"] = "instance 3 on host-b: " + "x" * 200
-    is_outside = (
-        "each.getBoundingClientRect().right > innerWidth + 1 && !each.closest('svg') && !each.closest('.scroll')"
-    )
+    opened(tab, page.render(runs), tmp_path)
+    is_outside = "each.getBoundingClientRect().right > innerWidth + 1 && !each.closest('svg, .scroll')"
     elements = f"[...document.querySelectorAll('#report *')].filter((each) => {is_outside})"
-    overflowing = f"{elements}.map((each) => each.outerHTML.slice(0, 90))"
-    with browser.page(width=width, dark=dark) as tab:
-        opened(tab, runs, tmp_path)
-        assert tab.run(overflowing) == []
-        assert tab.run("document.documentElement.scrollWidth") == width
-        assert tab.run("document.documentElement.dataset.theme") == ("dark" if dark else "light")
-        assert tab.run("[...raypodReport.charts.values()].every((chart) => chart.getWidth() > 250)")
-        assert tab.errors == []
+    assert tab.run(f"{elements}.map((each) => each.outerHTML.slice(0, 90))") == []
+    width = tab.run("document.documentElement.scrollWidth")
+    assert (width, tab.run(THEME)) in ((380, "dark"), (1280, "light"))
+    assert tab.run("[...raypodReport.charts.values()].every((chart) => chart.getWidth() > 250)")
 
 
-def test_new_data_keeps_the_zoom_and_the_folded_parts(tmp_path: Path, browser: Browser) -> None:
+def test_new_data_keeps_the_zoom_and_the_folded_parts(tmp_path: Path, tab: Page) -> None:
     for name in ("a", "b"):
         write_run(tmp_path / name)
     zoom = "((z) => [z.startValue, z.endValue])(raypodReport.charts.get('curve:{}').getOption().dataZoom[0])"
-    with browser.page() as tab:
-        opened(tab, [data_of(tmp_path / "a"), data_of(tmp_path / "b")], tmp_path)
-        tab.run(
-            "raypodReport.charts.get('curve:loss').dispatchAction({type: 'dataZoom', startValue: 10, endValue: 30})"
-        )
-        assert tab.run(zoom.format("accuracy")) == [10, 30]
-        tab.run("document.querySelector('#plan details').open = false")
-        with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(update_record(61, 0.25)) + "\n")
-        runs = [data_of(tmp_path / "a"), data_of(tmp_path / "b")]
-        tab.run(f"raypodReport.update({json.dumps(runs)})")
-        assert tab.run(SERIES.format(key="'curve:loss'"))[0]["data"][-1] == [61, 0.25]
-        assert (tab.run(zoom.format("loss")), tab.run(zoom.format("accuracy"))) == ([10, 30], [10, 30])
-        assert tab.run("document.querySelector('#plan details').open") is False
-        tab.run("document.querySelector('#reset-zoom').click()")
-        assert tab.run(zoom.format("loss")) == [1, 61]
-        tab.run("raypodReport.update([])")
-        assert "No run is selected" in tab.run("document.querySelector('#overview').innerText")
-        tab.run(f"raypodReport.update({json.dumps(runs[1:])})")
-        assert tab.run("document.querySelector('h1').textContent") == "b"
-        assert tab.errors == []
+    opened(tab, page.render([data_of(tmp_path / "a"), data_of(tmp_path / "b")]), tmp_path)
+    tab.run(f"{LOSS}.dispatchAction({{type: 'dataZoom', startValue: 10, endValue: 30}})")
+    assert tab.run(zoom.format("accuracy")) == [10, 30]
+    tab.run("document.querySelector('#plan details').open = false")
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(update_record(61, 0.25)) + "\n")
+    runs = [data_of(tmp_path / "a"), data_of(tmp_path / "b")]
+    tab.run(f"raypodReport.update({json.dumps(runs)})")
+    assert tab.run(SERIES)[0]["data"][-1] == [61, 0.25]
+    assert (tab.run(zoom.format("loss")), tab.run(zoom.format("accuracy"))) == ([10, 30], [10, 30])
+    assert tab.run("document.querySelector('#plan details').open") is False
+    tab.run("document.querySelector('#reset-zoom').click()")
+    assert tab.run(zoom.format("loss")) == [1, 61]
+    tab.run("raypodReport.update([])")
+    assert "No run is selected" in tab.run("document.querySelector('#overview').innerText")
+    tab.run(f"raypodReport.update({json.dumps(runs[1:])})")
+    assert tab.run("document.querySelector('h1').textContent") == "b"
 
 
-def test_a_report_of_100_000_updates_is_small_and_opens(tmp_path: Path, browser: Browser) -> None:
-    lines = write_run(tmp_path / "run", updates=100_000, instances=16)
+def test_a_report_of_100_000_updates_is_small_and_opens(tmp_path: Path, tab: Page) -> None:
+    losses = [line["loss"] for line in write_run(tmp_path / "run", updates=100_000, instances=16)]
     reader = RunReader(tmp_path / "run")
     reader.refresh()
     text = page.render_bounded([reader.data])
     assert len(text.encode()) < 5_000_000
-    (tmp_path / "page.html").write_text(text)
-    with browser.page() as tab:
-        tab.open((tmp_path / "page.html").as_uri())
-        tab.wait_for("window.raypodReport && raypodReport.ready")
-        values = [y for _, y in tab.run(SERIES.format(key="'curve:loss'"))[0]["data"]]
-        assert len(values) < 5000
-        assert (max(values), min(values)) == (max(each["loss"] for each in lines), min(each["loss"] for each in lines))
-        assert tab.errors == []
+    opened(tab, text, tmp_path)
+    values = [y for _, y in tab.run(SERIES)[0]["data"]]
+    assert len(values) < 5000
+    assert (max(values), min(values)) == (max(losses), min(losses))
 
 
-def test_a_printed_report_is_light_and_complete(tmp_path: Path, browser: Browser) -> None:
+@pytest.mark.parametrize("tab", [{"dark": True}], indirect=True)
+def test_a_printed_report_is_light_and_complete(tmp_path: Path, tab: Page) -> None:
     for number in range(5):
         write_run(tmp_path / f"run-{number}")
-    with browser.page(dark=True) as tab:
-        opened(tab, [data_of(folder) for folder in sorted(tmp_path.iterdir())], tmp_path)
-        facts = "[document.documentElement.dataset.theme, document.querySelectorAll('details:not([open])').length]"
-        tab.run(f"addEventListener('beforeprint', () => {{ window.printed = {facts}; }})")
-        assert len(tab.pdf()) > 50_000
-        assert tab.run("window.printed") == ["light", 0]
-        assert tab.run("document.documentElement.dataset.theme") == "dark"
-        assert tab.run("document.querySelectorAll('details:not([open])').length") > 0
-        assert tab.errors == []
-
-
-def test_a_run_without_files_but_its_state_is_drawn(tmp_path: Path, browser: Browser) -> None:
-    (tmp_path / "run").mkdir()
-    write_lines(tmp_path / "run" / "metrics.jsonl", [])
-    with browser.page() as tab:
-        opened(tab, [data_of(tmp_path / "run")], tmp_path)
-        assert "No update is done yet" in tab.run("document.querySelector('#curves').innerText")
-        assert tab.errors == []
+    opened(tab, page.render([data_of(folder) for folder in sorted(tmp_path.iterdir())]), tmp_path)
+    folded = "document.querySelectorAll('details:not([open])').length"
+    tab.run(f"addEventListener('beforeprint', () => {{ window.printed = [{THEME}, {folded}]; }})")
+    assert len(tab.pdf()) > 50_000
+    assert tab.run("window.printed") == ["light", 0]
+    assert tab.run(THEME) == "dark"
+    assert tab.run(folded) > 0

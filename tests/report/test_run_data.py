@@ -7,10 +7,9 @@ import math
 import random
 import socket
 from pathlib import Path
-from typing import List
+from typing import Any, List
 
 import pytest
-from run_folders import call_times, event, update_record, write_lines, write_run
 
 from raypod.errors import ConfigError
 from raypod.host.files import strict_json
@@ -20,11 +19,18 @@ from raypod.report.decimation import Row, decimate
 from raypod.report.run_data import RunReader
 from raypod.report.starts import Starts
 from raypod.report.timeline import Timeline
+from tests.support.run_folders import call_times, event, update_record, write_lines, write_run
 
 
 def rows_of(count: int, seed: int = 1) -> List[Row]:
     rng = random.Random(seed)
     return [[update, 8.0 * update, 0.1 * update, rng.gauss(0, 1), rng.random()] for update in range(1, count + 1)]
+
+
+def check_extremes(kept: List[Row], rows: List[Row]) -> None:
+    for column in (3, 4):
+        for choose in (min, max):
+            assert choose(row[column] for row in kept) == choose(row[column] for row in rows)
 
 
 @pytest.mark.parametrize("count", [5, 100, 999, 20_000])
@@ -35,39 +41,33 @@ def test_decimation_keeps_extremes_and_both_ends(count: int) -> None:
     assert [row[0] for row in kept] == sorted({row[0] for row in kept})
     assert all(row in rows[int(row[0]) - 1 : int(row[0])] for row in kept)
     assert (kept[0], kept[-1]) == (rows[0], rows[-1])
-    for column in (3, 4):
-        for choose in (min, max):
-            assert choose(row[column] for row in kept) == choose(row[column] for row in rows)
+    check_extremes(kept, rows)
 
 
-def test_a_short_peak_of_every_interval_is_kept() -> None:
-    rows = [[update, update, update, 1.0] for update in range(1, 10_001)]
-    for update in range(500, 10_000, 1000):
-        rows[update][3] = 9.0
-    assert sum(row[3] == 9.0 for row in decimate(rows, 300)) == 10
-
-
-def test_decimation_in_steps_keeps_the_extremes_of_all_rows() -> None:
+def test_decimation_in_steps_keeps_the_extremes_short_peaks_and_missing_values() -> None:
     rows = rows_of(30_000)
     kept: List[Row] = []
     for begin in range(0, len(rows), 1000):
         kept = decimate(kept + rows[begin : begin + 1000], 500)
-    for column in (3, 4):
-        assert max(row[column] for row in kept) == max(row[column] for row in rows)
-        assert min(row[column] for row in kept) == min(row[column] for row in rows)
-
-
-def test_an_update_without_values_is_kept() -> None:
+    check_extremes(kept, rows)
+    rows: List[Row] = [[update, update, update, 1.0] for update in range(1, 10_001)]
+    for update in range(500, 10_000, 1000):
+        rows[update][3] = 9.0
+    assert sum(row[3] == 9.0 for row in decimate(rows, 300)) == 10
     rows = rows_of(5000)
     rows[2345][3] = math.nan
     assert rows[2345] in decimate(rows, 200)
 
 
+def read(folder: Path) -> RunReader:
+    reader = RunReader(folder)
+    assert reader.refresh()
+    return reader
+
+
 def test_a_short_run_has_every_point(tmp_path: Path) -> None:
     lines = write_run(tmp_path / "run")
-    reader = RunReader(tmp_path / "run")
-    assert reader.refresh()
-    data = reader.data()
+    data = read(tmp_path / "run").data()
     assert data["curves"]["columns"][:5] == ["update", "samples", "time_s", "loss", "accuracy"]
     assert [(row[0], row[3]) for row in data["curves"]["rows"]] == [(line["update"], line["loss"]) for line in lines]
     assert (data["curves"]["updates"], data["curves"]["decimated"]) == (60, False)
@@ -82,8 +82,7 @@ def test_a_short_run_has_every_point(tmp_path: Path) -> None:
 
 def test_only_what_is_new_is_read(tmp_path: Path) -> None:
     lines = write_run(tmp_path / "run", updates=30)
-    reader = RunReader(tmp_path / "run")
-    assert reader.refresh()
+    reader = read(tmp_path / "run")
     assert not reader.refresh()
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(update_record(31, 0.25)) + "\n" + '{"update": 32, "lo')
@@ -93,8 +92,7 @@ def test_only_what_is_new_is_read(tmp_path: Path) -> None:
 
 def test_a_resumed_run_replaces_its_later_updates(tmp_path: Path) -> None:
     write_run(tmp_path / "run", updates=30)
-    reader = RunReader(tmp_path / "run")
-    reader.refresh()
+    reader = read(tmp_path / "run")
     kept = [update_record(update, 1.0) for update in range(1, 21)]
     resumed = {**update_record(21, 2.0), "time_s": 3.0}  # the time of a process counts from its start
     (tmp_path / "run" / "metrics.jsonl").unlink()
@@ -108,8 +106,7 @@ def test_a_resumed_run_replaces_its_later_updates(tmp_path: Path) -> None:
 def test_the_summary_of_an_earlier_start_is_not_that_of_a_resumed_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     write_run(folder, updates=5)
-    reader = RunReader(folder)
-    reader.refresh()
+    reader = read(folder)
     assert reader.data()["summary"] is not None
     for name, has_summary in (("process_started", False), ("run_started", False), ("run_ended", True)):
         with (folder / "events.jsonl").open("a") as file:
@@ -121,15 +118,13 @@ def test_the_summary_of_an_earlier_start_is_not_that_of_a_resumed_run(tmp_path: 
 def test_a_missing_value_is_null(tmp_path: Path) -> None:
     write_run(tmp_path / "run", updates=5)
     write_lines(tmp_path / "run" / "metrics.jsonl", [{**update_record(1, 0.0), "loss": None}, update_record(2, 0.5)])
-    reader = RunReader(tmp_path / "run")
-    reader.refresh()
+    reader = read(tmp_path / "run")
     assert [row[3] for row in json.loads(strict_json(reader.data()))["curves"]["rows"]] == [None, 0.5]
 
 
 def test_data_of_a_long_run_is_bounded(tmp_path: Path) -> None:
     lines = write_run(tmp_path / "run", updates=30_000)
-    reader = RunReader(tmp_path / "run")
-    reader.refresh()
+    reader = read(tmp_path / "run")
     data = reader.data()
     assert len(data["curves"]["rows"]) <= MAX_ROWS
     assert data["curves"]["updates"] == 30_000
@@ -137,15 +132,12 @@ def test_data_of_a_long_run_is_bounded(tmp_path: Path) -> None:
     assert len(reader.data(500)["curves"]["rows"]) <= 500
 
 
-@pytest.mark.parametrize("names", [["events.jsonl"], ["state.json"], ["metrics.jsonl"], ["plan.json"]])
-def test_a_folder_with_one_file_of_a_run_is_read(tmp_path: Path, names: List[str]) -> None:
+@pytest.mark.parametrize("name", ["events.jsonl", "state.json", "metrics.jsonl", "plan.json"])
+def test_a_folder_with_one_file_of_a_run_is_read(tmp_path: Path, name: str) -> None:
     write_run(tmp_path / "whole")
     (tmp_path / "run").mkdir()
-    for name in names:
-        (tmp_path / "run" / name).write_bytes((tmp_path / "whole" / name).read_bytes())
-    reader = RunReader(tmp_path / "run")
-    assert reader.refresh()
-    assert reader.data()["id"] == str(tmp_path / "run")
+    (tmp_path / "run" / name).write_bytes((tmp_path / "whole" / name).read_bytes())
+    assert read(tmp_path / "run").data()["id"] == str(tmp_path / "run")
 
 
 @pytest.mark.parametrize("content", ["", "[1, 2", '"text"\n{"event": 3}\n{"unix_s": "x"}\n[]\n'])
@@ -166,15 +158,19 @@ def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
         RunReader(tmp_path / "missing")
 
 
+def timeline_of(*events: Any) -> Any:
+    timeline = Timeline()
+    for each in events:
+        timeline.handle(each)
+    return timeline.data()
+
+
 def test_the_timeline_has_generations_phases_and_marks(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
-    reader = RunReader(tmp_path / "run")
-    reader.refresh()
+    reader = read(tmp_path / "run")
     timeline = reader.data()["timeline"]
-    assert [(each["cause"], each["generation"]) for each in timeline["generations"]] == [
-        ("started", 1),
-        ("repaired", 2),
-    ]
+    generations = [(each["cause"], each["generation"]) for each in timeline["generations"]]
+    assert generations == [("started", 1), ("repaired", 2)]
     assert [(row, phase, begin, end) for row, phase, begin, end, _ in timeline["spans"]] == [
         *((0, "starting", 0.0, 5.0), (0, "training", 5.0, 16.0), (0, "repairing", 16.0, 18.0)),
         (1, "training", 18.0, 28.0),
@@ -185,39 +181,29 @@ def test_the_timeline_has_generations_phases_and_marks(tmp_path: Path) -> None:
     assert timeline["marks"][3][-1].startswith("instance 1 replaced on ")
     assert timeline["phase_s"] == {"starting": 5.0, "training": 21.0, "repairing": 2.0}
     assert reader.data()["instances"][1]["lost"] == 1
-
-
-def test_several_replaced_instances_are_named() -> None:
-    timeline = Timeline()
-    timeline.handle(event(0, "process_started"))
-    timeline.handle(event(5, "repaired", lost=[1, 2], hosts=["a", "b"], seconds=2.0, seeded_from="instance 0"))
-    (mark,) = timeline.data()["marks"]
+    several = event(5, "repaired", lost=[1, 2], hosts=["a", "b"], seconds=2.0, seeded_from="instance 0")
+    (mark,) = timeline_of(event(0, "process_started"), several)["marks"]
     assert mark[-1] == "instances 1, 2 replaced on a, b in 2 s, weights from instance 0"
 
 
 def test_the_pause_between_two_processes_is_left_out() -> None:
-    timeline = Timeline()
-    for record in (
+    data = timeline_of(
         event(0, "process_started"),
         event(10, "process_interrupted", message="", exit_code=130),
         event(100_000, "process_started"),
         event(100_005, "run_started", generation=2, first_update=7),
         event(100_009, "run_ended", interrupted=False),
-    ):
-        timeline.handle(record)
-    data = timeline.data()
+    )
     assert (data["end_s"], data["gaps"]) == (19.0, [[10.0, 99_990.0]])
     assert [each["cause"] for each in data["generations"]] == ["started", "resumed"]
 
 
 def test_a_timeline_of_many_events_is_bounded_and_keeps_the_sums() -> None:
-    timeline = Timeline()
-    timeline.handle(event(0, "process_started"))
+    events = [event(0, "process_started")]
     for number in range(20_000):
-        timeline.handle(event(number, "phase_begun", phase=("training", "saving")[number % 2], update=number))
-        timeline.handle(event(number + 0.5, "checkpoint_saved", update=number, path=f"update-{number}"))
-    timeline.handle(event(20_000, "run_ended", interrupted=False))
-    data = timeline.data()
+        events.append(event(number, "phase_begun", phase=("training", "saving")[number % 2], update=number))
+        events.append(event(number + 0.5, "checkpoint_saved", update=number, path=f"update-{number}"))
+    data = timeline_of(*events, event(20_000, "run_ended", interrupted=False))
     assert len(data["spans"]) <= 1500
     assert len(data["marks"]) <= 700
     assert data["counts"]["checkpoint_saved"] == 20_000
@@ -252,7 +238,6 @@ def test_a_killed_run_has_the_updates_of_its_metrics(tmp_path: Path) -> None:
     gone = {"pid": 2**22 + 1, "started_ticks": 1, "host": socket.gethostname(), "state": "running", "update": 20}
     unknown = {"total_updates": 90, "loss": None, "samples_per_s": 0.0, "restarts": 0, "exit_code": None}
     (tmp_path / "state.json").write_text(json.dumps({**gone, **unknown, "message": "", "written_at_s": 0.0}))
-    reader = RunReader(tmp_path)
-    assert reader.refresh()
+    reader = read(tmp_path)
     assert (reader.data()["state"], reader.data()["update"]) == ("died", 30)
     assert not reader.refresh()

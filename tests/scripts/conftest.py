@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from tests.support import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))

@@ -89,10 +89,6 @@ def served(monkeypatch: pytest.MonkeyPatch, url: str, md5: str) -> None:
     monkeypatch.setattr("raypod.datasets.cifar.CIFAR10", replaced)
 
 
-def test_the_published_archive_is_named() -> None:
-    assert cifar.CIFAR10.archive.name == NAME
-
-
 def test_the_files_are_downloaded_unpacked_and_read(
     archive: Archive, url: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +98,7 @@ def test_the_files_are_downloaded_unpacked_and_read(
     for file in archive.source.iterdir():
         assert (folder / file.name).read_bytes() == file.read_bytes()
     assert (len(splits.train), len(splits.test), splits.classes) == (50, 10, 10)
+    assert cifar.CIFAR10.archive.name == NAME
     batch = pickle.loads((archive.source / "test_batch").read_bytes())
     assert np.array_equal(np.asarray(splits.test.images).reshape(10, -1), batch["data"])
     assert not [*tmp_path.glob(".partial*")]
@@ -133,3 +130,9 @@ def test_another_archive_is_refused(url: str, config: Config, tmp_path: Path, mo
     with pytest.raises(ConfigError, match=f"expected {cifar.CIFAR10.archive.md5}"):
         cifar.CIFAR10.load(config)
     assert [path.name for path in tmp_path.iterdir()] == [f".{NAME}.lock"]
+
+
+def test_a_generated_batch_may_be_empty(tmp_path: Path) -> None:
+    folder = make_cifar.write(tmp_path, train=4, test=2, classes=10)
+    batches = [pickle.loads((folder / f"data_batch_{number}").read_bytes()) for number in range(1, 6)]
+    assert [batch["data"].shape for batch in batches].count((0, 3072)) == 1

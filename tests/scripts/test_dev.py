@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "dev"
+from tests.support import ROOT
+
+SCRIPT = ROOT / "scripts" / "dev"
 
 
 def dev(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -21,14 +23,14 @@ def dev(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("words", [(), ("tests",), ("--help",)])
-def test_an_unknown_command_lists_all_commands(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_an_unknown_command_lists_all_commands(processes: None, tmp_path: Path, words: tuple[str, ...]) -> None:
     done = dev(*words, folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     listed = re.findall(r"^ *scripts/dev (\w+)", done.stderr, re.MULTILINE)
-    assert listed == re.findall(r"^(\w+)\) ", SCRIPT.read_text(), re.MULTILINE)
+    assert list(dict.fromkeys(listed)) == re.findall(r"^(\w+)\) ", SCRIPT.read_text(), re.MULTILINE)
 
 
-def test_tests_run_in_the_active_environment_and_in_the_checkout(tmp_path: Path) -> None:
-    done = dev("test", "-q", "-p", "no:xdist", "--collect-only", "tests/test_scheduling.py", folder=tmp_path)
+def test_tests_run_in_the_active_environment_and_in_the_checkout(processes: None, tmp_path: Path) -> None:
+    done = dev("test", "-q", "-p", "no:xdist", "--collect-only", "tests/repository/test_scheduling.py", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "tests/test_scheduling.py::" in done.stdout
+    assert "tests/repository/test_scheduling.py::" in done.stdout

@@ -7,7 +7,7 @@ import json
 import stat
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, Tuple
 
 import pytest
 
@@ -23,6 +23,7 @@ from raypod.status.endpoint import TOKEN_FILE, cached_route, served
 from raypod.status.exposition import CONTENT_TYPE
 from raypod.status.token_server import Response, TokenServer, read_token
 
+INLINE = ["--fleet", "inline", "--device", "emulated"]
 FLAGS: Dict[str, Any] = {"fleet": "inline", "device": "emulated", "num_instances": 1, "replicas": 1, "batch_size": 64}
 FLAGS["lr_schedule"] = "constant"  # so that the number of updates may change
 
@@ -74,19 +75,7 @@ def test_a_training_serves_its_state_while_it_runs_and_resumes_with_another_port
     assert_closed(folder, chosen)
 
     before = content_of(folder)
-    flags = [
-        "--fleet",
-        "inline",
-        "--device",
-        "emulated",
-        "--num-instances",
-        "1",
-        "--replicas",
-        "1",
-        "--batch-size",
-        "64",
-    ]
-    resumed = [*flags, "--resume", str(folder), "--updates", "3"]
+    resumed = [*f"--num-instances 1 --replicas 1 --batch-size 64 --resume {folder} --updates 3".split(), *INLINE]
     with TokenServer({}) as other:
         for more in ([], ["--detach"]):
             capfd.readouterr()
@@ -112,26 +101,23 @@ def assert_closed(folder: Path, port: int) -> None:
         get(port, "/status")
 
 
-@pytest.mark.parametrize("more", [[], ["--detach"]])
-def test_a_port_in_use_leaves_no_folder(
-    more: List[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_a_port_in_use_or_a_wrong_one_is_one_line_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with TokenServer({}) as other:
-        flags = ["--fleet", "inline", "--num-instances", "1", "--replicas", "1", "--status-port", str(other.port)]
-        assert train.main([*flags, *more]) == 2
+        for more in ([f"--status-port={other.port}"], [f"--status-port={other.port}", "--detach"]):
+            assert train.main([*INLINE, *more]) == 2
+            out, err = capfd.readouterr()
+            assert (out, err.count("\n"), list(tmp_path.iterdir())) == ("", 1, [])
+            assert "--status-port" in err
+        assert train.main([*INLINE, f"--status-port={other.port}", "--dry-run"]) == 0  # the plan does not depend on it
+        capfd.readouterr()
+    for port in ("-1", "65536", "x"):
+        assert train.main([f"--status-port={port}", "--dry-run"]) == 2
         out, err = capfd.readouterr()
-        assert (out, err.count("\n"), list(tmp_path.iterdir())) == ("", 1, [])
-        assert "--status-port" in err
-        assert train.main([*flags, "--dry-run"]) == 0  # the plan does not depend on it
+        assert (out, err.count("\n")) == ("", 1)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("port", ["-1", "65536", "x"])
-def test_a_wrong_port_is_one_line(port: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert train.main([f"--status-port={port}", "--dry-run"]) == 2
-    out, err = capfd.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
 
 
 def test_the_token_is_removed_by_an_exception_and_by_an_abort(

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, Optional
 
 import pytest
 
@@ -51,13 +51,8 @@ def test_programs_from_their_start_to_their_end(status: LaunchStatus) -> None:
     after = status.snapshot()
     assert (after["phase"], after["instances"][0]["state"]) == ("ending", "running")
     assert (after["instances"][1]["state"], after["instances"][1]["exit_code"]) == ("exited", 139)
-
-
-def test_the_last_line_is_bounded_and_printable(status: LaunchStatus) -> None:
-    status.add(0, report((0, STDOUT, b"x" * 5000), (1, STDOUT, b"a\x00b\xff \n\n")))
-    first, second = status.snapshot()["instances"]
-    assert first["last_line"] == "x" * 200
-    assert second["last_line"] == "ab\ufffd"
+    status.add(0, report((0, STDOUT, b"x" * 5000), (1, STDOUT, b"\na\x00b\xff \n\n")))
+    assert [each["last_line"] for each in status.snapshot()["instances"]] == ["x" * 200, "ab\ufffd"]
 
 
 def test_the_metrics_of_programs(status: LaunchStatus, tmp_path: Path) -> None:
@@ -74,20 +69,18 @@ def test_the_metrics_of_programs(status: LaunchStatus, tmp_path: Path) -> None:
     assert 'raypod_info{run="L",kind="launch"' in text
 
 
-ENDS = {
-    "done": (lambda: None, "done", 0, ""),
-    "failed": (lambda: raised(ProgramFailed(1, "h", "exit code 3", "log", 3)), "failed", 3, "exit code 3"),
-    "signal": (lambda: raised(Interrupted(signal.SIGTERM)), "interrupted", 143, ""),
-}
-
-
-def raised(error: BaseException) -> None:
-    raise error
-
-
-@pytest.mark.parametrize("name", ENDS)
-def test_launch_json_holds_the_endpoint_while_the_launch_runs_and_then_its_end(name: str, tmp_path: Path) -> None:
-    end, state, code, message = ENDS[name]
+@pytest.mark.parametrize(
+    ("error", "state", "code", "message"),
+    [
+        (None, "done", 0, ""),
+        (ProgramFailed(1, "h", "exit code 3", "log", 3), "failed", 3, "exit code 3"),
+        (Interrupted(signal.SIGTERM), "interrupted", 143, ""),
+    ],
+    ids=["done", "failed", "signal"],
+)
+def test_launch_json_holds_the_endpoint_while_the_launch_runs_and_then_its_end(
+    error: Optional[BaseException], state: str, code: int, message: str, tmp_path: Path
+) -> None:
     status = LaunchStatus(place(LOCAL, Sizes(1, 1, 1)), ("true",))
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.suppress(ProgramFailed, Interrupted))
@@ -99,7 +92,8 @@ def test_launch_json_holds_the_endpoint_while_the_launch_runs_and_then_its_end(n
         assert found["status_token_file"] == str(tmp_path / TOKEN_FILE)
         assert found["started_ticks"] == process_start_ticks(os.getpid())
         assert (found["command"], found["hosts"]) == (["true"], ["h"])
-        end()
+        if error is not None:
+            raise error
     found = launch_file.read(tmp_path) or {}
     assert (found["state"], found["exit_code"], "status_port" in found) == (state, code, False)
     assert message in found["message"]
@@ -111,21 +105,19 @@ class Ignores:
         pass
 
 
-def test_a_token_of_another_process_stays(tmp_path: Path) -> None:
-    with TokenServer({}) as server, published(server, tmp_path, Ignores()):
-        (tmp_path / TOKEN_FILE).write_text("of the process that has taken over\n")
-    assert (tmp_path / TOKEN_FILE).exists()
-
-
-def test_a_token_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / TOKEN_FILE).symlink_to("elsewhere")
+def test_a_token_of_another_process_stays_and_one_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with TokenServer({}) as server:
+        with published(server, tmp_path, Ignores()):
+            (tmp_path / TOKEN_FILE).write_text("of the process that has taken over\n")
+        assert (tmp_path / TOKEN_FILE).exists()
+        (tmp_path / TOKEN_FILE).unlink()
+        (tmp_path / TOKEN_FILE).symlink_to("elsewhere")
         context = published(server, tmp_path, Ignores())
         with pytest.raises(ConfigError, match=f"cannot write .*{TOKEN_FILE}: "):
             context.__enter__()
 
 
-def test_a_port_in_use_is_one_line_before_anything_is_printed_or_started(
+def test_a_port_in_use_or_a_wrong_one_is_one_line_before_anything_is_printed_or_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -134,9 +126,6 @@ def test_a_port_in_use_is_one_line_before_anything_is_printed_or_started(
     out, err = capfd.readouterr()
     assert (out, err.count("\n"), list(tmp_path.iterdir())) == ("", 1, [])
     assert f"--status-port {server.port}: Address already in use; choose another port" in err
-
-
-@pytest.mark.parametrize("port", ["-1", "65536", "x"])
-def test_a_wrong_port_is_one_line(port: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([f"--status-port={port}", "true"]) == 2
-    assert "--status-port" in capfd.readouterr().err
+    for port in ("-1", "65536", "x"):
+        assert main([f"--status-port={port}", "true"]) == 2
+        assert "--status-port" in capfd.readouterr().err

@@ -16,19 +16,24 @@ from raypod.plan.plan import Plan
 from raypod.record.call_times import STRAGGLER_RATIO
 from raypod.status import launch_status, prometheus
 from raypod.status.run_status import RunStatus
+from tests.support import ROOT
 
-FOLDER = Path(__file__).resolve().parents[2] / "configs" / "observability"
+FOLDER = ROOT / "configs" / "observability"
 DASHBOARD: Dict[str, Any] = json.loads((FOLDER / "grafana-dashboard.json").read_text())
 PANELS: List[Dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 KNOWN = {metric.name for metric in (*prometheus.METRICS, *launch_status.METRICS)}
-needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool (package prometheus) is not installed"
-)
 
 
-def promtool(*words: str, folder: Path = FOLDER) -> None:
-    done = subprocess.run(["promtool", *words], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.fixture
+def promtool(processes: None) -> Callable[..., None]:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool (package prometheus) is not installed")
+
+    def run(*words: str, folder: Path = FOLDER) -> None:
+        done = subprocess.run(["promtool", *words], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return run
 
 
 def names_in(text: str) -> Set[str]:
@@ -43,14 +48,11 @@ def expressions() -> Iterator[str]:
         yield annotation["expr"]
 
 
-@needs_promtool
-def test_the_configuration_and_the_alerts_are_valid() -> None:
+def test_the_configuration_is_valid_and_each_alert_fires_for_its_cause_only(
+    promtool: Callable[..., None], tmp_path: Path
+) -> None:
     promtool("check", "config", "--syntax-only", "prometheus.yml")
     promtool("check", "rules", "alerts.yml")
-
-
-@needs_promtool
-def test_each_alert_fires_for_its_cause_only(tmp_path: Path) -> None:
     shutil.copy(FOLDER / "alerts.yml", tmp_path)
     shutil.copy(Path(__file__).with_name("alerts_test.yml"), tmp_path)
     promtool("test", "rules", "alerts_test.yml", folder=tmp_path)
@@ -59,8 +61,7 @@ def test_each_alert_fires_for_its_cause_only(tmp_path: Path) -> None:
     assert [rule["alert"] for rule in rules if f'alertname="{rule["alert"]}"' not in tested] == []
 
 
-@needs_promtool
-def test_the_expressions_of_the_dashboard_are_valid(tmp_path: Path) -> None:
+def test_the_expressions_of_the_dashboard_are_valid(promtool: Callable[..., None], tmp_path: Path) -> None:
     values = {"${prefix}": "", "$run": "a", "$__rate_interval": "1m"}
     rules = []
     for number, expression in enumerate(expressions()):

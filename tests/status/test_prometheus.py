@@ -10,21 +10,8 @@ from typing import Callable, Dict
 
 import pytest
 
-from raypod.events import (
-    CallDone,
-    CallTimes,
-    CheckpointFailed,
-    CheckpointSaved,
-    EvaluationDone,
-    HeartbeatReport,
-    HostUsage,
-    InstanceLost,
-    InstanceStarted,
-    PhaseBegun,
-    Repaired,
-    RunStarted,
-    UpdateDone,
-)
+from raypod import events
+from raypod.events import CallDone, CallTimes, HeartbeatReport, HostUsage, InstanceStarted, PhaseBegun, UpdateDone
 from raypod.fleet.base import Beat
 from raypod.plan.plan import Plan
 from raypod.status.exposition import CONTENT_TYPE, COUNTER, GAUGE, HISTOGRAM, NO_LABELS, Family, Labels, Sample, render
@@ -51,13 +38,12 @@ def scraped(status: RunStatus) -> Dict[str, float]:
 
 
 def train(status: RunStatus, calls: int) -> None:
-    status.handle(RunStarted("emulated", "", 2, 1, (), 3, STARTED))
+    status.handle(events.RunStarted("emulated", "", 2, 1, (), 3, STARTED))
     status.handle(PhaseBegun("training", 2))
     for update in range(2, 2 + calls):
         status.handle(CallDone(update, (), (CallTimes(0, 0.2, 0.1, 0.05), CallTimes(1, 0.002, 0.0, 0.0))))
-        status.handle(
-            UpdateDone(update + 1, 1, {"loss": math.nan}, 1, 50.0, 1.0, 0.25, part_rates={"words_per_s": 7.0})
-        )
+        rates = {"words_per_s": 7.0}
+        status.handle(UpdateDone(update + 1, 1, {"loss": math.nan}, 1, 50.0, 1.0, 0.25, part_rates=rates))
 
 
 def test_a_run_before_its_first_update_has_no_unknown_values(status: RunStatus) -> None:
@@ -98,12 +84,12 @@ def test_faults_checkpoints_and_evaluations_are_counted(status: RunStatus) -> No
     train(status, calls=1)
     up = 'raypod_instance_up{instance="1",host="h1"}'
     assert scraped(status)[up] == 1
-    status.handle(InstanceLost(1, "h1", "died", "killed", "", "", ""))
+    status.handle(events.InstanceLost(1, "h1", "died", "killed", "", "", ""))
     assert scraped(status)[up] == 0
-    status.handle(Repaired((1,), ("h1",), "instance 0", 3, 1.0, 1, 4, (), STARTED))
-    status.handle(CheckpointSaved(3, "update-3", "0"))
-    status.handle(CheckpointFailed(3, "update-3", "full", ""))
-    status.handle(EvaluationDone(1, {"loss": 2.0}, 3, 1))
+    status.handle(events.Repaired((1,), ("h1",), "instance 0", 3, 1.0, 1, 4, (), STARTED))
+    status.handle(events.CheckpointSaved(3, "update-3", "0"))
+    status.handle(events.CheckpointFailed(3, "update-3", "full", ""))
+    status.handle(events.EvaluationDone(1, {"loss": 2.0}, 3, 1))
     found = scraped(status)
     assert (found[up], found["raypod_restarts_total"], found["raypod_generation"]) == (1, 1, 4)
     assert (found["raypod_checkpoints_total"], found["raypod_checkpoint_failures_total"]) == (1, 1)
@@ -112,16 +98,11 @@ def test_faults_checkpoints_and_evaluations_are_counted(status: RunStatus) -> No
 
 
 def test_values_and_labels_are_written_as_the_format_requires() -> None:
-    samples = [
-        Sample(Labels((("path", 'a\\b"c\nd'),)), math.nan),
-        Sample(NO_LABELS, math.inf),
-        Sample(Labels((("x", "é"),)), -math.inf),
-        Sample(NO_LABELS, 3),
-        Sample(NO_LABELS, 0.1),
-    ]
+    labelled = [Sample(Labels((("path", 'a\\b"c\nd'),)), math.nan), Sample(Labels((("x", "é"),)), -math.inf)]
+    samples = [*labelled, *(Sample(NO_LABELS, value) for value in (math.inf, 3, 0.1))]
     lines = render([Family("m", GAUGE, "one\ntwo \\", samples), Family("empty", COUNTER, "", [])]).splitlines()
     assert lines[:2] == ["# HELP m one\\ntwo \\\\", "# TYPE m gauge"]
-    assert lines[2:] == ['m{path="a\\\\b\\"c\\nd"} NaN', "m +Inf", 'm{x="é"} -Inf', "m 3", "m 0.1"]
+    assert lines[2:] == ['m{path="a\\\\b\\"c\\nd"} NaN', 'm{x="é"} -Inf', "m +Inf", "m 3", "m 0.1"]
 
 
 def test_names_follow_the_rules_of_prometheus() -> None:
@@ -131,6 +112,7 @@ def test_names_follow_the_rules_of_prometheus() -> None:
     assert len({metric.name for metric in METRICS}) == len(METRICS)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (package prometheus) is not installed")
 def test_promtool_has_no_objection(status: RunStatus) -> None:
     train(status, calls=3)

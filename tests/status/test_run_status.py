@@ -9,18 +9,9 @@ from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import pytest
 
+from raypod import events
 from raypod.coordinator import coordinator
-from raypod.events import (
-    CallReport,
-    HeartbeatReport,
-    HostUsage,
-    InstanceLost,
-    InstanceStarted,
-    PhaseBegun,
-    Repaired,
-    Resized,
-    RunStarted,
-)
+from raypod.events import CallReport, HeartbeatReport, HostUsage, InstanceLost, InstanceStarted, PhaseBegun
 from raypod.fleet.base import Beat, FleetBroken
 from raypod.fleet.scripted import ScriptedFleet
 from raypod.host.files import strict_json
@@ -83,7 +74,9 @@ def test_a_repaired_run_from_its_start_to_its_end(make: Callable[..., Plan]) -> 
     assert last["plan"]["total_updates"] == 4
 
 
-def test_a_snapshot_has_the_heartbeats_and_the_usage_of_hosts(make: Callable[..., Plan]) -> None:
+def test_a_snapshot_has_the_heartbeats_the_usage_of_hosts_and_the_user(
+    make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = make(training={"updates": 2}, pod={"replicas": 4, "num_instances": 2})
     last = statuses(plan, ScriptedFleet(plan))[-1][1]
     first, second = last["instances"]
@@ -92,22 +85,19 @@ def test_a_snapshot_has_the_heartbeats_and_the_usage_of_hosts(make: Callable[...
     assert (second["activity"], second["calls"], second["heartbeat_age_s"]) == (None, 0, None)
     assert first["replicas"] == [0, 2]
     assert second["ipus"] == [2, 2]
-    assert [usage["cpu_share"] for usage in last["hosts"].values()] == [0.5]
-
-
-def test_the_user_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("USER", raising=False)
     assert user_name() == pwd.getpwuid(os.getuid()).pw_name
+    assert [usage["cpu_share"] for usage in last["hosts"].values()] == [0.5]
 
 
 def test_a_run_that_changes_its_size_shows_its_new_instances(make: Callable[..., Plan]) -> None:
     plan = make(pod={"replicas": 8, "num_instances": 4})
     status = RunStatus(plan, dict)
     instances = tuple(InstanceStarted(each, host, each, "emulated", "", 1, ()) for each, host in enumerate("abcd"))
-    status.handle(RunStarted("emulated", "", 0, 1, (), 1, instances))
+    status.handle(events.RunStarted("emulated", "", 0, 1, (), 1, instances))
     status.handle(InstanceLost(3, "d", "died", "its process died", "", "", "instance-3.log"))
-    status.handle(Resized(5, 4, 2, 8, ("a", "b"), "host d is lost"))
-    status.handle(Repaired((0, 1), ("a", "b"), "a checkpoint", 5, 2.0, 1, 2, (), instances[:2]))
+    status.handle(events.Resized(5, 4, 2, 8, ("a", "b"), "host d is lost"))
+    status.handle(events.Repaired((0, 1), ("a", "b"), "a checkpoint", 5, 2.0, 1, 2, (), instances[:2]))
     found = status.snapshot()
     assert [(each["host"], each["replicas"], each["ipus"]) for each in found["instances"]] == [
         ("a", [0, 2], [0, 2]),

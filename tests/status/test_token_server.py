@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import stat
@@ -9,7 +10,10 @@ from typing import Dict, Iterator, Optional, Tuple
 import pytest
 
 from raypod.errors import ConfigError
+from raypod.host.bounded_server import BoundedServer
+from raypod.status import token_server
 from raypod.status.token_server import TokenServer, json_response, read_token
+from tests.support.bounded import wait_until
 
 
 @pytest.fixture
@@ -45,12 +49,14 @@ def bearer(server: TokenServer) -> Dict[str, str]:
 PATHS = ["/", "/status", "/broken", "/../", "/../../etc/passwd", "/%2e%2e/", "//status", "/status/", "/nothing?x=1"]
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"])
-def test_every_path_needs_the_token(server: TokenServer, path: str, method: str) -> None:
-    assert request(server, path, method)[0] == 401
-    assert request(server, path, method, {"Authorization": "Bearer " + "0" * 64})[0] == 401
-    assert request(server, f"{path}{'&' if '?' in path else '?'}token=", method)[0] == 401
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "TRACE", "PROPFIND"])
+def test_every_path_and_method_needs_the_token_first(server: TokenServer, method: str) -> None:
+    for path in PATHS:
+        assert request(server, path, method)[0] == 401
+        assert request(server, path, method, {"Authorization": "Bearer " + "0" * 64})[0] == 401
+        assert request(server, f"{path}{'&' if '?' in path else '?'}token=", method)[0] == 401
+    if method not in ("GET", "HEAD"):
+        assert request(server, "/status", method, bearer(server))[0] == 405, "it is read-only"
 
 
 def test_the_token_is_accepted_as_header_and_as_parameter(server: TokenServer) -> None:
@@ -58,30 +64,43 @@ def test_the_token_is_accepted_as_header_and_as_parameter(server: TokenServer) -
     assert request(server, f"/status?token={server.token}") == (200, '{"query": {}, "loss": null}')
 
 
-@pytest.mark.parametrize("path", ["/../", "/../../etc/passwd", "/nothing", "/status/"])
-def test_unknown_paths_contain_nothing(server: TokenServer, path: str) -> None:
-    status, body = request(server, path, headers=bearer(server))
-    assert (status, "no such path" in body) == (404, True)
-
-
-def test_it_is_read_only_and_reports_errors_of_routes(server: TokenServer) -> None:
-    assert request(server, "/status", "POST", bearer(server))[0] == 405
+def test_unknown_paths_contain_nothing_and_errors_of_routes_are_reported(server: TokenServer) -> None:
+    for path in ("/../", "/../../etc/passwd", "/nothing", "/status/"):
+        status, body = request(server, path, headers=bearer(server))
+        assert (status, "no such path" in body) == (404, True)
     assert request(server, "/broken", headers=bearer(server)) == (500, '{"error": "ValueError: no state"}')
 
 
-@pytest.mark.parametrize("method", ["POST", "TRACE", "PROPFIND"])
-def test_every_method_needs_the_token_first(server: TokenServer, method: str) -> None:
-    assert request(server, "/status", method)[0] == 401
-    assert request(server, "/status", method, bearer(server))[0] == 405
-
-
-def test_another_host_name_is_refused(server: TokenServer) -> None:
+def test_another_host_name_is_refused_and_a_client_that_sends_nothing_stops_no_others(server: TokenServer) -> None:
     assert request(server, "/status", headers={**bearer(server), "Host": "evil.example"})[0] == 403
-
-
-def test_a_client_that_sends_nothing_does_not_stop_others(server: TokenServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port)):
         assert request(server, "/status", headers=bearer(server))[0] == 200
+
+
+def test_slow_clients_without_a_token_keep_nobody_out(server: TokenServer) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(3 * BoundedServer.max_clients):
+            slow = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            slow.sendall(b"GET /status HT")
+        assert request(server, "/status", headers=bearer(server))[0] == 200
+
+
+def test_a_request_is_bounded_as_a_whole(monkeypatch: pytest.MonkeyPatch, server: TokenServer) -> None:
+    monkeypatch.setattr(token_server._Server, "admit_within_s", 0.3)
+    with socket.create_connection(("127.0.0.1", server.port)) as slow:
+        slow.sendall(b"GET /status HTTP/1.1\r\n")
+        slow.settimeout(0.01)
+
+        def is_disconnected() -> bool:
+            try:
+                slow.sendall(b"a")
+                return slow.recv(1) == b""
+            except socket.timeout:
+                return False
+            except OSError:
+                return True
+
+        assert wait_until(is_disconnected, 5)
 
 
 def test_it_listens_on_loopback_only_and_frees_the_port() -> None:

@@ -1,49 +1,77 @@
-"""The tasks of docs/tutorials/your-own-task.md learn, their models are used, and type checkers accept them."""
+"""The tasks of the documentation learn, their models are used, and type checkers accept them."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import List
 
 import pytest
 import torch
-from documented import commands, modules
 
-from raypod import train
+from raypod import launch, train
 from raypod.__main__ import main
 from raypod.trained.formats import METADATA_FILE
+from tests.support import ROOT
+from tests.support.documented import commands, modules
+from tests.support.launches import use_inline_ray
 
-PAGE = "tutorials/your-own-task.md"
-ROOT = Path(__file__).resolve().parents[2]
+OWN_TASK, FROM_POPRUN = "tutorials/your-own-task.md", "how-to/from-poprun.md"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with the modules of the page."""
-    for name, code in modules(PAGE).items():
-        (tmp_path / name).write_text(code)
+    """The current folder, with the modules of the pages."""
+    for page in (OWN_TASK, FROM_POPRUN):
+        for name, code in modules(page).items():
+            (tmp_path / name).write_text(code)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize(("task", "metric", "worst"), [("diabetes", "mae", 0.6), ("shapes", "iou", 70)])
-def test_the_commands_train(folder: Path, task: str, metric: str, worst: float) -> None:
-    command = next(line.split() for line in commands(PAGE) if f"--task {task}:" in line)
-    assert command[:2] == ["raypod", "train"]
-    assert train.main([*command[2:], "--fleet", "inline", "--run-dir", str(folder / "run")]) == 0
-    value = json.loads((folder / "run" / "summary.json").read_text())[f"test_{metric}"]
-    assert value > worst if metric == "iou" else value < worst
+def command(page: str, start: str) -> List[str]:
+    """Return the words after `raypod SUBCOMMAND` of a command of a page."""
+    return next(shlex.split(line)[2:] for line in commands(page) if line.startswith(start))
+
+
+@pytest.mark.parametrize(
+    ("page", "task", "metric", "least", "most"),
+    [
+        (OWN_TASK, "friedman:", "mae", 0, 0.6),
+        (OWN_TASK, "shapes:", "iou", 70, 100),
+        (FROM_POPRUN, "", "accuracy", 80, 100),
+    ],
+)
+def test_the_commands_train(folder: Path, page: str, task: str, metric: str, least: float, most: float) -> None:
+    words = command(page, f"raypod train --task {task}")
+    inline = ["--num-instances", "1", "--fleet", "inline", "--run-dir", str(folder / "run")]
+    assert train.main([*words, *inline]) == 0
+    assert least < json.loads((folder / "run" / "summary.json").read_text())[f"test_{metric}"] < most
+
+
+@pytest.mark.usefixtures("processes")
+def test_the_program_for_poprun_runs_unchanged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    use_inline_ray(monkeypatch)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    code = launch.main(command(FROM_POPRUN, "raypod launch"))
+    out, err = capfd.readouterr()
+    assert code == 0, out + err
+    assert "[Epoch 02] loss: " in out
+    assert (folder / "model.pt").is_file()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_the_model_of_a_task_predicts_generates_and_is_exported(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [shlex.split(line)[1:] for line in commands(PAGE) if "letters" in line]
+    lines = [shlex.split(line)[1:] for line in commands(OWN_TASK) if "letters" in line]
     assert [line[0] for line in lines] == ["train", "predict", "predict", "export"]
     assert train.main([*lines[0][1:], "--epochs", "1", "--fleet", "inline"]) == 0
     outputs = []
@@ -67,18 +95,10 @@ def test_the_model_of_a_task_predicts_generates_and_is_exported(
     assert "--prompt must have" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed (extra dev)")
 def test_type_checkers_accept_the_modules(folder: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--strict",
-        "--follow-imports=silent",
-        f"--cache-dir={folder / 'cache'}",
-        *modules(PAGE),
-    ]
-    done = subprocess.run(
-        command, env={"MYPYPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=300
-    )
+    options = ["--strict", "--follow-imports=silent", f"--cache-dir={folder / 'cache'}"]
+    line = [sys.executable, "-m", "mypy", *options, *modules(OWN_TASK)]
+    done = subprocess.run(line, env={"MYPYPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

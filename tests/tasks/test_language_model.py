@@ -6,7 +6,7 @@ import io
 import json
 import math
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from raypod import train
+from raypod.checkpoint import writer
 from raypod.errors import ConfigError
 from raypod.events import UpdateDone
 from raypod.plan.config import Config
@@ -24,6 +25,7 @@ from raypod.tasks.language_model import LanguageModel
 from raypod.tasks.registry import facts_of, schema_of, task_of
 
 NAME = "language-model"
+INLINE = ["--fleet", "inline", "--device", "emulated"]
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +40,13 @@ def config(text: str) -> Config:
     return from_values({"task": {"name": NAME, "text": text, "sequence_length": 16}}, schema=schema_of(NAME))
 
 
+def common(text: str) -> List[str]:
+    return ["--task", NAME, "--text", text, "--sequence-length", "16", "--batch-size", "2", "--replicas", "2"]
+
+
 def run(text: str, folder: Path, *flags: str) -> Dict[str, Any]:
     """Train 2 replicas in this process; return the summary."""
-    common = ["--task", NAME, "--text", text, "--sequence-length", "16", "--batch-size", "2", "--replicas", "2"]
-    placed = [] if "--num-instances" in flags else ["--fleet", "inline"]
-    assert train.main([*common, *placed, "--device", "emulated", "--run-dir", str(folder), *flags]) == 0
+    assert train.main([*common(text), *INLINE, "--run-dir", str(folder), *flags]) == 0
     summary: Dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return summary
 
@@ -94,28 +98,19 @@ def test_a_run_reports_the_metrics_and_tokens_per_second(text: str, tmp_path: Pa
     assert "Test bits_per_byte: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "flags", [[], ["--dropout", "0.2", "--gradient-accumulation", "2", "--device-iterations", "2"]]
-)
-def test_a_run_resumes_exactly(text: str, tmp_path: Path, flags: list[str]) -> None:
-    whole = run(text, tmp_path / "whole", "--updates", "8", "--lr-schedule", "constant", *flags)
-    run(text, tmp_path / "part", "--updates", "4", "--lr-schedule", "constant", *flags)
-    resumed = run(
-        *(text, tmp_path / "rest", "--updates", "8", "--lr-schedule", "constant", *flags),
-        *("--resume", str(tmp_path / "part")),
-    )
-    assert resumed["weights_sha256"] == whole["weights_sha256"]
-    assert resumed["evaluations"][-1] == whole["evaluations"][-1]
-
-
-def test_a_run_does_not_resume_with_another_text(tmp_path: Path, capsys: Any) -> None:
+def test_a_run_resumes_exactly_and_with_the_same_text_only(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "text.txt"
     file.write_text("one two three " * 100)
-    run(str(file), tmp_path / "run", "--updates", "2", "--lr-schedule", "constant")
+    flags = ["--lr-schedule", "constant", "--dropout", "0.2", "--gradient-accumulation", "2"]
+    flags += ["--device-iterations", "2"]
+    whole = run(str(file), tmp_path / "whole", "--updates", "8", *flags)
+    run(str(file), tmp_path / "part", "--updates", "4", *flags)
+    rest = ["--updates", "8", "--resume", str(tmp_path / "part")]
+    resumed = run(str(file), tmp_path / "rest", *flags, *rest)
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert resumed["evaluations"][-1] == whole["evaluations"][-1]
     file.write_text("one two four  " * 100)
-    common = ["--task", NAME, "--text", str(file), "--sequence-length", "16", "--batch-size", "2", "--replicas", "2"]
-    flags = ["--fleet", "inline", "--device", "emulated", "--updates", "4", "--resume", str(tmp_path / "run")]
-    assert train.main([*common, *flags, "--lr-schedule", "constant"]) == 2
+    assert train.main([*common(str(file)), *INLINE, *flags, *rest]) == 2
     assert "data_fingerprint" in capsys.readouterr().err
 
 
@@ -137,14 +132,13 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("precision", ["32.32", "16.32", "16.16"])
 def test_the_splits_of_a_pipeline_do_not_change_the_weights(text: str, tmp_path: Path, precision: str) -> None:
-    flags = ["--precision", precision, "--gradient-accumulation", "7", "--updates", "3", "--strict"]
+    flags = ["--precision", precision, "--gradient-accumulation", "7", "--updates", "2", "--strict"]
     found = [run(text, tmp_path / str(ipus), "--ipus-per-replica", str(ipus), *flags) for ipus in (1, 2, 4)]
     assert len({each["weights_sha256"] for each in found}) == 1
     assert all(math.isfinite(each["test_loss"]) for each in found)
 
 
-@pytest.mark.parametrize("balance", ["parameters", "time"])
-@pytest.mark.parametrize("ipus", [2, 4])
+@pytest.mark.parametrize(("balance", "ipus"), [("parameters", 4), ("time", 2)])
 def test_the_plan_of_a_pipeline_has_its_stages_and_memory(text: str, balance: str, ipus: int) -> None:
     training = {"gradient_accumulation": 7, "pipeline_balance": balance, "batch_size": 2}
     task = {"name": NAME, "text": text, "sequence_length": 16}
@@ -174,8 +168,6 @@ def test_the_norm_of_all_gradients_is_clipped(text: str, tmp_path: Path) -> None
 
 
 def weights_of(folder: Path) -> Dict[str, torch.Tensor]:
-    from raypod.checkpoint import writer
-
     (checkpoint,) = (folder / "checkpoints").glob("update-*")
     weights: Dict[str, torch.Tensor] = writer.load_checkpoint(checkpoint)["weights"]
     return weights
@@ -204,11 +196,8 @@ def test_a_wrong_option_is_one_line_of_error(
     assert message in shown
     assert shown.count("\n") == 1
     assert not (tmp_path / "run").exists()
-
-
-def test_options_of_the_language_model_belong_to_its_task() -> None:
     with pytest.raises(ConfigError, match="unknown key task.sequence_length"):
-        from_values({"task": {"sequence_length": 3}})
+        from_values({"task": {"sequence_length": 3}})  # of another task
 
 
 def test_planning_needs_no_torch(run_python: Any, text: str) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Callable, List
 
 import pytest
-from trained_runs import train_inline
+
+from raypod.__main__ import main
+from tests.support.trained_runs import train_inline
 
 
 @pytest.fixture(scope="session")
@@ -27,15 +29,12 @@ def half_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def fails(capsys: pytest.CaptureFixture[str]) -> Callable[[List[str]], str]:
     """Run a command that ends with exit code 2 and one line, and return it."""
-    from raypod.__main__ import main
 
     def run(words: List[str]) -> str:
         capsys.readouterr()
         assert main(words) == 2
-        output = capsys.readouterr()
-        assert not output.out
-        assert output.err.startswith("raypod: error: ")
-        assert output.err.count("\n") == 1
-        return output.err
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n"), err[:15]) == ("", 1, "raypod: error: ")
+        return err
 
     return run

@@ -3,58 +3,33 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Dict, List
 
 import pytest
 import torch
-from trained_runs import digits, logits, train_inline, weights_of
 
-from raypod import datasets
 from raypod.__main__ import main
 from raypod.checkpoint import tensors
-from raypod.datasets.transforms import normalize
 from raypod.errors import ConfigError, RunError
-from raypod.model.networks import build_model
-from raypod.plan.config import Config
 from raypod.trained import export as module
 from raypod.trained.export import export
 from raypod.trained.formats import METADATA_FILE
+from tests.support.trained_runs import check_export, digits, train_inline, weights_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.jit and of the ONNX packages
 
 
 def run_file(path: Path, images: torch.Tensor) -> torch.Tensor:
     """Return the output of a file, loaded without raypod."""
-    if path.suffix == ".pt":
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            output: torch.Tensor = torch.jit.load(str(path))(images)
-            return output
-    onnxruntime = pytest.importorskip("onnxruntime", reason="the extra raypod[onnx] is not installed")
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    return torch.from_numpy(session.run(None, {"input_0": images.numpy()})[0])
+    with torch.no_grad():
+        output: torch.Tensor = torch.jit.load(str(path))(images)
+    return output
 
 
-def needs(kind: str) -> None:
-    if kind == "onnx":
-        pytest.importorskip("onnx", reason="the extra raypod[onnx] is not installed")
-        pytest.importorskip("onnxruntime", reason="the extra raypod[onnx] is not installed")
-
-
-@pytest.mark.parametrize("kind", ["torchscript", "onnx"])
 @pytest.mark.parametrize("pixels", [False, True])
-def test_a_file_has_the_outputs_of_the_network(digits_run: Path, tmp_path: Path, kind: str, pixels: bool) -> None:
-    needs(kind)
-    file = tmp_path / ("model.pt" if kind == "torchscript" else "model.onnx")
-    found = export(digits_run, kind, file, pixels=pixels)
-    assert found["max_difference"] <= 1e-4
-    assert found["inputs"][0]["dtype"] == ("uint8" if pixels else "float32")
-    splits = datasets.load(Config())
-    normalized = normalize(digits(), splits.mean, splits.std)
-    expected = logits(digits_run, normalized)
-    torch.testing.assert_close(run_file(file, digits() if pixels else normalized), expected, rtol=1e-4, atol=1e-4)
+def test_a_file_has_the_outputs_of_the_network(digits_run: Path, tmp_path: Path, pixels: bool) -> None:
+    check_export(digits_run, "torchscript", tmp_path / "model.pt", pixels, run_file)
 
 
 def test_safetensors_has_the_weights_and_describes_them(digits_run: Path, tmp_path: Path) -> None:
@@ -64,10 +39,9 @@ def test_safetensors_has_the_weights_and_describes_them(digits_run: Path, tmp_pa
     with safe_open(str(file), "pt") as opened:
         found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
         metadata = opened.metadata()
-    assert (
-        tensors.weights_sha256({name: found[name] for name in weights_of(digits_run, 22)})
-        == (json.loads((digits_run / "summary.json").read_text())["weights_sha256"])
-    )
+    summary = json.loads((digits_run / "summary.json").read_text())
+    sha256 = tensors.weights_sha256({name: found[name] for name in weights_of(digits_run, 22)})
+    assert sha256 == summary["weights_sha256"]
     assert metadata["raypod.update"] == "22"
     assert json.loads(metadata["raypod.description"])["classes"] == [str(digit) for digit in range(10)]
     assert "resnet8" in metadata["raypod.config"]
@@ -77,20 +51,14 @@ def test_a_pipeline_in_half_precision_is_exported_in_float32(half_run: Path, tmp
     file = tmp_path / "model.pt"
     found = export(half_run, "torchscript", file, pixels=True)
     assert found["inputs"] == [{"name": "input_0", "dtype": "uint8", "shape": ["batch", 1, 8, 8]}]
-    network = build_model(Config(), 1, 16, 10)
-    network.load_state_dict(weights_of(half_run, 2))
     extra = {METADATA_FILE: ""}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loaded = torch.jit.load(str(file), _extra_files=extra)
+    loaded = torch.jit.load(str(file), _extra_files=extra)
     assert json.loads(extra[METADATA_FILE])["raypod.update"] == "2"
     assert {value.dtype for value in loaded.parameters()} == {torch.float32}
     assert run_file(file, digits()).shape == (20, 10)
 
 
-def test_a_file_whose_outputs_differ_is_not_kept(
-    digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_other_outputs_is_removed(digits_run: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     suffix, write = module._FORMATS["torchscript"]
 
     def wrong(path: Path, exported: Any, metadata: Dict[str, str]) -> Any:
@@ -105,7 +73,8 @@ def test_a_file_whose_outputs_differ_is_not_kept(
 
 
 def test_a_network_that_cannot_be_traced(tmp_path: Path) -> None:
-    run = train_inline(tmp_path / "run", "--replicas", "1", "--updates", "1", "--model", "trained_runs:untraceable")
+    model = "tests.support.trained_runs:Untraceable"
+    run = train_inline(tmp_path / "run", "--replicas", "1", "--updates", "1", "--model", model)
     with pytest.raises(RunError, match="cannot be exported as torchscript: ValueError: no tracing"):
         export(run, "torchscript", tmp_path / "model.pt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
@@ -122,14 +91,12 @@ def test_a_network_that_cannot_be_traced(tmp_path: Path) -> None:
         (["--format", "torchscript", "--dataset", "synthetic"], "use the data set on which the model was trained"),
     ],
 )
-def test_wrong_requests(digits_run: Path, fails: Callable[[List[str]], str], flags: List[str], message: str) -> None:
+def test_wrong_requests(digits_run: Path, fails: Any, flags: List[str], message: str) -> None:
     assert message in fails(["export", str(digits_run), *flags])
     assert not list(digits_run.glob("resnet8-*"))
 
 
-def test_onnx_without_its_packages(
-    digits_run: Path, fails: Callable[[List[str]], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_onnx_without_its_packages(digits_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
     with pytest.raises(ConfigError, match=r"needs onnx and onnxruntime: pip install 'raypod\[onnx\]'"):
         export(digits_run, "onnx")

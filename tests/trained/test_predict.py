@@ -6,20 +6,17 @@ import csv
 import io
 import json
 from pathlib import Path
-from typing import Any, Callable, List
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from trained_runs import digits, logits, train_inline
+from PIL import Image
 
-from raypod import datasets
 from raypod.__main__ import main
-from raypod.datasets.transforms import normalize
-from raypod.plan.config import Config
 from raypod.trained.predict import generate, predict
-
-Image: Any = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+from tests.support import image_folders
+from tests.support.trained_runs import digits, logits, normalized, train_inline
 
 
 @pytest.fixture
@@ -27,7 +24,7 @@ def images(tmp_path: Path) -> Path:
     """Test digits as files: greyscale, RGB, 16 bits, enlarged JPEG."""
     folder = tmp_path / "images"
     (folder / "more").mkdir(parents=True)
-    pixels = datasets.load(Config()).test.images[:4, 0]
+    pixels = digits()[:2, 0].numpy()
     Image.fromarray(pixels[0]).save(str(folder / "grey.png"))
     Image.fromarray(np.stack([pixels[0]] * 3, axis=-1)).save(str(folder / "rgb.png"))
     Image.fromarray(pixels[0].astype(np.uint16) << 8).save(str(folder / "sixteen.png"))
@@ -36,19 +33,20 @@ def images(tmp_path: Path) -> Path:
     return folder
 
 
-def test_predictions_are_those_of_the_network(digits_run: Path, images: Path) -> None:
+def test_predictions_are_those_of_the_network(digits_run: Path, half_run: Path, images: Path) -> None:
     found = predict(digits_run, [images], top=10)
     assert [Path(each["image"]).name for each in found] == ["grey.png", "large.JPG", "rgb.png", "sixteen.png"]
-    splits = datasets.load(Config())
-    expected = torch.softmax(logits(digits_run, normalize(digits()[:1], splits.mean, splits.std)), dim=1)[0]
+    expected = torch.softmax(logits(digits_run, normalized(digits()[:1])), dim=1)[0]
     for record in (found[0], found[2], found[3]):
         values = {each["class"]: each["probability"] for each in record["predictions"]}
         assert values == pytest.approx(dict(enumerate(expected.tolist())), abs=1e-6)
         assert record["predictions"][0]["class"] == int(expected.argmax())
     assert sum(each["probability"] for each in found[1]["predictions"]) == pytest.approx(1, abs=1e-5)
+    (found_half,) = predict(half_run, [images / "grey.png"], top=20)
+    assert len(found_half["predictions"]) == 10
 
 
-def test_output_is_a_table_json_or_csv(digits_run: Path, images: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_is_a_table_json_or_csv(digits_run: Path, images: Path, capsys: Any) -> None:
     command = ["predict", str(digits_run), str(images / "grey.png"), "--top", "2"]
     assert main([*command, "--json"]) == 0
     (record,) = json.loads(capsys.readouterr().out)
@@ -61,22 +59,11 @@ def test_output_is_a_table_json_or_csv(digits_run: Path, images: Path, capsys: p
     assert lines[1].split()[2] == rows[0]["class"]
 
 
-def test_enlarged_images_of_a_pipeline_in_half_precision(half_run: Path, images: Path) -> None:
-    (found,) = predict(half_run, [images / "grey.png"], top=20)
-    assert len(found["predictions"]) == 10
-
-
 def test_class_names_and_the_transform_of_image_folders(tmp_path: Path) -> None:
-    pytest.importorskip("torchvision.transforms", reason="torchvision cannot be imported")
-    rng = np.random.RandomState(0)
-    for split, name in (("train", "cat"), ("train", "dog"), ("val", "cat"), ("val", "dog")):
-        folder = tmp_path / "data" / split / name
-        folder.mkdir(parents=True)
-        for number in range(4):
-            Image.fromarray(rng.randint(0, 255, (20, 30, 3), dtype=np.uint8)).save(str(folder / f"{number}.png"))
-    flags = ["--dataset", "imagefolder", "--data-dir", str(tmp_path / "data"), "--image-size", "16", "--replicas", "1"]
+    folder = image_folders.write(tmp_path / "data")
+    flags = ["--dataset", "imagefolder", "--data-dir", str(folder), "--image-size", "16", "--replicas", "1"]
     run = train_inline(tmp_path / "run", *flags, "--batch-size", "4", "--updates", "1", "--model", "tiny")
-    (found,) = predict(run, [tmp_path / "data" / "val" / "dog" / "0.png"])
+    (found,) = predict(run, [folder / "val" / "dog" / "a.JPEG"])
     assert {each["name"] for each in found["predictions"]} == {"cat", "dog"}
 
 
@@ -95,20 +82,13 @@ def test_class_names_and_the_transform_of_image_folders(tmp_path: Path) -> None:
         (["images/grey.png", "--json", "--csv"], "not allowed with"),
     ],
 )
-def test_wrong_requests(
-    digits_run: Path,
-    images: Path,
-    fails: Callable[[List[str]], str],
-    monkeypatch: pytest.MonkeyPatch,
-    words: List[str],
-    message: str,
-) -> None:
+def test_wrong_requests(digits_run: Path, images: Path, fails: Any, monkeypatch: Any, words: Any, message: str) -> None:
     monkeypatch.chdir(images.parent)
     Path("empty").mkdir()
     assert message in fails(["predict", str(digits_run), *words])
 
 
-def test_a_language_model_continues_a_text(tmp_path: Path, fails: Callable[[List[str]], str]) -> None:
+def test_a_language_model_continues_a_text(tmp_path: Path, fails: Any) -> None:
     text = tmp_path / "text.txt"
     text.write_text("abcd" * 2000)
     flags = ["--task", "language-model", "--text", str(text), "--sequence-length", "16", "--batch-size", "16"]

@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import socket
 import string
+import threading
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, List, Optional, Tuple, Union
+from typing import Any, Iterator, List, Optional, Set, Tuple, Union
 
 import torch.distributed
 
@@ -28,6 +30,7 @@ _DEFAULT_TIMEOUT_S = 300.0
 
 _store: Optional[Store] = None
 _store_config = ("", "")  # address and secret of `_store`
+_cancellable: Set[threading.Event] = set()
 
 
 class Store(_c10d.Store):  # type: ignore[misc]
@@ -102,11 +105,39 @@ def timeout_s() -> float:
     return seconds
 
 
-def client(size: int) -> Tuple[Store, str]:
+@contextmanager
+def cancellable() -> Iterator[threading.Event]:
+    """Yield an event for the connection to the store; within the block `cancel_all` sets it, from any thread."""
+    cancelled = threading.Event()
+    _cancellable.add(cancelled)
+    try:
+        yield cancelled
+    finally:
+        _cancellable.discard(cancelled)
+        if _store is not None:
+            _store.client.cancelled = threading.Event()
+
+
+def cancel_all() -> None:
+    """End all waits of this process for the store."""
+    for cancelled in list(_cancellable):
+        cancelled.set()
+
+
+def open_client(cancelled: threading.Event) -> Optional[Tuple[Store, str]]:
+    """Return this process's connection to the store, whose waits `cancelled` ends, and its address; None if closed."""
+    config = os.environ.get(RENDEZVOUS, ""), os.environ.get(SECRET, "")
+    if _store is None or _store_config != config or not _store.client.is_open:
+        return None
+    _store.client.cancelled = cancelled
+    return _store, config[0]
+
+
+def client(size: int, cancelled: Optional[threading.Event] = None) -> Tuple[Store, str]:
     """Return this process's connection to the store, and the store's address; connect if necessary.
 
     Raises:
-        PeerFailed: the server does not answer.
+        PeerFailed: the server does not answer, or `cancelled` was set.
         RuntimeError: a variable is missing or invalid, or the server has a different secret.
     """
     global _store, _store_config
@@ -117,19 +148,21 @@ def client(size: int) -> Tuple[Store, str]:
                 f"{name} is not set, and {size} processes cannot form a group without it: the launcher must open a"
                 " store (raypod does; in plain Python _pod.wires.StoreServer) and pass on its `environment`"
             )
-    if _store is None or _store_config != config or not _store.client.is_open:
+    cancelled = cancelled or threading.Event()
+    if open_client(cancelled) is None:
         host, port = split_address(address)
         if len(secret) % 2 or set(secret) - set(string.hexdigits):
             raise RuntimeError(f"{SECRET} is not a store's secret: it must consist of pairs of hexadecimal digits")
         if _store is not None:
             _store.client.close()
         try:
-            _store = Store(StoreClient(host, port, secret, min(timeout_s(), MAX_JOIN_S)))
+            _store = Store(StoreClient(host, port, secret, min(timeout_s(), MAX_JOIN_S), cancelled))
         except PeerFailed as error:
             raise PeerFailed(f"{RENDEZVOUS}={address}: {error}") from error
         except RuntimeError as error:
             raise RuntimeError(f"{RENDEZVOUS}={address}, {SECRET}: {error}") from error
         _store_config = config
+    assert _store is not None, "it was open or is a new one"
     return _store, address
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import select
@@ -44,14 +45,16 @@ class StoreClient:
     `cancelled` is set meanwhile; the connection is closed then.
     """
 
-    def __init__(self, host: str, port: int, secret: str, connect_s: float) -> None:
+    def __init__(
+        self, host: str, port: int, secret: str, connect_s: float, cancelled: Optional[threading.Event] = None
+    ) -> None:
         """Connect within `connect_s` seconds.
 
         Raises:
-            PeerFailed: the server does not answer.
+            PeerFailed: the server does not answer, or `cancelled` was set.
             RuntimeError: the server cannot prove that it holds the secret.
         """
-        self.cancelled = threading.Event()  # set by another thread to end the current wait
+        self.cancelled = cancelled or threading.Event()  # set by another thread to end the current wait
         self._address = f"{host}:{port}"
         self._lock = threading.Lock()
         self._connection: Optional[socket.socket] = self._connect(host, port, bytes.fromhex(secret), connect_s)
@@ -111,30 +114,49 @@ class StoreClient:
     def _connect(self, host: str, port: int, secret: bytes, timeout_s: float) -> socket.socket:
         deadline = time.monotonic() + timeout_s
         while True:
-            left_s = max(0.01, deadline - time.monotonic())
             try:
-                connection = socket.create_connection((host, port), left_s)
+                connection = self._open(host, port, deadline)
                 try:
+                    left_s = max(0.01, deadline - time.monotonic())
                     connection.settimeout(min(left_s, HANDSHAKE_S))
                     self._authenticate(connection, secret)
                 except BaseException:
                     connection.close()
                     raise
             except (OSError, EOFError) as error:
-                if time.monotonic() + _POLL_S > deadline:
+                if self.cancelled.wait(_POLL_S):
+                    raise PeerFailed(f"cancelled while connecting to the store at {self._address}") from error
+                if time.monotonic() > deadline:
                     raise PeerFailed(
                         f"no store answers at {self._address} (tried for {timeout_s:g} s): {_text(error)}"
                     ) from error
-                time.sleep(_POLL_S)
             else:
                 detect_dead_peer(connection)
                 connection.settimeout(_TRANSFER_S)
                 return connection
 
+    def _open(self, host: str, port: int, deadline: float) -> socket.socket:
+        """Connect as `socket.create_connection`, but not after `cancelled` is set."""
+        failure = OSError(f"{host} has no address")
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            connection = socket.socket(family, kind, protocol)
+            connection.setblocking(False)
+            code = connection.connect_ex(address)
+            if code == errno.EINPROGRESS:
+                has_ended = self._wait(connection, select.POLLOUT, deadline)
+                code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) if has_ended else errno.ETIMEDOUT
+            if not code:
+                return connection
+            connection.close()
+            failure = OSError(code, os.strerror(code))
+        raise failure
+
     def _authenticate(self, connection: socket.socket, secret: bytes) -> None:
         """Verify the server's proof first, then send this process's own."""
         nonce = os.urandom(NONCE_BYTES)
         connection.sendall(nonce)
+        if not self._wait(connection, select.POLLIN, time.monotonic() + (connection.gettimeout() or 0.0)):
+            raise TimeoutError("no response")
         server_nonce, server_proof = _read(connection, NONCE_BYTES), _read(connection, PROOF_BYTES)
         if not hmac.compare_digest(server_proof, proof(secret, SERVER, nonce, server_nonce)):
             raise RuntimeError(
@@ -160,8 +182,12 @@ class StoreClient:
 
     def _poll(self, timeout_s: float) -> bool:
         """Return whether a response begins to arrive within the timeout and before `cancelled` is set."""
-        poll, deadline = select.poll(), time.monotonic() + timeout_s
-        poll.register(self._open_connection(), select.POLLIN)
+        return self._wait(self._open_connection(), select.POLLIN, time.monotonic() + timeout_s)
+
+    def _wait(self, connection: socket.socket, event: int, deadline: float) -> bool:
+        """Return whether the connection is ready for an event before the deadline and before `cancelled` is set."""
+        poll = select.poll()
+        poll.register(connection, event)
         while not poll.poll(1000 * min(_POLL_S, max(0.0, deadline - time.monotonic()))):
             if self.cancelled.is_set() or time.monotonic() >= deadline:
                 return False

@@ -38,6 +38,11 @@ def proof(secret: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes) 
     return hmac.new(secret, b"proof of the " + role + client_nonce + server_nonce, hashlib.sha256).digest()
 
 
+def content_proof(secret: bytes, context: str, content: bytes) -> bytes:
+    """Return the HMAC, PROOF_BYTES long, by which a process proves that it has sent content in a context."""
+    return hmac.new(secret, b"content of " + context.encode() + b"\0" + content, hashlib.sha256).digest()
+
+
 class Channel:
     """One direction of a connection: packs and unpacks messages, and detects forged, changed or replayed ones."""
 

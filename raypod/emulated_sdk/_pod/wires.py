@@ -58,7 +58,6 @@ _MAX_TAGS = 1 << 20  # Gloo uses the top bits of a slot for its own collectives
 _lock = threading.RLock()
 _groups: Dict[str, Group] = {}
 _joins: Dict[str, int] = {}  # number of joins per group: each join uses new keys
-_joining: Dict[str, threading.Event] = {}  # set an event to cancel the join
 _inherited: List[Any] = []  # the parent's connections, which a forked child must neither use nor destroy
 
 
@@ -92,16 +91,17 @@ def abandon(name: str, rank: int, size: int, reason: str) -> None:
     """Report to the other ranks that this one has failed, whether it has joined the group `name` or not.
 
     Their current and later waits in this group raise PeerFailed at once instead of after the timeout. The group is
-    broken afterwards.
+    broken afterwards. Opens no connection: the store may be the process whose loss is the reason.
     """
     with _lock:
         group = _groups.get(name)
         if group is not None:
             group.abandon(reason)
-        elif size > 1 and os.environ.get(RENDEZVOUS):
-            with suppress(RuntimeError):  # without the store the others wait until their timeout
-                store, address = rendezvous.client(size)
-                prefix = _prefix(name)
+            return
+        with suppress(RuntimeError), rendezvous.cancellable() as cancelled:  # without the store the others wait
+            opened = rendezvous.open_client(cancelled) if size > 1 else None
+            if opened is not None:
+                (store, address), prefix = opened, _prefix(name)
                 store.add(f"{prefix}/{_joins.get(address + prefix, 0) + 1}/joined/{FAILED}", rank + 1)
 
 
@@ -110,8 +110,7 @@ def abandon_all(reason: str) -> None:
 
     Takes no lock: a thread that joins a group holds it.
     """
-    for cancelled in list(_joining.values()):
-        cancelled.set()
+    rendezvous.cancel_all()
     for group in list(_groups.values()):
         group.abandon(reason)
 
@@ -313,13 +312,12 @@ def _join(name: str, rank: int, size: int, join_s: Optional[float]) -> Group:
     wait_s = timeout_s()
     if size == 1:
         return Group(name, rank, size, None, wait_s)
-    store, address = rendezvous.client(size)
-    prefix = _prefix(name)
-    count = _joins.get(address + prefix, 0) + 1
-    join_s = min(wait_s, MAX_JOIN_S) if join_s is None else join_s
-    where = f"of group {name!r} at {address}"
-    _joining[name] = store.client.cancelled = threading.Event()
-    try:
+    with rendezvous.cancellable() as cancelled:
+        store, address = rendezvous.client(size, cancelled)
+        prefix = _prefix(name)
+        count = _joins.get(address + prefix, 0) + 1
+        join_s = min(wait_s, MAX_JOIN_S) if join_s is None else join_s
+        where = f"of group {name!r} at {address}"
         rendezvous.wait_for_ranks(store, f"{prefix}/{count}/joined", where, rank, size, join_s)
         _joins[address + prefix] = count
         prefix += f"/{count}"
@@ -327,9 +325,6 @@ def _join(name: str, rank: int, size: int, join_s: Optional[float]) -> Group:
         backend = _c10d.ProcessGroupGloo(prefixed, rank, size, rendezvous.gloo_options(address, wait_s))
         # A rank that leaves early would close connections that others are still establishing.
         rendezvous.wait_for_ranks(store, f"{prefix}/wired", where, rank, size, join_s)
-    finally:
-        del _joining[name]
-        store.client.cancelled = threading.Event()
     return Group(name, rank, size, backend, wait_s, store)
 
 
@@ -343,7 +338,6 @@ def _reset_in_forked_child() -> None:
     _inherited.append((dict(_groups), rendezvous.detach()))
     _groups.clear()
     _joins.clear()
-    _joining.clear()
 
 
 os.register_at_fork(after_in_child=_reset_in_forked_child)

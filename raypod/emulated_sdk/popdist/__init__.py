@@ -38,7 +38,7 @@ _UNIFORM = "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE"
 _LOCAL_INDEX = "POPDIST_LOCAL_INSTANCE_INDEX"
 
 _GROUP = "popdist"
-_is_initialized = False
+_is_initialized = _is_finalized = False
 _Result = TypeVar("_Result")
 
 
@@ -149,12 +149,19 @@ def _number(variable: str, default: Optional[int], least: int) -> int:
 def init() -> None:
     """Connect this instance with all others; all instances must call it. Disconnects at exit.
 
-    Later calls have no effect (inferred: the SDK's documentation does not state this).
+    Later calls have no effect (inferred: the SDK's documentation does not state this), but after `finalizeBackend` they
+    are an error, as PopDist uses MPI.
 
     Raises:
-        RuntimeError: an instance (named) has not joined in time, or the rendezvous is not set.
+        RuntimeError: an instance (named) has not joined in time, the rendezvous is not set, or this process has called
+            `finalizeBackend`.
     """
     global _is_initialized
+    if _is_finalized:
+        raise RuntimeError(
+            "popdist.init() after popdist.finalizeBackend(): MPI can be initialized only once in a process; start a new"
+            " one"
+        )
     wires.connect(_GROUP, getInstanceIndex(), getNumInstances())
     _is_initialized = True
 
@@ -165,10 +172,10 @@ def isBackendInitialized() -> bool:
 
 
 def finalizeBackend() -> None:
-    """Disconnect from the other instances. Idempotent."""
-    global _is_initialized
+    """Disconnect from the other instances, for good: this process cannot call `init` again. Idempotent."""
+    global _is_initialized, _is_finalized
     wires.disconnect(_GROUP)
-    _is_initialized = False
+    _is_initialized, _is_finalized = False, _is_finalized or _is_initialized
 
 
 atexit.register(finalizeBackend)

@@ -1,11 +1,13 @@
 """Runs at the start of every Python process that raypod starts: this folder is on its PYTHONPATH.
 
-Installs the import hook for torchvision, then runs the environment's own `sitecustomize`, which this file shadows.
+Installs the import hook for torchvision, and makes the emulated SDK's Horovod importable for a program that uses an
+installed SDK and finds no Horovod. Then runs the environment's own `sitecustomize`, which this file shadows.
 The hook is loaded by path, because the program may run in an environment where raypod is not installed.
 """
 
 import importlib.machinery
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -20,6 +22,18 @@ def _load(name: str, path: str) -> None:
     module.__dict__.get("install", lambda: None)()
 
 
+class _HorovodFallback:
+    """Finds Horovod, and what it connects by, in the emulated SDK: not its poptorch, in the place of a missing one."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):  # type: ignore[no-untyped-def]
+        is_of_horovod = name in ("horovod", "_pod")
+        return importlib.machinery.PathFinder.find_spec(name, [_fallback]) if is_of_horovod else None
+
+
+_fallback = os.environ.get("RAYPOD_HOROVOD_FALLBACK", "")
+if _fallback:
+    sys.meta_path.append(_HorovodFallback)  # type: ignore[arg-type]
 _here = Path(__file__).resolve().parent
 _load("_raypod_torchvision_import", str(_here.parent / "torchvision_import.py"))
 _others = [entry for entry in sys.path if Path(entry or ".").resolve() != _here]

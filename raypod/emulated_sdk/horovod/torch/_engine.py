@@ -13,12 +13,14 @@ The engine numbers the ranks of its process set from 0; errors name the ranks am
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from itertools import groupby
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set
 
 import torch
+from _pod.rendezvous import GENERATION
 from _pod.wires import Group, timeout_s
 
 from horovod.common.exceptions import HorovodInternalError
@@ -81,6 +83,7 @@ class Engine:
         self._changed = threading.Condition()
         self._inline_round = threading.Lock()  # a single rank runs its rounds in the calling threads
         self._pending: Dict[str, Operation] = {}
+        self._objects: Dict[str, int] = {}  # the number of objects by kind
         self._users: Set[threading.Thread] = set()
         self._waiting: Dict[threading.Thread, Operation] = {}
         self._joined: Set[int] = set()
@@ -114,6 +117,12 @@ class Engine:
             with self._inline_round:
                 self._run_round()
         return operation
+
+    def next_object(self, kind: str) -> str:
+        """Return a text that only the next object of a kind has in this engine; it is equal on all ranks."""
+        with self._changed:
+            number = self._objects[kind] = self._objects.get(kind, 0) + 1
+        return json.dumps([os.environ.get(GENERATION, "0"), self.ranks, kind, number])
 
     def wait(self, operation: Operation) -> Any:
         """Return the operation's result; HorovodInternalError if it fails or exceeds EMULATED_POD_TIMEOUT_S."""

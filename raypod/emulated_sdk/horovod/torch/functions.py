@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hmac
+import os
 import pickle
 from typing import Any, Callable, Dict, List, Optional, Set, Tuple, Union
 
 import torch
+from _pod.rendezvous import SECRET
+from _pod.store_protocol import PROOF_BYTES, content_proof
 
+from horovod.common.exceptions import HorovodInternalError
 from horovod.torch._basics import rank
 from horovod.torch._collectives import broadcast_all
 from horovod.torch._handles import synchronize
-from horovod.torch._process_sets import ProcessSet, global_process_set
+from horovod.torch._process_sets import ProcessSet, engine_of, global_process_set
 from horovod.torch.mpi_ops import allgather, broadcast_
 
 Named = Union[Dict[str, torch.Tensor], List[Union[torch.Tensor, Tuple[str, torch.Tensor]]]]
@@ -79,29 +84,51 @@ def broadcast_object(
 
     Args:
         name: name of the operations, by default that of the type of `obj`, which must be the same on all ranks then.
+
+    Raises:
+        HorovodInternalError: what has arrived does not prove that a process of this pod has sent it; it is not read.
     """
     name = type(obj).__name__ if name is None else name
     is_root = rank() == root_rank
-    content = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+    context = engine_of(process_set, "broadcast").next_object(f"broadcast of {name} from {root_rank}")
+    content = _pickled(obj, context) if is_root else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor([content.numel()])
     broadcast_(length, root_rank, f"{name}.sz", process_set)
     if not is_root:
         content = torch.empty(int(length), dtype=torch.uint8)
     broadcast_(content, root_rank, f"{name}.t", process_set)
-    return obj if is_root else pickle.loads(content.numpy().tobytes())
+    return obj if is_root else _unpickled(content, context)
 
 
 def allgather_object(obj: Any, name: Optional[str] = None) -> List[Any]:
-    """Return the objects of all ranks, by rank, transferred by pickle."""
+    """Return the objects of all ranks, by rank, transferred by pickle; errors as of `broadcast_object`."""
     name = type(obj).__name__ if name is None else name
-    content = _pickled(obj)
+    context = engine_of(global_process_set, "allgather").next_object(f"allgather of {name}")
+    content = _pickled(obj, f"{context} from {rank()}")
     lengths = allgather(torch.tensor([content.numel()]), f"{name}.sz").tolist()
     gathered = allgather(content, f"{name}.t")
-    return [pickle.loads(piece.numpy().tobytes()) for piece in gathered.split_with_sizes(lengths)]
+    pieces = gathered.split_with_sizes(lengths)
+    return [_unpickled(piece, f"{context} from {index}") for index, piece in enumerate(pieces)]
 
 
-def _pickled(obj: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+def _pickled(obj: Any, context: str) -> torch.Tensor:
+    """Return a proof of the run's secret, and the pickled object: uint8 [bytes]."""
+    content = pickle.dumps(obj)
+    return torch.frombuffer(bytearray(content_proof(_secret(), context, content) + content), dtype=torch.uint8)
+
+
+def _unpickled(received: torch.Tensor, context: str) -> Any:
+    """Return the object of `_pickled`. Gloo authenticates nobody, and reading a pickle executes what it says."""
+    data = received.numpy().tobytes()
+    proof, content = data[:PROOF_BYTES], data[PROOF_BYTES:]
+    if not hmac.compare_digest(proof, content_proof(_secret(), context, content)):
+        raise HorovodInternalError(f"an object was not sent by a process of this pod, and is not read: {context}")
+    return pickle.loads(content)
+
+
+def _secret() -> bytes:
+    """Return the secret of the processes of this pod; a single process needs none."""
+    return bytes.fromhex(os.environ.get(SECRET, ""))
 
 
 def _setter(target: Dict[str, Any], key: str) -> Callable[[Any], None]:

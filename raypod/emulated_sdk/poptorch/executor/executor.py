@@ -8,13 +8,14 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
+from poptorch.device import interpreter_lock
 from poptorch.device.arguments import Arguments, BatchLayout
 from poptorch.device.program import Program, TrainingProgram
 from poptorch.device_mode import caller_modes_disabled
 from poptorch.enums import ConnectionType
 from poptorch.environment import logger
 from poptorch.errors import Error
-from poptorch.executor import host_state, saving
+from poptorch.executor import factory_functions, host_state, saving
 from poptorch.executor.compile_hooks import around_compilation
 from poptorch.executor.host_state import executor_of, host_tensors, unwrap, wrap
 from poptorch.executor.replica_state import ReplicaState
@@ -97,6 +98,7 @@ class PoplarExecutor(ReplicaState):
             self._upload_trained()
         with caller_modes_disabled(), Substitutions(), self._profiling.tracepoint("modelExecution"):
             result = program.run(tensors)
+            interpreter_lock.hold(interpreter_lock.CALL)
         host_state.mark_step(self._optimizer)
         return result
 
@@ -143,6 +145,7 @@ class PoplarExecutor(ReplicaState):
         self._uploaded = self._fetch_trained()
         program.upload()
         self._upload_replica_state()
+        interpreter_lock.hold(interpreter_lock.LOAD)
 
     def detachFromDevice(self) -> None:
         """Fetch weights and optimizer state, and release the device. Raises Error unless compiled and attached.
@@ -304,7 +307,7 @@ class PoplarExecutor(ReplicaState):
             wrap(self._user_model, self)  # again, after destroy()
         self._upload_trained()
         validate(self._options._Popart.options)
-        with caller_modes_disabled(), Substitutions():
+        with caller_modes_disabled(), Substitutions(), factory_functions.replaced():
             self._compiled_for = self._describe()
             if self._training and self._optimizer is not None:
                 program = TrainingProgram(
@@ -322,6 +325,7 @@ class PoplarExecutor(ReplicaState):
         self._is_attached = self._options.connection_type != ConnectionType.Never
         if self._is_attached:
             self._upload_replica_state()
+            interpreter_lock.hold(interpreter_lock.LOAD)
 
     def _fetch_trained(self) -> Tuple[int, ...]:
         """Make other executors that train these tensors fetch them, and return the versions that the host then has."""

@@ -1,0 +1,100 @@
+"""Save the newest state that any instance holds, before the run ends or its instances are replaced."""
+
+from __future__ import annotations
+
+import time
+from typing import Dict, Iterator, List, Optional, Set
+
+from raypod.checkpoint import storage
+from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
+from raypod.errors import (
+    CheckpointDamaged,
+    CheckpointNotSaved,
+    LeaseLost,
+    LossNotFinite,
+    RaypodError,
+    WeightsDiffer,
+    summarize_exception,
+)
+from raypod.events import CheckpointFailed, Event
+from raypod.fleet.base import Fleet, FleetBroken
+from raypod.plan.plan import Plan
+from raypod.record.metrics import MetricsAggregator
+
+# After these errors there is no state to save, no place for it, or the folder belongs to another run.
+_WITHOUT_STATE = (CheckpointDamaged, CheckpointNotSaved, LeaseLost, LossNotFinite, WeightsDiffer)
+
+
+class KeptState:
+    """The state that the instances of a run hold.
+
+    Attributes:
+        metrics, schedule: of the run.
+        lost: the instances that hold none: they were lost, or have replaced others and are not seeded yet.
+    """
+
+    def __init__(self, plan: Plan, fleet: Fleet, metrics: MetricsAggregator, schedule: CheckpointSchedule) -> None:
+        self._plan, self._fleet, self.metrics, self.schedule = plan, fleet, metrics, schedule
+        self.lost: Set[int] = set()
+
+    def lose_all(self) -> None:
+        """Note that no instance holds the state, however many there are."""
+        self.lost = set(range(self._plan.geometry.total_replicas))
+
+    def save(self) -> Iterator[Event]:
+        """Make an instance with the newest state write it as a checkpoint; repeat if that loses further instances.
+
+        All instances leave the process group: they must be replaced or end afterwards.
+
+        Raises:
+            CheckpointNotSaved: it could not be written, and there is no earlier one.
+        """
+        while True:
+            holders = [index for index in range(len(self._fleet.hosts())) if index not in self.lost]
+            if not holders:
+                return
+            try:
+                yield from self._save_state_of(holders)
+                return
+            except FleetBroken as broken:
+                yield from broken.losses
+                further = {loss.instance for loss in broken.losses} - self.lost
+                if not further:  # the newest checkpoint counts
+                    return
+                self.lost = self.lost | further
+
+    def try_to_save(self) -> Iterator[Event]:
+        """Save the state; if that fails, the event says why."""
+        try:
+            yield from self.save()
+        except Exception as error:  # noqa: BLE001 - also Ray's; what must be told first is why the state is saved
+            update, last = self.metrics.position, self.schedule.last
+            path = storage.checkpoint_path(storage.checkpoints_folder(self._plan.run_dir), update)
+            cause = error.cause if isinstance(error, CheckpointNotSaved) else summarize_exception(error)
+            yield CheckpointFailed(update, str(path), cause, last.path if last is not None else "")
+
+    def save_at_end(self, error: RaypodError) -> Iterator[Event]:
+        """Save the state if `error` ends the run after further updates."""
+        if self.metrics.last is not None and not isinstance(error, _WITHOUT_STATE):
+            yield from self.try_to_save()
+
+    def _save_state_of(self, holders: List[int]) -> Iterator[Event]:
+        positions = self._fleet.release(holders)
+        root = newest(positions)
+        if root is None:
+            return
+        missing = self.metrics.missing_reports(positions[root])
+        for reports in self._fleet.call_on(holders, "lost_reports", missing).values() if missing else ():
+            self.metrics.add_lost_reports(reports or ())
+        if 0 in holders:
+            yield from map(self.schedule.record, self._fleet.call_on((0,), "finish_saves")[0])
+        updates = self.metrics.rollback_to(positions[root], time.monotonic())
+        yield from self.metrics.take_calls()
+        yield from updates
+        yield from self.schedule.save_on(self._fleet, root, positions[root])
+
+
+def newest(positions: Dict[int, int]) -> Optional[int]:
+    """Return the survivor with the newest state, the lowest index if there are several; None if none has a state."""
+    trained = {index: update for index, update in positions.items() if update >= 0}
+    return min(trained, key=lambda index: (-trained[index], index)) if trained else None

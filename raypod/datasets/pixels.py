@@ -1,0 +1,53 @@
+"""From a Pillow image to pixels of 8 bits: one function for training, evaluation and prediction, and what it drops."""
+
+from __future__ import annotations
+
+from typing import Any, Iterator
+
+import numpy as np
+
+_ORIENTATION = 0x0112  # of EXIF
+
+
+def eight_bit(image: Any, mode: str) -> Any:
+    """Return a Pillow image in a mode with 8 bits per channel: "L", "RGB" or "RGBA".
+
+    Integers of 16 bits are divided by 256, where Pillow would clip them to white. Transparency is dropped: the colors
+    below it remain, as with torchvision. EXIF orientations are not applied. Of several frames the current one is used.
+
+    Raises:
+        Exception: the file is damaged, or the range of its pixels is unknown.
+    """
+    if image.mode == mode:
+        image.load()
+        return image
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers of an unknown range: convert it to 8 or 16 bits")
+    if image.mode.startswith("I"):
+        from PIL import Image  # planning works without Pillow
+
+        pixels = np.asarray(image)
+        if pixels.size and not 0 <= pixels.min() <= pixels.max() <= 0xFFFF:
+            raise ValueError("its pixels are integers of more than 16 bits: convert it to 8 or 16 bits")
+        image = Image.fromarray((pixels >> 8).astype(np.uint8))
+    elif "transparency" in image.info:
+        image = image.convert("RGBA")  # of a palette with several transparent colors Pillow warns otherwise
+    return image.convert(mode)
+
+
+def lost_of(image: Any) -> Iterator[str]:
+    """Yield what `eight_bit` drops of an image in color, for a message. Its pixels need not be loaded."""
+    if image.mode == "F":
+        yield "with floating-point pixels (cannot be used)"
+    elif image.mode.startswith("I") or ";16" in str(image.tile[:1]):
+        yield "with more than 8 bits per channel (reduced to 8)"
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        yield "with transparency (dropped)"
+    if image.mode == "CMYK":
+        yield "in CMYK (converted without a color profile)"
+    if getattr(image, "is_animated", False) and image.format != "MPO":  # a camera's JPEG file with a second view
+        yield "with several frames (only the first is used)"
+    # Pillow reads a PNG file as a whole to look for EXIF after the pixels, and applies the orientation of TIFF itself.
+    is_known = image.format != "TIFF" and (image.format != "PNG" or "exif" in image.info)
+    if is_known and image.getexif().get(_ORIENTATION, 1) != 1:
+        yield "with an EXIF orientation (not applied)"

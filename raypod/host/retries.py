@@ -1,0 +1,52 @@
+"""Repeat what failed, after a pause."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from typing import Callable, Optional, TypeVar
+
+T = TypeVar("T")
+_MOST_DOUBLINGS = 30  # of a pause; a larger power of two is no float
+
+
+def retried(
+    action: Callable[[], T],
+    pause_s: Callable[[int], float],
+    repeats: Callable[[Exception], bool],
+    attempts: Optional[int] = None,
+    sleep: Optional[Callable[[float], None]] = None,
+) -> T:
+    """Return what an action returns; repeat it as long as it fails and may be repeated.
+
+    Args:
+        pause_s: returns the seconds until the next attempt from the number of those before.
+        repeats: returns whether an exception is repeated. It is called for all but the last attempt.
+        attempts: how many there are at most; without end by default.
+        sleep: waits for a time, or less; `time.sleep` by default.
+
+    Raises:
+        Exception: that of the last attempt.
+    """
+    for attempt in itertools.count(1):
+        try:
+            return action()
+        except Exception as error:
+            if attempt == attempts or not repeats(error):
+                raise
+        (sleep or time.sleep)(pause_s(attempt))
+    raise AssertionError("count ended")
+
+
+def growing(first_s: float, most_s: float) -> Callable[[int], float]:
+    """Return pauses of random lengths, of which the longest possible doubles from `first_s` up to `most_s`.
+
+    They are random so that many processes do not all ask a server again at the same moment.
+    """
+    return lambda attempt: random.uniform(0, min(most_s, first_s * 2 ** min(attempt - 1, _MOST_DOUBLINGS)))
+
+
+def constant(seconds: float) -> Callable[[int], float]:
+    """Return pauses of one length."""
+    return lambda attempt: seconds

@@ -1,0 +1,53 @@
+"""`--max-image-pixels`: a large image is refused before it is decoded."""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from raypod import datasets
+from raypod.datasets.image_reader import ImageReader
+from raypod.datasets.pixel_limit import open_image
+from raypod.errors import ConfigError
+from raypod.plan.resolve import from_values
+from tests.support import image_folders
+
+
+@pytest.mark.parametrize("decoder", ["pillow", "simplejpeg"])
+def test_training_and_prediction_refuse_an_image_with_more_pixels(decoder: str, tmp_path: Path) -> None:
+    pytest.importorskip(decoder.replace("pillow", "PIL"))
+    folder = image_folders.write(tmp_path)
+    file = folder / "train" / "cat" / "a.JPEG"
+    image_folders.photograph(1, 500, 400).save(file, "JPEG")
+    pixels = 500 * 400
+    data = {"dataset": "imagefolder", "data_dir": str(folder), "image_size": 24, "jpeg_decoder": decoder}
+    message = f"{re.escape(str(file))}: it has .* pixels, more than --max-image-pixels {pixels - 1}"
+    for limit in (pixels, pixels - 1):
+        splits = datasets.load(from_values({"data": {**data, "max_image_pixels": limit}}))
+        if limit == pixels:
+            assert splits.train[0][0].shape == ImageReader("imagefolder", splits).read(file).shape
+            continue
+        with pytest.raises(OSError, match=message):
+            splits.train[0]
+        with pytest.raises(ConfigError, match=message):
+            ImageReader("imagefolder", splits).read(file)
+
+
+def test_the_limit_replaces_that_of_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
+    size = 30_000
+    png = b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", struct.pack(">IIBBBBB", size, size, 1, 0, 0, 0, 0)) + _chunk(b"IDAT")
+    with pytest.raises(OSError, match="--max-image-pixels is 1000"):
+        open_image(io.BytesIO(png), 1000)
+    with open_image(io.BytesIO(png), size * size) as image:
+        assert image.size == (size, size)
+
+
+def _chunk(kind: bytes, content: bytes = b"") -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))

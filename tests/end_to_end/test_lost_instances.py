@@ -1,0 +1,199 @@
+"""Instances on one host that are killed, freeze, fail, or are stuck in user code."""
+
+from __future__ import annotations
+
+import collections
+import json
+import re
+import shutil
+import signal
+import threading
+from pathlib import Path
+from typing import Any, Callable, Iterator, List
+
+import pytest
+
+from raypod.checkpoint import resume
+from raypod.errors import DataUnreadable
+from raypod.events import UpdateDone
+from raypod.plan.plan import Plan
+from tests.support import SUPPORT
+from tests.support.bounded import wait_until
+from tests.support.faulty_runs import Outcome, assert_undisturbed, pid_of, plan_for, run, send, starts
+
+# Ray's own code leaves sockets and files to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+TRAINING = {"model": "fragile:model", "warmup_updates": 1, "updates": 60, "lr_schedule": "constant", "ema": 0.9}
+EPOCH = 20  # updates
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The working directory, with a user's module; files in it make it fail."""
+    found = tmp_path_factory.mktemp("user")
+    shutil.copy(SUPPORT / "fragile.py", found)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(found)
+        patch.syspath_prepend(found)
+        yield found
+
+
+def plan_of(folder: Path, name: str, updates: int = 60, instances: int = 2, **run_section: Any) -> Plan:
+    return plan_for(
+        folder / name,
+        data={"dataset": "fragile:data"},
+        training={**TRAINING, "updates": updates},
+        pod={"num_instances": instances},
+        run=run_section,
+    )
+
+
+def run_inline(folder: Path, name: str, updates: int = 60) -> Outcome:
+    return run(plan_of(folder, name, updates, 1, fleet="inline"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> Outcome:
+    """The outcome of 4 replicas in one instance, in this process."""
+    return run_inline(folder, "undisturbed")
+
+
+def test_killed_instances(session: Any, folder: Path, undisturbed: Outcome) -> None:
+    """The writer of a checkpoint, then an instance between two epochs, then all with a damaged checkpoint."""
+    (folder / "slow-disk").touch()
+    plan = plan_of(folder, "killed", checkpoint_every="10 updates", profile="updates 3-12")
+    checkpoints = Path(plan.run_dir) / "checkpoints"
+    pids: List[int] = []
+
+    def kill_the_writer(plan: Plan) -> None:
+        assert wait_until(lambda: any(path.suffix for path in checkpoints.glob("*")))
+        assert not (checkpoints / "LATEST").exists()  # the first one is not finished
+        pids.extend(pid_of(plan, index) for index in (0, 1))
+        send(signal.SIGKILL, 0)(plan)
+        (folder / "slow-disk").unlink()
+
+    def damage_a_checkpoint_and_kill_all(plan: Plan) -> None:
+        assert wait_until(lambda: (checkpoints / "LATEST").read_text() == "update-00000030\n")
+        weights = checkpoints / "update-00000030" / "weights.safetensors"
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(bytes(content))
+        send(signal.SIGKILL, 0, 1)(plan)
+
+    faults = [
+        (11, kill_the_writer),
+        (EPOCH, send(signal.SIGKILL, 1)),
+        (EPOCH + 16, damage_a_checkpoint_and_kill_all),
+    ]
+    outcome = run(plan, faults)
+    assert_undisturbed(plan, outcome, undisturbed)
+    assert outcome.lost[:2] == [(0, "died"), (1, "died")]
+    assert sorted(outcome.lost[2:]) == [(0, "died"), (1, "died")]
+    writer, idle, both = outcome.repairs
+    assert [each.restarts for each in outcome.repairs[:2]] == [1, 2]
+    assert (writer.seeded_from, writer.lost) == ("instance 1", (0,))
+    assert (idle.seeded_from, idle.lost, idle.update) == ("instance 0", (1,), EPOCH)
+    assert (Path(both.seeded_from).name, both.lost, both.update) == ("update-00000020", (0, 1), EPOCH)
+    (damaged,) = both.passed_over
+    assert "update-00000030 is damaged" in damaged
+    assert starts(plan) == [3, 3]  # a survivor keeps its process
+    assert not [path for path in checkpoints.iterdir() if path.suffix], "partial checkpoints are left"
+    assert_profile(plan, pids)
+
+
+def assert_profile(plan: Plan, pids: List[int]) -> None:
+    """Assert that the profile has the calls of the killed instance 0, of its replacement, and of instance 1."""
+    profile = json.loads((Path(plan.run_dir) / "profile.json").read_text())
+    (part,) = profile["metadata"]["parts"]
+    assert part["updates"] == [3, 12]
+    assert "meet" in part["start_seconds"]
+    clocks = {(each["instance"], each["pid"]): each for each in part["clocks"]}
+    assert len(clocks) == 3
+    for each in part["clocks"]:  # all processes are on one host, whose clock is this one's
+        assert abs(each["offset_s"]) <= each["error_s"] < 1
+    first, survivor = (clocks.pop((index, pid))["process"] for index, pid in enumerate(pids))
+    (replacement,) = (each["process"] for each in clocks.values())
+    by_kind = collections.Counter((event.get("cat"), event["pid"]) for event in profile["traceEvents"])
+    # The spans of calls that the killed process had done, but whose reports the coordinator did not get, are lost.
+    assert by_kind["call", survivor] >= 10
+    assert by_kind["call", first] >= 6
+    assert all(by_kind["wait for peers", process] for process in (first, survivor))
+    assert replacement not in (first, survivor)
+    names = {event["name"] for event in profile["traceEvents"] if event["pid"] == 1}
+    assert names >= {"repairing", "instance lost", "repaired", "start the instances", "loss"}
+
+
+def test_frozen_instances(session: Any, folder: Path, undisturbed: Outcome) -> None:
+    """During training, then during the pause of Ctrl-C: the survivors wait for its end between two calls."""
+    (folder / "slow-data").touch()  # longer than it takes to request a pause
+    plan = plan_of(folder, "frozen", silent_after_s=8)
+
+    def freeze_and_interrupt(plan: Plan) -> None:
+        send(signal.SIGSTOP, 1)(plan)
+        signal.raise_signal(signal.SIGINT)
+
+    outcome = run(plan, [(4, send(signal.SIGSTOP, 1)), (8, freeze_and_interrupt)])
+    (folder / "slow-data").unlink()
+    assert outcome.lost == [(1, "silent")] * 2, outcome.losses
+    assert all("run.silent_after_s = 8" in loss.cause for loss in outcome.losses)
+    assert starts(plan) == [1, 3]
+    done = outcome.ended.updates
+    assert (outcome.ended.interrupted, outcome.updates) == (True, list(range(1, done + 1)))
+    metrics = [(event.update, event.metrics) for event in outcome.of(UpdateDone)]
+    assert metrics == [(event.update, event.metrics) for event in undisturbed.of(UpdateDone)][:done]
+    assert outcome.ended.checkpoint is not None
+    assert outcome.sha256 == run_inline(folder, "interrupted", done).sha256
+
+
+def test_data_that_cannot_be_read_costs_no_state(session: Any, folder: Path, undisturbed: Outcome) -> None:
+    """An exception in all instances, then an outage of their disk that passes, then one that does not."""
+    plan = plan_of(folder, "unreadable", checkpoint_every="60 updates", read_retry_s=60, max_restarts=1)
+    outage = folder / "outage"
+
+    def raise_in_all(plan: Plan) -> None:
+        for first_replica in (0, 2):
+            (folder / f"sample-raises-{first_replica}").touch()
+
+    def begin_an_outage(plan: Plan) -> None:
+        outage.touch()
+        threading.Timer(2.0, outage.unlink).start()
+
+    outcome = run(plan, [(4, raise_in_all), (12, begin_an_outage)], are_repaired=False)
+    assert_undisturbed(plan, outcome, undisturbed)
+    assert sorted(outcome.lost) == [(0, "raised"), (1, "raised")]
+    (repair,) = outcome.repairs
+    assert Path(repair.seeded_from).name == f"update-{repair.update:08d}"
+    assert repair.update >= 4
+
+    lasting = plan_of(folder, "lasting", checkpoint_every="60 updates", read_retry_s=0.5)
+    with pytest.raises(DataUnreadable, match="cannot read samples for 0.5 s"):
+        run(lasting, [(4, lambda plan: outage.touch())])
+    outage.unlink()
+    resumed = plan_of(folder, "lasting", resume=lasting.run_dir)
+    assert resume.find_checkpoint(resumed).checkpoint.update >= 4
+    assert run(resumed).sha256 == undisturbed.sha256
+
+
+def fail(folder: Path, failure: str) -> Callable[[Plan], None]:
+    return lambda plan: (folder / failure).touch()
+
+
+def test_user_code_that_fails_or_never_returns(session: Any, folder: Path, undisturbed: Outcome) -> None:
+    plan = plan_of(folder, "stuck", stuck_after_s=3, report_timeout_s=10)
+    faults = ["model-raises", "model-throws", "optimizer-dies", "loader-hangs", "model-loops"]
+    outcome = run(plan, [(4 + 5 * number, fail(folder, failure)) for number, failure in enumerate(faults)])
+    assert_undisturbed(plan, outcome, undisturbed)
+    assert outcome.lost == [(1, kind) for kind in ("raised", "died", "died", "stuck", "stuck")]
+    raised, threw, died, hangs, loops = outcome.losses
+    assert re.fullmatch(r"ValueError: no such layer \(fragile\.py:\d+, in forward\)", raised.cause)
+    assert threw.cause.startswith("its process died: ")
+    assert threw.cause.endswith("(what(): the device is gone)")
+    assert "what()" not in died.cause
+    assert "stuck: loading data" in hangs.cause
+    assert "_hang_in_user_code" in hangs.stack
+    assert "s while its threads use CPU time)" in loops.cause
+    assert [repair.restarts for repair in outcome.repairs] == [1, 2, 3, 4, 5]
+    assert {repair.seeded_from for repair in outcome.repairs} == {"instance 0"}

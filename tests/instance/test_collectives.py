@@ -1,0 +1,32 @@
+"""Which errors mean that another instance failed."""
+
+from __future__ import annotations
+
+import horovod.torch as hvd
+import poptorch
+import poptorch.errors
+import pytest
+
+from raypod.instance import collectives
+
+APPLICATION = "poplar_application_runtime_error"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_peer"),
+    [
+        (hvd.HorovodInternalError("rank 1 has ended"), True),
+        (poptorch.RecoverableError("the device run has ended"), True),
+        (poptorch.UnrecoverableError("the device run has ended"), True),
+        (poptorch.Error("Application runtime error: the device run has ended"), True),
+        (poptorch.Error("the device run has ended", APPLICATION), True),
+        (poptorch.Error("Host-sync with GCD 1 timed out after 300 s"), True),
+        (poptorch.Error("HostSync timeout"), True),
+        (poptorch.Error("Floating point exception in tile 3", APPLICATION), False),
+        (poptorch.Error("The arguments differ from the compiled ones"), False),
+        (RuntimeError("host sync timeout"), False),
+        (poptorch.errors.DataFetcherError("the data set raised ValueError"), False),
+    ],
+)
+def test_a_plain_error_of_poptorch_can_be_that_of_a_peer(error: Exception, is_of_peer: bool) -> None:
+    assert collectives.caused_by_peer(error) is is_of_peer

@@ -1,0 +1,63 @@
+"""`raypod down` ends the processes with the mark of their cluster, and those that have lost it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Tuple
+
+import pytest
+
+from raypod.pod import stop_cluster
+from tests.support.bounded import wait_until
+
+pytestmark = pytest.mark.usefixtures("processes")
+
+
+def test_only_marked_processes_and_their_children_are_ended() -> None:
+    def start(mark: str) -> Tuple[subprocess.Popen[bytes], int]:
+        """Start a process with a mark, and a child of it without one."""
+        program = "env -i sleep 60 & echo $!; wait; exec sleep 60"  # so that the parent does not end with its child
+        process = subprocess.Popen(["sh", "-c", program], env={**os.environ, stop_cluster.MARK: mark}, stdout=-1)
+        assert process.stdout is not None
+        return process, int(process.stdout.readline())
+
+    (ours, child), (other, other_child) = start("pod-a"), start("pod-ab")
+    try:
+        assert stop_cluster.members("pod-a") == {ours.pid, child}
+        assert stop_cluster.stop("pod-a") == {"found": 2, "left": 0, "others": stop_cluster.stop("none")["others"]}
+        assert ours.wait(10) != 0
+        assert stop_cluster.members("pod-ab") == {other.pid, other_child}
+    finally:
+        stop_cluster.stop("pod-ab")
+        for process in (ours, other):
+            process.wait(10)
+            assert process.stdout is not None
+            process.stdout.close()
+    assert wait_until(lambda: not stop_cluster.members("pod-ab"))
+
+
+def test_agents_of_a_dead_raylet_are_ended() -> None:
+    """They have lost the mark and the marked parent, but are in the session of a marked process, like log_monitor."""
+    agent = "(env -i bash -c 'exec -a ray::Agent sleep 60' & echo $!)"
+    program, environment = f"{agent}; exec sleep 60", {**os.environ, stop_cluster.MARK: "pod-orphan"}
+    ours = subprocess.Popen(["sh", "-c", program], env=environment, stdout=-1, start_new_session=True)
+    other = subprocess.Popen(["sh", "-c", f"{agent}; exec sleep 60"], stdout=-1, start_new_session=True)
+    assert ours.stdout is not None
+    assert other.stdout is not None
+    try:
+        orphan, not_ours = int(ours.stdout.readline()), int(other.stdout.readline())
+        assert wait_until(lambda: Path(f"/proc/{not_ours}/cmdline").read_bytes().startswith(b"ray::"))
+        assert wait_until(lambda: stop_cluster.members("pod-orphan") == {ours.pid, orphan})
+        assert stop_cluster.stop("pod-orphan")["left"] == 0
+        assert not stop_cluster.members("pod-orphan")
+        assert Path(f"/proc/{not_ours}").exists()
+    finally:
+        stop_cluster.stop("pod-orphan")
+        os.kill(not_ours, signal.SIGKILL)
+        other.kill()
+        for process in (ours, other):
+            process.wait(10)
+            process.stdout.close()  # type: ignore[union-attr]

@@ -1,0 +1,156 @@
+"""The structure of the package: imports between rooms have one direction, and each vendor has its place."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import functools
+import re
+from pathlib import Path
+from typing import Dict, List, Set
+
+import pytest
+
+from tests.support import ROOT
+
+PACKAGE = ROOT / "raypod"
+FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = [file for file in FILES if not {"emulated_sdk", "startup"} & set(file.relative_to(PACKAGE).parts)]
+
+# A room may import its targets and what they may import. Every name of the top level that is not listed may import all.
+DIRECTIONS = {
+    "errors": "",
+    "events": "errors",
+    "cli": "errors",
+    "host": "cli events",
+    "plan": "cli events",
+    "datasets": "host plan",
+    "checkpoint": "host plan",
+    "record": "checkpoint datasets",
+    "model": "datasets",
+    "tasks": "model",
+    "instance": "tasks checkpoint",
+    "fleet": "instance",
+    "coordinator": "fleet record",
+    "status": "launcher record",
+    "trackers": "record",
+    "storage": "record",
+    "planning": "tasks storage",
+    "trained": "coordinator planning",
+    "api": "coordinator planning status report trackers",
+    "launcher": "fleet instance",
+    "pod": "fleet",
+    "logs": "record pod",
+    "report": "storage model",
+    "monitor": "status pod",
+    "dashboard": "report status",
+}
+# The folders of the emulated poptorch, likewise.
+SDK_DIRECTIONS = {
+    "executor": "device",
+    "device": "optimizers parallel ops data",
+    "optimizers": "options",
+    "parallel": "options",
+    "ops": "parallel options",  # poptorch.ops also exports the blocks
+    "data": "options",
+    "options": "",
+}
+SDK = {"poptorch", "popdist", "horovod", "popart", "_pod"}
+SDK_USERS = {"model/program", "model/pipeline_table", "instance/instance", "instance/collectives", "host/sdk"}
+SDK_USERS |= {"tasks/image_classification"}
+RAY_USERS = ["fleet/ray*", "fleet/gcs", "launcher/ray_hosts", "api/ray_tune"]
+IDS = [file.relative_to(PACKAGE).with_suffix("").as_posix() for file in MODULES]
+
+
+@functools.lru_cache(maxsize=None)
+def imported(file: Path) -> Set[str]:
+    """Dotted names of everything a file imports, anywhere in it."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    assert not any(isinstance(node, ast.ImportFrom) and node.level for node in nodes), f"{file}: relative import"
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    from_names = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    return names | {f"{node.module}.{alias.name}" for node in from_names for alias in node.names}
+
+
+def reachable(room: str, directions: Dict[str, str]) -> Set[str]:
+    targets = set(directions[room].split())
+    return targets.union(*(reachable(target, directions) for target in targets))
+
+
+def test_imports_follow_the_direction_of_the_rooms() -> None:
+    for file, name in zip(MODULES, IDS):
+        room = name.partition("/")[0]
+        used = {each.split(".")[1] for each in imported(file) if each.startswith("raypod.")}
+        assert room not in DIRECTIONS or used <= reachable(room, DIRECTIONS) | {room}, name
+
+
+def test_imports_follow_the_direction_of_the_emulated_sdk() -> None:
+    for folder in SDK_DIRECTIONS:
+        files = (PACKAGE / "emulated_sdk" / "poptorch" / folder).rglob("*.py")
+        names = {name for file in files for name in imported(file) if name.startswith("poptorch.")}
+        used = {name.split(".")[1] for name in names} & set(SDK_DIRECTIONS)
+        assert used <= reachable(folder, SDK_DIRECTIONS) | {folder}, folder
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph: Dict[str, List[str]] = {}
+    for file, name in zip(MODULES, IDS):
+        used = {each[len("raypod.") :].replace(".", "/") for each in imported(file)}
+        graph[name] = [other for other in IDS if other in used | {each.rpartition("/")[0] for each in used}]
+    while graph:
+        leaves = [name for name, used in graph.items() if not set(used) & set(graph) - {name}]
+        assert leaves, f"import cycle among {sorted(graph)}"
+        for name in leaves:
+            del graph[name]
+
+
+def test_ray_the_sdk_and_devices_are_distinguished_only_in_their_places() -> None:
+    for file, name in zip(MODULES, IDS):
+        text, tops = file.read_text(), {each.split(".")[0] for each in imported(file)}
+        uses_ray = "ray" in tops or 'import_module("ray")' in text
+        assert not uses_ray or any(fnmatch.fnmatch(name, place) for place in RAY_USERS), name
+        assert not tops & SDK or name in SDK_USERS, name
+        if file.stem not in ("sdk", "config", "events"):
+            words = ("if emulated", 'device == "emulated"', 'device == "ipu"')
+            assert not [each for each in words if each in text], name
+
+
+def test_the_emulated_sdk_imports_nothing_of_raypod() -> None:
+    sdk = [file for file in FILES if "emulated_sdk" in file.relative_to(PACKAGE).parts]
+    assert not {file.name for file in sdk if any(name.split(".")[0] == "raypod" for name in imported(file))}
+
+
+def test_every_module_states_its_duty_and_stays_short() -> None:
+    for file in FILES:
+        text = file.read_text()
+        assert ast.get_docstring(ast.parse(text)), f"{file}: no docstring"
+        assert len(text.splitlines()) <= 350, f"{file}: over 350 lines: does it have two duties?"
+
+
+def test_rooms_are_few() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= 9
+    assert all(
+        (room / "__init__.py").exists() for room in PACKAGE.iterdir() if room.is_dir() and room.name in DIRECTIONS
+    )
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_the_documented_files_exist(page: str) -> None:
+    named = re.findall(r"`([\w{},./-]+/[\w{},.-]*|[\w{},]+\.py)`", (ROOT / page).read_text())
+    paths = [path for name in named for path in _expanded(name)]
+    assert len(paths) > 20
+    folders = (PACKAGE, PACKAGE / "emulated_sdk", PACKAGE / "emulated_sdk" / "poptorch", ROOT, ROOT / "scripts")
+    assert [path for path in paths if not any((folder / path).exists() for folder in folders)] == []
+
+
+def _expanded(name: str) -> List[str]:
+    """Return the names of `a{b,c}`."""
+    before, brace, rest = name.partition("{")
+    inner, _, after = rest.partition("}")
+    return [f"{before}{part}{after}" for part in inner.split(",")] if brace else [name]
+
+
+def test_every_room_is_documented() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    rooms = [path.parent.name for path in PACKAGE.glob("*/__init__.py")]
+    assert [room for room in rooms if f"| `{room}/` |" not in text] == []

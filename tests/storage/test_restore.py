@@ -1,0 +1,146 @@
+"""Runs that resume from a storage into a new folder, and commands that read a run there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Callable, List
+
+import pytest
+
+from raypod import train
+from raypod.__main__ import main
+from raypod.api import training
+from raypod.errors import ClusterError
+from tests.support.mirrored_runs import FLAGS, mirror, summary_of
+
+NEWEST = "update-00000004"
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder on the storage of a run of 4 updates with a checkpoint at each second one, which has evaluated."""
+    folder = tmp_path_factory.mktemp("template")
+    flags = [*FLAGS, "--updates", "4", "--checkpoint-every", "2 updates", "--run-dir", str(folder / "run")]
+    assert train.main(flags) == 0
+    mirror(folder / "run", f"file://{folder}/remote")
+    return folder / "remote" / "run"
+
+
+@pytest.fixture
+def stored(template: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Path:
+    capfd.readouterr()
+    return Path(shutil.copytree(str(template), str(tmp_path / "remote" / "run")))
+
+
+@pytest.fixture
+def resume(stored: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Resume the run until update 5 into the folder `new`, which must end with a code; return stderr."""
+
+    def run(*flags: str, code: int = 0) -> str:
+        folder = str(tmp_path / "new")
+        assert train.main(["--resume", f"file://{stored}", "--run-dir", folder, "--updates", "5", *flags]) == code
+        return capfd.readouterr().err
+
+    return run
+
+
+def test_commands_read_a_run_on_a_storage(
+    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["verify-data", f"file://{stored}"]) == 0
+    assert "proved: 4 updates" in capfd.readouterr().out
+    assert main(["report", f"file://{stored}"]) == 0
+    assert Path("report.html").is_file()
+    assert main(["evaluate", f"file://{stored}", "--fleet", "inline", "--output", "result.json"]) == 0
+    result = json.loads(Path("result.json").read_text())
+    assert result["accuracy"] == summary_of(stored)["test_accuracy"]
+    assert result["checkpoint"] == f"file://{stored}/checkpoints/{NEWEST}"
+
+
+def test_a_run_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    url = f"file://{tmp_path}/nothing"
+    for command in (["verify-data", url], ["report", url], ["evaluate", url]):
+        assert main(command) == 2
+        assert f"{url}: there is no such run on the storage" in capfd.readouterr().err
+    assert train.main(["--resume", url]) == 2
+    assert f"--resume {url}: there is no such run on the storage" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "deleted", "no manifest"])
+def test_a_damaged_checkpoint_on_the_storage_is_passed_over(
+    stored: Path, resume: Callable[..., str], tmp_path: Path, damage: str
+) -> None:
+    newest = stored / "checkpoints" / NEWEST
+    weights = newest / "weights.safetensors"
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1])
+    elif damage == "changed":
+        weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    else:
+        (weights if damage == "deleted" else newest / "manifest.json").unlink()
+    err = resume()
+    assert "restored update-00000002" in err
+    assert (NEWEST in err) == (damage != "no manifest")
+    assert len((tmp_path / "new" / "metrics.jsonl").read_text().splitlines()) == 5
+    assert main(["verify-data", str(tmp_path / "new")]) == 0
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "index.json", "evaluations.jsonl"])
+def test_a_damaged_file_on_the_storage_is_named_and_not_used(
+    stored: Path, resume: Callable[..., str], name: str
+) -> None:
+    (stored / name).write_bytes((stored / name).read_bytes()[:-3])
+    assert f"warning: {name} on file://{stored} is missing or damaged" in resume(*FLAGS)
+
+
+def test_a_checkpoint_by_its_url(stored: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, code in (("new", 0), ("none", 2)):
+        url = f"file://{stored}/checkpoints/update-0000000{2 if code == 0 else 3}"
+        assert train.main(["--resume", url, "--updates", "3", "--run-dir", str(tmp_path / name)]) == code
+    assert "there is no such checkpoint on the storage" in capfd.readouterr().err
+    assert summary_of(tmp_path / "new")["updates"] == 3
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_same_command_continues_where_the_host_is_newer(
+    resume: Callable[..., str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    resume()
+    err = resume("--updates", "6")
+    assert "holds update-00000005 of the same run already; resuming from it" in err
+    shutil.rmtree(str(tmp_path / "new"))
+    assert train.main([*FLAGS, "--updates", "4", "--run-dir", str(tmp_path / "new")]) == 0
+    assert "holds another run" in resume(code=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"), [(["--batch-size", "2"], "global_batch_size is"), (["--updates", "4"], "already at update 4")]
+)
+@pytest.mark.parametrize("mode", [[], ["--dry-run"]])
+def test_a_run_that_cannot_resume_leaves_nothing(
+    stored: Path, resume: Callable[..., str], tmp_path: Path, flags: List[str], words: str, mode: List[str]
+) -> None:
+    before = sorted(stored.rglob("*"))
+    err = resume(*flags, *mode, code=2)
+    assert words in err
+    assert f"file://{stored}" in err, "the message names the URL, not its copy"
+    assert not (tmp_path / "new").exists()
+    assert sorted(stored.rglob("*")) == before
+
+
+def test_what_was_restored_is_removed_if_the_pod_cannot_run_it(
+    resume: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_pod(*arguments: object) -> None:
+        raise ClusterError("the pod has no hosts")
+
+    resume("--dry-run")
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(training, "fleet_for", no_pod)
+    err = resume(code=2)
+    assert f"restored {NEWEST}" in err
+    assert "the pod has no hosts" in err
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,328 @@
+"""The mirror of a run in this process, with a scripted coordinator, on a storage that can fail at any operation."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import List
+
+import pytest
+
+from raypod.checkpoint import storage
+from raypod.checkpoint.format import Retention
+from raypod.errors import CheckpointDamaged
+from raypod.host.files import replace_file
+from raypod.storage import memory, run_files
+from raypod.storage.mirrored_checkpoints import MirroredCheckpoints
+from raypod.storage.mirrored_files import MirroredFiles
+from raypod.storage.remote_index import RemoteIndex
+from raypod.storage.remote_run import RemoteRun
+from raypod.storage.store import Store
+from tests.support.faulty_disks import Killed
+from tests.support.mirrored_runs import (
+    ACCURACY,
+    LARGE,
+    Script,
+    faults,
+    mirror,
+    same_files,
+    save,
+    verified,
+    whole_checkpoints,
+    write_run,
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "a run")
+
+
+def name_of(update: int) -> str:
+    return f"update-{update:08d}"
+
+
+def test_a_run_is_mirrored_as_its_lines_and_checkpoints_come(run: Path, url: str, remote: Path, tmp_path: Path) -> None:
+    def checked(checkpoints: int) -> memory.Memory:
+        found = memory.read(run)
+        assert (found.checkpoints, found.pending, found.error, found.is_complete) == (checkpoints, (), "", False)
+        assert (remote / "a run" / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
+        return found
+
+    def grow() -> None:
+        assert checked(1).place == f"{url}/a run"
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"update": 2}\n')
+
+    def save_second() -> str:
+        checked(1)
+        return save(run, 2)
+
+    save(run, 1, LARGE)
+    script = Script(grow, save_second, lambda: checked(2))
+    found = mirror(run, url, script=script)
+    assert script.waits_s == [10.0] * 3
+    assert (found.is_complete, found.failures, found.pending, found.skipped_checkpoints) == (True, 0, (), 0)
+    assert verified(url, "a run", tmp_path / "copy") == [name_of(1), name_of(2)]
+    assert same_files(run, tmp_path / "copy")
+    summary = json.loads((tmp_path / "copy" / "summary.json").read_text())
+    assert (summary["updates"], summary["storage"]["checkpoints"]) == (1, 2)
+    assert (summary["storage"]["url"], summary["storage"]["not_mirrored"]) == (f"{url}/a run", [])
+    names = {path.name for path in remote.rglob("*")}
+    assert not names & {"status-token", "lease-1.json", "storage.json", "storage.lock"}
+    assert mirror(run, url).checkpoints == 2, "what is on the storage is not uploaded again"
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [1, 4]), (2, [1, 3, 4]), (9, [1, 2, 3, 4])])
+def test_retention_keeps_the_newest_and_the_best(
+    run: Path, url: str, tmp_path: Path, keep: int, kept: List[int]
+) -> None:
+    for update, accuracy in ((1, 90.0), (2, 10.0), (3, 20.0)):
+        save(run, update, accuracy=accuracy)
+    mirror(run, url, kept=Retention(keep, ACCURACY))
+    save(run, 4, keep=2, accuracy=30.0)  # fewer are kept on the host
+    mirror(run, url, kept=Retention(keep, ACCURACY))
+    assert verified(url, "a run", tmp_path / "copy") == [name_of(update) for update in kept]
+
+
+def test_a_checkpoint_that_is_removed_on_the_host_is_complete_or_counted(run: Path, url: str, tmp_path: Path) -> None:
+    name = save(run, 1)
+
+    def remove(operation: str, path: str) -> None:
+        if operation == "open":
+            shutil.rmtree(str(run / "checkpoints" / name), ignore_errors=True)
+
+    checkpoints = MirroredCheckpoints(run, Store(f"{url}/a run"), Retention(3))
+    with faults(remove):
+        checkpoints.sync()
+    assert (checkpoints.uploads, checkpoints.skipped) == (1, set())
+    assert whole_checkpoints(url, "a run", tmp_path / "copy") == [name]
+    checkpoints.announce(name_of(7))
+    save(run, 8)
+    checkpoints.sync()
+    assert (checkpoints.uploads, checkpoints.skipped) == (2, {name_of(7)})
+
+
+def test_a_damaged_checkpoint_is_not_uploaded(run: Path, url: str, tmp_path: Path) -> None:
+    weights = run / "checkpoints" / save(run, 1) / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointDamaged):
+        MirroredCheckpoints(run, Store(f"{url}/a run"), Retention(3)).sync()
+    assert whole_checkpoints(url, "a run", tmp_path / "copy") == []
+
+
+def test_an_evaluation_replaces_only_the_manifest_and_other_weights_the_checkpoint(
+    run: Path, url: str, tmp_path: Path
+) -> None:
+    name = save(run, 1)
+    checkpoints = MirroredCheckpoints(run, Store(f"{url}/a run"), Retention(3, ACCURACY))
+    checkpoints.sync()
+    (local,), _ = storage.list_checkpoints(run / "checkpoints")
+    storage.replace_manifest(local, type(local.manifest)(**{**vars(local.manifest), "tested": {"accuracy": 12.0}}))
+    assert checkpoints.pending() == [name]
+    checkpoints.sync()
+    assert (checkpoints.uploads, checkpoints.pending()) == (1, [])
+    assert whole_checkpoints(url, "a run", tmp_path / "copy") == [name]
+    (copy,), _ = storage.list_checkpoints(tmp_path / "copy" / "checkpoints")
+    assert copy.manifest.tested == {"accuracy": 12.0}
+    shutil.rmtree(str(run / "checkpoints" / name))
+    save(run, 1, LARGE)
+    checkpoints.sync()
+    assert checkpoints.uploads == 2
+    assert whole_checkpoints(url, "a run", tmp_path / "again") == [name]
+    weights = Path("checkpoints", name, "weights.safetensors")
+    assert (tmp_path / "again" / weights).read_bytes() == (run / weights).read_bytes()
+
+
+def test_another_run_and_other_files_are_not_overwritten(run: Path, url: str, remote: Path, tmp_path: Path) -> None:
+    mirror(run, url)
+    before = (remote / "a run" / "index.json").read_bytes()
+    found = mirror(write_run(tmp_path / "other" / "a run"), url)
+    assert "/a run holds another run; use another --run-dir" in found.error
+    assert (found.error, found.is_complete, found.failures) == (found.last_error, False, 0)
+    assert found.pending[:2] == ("config.yaml", "metrics.jsonl")
+    assert (remote / "a run" / "index.json").read_bytes() == before
+    (remote / "theses").mkdir()
+    (remote / "theses" / "thesis.pdf").touch()
+    assert "holds other files" in mirror(write_run(tmp_path / "theses"), url).error
+    assert [path.name for path in (remote / "theses").iterdir()] == ["thesis.pdf"]
+
+
+def test_an_older_process_of_the_run_ends_when_another_one_mirrors_it(run: Path, url: str, tmp_path: Path) -> None:
+    def take_over() -> str:
+        copy = Path(shutil.copytree(str(run), str(tmp_path / "taken over" / "a run")))
+        assert mirror(copy, url).is_complete
+        (run / "metrics.jsonl").write_text("{}\n")
+        return name_of(1)
+
+    found = mirror(run, url, take_over, lambda: pytest.fail("it has ended"))
+    assert "another process mirrors the run" in found.error
+
+
+def test_objects_that_were_removed_or_truncated_are_uploaded_again(
+    run: Path, url: str, remote: Path, tmp_path: Path
+) -> None:
+    names = [save(run, 1), save(run, 2)]
+
+    def damage() -> None:
+        assert memory.read(run).checkpoints == 2
+        folder = remote / "a run"
+        (folder / "checkpoints" / names[0] / "weights.safetensors").unlink()
+        (folder / "checkpoints" / names[1] / "weights.safetensors").write_bytes(b"short")
+        (folder / "metrics.jsonl").unlink()
+        (folder / "config.yaml").write_bytes(b"x")
+        (folder / "index.json").unlink()
+
+    assert mirror(run, url, damage).checkpoints == 4
+    assert verified(url, "a run", tmp_path / "copy") == names
+    assert same_files(run, tmp_path / "copy")
+
+
+def test_a_file_that_changes_while_it_is_uploaded_is_uploaded_again(run: Path, url: str) -> None:
+    def grow() -> None:
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write("grown\n")
+
+    store = Store(f"{url}/a run")
+    index = RemoteIndex(store, "run id", "writer", is_known=False)
+    index.check()
+    snapshot = run_files.opened(run / "metrics.jsonl")
+    assert snapshot is not None
+    with contextlib.closing(snapshot):
+        grow()
+        assert snapshot.content().size_bytes == snapshot.size_bytes
+    files = MirroredFiles(run, store, index)
+    files.sync(["metrics.jsonl"])
+    assert "metrics.jsonl" not in files.pending()
+    grow()
+    assert "metrics.jsonl" in files.pending()
+
+
+# ---- faults of the storage -------------------------------------------------------------------------------------------
+
+
+def sync(run: Path, url: str) -> None:
+    """One round of a process that mirrors a run."""
+    store = Store(f"{url}/a run")
+    index = RemoteIndex(store, "run id", "writer", is_known=True)
+    files = MirroredFiles(run, store, index)
+    index.check()
+    files.sync(files.pending())
+    MirroredCheckpoints(run, store, Retention(2)).sync()
+
+
+class FailsAt:
+    """A fault at operation number `at`; `once`, or from there on."""
+
+    def __init__(self, at: int, error: BaseException, once: bool = False) -> None:
+        self._left, self._error, self._once, self.has_failed = at, error, once, False
+
+    def __call__(self, operation: str, path: str) -> None:
+        self._left -= 1
+        if self._left == 0 or (self._left < 0 and not self._once):
+            self.has_failed = True
+            raise self._error
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "an error"])
+def test_a_failure_at_any_operation_leaves_whole_checkpoints_and_files(
+    run: Path, url: str, remote: Path, tmp_path: Path, is_killed: bool
+) -> None:
+    save(run, 1)
+    sync(run, url)
+    older = remote.rename(tmp_path / "older")
+    replace_file(run / "metrics.jsonl", b'{"update": 1}\n' * 9)
+    for update in (1, 2, 3):
+        save(run, update, numbers=5)
+    for operation in range(1, 1000, 1 if is_killed else 3):
+        shutil.copytree(str(older), str(remote))
+        fault = FailsAt(operation, Killed() if is_killed else ConnectionError("lost"), once=not is_killed)
+        with faults(fault), contextlib.suppress(Killed, ConnectionError):
+            sync(run, url)
+        copy = tmp_path / f"copy-{operation}"
+        names = whole_checkpoints(url, "a run", copy)
+        _, messages = RemoteRun(f"{url}/a run", "").fetch_files(copy, lambda name: True)
+        assert not messages, f"operation {operation}"
+        if not fault.has_failed:
+            break
+        sync(run, url)
+        assert whole_checkpoints(url, "a run", tmp_path / f"again-{operation}") == [name_of(2), name_of(3)]
+        shutil.rmtree(str(remote))
+    assert names == [name_of(2), name_of(3)]
+    assert operation > 40
+
+
+def test_a_mirror_repeats_what_has_failed_and_reports_failures_in_a_row(run: Path, url: str, tmp_path: Path) -> None:
+    save(run, 1)
+    failing, written = [0], []
+
+    def fault(operation: str, path: str) -> None:
+        written.extend([path] * (operation == "close"))
+        if failing[0] and operation == "half" and "manifest" in path:
+            failing[0] -= 1
+            raise ConnectionError("lost")
+
+    def fail() -> str:
+        failing[0] = 3
+        return save(run, 2)
+
+    def failed(times: int, error: str) -> None:
+        found = memory.read(run)
+        assert (found.failures, found.error, found.last_error) == (times, error, "ConnectionError: lost")
+        assert found.pending == (name_of(2),)
+
+    lost = "ConnectionError: lost"
+    script = Script(fail, lambda: failed(1, ""), lambda: failed(2, lost), lambda: failed(3, lost), lambda: None)
+    with faults(fault) as connected:
+        found = mirror(run, url, script=script)
+    assert (found.is_complete, found.failures, found.error, found.checkpoints) == (True, 3, "", 2)
+    assert len(connected) == 1 + 3
+    assert len([path for path in written if "2/weights" in path]) == 1, "a verified file is not uploaded again"
+    first_s, *retries_s, last_s = script.waits_s
+    assert [wait_s <= most_s for wait_s, most_s in zip(retries_s, (1.0, 2.0, 4.0))] == [True] * 3
+    assert (first_s, last_s) == (10.0, pytest.approx(max(10.0, sum(retries_s) / 0.05)))
+    assert verified(url, "a run", tmp_path / "copy") == [name_of(1), name_of(2)]
+
+
+def test_a_storage_that_never_answers_is_reported_at_once(run: Path, url: str) -> None:
+    def fault(operation: str, path: str) -> None:
+        raise PermissionError(13, "denied")
+
+    def end() -> None:
+        raise Killed
+
+    seen: List[memory.Memory] = []
+    script = Script(*[lambda: seen.append(memory.read(run))] * 3, end)
+    with faults(fault), pytest.raises(Killed):
+        mirror(run, url, script=script)
+    assert [each.failures for each in seen] == [1, 2, 3]
+    assert {(each.error, each.place) for each in seen} == {("PermissionError: [Errno 13] denied", "")}
+    assert seen[0].pending[:2] == ("config.yaml", "metrics.jsonl")
+
+
+def test_a_full_storage_keeps_the_older_checkpoint_until_the_newer_one_fits(
+    run: Path, url: str, tmp_path: Path
+) -> None:
+    save(run, 1)
+
+    def fault(operation: str, path: str) -> None:
+        if operation == "half" and Path(path).stat().st_size > 500_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def looked() -> None:
+        assert "No space left" in memory.read(run).last_error
+        assert whole_checkpoints(url, "a run", tmp_path / f"copy-{len(list(tmp_path.iterdir()))}") == [name_of(1)]
+
+    def make_room() -> str:
+        looked()
+        shutil.rmtree(str(run / "checkpoints" / name_of(2)))
+        return save(run, 3)
+
+    with faults(fault):
+        found = mirror(run, url, lambda: save(run, 2, LARGE), looked, make_room, lambda: None, kept=Retention(1))
+    assert (found.failures, found.is_complete) == (2, True)
+    assert verified(url, "a run", tmp_path / "copy") == [name_of(3)]

@@ -1,0 +1,161 @@
+"""Run `scripts/pod.sh` from tests: a pod whose hosts are network, mount and pid namespaces of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Dict, Iterator, List, Optional, Sequence
+
+from tests.support import ROOT
+
+SCRIPT = str(ROOT / "scripts" / "pod.sh")
+NETWORK = "10.77.0"
+TOKENS_SINCE = (2, 52)
+# A raylet ends if its agents need more than 15 s to start, a fixed limit of Ray. The processes of a start command take
+# precedence over the other tests of a busy machine: with autogroups (sched(7)), the nice value of a session counts.
+PRIORITY = "{ echo -5 >/proc/self/autogroup; } 2>/dev/null; "
+
+
+def skip_reason() -> Optional[str]:
+    """Return why no pod can be created on this machine, or None."""
+    if os.getuid() != 0:
+        return "network namespaces need root"
+    path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+    missing = [
+        tool for tool in ("ip", "tc", "unshare", "nsenter", "sshd", "rsync") if not shutil.which(tool, path=path)
+    ]
+    if missing:
+        return f"missing: {', '.join(missing)}"
+    if tuple(int(part) for part in version("ray").split(".")[:2]) < TOKENS_SINCE:
+        return f"Ray {version('ray')} has no token authentication"
+    test = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False)
+    return None if test.returncode == 0 else f"cannot create namespaces: {test.stderr.decode().strip()}"
+
+
+class EmulatedPod:
+    """A pod that runs until `down` is called."""
+
+    def __init__(self, name: str, hosts: int, shared: Path, venv: str = sys.prefix) -> None:
+        """Start the pod.
+
+        Args:
+            shared: a folder that all hosts share, like a network file system. Python modules in its folder `site` can
+                be imported on all hosts.
+            venv: the Python environment of all hosts.
+        """
+        self._environment = {
+            **os.environ,
+            "POD_NAME": name,
+            "POD_NET": NETWORK,
+            "POD_SHARE": f"{ROOT}:{shared}",
+            "POD_VENV": venv,
+            "POD_HOSTS": "debian",
+            # Every raylet measures the memory of the whole machine.
+            "POD_ENV": f"PYTHONPATH={ROOT}:{shared}/site RAY_memory_monitor_refresh_ms=0",
+        }
+        self.run("up", str(hosts))
+
+    def run(self, *words: str, within_s: float = 60, check: bool = True) -> str:
+        """Run a command of pod.sh with a timeout; return its stdout and stderr."""
+        done = subprocess.run(
+            [SCRIPT, *words],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=within_s,
+            check=False,
+        )
+        text = done.stdout.decode(errors="replace")
+        assert done.returncode == 0 or not check, f"{words} failed with exit code {done.returncode}:\n{text[-4000:]}"
+        return text
+
+    def start(self, host: int, command: str, output: Path) -> subprocess.Popen[bytes]:
+        """Start a command line in a login shell of a host, with its output in a file."""
+        line = [SCRIPT, "on", str(host), "bash", "-lc", command]
+        with output.open("wb") as file:
+            return subprocess.Popen(
+                line, env=self._environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+            )
+
+    def listening(self, host: int) -> List[int]:
+        """Return the TCP ports of a host that are open to other hosts."""
+        text = self.run("on", str(host), "cat", "/proc/net/tcp", "/proc/net/tcp6")
+        found: Dict[int, None] = {}
+        for line in text.splitlines():
+            words = line.split()
+            if len(words) > 3 and words[3] == "0A" and not words[1].startswith("0100007F:"):
+                found[int(words[1].rpartition(":")[2], 16)] = None
+        return sorted(found)
+
+    def down(self) -> None:
+        """Stop the pod with all its processes."""
+        self.run("down")
+
+
+def address(host: int) -> str:
+    """Return the address of a host."""
+    return f"{NETWORK}.{10 + host}"
+
+
+def cluster_file(hosts: int, head: int = 1, lost: Sequence[int] = ()) -> str:
+    """Return the cluster file of hosts without IPUs with this pod's addresses, and limits for a single machine.
+
+    Its hosts are 1 to `hosts` without those that are `lost`.
+    """
+    text = (ROOT / "cluster" / "emulated-pod.yaml").read_text()
+    workers = [host for host in range(1, hosts + 1) if host not in (head, *lost)]
+    listed = ", ".join(map(address, workers))
+    text = text.replace("worker_ips: [10.0.0.12, 10.0.0.13]", f"worker_ips: [{listed}]")
+    text = re.sub(r"(?m)^(m.._workers): 2", rf"\1: {len(workers)}", text)
+    text = (
+        text.replace("10.0.0.11", address(head))
+        .replace("10.0.0.", f"{NETWORK}.")
+        .replace("ssh_user: ubuntu", "ssh_user: root")
+    )
+    return text.replace("ray start ", f"{PRIORITY}ray start --num-cpus=1 ").replace("=500000000", "=80000000")
+
+
+def copy_source(folder: Path, hosts: int) -> None:
+    """Copy raypod's source to a folder, with a `cluster/pod64.yaml` that describes this pod."""
+    for name in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt"):
+        shutil.copy(str(ROOT / name), str(folder / name))
+    shutil.copytree(str(ROOT / "configs"), str(folder / "configs"))
+    shutil.copytree(str(ROOT / "raypod"), str(folder / "raypod"), ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "cluster").mkdir()
+    (folder / "cluster" / "pod64.yaml").write_text(cluster_file(hosts))
+
+
+def operate(pod: EmulatedPod, shared: Path, start: str, within_s: float = 60) -> str:
+    """Return the output of the command of docs/how-to/pods.md that begins with `start`, on the operator in `shared`."""
+    return pod.run("op", "bash", "-c", f"cd {shared}\n{documented_command(start)}", within_s=within_s)
+
+
+def documented_command(start: str) -> str:
+    """Return the command line of docs/how-to/pods.md that begins with `start`, as it is printed."""
+    section = (ROOT / "docs" / "how-to/pods.md").read_text().partition("\n## A pod on one machine")[0]
+    (line,) = [line for line in section.splitlines() if line.startswith(start)]
+    return line
+
+
+@contextlib.contextmanager
+def train_here(folder: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Train on this host, with run folder `folder`/run and output `folder`/out."""
+    line = [sys.executable, "-m", "raypod.train", *flags, "--run-dir", str(folder / "run")]
+    # A separate temporary folder, so that it joins no other Ray; its path is short because of Ray's sockets.
+    log = folder / "out"
+    with log.open("wb") as out, tempfile.TemporaryDirectory(prefix="ray") as temporary:
+        environment = {**os.environ, "RAY_TMPDIR": temporary}
+        command = subprocess.Popen(line, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            yield command
+        finally:
+            command.terminate()
+            command.wait(60)

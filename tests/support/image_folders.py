@@ -1,0 +1,44 @@
+"""Small image folders for tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Dict, Tuple
+
+import numpy as np
+from PIL import Image
+
+
+def photograph(seed: int, width: int, height: int) -> Image.Image:
+    """An image with large structures, in which every crop looks different."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def write(folder: Path) -> Path:
+    """Two classes with 6 training images each, of all kinds that ImageNet has, and 1 test image."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the orientation
+    kinds: Dict[str, Tuple[str, Dict[str, object]]] = {
+        "a.JPEG": ("RGB", {"quality": 92}),
+        "b.jpg": ("RGB", {"quality": 92, "subsampling": 0, "exif": exif}),
+        "c.jpg": ("L", {"quality": 92}),
+        "d.jpg": ("CMYK", {"quality": 92}),
+        "e.png": ("RGBA", {}),
+        "f.jpeg": ("RGB", {"quality": 92, "progressive": True}),
+    }
+    for number, name in enumerate(("cat", "dog")):
+        for split, files in (("train", list(kinds)), ("val", ["a.JPEG"])):
+            (folder / split / name).mkdir(parents=True)
+            for position, file in enumerate(files):
+                mode, options = kinds[file]
+                image = photograph(100 * number + position + 50 * (split == "val"), 130 + 7 * position, 100)
+                image.convert(mode).save(str(folder / split / name / file), **options)
+    return folder
+
+
+def touch(folder: Path) -> None:
+    """Let a folder be changed a second later than it was, whatever the resolution of the clock."""
+    changed = folder.stat().st_mtime + 1
+    os.utime(str(folder), (changed, changed))
