@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, FrozenSet, Iterator, List
 import numpy as np
 from typing_extensions import Protocol
 
+from raypod.datasets.pixel_limit import TooManyPixels
 from raypod.datasets.pixels import lost_of
 from raypod.datasets.shards import checksum_of_sample
 from raypod.errors import as_utf8
@@ -227,7 +228,7 @@ def _measured(measure: Callable[[int], int], indices: Sequence[int]) -> List[int
 
 def _way_out(error: Exception, sample: str) -> str:
     """Return what to do about an image that cannot be read; a run that has begun can be resumed after each of it."""
-    more = "--max-image-pixels accepts more pixels, or " if type(error).__name__ == "DecompressionBombError" else ""
+    more = "accept more with --max-image-pixels, or " if isinstance(error, TooManyPixels) else ""
     return (
         f"replace it and resume with --resume-anyway data_fingerprint, or {more}leave it out with --leave-out {sample}"
     )

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 
+class TooManyPixels(OSError):
+    """An image is larger than `data.max_image_pixels`."""
+
+
 def check_pixels(height: int, width: int, max_pixels: int) -> None:
-    """Raise OSError if an image is too large to be decoded."""
+    """Raise TooManyPixels if an image is too large to be decoded."""
     if height * width > max_pixels:
-        raise OSError(f"it has {height} x {width} pixels, more than --max-image-pixels {max_pixels}")
+        raise TooManyPixels(f"it has {height} x {width} pixels, more than --max-image-pixels {max_pixels}")
 
 
 def open_image(source: Any, max_pixels: int) -> Any:
@@ -19,7 +23,8 @@ def open_image(source: Any, max_pixels: int) -> Any:
         max_pixels: the limit, in place of Pillow's own.
 
     Raises:
-        OSError: the image is too large, or Pillow does not recognize its format.
+        TooManyPixels: the image is too large.
+        OSError: Pillow does not recognize its format.
     """
     from PIL import Image, UnidentifiedImageError  # planning works without Pillow
 
@@ -31,7 +36,7 @@ def open_image(source: Any, max_pixels: int) -> Any:
     except UnidentifiedImageError:
         raise OSError("Pillow does not recognize its format") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise OSError(f"{error}; --max-image-pixels is {max_pixels}") from None
+        raise TooManyPixels(f"{error}; --max-image-pixels is {max_pixels}") from None
     try:
         check_pixels(image.height, image.width, max_pixels)
     except OSError:

@@ -16,6 +16,7 @@ import math
 from typing import Dict, Iterable, List, Optional
 
 from raypod.events import FailureKind, HeartbeatReport
+from raypod.host.activity_record import Activity
 from raypod.instance.control import IDLE, LOADING, RETRYING
 from raypod.plan.run_section import CALL_TIMEOUTS_S, RunSection
 
@@ -49,6 +50,12 @@ class LastHeartbeat:
             share = (report.cpu_s - self.report.cpu_s) / max(now_s - self.received_s, 1e-3)
             busy_s = now_s if share >= BUSY_SHARE else busy_s
         return LastHeartbeat(report, now_s, busy_s)
+
+
+def heartbeat_of(index: int, activity: Activity) -> HeartbeatReport:
+    """Return the heartbeat of an instance from its record. Whether it waits for others is not known."""
+    name, duration_s, calls, slowest_call_s, cpu_s = activity
+    return HeartbeatReport(index, name, duration_s, calls, slowest_call_s, waits_for_others=False, cpu_s=cpu_s)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -294,8 +294,7 @@ class RayFleet:
             environment = self._watch.results({opened: root}, what, self._start_bound)[root]
         self._all("the instances to form the process group", self._start_bound, "call", "join", environment)
         # From its first heartbeat on, an instance can be silent.
-        reports = self._all("the first heartbeats", self._start_bound, "beat")
-        self._watch.record_heartbeats(dict(enumerate(reports)))
+        self._watch.record_heartbeats(dict(enumerate(self._all("the first heartbeats", self._start_bound, "beat"))))
 
     def _all(self, what: str, bound: Tuple[float, str], verb: str, *arguments: Any) -> List[Any]:
         """Return the results of the method `verb` of all actors, in instance order."""
@@ -346,6 +345,4 @@ class RayFleet:
 
 def _as_idle(report: Optional[HeartbeatReport]) -> Optional[HeartbeatReport]:
     """Return the heartbeat of a survivor during a repair: it waits for nothing any more."""
-    if report is None:
-        return None
-    return dataclasses.replace(report, activity=IDLE, duration_s=0.0, waits_for_others=False)
+    return report and dataclasses.replace(report, activity=IDLE, duration_s=0.0, waits_for_others=False)

@@ -15,11 +15,10 @@ from raypod.errors import CollectiveBroken, PeerLost, RaypodError, WaitTimedOut,
 from raypod.events import FailureKind, HeartbeatReport, InstanceLost
 from raypod.fleet.base import Beat, FleetBroken
 from raypod.fleet.death_cause import death_causes
-from raypod.fleet.liveness import LastHeartbeat, Suspect, find_suspects, find_unreleased, is_training
+from raypod.fleet.liveness import LastHeartbeat, Suspect, find_suspects, find_unreleased, heartbeat_of, is_training
 from raypod.fleet.ray_replace import ProcessKiller
 from raypod.fleet.ray_wait import NO_VALUE, PauseDetector, take_ready
 from raypod.host import activity_record
-from raypod.host.activity_record import Activity
 from raypod.plan import user_code
 from raypod.plan.plan import Plan
 
@@ -203,7 +202,7 @@ class Watch:
         for ref, activity, error, _ in take_ready(self._ray, self._observations, 0):
             index = self._observations.pop(ref)
             if error is None and activity is not None:
-                report = self._without_pauses(_heartbeat(index, activity))
+                report = self._without_pauses(heartbeat_of(index, activity))
                 self._heartbeats[index] = self._heartbeats[index].next(report, now_s)
                 self._unresponsive.add(index)
         for index, last in self._heartbeats.items():
@@ -340,12 +339,6 @@ class Watch:
         activity = report.activity if report is not None else ""
         cause = " ".join(cause.split())
         return InstanceLost(index, self._hosts[index], kind, cause, activity, stack, self._plan.log_file(index))
-
-
-def _heartbeat(index: int, activity: Activity) -> HeartbeatReport:
-    """Return the heartbeat of an instance from its record. Whether it waits for others is not known."""
-    name, duration_s, calls, slowest_call_s, cpu_s = activity
-    return HeartbeatReport(index, name, duration_s, calls, slowest_call_s, waits_for_others=False, cpu_s=cpu_s)
 
 
 def _is_cause(error: Exception) -> bool:

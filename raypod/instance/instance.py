@@ -79,8 +79,7 @@ class Instance:
         self._training = poptorch.trainingModel(
             model.training_step, options=program.training_options(plan, self._cache), optimizer=model.optimizer
         )
-        options = program.inference_options(plan, self._cache)
-        self._inference = poptorch.inferenceModel(model.evaluation_step, options=options)
+        self._inference = poptorch.inferenceModel(model.evaluation_step, program.inference_options(plan, self._cache))
         self._poptorch_models = [self._training, self._inference]
         self._timer.end("build model")
         return InstanceStarted(

@@ -303,6 +303,7 @@ def test_a_run_stopped_anywhere_resumes_bit_for_bit(make: Make, model: str, tmp_
 
 FAILING = """
 import pathlib
+import torch
 class Samples:
     def __init__(self, samples, failing):
         self.samples, self.failing = samples, failing
@@ -321,10 +322,9 @@ def data(folder):
 def test_data_that_cannot_be_read_costs_no_update_of_the_first_epoch(
     make: Make, model: str, tmp_path: Path, failing: str
 ) -> None:
-    with (tmp_path / "resume_model.py").open("a") as module:
-        module.write(FAILING)
+    (tmp_path / "failing_data.py").write_text(FAILING)
     sections: Any = {
-        "data": {"dataset": "resume_model:data", "data_dir": str(tmp_path)},
+        "data": {"dataset": "failing_data:data", "data_dir": str(tmp_path)},
         "training": {"model": model, "updates": 24, "batch_size": 8, "evaluate_every": 1},
         "pod": {"num_instances": 1},
     }

@@ -109,8 +109,7 @@ def test_the_first_sample_may_be_left_out(tmp_path: Path, make: Any) -> None:
     assert (tuple(images.shape), labels.tolist()) == ((1, 3, 224, 224), [0])
 
 
-def test_an_image_with_too_many_pixels_names_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = from_values({"data": {"dataset": "imagefolder", "data_dir": str(image_folders.write(tmp_path))}})
-    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(OSError, match=r"--max-image-pixels accepts more pixels, or leave it out with --leave-out 7"):
-        datasets.load(config).train[7]
+def test_an_image_with_too_many_pixels_names_the_flag(tmp_path: Path) -> None:
+    data = {"dataset": "imagefolder", "data_dir": str(image_folders.write(tmp_path)), "max_image_pixels": 100}
+    with pytest.raises(OSError, match="accept more with --max-image-pixels, or leave it out with --leave-out 7"):
+        datasets.load(from_values({"data": data})).train[7]

@@ -16,6 +16,7 @@ import torch
 
 from raypod import launch, train
 from raypod.__main__ import main
+from raypod.cli import printable
 from raypod.trained.formats import METADATA_FILE
 from tests.support import ROOT
 from tests.support.documented import commands, modules
@@ -75,7 +76,7 @@ def test_the_model_of_a_task_predicts_generates_and_is_exported(
     assert [line[0] for line in lines] == ["train", "predict", "predict", "export"]
     assert train.main([*lines[0][1:], "--epochs", "1", "--fleet", "inline"]) == 0
     outputs = []
-    for line in lines[1:]:
+    for line in [*lines[1:], [*lines[2], "--json"]]:
         capsys.readouterr()
         assert main(line) == 0
         outputs.append(capsys.readouterr().out)
@@ -83,8 +84,9 @@ def test_the_model_of_a_task_predicts_generates_and_is_exported(
     assert (header.split(), len(rows)) == (["file", "rank", "next", "probability"], 3)
     assert rows[0].startswith("letters.py  1     ' '")  # the file ends with a line break, before an indentation
     prompt = lines[2][lines[2].index("--prompt") + 1]
-    assert outputs[1].startswith(prompt)
-    assert len(outputs[1]) == len(f"{prompt}\n") + 40
+    generated = json.loads(outputs[3])
+    assert (generated["prompt"], len(generated["text"])) == (prompt, 40)
+    assert outputs[1] == printable(f"{prompt}{generated['text']}\n")
     (file,) = (folder / "runs" / "letters").glob("Letters-update-*.pt")
     extra = {METADATA_FILE: ""}
     logits = torch.jit.load(str(file), _extra_files=extra)(torch.tensor([10]))  # type: ignore[no-untyped-call]
