@@ -46,7 +46,9 @@ class Scene:
         placement = SimpleNamespace(cluster=hosts, hosts=hosts.hosts, instances=specs, instances_on=lambda host: [host])
         placement.sizes = SimpleNamespace(local_ipus=2)
         config = SimpleNamespace(pod=SimpleNamespace(is_elastic=is_elastic), run=SimpleNamespace(start_timeout_s=300.0))
-        plan: Any = SimpleNamespace(config=config, placement=placement, log_file=lambda index: f"{index}.log", run_dir="run")
+        plan: Any = SimpleNamespace(
+            config=config, placement=placement, log_file=lambda index: f"{index}.log", run_dir="run"
+        )
         reservation: Any = SimpleNamespace(
             node_ids=["a", "b"], options=lambda host, share: {"bundle": (host, share)}, bundles=[{"IPU": 2.0}] * 2
         )
