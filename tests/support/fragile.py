@@ -1,8 +1,9 @@
 """A user's data set and model that fail if a file exists in the working directory, once for each file.
 
-The name of a file is the failure. The process whose first replica is number 2 fails, and removes the file; the failures
-`sample-raises-0` and `-2` are of one process each, and `outage` of all until someone removes the file. With a file
-`slow-disk` every flush of instance 0 to the disk is slow, with `slow-data` the data of instances of two replicas.
+The name of a file is the failure. The process whose first replica is number 2 fails, and removes the file. The failures
+`raises-at-INDEX` are of the processes that load these samples, all at the same time, and `outage` is of all until
+someone removes the file. With a file `slow-disk` every flush of instance 0 to the disk is slow, with `slow-data` the
+data of instances of two replicas.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch
 from poptorch.optimizers.device_optimizer import DeviceOptimizer
 from torch import nn
 
+from tests.support.bounded import wait_until
+
 LONG_S = 600.0
 SLOW_FLUSH_S = 0.15
 SLOW_SAMPLE_S = 0.03
@@ -26,11 +29,7 @@ UPDATE_S = 1.0  # longer than an update takes
 
 
 def _must_fail(failure: str) -> bool:
-    return _first_replica() == "2" and _takes(failure)
-
-
-def _first_replica() -> str:
-    return os.environ.get("POPDIST_REPLICA_INDEX_OFFSET", "")
+    return os.environ.get("POPDIST_REPLICA_INDEX_OFFSET") == "2" and _takes(failure)
 
 
 def _takes(failure: str) -> bool:
@@ -73,7 +72,8 @@ class Data:
     def __getitem__(self, index: int) -> Tuple[torch.Tensor, int]:
         if _must_fail("loader-hangs"):
             _hang_in_user_code()
-        if _takes(f"sample-raises-{_first_replica()}"):
+        if _takes(f"raises-at-{index}"):
+            wait_until(lambda: not list(Path().glob("raises-at-*")))  # until the others load such a sample, too
             raise ValueError("no such sample")
         if Path("outage").exists():
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))

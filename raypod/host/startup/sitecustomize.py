@@ -33,7 +33,7 @@ class _HorovodFallback:
 
 _fallback = os.environ.get("RAYPOD_HOROVOD_FALLBACK", "")
 if _fallback:
-    sys.meta_path.append(_HorovodFallback)  # type: ignore[arg-type]
+    sys.meta_path.append(_HorovodFallback)
 _here = Path(__file__).resolve().parent
 _load("_raypod_torchvision_import", str(_here.parent / "torchvision_import.py"))
 _others = [entry for entry in sys.path if Path(entry or ".").resolve() != _here]
