@@ -10,9 +10,11 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import itertools
 import json
 import math
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -24,8 +26,10 @@ _CHUNK_BYTES = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2  # of linux/fs.h
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOCK_POLL_S = 0.05
-_MOST_LEVELS = 100  # of lists and objects in each other
-_TOO_DEEP = "it is nested too deeply"
+MOST_LEVELS = 100  # of lists and objects in each other
+TOO_DEEP = "it is nested too deeply"
+_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{\]}]')  # of JSON: strings, whose brackets do not count, and brackets
+_STEPS = {"{": 1, "[": 1, "]": -1, "}": -1}
 Bytes = Union[bytes, memoryview]
 
 
@@ -192,24 +196,17 @@ def file_lock(path: Path, timeout_s: float, setting: str) -> Iterator[None]:
 
 
 def parse_json(text: Union[str, bytes]) -> Any:
-    """Return the content of JSON text, of any author. ValueError if it is no JSON, or nested too deeply."""
-    try:
-        content = json.loads(text)
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-    openings = ("{", "[") if isinstance(text, str) else (b"{", b"[")
-    return content if sum(map(text.count, openings)) <= _MOST_LEVELS else check_depth(content)  # type: ignore[arg-type]
+    """Return the content of JSON text, of any author. ValueError if it is no JSON, or nested too deeply.
 
-
-def check_depth(content: Any) -> Any:
-    """Return parsed content; ValueError if it has too many levels for the functions that recurse over it."""
-    level = [content]
-    for _ in range(_MOST_LEVELS):
-        nested = [each for each in level if isinstance(each, (dict, list)) and each]
-        if not nested:
-            return content
-        level = [child for each in nested for child in (each.values() if isinstance(each, dict) else each)]
-    raise ValueError(_TOO_DEEP)
+    The levels are counted before: Python 3.8 cannot always recover from the RecursionError of `json.loads`.
+    """
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")
+    if text.count("{") + text.count("[") > MOST_LEVELS:
+        steps = (_STEPS.get(token, 0) for token in _TOKENS.findall(text))
+        if max(itertools.accumulate(steps)) > MOST_LEVELS:
+            raise ValueError(TOO_DEEP)
+    return json.loads(text)
 
 
 def strict_json(content: Any, indent: Optional[int] = None) -> str:

@@ -9,6 +9,8 @@ from typing import Any, Dict, Iterator, Tuple
 
 import yaml
 
+from raypod.host.files import MOST_LEVELS, TOO_DEEP
+
 _HINTS = {  # by a part of PyYAML's message
     "<block end>": ": is its indentation that of its siblings?",
     "character '\\t'": ": a tab; YAML is indented with spaces",
@@ -31,15 +33,19 @@ class DuplicateKey(yaml.YAMLError):
 class UniqueKeyLoader(yaml.SafeLoader):
     """`yaml.SafeLoader`, which raises DuplicateKey for a duplicate key at any level.
 
-    Its error for content that is nested too deeply is a YAMLError, too.
+    Content that is nested too deeply is a YAMLError, before it is a RecursionError.
     """
 
-    def get_single_node(self) -> Any:
-        """Return the node of the document."""
-        try:
-            return super().get_single_node()
-        except RecursionError:
-            raise yaml.YAMLError("it is nested too deeply") from None
+    _levels = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Return the next node of the document."""
+        self._levels += 1
+        if self._levels > MOST_LEVELS:
+            raise yaml.YAMLError(TOO_DEEP)
+        node = super().compose_node(parent, index)
+        self._levels -= 1
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         """Construct a mapping. A key may override one that is merged with `<<`."""

@@ -36,13 +36,15 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Tuple
 
 import yaml
 
 from raypod.errors import ConfigError
-from raypod.host.files import check_depth, parse_json
+from raypod.host.files import parse_json
+from raypod.plan.unique_keys import UniqueKeyLoader
 from raypod.record import event_log, run_state
 from raypod.record.growing_file import GrowingFile
 from raypod.record.run_folder import CONFIG, EVALUATIONS, METRICS, PLAN, SUMMARY
@@ -88,7 +90,7 @@ class RunReader:
                 self._read(self._evaluations, self._add_evaluations),
                 self._read(self._events, self._add_events),
                 *(self._load(name, parse_json) for name in (PLAN, SUMMARY)),
-                self._load(CONFIG, _load_yaml),
+                self._load(CONFIG, partial(yaml.load, Loader=UniqueKeyLoader)),
             ]
         except OSError as error:
             raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
@@ -212,13 +214,6 @@ def _state_of(folder: Path) -> Dict[str, Any]:
         "total_updates": state.total_updates,
         "restarts": state.restarts,
     }
-
-
-def _load_yaml(text: str) -> Any:
-    try:
-        return check_depth(yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
 
 
 def _flat(content: Dict[str, Any], prefix: str = "") -> Dict[str, Any]:

@@ -142,3 +142,17 @@ def test_a_private_folder_is_one_that_only_this_user_can_use(
         assert path.stat().st_mode & 0o777 == 0o700
         monkeypatch.setattr(os, "getuid", lambda: 12345)
         assert make_private(str(path)) == f"{path} belongs to uid {path.stat().st_uid}, not to 12345: remove it"
+
+
+@pytest.mark.parametrize("text", ["[" * 101 + "]" * 101, '{"a": ' * 5_000 + "1" + "}" * 5_000, "[" * 100_000, "[" * 101])
+def test_json_with_too_many_levels_is_no_json(text: str) -> None:
+    for content in (text, text.encode()):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            files.parse_json(content)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100 + "]" * 100, '["' + "[" * 500 + '"]', r'["\"' + "{" * 500 + '"]', f"[{'[], ' * 500}{{}}]"]
+)
+def test_brackets_in_strings_and_beside_each_other_are_no_levels(text: str) -> None:
+    assert files.parse_json(text) == files.parse_json(text.encode()) == json.loads(text)
