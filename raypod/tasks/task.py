@@ -80,7 +80,8 @@ class Task(abc.ABC):
         Numerators and denominators are 0-d tensors or numbers.
 
         Args:
-            network: calls the network; floating-point inputs are converted to the precision of the activations.
+            network: calls the network; floating-point inputs are converted to the precision of the activations. It has
+                the attributes of the module, as in `network.parameters()`.
         """
 
     @abc.abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,22 @@ class Best(Task):
 class NoMetric(Task):
     def training_outputs(self, network, x):
         return nn.functional.mse_loss(network(x), x[:, :1]), {}
+class LossOnly(Task):
+    def training_outputs(self, network, x):
+        return nn.functional.mse_loss(network(x), x[:, :1])
+class LossOfSamples(Task):
+    def training_outputs(self, network, x):
+        return nn.functional.mse_loss(network(x), x[:, :1], reduction="none"), {"size": (1, 1)}
+class Lasso(Task):
+    def penalty(self, network):
+        return sum(each.abs().sum() for each in network.parameters()) + network.weight.square().sum()
+    def training_outputs(self, network, x):
+        import poptorch
+        loss = nn.functional.mse_loss(network(x), x[:, :1]) + 0.1 * self.penalty(network)
+        return poptorch.identity_loss(loss, reduction="none"), {"size": (self.penalty(network), 1)}
+    def evaluation_outputs(self, network, x):
+        losses = (network(x) - x[:, :1]).squeeze(1) ** 2
+        return {"loss": (losses, 1), "size": (self.penalty(network).repeat(len(x)), 1)}
 class WholeBatch(Task):
     def evaluation_outputs(self, network, x):
         return {"loss": (network(x).mean(), 1), "size": (x.abs().sum(1), x.shape[1])}
@@ -144,21 +161,39 @@ def test_bad_input_is_one_line(
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        ("NoMetric", "NoMetric.training_outputs returned the metrics 'loss'; they are 'loss', 'size'"),
+        (
+            "NoMetric",
+            "NoMetric.training_outputs (registered_tasks.py:LINE) returned the metrics 'loss'; they are 'loss'",
+        ),
+        (
+            "LossOnly",
+            "LossOnly.training_outputs (registered_tasks.py:LINE) returned a 0-d tensor; it must return loss, "
+            "{'size': (numerator, denominator)}, where the loss is a 0-d tensor",
+        ),
+        ("LossOfSamples", "returned (a tensor of shape [2, 1], a dict); it must return loss, {'size': (num"),
         ("WholeBatch", "sums are tensors with one value per sample"),
         ("WholeBatchOfOne", "sums are tensors with one value per sample, [2], but one of them has the shape [1]"),
-        ("NoLoss", "NoLoss.evaluation_outputs returned the metrics 'size'; they are 'loss', 'size'"),
+        ("NoLoss", "NoLoss.evaluation_outputs (registered_tasks.py:LINE) returned the metrics 'size'; they are 'loss'"),
     ],
 )
 def test_wrong_outputs_name_the_method_before_the_first_update(
     task: str, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert run(task, "--run-dir", "run") == 2
+    line = 2 + MODULE.split("\n").index(f"class {task}(Task):")  # of the method
+    words = words.replace("LINE", str(line))
     assert words in capsys.readouterr().err
-    assert task == "NoMetric" or not (tmp_path / "run").exists()
+    assert task in ("NoMetric", "LossOnly", "LossOfSamples") or not (tmp_path / "run").exists()
 
 
 def test_a_task_of_tuples_without_a_test_split_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run("OnlyTrain", "--num-instances", "1", "--run-dir", "run") == 0
     assert "NO test samples: nothing will be evaluated" in capsys.readouterr().out
     assert '"test_loss": null' in (tmp_path / "run" / "summary.json").read_text()
+
+
+def test_the_network_of_a_task_has_the_attributes_of_its_module(tmp_path: Path) -> None:
+    assert run("Lasso", "--num-instances", "1", "--replicas", "1", "--run-dir", "run") == 0
+    first, second = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert first["size"] > second["size"] > 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["test_size"] > 0
