@@ -89,7 +89,10 @@ class Task(abc.ABC):
         """Return numerator and denominator of each metric and of "loss", per sample: tensors [samples] or numbers."""
 
     def parameter_groups(self, network: nn.Module, weight_decay: float) -> List[Dict[str, Any]]:
-        """Return the parameter groups of the optimizer. Biases and norms (dimension 1) have no weight decay."""
+        """Return the parameter groups of the optimizer. Biases and norms (dimension 1) have no weight decay.
+
+        A group can have its own `lr`, in place of `training.learning_rate`; the schedule applies to both.
+        """
         parameters = list(network.parameters())
         return [
             {"params": _with(parameters, is_matrix=True), "weight_decay": weight_decay},
