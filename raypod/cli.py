@@ -148,9 +148,34 @@ def parser_of(command: Callable[[Sequence[str]], Any]) -> FlagParser:
     raise TypeError(f"{command} has no FlagParser")
 
 
+# What other programs call the flags of a training.
+_ELSEWHERE = {
+    "learning_rate": ("lr",),
+    "batch_size": ("bs",),
+    "weight_decay": ("wd",),
+    "updates": ("steps", "max_steps"),
+    "lr_schedule": ("scheduler",),
+    "max_grad_norm": ("clip", "grad_clip"),
+    "gradient_accumulation": ("grad_accum",),
+    "precision": ("fp16", "amp"),
+    "model": ("arch", "net"),
+    "replicas": ("gpus", "num_gpus", "devices"),
+    "num_workers": ("workers",),
+    "data_dir": ("root", "data_path"),
+    "run_dir": ("output_dir", "save_dir"),
+}
+
+
 def nearest(word: str, known: Iterable[str], count: int = 1) -> List[str]:
-    """Return at most `count` of the known names that are similar to `word`, the most similar first."""
-    return difflib.get_close_matches(word, list(known), n=count, cutoff=0.5)
+    """Return at most `count` of the known names that mean `word` elsewhere or are similar to it, the nearest first."""
+    names, plain = list(known), _underscored(word)
+    found = [name for name in names if plain in _ELSEWHERE.get(_underscored(name), ())]
+    similar = difflib.get_close_matches(word, names, n=count, cutoff=0.5)
+    return [*found, *(name for name in similar if name not in found)][:count]
+
+
+def _underscored(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

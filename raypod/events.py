@@ -211,7 +211,7 @@ class UpdateDone:
 
 @dataclasses.dataclass(frozen=True)
 class EpochDone:
-    """Mean metrics over the updates of an epoch in this run that have results; NaN if none has."""
+    """Metrics over the samples of all updates of an epoch that have results; NaN if none has."""
 
     epoch: int
     metrics: Dict[str, float]

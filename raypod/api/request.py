@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, Iterator, Mapping, Optional, Type, Union
 
 from raypod import planning
-from raypod.cli import suggestion
+from raypod.cli import nearest
 from raypod.errors import ConfigError
 from raypod.host import sdk
 from raypod.plan import resolve
@@ -109,7 +109,9 @@ def _by_section(flags: Mapping[str, Any], schema: resolve.Schema) -> Dict[str, A
     given: Dict[str, Any] = {}
     for flag, value in flags.items():
         if flag not in names:
-            raise ConfigError(f"unknown flag {flag}{suggestion(flag, sorted([*names, *_ARGUMENTS]))}")
+            found = nearest(flag, sorted([*names, *_ARGUMENTS]))
+            hint = f"did you mean {found[0]}?" if found else "raypod train --help-all lists all, here with underscores"
+            raise ConfigError(f"unknown flag {flag}; {hint}")
         if value is None:
             continue  # the default, as for a flag that is not given
         if names[flag] in given:

@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.checkpoint.digest import SHA256, XXH3_128
 from raypod.host.files import parse_json
-from raypod.plan.metric import LOSS, Metric
+from raypod.plan.metric import LOSS, EpochSums, Metric
 
 WEIGHTS, OPTIMIZER, REPLICAS = "weights.safetensors", "optimizer.safetensors", "replicas.safetensors"
 EMA = "ema.safetensors"  # the averaged weights, with --ema
@@ -67,6 +67,8 @@ class Manifest:
     # The changes of the number of replicas until this update, oldest first: `update`, `replicas` and
     # `gradient_accumulation` of each `events.Resized`.
     resizes: Tuple[Dict[str, int], ...] = ()
+    # Of the updates of `epoch` that are done, for its metrics; empty at its beginning, and in older checkpoints.
+    epoch_sums: EpochSums = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> bytes:
         """Return the JSON that `manifest_from_json` parses."""

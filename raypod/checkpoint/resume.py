@@ -15,6 +15,7 @@ from raypod.cli import counted
 from raypod.errors import CheckpointDamaged, ConfigError
 from raypod.plan.config import CHECKPOINTS, CONFIG_FILE, CONTENTS, Config
 from raypod.plan.learning_rate import DEPEND_ON_LENGTH
+from raypod.plan.metric import EpochSums
 from raypod.plan.plan import Plan
 
 # Settings of the sections `data` and `training` that do not change the training: the location and preparation of the
@@ -188,6 +189,7 @@ def manifest_of(
     versions: Dict[str, str],
     tested: Optional[Dict[str, float]] = None,
     resizes: Sequence[Dict[str, int]] = (),
+    epoch_sums: Optional[EpochSums] = None,
 ) -> Manifest:
     """Return the manifest of a run after `update` updates. The writer adds the files and the hash of the weights."""
     epoch, update_of_epoch = divmod(update, plan.updates_per_epoch)
@@ -201,6 +203,7 @@ def manifest_of(
         versions=versions,
         tested=tested or {},
         resizes=tuple(resizes),
+        epoch_sums=epoch_sums or {},
     )
 
 

@@ -29,14 +29,17 @@ from raypod.fleet.base import Fleet, FleetBroken
 from raypod.plan.plan import Plan
 from raypod.plan.values import parse_interval
 from raypod.record.ledger import last_generation
+from raypod.record.metrics import MetricsAggregator
 
 
 class CheckpointSchedule:
     """The checkpoints of one run. `last` is the newest one that was written, None before the first."""
 
-    def __init__(self, plan: Plan, started: InstanceStarted, resumed: Optional[Checkpoint]) -> None:
+    def __init__(
+        self, plan: Plan, started: InstanceStarted, resumed: Optional[Checkpoint], metrics: MetricsAggregator
+    ) -> None:
         """`started` is the report of instance 0, which writes the checkpoints."""
-        self._plan, self._started = plan, started
+        self._plan, self._started, self._metrics = plan, started, metrics
         self._interval = parse_interval(plan.config.run.checkpoint_every)
         self._begun_s = 0.0  # when a checkpoint of the current state was last begun or found to exist
         self._begun_update: Optional[int] = None
@@ -78,8 +81,8 @@ class CheckpointSchedule:
 
     def _manifest(self, update: int, tested: Optional[Dict[str, float]] = None) -> Manifest:
         versions = dict(self._started.versions)
-        fingerprint = self._started.data_fingerprint
-        return manifest_of(self._plan, update, self.generation, fingerprint, versions, tested, self.resizes)
+        fingerprint, sums = self._started.data_fingerprint, self._metrics.epoch_sums()
+        return manifest_of(self._plan, update, self.generation, fingerprint, versions, tested, self.resizes, sums)
 
     def add_evaluation(self, update: int, tested: Dict[str, float]) -> None:
         """Add the test metrics to the checkpoint of `update`, if it was begun before the evaluation."""
@@ -107,6 +110,8 @@ class CheckpointSchedule:
         self._begun_update, self.last = None, None
         self.resizes = [each for each in self.resizes if checkpoint is not None and each["update"] <= checkpoint.update]
         self._begun_s = time.monotonic()
+        if checkpoint is not None:
+            self._metrics.know_epoch_sums(checkpoint.update, checkpoint.manifest.epoch_sums)
         if checkpoint is not None and _is_in(checkpoint, self._plan.run_dir):
             try:
                 storage.make_newest(checkpoint, generation)

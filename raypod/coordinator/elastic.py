@@ -179,8 +179,8 @@ class Elastic:
         yield PhaseBegun("repairing", self._metrics.position)
         checkpoint, damaged = restart_point(plan.run_dir, self._resumed)
         update = checkpoint.update if checkpoint else 0
-        yield from self._roll_back_to(update)
         self._schedule.rollback_to(checkpoint)
+        yield from self._roll_back_to(update)
         hosts = [spec.host for spec in plan.placement.instances]
         event = resized(plan, self.plan.geometry.total_replicas, update, hosts, cause)
         self.plan = plan

@@ -276,7 +276,7 @@ class SeededSamples:
         return sample, found
 
 
-def collated(samples: List[Any], indices: Sequence[int]) -> Any:
+def collated(samples: List[Any], indices: Sequence[int], name: str = "samples") -> Any:
     """Return the batch of samples, as torch's `default_collate`. ConfigError with their indices if they differ."""
     try:
         return default_collate(samples)
@@ -285,8 +285,8 @@ def collated(samples: List[Any], indices: Sequence[int]) -> Any:
             difference = _difference(samples[0], sample)
             if difference:
                 raise ConfigError(
-                    f"samples {indices[0]} and {index} cannot be combined to a batch: {difference}; "
-                    "resize or pad them in the data set"
+                    f"{name} {indices[0]} and {index} cannot be combined to a batch: {difference}; "
+                    "resize or pad them in the data set, as there is no collate function"
                 ) from error
         raise
 

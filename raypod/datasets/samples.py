@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Dict, List, Optional, Tuple
 
 import numpy as np
 import torch
 
 from raypod.datasets.arrays import fingerprint_of_bytes, fingerprint_of_values
+from raypod.datasets.loading import NO_EPOCH, SeededSamples, collated
 from raypod.datasets.source import FIRST, Batch, Source
 from raypod.errors import ConfigError
 
@@ -37,6 +39,27 @@ class Arrays:
     def __getitem__(self, index: int) -> Dict[str, np.ndarray]:
         """Return the row `index` of each array by name."""
         return {name: values[index] for name, values in self.fields.items()}
+
+
+class NamedBatch(Tuple[torch.Tensor, ...]):
+    """The tensors of a batch, by number, or by name if samples are dicts."""
+
+    names: Tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, batch: Batch, names: Optional[Tuple[str, ...]]) -> NamedBatch:
+        """Return a batch with the names of its tensors; None if they have none."""
+        found = cls(batch)
+        found.names = names or ()
+        return found
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        if key not in self.names:
+            known = f"they are {', '.join(self.names)}" if self.names else "use numbers, as samples are tuples"
+            raise KeyError(f"the batch has no tensor {key!r}: {known}")
+        return super().__getitem__(self.names.index(key))
 
 
 class SampleSource(Source):
@@ -70,6 +93,26 @@ class SampleSource(Source):
     def gather(self, split: Any, samples: np.ndarray, seed_and_epoch: Optional[Tuple[int, int]]) -> Batch:
         """See `Source.gather`."""
         return tuple(torch.from_numpy(values[samples]) for values in split.fields.values())
+
+    def first_batch(self, seed: int) -> NamedBatch:
+        """See `Source.first_batch`."""
+        return NamedBatch.of(super().first_batch(seed), self.names)
+
+    def check_batches(self, seed: int) -> None:
+        """Combine a few samples of each split to a batch, as is done later. ConfigError if they cannot be combined.
+
+        Samples that cannot be loaded are skipped: they may be left out.
+        """
+        for name, split in (("training", self.train), ("test", self.test)) if not self.is_in_memory else ():
+            loaded: Dict[int, Any] = {}
+            samples = SeededSamples(split, seed)
+            for index in sorted({0, 1, len(split) // 2, len(split) - 1} & set(range(len(split)))):
+                with contextlib.suppress(Exception):
+                    loaded[index] = samples[NO_EPOCH, index][1]
+            for index, sample in loaded.items():
+                self.check_sample(sample, f"{name} sample {index}")
+            if loaded:
+                collated(list(loaded.values()), list(loaded), f"{name} samples")
 
     def check_sample(self, sample: Any, name: str = FIRST) -> None:
         """See `Source.check_sample`."""

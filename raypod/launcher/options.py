@@ -121,6 +121,8 @@ VIPU_KEYS = tuple(
     if "vipu" in option.name or option.name.endswith("-partition") or option.name == "sync-type"
 )
 NOT_EXPORTED = ("import_config", "export_config", "overwrite_config")
+# Options that poprun does not have, and that choose no host.
+_OWN = ("device", "strict", "run_dir", "grace", "start_timeout", "status_port")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +133,11 @@ class Request:
     given: Tuple[str, ...]  # keys set on the command line or in the imported file
     verbosity: int
     program: Tuple[str, ...]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no option of poprun is given: the program is no instance, and runs as without a launcher."""
+        return not set(self.given) - {*_OWN, *NOT_EXPORTED}
 
     def __getattr__(self, key: str) -> Any:
         if key in BY_KEY:
@@ -149,6 +156,7 @@ _REFUSED = {
 _NOTES = (
     "PATH of the programs begins with the folder of the Python interpreter that runs this command; on other hosts, of",
     "metadata.raypod.python in the cluster YAML, else of Ray's interpreter. -x PATH and -x PATH=VALUE replace it.",
+    "Without an option of poprun, PROGRAM runs as without a launcher: popdist.isPopdistEnvSet() is False.",
     "The slots of a host limit its instances, which are divided equally between the hosts.",
 )
 

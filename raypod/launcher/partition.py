@@ -36,7 +36,7 @@ def partition(
             say(f"partition options have no effect ({why}): {', '.join(flags)}")
         yield {}
         return
-    if not flags and not name:
+    if request.is_plain or not (flags or name):  # a plain program finds the partition of the caller's variables
         yield {}
         return
     tool = vipu.Vipu(_controller(request, placement))

@@ -32,6 +32,7 @@ _HOST_SPECIFIC = (
     *("HOSTNAME", "HOST", "DISPLAY", "XAUTHORITY", "XDG_RUNTIME_DIR", "XDG_SESSION_ID", "DBUS_SESSION_BUS_ADDRESS"),
     *("SSH_AUTH_SOCK", "SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY"),
 )
+_IDENTITY = ("POPDIST_", "OMPI_", "HOROVOD_")  # what makes a program an instance
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # the caller's values take precedence
 
 
@@ -65,6 +66,8 @@ class Programs:
         folder, path = str(Path(self.interpreters[spec.host_index]).parent), env.get("PATH", os.defpath)
         env["PATH"] = path if path.partition(":")[0] == folder else f"{folder}:{path}"
         placed = placement_environment(self.placement, spec)
+        if self.request.is_plain:
+            placed = {name: value for name, value in placed.items() if not name.startswith(_IDENTITY)}
         env.update({name: value for name, value in placed.items() if name not in _THREADS or name not in env})
         env.update(cache_environment(self.request.executable_cache_path))
         env.update(strict_environment(self.request.strict))

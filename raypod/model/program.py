@@ -16,6 +16,8 @@ from raypod.datasets.transforms import activation_dtype
 from raypod.errors import ConfigError
 from raypod.model import freezing
 from raypod.model.recent_results import RecentResults
+from raypod.model.task_network import TaskNetwork
+from raypod.plan import user_code
 from raypod.plan.config import Config, TrainingSection
 from raypod.plan.metric import Metric
 from raypod.plan.plan import Plan
@@ -96,10 +98,8 @@ class _Step(nn.Module):
         self._dtype, self._casts_parameters = activation_dtype(precision), precision == "16.32"
 
     def _outputs(self, method: Callable[..., Any], batch: Sequence[torch.Tensor]) -> Any:
-        names = self._task.names
-        if names is None:
-            return method(self._run_network, *batch)
-        return method(self._run_network, **dict(zip(names, batch)))
+        network, names = TaskNetwork(self.network, self._run_network), self._task.names
+        return method(network, *batch) if names is None else method(network, **dict(zip(names, batch)))
 
     def _run_network(self, *inputs: Any, **named: Any) -> Any:
         if inputs:
@@ -117,14 +117,18 @@ class _Step(nn.Module):
         if not isinstance(ratios, dict) or set(ratios) != set(self._metrics):
             shown = ", ".join(map(repr, ratios)) if isinstance(ratios, dict) else repr(type(ratios).__name__)
             known = ", ".join(map(repr, self._metrics))
-            raise ConfigError(f"{type(self._task).__name__}.{method} returned the metrics {shown}; they are {known}")
+            raise self._error(method, f"returned the metrics {shown}; they are {known}")
         for name in self._metrics:
             try:
                 numerator, denominator = ratios[name]
             except (TypeError, ValueError):
-                kind = type(self._task).__name__
-                raise ConfigError(f"{kind}.{method}: {name!r} must be a pair (numerator, denominator)") from None
+                raise self._error(method, f"{name!r} must be a pair (numerator, denominator)") from None
             yield from (numerator, denominator)
+
+    def _error(self, method: str, what: str) -> ConfigError:
+        """Return the error for what a method of the task returned, with the place of the method."""
+        place = user_code.place_of_function(getattr(self._task, method))
+        return ConfigError(f"{type(self._task).__name__}.{method}{place} {what}")
 
 
 class TrainingStep(_Step):
@@ -147,12 +151,26 @@ class TrainingStep(_Step):
     def forward(self, *arguments: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
         """Return the loss, 0-d, and numerator and denominator of each metric, float32 [2 x metrics]."""
         batch = arguments if self.recent_results is None else arguments[:-1]
-        loss, ratios = self._outputs(self._task.training_outputs, batch)
+        outputs = self._outputs(self._task.training_outputs, batch)
+        loss, ratios = outputs if isinstance(outputs, (tuple, list)) and len(outputs) == 2 else (None, None)
+        if not isinstance(loss, torch.Tensor) or loss.dim() or not isinstance(ratios, dict):
+            others = ", ".join(f"{name!r}: (numerator, denominator)" for name in self._metrics if name != "loss")
+            form = f"return loss, {{{others}}}, where the loss is a 0-d tensor"
+            raise self._error("training_outputs", f"returned {_shown(outputs)}; it must {form}")
         ratios = {"loss": (loss.detach(), 1), **ratios}
         sums = torch.stack([_scalar(each, loss) for each in self._sums(ratios, "training_outputs")])
         if self.recent_results is not None:
             self.recent_results(sums, arguments[-1])
         return loss, sums
+
+
+def _shown(value: Any) -> str:
+    """Return what a value is: a tensor with its shape, a tuple or list with its entries."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_shown, value))})"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}" if value.dim() else "a 0-d tensor"
+    return f"a {type(value).__name__}"
 
 
 def _scalar(value: Any, like: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing_extensions import Literal
 
 _MAX_PARTS = 1024  # values that are kept before they are combined to a few parts
 Sums = Tuple[float, ...]  # numerator and denominator of each metric, one after the other
+EpochSums = Dict[str, List[List[float]]]  # by metric: numerator and denominator, each as parts of `exact_parts`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,24 +93,28 @@ def sum_exactly(values: Iterable[float]) -> float:
         return math.nan
 
 
-class ExactMean:
-    """The mean of any number of values, in bounded memory: the correctly rounded sum divided by their number."""
+class ExactSum:
+    """The sum of any number of values, in bounded memory; it does not depend on their order."""
 
-    def __init__(self) -> None:
-        self._parts: List[float] = []
-        self._count = 0
+    def __init__(self, parts: Iterable[float] = ()) -> None:
+        """Continue the sum that had these `parts`."""
+        self._parts = list(parts)
 
     def add(self, value: float) -> None:
         """Add a value."""
         self._parts.append(value)
-        self._count += 1
         if len(self._parts) >= _MAX_PARTS:
-            self._parts = list(exact_parts(self._parts))
+            self._parts = list(self.parts)
+
+    @property
+    def parts(self) -> Tuple[float, ...]:
+        """Few numbers with exactly this sum; see `exact_parts`."""
+        return exact_parts(self._parts)
 
     @property
     def value(self) -> float:
-        """The mean; NaN without values."""
-        return sum_exactly(self._parts) / self._count if self._count else math.nan
+        """The correctly rounded sum; 0 without values."""
+        return sum_exactly(self._parts)
 
 
 def add_sums(rows: Sequence[Sums]) -> List[float]:

@@ -97,6 +97,15 @@ def place_in(frames: Sequence[traceback.FrameSummary]) -> str:
     return ""
 
 
+def place_of_function(function: Callable[..., Any]) -> str:
+    """Return where a function is defined, as " (FILE:LINE)"; "" if that is unknown."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return ""
+    is_file = not code.co_filename.startswith("<")
+    return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if is_file else f" (line {code.co_firstlineno})"
+
+
 def record_place(error: BaseException) -> None:
     """Record `place_of` in an exception that another process will get, where it has no traceback."""
     with contextlib.suppress(AttributeError, TypeError):  # a class can forbid new attributes

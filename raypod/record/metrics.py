@@ -2,6 +2,7 @@
 
 Values of replicas are combined by exact summation, so that the loss of an update does not depend on how the replicas
 are distributed over instances. `metrics.jsonl` holds every update; the progress bar and the summary derive from it.
+The metrics of an epoch are ratios of the sums over its updates, which checkpoints contain for the epoch in progress.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import math
 from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 
 from raypod.events import CallDone, CallReport, CallTimes, EpochDone, UpdateDone
-from raypod.plan.metric import ExactMean, add_sums, values_of
+from raypod.plan.metric import EpochSums, ExactSum, add_sums, values_of
 from raypod.plan.plan import Plan
 from raypod.record.throughput import RecentThroughput
+
+_MAX_POINTS = 1024  # at which the sums of an epoch are kept; instances hold the state of one of the newest
 
 
 class MetricsAggregator:
@@ -31,7 +34,8 @@ class MetricsAggregator:
         self._timed_samples, self._timed_s = 0, 0.0
         self._recent = RecentThroughput()
         self._data_wait_s, self._call_s = 0.0, 0.0
-        self._epoch: Dict[str, ExactMean] = {}
+        self._epoch: List[ExactSum] = []  # of the epoch in progress; empty at its beginning
+        self._known_sums: Dict[int, EpochSums] = {}  # by update, at the points to which a run may return
         self._completed_calls: List[CallDone] = []
         self.position = 0
         self.epochs_done = 0
@@ -41,7 +45,28 @@ class MetricsAggregator:
     def begin_at(self, update: int) -> None:
         """Start the run after `update` updates; discard all pending reports."""
         self._pending.clear()
+        if update != self.position:
+            self._restore_epoch(self._known_sums.get(update, {}))
         self.position = update
+
+    def know_epoch_sums(self, update: int, sums: EpochSums) -> None:
+        """Note the sums of the epoch in progress after `update` updates, for a later `begin_at` or `rollback_to`."""
+        self._known_sums.pop(update, None)
+        self._known_sums[update] = sums
+        if len(self._known_sums) > _MAX_POINTS:
+            del self._known_sums[next(iter(self._known_sums))]
+
+    def epoch_sums(self) -> EpochSums:
+        """Return the sums over the updates of the epoch in progress, for a checkpoint; empty between two epochs."""
+        if not self._epoch or self.position % self._plan.updates_per_epoch == 0:
+            return {}
+        sums = iter([list(each.parts) for each in self._epoch])
+        return {metric.name: [next(sums), next(sums)] for metric in self._plan.task.metrics}
+
+    def _restore_epoch(self, sums: EpochSums) -> None:
+        """Continue an epoch. The sums of older checkpoints, and of a metric that is new, begin here."""
+        names = [metric.name for metric in self._plan.task.metrics]
+        self._epoch = [ExactSum(parts) for name in names for parts in sums.get(name, ((), ()))]
 
     def resize(self, plan: Plan) -> None:
         """Continue with a plan of other instances, whose updates have the same samples. No report is pending."""
@@ -50,6 +75,7 @@ class MetricsAggregator:
     def begin_leg(self, now_s: float) -> None:
         """Exclude the time before a leg (start, save, evaluation) from the throughput."""
         self._last_call_s = now_s
+        self.know_epoch_sums(self.position, self.epoch_sums())
 
     def add(self, report: CallReport, now_s: float) -> List[UpdateDone]:
         """Add a report and return the updates that it completes."""
@@ -114,14 +140,17 @@ class MetricsAggregator:
         profiles = tuple(each.profile for each in reports if each.profile is not None)
         self._completed_calls.append(CallDone(first_update, digests, times, profiles))
         share = _data_wait_share(reports)
-        updates = []
+        updates, metrics = [], self._plan.task.metrics
         for index in range(self._plan.geometry.device_iterations):
             update = first_update + index + 1
+            sums = add_sums([of_replica for report in reports for of_replica in report.sums[index]])
+            sums = sums if sums and not missing else [0.0] * 2 * len(metrics)
+            self._add_to_epoch(update, sums)
             updates.append(
                 UpdateDone(
                     update=update,
                     epoch=(update - 1) // self._plan.updates_per_epoch + 1,
-                    metrics=self._values(() if missing else reports, index),
+                    metrics=values_of(metrics, sums),
                     samples=update * self._plan.geometry.global_batch_size,
                     samples_per_s=rate,
                     time_s=now_s - self._started_at_s,
@@ -132,20 +161,21 @@ class MetricsAggregator:
             )
         self.position = updates[-1].update
         new = [update for update in updates if self.last is None or update.update > self.last.update]
-        self._add_to_epoch(new)
         self.last = new[-1] if new else self.last
         return new
 
     def end_epoch(self, epoch: int) -> EpochDone:
-        """Return the means over the updates since the previous epoch ended. `epoch` is 0-based."""
-        means, self._epoch, self.epochs_done = self._epoch, {}, epoch + 1
-        names = [metric.name for metric in self._plan.task.metrics]
-        return EpochDone(epoch + 1, {name: means.get(name, ExactMean()).value for name in names})
+        """Return the metrics over all updates of the epoch that have ended. `epoch` is 0-based."""
+        sums, self._epoch, self.epochs_done = [each.value for each in self._epoch], [], epoch + 1
+        metrics = self._plan.task.metrics
+        return EpochDone(epoch + 1, values_of(metrics, sums or [0.0] * 2 * len(metrics)))
 
-    def _add_to_epoch(self, updates: Sequence[UpdateDone]) -> None:
-        for update in updates:
-            for name, value in update.metrics.items() if update.has_results else ():
-                self._epoch.setdefault(name, ExactMean()).add(value)
+    def _add_to_epoch(self, update: int, sums: Sequence[float]) -> None:
+        """Add the sums of an update, 1-based. Those of a repeated one are not in the sums that a rollback restored."""
+        if not self._epoch or (update - 1) % self._plan.updates_per_epoch == 0:
+            self._restore_epoch({})
+        for total, value in zip(self._epoch, sums):
+            total.add(value)
 
     @property
     def samples_per_s(self) -> float:
@@ -156,12 +186,6 @@ class MetricsAggregator:
     def data_wait_share(self) -> float:
         """The share of the calls' time that they wait for data (0..1), without the first call."""
         return self._data_wait_s / self._call_s if self._call_s > 0 else 0.0
-
-    def _values(self, reports: Sequence[CallReport], index: int) -> Dict[str, float]:
-        """Return the metrics of update `index` of a call; NaN without reports."""
-        metrics = self._plan.task.metrics
-        sums = add_sums([of_replica for report in reports for of_replica in report.sums[index]])
-        return values_of(metrics, sums or [0.0] * 2 * len(metrics))
 
 
 def _data_wait_share(reports: List[CallReport]) -> float:

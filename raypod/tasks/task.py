@@ -66,7 +66,8 @@ class Task(abc.ABC):
         """Return the network in float32. The global generator of torch is seeded before.
 
         Args:
-            first_batch: the tensors of a batch that consists of the first training sample, as the host sends them.
+            first_batch: the tensors of a batch that consists of the first training sample, as the host sends them: by
+                number, as in `first_batch[0]`, and by name if samples are dicts, as in `first_batch["x"]`.
 
         Raises:
             ConfigError: the network does not fit the data.
@@ -80,7 +81,8 @@ class Task(abc.ABC):
         Numerators and denominators are 0-d tensors or numbers.
 
         Args:
-            network: calls the network; floating-point inputs are converted to the precision of the activations.
+            network: calls the network; floating-point inputs are converted to the precision of the activations. It has
+                the attributes of the module, as in `network.parameters()`.
         """
 
     @abc.abstractmethod
@@ -88,7 +90,10 @@ class Task(abc.ABC):
         """Return numerator and denominator of each metric and of "loss", per sample: tensors [samples] or numbers."""
 
     def parameter_groups(self, network: nn.Module, weight_decay: float) -> List[Dict[str, Any]]:
-        """Return the parameter groups of the optimizer. Biases and norms (dimension 1) have no weight decay."""
+        """Return the parameter groups of the optimizer. Biases and norms (dimension 1) have no weight decay.
+
+        A group can have its own `lr`, in place of `training.learning_rate`; the schedule applies to both.
+        """
         parameters = list(network.parameters())
         return [
             {"params": _with(parameters, is_matrix=True), "weight_decay": weight_decay},
@@ -107,7 +112,11 @@ class Task(abc.ABC):
 
     def facts(self) -> TaskFacts:
         """Return what planning has to know. ConfigError if the data or the metrics cannot be used."""
+        from raypod.datasets.samples import SampleSource  # imports torch
+
         source = self.load()
+        if isinstance(source, SampleSource):  # a task can override `load`
+            source.check_batches(self.config.training.seed)
         name = self.config.task.name.rpartition(":")[2]
         metrics = _checked_metrics(self.metrics, self.best, name)
         size = DatasetSize(len(source.train), len(source.test))
@@ -115,8 +124,11 @@ class Task(abc.ABC):
 
     def example(self, samples: int) -> Batch:
         """Return a batch in the shapes and dtypes of the device, for a plan."""
+        from raypod.datasets.samples import NamedBatch  # imports torch
+
         first_batch = self.load().first_batch(self.config.training.seed)
-        return tuple(each.repeat(samples, *[1] * (each.dim() - 1)) for each in first_batch)
+        repeated = tuple(each.repeat(samples, *[1] * (each.dim() - 1)) for each in first_batch)
+        return NamedBatch.of(repeated, self.names)
 
     def device_input(self, first_batch: Batch) -> nn.Module:
         """Return the module that transforms the first positional input of the network on the device."""

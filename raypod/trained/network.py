@@ -12,6 +12,7 @@ from raypod.checkpoint import tensors
 from raypod.datasets.loading import NO_EPOCH, SeededSamples, collated
 from raypod.datasets.source import Batch, Source
 from raypod.host import sdk, torchvision_import
+from raypod.model.task_network import TaskNetwork
 from raypod.plan import user_code
 from raypod.plan.config import Config
 from raypod.tasks.registry import facts_of, task_of
@@ -31,6 +32,10 @@ class HostNetwork:
         """Return the output of the network. No gradients are recorded."""
         with torch.no_grad():
             return self.network(*self.prepared(inputs), **named)
+
+    def of_task(self) -> TaskNetwork:
+        """Return the network as the methods of a task get it."""
+        return TaskNetwork(self.network, self)
 
     def prepared(self, inputs: Tuple[Any, ...]) -> Tuple[Any, ...]:
         """Return positional inputs as the network gets them."""
@@ -57,7 +62,7 @@ class HostNetwork:
             return self(*inputs, **named)
 
         named = dict(zip(self.task.names, batch)) if self.task.names is not None else {}
-        self.task.evaluation_outputs(record, *(() if named else batch), **named)
+        self.task.evaluation_outputs(TaskNetwork(self.network, record), *(() if named else batch), **named)
         return calls[0]
 
 

@@ -44,7 +44,7 @@ def predict_run(
         raise ConfigError(f"--top {top} must be at least 1")
     config = settings.host_config(run, changes)
     with open_network(config, weights) as network:
-        return list(network.task.predict(network, inputs, top))
+        return list(network.task.predict(network.of_task(), inputs, top))
 
 
 def generate(
@@ -87,4 +87,4 @@ def generate_run(
         raise ConfigError(wrong)
     config = settings.host_config(run, changes)
     with open_network(config, weights) as network:
-        return network.task.generate(network, prompt, length, temperature, seed)
+        return network.task.generate(network.of_task(), prompt, length, temperature, seed)

@@ -103,6 +103,10 @@ class Misspelled:
     ("arguments", "message"),
     [
         ({"batch_sice": 8}, "unknown flag batch_sice; did you mean batch_size?"),
+        ({"lr": 0.1}, "unknown flag lr; did you mean learning_rate?"),
+        ({"bs": 8}, "unknown flag bs; did you mean batch_size?"),
+        ({"num_epochs": 8}, "unknown flag num_epochs; did you mean epochs?"),
+        ({"xyzzy": 8}, "unknown flag xyzzy; raypod train --help-all lists all, here with underscores"),
         ({"callback": print}, "did you mean callbacks?"),
         ({"batch_size": 0}, "training.batch_size = 0: must be at least 1"),
         ({"replicas": 2, "num_replicas": 2}, "both given"),

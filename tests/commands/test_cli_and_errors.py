@@ -58,6 +58,8 @@ def test_similar_names_are_suggested() -> None:
     assert nearest("spead", ["spread", "speed", "other"], count=2) == ["spread", "speed"]
     assert suggestion("spead", ["speed", "other"]) == "; did you mean speed?"
     assert suggestion("zzz", ["speed", "other"]) == "; known: speed, other"
+    assert nearest("--lr", ["--lrs", "--learning-rate"], count=2) == ["--learning-rate", "--lrs"]
+    assert nearest("lr", ["lrs", "speed"]) == ["lrs"], "a command without that flag"
 
 
 def test_a_noun_is_plural_unless_there_is_one() -> None:

@@ -20,6 +20,7 @@ from raypod.launch import main
 from raypod.launcher import ray_hosts
 from raypod.launcher.mpi_arguments import parse_mpi_arguments
 from raypod.launcher.options import parse
+from raypod.launcher.partition import partition
 from raypod.launcher.programs import Programs
 from raypod.launcher.records import HostFacts
 from raypod.plan.cluster import Cluster, Host
@@ -47,6 +48,37 @@ def test_strict_mode_is_a_variable_of_the_instances_of_every_host(
     programs = Programs(request, placement, parse_mpi_arguments(request), caller, ".", (), interpreters=interpreters)
     for spec in placement.instances:
         assert programs.environment(spec, HostFacts("", {})).get("EMULATED_POD_STRICT") == expected
+
+
+OWN = ["--device", "emulated", "--strict", "--run-dir", "r", "--grace", "1", "--start-timeout", "9", "-v"]
+
+
+@pytest.mark.parametrize(
+    ("words", "is_instance"),
+    [([], False), (OWN, False), (["--status-port", "0"], False), (["--num-instances", "1"], True)]
+    + [(["--num-replicas", "1"], True), (["-x", "A=1"], True), (["--host", "a"], True), (["--print-topology"], True)],
+)
+def test_a_program_is_an_instance_only_with_an_option_of_poprun(words: List[str], is_instance: bool) -> None:
+    request, _ = parse([*words, "python", "main.py", "--num-instances", "4"])
+    placement = place(Cluster("pod", (Host("a", "a"),)), Sizes(1, 1, 1))
+    programs = Programs(request, placement, parse_mpi_arguments(request), {}, ".", ("/sdk",), interpreters=["/bin/p"])
+    env = programs.environment(placement.instances[0], HostFacts("", {}))
+    assert any(name.startswith(("POPDIST_", "OMPI_", "HOROVOD_")) for name in env) is is_instance
+    assert env["PYTHONPATH"].endswith(":/sdk")
+
+
+def test_options_that_are_imported_count_as_given(tmp_path: Path) -> None:
+    for text, is_plain in (("run-dir: r\n", True), ("num-instances: 1\n", False)):
+        (tmp_path / "launch.yaml").write_text(text)
+        assert parse(["--import-config", str(tmp_path / "launch.yaml"), "program"])[0].is_plain is is_plain
+
+
+def test_a_plain_program_has_the_partition_of_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = FakeVipu(monkeypatch)
+    placement = place(Cluster("pod", (Host("a", "a"),)), Sizes(1, 1, 1))
+    caller = {"IPUOF_VIPU_API_PARTITION_ID": "mine"}
+    with partition(parse(["program"])[0], placement, True, caller, pytest.fail) as variables:
+        assert (variables, tool.commands) == ({}, [])
 
 
 def test_no_partition_is_created_before_the_cluster_is_joined(
@@ -95,6 +127,12 @@ def test_programs_on_ipus_without_horovod_have_that_of_the_emulated_sdk_and_noth
 
 
 # ---- programs of poprun ----------------------------------------------------------------------------------------------
+
+
+def test_a_program_without_options_runs_as_without_a_launcher(launch: Launch) -> None:
+    ask = "import popdist; print(popdist.isPopdistEnvSet(), popdist.getNumInstances())"
+    assert launch(*python(ask)).lines(0) == ["False 1"]
+    assert launch("--num-instances", "1", *python(ask)).lines(0) == ["True 1"]
 
 
 def test_every_query_of_popdist(launch: Launch) -> None:

@@ -10,7 +10,7 @@ from typing import Callable, List
 import pytest
 
 from raypod.events import CallReport, EpochDone, UpdateDone
-from raypod.plan.metric import ExactMean
+from raypod.plan.metric import ExactSum, Metric
 from raypod.plan.plan import Plan
 from raypod.record.metrics import MetricsAggregator
 from raypod.record.throughput import RecentThroughput
@@ -119,19 +119,36 @@ def test_after_a_rollback_no_update_is_emitted_again(make: Callable[..., Plan]) 
     assert metrics.position == 4
 
 
-def test_the_mean_of_an_epoch_is_exact_and_its_memory_bounded() -> None:
-    mean, values = ExactMean(), []
-    assert math.isnan(mean.value)
+def test_the_sum_of_an_epoch_is_exact_and_its_memory_bounded() -> None:
+    total, values = ExactSum(), []
+    assert total.value == 0.0
     for number in range(5000):
         values.append((-1.0) ** number * 10.0 ** (number % 40 - 20))
-        mean.add(values[-1])
-        assert len(mean._parts) <= 1024
-    assert mean.value == math.fsum(values) / len(values)
-    mean.add(math.inf)
-    assert mean.value == math.inf
+        total.add(values[-1])
+        assert len(total._parts) <= 1024
+    assert total.value == ExactSum(total.parts).value == math.fsum(values)
+    total.add(math.inf)
+    assert total.value == math.inf
     for _ in range(1024):
-        mean.add(-math.inf)
-    assert math.isnan(mean.value)
+        total.add(-math.inf)
+    assert math.isnan(total.value)
+
+
+def test_the_metrics_of_an_epoch_are_ratios_of_sums(make: Callable[..., Plan]) -> None:
+    plan = make(pod={"num_instances": 1, "replicas": 1})
+    loss, perplexity = plan.task.metrics[0], Metric("perplexity", transform=math.exp)
+    plan = dataclasses.replace(plan, task=dataclasses.replace(plan.task, metrics=(loss, perplexity)))
+    metrics = MetricsAggregator(plan, 0.0)
+    for update, value in enumerate((6.0, 3.0)):
+        metrics.add(CallReport(0, update, (((value, 1.0, value, 1.0),),)), 1.0)
+    assert metrics.end_epoch(0).metrics == {"loss": 4.5, "perplexity": math.exp(4.5)}
+
+
+def test_the_points_to_which_a_run_can_return_are_bounded(make: Callable[..., Plan]) -> None:
+    metrics = MetricsAggregator(make(), 0.0)
+    for update in range(5000):
+        metrics.know_epoch_sums(update, {})
+    assert len(metrics._known_sums) == 1024
 
 
 def test_an_epoch_keeps_no_updates(make: Callable[..., Plan]) -> None:

@@ -14,20 +14,25 @@ from raypod.checkpoint.storage import checkpoints_folder
 from raypod.coordinator import coordinator
 from raypod.events import Event, RunEnded
 from raypod.fleet.inline import InlineFleet
+from raypod.plan.metric import EpochSums
 from raypod.plan.plan import Plan
 from raypod.record.metrics import MetricsAggregator
 from raypod.record.sinks import Sinks
 
 
 def save(
-    plan: Plan, update: int, keep: int = 3, generation: int = 1, test_accuracy: Optional[float] = None
+    plan: Plan,
+    update: int,
+    keep: int = 3,
+    generation: int = 1,
+    test_accuracy: Optional[float] = None,
+    epoch_sums: Optional[EpochSums] = None,
 ) -> Checkpoint:
     """Write a checkpoint of a small state whose values are `update`."""
     optimizer = {"param_groups": [{"lr": 0.1, "params": [0]}], "momentum": torch.full((3,), float(update))}
     state = writer.State({"layer.weight": torch.full((2, 3), float(update))}, optimizer)
-    manifest = manifest_of(
-        plan, update, generation, "", {}, None if test_accuracy is None else {"accuracy": test_accuracy}
-    )
+    tested = None if test_accuracy is None else {"accuracy": test_accuracy}
+    manifest = manifest_of(plan, update, generation, "", {}, tested, epoch_sums=epoch_sums)
     return writer.write_checkpoint(checkpoints_folder(plan.run_dir), manifest, state, Retention(keep, plan.best_metric))
 
 

@@ -56,12 +56,13 @@ def test_the_commands_train(folder: Path, page: str, task: str, metric: str, lea
 
 
 @pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("start", ["raypod launch python", "raypod launch --num-replicas"])
 def test_the_program_for_poprun_runs_unchanged(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    start: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     use_inline_ray(monkeypatch)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    code = launch.main(command(FROM_POPRUN, "raypod launch"))
+    code = launch.main(command(FROM_POPRUN, start))
     out, err = capfd.readouterr()
     assert code == 0, out + err
     assert "[Epoch 02] loss: " in out

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from raypod import planning, train
+from raypod.datasets.samples import SampleSource
 from raypod.tasks import registry
 
 MODULE = """
@@ -51,6 +54,22 @@ class Best(Task):
 class NoMetric(Task):
     def training_outputs(self, network, x):
         return nn.functional.mse_loss(network(x), x[:, :1]), {}
+class LossOnly(Task):
+    def training_outputs(self, network, x):
+        return nn.functional.mse_loss(network(x), x[:, :1])
+class LossOfSamples(Task):
+    def training_outputs(self, network, x):
+        return nn.functional.mse_loss(network(x), x[:, :1], reduction="none"), {"size": (1, 1)}
+class Lasso(Task):
+    def penalty(self, network):
+        return sum(each.abs().sum() for each in network.parameters()) + network.weight.square().sum()
+    def training_outputs(self, network, x):
+        import poptorch
+        loss = nn.functional.mse_loss(network(x), x[:, :1]) + 0.1 * self.penalty(network)
+        return poptorch.identity_loss(loss, reduction="none"), {"size": (self.penalty(network), 1)}
+    def evaluation_outputs(self, network, x):
+        losses = (network(x) - x[:, :1]).squeeze(1) ** 2
+        return {"loss": (losses, 1), "size": (self.penalty(network).repeat(len(x)), 1)}
 class WholeBatch(Task):
     def evaluation_outputs(self, network, x):
         return {"loss": (network(x).mean(), 1), "size": (x.abs().sum(1), x.shape[1])}
@@ -63,6 +82,27 @@ class NoLoss(Task):
 class Nested(Task):
     def datasets(self):
         return [{"x": {"y": 1}}] * 64, None
+class ByName(Task):
+    def network(self, first_batch):
+        assert first_batch["x"] is first_batch[0] and len(first_batch) == 1
+        return nn.Linear(first_batch["x"].shape[1], 1)
+class ByWrongName(Task):
+    def network(self, first_batch):
+        return nn.Linear(first_batch["y"].shape[1], 1)
+class Ragged(Task):
+    def datasets(self):
+        return [{"x": torch.zeros(4)}, *[{"x": torch.zeros(i % 3 + 3)} for i in range(63)]], None
+class RaggedTest(Task):
+    def datasets(self):
+        return [(torch.zeros(4),)] * 64, [(torch.zeros(4),)] * 3 + [(torch.zeros(5),)]
+class Unreadable(list):
+    def __getitem__(self, index):
+        if index == 63:
+            raise OSError("damaged")
+        return super().__getitem__(index)
+class Skips(Task):
+    def datasets(self):
+        return Unreadable([(torch.zeros(4),)] * 64), None
 class Uneven(Task):
     def datasets(self):
         return raypod.Arrays(x=torch.zeros(3), y=torch.zeros(4)), None
@@ -122,6 +162,13 @@ def test_a_task_can_show_its_loss_in_its_own_way_and_help_lists_its_options(
         ("Reserved", [], "the metric 'samples' is another key of the files of a run; rename it"),
         ("Best", [], "best = 'accuracy' is none of its metrics (loss, size)"),
         ("Nested", [], "the entry 'x' of the first sample is a dict"),
+        (
+            "Ragged",
+            [],
+            "training samples 0 and 1 cannot be combined to a batch: 'x': [4] and [3]; resize or pad them in the data "
+            "set, as there is no collate function",
+        ),
+        ("RaggedTest", [], "test samples 0 and 3 cannot be combined to a batch: entry 0: [4] and [5]; resize or pad"),
         ("Uneven", [], "all arrays must have the same length, but there is x 3, y 4"),
         ("Task", PIPELINE, "no module 'x'"),
         ("Other", [], "is no subclass of raypod.Task"),
@@ -144,21 +191,58 @@ def test_bad_input_is_one_line(
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        ("NoMetric", "NoMetric.training_outputs returned the metrics 'loss'; they are 'loss', 'size'"),
+        (
+            "NoMetric",
+            "NoMetric.training_outputs (registered_tasks.py:LINE) returned the metrics 'loss'; they are 'loss'",
+        ),
+        (
+            "LossOnly",
+            "LossOnly.training_outputs (registered_tasks.py:LINE) returned a 0-d tensor; it must return loss, "
+            "{'size': (numerator, denominator)}, where the loss is a 0-d tensor",
+        ),
+        ("LossOfSamples", "returned (a tensor of shape [2, 1], a dict); it must return loss, {'size': (num"),
         ("WholeBatch", "sums are tensors with one value per sample"),
         ("WholeBatchOfOne", "sums are tensors with one value per sample, [2], but one of them has the shape [1]"),
-        ("NoLoss", "NoLoss.evaluation_outputs returned the metrics 'size'; they are 'loss', 'size'"),
+        ("NoLoss", "NoLoss.evaluation_outputs (registered_tasks.py:LINE) returned the metrics 'size'; they are 'loss'"),
     ],
 )
 def test_wrong_outputs_name_the_method_before_the_first_update(
     task: str, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert run(task, "--run-dir", "run") == 2
+    line = 2 + MODULE.split("\n").index(f"class {task}(Task):")  # of the method
+    words = words.replace("LINE", str(line))
     assert words in capsys.readouterr().err
-    assert task == "NoMetric" or not (tmp_path / "run").exists()
+    assert task in ("NoMetric", "LossOnly", "LossOfSamples") or not (tmp_path / "run").exists()
 
 
 def test_a_task_of_tuples_without_a_test_split_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run("OnlyTrain", "--num-instances", "1", "--run-dir", "run") == 0
     assert "NO test samples: nothing will be evaluated" in capsys.readouterr().out
     assert '"test_loss": null' in (tmp_path / "run" / "summary.json").read_text()
+
+
+def test_the_network_of_a_task_has_the_attributes_of_its_module(tmp_path: Path) -> None:
+    assert run("Lasso", "--num-instances", "1", "--replicas", "1", "--run-dir", "run") == 0
+    first, second = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert first["size"] > second["size"] > 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["test_size"] > 0
+
+
+def test_the_first_batch_has_the_names_of_the_arrays() -> None:
+    assert run("ByName") == 0
+    source = SampleSource("own", ([(torch.zeros(2), torch.ones(3))], None), seed=0)
+    first, second = source.first_batch(0)
+    assert (first.shape, second.shape) == ((1, 2), (1, 3))
+    with pytest.raises(KeyError, match="the batch has no tensor 'x': use numbers, as samples are tuples"):
+        source.first_batch(0)["x"]
+
+
+def test_a_wrong_name_of_a_tensor_names_the_right_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("ByWrongName") != 0
+    assert "the batch has no tensor 'y': they are x" in capsys.readouterr().err
+
+
+def test_a_sample_that_cannot_be_read_is_no_reason_not_to_plan() -> None:
+    plan, _ = planning.plan_of(["--task", "registered_tasks:Skips", *FLAGS], "test", ["--json"])
+    assert plan.dataset_size.train_samples == 64
