@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any, Dict, Optional
 
 from raypod.fleet.ray_reservation import node_affinity
-from raypod.fleet.ray_session import death_reason
 from raypod.host.cpp_exception import last_exception
 from raypod.instance.process import log_header
 from raypod.plan.plan import Plan
 
 _TAIL_BYTES = 1 << 20  # of what a process wrote
 _READ_S = 5.0  # for all log files that only other hosts can read
+# What Ray reports of a process that ended without telling it, with possible causes.
+_CONNECTION_LOST = re.compile(r"Worker unexpectedly exits with a connection error code \d+\. End of file\..*")
+_UNAVAILABLE = re.compile(
+    r"The actor \w+ is unavailable: (.*?)\.? The task may or may not have been executed", re.DOTALL
+)
+_CLOSED = ("Socket closed", "Connection reset", "Connection refused")
 
 
 def death_causes(ray: Any, plan: Plan, errors: Dict[int, str]) -> Dict[int, str]:
@@ -40,6 +45,27 @@ def death_causes(ray: Any, plan: Plan, errors: Dict[int, str]) -> Dict[int, str]
     return {
         index: f"{reason} ({exceptions[index]})" if exceptions[index] else reason for index, reason in reasons.items()
     }
+
+
+def death_reason(text: str) -> str:
+    """Return the line of Ray's message with the reason of a death; the first line does not contain it."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    unavailable = _UNAVAILABLE.match(text.strip())
+    if unavailable:
+        error = " ".join(unavailable.group(1).split())
+        is_closed = any(each in error for each in _CLOSED)
+        return f"its process or its host does not answer ({'connection closed' if is_closed else error})"
+    if "creation task" in text:  # the constructor raised; its error is the last line
+        return lines[-1]
+    for marker in ("node has died", "Worker exit detail", "Worker exit type"):
+        for line in lines:
+            if marker in line:
+                detail = line[line.index(marker) :].partition(" Some common causes")[0]
+                detail = _CONNECTION_LOST.sub(
+                    "it ended without a message, as a process does that is killed or out of memory", detail
+                )
+                return f"its process died: {detail[len(marker) :].lstrip(': ') if 'exit' in marker else detail}"
+    return lines[0]
 
 
 def exception_in(log_file: str, header: str) -> Optional[str]:

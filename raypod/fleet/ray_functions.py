@@ -6,9 +6,10 @@ import time
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from raypod.errors import FunctionFailed, RaypodError, WaitTimedOut
+from raypod.fleet.death_cause import death_reason
 from raypod.fleet.ray_nodes import host_name, wait_for_nodes
 from raypod.fleet.ray_reservation import Reservation, reserve
-from raypod.fleet.ray_session import RaySession, death_reason
+from raypod.fleet.ray_session import RaySession
 from raypod.fleet.ray_wait import Arrival, take_ready
 from raypod.instance.function_process import FunctionProcess, Outcome, Setup, unpack
 

@@ -37,12 +37,6 @@ _RAYLET_RETRIES = {
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
     "RAY_raylet_client_num_connect_attempts": "500",  # 10 s in all, as by default
 }
-# What Ray reports of a process that ended without telling it, with possible causes.
-_CONNECTION_LOST = re.compile(r"Worker unexpectedly exits with a connection error code \d+\. End of file\..*")
-_UNAVAILABLE = re.compile(
-    r"The actor \w+ is unavailable: (.*?)\.? The task may or may not have been executed", re.DOTALL
-)
-_CLOSED = ("Socket closed", "Connection reset", "Connection refused")
 _INIT_OPTIONS: Dict[str, Any] = {"namespace": "raypod", "log_to_driver": False, "logging_level": "ERROR"}
 
 # Of the local sessions of this process: Ray reads it once, so that later sessions must have the same.
@@ -315,24 +309,3 @@ def _silence_worker_deaths(ray: Any) -> None:
     worker = ray._private.worker
     if hasattr(worker, "_worker_logs_enabled"):
         worker._worker_logs_enabled = False
-
-
-def death_reason(text: str) -> str:
-    """Return the line of Ray's message with the reason of a death; the first line does not contain it."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    unavailable = _UNAVAILABLE.match(text.strip())
-    if unavailable:
-        error = " ".join(unavailable.group(1).split())
-        is_closed = any(each in error for each in _CLOSED)
-        return f"its process or its host does not answer ({'connection closed' if is_closed else error})"
-    if "creation task" in text:  # the constructor raised; its error is the last line
-        return lines[-1]
-    for marker in ("node has died", "Worker exit detail", "Worker exit type"):
-        for line in lines:
-            if marker in line:
-                detail = line[line.index(marker) :].partition(" Some common causes")[0]
-                detail = _CONNECTION_LOST.sub(
-                    "it ended without a message, as a process does that is killed or out of memory", detail
-                )
-                return f"its process died: {detail[len(marker) :].lstrip(': ') if 'exit' in marker else detail}"
-    return lines[0]

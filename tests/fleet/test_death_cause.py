@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raypod.fleet.death_cause import exception_in
-from raypod.fleet.ray_session import death_reason
+from raypod.fleet.death_cause import death_reason, exception_in
 
 OF_RAY = (
     "[2026 E 8 9] logging.cc:118: Unhandled exception: 1E. what(): new /a/_raylet.so(+0x18) [0x7f] ray::operator<<()"
