@@ -27,7 +27,7 @@ class RayFunctions:
     def __init__(self, setup: Setup, cluster_file: Optional[str], start_timeout_s: float, on_output: _OnOutput) -> None:
         """`on_output` receives (instance, 1 for stdout or 2 for stderr, bytes)."""
         self._setup, self._placement, self._timeout_s = setup, setup.placement, start_timeout_s
-        self._session = RaySession(setup.placement, cluster_file, join_timeout_s=start_timeout_s)
+        self._session = RaySession(setup.placement, cluster_file, start_bound=(start_timeout_s, _SETTING))
         self._on_output = on_output
         self._ray: Any = None
         self._reservation: Optional[Reservation] = None

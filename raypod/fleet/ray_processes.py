@@ -7,6 +7,7 @@ run in order. If this process is killed, Ray's agents and workers would continue
 from __future__ import annotations
 
 import contextlib
+import functools
 import subprocess
 from typing import Any, Iterator
 
@@ -14,6 +15,7 @@ from raypod.fleet import ray_reaper
 from raypod.host.process import script_command
 
 _REAPER_S = 10.0  # longer than the reaper takes
+_RAY_WAITS_S = 30.0
 
 
 class RayProcesses:
@@ -57,3 +59,37 @@ class RayProcesses:
         assert self._reaper.stdin is not None
         self._reaper.stdin.write(f"{pid}\n".encode())
         self._reaper.stdin.flush()
+
+
+@contextlib.contextmanager
+def only_needed(ray: Any) -> Iterator[None]:
+    """Start none of the Python processes of Ray's head that a local session has no use for.
+
+    These are the autoscaler, the log monitor (logs are not sent to the driver), and the dashboard's server, for whose
+    start `ray.init` waits even without a dashboard. They take 1.4 core-seconds while the workers import torch.
+    """
+    node = ray._private.node.Node
+    skipped = {
+        "start_monitor": lambda self: None,
+        "start_log_monitor": lambda self: None,
+        "start_api_server": lambda self, **options: setattr(self, "_webui_url", ""),
+    }
+    replaced = {name: getattr(node, name) for name in skipped}
+    for name, method in skipped.items():
+        setattr(node, name, method)
+    try:
+        yield
+    finally:
+        for name, method in replaced.items():
+            setattr(node, name, method)
+
+
+@contextlib.contextmanager
+def patient(services: Any, seconds: float) -> Iterator[None]:
+    """Let Ray wait for its raylet as long as `RAY_raylet_start_wait_time_s`, also versions that wait 30 s here."""
+    before = services.wait_for_node
+    services.wait_for_node = functools.partial(before, timeout=max(_RAY_WAITS_S, seconds))
+    try:
+        yield
+    finally:
+        services.wait_for_node = before
