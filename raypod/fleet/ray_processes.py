@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import subprocess
+import time
 from typing import Any, Iterator
 
 from raypod.fleet import ray_reaper
@@ -86,10 +87,28 @@ def only_needed(ray: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def patient(services: Any, seconds: float) -> Iterator[None]:
-    """Let Ray wait for its raylet as long as `RAY_raylet_start_wait_time_s`, also versions that wait 30 s here."""
-    before = services.wait_for_node
-    services.wait_for_node = functools.partial(before, timeout=max(_RAY_WAITS_S, seconds))
+    """Let Ray wait for its raylet for some time, at least for the 30 s after which it gives up by itself.
+
+    Ray waits in C++ for `RAY_raylet_start_wait_time_s`, during which no signal is handled, and repeats that.
+    """
+    names = [name for name in ("get_node", "wait_for_node") if hasattr(services, name)]  # the second one until 2.10
+    replaced = {name: getattr(services, name) for name in names}
+
+    def get_node(*arguments: Any) -> Any:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return replaced["get_node"](*arguments)
+            except RuntimeError:  # the raylet is not known yet
+                if time.monotonic() > deadline:
+                    raise
+
+    if "get_node" in replaced:
+        services.get_node = get_node
+    if "wait_for_node" in replaced:
+        services.wait_for_node = functools.partial(replaced["wait_for_node"], timeout=max(_RAY_WAITS_S, seconds))
     try:
         yield
     finally:
-        services.wait_for_node = before
+        for name, function in replaced.items():
+            setattr(services, name, function)

@@ -30,6 +30,7 @@ _CONNECT_S = 2.0
 _JOIN_S = 60.0  # longer than all of Ray's own timeouts
 _START_TRIES = 2  # of a local session: a host can be busy for a while
 _START_BOUND = (120.0, "start timeout")
+_DEAF_S = 10  # in which no signal is handled while Ray waits for its raylet
 _START_WAIT = "RAY_raylet_start_wait_time_s"
 _MAX_ADDRESS_BYTES = 1024
 _OBJECT_STORE_BYTES = 80_000_000  # it carries only reports; Ray's minimum is 75 MB
@@ -152,7 +153,7 @@ class RaySession:
     def _variables(self) -> Dict[str, str]:
         """Return the environment of a local session. Most of it is read when ray is imported or the raylet starts."""
         variables = {"RAY_TMPDIR": socket_folder(), **_RAYLET_RETRIES}
-        variables[_START_WAIT] = os.environ.get(_START_WAIT) or str(self._try_s)
+        variables[_START_WAIT] = os.environ.get(_START_WAIT) or str(min(_DEAF_S, self._try_s))
         variables["RAY_worker_niceness"] = "0"  # Ray lowers the priority of workers by default
         if "ray" not in sys.modules:
             # Ray listens on all interfaces; a random token prevents other users from connecting.

@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict, List
 import pytest
 
 from raypod.errors import ClusterError, RunError
-from raypod.fleet import gcs, ray_admission, ray_folder, ray_head, ray_server, ray_session
+from raypod.fleet import gcs, ray_admission, ray_folder, ray_head, ray_processes, ray_server, ray_session
 from raypod.fleet.ray_head import HeadWatch
 from raypod.fleet.ray_server import RayServer, serve_here, serve_on
 from raypod.fleet.ray_session import RaySession
@@ -59,7 +59,7 @@ class FakeRay:
         self.at_shutdown: Callable[[], Any] = lambda: None
         utils = SimpleNamespace(set_sigterm_handler=lambda handler: signal.signal(signal.SIGTERM, handler))
         self.worker = SimpleNamespace(_worker_logs_enabled=True)
-        services = SimpleNamespace(wait_for_node=lambda *names, timeout=30: timeout)
+        services = SimpleNamespace(wait_for_node=lambda *names, timeout=30: timeout, get_node=lambda *names: names)
         node = SimpleNamespace(Node=Node)
         self._private = SimpleNamespace(services=services, utils=utils, node=node, worker=self.worker)
         processes = SimpleNamespace(
@@ -193,10 +193,21 @@ def test_a_folder_that_is_too_long_for_a_socket_is_an_error_before_ray_starts(
 def test_a_session_that_does_not_start_is_tried_once_more_and_then_an_error_in_one_line(
     ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits = []
+    waits, now_s, services = [], [0.0], ray._private.services
+
+    def unknown(*names: str) -> None:
+        now_s[0] += 10.0
+        raise RuntimeError("unknown node")
+
+    services.get_node = unknown
+    monkeypatch.setattr(ray_processes.time, "monotonic", lambda: now_s[0])
 
     def start() -> None:
-        waits.append((dict(os.environ)["RAY_raylet_start_wait_time_s"], ray._private.services.wait_for_node("gcs")))
+        began_s = now_s[0]
+        with pytest.raises(RuntimeError):
+            services.get_node("gcs", "node")
+        one_wait = dict(os.environ)["RAY_raylet_start_wait_time_s"]
+        waits.append((one_wait, now_s[0] - began_s, services.wait_for_node("gcs")))
         fails("The current node timed out during startup.\nSee the logs.")
 
     ray.during = start
@@ -209,8 +220,8 @@ def test_a_session_that_does_not_start_is_tried_once_more_and_then_an_error_in_o
     with pytest.raises(RunError, match=message):
         session.open()
     session.close()
-    assert waits == [("150", 150)] * 2
-    assert ray._private.services.wait_for_node("gcs") == 30
+    assert waits == [("10", 160.0, 150)] * 2
+    assert (services.get_node, services.wait_for_node("gcs")) == (unknown, 30)
     assert ray.done == ["shutdown", "processes"] * 2
 
 
