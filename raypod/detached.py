@@ -8,6 +8,7 @@ folder.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -28,6 +29,7 @@ from raypod.record import run_state
 from raypod.record.claim import Claim
 from raypod.record.coordinator_log import log_of
 from raypod.record.run_end import RunEndWatch, is_coordinator, may_be_alive
+from raypod.record.run_folder import last_update
 from raypod.record.run_state import RunState
 
 RAY_JOB, PROCESS = "ray-job", "process"  # the values of --detach-as
@@ -116,11 +118,13 @@ def _await_start(started: Background, claimed: Claim, log: Path, began: int, wit
 def status(run_dir: Path) -> int:
     """Print the state of a run. Return 1 if it failed or its coordinator died, else 0."""
     found = lease_file.current(run_dir)
-    state = _state_of(run_dir)
+    state = _with_newest_update(run_dir, _state_of(run_dir))
     silent_s = max(0.0, time.time() - found.renewed_s) if found else 0.0
     is_alive = may_be_alive(state, found, silent_s)
     name, is_healthy = _describe(state, is_alive)
-    left = "" if state.eta_s is None or not is_alive else f", {tqdm.format_interval(state.eta_s)} left"
+    left = (
+        "" if state.eta_s is None or not is_alive or state.is_stopped else f", {tqdm.format_interval(state.eta_s)} left"
+    )
     rows = [
         ("state", name),
         ("coordinator", f"pid {state.pid} on {state.host}"),
@@ -236,7 +240,30 @@ def _describe(state: RunState, is_alive: bool) -> Tuple[str, bool]:
             f"its coordinator died at update {state.update}; the same command resumes from the last checkpoint",
             False,
         )
+    if state.is_stopped:
+        return (
+            f"{state.state}, but its process is stopped (SIGSTOP, SIGTSTP or a debugger); kill -CONT {state.pid} "
+            "continues it",
+            True,
+        )
     return state.state, True
+
+
+def _with_newest_update(run_dir: Path, state: RunState) -> RunState:
+    """Return the state of a run with the newest update of its metrics, if its process cannot write the state."""
+    if state.has_ended or not state.is_local or (state.is_alive and not state.is_stopped):
+        return state
+    newest = None
+    with contextlib.suppress(OSError, TypeError):  # TypeError: it has lines of another kind
+        newest = last_update(run_dir)
+    if newest is None or not isinstance(newest.update, int) or newest.update <= state.update:
+        return state
+    return dataclasses.replace(
+        state,
+        update=newest.update,
+        loss=newest.loss if newest.has_results else state.loss,
+        samples_per_s=newest.samples_per_s,
+    )
 
 
 def _own_arguments(argv: Sequence[str]) -> List[str]:

@@ -10,6 +10,7 @@ from typing import Callable, Sequence
 
 from raypod.cli import FlagParser, format_table, show
 from raypod.errors import ConfigError
+from raypod.host.folders import looked_in
 from raypod.plan.urls import is_url
 
 _SOURCE = Path("~/raypod/source")  # where the cluster files of raypod copy its source
@@ -115,7 +116,7 @@ def _control(verb: str, action: Callable[[Path], int], argv: Sequence[str]) -> i
 def _run_folder(verb: str, name: str) -> Path:
     folder = Path(name)
     if not folder.is_dir():
-        place = "" if folder.is_absolute() else f" in {Path.cwd()}{_in_source(folder)}"
+        place = "" if folder.is_absolute() else f"{looked_in(folder)}{_in_source(folder)}"
         raise ConfigError(f"{verb} {folder}: the run folder does not exist on {gethostname()}{place}")
     return folder
 

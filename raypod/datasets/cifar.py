@@ -13,6 +13,7 @@ import numpy as np
 from raypod.datasets.arrays import ArrayDataset, Augmentation, ImageShape, Splits, fingerprint_of
 from raypod.datasets.cache import Archive, Arrays, Cache, data_dir, download
 from raypod.errors import ConfigError, DataMissing
+from raypod.host.folders import looked_in
 from raypod.plan.config import Config
 from raypod.plan.plan import DatasetSize
 
@@ -76,7 +77,7 @@ class Cifar:
             if not file.is_file():
                 unpack = f"unpack {self.archive.name} in {folder.parent}"
                 remedy = f"{unpack} again" if folder.is_dir() else f"{unpack}, or add --download"
-                raise DataMissing(f"--dataset {config.data.dataset}: {file} does not exist; {remedy}")
+                raise DataMissing(f"--dataset {config.data.dataset}: {file} does not exist{looked_in(file)}; {remedy}")
         return files
 
     def _read(self, files: List[Path]) -> Arrays:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from raypod.errors import ConfigError, DataMissing
+from raypod.host.folders import looked_in
 from raypod.plan.user_code import reported
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def _files_of(given: str) -> List[Tuple[str, Path]]:
     if path.is_file():
         return [(path.name, path)]
     if not path.exists():
-        raise DataMissing(f"--text {given} does not exist")
+        raise DataMissing(f"--text {given} does not exist{looked_in(path)}")
     found = _in_folder(path, _SUFFIXES)
     if not found:
         raise DataMissing(f"--text {given} has no text files ({', '.join(_SUFFIXES)})")
@@ -170,10 +171,11 @@ class Tokenizer:
             raise ConfigError(
                 "--tokenizer needs the package tokenizers, which is not installed: pip install 'raypod[tokenizers]'"
             ) from None
-        if not Path(path).expanduser().is_file():
-            raise DataMissing(f"--tokenizer {path} does not exist")
+        file = Path(path).expanduser()
+        if not file.is_file():
+            raise DataMissing(f"--tokenizer {path} does not exist{looked_in(file)}")
         with reported(f"--tokenizer {path}"):  # the package raises Exception itself
-            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(Path(path).expanduser()))
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)

@@ -18,6 +18,7 @@ from raypod.datasets.arrays import ImageShape, Splits, fingerprint_of_bytes
 from raypod.datasets.cache import Arrays, Cache, data_dir
 from raypod.datasets.image_files import KINDS, Files, FolderFiles, ImageFiles, ImageWalk, contents_of, warnings_of
 from raypod.errors import ConfigError, DataMissing, as_utf8
+from raypod.host.folders import looked_in
 from raypod.plan.config import CONTENTS, IMAGE_SIDE, TEST_SAMPLE, Config
 from raypod.plan.plan import DatasetSize
 from raypod.plan.urls import is_url
@@ -94,6 +95,10 @@ def _root(config: Config) -> Path:
     root = data_dir(config, "train/ and val/")
     if not shards.is_packed(root) and (root / shards.ARRAYS).is_dir():
         raise ConfigError(f"{root} has shards, but no {shards.INDEX}: it is incomplete; copy it again, or pack again")
+    if not root.is_dir():
+        raise DataMissing(
+            f"--data-dir {root} does not exist{looked_in(root)}: --dataset {config.data.dataset} reads it"
+        )
     if not shards.is_packed(root) and not has_classes(root):
         raise DataMissing(
             f"--dataset {config.data.dataset}: {root / 'train'} has no class folders; expected "

@@ -1,4 +1,4 @@
-"""The causes of the deaths of actors: Ray's reason, and the C++ exception in the log file of an instance's process."""
+"""The causes of the deaths of actors: Ray's reason, and the exception or fault in the log file of an instance."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any, Dict, Optional
 
 from raypod.fleet.ray_reservation import node_affinity
-from raypod.fleet.ray_session import death_reason
-from raypod.host.cpp_exception import last_exception
+from raypod.host.cpp_exception import last_exception, last_fault
 from raypod.instance.process import log_header
 from raypod.plan.plan import Plan
 
 _TAIL_BYTES = 1 << 20  # of what a process wrote
 _READ_S = 5.0  # for all log files that only other hosts can read
+# What Ray reports of a process that ended without telling it, with possible causes.
+_CONNECTION_LOST = re.compile(r"Worker unexpectedly exits with a connection error code \d+\. End of file\..*")
+_WITHOUT_CAUSE = "it ended without a message, as a process does that is killed or out of memory"
+_UNAVAILABLE = re.compile(
+    r"The actor \w+ is unavailable: (.*?)\.? The task may or may not have been executed", re.DOTALL
+)
+_CLOSED = ("Socket closed", "Connection reset", "Connection refused")
 
 
 def death_causes(ray: Any, plan: Plan, errors: Dict[int, str]) -> Dict[int, str]:
@@ -37,15 +43,37 @@ def death_causes(ray: Any, plan: Plan, errors: Dict[int, str]) -> Dict[int, str]
         except ray.exceptions.RayError:
             continue  # that host is lost, too
     reasons = {index: death_reason(error) for index, error in errors.items()}
-    return {
-        index: f"{reason} ({exceptions[index]})" if exceptions[index] else reason for index, reason in reasons.items()
-    }
+    return {index: _with_exception(reason, exceptions[index]) for index, reason in reasons.items()}
+
+
+def _with_exception(reason: str, exception: Optional[str]) -> str:
+    """Return the cause of a death; what Ray can only suppose is left out if the exception is known."""
+    return f"{reason.replace(_WITHOUT_CAUSE, 'it crashed')} ({exception})" if exception else reason
+
+
+def death_reason(text: str) -> str:
+    """Return the line of Ray's message with the reason of a death; the first line does not contain it."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    unavailable = _UNAVAILABLE.match(text.strip())
+    if unavailable:
+        error = " ".join(unavailable.group(1).split())
+        is_closed = any(each in error for each in _CLOSED)
+        return f"its process or its host does not answer ({'connection closed' if is_closed else error})"
+    if "creation task" in text:  # the constructor raised; its error is the last line
+        return lines[-1]
+    for marker in ("node has died", "Worker exit detail", "Worker exit type"):
+        for line in lines:
+            if marker in line:
+                detail = line[line.index(marker) :].partition(" Some common causes")[0]
+                detail = _CONNECTION_LOST.sub(_WITHOUT_CAUSE, detail)
+                return f"its process died: {detail[len(marker) :].lstrip(': ') if 'exit' in marker else detail}"
+    return lines[0]
 
 
 def exception_in(log_file: str, header: str) -> Optional[str]:
-    """Return the last C++ exception in a log file after the line `header`, with which a process begins its output.
+    """Return the C++ exception or fault in a log file after the line `header`, with which a process begins its output.
 
-    "" if there is no exception; None if the process did not write to this file, which is then on another host.
+    "" if there is none; None if the process did not write to this file, which is then on another host.
     """
     try:
         with Path(log_file).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -53,7 +81,10 @@ def exception_in(log_file: str, header: str) -> Optional[str]:
             tail = content[max(begin, len(content) - _TAIL_BYTES) :] if begin >= 0 else None
     except (OSError, ValueError):  # ValueError: the file is empty
         return None
-    return None if tail is None else last_exception(tail.decode(errors="replace")) or ""
+    if tail is None:
+        return None
+    text = tail.decode(errors="replace")
+    return last_exception(text) or last_fault(text) or ""
 
 
 def _node_at(ray: Any, address: str) -> Optional[Dict[str, Any]]:

@@ -45,7 +45,8 @@ class RayFleet:
         # An instance that responds handles a request during a leg at once. One that does not is silent before this.
         self._leg_bound = (self._bounds.silent_after_s + self._bounds.stop_timeout_s, "run.stop_timeout_s")
         way_out = functools.partial(way_to_continue, plan.run_dir)
-        self._session = RaySession(plan.placement, plan.config.pod.cluster, preload="torch", way_out=way_out)
+        session = (plan.placement, plan.config.pod.cluster, "torch", self._start_bound)
+        self._session = RaySession(*session, way_out, "--fleet inline --num-instances 1, which needs no Ray")
         self._ray: Any = None
         self._killer: Optional[ProcessKiller] = None
         self._reservation: Optional[Reservation] = None

@@ -6,9 +6,10 @@ import time
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from raypod.errors import FunctionFailed, RaypodError, WaitTimedOut
+from raypod.fleet.death_cause import death_reason
 from raypod.fleet.ray_nodes import host_name, wait_for_nodes
 from raypod.fleet.ray_reservation import Reservation, reserve
-from raypod.fleet.ray_session import RaySession, death_reason
+from raypod.fleet.ray_session import RaySession
 from raypod.fleet.ray_wait import Arrival, take_ready
 from raypod.instance.function_process import FunctionProcess, Outcome, Setup, unpack
 
@@ -26,7 +27,7 @@ class RayFunctions:
     def __init__(self, setup: Setup, cluster_file: Optional[str], start_timeout_s: float, on_output: _OnOutput) -> None:
         """`on_output` receives (instance, 1 for stdout or 2 for stderr, bytes)."""
         self._setup, self._placement, self._timeout_s = setup, setup.placement, start_timeout_s
-        self._session = RaySession(setup.placement, cluster_file, join_timeout_s=start_timeout_s)
+        self._session = RaySession(setup.placement, cluster_file, start_bound=(start_timeout_s, _SETTING))
         self._on_output = on_output
         self._ray: Any = None
         self._reservation: Optional[Reservation] = None

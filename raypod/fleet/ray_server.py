@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any, Callable
 
+from raypod.fleet.death_cause import death_reason
 from raypod.fleet.ray_nodes import nodes_of
 from raypod.fleet.ray_reservation import node_affinity
-from raypod.fleet.ray_session import death_reason
 from raypod.plan.cluster import Cluster
 
 

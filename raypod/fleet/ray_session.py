@@ -13,20 +13,25 @@ import tempfile
 import threading
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
 from raypod.errors import ClusterError, RunError
 from raypod.fleet import ray_admission
+from raypod.fleet.ray_folder import socket_folder
 from raypod.fleet.ray_head import HeadWatch
-from raypod.fleet.ray_processes import RayProcesses
+from raypod.fleet.ray_processes import RayProcesses, only_needed, patient
 from raypod.host.abort import abort
-from raypod.host.private import ROOT, make_private, read_file_of
+from raypod.host.private import ROOT, read_file_of
 from raypod.host.process import environment_variables
 from raypod.host.signals import postponed_signals
 from raypod.plan.placement import Placement
 
 _CONNECT_S = 2.0
 _JOIN_S = 60.0  # longer than all of Ray's own timeouts
+_START_TRIES = 2  # of a local session: a host can be busy for a while
+_START_BOUND = (120.0, "start timeout")
+_DEAF_S = 10  # in which no signal is handled while Ray waits for its raylet
+_START_WAIT = "RAY_raylet_start_wait_time_s"
 _MAX_ADDRESS_BYTES = 1024
 _OBJECT_STORE_BYTES = 80_000_000  # it carries only reports; Ray's minimum is 75 MB
 # Since this version, workers can import torch while the session starts: measured 0.4 to 2 s faster with 2.60, and
@@ -37,12 +42,6 @@ _RAYLET_RETRIES = {
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
     "RAY_raylet_client_num_connect_attempts": "500",  # 10 s in all, as by default
 }
-# What Ray reports of a process that ended without telling it, with possible causes.
-_CONNECTION_LOST = re.compile(r"Worker unexpectedly exits with a connection error code \d+\. End of file\..*")
-_UNAVAILABLE = re.compile(
-    r"The actor \w+ is unavailable: (.*?)\.? The task may or may not have been executed", re.DOTALL
-)
-_CLOSED = ("Socket closed", "Connection reset", "Connection refused")
 _INIT_OPTIONS: Dict[str, Any] = {"namespace": "raypod", "log_to_driver": False, "logging_level": "ERROR"}
 
 # Of the local sessions of this process: Ray reads it once, so that later sessions must have the same.
@@ -57,19 +56,22 @@ class RaySession:
         placement: Placement,
         cluster_file: Optional[str] = None,
         preload: str = "",
-        join_timeout_s: float = _JOIN_S,
+        start_bound: Tuple[float, str] = _START_BOUND,
         way_out: Callable[[], str] = lambda: "start this command again",
+        without_ray: str = "",
     ) -> None:
         """Create a session that is not open.
 
         Args:
             preload: A module that the workers of a local session import while it starts, if Ray supports that.
-            join_timeout_s: Longest time to join a running cluster; Ray's own timeouts bound it, too.
+            start_bound: The longest time to start a local session, and the setting of it. Joining a running cluster is
+                bounded by Ray's own timeouts, too.
             way_out: returns, for the error message if Ray's head is lost: what to do once Ray runs again.
+            without_ray: for the error message if no local session starts: how the same is done without Ray.
         """
         self._placement, self._cluster_file, self._preload = placement, cluster_file, preload
-        self._join_timeout_s = min(join_timeout_s, _JOIN_S)
-        self._way_out = way_out
+        self._start_bound = start_bound
+        self._way_out, self._without_ray = way_out, without_ray
         self._started_here = False
         self._processes: Optional[RayProcesses] = None  # of a local session
         self._head: Optional[HeadWatch] = None
@@ -111,30 +113,47 @@ class RaySession:
 
     def _join(self, address: str) -> Any:
         self._started_here = True
-        return _join(address, self._join_timeout_s)
+        return _join(address, min(self._start_bound[0], _JOIN_S))
 
     def _start_local(self) -> Any:
         self._started_here = True
         with environment_variables(self._variables()):
             ray = importlib.import_module("ray")
-            self._processes = RayProcesses()
-            try:
-                services = ray._private.services
-                with _keep_sigterm_handler(ray), _only_needed(ray), self._processes.started_by(services):
-                    ray.init(
-                        address="local",
-                        include_dashboard=False,
-                        object_store_memory=_OBJECT_STORE_BYTES,
-                        **_INIT_OPTIONS,
-                    )
-            except Exception as error:  # Ray raises this very class if its processes do not start within 30 s
-                cause = " ".join(str(error).split())
-                raise RunError(f"cannot start a local Ray session on this host: {cause}") from error
+            for left in reversed(range(_START_TRIES)):
+                try:
+                    self._start_processes(ray)
+                    break
+                except Exception as error:  # Ray raises this very class if its processes do not start in time
+                    if not left:
+                        raise RunError(self._start_failure(error)) from error
+                with postponed_signals():  # as in `close`
+                    self._shut_down()
         return ray
+
+    def _start_processes(self, ray: Any) -> None:
+        self._processes, services = RayProcesses(), ray._private.services
+        with _keep_sigterm_handler(ray), only_needed(ray), self._processes.started_by(services), patient(
+            services, self._try_s
+        ):
+            ray.init(address="local", include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES, **_INIT_OPTIONS)
+
+    def _start_failure(self, error: Exception) -> str:
+        seconds, setting = self._start_bound
+        without_ray = f", or {self._without_ray}" if self._without_ray else ""
+        return (
+            f"cannot start a local Ray session on this host ({_START_TRIES} tries): "
+            f"{' '.join(str(error).split()).rstrip('.')}; if this host is busy, use a longer {setting} (now "
+            f"{seconds:g} s){without_ray}"
+        )
+
+    @property
+    def _try_s(self) -> int:
+        return max(1, int(self._start_bound[0] / _START_TRIES))
 
     def _variables(self) -> Dict[str, str]:
         """Return the environment of a local session. Most of it is read when ray is imported or the raylet starts."""
-        variables = {"RAY_TMPDIR": private_tmpdir(), **_RAYLET_RETRIES}
+        variables = {"RAY_TMPDIR": socket_folder(), **_RAYLET_RETRIES}
+        variables[_START_WAIT] = os.environ.get(_START_WAIT) or str(min(_DEAF_S, self._try_s))
         variables["RAY_worker_niceness"] = "0"  # Ray lowers the priority of workers by default
         if "ray" not in sys.modules:
             # Ray listens on all interfaces; a random token prevents other users from connecting.
@@ -206,6 +225,20 @@ def _is_connected() -> bool:
     return ray is not None and bool(ray.is_initialized())
 
 
+def named_cluster() -> Optional[str]:
+    """Return the address of the Ray cluster that RAY_ADDRESS names; None if it names none.
+
+    Raises:
+        ClusterError: it is another kind of address.
+    """
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    if address in ("", "auto"):
+        return None
+    if re.fullmatch(r"[^/]+:\d+", address) is None:
+        raise ClusterError(f"RAY_ADDRESS={address} is not HOST:PORT of a Ray cluster; correct it, or unset it")
+    return address
+
+
 def running_cluster(gcs_address: Optional[str]) -> Optional[str]:
     """Return the address of the Ray cluster of this host, HOST:PORT; None if it does not accept connections.
 
@@ -215,35 +248,15 @@ def running_cluster(gcs_address: Optional[str]) -> Optional[str]:
     Raises:
         ClusterError: RAY_ADDRESS is another kind of address.
     """
-    address = os.environ.get("RAY_ADDRESS", "auto")
-    if address not in ("", "auto"):
-        if re.fullmatch(r"[^/]+:\d+", address) is None:
-            raise ClusterError(f"RAY_ADDRESS={address} is not HOST:PORT of a Ray cluster; correct it, or unset it")
-        return address
+    named = named_cluster()
+    if named is not None:
+        return named
     if gcs_address is not None and _accepts_connections(gcs_address):
         return gcs_address
     file = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
     content = read_file_of(str(file), (ROOT, os.getuid()), _MAX_ADDRESS_BYTES)
     address = (content or b"").decode(errors="replace").strip()
     return address if _accepts_connections(address) else None  # the file can be of a cluster that has ended
-
-
-def private_tmpdir() -> str:
-    """Return the folder for RAY_TMPDIR of this user's processes: the given one, or one in it if others can use that.
-
-    Ray lets all users write to the folders of its sockets and logs.
-
-    Raises:
-        ClusterError: it belongs to another user.
-    """
-    given = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    if not make_private(given):
-        return given
-    folder = f"{given}/raypod-{os.getuid()}"
-    problem = make_private(folder)
-    if problem:
-        raise ClusterError(f"no folder for the files of Ray: {problem}, or set RAY_TMPDIR to a folder of your own")
-    return folder
 
 
 def _accepts_connections(address: str) -> bool:
@@ -265,29 +278,6 @@ def _keep_sigterm_handler(ray: Any) -> Iterator[None]:
         yield
     finally:
         utils.set_sigterm_handler = replaced
-
-
-@contextlib.contextmanager
-def _only_needed(ray: Any) -> Iterator[None]:
-    """Start none of the Python processes of Ray's head that a local session has no use for.
-
-    These are the autoscaler, the log monitor (logs are not sent to the driver), and the dashboard's server, for whose
-    start `ray.init` waits even without a dashboard. They take 1.4 core-seconds while the workers import torch.
-    """
-    node = ray._private.node.Node
-    skipped = {
-        "start_monitor": lambda self: None,
-        "start_log_monitor": lambda self: None,
-        "start_api_server": lambda self, **options: setattr(self, "_webui_url", ""),
-    }
-    replaced = {name: getattr(node, name) for name in skipped}
-    for name, method in skipped.items():
-        setattr(node, name, method)
-    try:
-        yield
-    finally:
-        for name, method in replaced.items():
-            setattr(node, name, method)
 
 
 @contextlib.contextmanager
@@ -315,24 +305,3 @@ def _silence_worker_deaths(ray: Any) -> None:
     worker = ray._private.worker
     if hasattr(worker, "_worker_logs_enabled"):
         worker._worker_logs_enabled = False
-
-
-def death_reason(text: str) -> str:
-    """Return the line of Ray's message with the reason of a death; the first line does not contain it."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    unavailable = _UNAVAILABLE.match(text.strip())
-    if unavailable:
-        error = " ".join(unavailable.group(1).split())
-        is_closed = any(each in error for each in _CLOSED)
-        return f"its process or its host does not answer ({'connection closed' if is_closed else error})"
-    if "creation task" in text:  # the constructor raised; its error is the last line
-        return lines[-1]
-    for marker in ("node has died", "Worker exit detail", "Worker exit type"):
-        for line in lines:
-            if marker in line:
-                detail = line[line.index(marker) :].partition(" Some common causes")[0]
-                detail = _CONNECTION_LOST.sub(
-                    "it ended without a message, as a process does that is killed or out of memory", detail
-                )
-                return f"its process died: {detail[len(marker) :].lstrip(': ') if 'exit' in marker else detail}"
-    return lines[0]

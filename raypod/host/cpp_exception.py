@@ -1,4 +1,4 @@
-"""The uncaught C++ exception that ended a process, from what it wrote to stderr."""
+"""The uncaught C++ exception or the fault that ended a process, from what it wrote to stderr."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Optional
 _TERMINATE = re.compile(r"terminate called (?:after throwing an instance of|without an active exception|recursively).*")
 _WHAT = re.compile(r"\s+what\(\):\s.*")
 _OF_RAY = re.compile(r"\[.*Unhandled exception: \S+ (what\(\): .*?)(?: \S+\(\S*\) \[0x[0-9a-f]+\].*)?")
+# A fault: the lines of faulthandler, which Ray enables in its workers, and the line of Ray's own handler.
+_FATAL = re.compile(r"Fatal Python error: (.+)")
+_FRAME = re.compile(r"  File \"(.+)\", line (\d+) in (.+)")
+_SIGNAL = re.compile(r"\*\*\* (SIG[A-Z]+) received at .*")
 _LONGEST = 500  # characters of the line
 
 
@@ -18,4 +22,20 @@ def last_exception(text: str) -> Optional[str]:
         found = _OF_RAY.fullmatch(line) or _WHAT.fullmatch(line) or _TERMINATE.fullmatch(line)
         if found is not None:
             return " ".join((found.group(1) if found.re is _OF_RAY else line).split())[:_LONGEST]
+    return None
+
+
+def last_fault(text: str) -> Optional[str]:
+    """Return the last fault, as in `segmentation fault in f, file.py line 7`, with the innermost Python function."""
+    lines = text.splitlines()
+    for index in range(len(lines) - 1, -1, -1):
+        found = _FATAL.fullmatch(lines[index])
+        if found is not None:
+            frames = (_FRAME.fullmatch(line) for line in lines[index + 1 :])
+            frame = next((each for each in frames if each is not None), None)
+            place = f" in {frame.group(3)}, {frame.group(1)} line {frame.group(2)}" if frame else ""
+            return f"{found.group(1)[:1].lower()}{found.group(1)[1:]}{place}"[:_LONGEST]
+        signal = _SIGNAL.fullmatch(lines[index])
+        if signal is not None:
+            return f"signal {signal.group(1)}"
     return None

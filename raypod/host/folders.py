@@ -1,4 +1,4 @@
-"""Create folders that no other process has created, and remove them again."""
+"""Create folders that no other process has created, and remove them again; where a relative path is looked for."""
 
 from __future__ import annotations
 
@@ -57,3 +57,8 @@ def remove_empty(folders: Sequence[Path]) -> None:
     for folder in reversed(folders):
         with contextlib.suppress(OSError):  # not empty, or removed already
             folder.rmdir()
+
+
+def looked_in(path: Path) -> str:
+    """Return, for the message that a path does not exist, in which folder it was looked for: " in FOLDER" or ""."""
+    return "" if path.is_absolute() else f" in {Path.cwd()}"

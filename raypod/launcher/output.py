@@ -26,6 +26,7 @@ _TAIL_BYTES = 4096
 _BAR_STATE_S = 10.0  # without a terminal: time between two printed states of a progress bar
 _REDRAW_S = 0.05
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Failed|Interrupt|Warning)(: .*)?")
+_RANK = re.compile(r"^\[rank\d+\]: ")  # with which torch begins the lines of a traceback in a process group
 _CONTROL = re.compile(rb"[\x00-\x07\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]")
 _ERASE = b"\r\x1b[K"
 _UP = b"\x1b[A"
@@ -73,7 +74,7 @@ class Output:
     def last_exception(self, instance: int) -> Optional[str]:
         """Return the last line of an instance's stderr if it looks like a Python exception."""
         lines = self._tails.get(instance, b"").decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        last = _RANK.sub("", next((line.strip() for line in reversed(lines) if line.strip()), ""))
         return last if _EXCEPTION.fullmatch(last) else None
 
     def last_cpp_exception(self, instance: int) -> Optional[str]:

@@ -11,9 +11,10 @@ import time
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from raypod.errors import HostLost, RaypodError, RunError, WaitTimedOut
+from raypod.fleet.death_cause import death_reason
 from raypod.fleet.ray_nodes import match_hosts
 from raypod.fleet.ray_reservation import Reservation, reserve
-from raypod.fleet.ray_session import RaySession, death_reason
+from raypod.fleet.ray_session import RaySession
 from raypod.fleet.ray_wait import Arrival, PauseDetector, take_ready
 from raypod.host.process import StepTimer
 from raypod.launcher.host_process import HostProcess
@@ -31,7 +32,7 @@ class RayHosts:
 
     def __init__(self, placement: Placement, cluster_file: Optional[str], start_timeout_s: float) -> None:
         self._placement, self._timeout_s, self._logs = placement, start_timeout_s, "none yet"
-        self._session = RaySession(placement, cluster_file, HostProcess.__module__, start_timeout_s)
+        self._session = RaySession(placement, cluster_file, HostProcess.__module__, (start_timeout_s, _SETTING))
         self._ray: Any = None
         self._reservation: Optional[Reservation] = None
         self._actors: List[Any] = []

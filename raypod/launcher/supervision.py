@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import threading
@@ -28,6 +29,8 @@ _SIGNAL_GRACES = 10  # grace periods for programs to exit after a forwarded sign
 _READ_BYTES = 1 << 16
 _MESSAGES = (signal.SIGUSR1, signal.SIGUSR2)
 _ABORTED = 128 + signal.SIGABRT  # exit code after an uncaught C++ exception
+# An exception with which a program ends because another one has ended: of the emulated SDK, Horovod, and Gloo.
+_OF_PEER = re.compile(r"a peer has ended|HorovodInternalError|Connection (closed|reset) by peer")
 Write = Callable[[bytes, float], Optional[bool]]
 
 
@@ -121,6 +124,9 @@ class Supervision:
         self._signals, self._grace_s = signals, grace_s
         self._running = {spec.index for spec in placement.instances}
         self._failed: Optional[ProgramEnd] = None
+        self._succeeded: List[
+            int
+        ] = []  # before a failure; a program that is ended by a signal may have the code 0, too
         self._forwarded = 0  # number of received signals that were forwarded
         self._is_ending = False
         self._end_at_s: Optional[float] = None  # when to end the remaining processes
@@ -136,6 +142,7 @@ class Supervision:
             HostLost: A host is lost.
         """
         while not self._hosts.are_done and (self._leave_at_s is None or time.monotonic() < self._leave_at_s):
+            has_failed = self._failed is not None
             for host, report in self._hosts.reports(_POLL_S):
                 self._observe(host, report)
                 for instance, stream, data in report.chunks:
@@ -143,6 +150,8 @@ class Supervision:
                 self._output_closed[host] = report.is_output_closed
                 for end in report.ends:
                     self._add_end(end)
+                if not has_failed:  # the reports of several hosts that arrive together have no order
+                    self._succeeded += [end.instance for end in report.ends if not end.exit_code]
             self._output.flush()
             self._forward_signals()
             if not self._is_ending and self._should_end():
@@ -184,14 +193,17 @@ class Supervision:
         self._leave_at_s = time.monotonic() + grace_s + _EXIT_MARGIN_S
 
     def _failure(self, end: ProgramEnd) -> ProgramFailed:
-        host = self._placement.instances[end.instance].host
-        exception = None
+        failed, exception = end.instance, None
         if end.exit_code == 1:  # that of Python after an uncaught exception
             exception = self._output.last_exception(end.instance)
         elif end.exit_code == _ABORTED:
             exception = self._output.last_cpp_exception(end.instance)
         cause = f"{end.cause} ({exception})" if exception else end.cause
-        return ProgramFailed(end.instance, host, cause, self._output.log_file(end.instance), end.exit_code)
+        if self._succeeded and _OF_PEER.search(exception or ""):
+            failed, of_peer = self._succeeded[0], failed
+            cause = f"it ended too early, with exit code 0; instance {of_peer} still needed it: {cause}"
+        host = self._placement.instances[failed].host
+        return ProgramFailed(failed, host, cause, self._output.log_file(failed), end.exit_code)
 
 
 class StdinForwarder:

@@ -13,8 +13,9 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 from raypod import cli
 from raypod.errors import ClusterError
-from raypod.fleet import gcs
-from raypod.fleet.ray_session import private_tmpdir
+from raypod.fleet import gcs, ray_admission
+from raypod.fleet.ray_folder import socket_folder
+from raypod.fleet.ray_session import named_cluster
 from raypod.plan import environment, flags, resolve
 from raypod.plan.cluster import LOCAL, Cluster, Host, cluster_from, read_file
 from raypod.plan.cluster_file import ClusterFile
@@ -59,6 +60,7 @@ def doctor(argv: Sequence[str]) -> int:
         findings = [*of_file, *findings, *(Finding(TROUBLE, name, "RAY_TMPDIR", why) for name, why in unsafe.items())]
     else:
         findings += _local_folder()
+    findings += _named_cluster()
     if args.json:
         document = {"findings": [dataclasses.asdict(each) for each in findings], "hosts": facts}
         cli.show(json.dumps(document, indent=2))
@@ -69,11 +71,24 @@ def doctor(argv: Sequence[str]) -> int:
 
 
 def _local_folder() -> List[Finding]:
-    """Return that a local Ray session has no folder that only this user can write to."""
+    """Return that a local Ray session has no folder that only this user can write to and that its sockets fit in."""
     try:
-        private_tmpdir()
+        socket_folder()
     except ClusterError as error:
         return [Finding(TROUBLE, LOCAL.hosts[0].name, "RAY_TMPDIR", str(error))]
+    return []
+
+
+def _named_cluster() -> List[Finding]:
+    """Return that runs cannot join the Ray cluster that RAY_ADDRESS names."""
+    way_out = ""  # the first error contains it
+    try:
+        address = named_cluster()
+        way_out = "correct RAY_ADDRESS, or unset it"
+        if address is not None:
+            ray_admission.join_environment(address)
+    except ClusterError as error:
+        return [Finding(TROUBLE, "", "RAY_ADDRESS", str(error), way_out)]
     return []
 
 

@@ -19,7 +19,7 @@ from typing import Any, Dict, List, Sequence
 from raypod.cli import FlagParser, shortened, show
 from raypod.errors import ClusterError, RunError
 from raypod.fleet import gcs, ray_admission
-from raypod.fleet.ray_session import private_tmpdir
+from raypod.fleet.ray_folder import private_tmpdir
 from raypod.host.private import make_private
 from raypod.plan import shipped
 from raypod.plan.cluster import Cluster, Host, cluster_from, raise_mistakes, read_file

@@ -31,6 +31,7 @@ from raypod.events import (
 from raypod.host.process import versions
 from raypod.plan.plan import Plan
 from raypod.plan.tables import render, render_brief
+from raypod.record.remaining_time import RemainingTime
 from raypod.record.run_folder import way_to_continue
 
 QUIET, NORMAL, VERBOSE = -1, 0, 1
@@ -55,7 +56,7 @@ class Progress:
         self._bar: Optional[Any] = None
         is_shown = self._err.isatty() or type(self._err).__module__.startswith("ipykernel.")
         self._has_bar = is_shown and detail > QUIET
-        self._first: Optional[UpdateDone] = None  # from which the remaining time is estimated
+        self._remaining = RemainingTime(plan.total_updates, plan.geometry.device_iterations)
         self._last_line_s = time.monotonic()
         self._warned_nonfinite = False
         self._unfinished: Optional[UpdateDone] = None  # the newest update of an epoch that has not ended
@@ -70,6 +71,7 @@ class Progress:
 
     def show(self, event: Event) -> None:
         """Show one event."""
+        self._remaining.add(event)
         if isinstance(event, UpdateDone):
             self._unfinished = event
             self._show_update(event)
@@ -167,18 +169,13 @@ class Progress:
         rates = {f"{task.samples_are}_per_s": event.samples_per_s} if task.parts is None else event.part_rates
         return [*results, *(f"{rate:.0f} {name.replace('_per_s', '/s')}" for name, rate in rates.items())]
 
-    def _time_left(self, event: UpdateDone) -> Optional[str]:
-        """Return the estimated rest of the run, from the updates since the first that this process showed."""
-        if self._first is None or event.update <= self._first.update:
-            self._first = event
-            return None
-        pace_s = (event.time_s - self._first.time_s) / (event.update - self._first.update)
-        left_s = pace_s * (self._plan.total_updates - event.update)
-        return f"{tqdm.format_interval(left_s)} left" if math.isfinite(left_s) else None
+    def _time_left(self) -> Optional[str]:
+        left_s = self._remaining.left_s
+        return None if left_s is None else f"{tqdm.format_interval(left_s)} left"
 
     def _fitting(self, event: UpdateDone, room: int) -> str:
         """Return the remaining time and the figures; metrics after the first are left out until they fit."""
-        left, figures = self._time_left(event), self._figures(event)
+        left, figures = self._time_left(), self._figures(event)
         parts = [*([left] if left else []), *figures]
         first = len(parts) - len(figures) + 1
         while len(parts) > first + 1 and len(", ".join(parts)) > room:

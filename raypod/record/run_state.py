@@ -19,7 +19,7 @@ from raypod.events import Event, Repaired, RunEnded, RunStarted, UpdateDone
 from raypod.host.abort import on_abort
 from raypod.host.files import parse_json, strict_json
 from raypod.host.job_driver import submission_id_of
-from raypod.host.process import process_start_ticks
+from raypod.host.process import is_stopped, process_start_ticks
 from raypod.plan.plan import Plan
 
 NAME = "state.json"
@@ -59,6 +59,11 @@ class RunState:
     def is_alive(self) -> bool:
         """Whether the coordinator's process runs; always False on another host."""
         return self.is_local and process_start_ticks(self.pid) == self.started_ticks
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the coordinator's process is stopped, by SIGSTOP or a debugger; always False on another host."""
+        return self.is_alive and is_stopped(self.pid)
 
     @property
     def has_ended(self) -> bool:

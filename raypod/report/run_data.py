@@ -27,7 +27,7 @@ null). Its size is bounded, whatever the length of the run. Keys:
     instances    [{instance, host, pid, replicas: [first, number], lost: number of times}], as of the newest generation
     versions     {package: {version: [instances]}}
     plan         null, or what `plan_data.plan_data` returns
-    config       {"section.key": value}
+    config       {"section.key": value}, without the settings that have no effect
     summary      null, or the content of `summary.json` of the newest start, without its evaluations
 """
 
@@ -44,6 +44,7 @@ import yaml
 
 from raypod.errors import ConfigError
 from raypod.host.files import parse_json
+from raypod.plan.effect import with_effect
 from raypod.plan.unique_keys import UniqueKeyLoader
 from raypod.record import event_log, run_state
 from raypod.record.growing_file import GrowingFile
@@ -126,7 +127,7 @@ class RunReader:
             "instances": self._starts.instances(drawn["instances"] if drawn else []),
             "versions": self._starts.versions(),
             "plan": drawn,
-            "config": config,
+            "config": with_effect(config),
             "summary": summary or None,
         }
 

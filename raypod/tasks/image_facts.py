@@ -10,19 +10,6 @@ from raypod.plan.config import VISION_TRANSFORMERS, Config
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.plan import TaskFacts
 
-# The keys that other tasks do not have.
-KEYS = (
-    *("data.dataset", "data.data_dir", "data.download", "data.cache_dir", "data.samples", "data.image", "data.classes"),
-    *(
-        "data.augment",
-        "data.crop_padding",
-        "data.flip",
-        "data.image_size",
-        "data.eight_bit_io",
-        "data.max_image_pixels",
-    ),
-    *("training.model", "training.stem", "training.norm", "training.label_smoothing"),
-)
 _ACCURACY = Metric("accuracy", "higher", label="acc", unit="%", scale=100.0, formats=(".1f", ".2f"))
 
 

@@ -18,6 +18,7 @@ from raypod.errors import ConfigError
 from raypod.host import sdk, torchvision_import
 from raypod.plan import flags, resolve, stored_code, user_code
 from raypod.plan.config import IMAGE_CLASSIFICATION, LANGUAGE_MODEL, Config, TaskOptions
+from raypod.plan.effect import IMAGE_KEYS
 from raypod.plan.plan import Plan, TaskFacts
 from raypod.tasks import image_facts, language_facts
 from raypod.tasks.task import Task
@@ -36,7 +37,7 @@ class _Entry(NamedTuple):
 
 _BY_NAME: Dict[str, _Entry] = {
     IMAGE_CLASSIFICATION: _Entry(
-        image_facts.facts, "raypod.tasks.image_classification", "ImageClassification", keys=image_facts.KEYS
+        image_facts.facts, "raypod.tasks.image_classification", "ImageClassification", keys=IMAGE_KEYS
     ),
     LANGUAGE_MODEL: _Entry(
         language_facts.facts,

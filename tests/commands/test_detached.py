@@ -19,8 +19,10 @@ from raypod import detached as commands
 from raypod import train as train_here
 from raypod.__main__ import main
 from raypod.errors import ConfigError
+from raypod.events import UpdateDone
 from raypod.host import lease_file, process
 from raypod.record import run_state
+from raypod.record.flat_record import flat_record
 from raypod.record.run_state import RunState
 from tests.support.bounded import COMMAND_S, wait_until
 
@@ -167,6 +169,30 @@ def test_stop_signals_no_process_that_does_not_hold_the_folder(
         monkeypatch.setattr(RunState, "is_alive", property(lambda self: not signalled))
         assert commands.stop(tmp_path) == 0
     assert signalled == [state.pid]
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_the_status_of_a_stopped_coordinator_says_so_and_has_the_newest_update_on_disk(
+    stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_state.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(run_state, "is_stopped", lambda pid: stopped)
+    state = dataclasses.replace(STATE, update=0, total_updates=40, eta_s=60.0)
+    (tmp_path / "state.json").write_text(json.dumps(dataclasses.asdict(state)))
+    updates = [UpdateDone(number, 1, {"loss": 0.5}, 8 * number, 10.0, 1.0) for number in range(1, 33)]
+    lines = [json.dumps(flat_record(each)) for each in updates]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"update": 33, "ep')
+    assert main(["status", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    if stopped:
+        message = (
+            f"state  running, but its process is stopped (SIGSTOP, SIGTSTP or a debugger); kill -CONT {os.getpid()}"
+        )
+        assert message in out
+        assert " update  32 of 40\n        loss  0.500, 10 samples/s\n" in out
+    else:  # the state of a process that runs is the newest one: a repair can have gone back
+        assert " state  running\n" in out
+        assert " update  0 of 40, 01:00 left\n" in out
 
 
 @pytest.mark.parametrize("pid", [-1, 0, None, "1"])

@@ -167,9 +167,12 @@ def test_a_damaged_file_is_named(cifar10: Path, content: bytes, words: str) -> N
     assert not list(cifar10.rglob("*.npy"))
 
 
-def test_missing_files_are_named(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"data_batch_1 does not exist; unpack cifar-10.* in .*--download"):
         datasets.load(config(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f" data/cifar-10-batches-py/data_batch_1 does not exist in {tmp_path}; unp"):
+        datasets.load(config(Path("data")))
     with pytest.raises(ConfigError, match="needs --data-dir"):
         datasets.load(from_values({"data": {"dataset": "cifar10"}}))
 

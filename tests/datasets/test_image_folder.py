@@ -107,6 +107,18 @@ def test_a_damaged_image_is_named(folder: Path) -> None:
         train[10]
 
 
+def test_a_folder_that_does_not_exist_is_named_with_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        ConfigError, match=f"^--data-dir {tmp_path}/none does not exist: --dataset imagefolder reads it"
+    ):
+        datasets.load(config(tmp_path / "none"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"^--data-dir none does not exist in {tmp_path}: "):
+        datasets.load(config(Path("none")))
+
+
 @pytest.mark.parametrize(
     ("broken", "words"),
     [

@@ -89,8 +89,11 @@ def test_folders_are_searched_for_text_files_that_are_not_hidden(tmp_path: Path)
 
 
 def test_text_that_is_missing_is_one_line_of_error(tmp_path: Path, monkeypatch: Any) -> None:
-    with pytest.raises(DataMissing, match="does not exist"):
+    with pytest.raises(DataMissing, match="does not exist$"):
         corpus.find_pieces([str(tmp_path / "none")], 0.1, None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataMissing, match=f"^--text none does not exist in {tmp_path}$"):
+        corpus.find_pieces(["none"], 0.1, None)
     with pytest.raises(DataMissing, match="has no text files"):
         corpus.find_pieces([str(tmp_path)], 0.1, None)
     (tmp_path / "a.txt").touch()

@@ -1,18 +1,27 @@
-"""The cause of an instance's death contains the C++ exception that its process wrote to the log file."""
+"""The cause of an instance's death contains the exception or the fault that its process wrote to the log file."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Callable
 
 import pytest
 
-from raypod.fleet.death_cause import exception_in
-from raypod.fleet.ray_session import death_reason
+from raypod.fleet import death_cause
+from raypod.fleet.death_cause import death_reason, exception_in
+from raypod.plan.plan import Plan
+from tests.support.scripted_ray import ScriptedRay
 
 OF_RAY = (
     "[2026 E 8 9] logging.cc:118: Unhandled exception: 1E. what(): new /a/_raylet.so(+0x18) [0x7f] ray::operator<<()"
 )
 OLD = "instance 1 of 2, pid 7: started on a\nterminate called after throwing an instance of 'E'\n  what():  old\n"
+SIGSEGV = "*** SIGSEGV received at time=1795714240 on cpu 0 ***\nPC: @     0x7f6976985ad8  (unknown)  (unknown)\n"
+FAULT = (
+    "Fatal Python error: Segmentation fault\n\nStack (most recent call first):\n"
+    '  File "/a/ctypes/__init__.py", line 519 in string_at\n  File "/a/data.py", line 9 in __getitem__\n\n'
+    "Extension modules: a._b (total: 1)\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +36,12 @@ OLD = "instance 1 of 2, pid 7: started on a\nterminate called after throwing an 
             "instance 1 of 2, pid 8: a\nterminate called without an active exception\n",
             "terminate called without an active exception",
         ),
+        (
+            f"instance 1 of 2, pid 8: a\n{SIGSEGV}{FAULT}",
+            "segmentation fault in string_at, /a/ctypes/__init__.py line 519",
+        ),
+        (f"instance 1 of 2, pid 8: a\n{SIGSEGV}", "signal SIGSEGV"),
+        ("instance 1 of 2, pid 8: a\n  what():  no\nFatal Python error: Aborted\n", "what(): no"),
     ],
 )
 def test_the_exception_is_that_of_the_process(tmp_path: Path, log: str, exception: str) -> None:
@@ -55,3 +70,20 @@ def test_a_process_that_ended_without_a_message_is_described_in_plain_words(rest
     message = f"The actor died unexpectedly before finishing this task.\n\tpid: 7\n{detail}"
     expected = "its process died: it ended without a message, as a process does that is killed or out of memory"
     assert death_reason(message) == expected
+
+
+@pytest.mark.parametrize(
+    ("exception", "cause"),
+    [
+        ("", "its process died: it ended without a message, as a process does that is killed or out of memory"),
+        ("segmentation fault in f, a.py line 9", "its process died: it crashed (segmentation fault in f, a.py line 9)"),
+        ("what(): no device", "its process died: it crashed (what(): no device)"),
+    ],
+)
+def test_a_known_cause_replaces_what_ray_supposes(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Plan], exception: str, cause: str
+) -> None:
+    monkeypatch.setattr(death_cause, "exception_in", lambda log_file, header: exception)
+    detail = "Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file."
+    error = f"The actor died unexpectedly before finishing this task.\n\tpid: 7\n{detail}"
+    assert death_cause.death_causes(ScriptedRay(monkeypatch), make(), {1: error}) == {1: cause}

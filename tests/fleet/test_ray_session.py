@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict, List
 import pytest
 
 from raypod.errors import ClusterError, RunError
-from raypod.fleet import gcs, ray_admission, ray_head, ray_server, ray_session
+from raypod.fleet import gcs, ray_admission, ray_folder, ray_head, ray_processes, ray_server, ray_session
 from raypod.fleet.ray_head import HeadWatch
 from raypod.fleet.ray_server import RayServer, serve_here, serve_on
 from raypod.fleet.ray_session import RaySession
@@ -59,7 +59,9 @@ class FakeRay:
         self.at_shutdown: Callable[[], Any] = lambda: None
         utils = SimpleNamespace(set_sigterm_handler=lambda handler: signal.signal(signal.SIGTERM, handler))
         self.worker = SimpleNamespace(_worker_logs_enabled=True)
-        self._private = SimpleNamespace(services=None, utils=utils, node=SimpleNamespace(Node=Node), worker=self.worker)
+        services = SimpleNamespace(wait_for_node=lambda *names, timeout=30: timeout, get_node=lambda *names: names)
+        node = SimpleNamespace(Node=Node)
+        self._private = SimpleNamespace(services=services, utils=utils, node=node, worker=self.worker)
         processes = SimpleNamespace(
             started_by=lambda services: nullcontext(), close=lambda: self.done.append("processes")
         )
@@ -136,6 +138,7 @@ def test_a_local_session_uses_a_folder_of_this_user_alone(
     used = []
     ray.during = lambda: used.append(os.environ["RAY_TMPDIR"])
     own = tmp_path / f"raypod-{os.getuid()}"
+    monkeypatch.setattr(ray_folder, "_MAX_SOCKET_BYTES", 1000)
     for given in (tmp_path / "new", tmp_path):
         tmp_path.chmod(0o777)
         monkeypatch.setenv("RAY_TMPDIR", str(given))
@@ -171,15 +174,64 @@ def test_ctrl_c_while_ray_shuts_down_takes_effect_after_it(ray: FakeRay, unopene
     assert ray.done[1:] == ["shutdown", "processes"]
 
 
-def test_a_session_that_does_not_start_is_an_error_in_one_line(ray: FakeRay, unopened: RaySession) -> None:
-    ray.during = lambda: fails("The current node timed out during startup.\nSee the logs.")
+def test_a_folder_that_is_too_long_for_a_socket_is_an_error_before_ray_starts(
+    ray: FakeRay, unopened: RaySession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 107 - len(f"/ray/session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store")
+    monkeypatch.setattr(ray_folder, "make_private", lambda folder: None)
+    monkeypatch.setenv("RAY_TMPDIR", "/" + "a" * (most - 1))
+    unopened.open()
+    unopened.close()
+    done = list(ray.done)
+    monkeypatch.setenv("RAY_TMPDIR", "/" + "a" * (most - 2) + "\u00e4")
+    message = f"it has {most + 1} bytes, at most {most} are possible; set RAY_TMPDIR .or TMPDIR. to a folder with a sho"
+    with pytest.raises(ClusterError, match=message):
+        unopened.open()
+    assert ray.done == done
+
+
+def test_a_session_that_does_not_start_is_tried_once_more_and_then_an_error_in_one_line(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, now_s, services = [], [0.0], ray._private.services
+
+    def unknown(*names: str) -> None:
+        now_s[0] += 10.0
+        raise RuntimeError("unknown node")
+
+    services.get_node = unknown
+    monkeypatch.setattr(ray_processes.time, "monotonic", lambda: now_s[0])
+
+    def start() -> None:
+        began_s = now_s[0]
+        with pytest.raises(RuntimeError):
+            services.get_node("gcs", "node")
+        one_wait = dict(os.environ)["RAY_raylet_start_wait_time_s"]
+        waits.append((one_wait, now_s[0] - began_s, services.wait_for_node("gcs")))
+        fails("The current node timed out during startup.\nSee the logs.")
+
+    ray.during = start
+    bound = (300.0, "run.start_timeout_s")
+    session = RaySession(place(LOCAL, Sizes(1, 1, 1)), start_bound=bound, without_ray="--fleet inline")
     message = (
-        "^cannot start a local Ray session on this host: The current node timed out during startup. See the logs.$"
+        r"^cannot start a local Ray session on this host \(2 tries\): The current node timed out during startup. See "
+        r"the logs; if this host is busy, use a longer run.start_timeout_s \(now 300 s\), or --fleet inline$"
     )
     with pytest.raises(RunError, match=message):
-        unopened.open()
-    unopened.close()
+        session.open()
+    session.close()
+    assert waits == [("10", 160.0, 150)] * 2
+    assert (services.get_node, services.wait_for_node("gcs")) == (unknown, 30)
+    assert ray.done == ["shutdown", "processes"] * 2
+
+
+def test_a_session_that_starts_in_the_second_try_is_as_any_other(ray: FakeRay, unopened: RaySession) -> None:
+    failures = [lambda: fails("The current node timed out during startup."), lambda: None]
+    ray.during = lambda: failures.pop(0)()
+    unopened.open()
     assert ray.done == ["shutdown", "processes"]
+    unopened.close()
+    assert ray.done[3:] == ["shutdown", "processes"]
 
 
 def test_a_session_can_be_closed_after_an_interrupted_import_of_ray(

@@ -109,6 +109,39 @@ def test_the_first_failure_ends_the_others_and_is_the_error(
     assert hosts.calls == [(1, "end", GRACE_S)]
 
 
+OF_PEER = "[rank1]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:6"
+
+
+@pytest.mark.parametrize("stderr", [OF_PEER, "horovod.common.HorovodInternalError: shut down", "E: a peer has ended"])
+@pytest.mark.parametrize("seconds", [(1, 2), (2, 2)])
+def test_a_program_that_ends_too_early_is_the_cause_of_the_failure_of_its_peer(
+    hosts: ScriptedHosts, tmp_path: Any, stderr: str, seconds: Tuple[int, int]
+) -> None:
+    stderr = stderr.replace("E: ", "_pod.PeerError: ")
+    failure = (seconds[1], hosts.exits(1, 1, stderr.encode()))
+    hosts.script = [failure, (seconds[0], hosts.exits(0)), (3, hosts.finish)]
+    with pytest.raises(ProgramFailed) as found:
+        hosts.run(tmp_path)
+    shown = stderr.replace("[rank1]: ", "")
+    assert str(found.value) == (
+        "instance 0 on host a failed: it ended too early, with exit code 0; instance 1 still needed it: exit code 1 "
+        f"({shown}); its log: {tmp_path}/logs/instance-0.log"
+    )
+    assert found.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("stderr", "seconds"),
+    [("ValueError: broken", 1), (OF_PEER, 4)],  # an exception of its own; the other one was ended after the failure
+)
+def test_a_program_that_ends_with_0_is_not_the_cause_of_every_failure(
+    hosts: ScriptedHosts, tmp_path: Any, stderr: str, seconds: int
+) -> None:
+    hosts.script = [(2, hosts.exits(1, 1, stderr.encode())), (seconds, hosts.exits(0)), (5, hosts.finish)]
+    with pytest.raises(ProgramFailed, match="^instance 1 on host b failed: exit code 1"):
+        hosts.run(tmp_path)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_forwarded_and_is_the_exit_code(hosts: ScriptedHosts, tmp_path: Any, number: int) -> None:
     hosts.script = [(1, hosts.receive(number)), (2, hosts.exits(0, 5)), (2, hosts.exits(1)), (3, hosts.finish)]

@@ -127,3 +127,24 @@ def test_a_local_session_without_a_folder_of_its_own_is_trouble(
     (tmp_path / f"raypod-{os.getuid()}").touch()
     assert main(["doctor"]) == 2
     assert "trouble  RAY_TMPDIR      localhost no folder for the files of Ray: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        ("ray://head:1", "RAY_ADDRESS=ray://head:1 is not HOST:PORT of a Ray cluster; correct it, or unset it"),
+        ("10.0.0.1:7", "no Ray cluster responds at 10.0.0.1:7: refused"),
+    ],
+)
+def test_a_cluster_of_ray_address_that_cannot_be_joined_is_trouble(
+    unreachable: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], address: str, text: str
+) -> None:
+    monkeypatch.setattr(gcs, "check", lambda *_, **__: gcs.Answer(gcs.SILENT, "refused", b""))
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    main(["doctor", "--json"])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    found = [(each["level"], each["text"]) for each in findings if each["what"] == "RAY_ADDRESS"]
+    assert found == [("trouble", text)]
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    main(["doctor", "--json"])
+    assert "RAY_ADDRESS" not in capsys.readouterr().out

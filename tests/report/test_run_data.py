@@ -74,6 +74,7 @@ def test_a_short_run_has_every_point(tmp_path: Path) -> None:
     assert [row[0] for row in data["evaluations"]["rows"]] == [20, 40]
     assert (data["state"], data["name"], data["metrics"]) == ("done", "run", ["loss", "accuracy"])
     assert data["config"]["training.learning_rate"] == 0.1
+    assert "training.lr_gamma" not in data["config"]
     assert data["versions"]["torch"] == {"2.13.0": [0, 1]}
     assert data["plan"]["pipeline"]["stages"] == ["the input", "block2"]
     assert data["plan"]["pipeline"]["cycles"] == 8 + 2 * 2 - 2 + 1

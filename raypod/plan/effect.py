@@ -1,0 +1,53 @@
+"""The settings of a config that have no effect with the others: a report leaves them out."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Mapping, Tuple
+
+from raypod.plan.config import IMAGE_CLASSIFICATION, IMAGE_FOLDERS
+
+# The keys that only the task image-classification has.
+IMAGE_KEYS = (
+    *("data.dataset", "data.data_dir", "data.download", "data.cache_dir", "data.samples", "data.image", "data.classes"),
+    *("data.augment", "data.crop_padding", "data.flip", "data.image_size", "data.eight_bit_io"),
+    *("data.max_image_pixels", "training.model", "training.stem", "training.norm", "training.label_smoothing"),
+)
+# Of keys that need certain values of another one: that one, and the values.
+_NEEDS: Dict[str, Tuple[str, Tuple[Any, ...]]] = {
+    "data.samples": ("data.dataset", ("synthetic",)),
+    "data.image": ("data.dataset", ("synthetic",)),
+    "data.classes": ("data.dataset", ("synthetic",)),
+    "data.download": ("data.dataset", ("cifar10", "cifar100")),
+    "data.jpeg_decoder": ("data.dataset", IMAGE_FOLDERS),
+    "data.crop_padding": ("data.augment", (True,)),
+    "data.flip": ("data.augment", (True,)),
+    "training.lr_floor": ("training.lr_schedule", ("linear", "cosine", "polynomial")),
+    "training.lr_power": ("training.lr_schedule", ("polynomial",)),
+    "training.lr_steps": ("training.lr_schedule", ("step",)),
+    "training.lr_gamma": ("training.lr_schedule", ("step",)),
+    "training.momentum": ("training.optimizer", ("sgd",)),
+}
+_OF_CUSTOM_DATA = ("data.classes",)  # the number of classes, unless the user's function returns it
+_OF_TRACKERS = ("run.tracker_artifacts", "run.tracker_timeout_s")
+
+
+def with_effect(settings: Mapping[str, Any]) -> Dict[str, Any]:
+    """Return the settings, by full name, without those that the others leave without an effect.
+
+    What a config of another version does not contain decides nothing.
+    """
+    return {name: value for name, value in settings.items() if _has_effect(name, settings)}
+
+
+def _has_effect(name: str, settings: Mapping[str, Any]) -> bool:
+    if name in (*IMAGE_KEYS, "data.jpeg_decoder") and settings.get("task.name", IMAGE_CLASSIFICATION) != (
+        IMAGE_CLASSIFICATION
+    ):
+        return False
+    if name in _OF_TRACKERS:
+        return bool(settings.get("run.trackers", True))
+    deciding, values = _NEEDS.get(name, ("", ()))
+    decided = settings.get(deciding)
+    if decided is None or decided in values:
+        return True
+    return name in _OF_CUSTOM_DATA and ":" in str(decided)
