@@ -111,6 +111,11 @@ def remove_folder(path: Path) -> None:
 
 def sync_folder(path: Path) -> None:
     """Flush the entries of a folder to disk."""
+    sync_file(path)
+
+
+def sync_file(path: Path) -> None:
+    """Flush the content of a file that another function has written to disk."""
     descriptor = os.open(str(path), os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -153,11 +158,12 @@ class AppendOnlyFile:
             os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Write what is left and close the file. OSError if it cannot be written."""
+        """Write what is left, flush everything to disk and close the file. OSError if it cannot be written."""
         try:
             if self._unwritten:
                 _write_all(self._descriptor, memoryview(bytes(self._unwritten)))
                 self._unwritten.clear()
+            os.fsync(self._descriptor)
         finally:
             os.close(self._descriptor)
 

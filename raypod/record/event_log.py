@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, Optional, Sequence
 
 from raypod.errors import LeaseLost, RunError
-from raypod.events import CallDone, Event, UpdateDone
+from raypod.events import CallDone, CheckpointBegun, Event, UpdateDone
 from raypod.host.abort import on_abort
 from raypod.host.files import AppendOnlyFile, strict_json
 from raypod.record.call_times import CallTimesLog
@@ -27,14 +27,15 @@ from raypod.record.growing_file import parse_records
 from raypod.record.run_state import end_of
 
 NAME = "events.jsonl"
+_SYNC_INTERVAL_S = 60.0
 _PAIRS = ("seconds", "versions")  # fields that hold (name, value) pairs if they are tuples; objects in JSON
 
 
 class EventLog:
     """The event log of a run folder, open for appending.
 
-    Its first line is `process_started`. Leaving the context by an error writes `process_failed`, or
-    `process_interrupted` after a signal, or `process_preempted`.
+    Its first line is `process_started`. It is flushed to disk with each checkpoint, and once per minute. Leaving the
+    context by an error writes `process_failed`, or `process_interrupted` after a signal, or `process_preempted`.
     """
 
     def __init__(self, run_dir: Path, plan: Dict[str, Any]) -> None:
@@ -44,6 +45,7 @@ class EventLog:
         self._call_times = CallTimesLog()
         self._stack = contextlib.ExitStack()
         self._write("process_started", {"pid": os.getpid(), "host": socket.gethostname(), **_version(), **plan})
+        self._sync()
 
     def handle(self, event: Event) -> None:
         """Append an event, and the times of the calls before it if their window has ended."""
@@ -54,6 +56,8 @@ class EventLog:
             self._write("call_times", times)
         if not isinstance(event, CallDone):
             self._write(event_name(type(event)), fields_of(event))
+        if isinstance(event, CheckpointBegun) or time.monotonic() - self._synced_s > _SYNC_INTERVAL_S:
+            self._sync()
 
     def __enter__(self) -> EventLog:
         self._stack.enter_context(on_abort(self._write_end))
@@ -77,6 +81,10 @@ class EventLog:
         if error is not None:
             state, exit_code, message = end_of(error)
             self._write(f"process_{state}", {"exit_code": exit_code, "message": message})
+
+    def _sync(self) -> None:
+        self._file.sync()
+        self._synced_s = time.monotonic()
 
     def _write(self, name: str, fields: Dict[str, Any]) -> None:
         self._file.write_line(strict_json({"unix_s": round(time.time(), 3), "event": name, **fields}))

@@ -15,6 +15,7 @@ from raypod import train
 from raypod.checkpoint.storage import list_checkpoints
 from raypod.record import run_folder
 from tests.support.documented import DOCS
+from tests.support.faulty_disks import FlushedFiles
 
 QUICK = ("--model", "tiny", "--lr-schedule", "constant", "--warmup-updates", "0")
 
@@ -41,6 +42,26 @@ def make_unfinished(folder: Path) -> Path:
     left = {**state, "state": "running", "exit_code": None, "started_ticks": 1}
     (folder / "state.json").write_text(json.dumps(left))
     return folder
+
+
+def test_a_loss_of_power_after_the_end_of_a_run_keeps_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed = FlushedFiles(monkeypatch)
+    assert command(*QUICK, "--updates", "1", "--run-dir", str(tmp_path / "run")) == 0
+    files = {path.name: path for path in (tmp_path / "run").iterdir() if path.suffix in (".json", ".jsonl", ".yaml")}
+    assert {*files} > {"config.yaml", "plan.json", "state.json", "summary.json", "metrics.jsonl", "events.jsonl"}
+    assert [name for name, path in files.items() if not flushed.survive(path)] == []
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 300, b'{"pid": 1, "sta'])
+def test_a_state_that_is_damaged_after_a_loss_of_power_does_not_refuse_the_same_command(
+    content: bytes, folder: Path
+) -> None:
+    (folder / "state.json").write_bytes(content)
+    assert command(*QUICK, "--updates", "3", "--run-dir", str(folder)) == 0
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["update"] for line in lines] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("how", ["--resume={}", "--resume={}/checkpoints/update-00000002", "run.resume={}"])

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import List
+from typing import List, Optional
 
 import pytest
 
@@ -22,7 +22,7 @@ from raypod.storage.mirrored_files import MirroredFiles
 from raypod.storage.remote_index import RemoteIndex
 from raypod.storage.remote_run import RemoteRun
 from raypod.storage.store import Store
-from tests.support.faulty_disks import Killed
+from tests.support.faulty_disks import FlushedFiles, Killed
 from tests.support.mirrored_runs import (
     ACCURACY,
     LARGE,
@@ -150,6 +150,30 @@ def test_another_run_and_other_files_are_not_overwritten(run: Path, url: str, re
     (remote / "theses" / "thesis.pdf").touch()
     assert "holds other files" in mirror(write_run(tmp_path / "theses"), url).error
     assert [path.name for path in (remote / "theses").iterdir()] == ["thesis.pdf"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", None])
+def test_a_run_whose_identity_was_lost_is_known_by_its_event_log(
+    run: Path, url: str, remote: Path, damage: Optional[bytes]
+) -> None:
+    log = b'{"unix_s": 1.5, "event": "process_started", "pid": 7, "host": "a"}\n'
+    (run / "events.jsonl").write_bytes(log)
+    mirror(run, url)
+    before = json.loads((remote / "a run" / "index.json").read_text())["run_id"]
+    memory_file = run / memory.NAME
+    memory_file.unlink() if damage is None else memory_file.write_bytes(damage)
+    (run / "events.jsonl").write_bytes(log + b'{"event": "run_started"}\n')
+    found = mirror(run, url)
+    assert (found.error, found.is_complete, found.run_id) == ("", True, before)
+    memory_file.write_bytes(b"")
+    (run / "events.jsonl").write_bytes(log.replace(b"1.5", b"1.6"))
+    assert "holds another run" in mirror(run, url).error
+
+
+def test_a_loss_of_power_keeps_the_identity_of_a_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed = FlushedFiles(monkeypatch)
+    memory.write(run, memory.Memory("the run"))
+    assert flushed.survive(run / memory.NAME)
 
 
 def test_an_older_process_of_the_run_ends_when_another_one_mirrors_it(run: Path, url: str, tmp_path: Path) -> None:
