@@ -221,7 +221,7 @@ class Training:
         routes = {"/status": snapshot_route(status.snapshot), "/metrics": metrics}
         stack.enter_context(served(routes, folder, plan.config.run.status_port, state))
         counts = {"total_updates": plan.total_updates, **topology_summary(plan)}
-        yield stack.enter_context(EventLog(folder, counts))
+        yield stack.enter_context(EventLog(folder, counts, self._reporter.warn))
         window = window_of(plan)
         if window is not None:
             source = ProfileSource(fleet.clocks, lambda: fleet.call("take_profile"))
@@ -241,7 +241,7 @@ class Training:
             reporter.warn(f"{damaged}; resuming from {resumed.path.name if resumed else ''}")
         with contextlib.ExitStack() as stack:
             stack.callback(reporter.close)
-            sinks = stack.enter_context(Sinks(plan))
+            sinks = stack.enter_context(Sinks(plan, reporter.warn))
             events = coordinator.run(plan, fleet, self.metrics, resumed, self._known, self._stop, copies)
             stack.enter_context(contextlib.closing(events))
             stack.enter_context(self._run.claim.lease.interrupting())

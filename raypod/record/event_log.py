@@ -16,9 +16,9 @@ import socket
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Dict, Iterator, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, Optional, Sequence
 
-from raypod.errors import LeaseLost, RunError
+from raypod.errors import ConfigError, LeaseLost, RunError
 from raypod.events import CallDone, CheckpointBegun, Event, UpdateDone
 from raypod.host.abort import on_abort
 from raypod.host.files import AppendOnlyFile, strict_json
@@ -38,9 +38,21 @@ class EventLog:
     context by an error writes `process_failed`, or `process_interrupted` after a signal, or `process_preempted`.
     """
 
-    def __init__(self, run_dir: Path, plan: Dict[str, Any]) -> None:
-        """Open the log; `plan` holds facts about the plan for the first line. OSError if it cannot be opened."""
-        self._file = AppendOnlyFile(run_dir / NAME)
+    def __init__(self, run_dir: Path, plan: Dict[str, Any], warn: Callable[[str], None] = lambda text: None) -> None:
+        """Open the log.
+
+        Args:
+            run_dir: the run folder.
+            plan: facts about the plan for the first line.
+            warn: gets one line when the disk begins to fail.
+
+        Raises:
+            ConfigError: it cannot be opened.
+        """
+        try:
+            self._file = AppendOnlyFile(run_dir / NAME, warn)
+        except OSError as error:
+            raise ConfigError(f"cannot write {run_dir / NAME}: {error.strerror}") from None
         self._file.end_line()
         self._call_times = CallTimesLog()
         self._stack = contextlib.ExitStack()

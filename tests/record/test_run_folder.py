@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import re
 import resource
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 
 from raypod import train
 from raypod.checkpoint.storage import list_checkpoints
-from raypod.record import run_folder
+from raypod.record import run_folder, verify_data
 from tests.support.documented import DOCS
 from tests.support.faulty_disks import FlushedFiles
 
@@ -123,6 +125,41 @@ def test_a_full_disk_at_the_end_is_reported_in_one_line(
         assert command(*QUICK, "--updates", "2", "--run-dir", str(tmp_path / "run")) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "summary.json cannot be written" in line
+
+
+def test_a_run_whose_output_is_on_a_full_disk_ends_as_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Path("/dev/full").open("w") as full, monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", full)
+        patched.setattr("sys.stderr", full)
+        assert command(*QUICK, "--updates", "2", "--run-dir", str(tmp_path / "run")) == 0
+        full.flush()  # as Python does at its end, which would change the exit code
+    assert summary_of(tmp_path / "run")["updates"] == 2
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
+def test_errors_of_the_disk_are_one_warning_for_each_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    real, failed = os.write, set()
+
+    def write(descriptor: int, data: bytes) -> int:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if path.endswith(".jsonl") and path not in failed:
+            failed.add(path)
+            raise OSError(number, os.strerror(number))
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write)
+    run = tmp_path / "run"
+    assert command(*QUICK, "--updates", "2", "--run-dir", str(run)) == 0
+    names = {"metrics.jsonl", "evaluations.jsonl", "ledger.jsonl", "events.jsonl"}
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: cannot write ")]
+    assert {Path(line.split()[3]).name for line in warnings} == {Path(path).name for path in failed} == names
+    assert verify_data.verify(run).is_proved
+    assert len(lines_of(run / "metrics.jsonl")) == 2
+    assert lines_of(run / "events.jsonl")[0]["event"] == "process_started"
 
 
 def test_the_page_of_the_run_folder_has_every_key_of_the_summary(folder: Path) -> None:
