@@ -52,7 +52,7 @@ class RunMirror:
         is_own_log = functools.partial(memory.is_run_of, run_dir)
         self._index = RemoteIndex(store, self._memory.run_id, writer, is_known, is_own_log)
         self._files = MirroredFiles(run_dir, store, self._index)
-        self._checkpoints = MirroredCheckpoints(run_dir, store, kept)
+        self._checkpoints = MirroredCheckpoints(run_dir, store, kept, self._index.check)
         self._before = self._memory  # the counts of an earlier process of this run
         self._failed_in_a_row = 0
         self._is_new = True  # the connection

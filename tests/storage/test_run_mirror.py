@@ -187,6 +187,43 @@ def test_an_older_process_of_the_run_ends_when_another_one_mirrors_it(run: Path,
     assert "another process mirrors the run" in found.error
 
 
+@pytest.mark.parametrize("at", ["half", "close"])
+def test_a_pod_that_was_cut_off_removes_nothing_of_the_one_that_has_taken_over(
+    run: Path, url: str, tmp_path: Path, at: str
+) -> None:
+    save(run, 1)
+    new = tmp_path / "new" / "a run"
+
+    def take_over(operation: str, path: str) -> None:  # during or at the end of the slow upload of the first pod
+        if operation == at and "weights" in path and not new.exists():
+            shutil.copytree(str(run), str(new))
+            for update in (2, 3):
+                save(new, update)
+            assert mirror(new, url, kept=Retention(2)).is_complete
+
+    with faults(take_over):
+        found = mirror(run, url, kept=Retention(1))
+    assert "another process mirrors the run" in found.error
+    assert whole_checkpoints(url, "a run", tmp_path / "copy") == [name_of(2), name_of(3)]
+
+
+def test_a_checkpoint_that_appears_after_the_listing_is_not_removed(run: Path, url: str, remote: Path) -> None:
+    save(run, 1)
+    foreign = remote / "a run" / "checkpoints" / name_of(9)
+
+    def add(operation: str, path: str) -> None:
+        if operation == "half" and "weights" in path:
+            foreign.mkdir(parents=True, exist_ok=True)
+            (foreign / "weights.safetensors").touch()
+
+    checkpoints = MirroredCheckpoints(run, Store(f"{url}/a run"), Retention(3))
+    with faults(add):
+        checkpoints.sync()
+    assert foreign.exists()
+    checkpoints.sync()
+    assert not foreign.exists(), "what an interrupted upload has left is removed"
+
+
 def test_objects_that_were_removed_or_truncated_are_uploaded_again(
     run: Path, url: str, remote: Path, tmp_path: Path
 ) -> None:
