@@ -182,6 +182,7 @@ class Training:
         plan, lease, is_closed = self._run.plan, self._run.claim.lease, False
         self._stop.configure(plan.config.run)
         run_folder.create(plan)
+        self._run.claim.note_written()
         with contextlib.ExitStack() as stack:
             stack.enter_context(deadline_of(self._stop))
             stack.enter_context(on_abort(lambda error: lease.abandon()))

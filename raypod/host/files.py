@@ -86,7 +86,7 @@ def _replace(path: Path, content: Iterable[bytes]) -> None:
         with new_file(partial) as file:
             for data in content:
                 file.write(data)
-    except OSError:
+    except BaseException:  # also an interruption
         with contextlib.suppress(OSError):
             os.unlink(str(partial))  # noqa: PTH108
         raise

@@ -21,6 +21,7 @@ from raypod.plan.resolve import run_folder_of
 from raypod.plan.tables import describe, topology_summary
 from raypod.plan.urls import is_url, run_url
 from raypod.record import run_state
+from raypod.record.coordinator_log import log_of
 from raypod.record.flat_record import flat_record, from_flat_record
 from raypod.record.growing_file import last_lines, parse_records
 from raypod.record.metrics import MetricsAggregator
@@ -58,13 +59,20 @@ def check_is_run_folder(folder: Path, config: Config) -> None:
     if not folder.is_dir():
         raise ConfigError(f"--run-dir {folder} is not a folder; choose another one")
     names = sorted(path.name for path in folder.iterdir())
-    if not names or set(names) & set(_MARKS) or any(map(is_lease, names)):
+    if set(names) & set(_MARKS) or any(map(is_lease, names)) or _is_hardly_begun(folder, names):
         return
     if config.run.resume and run_folder_of(config.run.resume) == folder.resolve():
         return
     raise ConfigError(
         f"--run-dir {folder} is not empty and no run folder (it contains {names[0]}); choose another folder"
     )
+
+
+def _is_hardly_begun(folder: Path, names: Sequence[str]) -> bool:
+    """Return whether a folder is empty, or has at most what a run that was killed writes before `plan.json`."""
+    logs = folder / LOGS
+    found = {path.stem for path in logs.iterdir()} if logs.is_dir() else set()
+    return set(names) <= {LOGS, f"{PLAN}.partial"} and found <= {log_of(folder).stem}
 
 
 def check_may_write(plan: Plan) -> None:
@@ -95,17 +103,18 @@ def way_to_continue(run_dir: str, updates: int, checkpoint: Optional[str], optio
 
 
 def create(plan: Plan) -> None:
-    """Create the folder and write `config.yaml` and `plan.json` into it. ConfigError if that fails."""
+    """Create the folder and write `plan.json` and `config.yaml` into it. ConfigError if that fails."""
     folder = Path(plan.run_dir)
     try:
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
+        # The first file: with it the folder counts as a run folder, from which the same command continues.
+        replace_file(folder / PLAN, (json.dumps(describe(plan), indent=2) + "\n").encode())
         _copy_evaluations(plan)
         content = plan.config.to_yaml().encode()
         replace_file(folder / CONFIG, content)
         seal = stored_code.seal_of(content)
         if seal is not None:
             replace_file(folder / stored_code.SEAL, f"{seal}\n".encode())
-        replace_file(folder / PLAN, (json.dumps(describe(plan), indent=2) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"cannot write into the run folder {folder}: {error.strerror}") from None
 
