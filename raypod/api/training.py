@@ -34,7 +34,7 @@ from raypod.host.lease_file import Log
 from raypod.plan.plan import Plan
 from raypod.plan.profile_window import rounding_of, window_of
 from raypod.plan.tables import topology_summary
-from raypod.record import claim, run_folder, run_state
+from raypod.record import claim, origin, run_folder, run_state
 from raypod.record.coordinator_log import CoordinatorLogTimes
 from raypod.record.event_log import EventLog, restarts_in
 from raypod.record.metrics import MetricsAggregator
@@ -130,7 +130,13 @@ def claimed(
     with held:
         check_port(plan.config.run.status_port)  # here, so that also `--detach` finds it before it starts a process
         plan = restore(dataclasses.replace(plan, run_dir=str(held.folder)), held, log)
+        resumes = plan.config.run.resume
         plan, found = resume_point(plan, verify)
+        if found is not None and resumes and resumes != plan.config.run.resume:
+            log(
+                f"{plan.run_dir} began from {resumes} already: continuing from {found.checkpoint.path.name}; to begin "
+                "again, use another --run-dir"
+            )
         yield Claimed(plan, held, found)
 
 
@@ -141,7 +147,11 @@ def resume_point(plan: Plan, verify: bool = True) -> Tuple[Plan, Optional[resume
         ConfigError: the run cannot resume, or its folder holds something else.
     """
     was_cut_off, found = run_state.is_unfinished(Path(plan.run_dir)), None
-    if plan.config.run.resume:
+    resumes = bool(plan.config.run.resume)
+    if was_cut_off and (not resumes or origin.continues(plan)):
+        plan, found = resume.resume_interrupted(plan, verify)
+        resumes = resumes and found is None  # there is no checkpoint yet: from the one that the command names
+    if resumes:
         found = resume.find_checkpoint(plan, was_cut_off, verify)
         stopped = early_stop(plan, run_folder.evaluations_until(plan, found.checkpoint.update))
         if stopped is not None and not was_cut_off:
@@ -149,8 +159,6 @@ def resume_point(plan: Plan, verify: bool = True) -> Tuple[Plan, Optional[resume
                 f"--resume {plan.config.run.resume}: the run has stopped early after update {stopped.update}: "
                 f"{stopped.reason}; continue it with another --early-stopping"
             )
-    elif was_cut_off:
-        plan, found = resume.resume_interrupted(plan, verify)
     if found is None:
         weights_file.check_on_head(plan, verify)
     else:

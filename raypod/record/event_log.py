@@ -105,7 +105,7 @@ class EventLog:
 def restarts_in(run_dir: Path) -> int:
     """Return the number of repairs that the log of a run folder holds, over all starts of the run; 0 without a log."""
     restarts_of_starts = [0]
-    for line in _lines_with(run_dir / NAME, (b'"process_started"', b'"repaired"')):
+    for line in lines_with(run_dir / NAME, (b'"process_started"', b'"repaired"')):
         event, restarts = line.get("event"), line.get("restarts")
         if event == "process_started":
             restarts_of_starts.append(0)
@@ -114,7 +114,7 @@ def restarts_in(run_dir: Path) -> int:
     return sum(restarts_of_starts)
 
 
-def _lines_with(path: Path, words: Sequence[bytes]) -> Iterator[Dict[str, Any]]:
+def lines_with(path: Path, words: Sequence[bytes]) -> Iterator[Dict[str, Any]]:
     """Yield the records of the lines that contain one of `words`; others are not parsed. Damaged lines are skipped."""
     if not path.is_file():
         return

@@ -20,7 +20,7 @@ from raypod.plan.plan import Plan, default_run_dir
 from raypod.plan.resolve import run_folder_of
 from raypod.plan.tables import describe, topology_summary
 from raypod.plan.urls import is_url, run_url
-from raypod.record import run_state
+from raypod.record import origin, run_state
 from raypod.record.coordinator_log import log_of
 from raypod.record.flat_record import flat_record, from_flat_record
 from raypod.record.growing_file import last_lines, parse_records
@@ -76,15 +76,22 @@ def _is_hardly_begun(folder: Path, names: Sequence[str]) -> bool:
 
 
 def check_may_write(plan: Plan) -> None:
-    """Raise ConfigError if the folder holds another run than the resumed one, a finished run, or other files."""
+    """Raise ConfigError if the folder holds another run than the resumed one, a finished run, or other files.
+
+    A run that began from the resumed one, and was cut off, is not another one.
+    """
     folder = Path(plan.run_dir)
     resume = plan.config.run.resume
     if not is_named(plan.config, plan.run_dir) or not folder.exists():
         return
     check_is_run_folder(folder, plan.config)
-    may_write = run_folder_of(resume) == folder.resolve() if resume else run_state.is_unfinished(folder)
-    if (folder / METRICS).exists() and not may_write:
-        has_checkpoint = bool(storage.list_checkpoints(storage.checkpoints_folder(folder))[0])
+    if resume:
+        may_write = run_folder_of(resume) == folder.resolve() or origin.is_begun(plan)
+    else:
+        may_write = run_state.is_unfinished(folder)
+    has_checkpoint = bool(storage.list_checkpoints(storage.checkpoints_folder(folder))[0])
+    has_updates = (folder / METRICS).exists() and (has_checkpoint or (folder / METRICS).stat().st_size > 0)
+    if has_updates and not may_write:
         way_out = f"continue with --resume {folder}" if has_checkpoint else "remove it: it has no checkpoint"
         raise ConfigError(f"--run-dir {folder} holds a run already; choose another folder, or {way_out}")
 

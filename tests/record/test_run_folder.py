@@ -8,6 +8,7 @@ import json
 import os
 import re
 import resource
+import shutil
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional
 
@@ -84,6 +85,75 @@ def test_a_run_does_not_resume_in_the_folder_of_another_one(
     assert command("--resume", str(folder), "--updates", "5", "--run-dir", str(other)) == 2
     assert "holds a run already" in capsys.readouterr().err
     assert (other / "config.yaml").read_bytes() == before
+
+
+def cut_off(folder: Path, *updates: int) -> None:
+    """Remove checkpoints, and let the run be one whose coordinator died."""
+    for update in updates:
+        shutil.rmtree(str(folder / "checkpoints" / f"update-{update:08d}"))
+    make_unfinished(folder)
+
+
+def starts_of(folder: Path) -> List[int]:
+    """The update from which each start of a run has trained."""
+    return [line["first_update"] for line in lines_of(folder / "events.jsonl") if line["event"] == "run_started"]
+
+
+def test_the_same_command_continues_a_run_that_began_from_another_one(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new, other = tmp_path / "new", tmp_path / "other"
+    last = ["--updates", "6", "--checkpoint-every", "2 updates", "--run-dir", str(new)]
+    assert command("--resume", str(folder), *last) == 0
+    whole = summary_of(new)
+    cut_off(new, 6)
+    capsys.readouterr()
+    assert command("--resume", str(folder), *last) == 0
+    assert f"new began from {folder} already: continuing from update-00000004" in capsys.readouterr().err
+    cut_off(new, 4, 6)  # it has no checkpoint of its own yet
+    for _ in range(2):
+        assert command("--resume", str(folder), *last) == 0
+        assert summary_of(new)["weights_sha256"] == whole["weights_sha256"]
+        assert [line["update"] for line in lines_of(new / "metrics.jsonl")] == [4, 5, 6]
+        cut_off(new, 6)
+    assert starts_of(new) == [3, 4, 3, 4]
+    assert command("--resume", str(folder), *last, "--seed", "7") == 2
+    assert "training.seed is 42 and this run's is 7" in capsys.readouterr().err
+    assert command(*QUICK, "--updates", "3", "--run-dir", str(other)) == 0
+    assert command("--resume", str(other), *last) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert starts_of(new) == [3, 4, 3, 4]
+
+
+def test_the_same_command_continues_a_run_that_began_from_an_earlier_checkpoint(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = folder / "checkpoints" / "update-00000002"
+    flags = ["--resume", str(chosen), "--updates", "6", "--checkpoint-every", "1 updates", "--keep-checkpoints", "2"]
+    assert command(*flags) == 0
+    whole = summary_of(folder)
+    assert not chosen.exists(), "it was removed, as older checkpoints are"
+    cut_off(folder, 6)
+    capsys.readouterr()
+    for _ in range(2):
+        assert command(*flags) == 0
+        assert f"began from {chosen} already: continuing from update-00000005; to begin" in capsys.readouterr().err
+        assert summary_of(folder)["weights_sha256"] == whole["weights_sha256"]
+        assert [line["update"] for line in lines_of(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+        cut_off(folder, 6)
+    assert starts_of(folder) == [0, 2, 5, 5]
+
+
+def test_another_command_and_a_finished_run_begin_again_from_the_checkpoint(folder: Path) -> None:
+    flags = ["--resume", str(folder / "checkpoints" / "update-00000002"), "--updates", "5"]
+    assert command(*flags, "--keep-checkpoints", "9") == 0
+    assert command(*flags) == 0, "the run has ended: it is done again"
+    make_unfinished(folder)
+    assert command(*flags, "--learning-rate", "0.01", "--resume-anyway", "learning_rate") == 0
+    assert starts_of(folder) == [0, 2, 2, 2]
+    make_unfinished(folder)
+    assert command("--resume", str(folder), "--updates", "6") == 0
+    assert starts_of(folder) == [0, 2, 2, 2, 5], "the run folder itself always continues"
 
 
 @contextlib.contextmanager
