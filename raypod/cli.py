@@ -41,18 +41,24 @@ def report_errors(command: Callable[[], int]) -> int:
         sys.stdout.flush()
         return code
     except RaypodError as error:
-        show(f"raypod: {paint('error:', 'red', sys.stderr)} {error}", sys.stderr)
+        _tell_last(f"{paint('error:', 'red', sys.stderr)} {error}")
         return error.exit_code
     except Preempted as preempted:
-        show(f"raypod: {preempted}", sys.stderr)
+        _tell_last(str(preempted))
         return preempted.exit_code
     except KeyboardInterrupt as interrupt:
-        show("raypod: interrupted", sys.stderr)
+        _tell_last("interrupted")
         return int(getattr(interrupt, "exit_code", INTERRUPTED))
     except BrokenPipeError:
         if not _stdout_is_closed():
             raise
         return _CLOSED_PIPE
+
+
+def _tell_last(text: str) -> None:
+    """Print why a command ends. Its exit code counts, also if the text cannot be written."""
+    tell(f"raypod: {text}", sys.stderr)
+    discard_unwritten()
 
 
 def _stdout_is_closed() -> bool:
@@ -61,8 +67,15 @@ def _stdout_is_closed() -> bool:
     poll.register(sys.stdout.fileno(), 0)  # an error is always reported
     if not poll.poll(0):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _discard(sys.stdout)
     return True
+
+
+def _discard(stream: TextIO) -> None:
+    """Let a stream, also what it has kept, lead nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def paint(text: str, style: str, stream: Any) -> str:
@@ -87,6 +100,28 @@ def show(text: str, stream: Optional[TextIO] = None) -> None:
     """Print text with a line end, by default to stdout; of control sequences only the styles of `paint` get there."""
     shown = _CONTROL.sub(lambda found: found.group() if found.group() in _OWN_STYLES else "", text)
     print(shown, file=stream or sys.stdout, flush=True)
+
+
+def tell(text: str, stream: Optional[TextIO] = None) -> None:
+    """As `show`, for a command that a full disk under its output must not end: the text is lost if that lasts.
+
+    Python keeps up to 8 KiB of it, and writes that with the next text.
+    """
+    try:
+        show(text, stream)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        pass
+
+
+def discard_unwritten() -> None:
+    """Write what stdout and stderr have kept; if that fails, discard it, so that it does not change the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            _discard(stream)
 
 
 class FlagParser(argparse.ArgumentParser):

@@ -154,6 +154,7 @@ class RunStarted:
     seconds: Tuple[Tuple[str, float], ...]
     generation: int = 1  # counts fleet starts over all resumes
     instances: Tuple[InstanceStarted, ...] = ()  # in instance order
+    resumed_from: Optional[str] = None  # see `record.origin`; "." if the run in the folder goes on
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Optional, Sequence
 
 from raypod import detached, planning
 from raypod.api.training import Claimed, Training, claimed, resume_point
-from raypod.cli import INTERRUPTED, report_errors, show, width_of
+from raypod.cli import INTERRUPTED, discard_unwritten, report_errors, show, tell, width_of
 from raypod.coordinator.stop import Stop, deadline_of, stop_on_signal
 from raypod.errors import ConfigError, Preempted
 from raypod.events import RunEnded
@@ -39,6 +39,7 @@ def command(argv: Sequence[str]) -> int:
     except Preempted as preempted:
         _exit_soon(stop, preempted.exit_code)
         raise
+    discard_unwritten()  # the run has ended as it has, also if its output is on a full disk
     _exit_soon(stop, code)
     return code
 
@@ -72,7 +73,7 @@ def _run(run: Claimed, stop: Stop, started_at_s: float, detail: int) -> int:
         if isinstance(event, RunEnded) and event.interrupted:
             exit_code = stop.exit_code if event.preempted else INTERRUPTED
     if detail > progress.QUIET:
-        show(summary_table.render(run.plan, time.monotonic() - started_at_s, width_of(sys.stdout)))
+        tell(summary_table.render(run.plan, time.monotonic() - started_at_s, width_of(sys.stdout)))
     return exit_code
 
 
@@ -92,7 +93,7 @@ def _exit_soon(stop: Stop, code: int) -> None:
 
 
 def _log(text: str) -> None:
-    show(f"raypod: {text}", sys.stderr)
+    tell(f"raypod: {text}", sys.stderr)
 
 
 if __name__ == "__main__":

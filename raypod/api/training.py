@@ -34,7 +34,7 @@ from raypod.host.lease_file import Log
 from raypod.plan.plan import Plan
 from raypod.plan.profile_window import rounding_of, window_of
 from raypod.plan.tables import topology_summary
-from raypod.record import claim, run_folder, run_state
+from raypod.record import claim, origin, run_folder, run_state
 from raypod.record.coordinator_log import CoordinatorLogTimes
 from raypod.record.event_log import EventLog, restarts_in
 from raypod.record.metrics import MetricsAggregator
@@ -130,7 +130,13 @@ def claimed(
     with held:
         check_port(plan.config.run.status_port)  # here, so that also `--detach` finds it before it starts a process
         plan = restore(dataclasses.replace(plan, run_dir=str(held.folder)), held, log)
+        resumes = plan.config.run.resume
         plan, found = resume_point(plan, verify)
+        if found is not None and resumes and resumes != plan.config.run.resume:
+            log(
+                f"{plan.run_dir} began from {resumes} already: continuing from {found.checkpoint.path.name}; to begin "
+                "again, use another --run-dir"
+            )
         yield Claimed(plan, held, found)
 
 
@@ -141,7 +147,11 @@ def resume_point(plan: Plan, verify: bool = True) -> Tuple[Plan, Optional[resume
         ConfigError: the run cannot resume, or its folder holds something else.
     """
     was_cut_off, found = run_state.is_unfinished(Path(plan.run_dir)), None
-    if plan.config.run.resume:
+    resumes = bool(plan.config.run.resume)
+    if was_cut_off and (not resumes or origin.continues(plan)):
+        plan, found = resume.resume_interrupted(plan, verify)
+        resumes = resumes and found is None  # there is no checkpoint yet: from the one that the command names
+    if resumes:
         found = resume.find_checkpoint(plan, was_cut_off, verify)
         stopped = early_stop(plan, run_folder.evaluations_until(plan, found.checkpoint.update))
         if stopped is not None and not was_cut_off:
@@ -149,8 +159,6 @@ def resume_point(plan: Plan, verify: bool = True) -> Tuple[Plan, Optional[resume
                 f"--resume {plan.config.run.resume}: the run has stopped early after update {stopped.update}: "
                 f"{stopped.reason}; continue it with another --early-stopping"
             )
-    elif was_cut_off:
-        plan, found = resume.resume_interrupted(plan, verify)
     if found is None:
         weights_file.check_on_head(plan, verify)
     else:
@@ -182,6 +190,7 @@ class Training:
         plan, lease, is_closed = self._run.plan, self._run.claim.lease, False
         self._stop.configure(plan.config.run)
         run_folder.create(plan)
+        self._run.claim.note_written()
         with contextlib.ExitStack() as stack:
             stack.enter_context(deadline_of(self._stop))
             stack.enter_context(on_abort(lambda error: lease.abandon()))
@@ -221,7 +230,7 @@ class Training:
         routes = {"/status": snapshot_route(status.snapshot), "/metrics": metrics}
         stack.enter_context(served(routes, folder, plan.config.run.status_port, state))
         counts = {"total_updates": plan.total_updates, **topology_summary(plan)}
-        yield stack.enter_context(EventLog(folder, counts))
+        yield stack.enter_context(EventLog(folder, counts, self._reporter.warn))
         window = window_of(plan)
         if window is not None:
             source = ProfileSource(fleet.clocks, lambda: fleet.call("take_profile"))
@@ -241,7 +250,7 @@ class Training:
             reporter.warn(f"{damaged}; resuming from {resumed.path.name if resumed else ''}")
         with contextlib.ExitStack() as stack:
             stack.callback(reporter.close)
-            sinks = stack.enter_context(Sinks(plan))
+            sinks = stack.enter_context(Sinks(plan, reporter.warn))
             events = coordinator.run(plan, fleet, self.metrics, resumed, self._known, self._stop, copies)
             stack.enter_context(contextlib.closing(events))
             stack.enter_context(self._run.claim.lease.interrupting())

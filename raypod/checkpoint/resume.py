@@ -245,6 +245,14 @@ def first_difference(manifest: Manifest, settings: Dict[str, Any], allowed: List
     return None
 
 
+def difference_to(plan: Plan, manifest: Manifest, allowed: List[str]) -> Optional[str]:
+    """Describe the first setting in which a plan differs from a checkpoint's training, as `first_difference`."""
+    settings = settings_of(in_recorded_format(plan, manifest))
+    if plan.config.pod.is_elastic and _has_equal_updates(manifest, settings):
+        allowed = [*allowed, *_SUMMATION]
+    return first_difference(manifest, settings, allowed)
+
+
 def _has_equal_updates(manifest: Manifest, settings: Dict[str, Any]) -> bool:
     """Return whether every update has the samples, and the micro-batches, of the checkpoint's training."""
     return all(manifest.settings.get(name) == settings.get(name) for name in _SAMPLES_OF_UPDATES)
@@ -255,9 +263,7 @@ def _check_settings(plan: Plan, found: ResumePoint, was_cut_off: bool) -> Resume
     path = found.checkpoint.path
     manifest, allowed = found.checkpoint.manifest, allowed_differences(plan)
     settings = settings_of(in_recorded_format(plan, manifest))
-    if plan.config.pod.is_elastic and _has_equal_updates(manifest, settings):
-        allowed += _SUMMATION
-    difference = first_difference(manifest, settings, allowed)
+    difference = difference_to(plan, manifest, allowed)
     if difference is not None:
         raise ConfigError(f"--resume {path}: {difference}")
     left = plan.total_updates - found.checkpoint.update

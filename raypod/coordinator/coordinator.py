@@ -40,6 +40,7 @@ from raypod.instance.control import IDLE
 from raypod.plan.metric import sum_exactly, values_of
 from raypod.plan.plan import Leg, Plan
 from raypod.record.metrics import MetricsAggregator
+from raypod.record.origin import origin_of
 
 Events = Generator[Event, None, None]
 _RECENT_S = 5.0  # age of a heartbeat, one per second, that still shows what its instance does
@@ -90,7 +91,7 @@ def run(
         if resized is not None:
             schedule.add_resize(resized)
             yield resized
-        yield _run_started(started, fleet, first_update, schedule.generation)
+        yield _run_started(plan, started, fleet, first_update, schedule.generation)
         try:
             # Run the evaluation that the previous process missed.
             yield from recovery.until_done(first_update, partial(evaluations.evaluate, first_update))
@@ -301,13 +302,14 @@ def describe_unsaved(plan: Plan, fleet: Fleet, metrics: MetricsAggregator) -> st
     return f"{state}{doing}; the same command continues from {newest or 'the beginning'}"
 
 
-def _run_started(started: List[InstanceStarted], fleet: Fleet, first_update: int, generation: int) -> RunStarted:
+def _run_started(
+    plan: Plan, started: List[InstanceStarted], fleet: Fleet, first_update: int, generation: int
+) -> RunStarted:
     first = started[0]
     slowest: Dict[str, float] = {}
     for instance in started:
         for what, seconds in instance.seconds:
             slowest[what] = max(seconds, slowest.get(what, 0.0))
     steps = (*fleet.start_seconds, *((f"in the instances: {what}", value) for what, value in slowest.items()))
-    return RunStarted(
-        first.device, first.device_line, first_update, first.parameters, steps, generation, tuple(started)
-    )
+    facts = (first.device, first.device_line, first_update, first.parameters)
+    return RunStarted(*facts, steps, generation, tuple(started), origin_of(plan))

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Callable, Iterator, List, NoReturn, Union
 
-from raypod.cli import show
+from raypod.cli import tell
 from raypod.errors import Preempted, RaypodError
 
 Ending = Union[RaypodError, Preempted]
@@ -33,6 +33,6 @@ def abort(error: Ending) -> NoReturn:
         try:
             end_of_bar = "\n" if sys.stderr.isatty() else ""  # a progress bar leaves the cursor in its line
             what = "" if isinstance(error, Preempted) else "error: "
-            show(f"{end_of_bar}raypod: {what}{error}", sys.stderr)
+            tell(f"{end_of_bar}raypod: {what}{error}", sys.stderr)
         finally:
             os._exit(error.exit_code)

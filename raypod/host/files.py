@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import itertools
 import json
@@ -24,7 +23,8 @@ from raypod.errors import WaitTimedOut
 
 _CHUNK_BYTES = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2  # of linux/fs.h
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MOST_UNFLUSHED_BYTES = 4 << 20
+_CLOSING_ATTEMPTS = 3
 _LOCK_POLL_S = 0.05
 MOST_LEVELS = 100  # of lists and objects in each other
 TOO_DEEP = "it is nested too deeply"
@@ -90,7 +90,7 @@ def _replace(path: Path, content: Iterable[bytes]) -> None:
         with new_file(partial) as file:
             for data in content:
                 file.write(data)
-    except OSError:
+    except BaseException:  # also an interruption
         with contextlib.suppress(OSError):
             os.unlink(str(partial))  # noqa: PTH108
         raise
@@ -115,6 +115,11 @@ def remove_folder(path: Path) -> None:
 
 def sync_folder(path: Path) -> None:
     """Flush the entries of a folder to disk."""
+    sync_file(path)
+
+
+def sync_file(path: Path) -> None:
+    """Flush the content of a file that another function has written to disk."""
     descriptor = os.open(str(path), os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -125,18 +130,25 @@ def sync_folder(path: Path) -> None:
 class AppendOnlyFile:
     """A file that only grows. `write` passes data to the operating system immediately.
 
-    While the disk is full, data is kept in memory; it is written as soon as there is space.
+    No error of the disk ends the process that writes. What cannot be written (the disk is full, an I/O error) is kept
+    in memory, and written with what follows. What cannot be flushed to disk may be lost although it was written: it is
+    written again. For that the data since the last flush is kept, at most 4 MiB: then it is flushed.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, warn: Callable[[str], None] = lambda text: None) -> None:
+        """Open the file. OSError if that fails. `warn` gets one line when errors begin."""
+        self.path, self._warn = path, warn
         self._descriptor = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._unwritten = bytearray()
+        self._unwritten, self._unflushed = bytearray(), bytearray()
+        self._flushed_bytes = os.fstat(self._descriptor).st_size  # what the file had before counts as flushed
+        self._has_warned = False
 
     def write(self, data: bytes) -> None:
         """Append bytes."""
         self._unwritten += data
         self._drain()
+        if len(self._unflushed) >= _MOST_UNFLUSHED_BYTES:
+            self.sync()
 
     def write_line(self, line: str) -> None:
         """Append a line of text; `line` is without its newline."""
@@ -151,29 +163,61 @@ class AppendOnlyFile:
                     self.write(b"\n")
 
     def sync(self) -> None:
-        """Flush everything to disk, unless the disk is full."""
-        self._drain()
-        if not self._unwritten:
-            os.fsync(self._descriptor)
+        """Flush everything to disk, if the disk permits."""
+        if self._drain() is None and self._flush() is None:
+            self._has_warned = False
 
     def close(self) -> None:
-        """Write what is left and close the file. OSError if it cannot be written."""
+        """Write what is left, flush everything to disk and close the file. OSError if that fails repeatedly."""
         try:
-            if self._unwritten:
-                _write_all(self._descriptor, memoryview(bytes(self._unwritten)))
-                self._unwritten.clear()
+            for left in reversed(range(_CLOSING_ATTEMPTS)):
+                error = self._drain() or self._flush()
+                if error is None:
+                    return
+                if not left:
+                    raise error
         finally:
             os.close(self._descriptor)
 
-    def _drain(self) -> None:
+    def _drain(self) -> Optional[OSError]:
+        """Write what is kept; return the error of the disk."""
         while self._unwritten:
             try:
-                written = os.write(self._descriptor, bytes(self._unwritten))
+                written = os.write(self._descriptor, self._unwritten)
             except OSError as error:
-                if error.errno in _DISK_FULL:
-                    return
-                raise
+                return self._failed(error)
+            self._unflushed += self._unwritten[:written]
             del self._unwritten[:written]
+        return None
+
+    def _flush(self) -> Optional[OSError]:
+        """Flush to disk what was written; if that fails, take it back and write it again. Return the error."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._take_back()
+            self._drain()
+            return self._failed(error)
+        self._flushed_bytes += len(self._unflushed)
+        self._unflushed.clear()
+        return None
+
+    def _take_back(self) -> None:
+        size = os.fstat(self._descriptor).st_size
+        if self._flushed_bytes <= size <= self._flushed_bytes + len(self._unflushed):
+            os.ftruncate(self._descriptor, self._flushed_bytes)
+            self._unwritten = self._unflushed + self._unwritten
+        else:  # another process has changed the file: what it wrote must stay
+            self._flushed_bytes = size
+        self._unflushed = bytearray()
+
+    def _failed(self, error: OSError) -> OSError:
+        if not self._has_warned:
+            self._has_warned = True
+            cause = error.strerror or str(error)
+            self._warn(f"cannot write {self.path} ({cause}); the run continues, and its lines are written later")
+        return error
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import os
 import platform
 import resource
@@ -11,7 +12,7 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Iterable, Iterator, List, Mapping, Optional, Sequence, TextIO, Tuple, Union
 
 _NUMA_NODES = Path("/sys/devices/system/node")
 _PACKAGES = ("raypod", "torch", "numpy", "ray", "poptorch", "pillow", "simplejpeg")
@@ -69,6 +70,19 @@ def keep_freed_memory() -> bool:
         return False
     settings = ((_ARENA_MAX, 1), (_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, 64 << 20))
     return all(mallopt(parameter, value) == 1 for parameter, value in settings)
+
+
+class _Lossy(io.FileIO):
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def log_stream(number: int) -> TextIO:
+    """Return a text stream to the file of descriptor `number`, a log: what a full disk does not take is lost."""
+    return io.TextIOWrapper(io.BufferedWriter(_Lossy(number, "w", closefd=False)), line_buffering=True)
 
 
 def process_start_ticks(pid: int) -> Optional[int]:

@@ -231,5 +231,4 @@ def _redirect_output(path: Path) -> None:
         stream.flush()
         os.dup2(descriptor, number)
     os.close(descriptor)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.stdout, sys.stderr = process.log_stream(1), process.log_stream(2)

@@ -321,11 +321,12 @@ def _whole_number(value: Any) -> Optional[int]:
 def run_folder_of(resume: str) -> Optional[Path]:
     """Return the run folder of `--resume`: itself, or that of a checkpoint; None for a checkpoint elsewhere.
 
-    That of a URL is its local copy, if there is one.
+    That of a URL is its local copy, if there is one. A checkpoint may have been removed since, as older ones are.
     """
     if is_url(resume):
         return remote_runs.get(resume.rstrip("/"))
     path = Path(resume).resolve()
-    if not (path / MANIFEST).exists():
+    is_removed = path.parent.name == CHECKPOINTS and path.parent.is_dir() and not path.exists()
+    if not (path / MANIFEST).exists() and not is_removed:
         return path
     return path.parent.parent if path.parent.name == CHECKPOINTS else None

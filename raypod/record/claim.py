@@ -1,6 +1,7 @@
 """Claim a run folder: create it, or enter the folder of an earlier run, and hold its lease while the run uses it.
 
-A command that ends with a user's mistake before its run has started leaves nothing that was not there before.
+A command that ends with a user's mistake before its run has started, or in any way before the files of its run are
+written, leaves nothing that was not there before.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import contextlib
 from pathlib import Path
 from typing import Dict, List, Optional, Set
 
-from raypod.errors import ConfigError, LeaseHeld, RaypodError, UserError
+from raypod.errors import ConfigError, LeaseHeld, LeaseLost, RaypodError, UserError
 from raypod.host import lease
 from raypod.host.files import replace_file
 from raypod.host.folders import create_folder, create_numbered_folder, remove_empty
@@ -17,15 +18,16 @@ from raypod.host.lease_file import Log
 from raypod.plan.config import Config
 from raypod.plan.stored_code import SEAL
 from raypod.record import event_log, run_folder, run_state
-from raypod.record.run_folder import CONFIG, LOGS, PLAN
+from raypod.record.run_folder import CONFIG, EVALUATIONS, LOGS, PLAN
 
-_REPLACED = (CONFIG, SEAL, PLAN, run_state.NAME, event_log.NAME)  # written before the run starts
+_REPLACED = (CONFIG, SEAL, PLAN, EVALUATIONS, run_state.NAME, event_log.NAME)  # written before the run starts
 
 
 class Claim:
     """A claimed run folder. Leaving the context ends the claim.
 
-    If the context is left by a UserError before `keep` was called, the folder is restored to what it was before.
+    If the context is left by an exception before `note_written`, or by a UserError before `keep` was called, the folder
+    is restored to what it was before.
     """
 
     def __init__(self, folder: Path, held: lease.Lease, created: List[Path], restores: bool = True) -> None:
@@ -41,7 +43,12 @@ class Claim:
                 self._before[name] = (folder / name).read_bytes()
         self._logs: Optional[Set[Path]] = set((folder / LOGS).iterdir()) if (folder / LOGS).is_dir() else None
         self._added: List[Path] = []
-        self._is_kept, self._is_discarded, self._is_handed_over = not restores, False, False
+        self._is_written = self._is_kept = not restores
+        self._is_discarded = self._is_handed_over = False
+
+    def note_written(self) -> None:
+        """Note that the folder is a run folder by now, from which the same command continues."""
+        self._is_written = True
 
     def keep(self) -> None:
         """Keep what the run has written: it has started."""
@@ -76,7 +83,8 @@ class Claim:
         if self._is_handed_over:
             self.lease.leave()
             return
-        is_discarded = self._is_discarded or (isinstance(error, UserError) and not self._is_kept)
+        is_incomplete = error is not None and not self._is_written and not isinstance(error, LeaseLost)
+        is_discarded = self._is_discarded or is_incomplete or (isinstance(error, UserError) and not self._is_kept)
         if is_discarded:
             with contextlib.suppress(OSError):  # the disk is full or lost: the error that ends the command counts
                 self._restore()

@@ -16,10 +16,10 @@ import socket
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Dict, Iterator, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, Optional, Sequence
 
-from raypod.errors import LeaseLost, RunError
-from raypod.events import CallDone, Event, UpdateDone
+from raypod.errors import ConfigError, LeaseLost, RunError
+from raypod.events import CallDone, CheckpointBegun, Event, UpdateDone
 from raypod.host.abort import on_abort
 from raypod.host.files import AppendOnlyFile, strict_json
 from raypod.record.call_times import CallTimesLog
@@ -27,23 +27,37 @@ from raypod.record.growing_file import parse_records
 from raypod.record.run_state import end_of
 
 NAME = "events.jsonl"
+_SYNC_INTERVAL_S = 60.0
 _PAIRS = ("seconds", "versions")  # fields that hold (name, value) pairs if they are tuples; objects in JSON
 
 
 class EventLog:
     """The event log of a run folder, open for appending.
 
-    Its first line is `process_started`. Leaving the context by an error writes `process_failed`, or
-    `process_interrupted` after a signal, or `process_preempted`.
+    Its first line is `process_started`. It is flushed to disk with each checkpoint, and once per minute. Leaving the
+    context by an error writes `process_failed`, or `process_interrupted` after a signal, or `process_preempted`.
     """
 
-    def __init__(self, run_dir: Path, plan: Dict[str, Any]) -> None:
-        """Open the log; `plan` holds facts about the plan for the first line. OSError if it cannot be opened."""
-        self._file = AppendOnlyFile(run_dir / NAME)
+    def __init__(self, run_dir: Path, plan: Dict[str, Any], warn: Callable[[str], None] = lambda text: None) -> None:
+        """Open the log.
+
+        Args:
+            run_dir: the run folder.
+            plan: facts about the plan for the first line.
+            warn: gets one line when the disk begins to fail.
+
+        Raises:
+            ConfigError: it cannot be opened.
+        """
+        try:
+            self._file = AppendOnlyFile(run_dir / NAME, warn)
+        except OSError as error:
+            raise ConfigError(f"cannot write {run_dir / NAME}: {error.strerror}") from None
         self._file.end_line()
         self._call_times = CallTimesLog()
         self._stack = contextlib.ExitStack()
         self._write("process_started", {"pid": os.getpid(), "host": socket.gethostname(), **_version(), **plan})
+        self._sync()
 
     def handle(self, event: Event) -> None:
         """Append an event, and the times of the calls before it if their window has ended."""
@@ -54,6 +68,8 @@ class EventLog:
             self._write("call_times", times)
         if not isinstance(event, CallDone):
             self._write(event_name(type(event)), fields_of(event))
+        if isinstance(event, CheckpointBegun) or time.monotonic() - self._synced_s > _SYNC_INTERVAL_S:
+            self._sync()
 
     def __enter__(self) -> EventLog:
         self._stack.enter_context(on_abort(self._write_end))
@@ -78,6 +94,10 @@ class EventLog:
             state, exit_code, message = end_of(error)
             self._write(f"process_{state}", {"exit_code": exit_code, "message": message})
 
+    def _sync(self) -> None:
+        self._file.sync()
+        self._synced_s = time.monotonic()
+
     def _write(self, name: str, fields: Dict[str, Any]) -> None:
         self._file.write_line(strict_json({"unix_s": round(time.time(), 3), "event": name, **fields}))
 
@@ -85,7 +105,7 @@ class EventLog:
 def restarts_in(run_dir: Path) -> int:
     """Return the number of repairs that the log of a run folder holds, over all starts of the run; 0 without a log."""
     restarts_of_starts = [0]
-    for line in _lines_with(run_dir / NAME, (b'"process_started"', b'"repaired"')):
+    for line in lines_with(run_dir / NAME, (b'"process_started"', b'"repaired"')):
         event, restarts = line.get("event"), line.get("restarts")
         if event == "process_started":
             restarts_of_starts.append(0)
@@ -94,7 +114,7 @@ def restarts_in(run_dir: Path) -> int:
     return sum(restarts_of_starts)
 
 
-def _lines_with(path: Path, words: Sequence[bytes]) -> Iterator[Dict[str, Any]]:
+def lines_with(path: Path, words: Sequence[bytes]) -> Iterator[Dict[str, Any]]:
     """Yield the records of the lines that contain one of `words`; others are not parsed. Damaged lines are skipped."""
     if not path.is_file():
         return

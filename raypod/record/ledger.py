@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 from raypod.events import CallDone, Event, Repaired, Resized, RunStarted
 from raypod.host.files import AppendOnlyFile, parse_json
@@ -59,9 +59,10 @@ Line = Union[GenerationStarted, CallRecord]
 class Ledger:
     """The ledger of a run folder, open for appending."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, warn: Callable[[str], None] = lambda text: None) -> None:
+        """Open the ledger; `warn` gets one line when the disk begins to fail. OSError if it cannot be opened."""
         self._plan = plan
-        self._file = AppendOnlyFile(Path(plan.run_dir) / NAME)
+        self._file = AppendOnlyFile(Path(plan.run_dir) / NAME, warn)
         self._file.end_line()
         self._generation = 0
         geometry = plan.geometry

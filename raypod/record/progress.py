@@ -14,7 +14,7 @@ from typing import Any, List, Optional, TextIO, Union
 
 from tqdm.auto import tqdm
 
-from raypod.cli import DEFAULT_WIDTH, paint, show, width_of
+from raypod.cli import DEFAULT_WIDTH, paint, tell, width_of
 from raypod.events import (
     CheckpointFailed,
     EpochDone,
@@ -107,7 +107,7 @@ class Progress:
 
     def _write(self, text: str) -> None:
         self._last_line_s = time.monotonic()
-        show(text, self._out)
+        tell(text, self._out)
 
     def _is_important(self, event: Event) -> bool:
         """Return whether a quiet run shows an event: what went wrong, and the result."""

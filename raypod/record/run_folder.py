@@ -20,7 +20,8 @@ from raypod.plan.plan import Plan, default_run_dir
 from raypod.plan.resolve import run_folder_of
 from raypod.plan.tables import describe, topology_summary
 from raypod.plan.urls import is_url, run_url
-from raypod.record import run_state
+from raypod.record import origin, run_state
+from raypod.record.coordinator_log import log_of
 from raypod.record.flat_record import flat_record, from_flat_record
 from raypod.record.growing_file import last_lines, parse_records
 from raypod.record.metrics import MetricsAggregator
@@ -58,7 +59,7 @@ def check_is_run_folder(folder: Path, config: Config) -> None:
     if not folder.is_dir():
         raise ConfigError(f"--run-dir {folder} is not a folder; choose another one")
     names = sorted(path.name for path in folder.iterdir())
-    if not names or set(names) & set(_MARKS) or any(map(is_lease, names)):
+    if set(names) & set(_MARKS) or any(map(is_lease, names)) or _is_hardly_begun(folder, names):
         return
     if config.run.resume and run_folder_of(config.run.resume) == folder.resolve():
         return
@@ -67,16 +68,30 @@ def check_is_run_folder(folder: Path, config: Config) -> None:
     )
 
 
+def _is_hardly_begun(folder: Path, names: Sequence[str]) -> bool:
+    """Return whether a folder is empty, or has at most what a run that was killed writes before `plan.json`."""
+    logs = folder / LOGS
+    found = {path.stem for path in logs.iterdir()} if logs.is_dir() else set()
+    return set(names) <= {LOGS, f"{PLAN}.partial"} and found <= {log_of(folder).stem}
+
+
 def check_may_write(plan: Plan) -> None:
-    """Raise ConfigError if the folder holds another run than the resumed one, a finished run, or other files."""
+    """Raise ConfigError if the folder holds another run than the resumed one, a finished run, or other files.
+
+    A run that began from the resumed one, and was cut off, is not another one.
+    """
     folder = Path(plan.run_dir)
     resume = plan.config.run.resume
     if not is_named(plan.config, plan.run_dir) or not folder.exists():
         return
     check_is_run_folder(folder, plan.config)
-    may_write = run_folder_of(resume) == folder.resolve() if resume else run_state.is_unfinished(folder)
-    if (folder / METRICS).exists() and not may_write:
-        has_checkpoint = bool(storage.list_checkpoints(storage.checkpoints_folder(folder))[0])
+    if resume:
+        may_write = run_folder_of(resume) == folder.resolve() or origin.is_begun(plan)
+    else:
+        may_write = run_state.is_unfinished(folder)
+    has_checkpoint = bool(storage.list_checkpoints(storage.checkpoints_folder(folder))[0])
+    has_updates = (folder / METRICS).exists() and (has_checkpoint or (folder / METRICS).stat().st_size > 0)
+    if has_updates and not may_write:
         way_out = f"continue with --resume {folder}" if has_checkpoint else "remove it: it has no checkpoint"
         raise ConfigError(f"--run-dir {folder} holds a run already; choose another folder, or {way_out}")
 
@@ -95,17 +110,18 @@ def way_to_continue(run_dir: str, updates: int, checkpoint: Optional[str], optio
 
 
 def create(plan: Plan) -> None:
-    """Create the folder and write `config.yaml` and `plan.json` into it. ConfigError if that fails."""
+    """Create the folder and write `plan.json` and `config.yaml` into it. ConfigError if that fails."""
     folder = Path(plan.run_dir)
     try:
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
+        # The first file: with it the folder counts as a run folder, from which the same command continues.
+        replace_file(folder / PLAN, (json.dumps(describe(plan), indent=2) + "\n").encode())
         _copy_evaluations(plan)
         content = plan.config.to_yaml().encode()
         replace_file(folder / CONFIG, content)
         seal = stored_code.seal_of(content)
         if seal is not None:
             replace_file(folder / stored_code.SEAL, f"{seal}\n".encode())
-        replace_file(folder / PLAN, (json.dumps(describe(plan), indent=2) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"cannot write into the run folder {folder}: {error.strerror}") from None
 

@@ -1,6 +1,6 @@
 """`state.json`: the coordinator's process and the progress of a run, for `raypod status`, `attach` and `stop`.
 
-The coordinator writes it at most once per second.
+The coordinator writes it at most once per second, and less often on a disk on which that takes long.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from raypod import cli
 from raypod.errors import LeaseLost, Preempted, RaypodError
 from raypod.events import Event, Repaired, RunEnded, RunStarted, UpdateDone
 from raypod.host.abort import on_abort
-from raypod.host.files import parse_json, strict_json
+from raypod.host.files import parse_json, replace_file, strict_json
 from raypod.host.job_driver import submission_id_of
 from raypod.host.process import is_stopped, process_start_ticks
 from raypod.plan.plan import Plan
 
 NAME = "state.json"
 _WRITE_INTERVAL_S = 1.0
+_SHARE = 0.05  # of the time: a write waits for the disk
 STARTING, RUNNING, DONE, INTERRUPTED, FAILED = "starting", "running", "done", "interrupted", "failed"
 PREEMPTED = "preempted"
 
@@ -95,9 +96,14 @@ def read(run_dir: Path) -> Optional[RunState]:
 
 
 def is_unfinished(run_dir: Path) -> bool:
-    """Return whether the run in a folder died, failed or was interrupted, and can be resumed."""
+    """Return whether the run in a folder died, failed or was interrupted, and can be resumed.
+
+    So can one whose file cannot be read, as it can be after a power loss: what it has done already is not repeated.
+    """
     state = read(run_dir)
-    return state is not None and state.state != DONE and not state.is_running
+    if state is None:
+        return (run_dir / NAME).is_file()
+    return state.state != DONE and not state.is_running
 
 
 def end_of(error: BaseException) -> Tuple[str, int, str]:
@@ -119,7 +125,7 @@ class StateFile:
         own = (os.getpid(), ticks, socket.gethostname())
         job, samples_are = submission_id_of(os.environ), plan.task.samples_are
         self._state = RunState(*own, STARTING, 0, plan.total_updates, submission_id=job, samples_are=samples_are)
-        self._written_s = -_WRITE_INTERVAL_S
+        self._next_write_s = 0.0
         self._stack = contextlib.ExitStack()
         self._write(self._state)
 
@@ -139,7 +145,7 @@ class StateFile:
                 samples_per_s=event.samples_per_s,
                 eta_s=self._plan.eta_s(event.update, event.samples_per_s),
             )
-            if time.monotonic() - self._written_s >= _WRITE_INTERVAL_S:
+            if time.monotonic() >= self._next_write_s:
                 self._write(self._state)
         elif isinstance(event, Repaired):
             self._write(dataclasses.replace(self._state, update=event.update, restarts=event.restarts))
@@ -168,9 +174,9 @@ class StateFile:
         self._write(self._state)
 
     def _write(self, state: RunState) -> None:
-        self._state, self._written_s = state, time.monotonic()
+        self._state, began_s = state, time.monotonic()
         content = strict_json(dataclasses.asdict(dataclasses.replace(state, written_at_s=time.time())))
-        partial = self._path.with_name(NAME + ".partial")
         with contextlib.suppress(OSError):  # a full disk: the file keeps an older state
-            partial.write_text(content + "\n")
-            partial.replace(self._path)
+            replace_file(self._path, (content + "\n").encode())
+        took_s = time.monotonic() - began_s
+        self._next_write_s = began_s + max(_WRITE_INTERVAL_S, took_s / _SHARE)

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import math
 from pathlib import Path
-from typing import Any, Iterator, List, Optional, Tuple, Type, Union
+from typing import Any, Callable, Iterator, List, Optional, Tuple, Type, Union
 
 from typing_extensions import Protocol
 
@@ -22,6 +22,7 @@ from raypod.record.growing_file import last_lines
 from raypod.record.ledger import Ledger
 from raypod.record.run_folder import EVALUATIONS, METRICS
 
+Warn = Callable[[str], None]
 TENSORBOARD_FOLDER = "tensorboard"
 _FLUSH_S = 10  # seconds between flushes of the TensorBoard file
 
@@ -57,31 +58,35 @@ def _is_installed(package: str) -> bool:
     return found is not None and found.origin is not None
 
 
-def _open_sinks(plan: Plan, first_update: int) -> Iterator[Sink]:
+def _open_sinks(plan: Plan, first_update: int, warn: Warn) -> Iterator[Sink]:
     """Open the sinks of a run that starts or resumes after `first_update` updates, one after the other."""
     folder = Path(plan.run_dir)
-    yield JsonLines(folder / METRICS, UpdateDone, first_update)
-    yield JsonLines(folder / EVALUATIONS, EvaluationDone, first_update)
-    yield Ledger(plan)
+    yield JsonLines(folder / METRICS, UpdateDone, first_update, warn)
+    yield JsonLines(folder / EVALUATIONS, EvaluationDone, first_update, warn)
+    yield Ledger(plan, warn)
     if plan.config.run.writes_tensorboard:
         yield TensorBoardWriter(folder, first_update)
 
 
 class Sinks:
-    """All sinks of a run. `RunStarted` opens them: a run that fails to start writes none."""
+    """All sinks of a run. `RunStarted` opens them (RunError if that fails): a run that fails to start writes none."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, warn: Warn = lambda text: None) -> None:
+        """`warn` gets one line when the disk begins to fail."""
+        self._plan, self._warn = plan, warn
         self._sinks: List[Sink] = []
         self._resized: Tuple[Event, ...] = ()  # before the run started
 
     def handle(self, event: Event) -> None:
         """Write an event to the files that record it."""
         if isinstance(event, RunStarted):
-            for sink in _open_sinks(self._plan, event.first_update):
-                self._sinks.append(sink)
-                for each in (*self._resized, event):
-                    sink.handle(each)
+            try:
+                for sink in _open_sinks(self._plan, event.first_update, self._warn):
+                    self._sinks.append(sink)
+                    for each in (*self._resized, event):
+                        sink.handle(each)
+            except OSError as error:
+                raise RunError(f"cannot write {error.filename or self._plan.run_dir}: {error.strerror}") from None
             return
         if isinstance(event, Resized) and not self._sinks:
             self._resized = (event,)
@@ -112,7 +117,13 @@ class Sinks:
 class JsonLines:
     """A file with one line per event of a type (`metrics.jsonl`, `evaluations.jsonl`), written immediately."""
 
-    def __init__(self, path: Path, event_type: Type[Union[UpdateDone, EvaluationDone]], first_update: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        event_type: Type[Union[UpdateDone, EvaluationDone]],
+        first_update: int,
+        warn: Warn = lambda text: None,
+    ) -> None:
         """Keep the lines up to `first_update`, from which a resumed run continues; remove later ones."""
         if first_update and path.is_file():
             # The lines are in the order of their updates, and only the last one can be truncated.
@@ -121,7 +132,7 @@ class JsonLines:
         else:
             replace_file(path, b"")
         self._event_type = event_type
-        self._file = AppendOnlyFile(path)
+        self._file = AppendOnlyFile(path, warn)
         self._file.end_line()
 
     def handle(self, event: Event) -> None:

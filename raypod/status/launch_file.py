@@ -11,7 +11,7 @@ from typing import Any, Dict, Optional, Sequence
 
 from raypod.errors import RaypodError
 from raypod.host.abort import on_abort
-from raypod.host.files import parse_json, strict_json
+from raypod.host.files import parse_json, replace_file, strict_json
 from raypod.host.process import process_start_ticks
 from raypod.record.run_state import DONE, RUNNING, end_of
 
@@ -61,10 +61,8 @@ class LaunchFile:
 
     def _write(self, **changed: Any) -> None:
         self._content.update(changed)
-        partial = self._path.with_name(NAME + ".partial")
         with contextlib.suppress(OSError):
-            partial.write_text(strict_json({**self._content, "written_at_s": time.time()}) + "\n")
-            partial.replace(self._path)
+            replace_file(self._path, (strict_json({**self._content, "written_at_s": time.time()}) + "\n").encode())
 
 
 def read(folder: Path) -> Optional[Dict[str, Any]]:

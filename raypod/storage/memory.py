@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import uuid
 from pathlib import Path
 from typing import Any, Dict, Tuple
 
-from raypod.host.files import parse_json
-from raypod.record import run_folder
+from raypod.host.files import parse_json, replace_file
+from raypod.record import event_log, run_folder
 
 NAME = run_folder.STORAGE
+MOST_LINE_BYTES = 1 << 16  # of the first line of an event log
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Memory:
     """The content of the file; the counts are those of the last start of the run.
 
     Attributes:
-        run_id: identifies the run over all its resumes, also on other hosts.
+        run_id: identifies the run over all its resumes, also on other hosts; "" if it has not been mirrored, or the
+            file was lost: then the storage decides, see `is_run_of`.
         place: the URL at which this run was found or begun; "" if the storage has not answered yet.
         checkpoints, files: number of uploads.
         uploaded_bytes: of the uploads.
@@ -60,12 +61,20 @@ def read(run_dir: Path) -> Memory:
     with contextlib.suppress(OSError, ValueError, TypeError):
         content = parse_json((run_dir / NAME).read_text())
         return Memory(**{**content, "pending": tuple(content["pending"])})
-    return Memory(run_id=uuid.uuid4().hex)
+    return Memory()
 
 
 def write(run_dir: Path, memory: Memory) -> None:
     """Replace the file. OSError if it cannot be written."""
-    path = run_dir / NAME
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(dataclasses.asdict(memory)) + "\n")
-    partial.replace(path)
+    replace_file(run_dir / NAME, (json.dumps(dataclasses.asdict(memory)) + "\n").encode())
+
+
+def is_run_of(run_dir: Path, log: bytes) -> bool:
+    """Return whether an event log, of which `log` is the beginning, is that of the run in a folder.
+
+    Its first line has the time and the process of the first start, and is not changed by later ones.
+    """
+    own, line = b"", log.partition(b"\n")[0]
+    with contextlib.suppress(OSError), (run_dir / event_log.NAME).open("rb") as file:
+        own = file.readline(MOST_LINE_BYTES).rstrip(b"\n")
+    return line == own and b"process_started" in line

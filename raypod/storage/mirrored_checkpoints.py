@@ -1,6 +1,8 @@
 """Mirror the checkpoints of a run: each is complete on the storage or absent, and its manifest comes last.
 
-The storage is listed before each upload, so that objects that someone has removed or truncated are found.
+The storage is listed before each upload, so that objects that someone has removed or truncated are found. A pod that
+was cut off may still upload when another one has the place: whatever is removed or replaced was listed before, and then
+this process was the writer.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from pathlib import Path
-from typing import BinaryIO, Dict, List, NamedTuple, Optional, Set, Tuple
+from typing import BinaryIO, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint, FileRecord, Retention, checkpoints_to_remove
@@ -37,9 +39,14 @@ class MirroredCheckpoints:
         skipped: names of checkpoints that were removed on this host before they could be uploaded.
     """
 
-    def __init__(self, run_dir: Path, store: Store, kept: Retention) -> None:
+    def __init__(
+        self, run_dir: Path, store: Store, kept: Retention, check_writer: Callable[[], None] = lambda: None
+    ) -> None:
+        """`check_writer` raises an exception if another process mirrors the run by now."""
         self._folder, self._store, self._kept = storage.checkpoints_folder(run_dir), store, kept
+        self._check_writer = check_writer
         self._remote: Dict[str, _Described] = {}
+        self._incomplete: Set[str] = set()  # names that were listed, of interrupted uploads
         self._partly: Dict[str, Dict[str, FileRecord]] = {}  # verified files of checkpoints that are not complete
         self._uploaded: Set[str] = set()
         self._announced: Set[str] = set()
@@ -82,15 +89,14 @@ class MirroredCheckpoints:
     def _list(self) -> None:
         """Find out which checkpoints are complete on the storage."""
         names = [name for name, size in (self._store.list_folder(CHECKPOINTS) or {}).items() if size is None]
-        before, self._remote = self._remote, {}
+        before, self._remote, self._incomplete = self._remote, {}, set(names)
         for name in names:
             sizes = self._store.list_folder(f"{CHECKPOINTS}/{name}") or {}
             known = before.get(name)
             if known is None or sizes.get(MANIFEST) != len(known.manifest):
                 known = self._read(name, sizes)
             if known is not None and _is_complete(known.checkpoint, sizes):
-                self._remote[name] = known
-                self._uploaded.add(name)
+                self._note(known)
 
     def _read(self, name: str, sizes: Sizes) -> Optional[_Described]:
         """Return a checkpoint of the storage; None if its manifest is missing or damaged."""
@@ -115,10 +121,12 @@ class MirroredCheckpoints:
                     raise
                 return
             prefix = f"{CHECKPOINTS}/{name}/"
+            self._check_writer()
             self._remote.pop(name, None)
             for file in (MANIFEST, _HASH):  # from here on the checkpoint is absent until it is complete
                 self._store.remove(prefix + file)
             self._upload_tensors(own.checkpoint, opened)
+            self._check_writer()
             self._store.write_bytes(prefix + _HASH, own.hashes)
             self._store.write_bytes(prefix + MANIFEST, own.manifest)
         self._note(own)
@@ -139,22 +147,26 @@ class MirroredCheckpoints:
     def _replace_manifest(self, before: _Described, own: _Described) -> None:
         """Replace the manifest as `storage.replace_manifest` does: both hashes are valid meanwhile."""
         prefix = f"{CHECKPOINTS}/{own.checkpoint.path.name}/"
+        self._check_writer()
         self._store.write_bytes(prefix + _HASH, before.hashes + own.hashes)
         self._store.write_bytes(prefix + MANIFEST, own.manifest)
         self._store.write_bytes(prefix + _HASH, own.hashes)
         self._note(own)
 
-    def _note(self, uploaded: _Described) -> None:
-        self._remote[uploaded.checkpoint.path.name] = uploaded
-        self._uploaded.add(uploaded.checkpoint.path.name)
+    def _note(self, complete: _Described) -> None:
+        name = complete.checkpoint.path.name
+        self._remote[name] = complete
+        self._uploaded.add(name)
+        self._incomplete.discard(name)
 
     def _remove_old(self) -> None:
         newest_first = _newest_first([each.checkpoint for each in self._remote.values()])
-        for old in checkpoints_to_remove(newest_first, self._kept):
-            del self._remote[old.path.name]
-            self._discard(old.path.name)
-        folders = self._store.list_folder(CHECKPOINTS) or {}
-        for name in [name for name, size in folders.items() if size is None and name not in self._remote]:
+        for name in [old.path.name for old in checkpoints_to_remove(newest_first, self._kept)]:
+            self._check_writer()
+            del self._remote[name]
+            self._discard(name)
+        for name in sorted(self._incomplete):
+            self._check_writer()
             self._discard(name)
 
     def _discard(self, name: str) -> None:

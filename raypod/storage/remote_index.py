@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Dict, Optional
+import uuid
+from typing import Callable, Dict, Optional
 
+from raypod.record import event_log
 from raypod.storage import index
 from raypod.storage.errors import StorageError
 from raypod.storage.index import Content, Index
+from raypod.storage.memory import MOST_LINE_BYTES
 from raypod.storage.store import Store
 
 
@@ -16,11 +19,31 @@ class PlaceTaken(StorageError):
 
 
 class RemoteIndex:
-    """Reads and writes `index.json`, and makes sure that no other run is overwritten."""
+    """Reads and writes `index.json`, and makes sure that no other run is overwritten.
 
-    def __init__(self, store: Store, run_id: str, writer: str, is_known: bool) -> None:
-        """`is_known`: this run was mirrored to the place before, so that a missing index was removed by someone."""
-        self._store, self._run_id, self._writer, self._is_known = store, run_id, writer, is_known
+    Attributes:
+        run_id: identifies the run, once `check` has returned.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        writer: str,
+        is_known: bool,
+        is_own_log: Callable[[bytes], bool] = lambda log: False,
+    ) -> None:
+        """Read and write nothing yet.
+
+        Args:
+            store: the place.
+            run_id: identifies the run; "": that of the run on the storage if it has the event log of this one, or new.
+            writer: identifies this process.
+            is_known: this run was mirrored to the place before, so that a missing index was removed by someone.
+            is_own_log: returns whether the beginning of an event log is that of this run.
+        """
+        self._store, self.run_id, self._writer, self._is_known = store, run_id, writer, is_known
+        self._is_own_log = is_own_log
         self._index: Optional[Index] = None
 
     def check(self) -> None:
@@ -33,10 +56,13 @@ class RemoteIndex:
         if text is None:
             if self._index is None and not self._is_known and self._store.list_folder():
                 raise PlaceTaken(f"{self._store.url} holds other files; use another --run-dir or --storage-path")
-            found = self._index or Index(self._run_id, self._writer)
+            self.run_id = self.run_id or uuid.uuid4().hex
+            found = self._index or Index(self.run_id, self._writer)
         else:
             found = self._parsed(text)
-        if found.run_id != self._run_id:
+            if not self.run_id and self._is_own_log(self._store.read(event_log.NAME, MOST_LINE_BYTES) or b""):
+                self.run_id = found.run_id
+        if found.run_id != self.run_id:
             raise PlaceTaken(f"{self._store.url} holds another run; use another --run-dir or --storage-path")
         if self._index is not None and found.writer != self._writer:
             raise PlaceTaken(f"another process mirrors the run to {self._store.url} by now")
@@ -61,7 +87,7 @@ class RemoteIndex:
             return index.from_json(text)
         except ValueError as error:
             if self._index is not None or self._is_known:  # damaged by someone: it is written again
-                return self._index or Index(self._run_id, self._writer)
+                return self._index or Index(self.run_id, self._writer)
             raise PlaceTaken(f"{self._store.url}: {error}; use another --run-dir or --storage-path") from None
 
     def write(self) -> None:

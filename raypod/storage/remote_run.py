@@ -9,6 +9,7 @@ from typing import Callable, List, Optional, Sequence, Tuple, TypeVar
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint
 from raypod.errors import CheckpointDamaged, ConfigError, RunError
+from raypod.host.files import replace_file
 from raypod.host.retries import growing, retried
 from raypod.plan.config import CHECKPOINTS, MANIFEST
 from raypod.plan.urls import RunUrl, check_url, run_url
@@ -103,7 +104,7 @@ class RemoteRun:
             self._download(f"{CHECKPOINTS}/{name}/{file}", target / file, record.size_bytes + 1)
         for file in (MANIFEST, _HASH):
             if target != checkpoint.path:
-                (target / file).write_bytes((checkpoint.path / file).read_bytes())
+                replace_file(target / file, (checkpoint.path / file).read_bytes())
         try:
             storage.verify(Checkpoint(target, checkpoint.manifest))
         except CheckpointDamaged as error:

@@ -11,10 +11,11 @@ from typing import Callable, Iterator, List, Tuple
 from raypod.checkpoint import resume, storage
 from raypod.checkpoint.format import Checkpoint
 from raypod.errors import CheckpointDamaged, ConfigError
+from raypod.host.files import rename_folder
 from raypod.host.lease_file import Log
 from raypod.plan.plan import Plan
 from raypod.plan.urls import is_url
-from raypod.record import run_folder, run_state
+from raypod.record import event_log, run_folder, run_state
 from raypod.record.claim import Claim
 from raypod.storage import memory, snapshots
 from raypod.storage.snapshots import Snapshot
@@ -38,7 +39,7 @@ def restore(plan: Plan, claim: Claim, log: Log) -> Plan:
     with _named(snapshot):
         newest = resume.find_checkpoint(_resuming(plan, snapshot.folder), _was_cut_off(snapshot), verify=False)
     if (folder / run_folder.METRICS).exists() or (folder / run_folder.PLAN).exists():
-        if snapshot.run_id is None or memory.read(folder).run_id != snapshot.run_id:
+        if snapshot.run_id is None or not _is_run_of(folder, snapshot):
             raise ConfigError(f"--run-dir {folder} holds another run than {where}; choose another folder")
         own, _ = resume.newest_valid(storage.checkpoints_folder(folder), verify=False)
         if own is not None and _age(own) >= _age(newest.checkpoint):
@@ -101,9 +102,19 @@ def _copy_newest(snapshot: Snapshot, checkpoints: Path, log: Log) -> Checkpoint:
             log(f"warning: {error}; trying an older checkpoint")
             continue
         shutil.rmtree(str(target), ignore_errors=True)
-        partial.rename(target)
+        rename_folder(partial, target)
         return Checkpoint(target, each.manifest)
     raise ConfigError(f"--resume {snapshot.run.url.run}: no valid checkpoint: {'; '.join(damaged) or 'there is none'}")
+
+
+def _is_run_of(folder: Path, snapshot: Snapshot) -> bool:
+    """Return whether a folder holds the run of a snapshot."""
+    known, log = memory.read(folder).run_id, b""
+    if known:
+        return known == snapshot.run_id
+    with contextlib.suppress(OSError), (snapshot.folder / event_log.NAME).open("rb") as file:
+        log = file.readline(memory.MOST_LINE_BYTES)
+    return memory.is_run_of(folder, log)
 
 
 def _resuming(plan: Plan, folder: Path) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 import traceback
 from pathlib import Path
@@ -48,9 +49,10 @@ class RunMirror:
         self._run_dir, self._store = run_dir, store
         self._memory = memory.read(run_dir)
         is_known = self._memory.place == store.url
-        self._index = RemoteIndex(store, self._memory.run_id, writer, is_known)
+        is_own_log = functools.partial(memory.is_run_of, run_dir)
+        self._index = RemoteIndex(store, self._memory.run_id, writer, is_known, is_own_log)
         self._files = MirroredFiles(run_dir, store, self._index)
-        self._checkpoints = MirroredCheckpoints(run_dir, store, kept)
+        self._checkpoints = MirroredCheckpoints(run_dir, store, kept, self._index.check)
         self._before = self._memory  # the counts of an earlier process of this run
         self._failed_in_a_row = 0
         self._is_new = True  # the connection
@@ -94,7 +96,7 @@ class RunMirror:
         self._remember(pending=self._pending())
         if self._memory.place != self._store.url:
             self._index.check()
-            self._remember(place=self._store.url)
+            self._remember(place=self._store.url, run_id=self._index.run_id)
         is_thorough = bool(saved) or self._is_new or commands.has_ended
         if is_thorough:
             self._files.audit()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import time
 from pathlib import Path
 from typing import Any, BinaryIO, Dict, Iterator, List, Optional
@@ -73,11 +74,11 @@ class Store:
         """Upload bytes as `write`."""
         return self.write(name, io.BytesIO(content), len(content))
 
-    def read(self, name: str) -> Optional[bytes]:
-        """Return the content of a small file; None if there is none."""
+    def read(self, name: str, most_bytes: int = _MAX_READ_BYTES) -> Optional[bytes]:
+        """Return the content of a small file, or its first bytes; None if there is none."""
         output = io.BytesIO()
         try:
-            self._copy(self._path(name), output, _MAX_READ_BYTES)
+            self._copy(self._path(name), output, most_bytes)
         except FileNotFoundError:
             return None
         return output.getvalue()
@@ -86,6 +87,8 @@ class Store:
         """Copy a file, at most `most_bytes` of it, into a new file of this host. FileNotFoundError if there is none."""
         with target.open("wb") as output:
             self._copy(self._path(name), output, most_bytes)
+            output.flush()
+            os.fsync(output.fileno())
 
     def list_folder(self, name: str = "") -> Optional[Dict[str, Optional[int]]]:
         """Return the sizes in bytes of the files of a folder by their name, None for a folder in it.

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Optional
 
-from raypod.host.files import parse_json
+from raypod.host.files import parse_json, replace_file
 from raypod.trackers.tracker import Steps
 
 FOLDER = "trackers"
@@ -50,6 +50,4 @@ def read(path: Path) -> Memory:
 def write(path: Path, memory: Memory) -> None:
     """Replace the file. OSError if it cannot be written."""
     path.parent.mkdir(exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(dataclasses.asdict(memory)) + "\n")
-    partial.replace(path)
+    replace_file(path, (json.dumps(dataclasses.asdict(memory)) + "\n").encode())

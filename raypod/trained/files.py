@@ -11,7 +11,7 @@ import torch
 
 from raypod.checkpoint import tensors
 from raypod.errors import ConfigError
-from raypod.host.files import new_file, sync_folder
+from raypod.host.files import new_file, sync_file, sync_folder
 
 
 @contextlib.contextmanager
@@ -24,6 +24,7 @@ def completed(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial
+        sync_file(partial)
         partial.replace(path)
         sync_folder(path.parent)
     except OSError as error:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import pickle
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
 from raypod import errors
 from raypod.cli import FlagParser, counted, format_table, nearest, report_errors, suggestion
-from raypod.errors import ConfigError, RunError, as_utf8, summarize_exception
+from raypod.errors import ConfigError, Preempted, RunError, as_utf8, summarize_exception
 from raypod.fleet.base import FleetBroken
 
 ROWS = [("host", "IPUs"), ("a", "0..15"), ("long-name", "16")]
@@ -25,6 +26,16 @@ def test_an_error_is_one_line_and_an_exit_code(
 
     assert report_errors(command) == code
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_an_error_that_a_full_disk_does_not_take_has_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command() -> NoReturn:
+        raise Preempted("the machine is taken away", 99)
+
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr("sys.stderr", full)
+        assert report_errors(command) == 99
+        full.flush()  # as Python does at its end, which would change the exit code
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,81 @@ def test_an_append_only_file_keeps_lines_while_the_disk_is_full(
     file.close()
 
 
+class FailingDisk:
+    """A disk whose next operations of a kind fail with an error, and lose what was not flushed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path, operation: str, *errors: int) -> None:
+        self.path, self.errors, self.flushed = path, list(errors), b""
+        self._operation, self._real = operation, getattr(os, operation)
+        monkeypatch.setattr(os, operation, self._fail_or_do)
+
+    def _fail_or_do(self, *arguments: Any) -> Any:
+        if self.errors:
+            if self._operation == "fsync":  # as NFS does: what the server did not take is no longer in the file
+                os.truncate(str(self.path), len(self.flushed))
+            number = self.errors.pop(0)
+            raise OSError(number, os.strerror(number))
+        done = self._real(*arguments)
+        self.flushed = self.path.read_bytes()
+        return done
+
+
+@pytest.mark.parametrize("operation", ["write", "fsync"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_an_error_of_the_disk_costs_an_append_only_file_no_line_and_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, number: int
+) -> None:
+    path, warnings = tmp_path / "lines", []  # type: ignore[var-annotated]
+    path.write_bytes(b"before\n")
+    file = files.AppendOnlyFile(path, warnings.append)
+    with monkeypatch.context() as patched:
+        disk = FailingDisk(patched, path, operation)
+        disk.flushed = b"before\n"
+        for count, line in enumerate(("first", "second", "third"), start=1):
+            disk.errors = [number] * 2 * (count < 3)
+            file.write_line(line)
+            file.sync()
+        assert path.read_bytes() == b"before\nfirst\nsecond\nthird\n"
+        disk.errors = [number] * 2
+        file.write_line("last")
+        file.close()
+    assert path.read_bytes() == b"before\nfirst\nsecond\nthird\nlast\n"
+    warning = f"cannot write {path} ({os.strerror(number)}); the run continues, and its lines are written later"
+    assert warnings == [warning] * 2
+
+
+def test_an_append_only_file_that_cannot_be_written_at_its_end_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = files.AppendOnlyFile(tmp_path / "lines")
+    FailingDisk(monkeypatch, file.path, "write", *[errno.EIO] * 9)
+    file.write_line("lost")
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        file.close()
+
+
+def test_a_flush_that_fails_removes_nothing_that_another_process_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = files.AppendOnlyFile(tmp_path / "lines")
+    file.write_line("own")
+    with file.path.open("a") as other:
+        other.write("of another process\n")
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.EIO, "error")))
+    file.sync()
+    assert file.path.read_text() == "own\nof another process\n"
+
+
+def test_lines_are_flushed_before_they_need_much_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushes: List[int] = []
+    monkeypatch.setattr(os, "fsync", flushes.append)
+    file = files.AppendOnlyFile(tmp_path / "lines")
+    for _ in range(9):
+        file.write(bytes(1 << 20))
+    assert len(flushes) == 2
+    file.close()
+
+
 def test_a_file_lock_excludes_others_until_it_is_released(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     with files.file_lock(lock, 1.0, "run.x"), pytest.raises(WaitTimedOut, match=r"run\.x"):

@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Callable
 
 import pytest
 
-from raypod.host.process import StepTimer, cpu_seconds, process_start_ticks
+from raypod.host.process import StepTimer, cpu_seconds, log_stream, process_start_ticks
 from raypod.host.session_process import end_session
 
 PROGRAM = """
@@ -100,3 +101,14 @@ def test_the_cpu_time_of_threads_includes_their_child_processes(processes: None)
         child.stdout.readline()
         assert cpu_seconds([this]) - before_s > 0.25
         child.communicate(b"\n", timeout=30)
+
+
+def test_a_log_on_a_full_disk_raises_nothing(tmp_path: Path) -> None:
+    for path, content in ((Path("/dev/full"), ""), (tmp_path / "log", "a line\n\xe9")):
+        descriptor = os.open(str(path), os.O_WRONLY | os.O_CREAT)
+        stream = log_stream(descriptor)
+        print("a line", file=stream)
+        stream.write("\xe9" + "x" * (1 << 16) * (not content))
+        stream.flush()
+        os.close(descriptor)
+        assert not content or path.read_text() == content

@@ -17,7 +17,9 @@ import pytest
 
 from raypod import train
 from raypod.__main__ import main
-from raypod.errors import LeaseHeld
+from raypod.api import training
+from raypod.errors import ClusterError, LeaseHeld
+from raypod.host import files
 from raypod.plan.resolve import from_values
 from raypod.record import claim, run_folder, run_state
 from tests.support.bounded import COMMAND_S, wait_until
@@ -142,6 +144,61 @@ def test_a_mistake_leaves_an_existing_run_as_it_was(here: Path) -> None:
     assert tree(here) == before
     assert train.main([*flags, "--updates", "3", "--resume", "run", "--device", "ipu"]) == 2
     assert tree(here) == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)])
+@pytest.mark.parametrize("at", ["mkdir", "plan.json", "config.yaml"])
+def test_an_interruption_before_the_files_of_a_run_are_written_leaves_nothing_behind(
+    error: BaseException, at: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, flags = files.replace_file, [*QUICK, "--run-dir", "run", "--updates", "1"]
+
+    def interrupted(path: Path, data: bytes) -> None:
+        if at == "mkdir":
+            raise error
+        with monkeypatch.context() as patched:
+            if path.name == at:
+                patched.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(error))
+            real(path, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_folder, "replace_file", interrupted)
+        if isinstance(error, SystemExit):
+            with pytest.raises(SystemExit):
+                train.main(flags)
+        else:
+            assert train.main(flags) == 130
+    assert not tree(here)
+    assert train.main([*flags, "--learning-rate", "0.01"]) == 0
+
+
+def test_a_run_that_was_killed_before_its_first_file_does_not_refuse_the_corrected_command(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "run" / "logs").mkdir(parents=True)
+    for name in ("logs/coordinator.log", "logs/coordinator.times", "plan.json.partial"):
+        (here / "run" / name).touch()
+    assert train.main([*QUICK, "--run-dir", "run", "--updates", "1"]) == 0
+    (here / "own" / "logs").mkdir(parents=True)
+    (here / "own" / "logs" / "own.log").touch()
+    assert train.main([*QUICK, "--run-dir", "own", "--updates", "1"]) == 2
+    assert "own is not empty and no run folder (it contains logs)" in capsys.readouterr().err
+
+
+def test_a_mistake_of_a_run_that_resumes_into_another_folder_leaves_nothing_behind(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_pod(*arguments: object) -> None:
+        assert Path("new/evaluations.jsonl").is_file()
+        raise ClusterError("no Ray cluster is running")
+
+    assert train.main([*QUICK, "--run-dir", "run", "--updates", "2"]) == 0
+    flags = ["--resume", "run", "--run-dir", "new", "--updates", "3"]
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "fleet_for", no_pod)
+        assert train.main(flags) == 2
+    assert not Path("new").exists()
+    assert train.main(flags) == 0
 
 
 def test_a_folder_with_other_files_is_not_used(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from raypod.errors import InstanceFailed, LeaseLost, Preempted
 from raypod.events import (
     CallDone,
     CallTimes,
+    CheckpointBegun,
     EvaluationDone,
     InstanceStarted,
     PhaseBegun,
@@ -25,10 +26,12 @@ from raypod.events import (
 )
 from raypod.plan.plan import Plan
 from raypod.plan.tables import topology_summary
+from raypod.record import event_log
 from raypod.record.event_log import NAME, EventLog, event_name, fields_of, restarts_in
 from raypod.record.recent_events import RecentEvents
 from raypod.record.run_state import INTERRUPTED
 from tests.support.documented import DOCS
+from tests.support.faulty_disks import FlushedFiles
 
 
 def lines_of(folder: Path) -> List[Dict[str, Any]]:
@@ -51,6 +54,21 @@ def test_every_event_but_updates_and_calls_is_a_line(tmp_path: Path) -> None:
     assert (first["event"], first["total_updates"]) == ("process_started", 4)
     assert {**phase, "unix_s": 0} == {"unix_s": 0, "event": "phase_begun", "phase": "training", "update": 0}
     assert (evaluation["event"], evaluation["metrics"]) == ("evaluation_done", {"loss": None})
+
+
+def test_a_loss_of_power_keeps_what_happened_before_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed = FlushedFiles(monkeypatch)
+    with EventLog(tmp_path, {}) as log:
+        log.handle(PhaseBegun("training", 0))
+        log.handle(CheckpointBegun(1))
+        assert len(lines_of(tmp_path)) == 3
+        assert (tmp_path / NAME).stat().st_size == flushed.size_of(tmp_path / NAME)
+    monkeypatch.setattr(event_log, "_SYNC_INTERVAL_S", -1.0)
+    with EventLog(tmp_path, {}) as log:
+        log.handle(PhaseBegun("training", 0))
+        assert (tmp_path / NAME).stat().st_size == flushed.size_of(tmp_path / NAME)
 
 
 def test_pairs_become_objects_at_any_depth() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any, Callable
 
@@ -34,6 +36,24 @@ EPOCH = EpochDone(1, {"loss": 1.835, "accuracy": 32.3})
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+class FullDisk(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_under_the_output_does_not_end_the_run(shown: Shown) -> None:
+    failed = CheckpointFailed(9, "runs/x/checkpoints/update-9", os.strerror(errno.ENOSPC), "")
+    out, _ = shown(STARTED, failed, out=FullDisk())
+    assert "cannot write the checkpoint" in out
+
+    class Closed(io.StringIO):
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):  # nobody reads it: the command ends, as every other one
+        shown(STARTED, out=Closed())
 
 
 def update(number: int) -> UpdateDone:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import re
 import resource
+import shutil
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional
 
@@ -13,8 +16,9 @@ import pytest
 
 from raypod import train
 from raypod.checkpoint.storage import list_checkpoints
-from raypod.record import run_folder
+from raypod.record import run_folder, verify_data
 from tests.support.documented import DOCS
+from tests.support.faulty_disks import FlushedFiles
 
 QUICK = ("--model", "tiny", "--lr-schedule", "constant", "--warmup-updates", "0")
 
@@ -43,6 +47,26 @@ def make_unfinished(folder: Path) -> Path:
     return folder
 
 
+def test_a_loss_of_power_after_the_end_of_a_run_keeps_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed = FlushedFiles(monkeypatch)
+    assert command(*QUICK, "--updates", "1", "--run-dir", str(tmp_path / "run")) == 0
+    files = {path.name: path for path in (tmp_path / "run").iterdir() if path.suffix in (".json", ".jsonl", ".yaml")}
+    assert {*files} > {"config.yaml", "plan.json", "state.json", "summary.json", "metrics.jsonl", "events.jsonl"}
+    assert [name for name, path in files.items() if not flushed.survive(path)] == []
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 300, b'{"pid": 1, "sta'])
+def test_a_state_that_is_damaged_after_a_loss_of_power_does_not_refuse_the_same_command(
+    content: bytes, folder: Path
+) -> None:
+    (folder / "state.json").write_bytes(content)
+    assert command(*QUICK, "--updates", "3", "--run-dir", str(folder)) == 0
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["update"] for line in lines] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("how", ["--resume={}", "--resume={}/checkpoints/update-00000002", "run.resume={}"])
 def test_a_run_resumes_in_its_folder_with_its_config(how: str, folder: Path) -> None:
     assert command(how.format(folder), "--updates", "5") == 0
@@ -61,6 +85,75 @@ def test_a_run_does_not_resume_in_the_folder_of_another_one(
     assert command("--resume", str(folder), "--updates", "5", "--run-dir", str(other)) == 2
     assert "holds a run already" in capsys.readouterr().err
     assert (other / "config.yaml").read_bytes() == before
+
+
+def cut_off(folder: Path, *updates: int) -> None:
+    """Remove checkpoints, and let the run be one whose coordinator died."""
+    for update in updates:
+        shutil.rmtree(str(folder / "checkpoints" / f"update-{update:08d}"))
+    make_unfinished(folder)
+
+
+def starts_of(folder: Path) -> List[int]:
+    """The update from which each start of a run has trained."""
+    return [line["first_update"] for line in lines_of(folder / "events.jsonl") if line["event"] == "run_started"]
+
+
+def test_the_same_command_continues_a_run_that_began_from_another_one(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new, other = tmp_path / "new", tmp_path / "other"
+    last = ["--updates", "6", "--checkpoint-every", "2 updates", "--run-dir", str(new)]
+    assert command("--resume", str(folder), *last) == 0
+    whole = summary_of(new)
+    cut_off(new, 6)
+    capsys.readouterr()
+    assert command("--resume", str(folder), *last) == 0
+    assert f"new began from {folder} already: continuing from update-00000004" in capsys.readouterr().err
+    cut_off(new, 4, 6)  # it has no checkpoint of its own yet
+    for _ in range(2):
+        assert command("--resume", str(folder), *last) == 0
+        assert summary_of(new)["weights_sha256"] == whole["weights_sha256"]
+        assert [line["update"] for line in lines_of(new / "metrics.jsonl")] == [4, 5, 6]
+        cut_off(new, 6)
+    assert starts_of(new) == [3, 4, 3, 4]
+    assert command("--resume", str(folder), *last, "--seed", "7") == 2
+    assert "training.seed is 42 and this run's is 7" in capsys.readouterr().err
+    assert command(*QUICK, "--updates", "3", "--run-dir", str(other)) == 0
+    assert command("--resume", str(other), *last) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert starts_of(new) == [3, 4, 3, 4]
+
+
+def test_the_same_command_continues_a_run_that_began_from_an_earlier_checkpoint(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = folder / "checkpoints" / "update-00000002"
+    flags = ["--resume", str(chosen), "--updates", "6", "--checkpoint-every", "1 updates", "--keep-checkpoints", "2"]
+    assert command(*flags) == 0
+    whole = summary_of(folder)
+    assert not chosen.exists(), "it was removed, as older checkpoints are"
+    cut_off(folder, 6)
+    capsys.readouterr()
+    for _ in range(2):
+        assert command(*flags) == 0
+        assert f"began from {chosen} already: continuing from update-00000005; to begin" in capsys.readouterr().err
+        assert summary_of(folder)["weights_sha256"] == whole["weights_sha256"]
+        assert [line["update"] for line in lines_of(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+        cut_off(folder, 6)
+    assert starts_of(folder) == [0, 2, 5, 5]
+
+
+def test_another_command_and_a_finished_run_begin_again_from_the_checkpoint(folder: Path) -> None:
+    flags = ["--resume", str(folder / "checkpoints" / "update-00000002"), "--updates", "5"]
+    assert command(*flags, "--keep-checkpoints", "9") == 0
+    assert command(*flags) == 0, "the run has ended: it is done again"
+    make_unfinished(folder)
+    assert command(*flags, "--learning-rate", "0.01", "--resume-anyway", "learning_rate") == 0
+    assert starts_of(folder) == [0, 2, 2, 2]
+    make_unfinished(folder)
+    assert command("--resume", str(folder), "--updates", "6") == 0
+    assert starts_of(folder) == [0, 2, 2, 2, 5], "the run folder itself always continues"
 
 
 @contextlib.contextmanager
@@ -102,6 +195,41 @@ def test_a_full_disk_at_the_end_is_reported_in_one_line(
         assert command(*QUICK, "--updates", "2", "--run-dir", str(tmp_path / "run")) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "summary.json cannot be written" in line
+
+
+def test_a_run_whose_output_is_on_a_full_disk_ends_as_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Path("/dev/full").open("w") as full, monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", full)
+        patched.setattr("sys.stderr", full)
+        assert command(*QUICK, "--updates", "2", "--run-dir", str(tmp_path / "run")) == 0
+        full.flush()  # as Python does at its end, which would change the exit code
+    assert summary_of(tmp_path / "run")["updates"] == 2
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
+def test_errors_of_the_disk_are_one_warning_for_each_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    real, failed = os.write, set()
+
+    def write(descriptor: int, data: bytes) -> int:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if path.endswith(".jsonl") and path not in failed:
+            failed.add(path)
+            raise OSError(number, os.strerror(number))
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write)
+    run = tmp_path / "run"
+    assert command(*QUICK, "--updates", "2", "--run-dir", str(run)) == 0
+    names = {"metrics.jsonl", "evaluations.jsonl", "ledger.jsonl", "events.jsonl"}
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: cannot write ")]
+    assert {Path(line.split()[3]).name for line in warnings} == {Path(path).name for path in failed} == names
+    assert verify_data.verify(run).is_proved
+    assert len(lines_of(run / "metrics.jsonl")) == 2
+    assert lines_of(run / "events.jsonl")[0]["event"] == "process_started"
 
 
 def test_the_page_of_the_run_folder_has_every_key_of_the_summary(folder: Path) -> None:

@@ -23,6 +23,7 @@ from raypod.status.endpoint import TOKEN_FILE, published
 from raypod.status.launch_file import LaunchFile
 from raypod.status.launch_status import LaunchStatus, routes_of, scrape_response
 from raypod.status.token_server import TokenServer
+from tests.support.faulty_disks import FlushedFiles
 
 USAGE = HostUsage(0.5, 1, 2, 3, 4, 5, 6)
 
@@ -53,6 +54,12 @@ def test_programs_from_their_start_to_their_end(status: LaunchStatus) -> None:
     assert (after["instances"][1]["state"], after["instances"][1]["exit_code"]) == ("exited", 139)
     status.add(0, report((0, STDOUT, b"x" * 5000), (1, STDOUT, b"\na\x00b\xff \n\n")))
     assert [each["last_line"] for each in status.snapshot()["instances"]] == ["x" * 200, "ab\ufffd"]
+
+
+def test_a_loss_of_power_keeps_the_file_of_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed = FlushedFiles(monkeypatch)
+    with LaunchFile(tmp_path, ("python", "main.py"), ["a"]):
+        assert flushed.survive(tmp_path / launch_file.NAME)
 
 
 def test_the_metrics_of_programs(status: LaunchStatus, tmp_path: Path) -> None:

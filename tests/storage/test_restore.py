@@ -109,6 +109,7 @@ def test_the_same_command_continues_where_the_host_is_newer(
     resume: Callable[..., str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     resume()
+    (tmp_path / "new" / "storage.json").write_bytes(b"")  # after a loss of power
     err = resume("--updates", "6")
     assert "holds update-00000005 of the same run already; resuming from it" in err
     shutil.rmtree(str(tmp_path / "new"))

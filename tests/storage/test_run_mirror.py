@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import List
+from typing import List, Optional
 
 import pytest
 
@@ -22,7 +22,7 @@ from raypod.storage.mirrored_files import MirroredFiles
 from raypod.storage.remote_index import RemoteIndex
 from raypod.storage.remote_run import RemoteRun
 from raypod.storage.store import Store
-from tests.support.faulty_disks import Killed
+from tests.support.faulty_disks import FlushedFiles, Killed
 from tests.support.mirrored_runs import (
     ACCURACY,
     LARGE,
@@ -152,6 +152,30 @@ def test_another_run_and_other_files_are_not_overwritten(run: Path, url: str, re
     assert [path.name for path in (remote / "theses").iterdir()] == ["thesis.pdf"]
 
 
+@pytest.mark.parametrize("damage", [b"", b"{", None])
+def test_a_run_whose_identity_was_lost_is_known_by_its_event_log(
+    run: Path, url: str, remote: Path, damage: Optional[bytes]
+) -> None:
+    log = b'{"unix_s": 1.5, "event": "process_started", "pid": 7, "host": "a"}\n'
+    (run / "events.jsonl").write_bytes(log)
+    mirror(run, url)
+    before = json.loads((remote / "a run" / "index.json").read_text())["run_id"]
+    memory_file = run / memory.NAME
+    memory_file.unlink() if damage is None else memory_file.write_bytes(damage)
+    (run / "events.jsonl").write_bytes(log + b'{"event": "run_started"}\n')
+    found = mirror(run, url)
+    assert (found.error, found.is_complete, found.run_id) == ("", True, before)
+    memory_file.write_bytes(b"")
+    (run / "events.jsonl").write_bytes(log.replace(b"1.5", b"1.6"))
+    assert "holds another run" in mirror(run, url).error
+
+
+def test_a_loss_of_power_keeps_the_identity_of_a_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed = FlushedFiles(monkeypatch)
+    memory.write(run, memory.Memory("the run"))
+    assert flushed.survive(run / memory.NAME)
+
+
 def test_an_older_process_of_the_run_ends_when_another_one_mirrors_it(run: Path, url: str, tmp_path: Path) -> None:
     def take_over() -> str:
         copy = Path(shutil.copytree(str(run), str(tmp_path / "taken over" / "a run")))
@@ -161,6 +185,43 @@ def test_an_older_process_of_the_run_ends_when_another_one_mirrors_it(run: Path,
 
     found = mirror(run, url, take_over, lambda: pytest.fail("it has ended"))
     assert "another process mirrors the run" in found.error
+
+
+@pytest.mark.parametrize("at", ["half", "close"])
+def test_a_pod_that_was_cut_off_removes_nothing_of_the_one_that_has_taken_over(
+    run: Path, url: str, tmp_path: Path, at: str
+) -> None:
+    save(run, 1)
+    new = tmp_path / "new" / "a run"
+
+    def take_over(operation: str, path: str) -> None:  # during or at the end of the slow upload of the first pod
+        if operation == at and "weights" in path and not new.exists():
+            shutil.copytree(str(run), str(new))
+            for update in (2, 3):
+                save(new, update)
+            assert mirror(new, url, kept=Retention(2)).is_complete
+
+    with faults(take_over):
+        found = mirror(run, url, kept=Retention(1))
+    assert "another process mirrors the run" in found.error
+    assert whole_checkpoints(url, "a run", tmp_path / "copy") == [name_of(2), name_of(3)]
+
+
+def test_a_checkpoint_that_appears_after_the_listing_is_not_removed(run: Path, url: str, remote: Path) -> None:
+    save(run, 1)
+    foreign = remote / "a run" / "checkpoints" / name_of(9)
+
+    def add(operation: str, path: str) -> None:
+        if operation == "half" and "weights" in path:
+            foreign.mkdir(parents=True, exist_ok=True)
+            (foreign / "weights.safetensors").touch()
+
+    checkpoints = MirroredCheckpoints(run, Store(f"{url}/a run"), Retention(3))
+    with faults(add):
+        checkpoints.sync()
+    assert foreign.exists()
+    checkpoints.sync()
+    assert not foreign.exists(), "what an interrupted upload has left is removed"
 
 
 def test_objects_that_were_removed_or_truncated_are_uploaded_again(

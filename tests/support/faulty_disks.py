@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import Any, Callable, Optional
+from pathlib import Path
+from typing import Any, Callable, Dict, Optional
 
 import pytest
 
@@ -57,3 +58,23 @@ class FullDisk:
         written = self._real(descriptor, bytes(data)[: self.free_bytes])
         self.free_bytes -= written
         return written
+
+
+class FlushedFiles:
+    """Remembers which files `os.fsync` has flushed: a loss of power keeps their content, and may empty any other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._sizes: Dict[int, int] = {}
+        monkeypatch.setattr(os, "fsync", self._fsync)
+
+    def _fsync(self, descriptor: int) -> None:
+        facts = os.fstat(descriptor)
+        self._sizes[facts.st_ino] = facts.st_size
+
+    def size_of(self, path: Path) -> Optional[int]:
+        """Return how many bytes of a file have been flushed; None if it was not."""
+        return self._sizes.get(path.stat().st_ino)
+
+    def survive(self, path: Path) -> bool:
+        """Return whether a file has its present content, and its name, after a loss of power."""
+        return self.size_of(path) == path.stat().st_size and path.parent.stat().st_ino in self._sizes

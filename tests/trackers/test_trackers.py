@@ -22,6 +22,7 @@ from raypod.trackers.processes import TrackerProcesses
 from raypod.trackers.tracker import Point, RunFacts, Steps
 from tests.support import ROOT
 from tests.support.bounded import wait_until
+from tests.support.faulty_disks import FlushedFiles
 
 FLAGS = ["--fleet", "inline", "--device", "emulated", "--model", "tiny", "--replicas", "2", "--lr-schedule", "constant"]
 FAKE = "tests.support.fake_tracker:Fake"
@@ -54,6 +55,12 @@ def lines_of(path: Path) -> List[Dict[str, Any]]:
 
 def steps_of(path: Path, name: str) -> List[int]:
     return [line["step"] for line in lines_of(path) if name in line.get("values", {})]
+
+
+def test_a_loss_of_power_keeps_what_a_tracker_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed, path = FlushedFiles(monkeypatch), memory.path_of(tmp_path, "wandb")
+    memory.write(path, memory.Memory("its run"))
+    assert flushed.survive(path)
 
 
 def test_points_come_once_in_the_order_of_their_steps(tmp_path: Path) -> None:
