@@ -90,8 +90,13 @@ def _replace(path: Path, content: Iterable[bytes]) -> None:
         with contextlib.suppress(OSError):
             os.unlink(str(partial))  # noqa: PTH108
         raise
-    os.replace(str(partial), str(path))  # noqa: PTH105
-    sync_folder(path.parent)
+    rename_file(partial, path)
+
+
+def rename_file(source: Path, target: Path) -> None:
+    """Rename a complete file, which replaces `target`, durably."""
+    os.replace(str(source), str(target))  # noqa: PTH105
+    sync_folder(target.parent)
 
 
 def rename_folder(source: Path, target: Path) -> None:
