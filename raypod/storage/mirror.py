@@ -71,7 +71,7 @@ class Mirror:
     def _begin(self) -> None:
         try:
             found = memory.read(self._folder)
-            memory.write(self._folder, memory.Memory(run_id=found.run_id, place=found.place))
+            memory.write(self._folder, memory.Memory(found.run_id, found.place, found.resumed))
         except OSError as error:
             self._warn_once(f"cannot be used: {error.strerror or error}")
             return
