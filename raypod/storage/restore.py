@@ -25,9 +25,9 @@ _PARTIAL = ".partial"
 def restore(plan: Plan, claim: Claim, log: Log) -> Plan:
     """Return the plan, changed to resume in its run folder, into which the run is copied if `--resume` is a URL.
 
-    A folder that holds the same run and is as new as the storage is not changed. A URL of a checkpoint resumes from that
-    one, also if the folder holds later ones; if the run is interrupted then, the same command continues it. Every file
-    is verified.
+    A folder that holds the same run and is as new as the storage is not changed. A URL of a checkpoint resumes from
+    that one, also if the folder holds later ones; if the run is interrupted then, the same command continues it. Every
+    file is verified.
 
     Raises:
         ConfigError: the run does not fit the plan, no checkpoint is valid, or the folder holds another run.

@@ -67,9 +67,10 @@ def test_latest_names_the_checkpoint_from_which_a_run_continues_that_was_killed_
     def killed(source: Path, target: Path) -> None:
         raise Killed
 
-    with monkeypatch.context() as patched, pytest.raises(Killed):
+    with monkeypatch.context() as patched:
         patched.setattr(files, "rename_file", killed)
-        save(plan, 88)
+        with pytest.raises(Killed):
+            save(plan, 88)
     newest, _ = resume.newest_valid(checkpoints_folder(plan.run_dir))
     assert newest is not None
     assert (newest.update, storage.latest_name(Path(plan.run_dir))) == (88, "update-00000044")
