@@ -336,6 +336,54 @@ def test_a_run_starts_on_the_hosts_that_have_joined(tmp_path: Path) -> None:
     )
 
 
+class Forgetful(Pod):
+    """Other hosts take lost instances, if all are lost; no instance has a state then."""
+
+    has_spare = True
+
+    def repair(self, instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+        return {} if self.has_spare and len(instances) == len(self.hosts()) else super().repair(instances, may_share_hosts)
+
+
+@pytest.mark.parametrize("has_spare", [True, False])
+def test_the_record_of_the_replicas_stays_if_all_are_lost_before_the_first_checkpoint(
+    tmp_path: Path, has_spare: bool
+) -> None:
+    class Pods(Forgetful, Late):
+        def room(self) -> List[Room]:
+            return [Room("a", 2), Room("b", 2)]
+
+    plan = plan_on(tmp_path)
+    fleet = Pods(plan)
+    fleet.fails_at, fleet.has_spare = {3: (0, 1)}, has_spare
+    events = recorded(plan, fleet)
+    assert changes(events) == [(0, 4, 2, "ab")]
+    assert [each.update for each in of(events, Repaired)] == [0]
+    assert only(events, RunEnded).resizes == ({"update": 0, "replicas": 4, "gradient_accumulation": 2},)
+
+
+@pytest.mark.parametrize("has_grown", [False, True])
+def test_a_rollback_before_a_change_of_the_replicas_records_it_where_training_continues(
+    tmp_path: Path, has_grown: bool
+) -> None:
+    class Damages(Forgetful):
+        def repair(self, instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+            if len(instances) == len(self.hosts()):
+                for update in (13, 20):
+                    (storage.checkpoint_path(checkpoints, update) / "weights.safetensors").write_bytes(b"")
+            return super().repair(instances, may_share_hosts)
+
+    plan = plan_on(tmp_path)
+    checkpoints, fleet = storage.checkpoints_folder(plan.run_dir), Damages(plan)
+    fleet.fails_at = {13: (3,), 24: (0, 1, 2, 3) if has_grown else (0, 1)}
+    fleet.returns_at = {16: "d"} if has_grown else {}
+    events = recorded(plan, fleet)
+    assert changes(events) == [(13, 4, 2, "ab"), *([(20, 8, 1, "abcd")] if has_grown else [])]
+    assert [each.update for each in of(events, Repaired)][-1] == 10
+    expected = () if has_grown else ({"update": 10, "replicas": 4, "gradient_accumulation": 2},)
+    assert only(events, RunEnded).resizes == expected
+
+
 @pytest.mark.parametrize("pod", [{"elastic": False}, {"min_hosts": 3}])
 def test_a_run_without_enough_hosts_does_not_start(tmp_path: Path, pod: Dict[str, Any]) -> None:
     plan = plan_on(tmp_path, **pod)
