@@ -101,6 +101,7 @@ class CheckpointSchedule:
         Raises:
             CheckpointNotSaved: it cannot be made the newest of the run folder.
         """
+        self._evaluated = (-1, {})
         self._continue_from(checkpoint, self.generation + 1)
 
     def _continue_from(self, checkpoint: Optional[Checkpoint], generation: int) -> None:

@@ -134,6 +134,11 @@ class AppendOnlyFile:
         self._descriptor = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._unwritten = bytearray()
 
+    @property
+    def has_unwritten(self) -> bool:
+        """Whether data is kept in memory."""
+        return bool(self._unwritten)
+
     def write(self, data: bytes) -> None:
         """Append bytes."""
         self._unwritten += data
