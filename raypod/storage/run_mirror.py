@@ -22,6 +22,7 @@ from raypod.storage.mirrored_files import MirroredFiles, latest_of
 from raypod.storage.remote_index import PlaceTaken, RemoteIndex
 from raypod.storage.store import Store
 
+TAKEN = 76  # exit code of the process if another one has the place: it is not started again
 _INTERVAL_S = 10.0  # between rounds
 _FIRST_WAIT_S, _MOST_WAIT_S = 1.0, 30.0  # between attempts
 _SHARE = 0.05  # of the time for files that grow, which are uploaded as a whole
@@ -42,7 +43,7 @@ class Commands(Protocol):
 
 
 class RunMirror:
-    """Keeps the copy of a run folder on a storage up to date."""
+    """Keeps the copy of a run folder on a storage up to date. `is_taken`: another process has the place."""
 
     def __init__(self, run_dir: Path, store: Store, kept: Retention, writer: str) -> None:
         self._run_dir, self._store = run_dir, store
@@ -54,12 +55,14 @@ class RunMirror:
         self._before = self._memory  # the counts of an earlier process of this run
         self._failed_in_a_row = 0
         self._is_new = True  # the connection
+        self.is_taken = False
 
     def follow(self, commands: Commands) -> bool:
         """Mirror the run until it ends. Return whether everything is on the storage.
 
         Errors of the storage are repeated without end: the coordinator ends this process.
         """
+        self._remember(is_complete=False)  # the process of an earlier start may have ended after the run began
         try:
             while True:
                 has_ended, began_s = commands.has_ended, time.monotonic()
@@ -69,6 +72,7 @@ class RunMirror:
                     return True
                 self._pause(commands, time.monotonic() - began_s)
         except PlaceTaken as error:
+            self.is_taken = True
             self._remember(error=describe(error), last_error=describe(error), pending=self._pending())
             return False
 

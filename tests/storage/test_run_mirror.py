@@ -152,6 +152,14 @@ def test_another_run_and_other_files_are_not_overwritten(run: Path, url: str, re
     assert [path.name for path in (remote / "theses").iterdir()] == ["thesis.pdf"]
 
 
+def test_a_run_that_goes_on_is_not_complete_because_it_was_before(run: Path, url: str) -> None:
+    assert mirror(run, url).is_complete
+    save(run, 1)
+    seen: List[bool] = []
+    assert mirror(run, url, lambda: seen.append(memory.read(run).is_complete)).is_complete
+    assert seen == [False]
+
+
 def test_an_older_process_of_the_run_ends_when_another_one_mirrors_it(run: Path, url: str, tmp_path: Path) -> None:
     def take_over() -> str:
         copy = Path(shutil.copytree(str(run), str(tmp_path / "taken over" / "a run")))
