@@ -6,7 +6,7 @@ import dataclasses
 import time
 import traceback
 from pathlib import Path
-from typing import Any, Callable, List
+from typing import Any, Callable, Dict, List
 
 from typing_extensions import Protocol
 
@@ -58,7 +58,7 @@ class RunMirror:
         self.is_taken = False
 
     def follow(self, commands: Commands) -> bool:
-        """Mirror the run until it ends. Return whether everything is on the storage.
+        """Mirror the run until it ends. Return whether everything is on the storage: no checkpoint here is damaged.
 
         Errors of the storage are repeated without end: the coordinator ends this process.
         """
@@ -69,7 +69,7 @@ class RunMirror:
                 self._retried(lambda: self._round(commands), commands)
                 if has_ended:
                     self._finish(commands)
-                    return True
+                    return self._memory.is_complete
                 self._pause(commands, time.monotonic() - began_s)
         except PlaceTaken as error:
             self.is_taken = True
@@ -109,15 +109,16 @@ class RunMirror:
             self._checkpoints.sync()
             self._files.sync(latest_of(self._run_dir))
         self._is_new, self._failed_in_a_row = False, 0
-        self._remember(error="", pending=())
+        self._remember(**self._left())
         self._store.is_busy = False
 
     def _finish(self, commands: Commands) -> None:
         """Upload `summary.json` with the counts of the mirror, and the index."""
         is_summarized = (self._run_dir / SUMMARY).is_file()
         if is_summarized:
-            add_to_summary(self._run_dir, dataclasses.replace(self._counted(), pending=()), self._store.url)
-        self._remember(pending=(SUMMARY,) if is_summarized else ())
+            found = dataclasses.replace(self._counted(), pending=tuple(self._checkpoints.damaged))
+            add_to_summary(self._run_dir, found, self._store.url)
+        self._remember(pending=[*self._checkpoints.damaged, *([SUMMARY] if is_summarized else [])])
 
         def upload() -> None:
             self._store.is_busy = True
@@ -125,10 +126,16 @@ class RunMirror:
             self._index.write()
 
         self._retried(upload, commands)
-        self._remember(pending=(), error="", is_complete=True)
+        self._remember(**self._left(), is_complete=not self._checkpoints.damaged)
 
     def _pending(self) -> List[str]:
-        return [*self._files.pending(), *self._checkpoints.pending()]
+        return [*self._files.pending(), *self._checkpoints.pending(), *self._checkpoints.damaged]
+
+    def _left(self) -> Dict[str, Any]:
+        """Return what is to be remembered after uploads: nothing is missing except damaged checkpoints of this host."""
+        damaged = self._checkpoints.damaged
+        error = describe(next(iter(damaged.values()))) if damaged else ""
+        return {"pending": list(damaged), "error": error, **({"last_error": error} if damaged else {})}
 
     def _note_failure(self, error: Exception) -> bool:
         """Record a failure; return whether what failed is repeated."""
