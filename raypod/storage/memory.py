@@ -22,7 +22,8 @@ class Memory:
     Attributes:
         run_id: identifies the run over all its resumes, also on other hosts.
         place: the URL at which this run was found or begun; "" if the storage has not answered yet.
-        resumed: the URL with which the run was resumed last on this host; "" if it was not.
+        resumed: the URL with which the run was to be resumed last on this host; "" if it was not.
+        resumed_generation: the newest one in the folder then, which the run that has begun from there exceeds.
         checkpoints, files: number of uploads.
         uploaded_bytes: of the uploads.
         failures: attempts that failed and were repeated.
@@ -36,6 +37,7 @@ class Memory:
     run_id: str = ""
     place: str = ""
     resumed: str = ""
+    resumed_generation: int = 0
     checkpoints: int = 0
     files: int = 0
     uploaded_bytes: int = 0

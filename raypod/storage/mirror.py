@@ -71,7 +71,8 @@ class Mirror:
     def _begin(self) -> None:
         try:
             found = memory.read(self._folder)
-            memory.write(self._folder, memory.Memory(found.run_id, found.place, found.resumed))
+            kept = (found.run_id, found.place, found.resumed, found.resumed_generation)
+            memory.write(self._folder, memory.Memory(*kept))
         except OSError as error:
             self._warn_once(f"cannot be used: {error.strerror or error}")
             return

@@ -42,8 +42,7 @@ def restore(plan: Plan, claim: Claim, log: Log) -> Plan:
         newest = resume.find_checkpoint(_resuming(plan, snapshot.folder), _was_cut_off(snapshot), verify=False)
     own = _newest_of(folder, snapshot, where)
     is_newer = own is not None and own.age >= newest.checkpoint.age
-    was_begun = memory.read(folder).resumed == where and run_state.is_unfinished(folder)
-    if own is not None and is_newer and (name is None or was_begun):
+    if own is not None and is_newer and (name is None or _was_begun(folder, where, own)):
         log(f"{folder} holds {own.path.name} of the same run already; resuming from it")
         return _resuming(plan, folder)
     resumed = folder if name is None else checkpoints / name
@@ -53,7 +52,9 @@ def restore(plan: Plan, claim: Claim, log: Log) -> Plan:
         else:
             is_longer = own is not None and is_newer and own.update >= newest.checkpoint.update
             _copy(snapshot, folder, not is_longer, claim.add, log)
-        memory.write(folder, dataclasses.replace(memory.read(folder), resumed=where))
+        generation = max(each.manifest.generation for each in (own, newest.checkpoint) if each is not None)
+        known = dataclasses.replace(memory.read(folder), resumed=where, resumed_generation=generation)
+        memory.write(folder, known)
     except OSError as error:
         raise ConfigError(f"cannot write into the run folder {folder}: {error.strerror or error}") from None
     return _resuming(plan, resumed)
@@ -66,6 +67,13 @@ def _newest_of(folder: Path, snapshot: Snapshot, where: str) -> Optional[Checkpo
     if snapshot.run_id is None or memory.read(folder).run_id != snapshot.run_id:
         raise ConfigError(f"--run-dir {folder} holds another run than {where}; choose another folder")
     return resume.newest_valid(storage.checkpoints_folder(folder), verify=False)[0]
+
+
+def _was_begun(folder: Path, where: str, own: Checkpoint) -> bool:
+    """Return whether the interrupted run in a folder, whose newest checkpoint is `own`, has begun from a URL."""
+    known = memory.read(folder)
+    is_later = own.manifest.generation > known.resumed_generation  # `storage.make_newest`, and the checkpoints after it
+    return known.resumed == where and is_later and run_state.is_unfinished(folder)
 
 
 def _is_intact(path: Path, remote: Checkpoint) -> bool:
