@@ -26,7 +26,7 @@ from raypod.errors import (
     UserError,
     summarize_exception,
 )
-from raypod.events import CheckpointSaved, EvaluationDone, Event, InstanceWarned, RunStarted
+from raypod.events import CheckpointSaved, EvaluationDone, Event, InstanceWarned, Repaired, RunStarted
 from raypod.fleet.base import Fleet
 from raypod.fleet.choice import fleet_for
 from raypod.host.abort import on_abort
@@ -264,6 +264,8 @@ class Training:
             recorder.handle(event)
         if isinstance(event, EvaluationDone):
             self._evaluations.append(event)
+        elif isinstance(event, Repaired) and self._run.plan.config.pod.is_elastic:  # later ones were of other weights
+            self._evaluations = [each for each in self._evaluations if each.update <= event.update]
         if isinstance(event, InstanceWarned):
             self._reporter.warn(f"{event.text} (instance {event.instance}; its log: {event.log_file})")
         self._reporter.show(event)

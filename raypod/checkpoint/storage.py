@@ -117,7 +117,8 @@ def replace_manifest(checkpoint: Checkpoint, manifest: Manifest) -> None:
 def make_newest(checkpoint: Checkpoint, generation: int) -> None:
     """Give a checkpoint from which a run continues a `generation` that orders it after all others of its folder.
 
-    Otherwise the run would later continue from one of an earlier course. Does nothing if it is the newest already.
+    Otherwise the run would later continue from one of an earlier course. If it is the newest already, only `LATEST` is
+    written, where that names another one.
 
     Raises:
         OSError: the file system's own, for example on a full disk.
@@ -127,7 +128,9 @@ def make_newest(checkpoint: Checkpoint, generation: int) -> None:
     newer = [each for each in readable if each.age > checkpoint.age]
     if newer or any(Path(error.path).name > path.name for error in damaged):
         replace_manifest(checkpoint, dataclasses.replace(checkpoint.manifest, generation=generation))
-        files.replace_file(checkpoints / _LATEST, f"{path.name}\n".encode())
+    with contextlib.suppress(OSError):  # nothing resumes from it, and the next checkpoint replaces it
+        if latest_name(checkpoints.parent) != path.name:  # also if the run was killed before it could write the name
+            files.replace_file(checkpoints / _LATEST, _latest_line(path))
 
 
 def verify(checkpoint: Checkpoint) -> None:
@@ -206,11 +209,14 @@ def new_checkpoint(checkpoints: Path, update: int) -> Iterator[Path]:
     """
     checkpoints.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(checkpoints)
-    target = checkpoint_path(checkpoints, update)
-    partial = target.with_name(target.name + _PARTIAL)
+    target, latest = checkpoint_path(checkpoints, update), checkpoints / _LATEST
+    partial, partial_latest = (path.with_name(path.name + _PARTIAL) for path in (target, latest))
     try:
         partial.mkdir()
         yield partial
+        # A full disk is found here: once the checkpoint has its name, it counts.
+        with files.new_file(partial_latest) as file:
+            file.write(_latest_line(target))
         if target.exists():  # the run was resumed from an older checkpoint and reaches this update again
             files.remove_folder(target)
         files.rename_folder(partial, target)
@@ -218,7 +224,7 @@ def new_checkpoint(checkpoints: Path, update: int) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             _remove_leftovers(checkpoints)
         raise
-    files.replace_file(checkpoints / _LATEST, f"{target.name}\n".encode())
+    files.rename_file(partial_latest, latest)
 
 
 def new_file(partial: Path, name: str) -> ContextManager[files.NewFile]:
@@ -249,6 +255,11 @@ def _remove_leftovers(checkpoints: Path) -> None:
                 shutil.rmtree(str(left), ignore_errors=True)
             else:
                 left.unlink()
+
+
+def _latest_line(path: Path) -> bytes:
+    """The content of `LATEST` for a checkpoint."""
+    return f"{path.name}\n".encode()
 
 
 def _sha256_line(text: bytes) -> bytes:

@@ -47,6 +47,7 @@ class CheckpointSchedule:
         self._evaluated: Tuple[int, Dict[str, float]] = (-1, {})  # the update and its test metrics
         self.last: Optional[CheckpointSaved] = None
         self.resizes: List[Dict[str, int]] = list(resumed.manifest.resizes) if resumed else []
+        self._first_replicas = 0  # before the first change, if it was in this process
         self.generation = next_generation(plan, resumed)
         self._continue_from(resumed, self.generation)
 
@@ -103,12 +104,13 @@ class CheckpointSchedule:
         Raises:
             CheckpointNotSaved: it cannot be made the newest of the run folder.
         """
+        self._evaluated = (-1, {})
         self._continue_from(checkpoint, self.generation + 1)
 
     def _continue_from(self, checkpoint: Optional[Checkpoint], generation: int) -> None:
         """Continue from a checkpoint as `generation`, which has not done the updates of later checkpoints."""
         self._begun_update, self.last = None, None
-        self.resizes = [each for each in self.resizes if checkpoint is not None and each["update"] <= checkpoint.update]
+        self._drop_resizes_after(checkpoint.update if checkpoint is not None else 0)
         self._begun_s = time.monotonic()
         if checkpoint is not None:
             self._metrics.know_epoch_sums(checkpoint.update, checkpoint.manifest.epoch_sums)
@@ -124,6 +126,14 @@ class CheckpointSchedule:
                 checkpoint.update, str(checkpoint.path), manifest.weights_sha256, manifest.ema_sha256
             )
 
+    def _drop_resizes_after(self, update: int) -> None:
+        """Forget the changes after `update`; the replicas of now train from there on."""
+        kept = [each for each in self.resizes if each["update"] <= update]
+        if len(kept) < len(self.resizes):
+            before, now = kept[-1]["replicas"] if kept else self._first_replicas, self.resizes[-1]
+            kept += [] if now["replicas"] == before else [{**now, "update": update}]
+        self.resizes = kept
+
     def resize(self, plan: Plan, started: InstanceStarted) -> None:
         """Continue with a plan of other replicas; `started` is the report of its instance 0."""
         self._plan, self._started = plan, started
@@ -132,6 +142,8 @@ class CheckpointSchedule:
         """Record a change of the number of replicas in all further checkpoints."""
         if self.resizes and self.resizes[-1]["replicas"] == event.replicas:
             return  # the checkpoint from which the run resumes has these sizes
+        if not self.resizes:
+            self._first_replicas = event.replicas_before
         record = {name: getattr(event, name) for name in ("update", "replicas", "gradient_accumulation")}
         self.resizes = [*self.resizes, record]
 

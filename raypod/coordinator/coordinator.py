@@ -87,6 +87,7 @@ def run(
             elastic = Elastic(plan, current, on_ray, kept, policy, stop, resumed)
         recovery = Recovery(plan, fleet, kept, policy, resumed, elastic)
         evaluations = Evaluations(plan, fleet, schedule, earlier_evaluations, stop)
+        metrics.on_repeat = evaluations.drop_after
         resized = resize_at_start(plan, current, missing, resumed, fleet.hosts())
         if resized is not None:
             schedule.add_resize(resized)
@@ -221,7 +222,10 @@ class _Training:
 
 
 class Evaluations:
-    """The evaluations of a run. Each update is evaluated at most once: a rollback reproduces the same weights."""
+    """The evaluations of a run. Each update is evaluated at most once: a rollback reproduces the same weights.
+
+    In an elastic run it may not, because other replicas have other bits.
+    """
 
     def __init__(
         self,
@@ -235,6 +239,10 @@ class Evaluations:
         self._plan, self._fleet, self._schedule, self._stop = plan, fleet, schedule, stop or Stop()
         self.warnings = InstanceWarnings(plan)  # also those of the training: each is an event once in a run
         self._evaluations = {each.update: each for each in earlier_evaluations}
+
+    def drop_after(self, update: int) -> None:
+        """Forget the evaluations of later updates: they are computed again, with other bits."""
+        self._evaluations = {at: each for at, each in self._evaluations.items() if at <= update}
 
     def evaluate(self, update: int) -> Iterator[Event]:
         """Evaluate the test split after `update` updates, if that is due and has not been done.

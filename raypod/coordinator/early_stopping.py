@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Iterable, Optional
 
 from raypod.events import EvaluationDone, StoppedEarly
@@ -25,15 +26,19 @@ def early_stop(plan: Plan, evaluations: Iterable[EvaluationDone]) -> Optional[St
 def first_stop(metric: Metric, patience: int, evaluations: Iterable[EvaluationDone]) -> Optional[StoppedEarly]:
     """Return the first point after which `patience` evaluations in a row were not better than the best before them.
 
-    NaN is the worst value.
+    NaN is the worst value, and so is infinity: `evaluations.jsonl`, from which a resumed run decides, has no infinity.
     """
     best: Optional[EvaluationDone] = None
     without_improvement = 0
     for each in sorted(evaluations, key=lambda evaluation: evaluation.update):
-        if best is None or metric.is_better(each.metrics[metric.name], best.metrics[metric.name]):
+        if best is None or metric.is_better(*(_recorded(one.metrics[metric.name]) for one in (each, best))):
             best, without_improvement = each, 0
             continue
         without_improvement += 1
         if without_improvement == patience:
             return StoppedEarly(each.update, metric.name, patience, best.update, best.metrics[metric.name])
     return None
+
+
+def _recorded(value: float) -> float:
+    return value if math.isfinite(value) else math.nan

@@ -119,7 +119,7 @@ class Replacements:
         """Start a responding actor for each of `lost`. `nodes` holds the previous node of every instance.
 
         Ray needs about a minute to mark a node dead, so each candidate node is probed by starting an actor on it with
-        a timeout.
+        a timeout. Instances of different hosts get different nodes as long as there are such.
 
         Raises:
             HostLost: no node is left to try, or the process must leave.
@@ -128,10 +128,13 @@ class Replacements:
         untried = {index: self._candidates(index, lost, nodes, may_share_hosts) for index in lost}
         while len(found) < len(lost):
             probes: Dict[Any, Tuple[int, Replacement]] = {}
-            for index, node in self._next_nodes([each for each in lost if each not in found], nodes, untried, found):
+            taken = {each.node["NodeID"]: nodes[index]["NodeID"] for index, each in found.items()}
+            missing = [each for each in lost if each not in found]
+            for index, node in self._next_nodes(missing, nodes, untried, taken, may_share_hosts, found):
                 actor = start_actor(index, node, self._options(index, node, nodes[index], may_share_hosts))
                 probes[actor.beat.remote()] = (index, Replacement(actor, node))
-            timeout_s = min(_ACTOR_START_S, self._start_timeout_s) if any(untried.values()) else self._last_timeout_s
+            has_more = any(_free(nodes[each], untried[each], taken, may_share_hosts) for each in missing)
+            timeout_s = min(_ACTOR_START_S, self._start_timeout_s) if has_more else self._last_timeout_s
             ready = self._ready(list(probes), timeout_s)
             for ref, (index, replacement) in probes.items():
                 if ref in ready and self._succeeded(ref):
@@ -177,25 +180,33 @@ class Replacements:
         missing: Sequence[int],
         nodes: List[Dict[str, Any]],
         untried: Dict[int, List[Dict[str, Any]]],
+        taken: Dict[str, str],
+        may_share_hosts: bool,
         found: Dict[int, Replacement],
     ) -> List[Tuple[int, Dict[str, Any]]]:
-        """Return the next node to try for each of `missing`. If one has none, end the actors that were `found`."""
-        try:
-            return [(index, self._next(index, nodes[index], untried[index])) for index in missing]
-        except HostLost:
-            for replacement in found.values():
-                self._killer.kill(replacement.actor)
-            raise
+        """Return the next node to try for each of `missing`. If one has none, end the actors that were `found`.
 
-    def _next(self, index: int, own: Dict[str, Any], untried: List[Dict[str, Any]]) -> Dict[str, Any]:
-        if not untried or self._must_leave():
-            lost_host = host_name(self._plan.placement, own)
-            cause = (
-                "neither this host nor any other host that may run the instance responds; restart a host, then "
-                f"{way_to_continue(self._plan.run_dir)}"
-            )
-            raise HostLost(lost_host, (index,), cause, self._plan.log_file(index))
-        return untried.pop(0)
+        `taken` maps the ids of nodes that replacements have, or try, to that of the node that they have lost.
+        """
+        chosen = []
+        for index in missing:
+            free = _free(nodes[index], untried[index], taken, may_share_hosts)
+            if not free or self._must_leave():
+                for replacement in found.values():
+                    self._killer.kill(replacement.actor)
+                raise self._host_lost(index, nodes[index])
+            node = free[0]
+            untried[index].remove(node)
+            taken.setdefault(node["NodeID"], nodes[index]["NodeID"])
+            chosen.append((index, node))
+        return chosen
+
+    def _host_lost(self, index: int, own: Dict[str, Any]) -> HostLost:
+        cause = (
+            "neither this host nor any other host that may run the instance responds; restart a host, then "
+            f"{way_to_continue(self._plan.run_dir)}"
+        )
+        return HostLost(host_name(self._plan.placement, own), (index,), cause, self._plan.log_file(index))
 
     def _options(self, index: int, node: Dict[str, Any], before: Dict[str, Any], may_share: bool) -> Dict[str, Any]:
         """Return the options of an actor: its part of the reservation if that is on `node`, else node affinity."""
@@ -214,3 +225,11 @@ class Replacements:
         except self._ray.exceptions.RayError:
             return False
         return True
+
+
+def _free(
+    own: Dict[str, Any], untried: List[Dict[str, Any]], taken: Dict[str, str], may_share_hosts: bool
+) -> List[Dict[str, Any]]:
+    """Return the untried nodes that no replacement of another node than `own` has; if there is none, those to share."""
+    free = [node for node in untried if taken.get(node["NodeID"], own["NodeID"]) == own["NodeID"]]
+    return free or (untried if may_share_hosts else [])

@@ -94,8 +94,13 @@ def _replace(path: Path, content: Iterable[bytes]) -> None:
         with contextlib.suppress(OSError):
             os.unlink(str(partial))  # noqa: PTH108
         raise
-    os.replace(str(partial), str(path))  # noqa: PTH105
-    sync_folder(path.parent)
+    rename_file(partial, path)
+
+
+def rename_file(source: Path, target: Path) -> None:
+    """Rename a complete file, which replaces `target`, durably."""
+    os.replace(str(source), str(target))  # noqa: PTH105
+    sync_folder(target.parent)
 
 
 def rename_folder(source: Path, target: Path) -> None:
@@ -142,6 +147,11 @@ class AppendOnlyFile:
         self._unwritten, self._unflushed = bytearray(), bytearray()
         self._flushed_bytes = os.fstat(self._descriptor).st_size  # what the file had before counts as flushed
         self._has_warned = False
+
+    @property
+    def has_unwritten(self) -> bool:
+        """Whether data is kept in memory."""
+        return bool(self._unwritten)
 
     def write(self, data: bytes) -> None:
         """Append bytes."""

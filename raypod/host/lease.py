@@ -112,10 +112,13 @@ class Lease:
         return lease_file.number_of(self._path.name) == 1
 
     def remove_ended(self) -> None:
-        """Remove the leases before this one, which have ended."""
+        """Remove the leases before this one, which have ended, and what killed processes have left of theirs."""
         for each in lease_file.find(self.folder):
             if each.number < lease_file.number_of(self._path.name):
                 lease_file.remove(each.path)
+        own = lease_file.read(self._path)
+        for path in lease_file.abandoned(self.folder, own.renewed_s) if own is not None else ():
+            lease_file.remove(path)
 
     def check(self) -> None:
         """Raise LeaseLost if another process has taken over.

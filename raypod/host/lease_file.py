@@ -27,6 +27,7 @@ from raypod.host.process import process_start_ticks
 HEARTBEAT_S = 5.0
 EXPIRES_AFTER_S = 30.0
 POLL_S = 0.2
+_ABANDONED_S = 600.0  # age at which a temporary file has no writer any more; it waits 30 s for a heartbeat
 GONE = (errno.ENOENT, errno.ESTALE)
 _BOOT_ID, _PID_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/pid"
 _NAME = re.compile(r"\.?lease-(?:(\d+)\.json|\w+\.partial)$")
@@ -141,6 +142,16 @@ def read(path: Path) -> Optional[LeaseFile]:
         return LeaseFile(path, Holder(**parse_json(text.decode())), renewed_s)
     except (ValueError, TypeError):
         return LeaseFile(path, None, renewed_s)
+
+
+def abandoned(folder: Path, now_s: float) -> List[Path]:
+    """Return the temporary files whose writers were killed. `now_s` is the time of the file system's clock."""
+    found = []
+    for path in folder.iterdir():
+        file = read(path) if is_lease(path.name) and not number_of(path.name) else None
+        if file is not None and ((file.holder and file.holder.has_ended) or now_s - file.renewed_s > _ABANDONED_S):
+            found.append(path)
+    return found
 
 
 def publish(partial: Path, path: Path, holder: Holder) -> bool:

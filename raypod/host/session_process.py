@@ -12,6 +12,8 @@ from typing import Sequence
 
 import raypod
 
+_KILLED_S = 10.0  # for a process that was killed to end
+
 
 def start_module(module: str, arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     """Start `python -m module arguments`. Its standard input is a pipe, and its output is appended to `log`.
@@ -32,7 +34,10 @@ def start_module(module: str, arguments: Sequence[str], log: Path) -> subprocess
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
-    """End a process of `start_module` and those that it has started, which have its session."""
+    """End a process of `start_module` and those that it has started, which have its session.
+
+    One that waits for a disk or network file system in the kernel ends when that answers: it is awaited for 10 s.
+    """
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()
@@ -40,4 +45,5 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
     if process.returncode is None or not Path(f"/proc/{process.pid}").exists():
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_KILLED_S)

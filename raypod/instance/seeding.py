@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hmac
 import json
 import os
 import queue
 import secrets
+import select
 import socket
 import struct
 import sys
@@ -76,6 +78,7 @@ class SeedingPeer:
         """Listen on `address`, this host's in the data network. Every single wait is bounded by `timeout_s`."""
         self._listener = socket.create_server((address, 0))
         self._sockets: List[socket.socket] = [self._listener]
+        self._is_aborted = False
         self._timeout_s = timeout_s
         self.endpoint = Endpoint(instance, host, address, self._listener.getsockname()[1])
 
@@ -110,7 +113,8 @@ class SeedingPeer:
                 raise lost from error
 
     def abort(self) -> None:
-        """End `send` and `receive` from another thread, by closing their connections."""
+        """End `send` and `receive` from another thread, by closing their connections, also those that connect."""
+        self._is_aborted = True
         for each in list(self._sockets):
             with contextlib.suppress(OSError):  # already closed
                 each.shutdown(socket.SHUT_RDWR)
@@ -125,7 +129,7 @@ class SeedingPeer:
         chain = seeding.chain
         next_index = chain.index(self.endpoint.instance) + 1
         successor = seeding.endpoints[chain[next_index]] if next_index < len(chain) else None
-        sender = _Sender(self.endpoint, successor, seeding.secret, self._timeout_s, self._sockets.append)
+        sender = _Sender(self.endpoint, successor, seeding.secret, self._timeout_s, self._register)
         sender.start()
         try:
             yield sender
@@ -136,6 +140,12 @@ class SeedingPeer:
             sender.join()  # terminates: each of its sends has a timeout
         if sender.error is not None:
             raise sender.error
+
+    def _register(self, connection: socket.socket) -> None:
+        """Let `abort` end a connection, which connects already. ConnectionAbortedError if `abort` was called before."""
+        self._sockets.append(connection)
+        if self._is_aborted:
+            raise ConnectionAbortedError("the broadcast was aborted")
 
     def _accept(self, seeding: Seeding, predecessor: Endpoint) -> socket.socket:
         """Return the authenticated connection of the predecessor; close all others."""
@@ -149,7 +159,7 @@ class SeedingPeer:
             if address == predecessor.address and _authenticate_sender(connection, seeding.secret):
                 connection.settimeout(self._timeout_s)
                 _enable_keepalive(connection)
-                self._sockets.append(connection)
+                self._register(connection)
                 return connection
             connection.close()
             reason = f"expected {predecessor.address}" if address != predecessor.address else "authentication failed"
@@ -165,11 +175,11 @@ class _Sender(threading.Thread):
         successor: Optional[Endpoint],
         secret: bytes,
         timeout_s: float,
-        on_connected: Callable[[socket.socket], None],
+        register: Callable[[socket.socket], None],
     ) -> None:
         super().__init__(name="seeding", daemon=True)
         self._own, self._successor, self._secret = own, successor, secret
-        self._timeout_s, self._on_connected = timeout_s, on_connected
+        self._timeout_s, self._register = timeout_s, register
         self._messages: queue.SimpleQueue[Tuple[bytes, Any]] = queue.SimpleQueue()
         self.error: Optional[PeerLost] = None
 
@@ -181,9 +191,8 @@ class _Sender(threading.Thread):
         if self._successor is None:
             return
         try:
-            address = (self._successor.address, self._successor.port)
-            with socket.create_connection(address, self._timeout_s, (self._own.address, 0)) as connection:
-                self._on_connected(connection)
+            with socket.socket() as connection:
+                self._connect(connection, self._successor)
                 _authenticate_receiver(connection, self._secret)
                 _enable_keepalive(connection)
                 kind = b""
@@ -193,6 +202,22 @@ class _Sender(threading.Thread):
                     connection.sendall(content)
         except (OSError, EOFError) as error:
             self.error = _peer_lost(self._own, self._successor, error)
+
+    def _connect(self, connection: socket.socket, successor: Endpoint) -> None:
+        """Connect within the timeout. Another thread can end that: a host whose packets are dropped answers nothing."""
+        connection.bind((self._own.address, 0))
+        connection.setblocking(False)
+        code = connection.connect_ex((successor.address, successor.port))
+        self._register(connection)
+        if code == errno.EINPROGRESS:
+            poller = select.poll()
+            poller.register(connection, select.POLLOUT)
+            if not poller.poll(1000 * self._timeout_s):
+                raise socket.timeout(f"it has not answered within {self._timeout_s:g} s")
+            code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+        connection.settimeout(self._timeout_s)
 
     def _next(self) -> Tuple[bytes, Any]:
         """Return the next message, or a keepalive while there is none: only the first receiver's wait times out."""

@@ -18,9 +18,9 @@ from raypod.host.lease_file import Log
 from raypod.plan.config import Config
 from raypod.plan.stored_code import SEAL
 from raypod.record import event_log, run_folder, run_state
-from raypod.record.run_folder import CONFIG, EVALUATIONS, LOGS, PLAN
+from raypod.record.run_folder import CONFIG, EVALUATIONS, LOGS, PLAN, STORAGE
 
-_REPLACED = (CONFIG, SEAL, PLAN, EVALUATIONS, run_state.NAME, event_log.NAME)  # written before the run starts
+_REPLACED = (CONFIG, SEAL, PLAN, EVALUATIONS, run_state.NAME, event_log.NAME, STORAGE)  # written before the run starts
 
 
 class Claim:

@@ -93,6 +93,9 @@ class Ledger:
         count, digests = geometry.samples_per_call, dict(call.digests)
         self._write(CallRecord(self._generation, call.first_update, epoch, position, count, digests))
 
+    def drop_after(self, update: int) -> None:
+        """Drop nothing: the line of the next generation supersedes the calls after `update`."""
+
     def sync(self) -> None:
         """Flush all lines to the disk."""
         self._file.sync()

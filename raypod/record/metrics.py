@@ -8,7 +8,7 @@ The metrics of an epoch are ratios of the sums over its updates, which checkpoin
 from __future__ import annotations
 
 import math
-from typing import Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from raypod.events import CallDone, CallReport, CallTimes, EpochDone, UpdateDone
 from raypod.plan.metric import EpochSums, ExactSum, add_sums, values_of
@@ -22,7 +22,8 @@ class MetricsAggregator:
     """Emits the updates of a call, in order and each once, as soon as every instance has reported the call.
 
     `position` is the number of updates that the run has done; after a rollback it is less than `last.update`, the
-    newest update that was emitted.
+    newest update that was emitted. An elastic run emits the updates after a rollback again: with other replicas they
+    have other bits. `on_repeat` is called with the update of such a rollback.
     """
 
     def __init__(self, plan: Plan, started_at_s: float) -> None:
@@ -37,6 +38,8 @@ class MetricsAggregator:
         self._epoch: List[ExactSum] = []  # of the epoch in progress; empty at its beginning
         self._known_sums: Dict[int, EpochSums] = {}  # by update, at the points to which a run may return
         self._completed_calls: List[CallDone] = []
+        self._emitted = 0  # later updates are emitted when they are done
+        self.on_repeat: Callable[[int], None] = lambda update: None
         self.position = 0
         self.epochs_done = 0
         self.last: Optional[UpdateDone] = None
@@ -102,6 +105,9 @@ class MetricsAggregator:
         """
         updates = [each for first in self._calls_until(update) for each in self._complete(first, now_s)]
         self.begin_at(update)
+        if self._plan.config.pod.is_elastic and update < self._emitted:
+            self._emitted, self.epochs_done = update, min(self.epochs_done, update // self._plan.updates_per_epoch)
+            self.on_repeat(update)
         return updates
 
     def take_calls(self) -> List[CallDone]:
@@ -119,7 +125,7 @@ class MetricsAggregator:
         return [index for index in range(self._plan.geometry.num_instances) if index not in reported]
 
     def _complete(self, first_update: int, now_s: float) -> List[UpdateDone]:
-        """Return the updates of a call, except those that were emitted before a rollback."""
+        """Return the updates of a call, except those that were emitted before."""
         missing = tuple(self._missing_in(first_update))
         reports = sorted(self._pending.pop(first_update, []), key=lambda each: each.instance)
         elapsed_s, self._last_call_s = now_s - self._last_call_s, now_s
@@ -160,8 +166,9 @@ class MetricsAggregator:
                 )
             )
         self.position = updates[-1].update
-        new = [update for update in updates if self.last is None or update.update > self.last.update]
-        self.last = new[-1] if new else self.last
+        new = [update for update in updates if update.update > self._emitted]
+        if new:
+            self.last, self._emitted = new[-1], new[-1].update
         return new
 
     def end_epoch(self, epoch: int) -> EpochDone:

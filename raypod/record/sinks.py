@@ -12,7 +12,7 @@ from typing import Any, Callable, Iterator, List, Optional, Tuple, Type, Union
 from typing_extensions import Protocol
 
 from raypod.errors import ConfigError, RunError
-from raypod.events import CheckpointBegun, EvaluationDone, Event, Resized, RunStarted, UpdateDone
+from raypod.events import CheckpointBegun, EvaluationDone, Event, Repaired, Resized, RunStarted, UpdateDone
 from raypod.host.files import AppendOnlyFile, keep_beginning, parse_json, replace_file, strict_json
 from raypod.plan import user_code
 from raypod.plan.config import Config
@@ -32,6 +32,9 @@ class Sink(Protocol):
 
     def handle(self, event: Event) -> None:
         """Write an event, if the file records it."""
+
+    def drop_after(self, update: int) -> None:
+        """Drop what the file has about later updates: they are computed again, with other bits."""
 
     def sync(self) -> None:
         """Flush everything to the disk, if there is space."""
@@ -91,6 +94,8 @@ class Sinks:
         if isinstance(event, Resized) and not self._sinks:
             self._resized = (event,)
         for sink in self._sinks:
+            if isinstance(event, Repaired) and self._plan.config.pod.is_elastic:
+                sink.drop_after(event.update)
             sink.handle(event)
             if isinstance(event, CheckpointBegun):  # a run that resumes from it finds every line before it
                 sink.sync()
@@ -126,9 +131,7 @@ class JsonLines:
     ) -> None:
         """Keep the lines up to `first_update`, from which a resumed run continues; remove later ones."""
         if first_update and path.is_file():
-            # The lines are in the order of their updates, and only the last one can be truncated.
-            kept = (line.end for line in last_lines(path) if _update_of(line.text) <= first_update)
-            keep_beginning(path, next(kept, 0))
+            _keep_until(path, first_update)
         else:
             replace_file(path, b"")
         self._event_type = event_type
@@ -140,6 +143,14 @@ class JsonLines:
         if isinstance(event, self._event_type):
             self._file.write_line(strict_json(flat_record(event)))
 
+    def drop_after(self, update: int) -> None:
+        """See `Sink.drop_after`. If the disk is full, the lines stay."""
+        with contextlib.suppress(OSError):
+            if not self._file.has_unwritten:
+                _keep_until(self._file.path, update)
+                before, self._file = self._file, AppendOnlyFile(self._file.path)
+                before.close()
+
     def sync(self) -> None:
         """Flush all lines to the disk, if there is space."""
         self._file.sync()
@@ -147,6 +158,13 @@ class JsonLines:
     def close(self) -> None:
         """Close the file. OSError if lines could not be written."""
         self._file.close()
+
+
+def _keep_until(path: Path, update: int) -> None:
+    """Remove the lines after `update`."""
+    # The lines are in the order of their updates, and only the last one can be truncated.
+    kept = (line.end for line in last_lines(path) if _update_of(line.text) <= update)
+    keep_beginning(path, next(kept, 0))
 
 
 def _update_of(line: bytes) -> float:
@@ -190,6 +208,15 @@ class TensorBoardWriter:
                 self._add(points)
             except OSError:
                 self._writer = None
+
+    def drop_after(self, update: int) -> None:
+        """Hide the points after `update`, as a resumed run does."""
+        if self._purge_step > update + 1 or any(step > update for _, _, step in self._points):
+            with contextlib.suppress(OSError):
+                if self._writer is not None:
+                    self._writer.close()
+            self._writer, self._purge_step = None, min(self._purge_step, update + 1)
+            self._points = [point for point in self._points if point[2] <= update]
 
     def sync(self) -> None:
         """Write all points to the disk, if there is space."""

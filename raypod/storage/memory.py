@@ -23,6 +23,8 @@ class Memory:
         run_id: identifies the run over all its resumes, also on other hosts; "" if it has not been mirrored, or the
             file was lost: then the storage decides, see `is_run_of`.
         place: the URL at which this run was found or begun; "" if the storage has not answered yet.
+        resumed: the URL with which the run was to be resumed last on this host; "" if it was not.
+        resumed_generation: the newest one in the folder then, which the run that has begun from there exceeds.
         checkpoints, files: number of uploads.
         uploaded_bytes: of the uploads.
         failures: attempts that failed and were repeated.
@@ -35,6 +37,8 @@ class Memory:
 
     run_id: str = ""
     place: str = ""
+    resumed: str = ""
+    resumed_generation: int = 0
     checkpoints: int = 0
     files: int = 0
     uploaded_bytes: int = 0

@@ -21,7 +21,7 @@ from raypod.host.session_process import end_session, start_module
 from raypod.plan.plan import Plan
 from raypod.record.run_folder import LOGS, SUMMARY
 from raypod.storage import memory
-from raypod.storage.run_mirror import add_to_summary
+from raypod.storage.run_mirror import TAKEN, add_to_summary
 
 _POLL_S, _LOOK_S = 0.05, 1.0
 _ANSWER_S = 30.0  # for the first time
@@ -71,7 +71,8 @@ class Mirror:
     def _begin(self) -> None:
         try:
             found = memory.read(self._folder)
-            memory.write(self._folder, memory.Memory(run_id=found.run_id, place=found.place))
+            kept = (found.run_id, found.place, found.resumed, found.resumed_generation)
+            memory.write(self._folder, memory.Memory(*kept))
         except OSError as error:
             self._warn_once(f"cannot be used: {error.strerror or error}")
             return
@@ -102,7 +103,7 @@ class Mirror:
             return
         if not found.error and not found.place and time.monotonic() - self._started_s > _ANSWER_S:
             self._warn_once(f"has not answered for {_ANSWER_S:g} s; the run continues, and the mirror tries again")
-        if self._process.poll() is not None and not found.error:
+        if self._has_died():
             wait_s = _RESTART_S[min(self._starts, len(_RESTART_S)) - 1]
             if time.monotonic() - self._started_s > wait_s:
                 self._kill()
@@ -119,8 +120,12 @@ class Mirror:
             self._warn_once(f"fails: {found.error}; the run continues, and the mirror tries again")
         return found
 
+    def _has_died(self) -> bool:
+        """Return whether the process has ended, unless another one has the place; an outage is no reason to end."""
+        return self._process is not None and self._process.poll() not in (None, TAKEN)
+
     def _finish(self) -> None:
-        if self._process is not None and self._process.poll() is not None and not memory.read(self._folder).error:
+        if self._has_died():
             self._kill()
             self._start()
         if self._process is not None and self._process.stdin is not None:
@@ -130,13 +135,17 @@ class Mirror:
         while self._process is not None and self._process.poll() is None and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
             self._warn_of_error()
+        # Not what it remembers: the process of an earlier start may have ended meanwhile.
+        is_complete = self._process is not None and self._process.poll() == 0
         self._kill()
-        found = memory.read(self._folder)
-        if found.is_complete:
+        if is_complete:
             return
+        found = memory.read(self._folder)
         # A process that has not reached the storage has not noted what is missing.
-        found = dataclasses.replace(found, pending=found.pending or ("everything since the last upload",))
+        pending = found.pending or ("everything since the last upload",)
+        found = dataclasses.replace(found, pending=pending, is_complete=False)
         with contextlib.suppress(OSError, ValueError):  # there is none, or the disk is full: the warning remains
+            memory.write(self._folder, found)
             if (self._folder / SUMMARY).is_file():
                 add_to_summary(self._folder, found, self.url)
         self._report(found)

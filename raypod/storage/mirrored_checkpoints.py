@@ -37,6 +37,7 @@ class MirroredCheckpoints:
     Attributes:
         uploads: how many checkpoints were uploaded.
         skipped: names of checkpoints that were removed on this host before they could be uploaded.
+        damaged: errors of checkpoints of this host that were passed over, by their names. `sync` reads them again.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class MirroredCheckpoints:
         self._announced: Set[str] = set()
         self.uploads = 0
         self.skipped: Set[str] = set()
+        self.damaged: Dict[str, CheckpointDamaged] = {}
 
     def announce(self, name: str) -> None:
         """Note that a checkpoint was saved, so that `skipped` counts it if it is removed before it is uploaded."""
@@ -59,21 +61,31 @@ class MirroredCheckpoints:
 
     def pending(self) -> List[str]:
         """Return the names of the checkpoints that are to be uploaded, as far as it is known without the storage."""
-        local, _ = storage.list_checkpoints(self._folder)
-        return [each.path.name for each in self._wanted(local) if not self._is_uploaded(each)]
+        return [each.path.name for each in self._missing(self._local())]
 
     def sync(self) -> None:
         """Upload what is missing, then remove what is not kept and what was left by interrupted uploads."""
         self._list()
+        self.damaged = {}
         while True:
-            local, _ = storage.list_checkpoints(self._folder)
-            missing = [each for each in self._wanted(local) if not self._is_uploaded(each)]
-            self.skipped |= self._announced - {each.path.name for each in local} - self._uploaded
-            self._announced &= {each.path.name for each in missing}
+            local = self._local()
+            missing = self._missing(local)
+            self.skipped |= self._announced - {each.path.name for each in local} - self._uploaded - set(self.damaged)
+            self._announced &= {*(each.path.name for each in missing), *self.damaged}
             if not missing:
                 break
-            self._upload(missing[0])
+            try:
+                self._upload(missing[0])
+            except CheckpointDamaged as error:  # it must not keep the others from the storage
+                self.damaged[missing[0].path.name] = error
         self._remove_old()
+
+    def _local(self) -> List[Checkpoint]:
+        """Return the checkpoints of this host, except those that are known to be damaged."""
+        return [each for each in storage.list_checkpoints(self._folder)[0] if each.path.name not in self.damaged]
+
+    def _missing(self, local: List[Checkpoint]) -> List[Checkpoint]:
+        return [each for each in self._wanted(local) if not self._is_uploaded(each)]
 
     def _wanted(self, local: List[Checkpoint]) -> List[Checkpoint]:
         """Return the checkpoints of this host that are kept on the storage, newest first."""
@@ -106,7 +118,10 @@ class MirroredCheckpoints:
         return _described(name, self._store.read(prefix + MANIFEST) or b"", self._store.read(prefix + _HASH) or b"")
 
     def _upload(self, local: Checkpoint) -> None:
-        """Upload a checkpoint; skip it if it is removed on this host before its files are open."""
+        """Upload a checkpoint; skip it if it is removed on this host before its files are open.
+
+        CheckpointDamaged if it is there, and its files differ from its manifest.
+        """
         name, remote = local.path.name, self._remote.get(local.path.name)
         with contextlib.ExitStack() as stack:
             try:

@@ -27,7 +27,7 @@ from raypod.plan.urls import check_url
 from raypod.record import run_folder
 from raypod.storage.backends import check_scheme
 from raypod.storage.errors import secrets
-from raypod.storage.run_mirror import RunMirror
+from raypod.storage.run_mirror import TAKEN, RunMirror
 from raypod.storage.store import Store
 
 NICE = 19  # the run goes first
@@ -120,7 +120,8 @@ def main() -> int:
     ):
         threading.Thread(target=watch, args=(store,), name="watch", daemon=True).start()
         try:
-            return 0 if RunMirror(run_dir, store, kept, args.writer).follow(entered) else 1
+            mirror = RunMirror(run_dir, store, kept, args.writer)
+            return 0 if mirror.follow(entered) else TAKEN if mirror.is_taken else 1
         except Exception:  # noqa: BLE001 - its text goes through the redaction
             traceback.print_exc()
             return 1

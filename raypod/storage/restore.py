@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import shutil
 from pathlib import Path
-from typing import Callable, Iterator, List, Tuple
+from typing import Callable, Iterator, List, Optional
 
 from raypod.checkpoint import resume, storage
 from raypod.checkpoint.format import Checkpoint
@@ -26,7 +26,9 @@ _PARTIAL = ".partial"
 def restore(plan: Plan, claim: Claim, log: Log) -> Plan:
     """Return the plan, changed to resume in its run folder, into which the run is copied if `--resume` is a URL.
 
-    A folder that holds the same run and is as new as the storage is not changed. Every file is verified.
+    A folder that holds the same run and is as new as the storage is not changed. A URL of a checkpoint resumes from
+    that one, also if the folder holds later ones; if the run is interrupted then, the same command continues it. Every
+    file is verified.
 
     Raises:
         ConfigError: the run does not fit the plan, no checkpoint is valid, or the folder holds another run.
@@ -36,20 +38,53 @@ def restore(plan: Plan, claim: Claim, log: Log) -> Plan:
     if where is None or not is_url(where):
         return plan
     folder, snapshot = Path(plan.run_dir), snapshots.of_resume(where)
+    name, checkpoints = snapshot.run.url.checkpoint, storage.checkpoints_folder(folder)
     with _named(snapshot):
         newest = resume.find_checkpoint(_resuming(plan, snapshot.folder), _was_cut_off(snapshot), verify=False)
-    if (folder / run_folder.METRICS).exists() or (folder / run_folder.PLAN).exists():
-        if snapshot.run_id is None or not _is_run_of(folder, snapshot):
-            raise ConfigError(f"--run-dir {folder} holds another run than {where}; choose another folder")
-        own, _ = resume.newest_valid(storage.checkpoints_folder(folder), verify=False)
-        if own is not None and _age(own) >= _age(newest.checkpoint):
-            log(f"{folder} holds {own.path.name} of the same run already; resuming from it")
-            return _resuming(plan, folder)
+    own = _newest_of(folder, snapshot, where)
+    is_newer = own is not None and own.age >= newest.checkpoint.age
+    if own is not None and is_newer and (name is None or _was_begun(folder, where, own)):
+        log(f"{folder} holds {own.path.name} of the same run already; resuming from it")
+        return _resuming(plan, folder)
+    resumed = folder if name is None else checkpoints / name
     try:
-        _copy(snapshot, folder, claim.add, log)
+        if is_newer and _is_intact(resumed, newest.checkpoint):
+            log(f"{folder} holds {name} already; resuming from it")
+        else:
+            is_longer = own is not None and is_newer and own.update >= newest.checkpoint.update
+            _copy(snapshot, folder, not is_longer, claim.add, log)
+        generation = max(each.manifest.generation for each in (own, newest.checkpoint) if each is not None)
+        known = dataclasses.replace(memory.read(folder), resumed=where, resumed_generation=generation)
+        memory.write(folder, known)
     except OSError as error:
         raise ConfigError(f"cannot write into the run folder {folder}: {error.strerror or error}") from None
-    return _resuming(plan, folder)
+    return _resuming(plan, resumed)
+
+
+def _newest_of(folder: Path, snapshot: Snapshot, where: str) -> Optional[Checkpoint]:
+    """Return the newest checkpoint of a run folder; None if it has none. ConfigError if it holds another run."""
+    if not ((folder / run_folder.METRICS).exists() or (folder / run_folder.PLAN).exists()):
+        return None
+    if snapshot.run_id is None or not _is_run_of(folder, snapshot):
+        raise ConfigError(f"--run-dir {folder} holds another run than {where}; choose another folder")
+    return resume.newest_valid(storage.checkpoints_folder(folder), verify=False)[0]
+
+
+def _was_begun(folder: Path, where: str, own: Checkpoint) -> bool:
+    """Return whether the interrupted run in a folder, whose newest checkpoint is `own`, has begun from a URL."""
+    known = memory.read(folder)
+    is_later = own.manifest.generation > known.resumed_generation  # `storage.make_newest`, and the checkpoints after it
+    return known.resumed == where and is_later and run_state.is_unfinished(folder)
+
+
+def _is_intact(path: Path, remote: Checkpoint) -> bool:
+    """Return whether a checkpoint of this host is the one of the storage, and valid."""
+    try:
+        own = storage.read_manifest(path)
+        storage.verify(own)
+    except CheckpointDamaged:
+        return False
+    return own.manifest.files == remote.manifest.files
 
 
 def check(plan: Plan) -> Plan:
@@ -68,29 +103,35 @@ def check(plan: Plan) -> Plan:
     return dataclasses.replace(plan, config=plan.config.model_copy(update={"run": run}))
 
 
-def _copy(snapshot: Snapshot, folder: Path, add: Callable[[Path], None], log: Log) -> None:
-    """Copy all files of the run, then the newest valid checkpoint. `add` gets each path that is new in the folder."""
-    before = set(folder.rglob("*"))
+def _copy(snapshot: Snapshot, folder: Path, with_files: bool, add: Callable[[Path], None], log: Log) -> None:
+    """Copy the newest valid checkpoint, and all files of the run. `add` gets each path that is new in the folder.
+
+    The files are replaced once the checkpoint is known to be valid, which has its name last.
+    """
+    before, checkpoints = set(folder.rglob("*")), storage.checkpoints_folder(folder)
     try:
-        memory.write(folder, memory.Memory(run_id=snapshot.run_id or memory.read(folder).run_id))
-        _, messages = snapshot.run.fetch_files(folder, lambda name: name != run_folder.SUMMARY)
-        for message in messages:
-            log(f"warning: {message}")
-        checkpoint = _copy_newest(snapshot, storage.checkpoints_folder(folder), log)
+        checkpoint = _fetch_newest(snapshot, checkpoints, log)
+        if with_files:
+            memory.write(folder, memory.Memory(run_id=snapshot.run_id or memory.read(folder).run_id))
+            _, messages = snapshot.run.fetch_files(folder, lambda name: name != run_folder.SUMMARY)
+            for message in messages:
+                log(f"warning: {message}")
+        target = checkpoints / checkpoint.path.stem
+        shutil.rmtree(str(target), ignore_errors=True)
+        rename_folder(checkpoint.path, target)
     finally:
         snapshot.run.close()
         for path in sorted(set(folder.rglob("*")) - before):
             add(path)
-    log(f"restored {checkpoint.path.name} from {snapshot.run.url.run} into {folder}")
+    log(f"restored {target.name} from {snapshot.run.url.run} into {folder}")
 
 
-def _copy_newest(snapshot: Snapshot, checkpoints: Path, log: Log) -> Checkpoint:
-    """Copy the newest checkpoint that is valid. ConfigError if there is none."""
+def _fetch_newest(snapshot: Snapshot, checkpoints: Path, log: Log) -> Checkpoint:
+    """Copy the newest checkpoint that is valid, under a temporary name. ConfigError if there is none."""
     readable, unreadable = storage.list_checkpoints(storage.checkpoints_folder(snapshot.folder))
     damaged: List[str] = [str(each).replace(str(snapshot.folder), snapshot.run.url.run) for each in unreadable]
     checkpoints.mkdir(parents=True, exist_ok=True)
     for each in readable:
-        target = checkpoints / each.path.name
         partial = checkpoints / (each.path.name + _PARTIAL)
         shutil.rmtree(str(partial), ignore_errors=True)
         partial.mkdir()
@@ -101,9 +142,7 @@ def _copy_newest(snapshot: Snapshot, checkpoints: Path, log: Log) -> Checkpoint:
             shutil.rmtree(str(partial), ignore_errors=True)
             log(f"warning: {error}; trying an older checkpoint")
             continue
-        shutil.rmtree(str(target), ignore_errors=True)
-        rename_folder(partial, target)
-        return Checkpoint(target, each.manifest)
+        return Checkpoint(partial, each.manifest)
     raise ConfigError(f"--resume {snapshot.run.url.run}: no valid checkpoint: {'; '.join(damaged) or 'there is none'}")
 
 
@@ -125,10 +164,6 @@ def _resuming(plan: Plan, folder: Path) -> Plan:
 def _was_cut_off(snapshot: Snapshot) -> bool:
     state = run_state.read(snapshot.folder)
     return state is None or state.state != run_state.DONE
-
-
-def _age(checkpoint: Checkpoint) -> Tuple[int, int]:
-    return checkpoint.manifest.generation, checkpoint.update
 
 
 @contextlib.contextmanager

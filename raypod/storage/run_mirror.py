@@ -7,7 +7,7 @@ import functools
 import time
 import traceback
 from pathlib import Path
-from typing import Any, Callable, List
+from typing import Any, Callable, Dict, List
 
 from typing_extensions import Protocol
 
@@ -23,6 +23,7 @@ from raypod.storage.mirrored_files import MirroredFiles, latest_of
 from raypod.storage.remote_index import PlaceTaken, RemoteIndex
 from raypod.storage.store import Store
 
+TAKEN = 76  # exit code of the process if another one has the place: it is not started again
 _INTERVAL_S = 10.0  # between rounds
 _FIRST_WAIT_S, _MOST_WAIT_S = 1.0, 30.0  # between attempts
 _SHARE = 0.05  # of the time for files that grow, which are uploaded as a whole
@@ -43,7 +44,7 @@ class Commands(Protocol):
 
 
 class RunMirror:
-    """Keeps the copy of a run folder on a storage up to date."""
+    """Keeps the copy of a run folder on a storage up to date. `is_taken`: another process has the place."""
 
     def __init__(self, run_dir: Path, store: Store, kept: Retention, writer: str) -> None:
         self._run_dir, self._store = run_dir, store
@@ -56,21 +57,24 @@ class RunMirror:
         self._before = self._memory  # the counts of an earlier process of this run
         self._failed_in_a_row = 0
         self._is_new = True  # the connection
+        self.is_taken = False
 
     def follow(self, commands: Commands) -> bool:
-        """Mirror the run until it ends. Return whether everything is on the storage.
+        """Mirror the run until it ends. Return whether everything is on the storage: no checkpoint here is damaged.
 
         Errors of the storage are repeated without end: the coordinator ends this process.
         """
+        self._remember(is_complete=False)  # the process of an earlier start may have ended after the run began
         try:
             while True:
                 has_ended, began_s = commands.has_ended, time.monotonic()
                 self._retried(lambda: self._round(commands), commands)
                 if has_ended:
                     self._finish(commands)
-                    return True
+                    return self._memory.is_complete
                 self._pause(commands, time.monotonic() - began_s)
         except PlaceTaken as error:
+            self.is_taken = True
             self._remember(error=describe(error), last_error=describe(error), pending=self._pending())
             return False
 
@@ -107,15 +111,16 @@ class RunMirror:
             self._checkpoints.sync()
             self._files.sync(latest_of(self._run_dir))
         self._is_new, self._failed_in_a_row = False, 0
-        self._remember(error="", pending=())
+        self._remember(**self._left())
         self._store.is_busy = False
 
     def _finish(self, commands: Commands) -> None:
         """Upload `summary.json` with the counts of the mirror, and the index."""
         is_summarized = (self._run_dir / SUMMARY).is_file()
         if is_summarized:
-            add_to_summary(self._run_dir, dataclasses.replace(self._counted(), pending=()), self._store.url)
-        self._remember(pending=(SUMMARY,) if is_summarized else ())
+            found = dataclasses.replace(self._counted(), pending=tuple(self._checkpoints.damaged))
+            add_to_summary(self._run_dir, found, self._store.url)
+        self._remember(pending=[*self._checkpoints.damaged, *([SUMMARY] if is_summarized else [])])
 
         def upload() -> None:
             self._store.is_busy = True
@@ -123,10 +128,16 @@ class RunMirror:
             self._index.write()
 
         self._retried(upload, commands)
-        self._remember(pending=(), error="", is_complete=True)
+        self._remember(**self._left(), is_complete=not self._checkpoints.damaged)
 
     def _pending(self) -> List[str]:
-        return [*self._files.pending(), *self._checkpoints.pending()]
+        return [*self._files.pending(), *self._checkpoints.pending(), *self._checkpoints.damaged]
+
+    def _left(self) -> Dict[str, Any]:
+        """Return what is to be remembered after uploads: nothing is missing except damaged checkpoints of this host."""
+        damaged = self._checkpoints.damaged
+        error = describe(next(iter(damaged.values()))) if damaged else ""
+        return {"pending": list(damaged), "error": error, **({"last_error": error} if damaged else {})}
 
     def _note_failure(self, error: Exception) -> bool:
         """Record a failure; return whether what failed is repeated."""

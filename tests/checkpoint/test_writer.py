@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
-from typing import Callable, List
+from typing import Any, Callable, List
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from raypod.checkpoint import resume, storage, writer
 from raypod.checkpoint.storage import checkpoints_folder
 from raypod.errors import CheckpointNotSaved, LeaseLost
 from raypod.events import CheckpointBegun, CheckpointFailed, CheckpointSaved, Event, RunEnded, UpdateDone
+from raypod.host import files
 from raypod.plan.plan import Plan
 from raypod.record import verify_data
 from tests.support.faulty_disks import FaultyDisk, FullDisk, Killed
@@ -55,6 +56,44 @@ def test_a_failure_at_any_operation_loses_no_checkpoint(
         save(plan, 132)
         assert not [path for path in checkpoints.iterdir() if path.suffix], "leftovers remain"
     assert fails_at > operations + 1
+
+
+def test_latest_names_the_checkpoint_from_which_a_run_continues_that_was_killed_before_it_was_written(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make()
+    save(plan, 44)
+
+    def killed(source: Path, target: Path) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "rename_file", killed)
+        with pytest.raises(Killed):
+            save(plan, 88)
+    newest, _ = resume.newest_valid(checkpoints_folder(plan.run_dir))
+    assert newest is not None
+    assert (newest.update, storage.latest_name(Path(plan.run_dir))) == (88, "update-00000044")
+    storage.make_newest(newest, 2)
+    assert storage.latest_name(Path(plan.run_dir)) == "update-00000088"
+    assert storage.read_manifest(newest.path).manifest.generation == 1
+
+
+def test_a_checkpoint_that_is_reported_as_not_saved_because_latest_does_not_fit_is_absent(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, real = make(), os.open
+
+    def full(path: str, *arguments: Any, **options: Any) -> int:
+        if str(path).endswith("LATEST.partial"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", full)
+        with pytest.raises(OSError, match="No space left"):
+            save(plan, 44)
+    assert not list(checkpoints_folder(plan.run_dir).iterdir())
 
 
 @pytest.mark.parametrize("full", [False, True])

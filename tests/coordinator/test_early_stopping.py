@@ -13,8 +13,11 @@ from raypod import train
 from raypod.coordinator.early_stopping import early_stop, first_stop
 from raypod.events import EvaluationDone, RunEnded, StoppedEarly
 from raypod.fleet.scripted import ScriptedFleet
+from raypod.host.files import strict_json
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.plan import Plan
+from raypod.record import run_folder
+from raypod.record.flat_record import flat_record, from_flat_record
 from tests.support.scripted_runs import events_of, only
 
 ACCURACY = Metric("accuracy", "higher")
@@ -42,6 +45,16 @@ def test_the_first_point_without_improvement_ends_the_run(
     for order in (done, done[::-1]):
         found = first_stop(metric, 2, order)
         assert (found and found.update, found and found.best_update) == (stop, best)
+
+
+@pytest.mark.parametrize("metric", [LOSS, ACCURACY])
+def test_infinite_values_count_as_those_that_a_resumed_run_reads(metric: Metric, tmp_path: Path) -> None:
+    done, path = evaluations(metric, math.nan, math.inf, -math.inf, 3, math.inf, 2, 4), tmp_path / "evaluations.jsonl"
+    path.write_text("".join(f"{strict_json(flat_record(each))}\n" for each in done))
+    read = [from_flat_record(EvaluationDone, each) for each in run_folder.records(path)]
+    for patience in range(1, 7):
+        found, expected = first_stop(metric, patience, done), first_stop(metric, patience, read)
+        assert (found and found.update) == (expected and expected.update)
 
 
 def test_a_run_ends_early_with_a_checkpoint(make: Callable[..., Plan]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import signal
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
@@ -13,10 +15,12 @@ from raypod.checkpoint import storage, writer
 from raypod.checkpoint.format import Retention
 from raypod.coordinator import coordinator
 from raypod.coordinator.stop import Stop
-from raypod.errors import ClusterError, HostLost, InstanceFailed, PodTooSmall, Preempted
+from raypod.errors import ClusterError, HostLost, InstanceFailed, LossNotFinite, PodTooSmall, Preempted
 from raypod.events import (
     CallReport,
     CheckpointSaved,
+    EpochDone,
+    EvaluationReport,
     Event,
     InstanceLost,
     InstanceStarted,
@@ -41,11 +45,11 @@ HOSTS = "abcd"
 WEIGHTS = {"weight": torch.zeros(2)}
 
 
-def plan_on(folder: Path, updates: int = 40, **pod: Any) -> Plan:
+def plan_on(folder: Path, updates: int = 40, training: Optional[Dict[str, Any]] = None, **pod: Any) -> Plan:
     """8 replicas on 4 hosts with one instance each, and a checkpoint every 10 updates."""
     cluster = Cluster("pod", tuple(Host(name, name) for name in HOSTS))
     pod = {"replicas": 8, "num_instances": 4, "elastic": True, **pod}
-    training = {"updates": updates, "batch_size": 2}
+    training = {"updates": updates, "batch_size": 2, **(training or {})}
     config = from_values({"training": training, "pod": pod, "run": {"checkpoint_every": "10 updates"}})
     plan = make_plan(config, cluster, facts_of(config), str(folder / "run"))
     run_folder.create(plan)
@@ -229,7 +233,61 @@ def test_without_a_survivor_the_newest_checkpoint_counts(tmp_path: Path) -> None
     events = recorded(plan, fleet)
     assert changes(events) == [(10, 2, 4, "a")]
     assert fleet.saved_on == []
-    assert updates_of(events) == list(range(1, 41)), "repeated updates are no events"
+    assert updates_of(events) == [*range(1, 14), *range(11, 41)], "other replicas have other bits"
+
+
+class Changed(Pod):
+    """All instances are lost at update 24, with the checkpoint of 22; on one host the values are others."""
+
+    loss_on_one_host, damaged = 7.0, (22,)
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.fails_at, self.value = {24: (0, 1, 2, 3)}, 0.5
+
+    def room(self) -> List[Room]:
+        for update in self.damaged:
+            path = storage.checkpoint_path(storage.checkpoints_folder(self._plan.run_dir), update)
+            (path / "weights.safetensors").write_bytes(b"")
+        self.value = self.loss_on_one_host
+        return [Room("a", 2)]
+
+    def call(self, method: str, *arguments: Any) -> List[Any]:
+        if method != "evaluate":
+            return super().call(method, *arguments)
+        sums = ((self.value,), (1.0,)) * len(self._plan.task.metrics)
+        return [EvaluationReport(index, 1, sums) for index in self._instances]
+
+    def _report(self, instance: int, update: int) -> CallReport:
+        report = super()._report(instance, update)
+        value = ((self.value, 1.0) * len(self._plan.task.metrics),)
+        return dataclasses.replace(report, sums=(value * len(report.sums[0]),))
+
+
+def test_nothing_remains_of_weights_that_no_instance_and_no_checkpoint_has(tmp_path: Path) -> None:
+    plan = plan_on(tmp_path, training={"batch_size": 16, "evaluate_every": 1})
+    assert plan.updates_per_epoch == 11
+    events = recorded(plan, Changed(plan))
+    assert [each.update for each in of(events, Repaired)] == [20]
+    folder = Path(plan.run_dir)
+    lines = run_folder.records(folder / "metrics.jsonl")
+    assert [each["update"] for each in lines] == list(range(1, 41))
+    assert [each["loss"] for each in lines] == [0.5] * 20 + [7.0] * 20
+    tested = [(each["update"], each["loss"]) for each in run_folder.records(folder / "evaluations.jsonl")]
+    assert tested == [(11, 0.5), (22, 7.0), (33, 7.0), (40, 7.0)]
+    found, _ = storage.list_checkpoints(folder / "checkpoints")
+    known = {each.update: each.manifest.tested.get("loss") for each in found}
+    assert known[40] == 7.0
+    assert 0.5 not in known.values()
+    assert [each.epoch for each in of(events, EpochDone)] == [1, 2, 2, 3]
+
+
+def test_a_loss_that_is_not_finite_in_repeated_updates_ends_the_run(tmp_path: Path) -> None:
+    plan = plan_on(tmp_path)
+    fleet = Changed(plan)
+    fleet.fails_at, fleet.loss_on_one_host, fleet.damaged = {13: (0, 1, 2, 3)}, math.nan, ()
+    with pytest.raises(LossNotFinite, match="update 11"):
+        recorded(plan, fleet)
 
 
 @pytest.mark.parametrize("error", [lost_on(1), ClusterError("the Ray node of b has ended"), FleetBroken((), "refused")])
@@ -334,6 +392,56 @@ def test_a_run_starts_on_the_hosts_that_have_joined(tmp_path: Path) -> None:
     assert any(
         "generation 2 began after update 30: 0 superseded; 8 replicas x accumulation 1" in note for note in notes
     )
+
+
+class Forgetful(Pod):
+    """Other hosts take lost instances, if all are lost; no instance has a state then."""
+
+    has_spare = True
+
+    def repair(self, instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+        return (
+            {} if self.has_spare and len(instances) == len(self.hosts()) else super().repair(instances, may_share_hosts)
+        )
+
+
+@pytest.mark.parametrize("has_spare", [True, False])
+def test_the_record_of_the_replicas_stays_if_all_are_lost_before_the_first_checkpoint(
+    tmp_path: Path, has_spare: bool
+) -> None:
+    class Pods(Forgetful, Late):
+        def room(self) -> List[Room]:
+            return [Room("a", 2), Room("b", 2)]
+
+    plan = plan_on(tmp_path)
+    fleet = Pods(plan)
+    fleet.fails_at, fleet.has_spare = {3: (0, 1)}, has_spare
+    events = recorded(plan, fleet)
+    assert changes(events) == [(0, 4, 2, "ab")]
+    assert [each.update for each in of(events, Repaired)] == [0]
+    assert only(events, RunEnded).resizes == ({"update": 0, "replicas": 4, "gradient_accumulation": 2},)
+
+
+@pytest.mark.parametrize("has_grown", [False, True])
+def test_a_rollback_before_a_change_of_the_replicas_records_it_where_training_continues(
+    tmp_path: Path, has_grown: bool
+) -> None:
+    class Damages(Forgetful):
+        def repair(self, instances: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
+            if len(instances) == len(self.hosts()):
+                for update in (13, 20):
+                    (storage.checkpoint_path(checkpoints, update) / "weights.safetensors").write_bytes(b"")
+            return super().repair(instances, may_share_hosts)
+
+    plan = plan_on(tmp_path)
+    checkpoints, fleet = storage.checkpoints_folder(plan.run_dir), Damages(plan)
+    fleet.fails_at = {13: (3,), 24: (0, 1, 2, 3) if has_grown else (0, 1)}
+    fleet.returns_at = {16: "d"} if has_grown else {}
+    events = recorded(plan, fleet)
+    assert changes(events) == [(13, 4, 2, "ab"), *([(20, 8, 1, "abcd")] if has_grown else [])]
+    assert [each.update for each in of(events, Repaired)][-1] == 10
+    expected = () if has_grown else ({"update": 10, "replicas": 4, "gradient_accumulation": 2},)
+    assert only(events, RunEnded).resizes == expected
 
 
 @pytest.mark.parametrize("pod", [{"elastic": False}, {"min_hosts": 3}])

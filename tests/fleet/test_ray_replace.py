@@ -55,7 +55,7 @@ class Scene:
         killer: Any = ray
         self.replacements = Replacements(ray, plan, reservation, killer, lambda: ray.now_s >= self.leave_s)
 
-    def start(self, lost: List[int], may_share_hosts: bool = False) -> Dict[int, str]:
+    def start(self, lost: List[int], may_share_hosts: bool = False, nodes: str = "ab") -> Dict[int, str]:
         """Replace instances; return their nodes."""
 
         def start_actor(index: int, on: Dict[str, Any], options: Dict[str, Any]) -> ScriptedActor:
@@ -64,7 +64,7 @@ class Scene:
             error = ActorDied("it did not start") if ready_s < 0 else None
             return ScriptedActor(index, {"beat": lambda: Ref(error, ready_s)})
 
-        found = self.replacements.start(lost, [node("a"), node("b")], may_share_hosts, start_actor)
+        found = self.replacements.start(lost, list(map(node, nodes)), may_share_hosts, start_actor)
         return {index: each.node["NodeID"] for index, each in found.items()}
 
 
@@ -100,6 +100,33 @@ def test_two_lost_instances_are_replaced_on_hosts_of_their_own_and_none_if_one_h
     with pytest.raises(HostLost, match="host host b is lost, with instance 1: neither this host nor any other host"):
         scene.start([0, 1])
     assert ray.killed == [1, 0]  # also the replacement that was found
+
+
+@pytest.mark.parametrize("may_share", [True, False])
+@pytest.mark.parametrize("dead", ["ab", "b"])
+def test_instances_of_two_lost_hosts_are_replaced_on_two_spare_ones(
+    ray: ScriptedRay, may_share: bool, dead: str
+) -> None:
+    scene = Scene(ray, "abcd")
+    ray.found_nodes.append(node("d"))
+    scene.ready_s.update(dict.fromkeys("abcd", 0.0))
+    scene.ready_s.update(dict.fromkeys(dead, NEVER))
+    assert scene.start([0, 1], may_share) == ({0: "c", 1: "d"} if dead == "ab" else {0: "a", 1: "c"})
+
+
+def test_instances_of_two_lost_hosts_share_the_only_spare_one_if_they_may(ray: ScriptedRay) -> None:
+    scene = Scene(ray)
+    scene.ready_s["c"] = 0.0
+    assert scene.start([0, 1], may_share_hosts=True) == {0: "c", 1: "c"}
+    with pytest.raises(HostLost, match="with instance 1"):
+        scene.start([0, 1])
+
+
+def test_instances_of_one_lost_host_stay_together(ray: ScriptedRay) -> None:
+    scene = Scene(ray, "abcd")
+    ray.found_nodes.append(node("d"))
+    scene.ready_s.update(c=0.0, d=0.0)
+    assert scene.start([0, 1], nodes="bb") == {0: "c", 1: "c"}
 
 
 @pytest.mark.parametrize(("is_elastic", "seconds"), [(True, 30), (False, 300)])

@@ -219,7 +219,9 @@ def test_a_private_folder_is_one_that_only_this_user_can_use(
         assert make_private(str(path)) == f"{path} belongs to uid {path.stat().st_uid}, not to 12345: remove it"
 
 
-@pytest.mark.parametrize("text", ["[" * 101 + "]" * 101, '{"a": ' * 5_000 + "1" + "}" * 5_000, "[" * 100_000, "[" * 101])
+@pytest.mark.parametrize(
+    "text", ["[" * 101 + "]" * 101, '{"a": ' * 5_000 + "1" + "}" * 5_000, "[" * 100_000, "[" * 101]
+)
 def test_json_with_too_many_levels_is_no_json(text: str) -> None:
     for content in (text, text.encode()):
         with pytest.raises(ValueError, match="nested too deeply"):

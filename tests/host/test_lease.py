@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import socket
@@ -86,6 +87,21 @@ def test_the_lease_of_a_dead_process_on_this_host_ends_at_once(
     assert not waits
     held.remove_ended()
     assert len(entries(tmp_path)) == 1
+
+
+def test_what_killed_processes_have_left_of_their_leases_is_removed(tmp_path: Path, acquire: Acquire) -> None:
+    me = lease_file.this_process()
+    dead = dataclasses.replace(me, owner="dead", started_ticks=me.started_ticks - 1)
+    remote = dataclasses.replace(me, owner="remote", host="far")
+    contents = {"dead": dead.content(), "live": me.content(), "remote": remote.content(), "empty": b"", "old": b""}
+    for name, content in contents.items():
+        (tmp_path / f".lease-{name}.partial").write_bytes(content)
+    long_ago_s = time.time() - 3600
+    os.utime(str(tmp_path / ".lease-old.partial"), (long_ago_s, long_ago_s))
+    held = acquire()
+    held.remove_ended()
+    left = {".lease-live.partial", ".lease-remote.partial", ".lease-empty.partial"}
+    assert set(entries(tmp_path)) == {*left, "lease-1.json"}
 
 
 def test_a_live_holder_on_another_host_is_named(tmp_path: Path, acquire: Acquire, on_host: OnHost) -> None:

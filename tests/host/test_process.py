@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Callable
+from types import SimpleNamespace
+from typing import Any, Callable, List, Optional
 
 import pytest
 
@@ -66,6 +67,19 @@ def test_the_end_of_a_session_does_not_reach_a_process_that_has_its_number_by_no
         assert other.poll() is None
         end_session(other)
         assert other.returncode == -signal.SIGKILL
+
+
+def test_a_process_that_cannot_be_killed_is_awaited_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: List[int] = []
+    monkeypatch.setattr(os, "killpg", lambda number, how: killed.append(number))
+
+    def wait(timeout: Optional[float] = None) -> None:
+        assert timeout is not None
+        raise subprocess.TimeoutExpired("mirror", timeout)
+
+    process: Any = SimpleNamespace(stdin=None, returncode=None, pid=12345, wait=wait)  # in uninterruptible sleep
+    end_session(process)
+    assert killed == [12345]
 
 
 def test_the_age_of_a_process_does_not_include_what_a_shell_did_before_exec(processes: None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -12,7 +13,7 @@ import pytest
 
 from raypod.errors import PeerLost
 from raypod.instance import seeding as seeding_module
-from raypod.instance.seeding import Seeding, SeedingPeer, new_seeding
+from raypod.instance.seeding import Endpoint, Seeding, SeedingPeer, new_seeding
 from tests.support.bounded import wait_until
 
 STATE = np.random.default_rng(0).integers(0, 256, 3_500_000, dtype=np.uint8)
@@ -194,3 +195,25 @@ def test_abort_ends_the_waits_for_a_lost_instance(absent: int) -> None:
     assert error.peer == absent
     for peer in peers:
         peer.close()
+
+
+@pytest.mark.parametrize("is_aborted_before", [False, True])
+def test_abort_ends_the_connecting_to_a_host_that_drops_all_packets(is_aborted_before: bool) -> None:
+    with contextlib.ExitStack() as stack:
+        root = SeedingPeer(0, "h0", "127.0.0.1", 600.0)
+        stack.callback(root.close)
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.2", 0))
+        listener.listen(0)
+        for _ in range(4):  # the kernel drops connections that do not fit the backlog
+            other = stack.enter_context(socket.socket())
+            other.setblocking(False)
+            other.connect_ex(listener.getsockname())
+        seeding = new_seeding([root.endpoint, Endpoint(1, "h1", *listener.getsockname())])
+        with ThreadPoolExecutor(1) as pool:
+            if is_aborted_before:
+                root.abort()
+            sent = pool.submit(root.send, seeding, BUFFERS)
+            assert is_aborted_before or not wait_until(sent.done, 0.5)
+            root.abort()
+            assert isinstance(sent.exception(10), PeerLost)

@@ -17,6 +17,7 @@ from raypod.events import EvaluationDone, UpdateDone
 from raypod.record.run_folder import last_update
 from raypod.record.sinks import JsonLines, TensorBoardWriter
 from tests.support.event_files import scalars
+from tests.support.faulty_disks import FullDisk
 
 FLAGS = ["--fleet", "inline", "--device", "emulated", "--lr-schedule", "constant", "--model", "tiny", "--tensorboard"]
 
@@ -85,6 +86,46 @@ def test_updates_and_evaluations_become_scalars_once_after_a_resume(tmp_path: Pa
     values = {"training/loss": 0.5, "training/accuracy": 75.0, "training/samples_per_s": 1000.0}
     values.update({"test/loss": 0.25, "test/accuracy": 99.0})
     assert scalars(tmp_path) == {tag: [(300, value), (301, value)] for tag, value in values.items()}
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_updates_that_are_computed_again_replace_those_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_written: bool
+) -> None:
+    files = importlib.import_module("tensorboard.summary.writer.event_file_writer")
+    monkeypatch.setattr(files, "_global_uid", files.AtomicCounter(0))  # the order of the files, see below
+    path = tmp_path / "metrics.jsonl"
+    lines, writer = JsonLines(path, UpdateDone, 0), TensorBoardWriter(tmp_path, 0)
+    for sink in (lines, writer):
+        for number in range(1, 5):
+            sink.handle(update(number, loss=1.0))
+        if is_written:
+            sink.sync()
+        for _ in range(2):
+            sink.drop_after(2)
+        for number in range(3, 6):
+            sink.handle(update(number, loss=2.0))
+        sink.close()
+    expected = [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+    assert [(each["update"], each["loss"]) for each in map(json.loads, path.read_text().splitlines())] == expected
+    assert scalars(tmp_path)["training/loss"] == expected
+
+
+def test_lines_that_cannot_be_dropped_because_the_disk_is_full_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, disk = tmp_path / "metrics.jsonl", FullDisk(monkeypatch)
+    lines = JsonLines(path, UpdateDone, 0)
+    for number in (1, 2, 3):
+        lines.handle(update(number))
+    disk.free_bytes = 0
+    lines.drop_after(1)  # the first line cannot be copied
+    lines.handle(update(2))
+    lines.drop_after(1)
+    disk.free_bytes = None
+    lines.close()
+    assert updates_in(path) == [1, 2, 3, 2]
+    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_points_of_a_full_disk_are_written_once_there_is_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

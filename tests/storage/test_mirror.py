@@ -17,6 +17,7 @@ from raypod.storage import memory
 from raypod.storage import mirror as mirror_module
 from raypod.storage.memory import Memory
 from raypod.storage.mirror import Mirror
+from raypod.storage.run_mirror import TAKEN
 
 STARTED = RunStarted("emulated", "", 0, 1, (), 1, ())
 IDLE = PhaseBegun("training", 0)
@@ -122,8 +123,8 @@ def test_an_error_is_one_warning_and_in_the_end_a_line_names_what_is_missing(mir
         run.look(0.5, place="x", pending=tuple("abcd"), **error)
         run.look(1.0)
         run.look(2.0)
-        run.processes[0].code = 1
-        assert run.look(100.0) == 1, "a process that has reported an error is not started again"
+        run.processes[0].code = TAKEN
+        assert run.look(100.0) == 1, "a process that has found the place taken is not started again"
     (warning,) = run.warnings
     assert "run fails: OSError: full; the run continues, and the mirror tries again; see logs/storage.log" in warning
     (line,) = run.lines
@@ -131,11 +132,14 @@ def test_an_error_is_one_warning_and_in_the_end_a_line_names_what_is_missing(mir
     assert run.stored()["not_mirrored"] == list("abcd")
 
 
-def test_a_process_that_dies_is_started_again_less_and_less_often(mirrored: Callable[..., Mirrored]) -> None:
+@pytest.mark.parametrize("error", ["", "OSError: an outage"])
+def test_a_process_that_dies_is_started_again_less_and_less_often(
+    mirrored: Callable[..., Mirrored], error: str
+) -> None:
     run = mirrored()
     with run.mirror:
         run.mirror.handle(STARTED)
-        memory.write(run.folder, Memory(place="x"))
+        memory.write(run.folder, Memory(place="x", error=error))
         for number, pause_s in enumerate((1.0, 5.0, 30.0, 60.0, 60.0), start=1):
             run.processes[-1].code = 75
             assert run.look(pause_s) == number
@@ -143,6 +147,16 @@ def test_a_process_that_dies_is_started_again_less_and_less_often(mirrored: Call
             assert run.processes[-2].stdin.closed
         run.processes[-1].code = 75
     assert len(run.processes) == 7, "once more for what is left at the end"
+
+
+def test_the_end_of_an_earlier_process_of_the_run_hides_nothing(mirrored: Callable[..., Mirrored]) -> None:
+    run = mirrored()
+    with run.mirror:
+        run.mirror.handle(STARTED)
+        memory.write(run.folder, Memory("the run", is_complete=True))
+    assert "does not hold everything since the last upload at the end of the run" in run.warnings[0]
+    assert run.stored()["not_mirrored"] == ["everything since the last upload"]
+    assert not memory.read(run.folder).is_complete
 
 
 def test_a_run_that_another_process_has_taken_over_is_left_at_once(mirrored: Callable[..., Mirrored]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from raypod import train
 from raypod.__main__ import main
 from raypod.api import training
-from raypod.errors import ClusterError
+from raypod.errors import ClusterError, RunError
 from tests.support.mirrored_runs import FLAGS, mirror, summary_of
 
 NEWEST = "update-00000004"
@@ -103,6 +103,55 @@ def test_a_checkpoint_by_its_url(stored: Path, tmp_path: Path, capfd: pytest.Cap
     assert "there is no such checkpoint on the storage" in capfd.readouterr().err
     assert summary_of(tmp_path / "new")["updates"] == 3
     assert not (tmp_path / "none").exists()
+
+
+def test_a_checkpoint_by_its_url_counts_also_in_the_folder_of_the_run(
+    stored: Path,
+    resume: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def lost(*arguments: object) -> None:
+        raise RunError("the pod is lost")
+
+    resume()
+    new, url = tmp_path / "new", f"file://{stored}/checkpoints/update-00000002"
+
+    def again(updates: int, code: int = 0) -> str:
+        flags = ["--updates", str(updates), "--checkpoint-every", "2 updates", "--run-dir", str(new)]
+        assert train.main(["--resume", url, *flags]) == code
+        if code:
+            return capfd.readouterr().err
+        assert len((new / "metrics.jsonl").read_text().splitlines()) == updates
+        assert (new / "checkpoints" / "LATEST").read_text() == f"update-{updates:08d}\n"
+        return capfd.readouterr().err
+
+    assert "restored update-00000002" in again(3)
+    assert main(["verify-data", str(new)]) == 0
+    assert "holds update-00000002 already; resuming from it" in again(5)
+    state = json.loads((new / "state.json").read_text())
+    (new / "state.json").write_text(json.dumps({**state, "state": "interrupted"}))
+    assert "holds update-00000005 of the same run already; resuming from it" in again(6)
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "fleet_for", lost)
+        assert "the pod is lost" in again(7, code=1)
+    assert "holds update-00000002 already; resuming from it" in again(7), "it had not begun"
+
+
+def test_the_files_of_a_folder_stay_if_no_checkpoint_on_the_storage_is_valid(
+    stored: Path, resume: Callable[..., str], tmp_path: Path
+) -> None:
+    resume()
+    new, before = tmp_path / "new", {}
+    shutil.rmtree(str(new / "checkpoints"))
+    for name in ("metrics.jsonl", "evaluations.jsonl", "events.jsonl", "storage.json"):
+        (new / name).write_bytes((new / name).read_bytes() + b"\n")
+        before[name] = (new / name).read_bytes()
+    for weights in stored.glob("checkpoints/*/weights.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    assert "no valid checkpoint" in resume(code=2)
+    assert {name: (new / name).read_bytes() for name in before} == before
 
 
 def test_the_same_command_continues_where_the_host_is_newer(

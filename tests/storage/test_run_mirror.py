@@ -14,7 +14,6 @@ import pytest
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Retention
-from raypod.errors import CheckpointDamaged
 from raypod.host.files import replace_file
 from raypod.storage import memory, run_files
 from raypod.storage.mirrored_checkpoints import MirroredCheckpoints
@@ -31,6 +30,7 @@ from tests.support.mirrored_runs import (
     mirror,
     same_files,
     save,
+    summary_of,
     verified,
     whole_checkpoints,
     write_run,
@@ -107,12 +107,37 @@ def test_a_checkpoint_that_is_removed_on_the_host_is_complete_or_counted(run: Pa
     assert (checkpoints.uploads, checkpoints.skipped) == (2, {name_of(7)})
 
 
-def test_a_damaged_checkpoint_is_not_uploaded(run: Path, url: str, tmp_path: Path) -> None:
-    weights = run / "checkpoints" / save(run, 1) / "weights.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    with pytest.raises(CheckpointDamaged):
-        MirroredCheckpoints(run, Store(f"{url}/a run"), Retention(3)).sync()
-    assert whole_checkpoints(url, "a run", tmp_path / "copy") == []
+@pytest.mark.parametrize("damaged", [1, 2, 4])
+def test_a_damaged_checkpoint_is_named_and_blocks_nothing(
+    run: Path, url: str, remote: Path, tmp_path: Path, damaged: int
+) -> None:
+    names = [name_of(update) for update in range(1, 5)]
+
+    def save_and_damage(update: int) -> str:
+        weights = run / "checkpoints" / save(run, update) / "weights.safetensors"
+        if update == damaged:
+            weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+        return name_of(update)
+
+    script = Script(*(lambda update=update: save_and_damage(update) for update in range(1, 5)), lambda: None)
+    found = mirror(run, url, script=script, kept=Retention(2))
+    left = names[:-1] if damaged == 4 else names
+    assert (found.pending, found.is_complete, found.skipped_checkpoints, found.failures) == (
+        (name_of(damaged),) if damaged == 4 else (),
+        damaged != 4,
+        0,
+        0,
+    )
+    assert whole_checkpoints(url, "a run", tmp_path / "copy") == left[-2:]
+    assert (remote / "a run" / "checkpoints" / "LATEST").read_text() == f"{names[-1]}\n"
+    assert summary_of(remote / "a run")["storage"]["not_mirrored"] == list(found.pending)
+    if damaged == 4:
+        assert f"{name_of(damaged)}" in found.error
+        weights = run / "checkpoints" / name_of(damaged) / "weights.safetensors"
+        shutil.rmtree(str(weights.parent))
+        save(run, damaged)
+        assert mirror(run, url, kept=Retention(2)).is_complete
+        assert whole_checkpoints(url, "a run", tmp_path / "again") == names[-2:]
 
 
 def test_an_evaluation_replaces_only_the_manifest_and_other_weights_the_checkpoint(
@@ -174,6 +199,14 @@ def test_a_loss_of_power_keeps_the_identity_of_a_run(run: Path, monkeypatch: pyt
     flushed = FlushedFiles(monkeypatch)
     memory.write(run, memory.Memory("the run"))
     assert flushed.survive(run / memory.NAME)
+
+
+def test_a_run_that_goes_on_is_not_complete_because_it_was_before(run: Path, url: str) -> None:
+    assert mirror(run, url).is_complete
+    save(run, 1)
+    seen: List[bool] = []
+    assert mirror(run, url, lambda: seen.append(memory.read(run).is_complete)).is_complete
+    assert seen == [False]
 
 
 def test_an_older_process_of_the_run_ends_when_another_one_mirrors_it(run: Path, url: str, tmp_path: Path) -> None:
