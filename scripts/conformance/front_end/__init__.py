@@ -1,0 +1,1 @@
+"""A core for PopTorch's own Python front end."""
