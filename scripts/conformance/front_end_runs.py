@@ -150,9 +150,7 @@ class Bench:
         }
 
     @contextlib.contextmanager
-    def _process(
-        self, command: List[str], folder: Path, environment: Dict[str, str], device: str
-    ) -> Iterator[Running]:
+    def _process(self, command: List[str], folder: Path, environment: Dict[str, str], device: str) -> Iterator[Running]:
         state = self.folder / f"state-{folder.name}"
         state.mkdir(exist_ok=True)
         output = state / "output"

@@ -120,7 +120,9 @@ class Device:
     def check(cls) -> None:
         """Error if the device of this process is broken."""
         if cls._is_broken:
-            raise error("application runtime error: the device is in an error state", "poplar_application_runtime_error")
+            raise error(
+                "application runtime error: the device is in an error state", "poplar_application_runtime_error"
+            )
 
     @classmethod
     def fail(cls, reason: str) -> None:

@@ -163,7 +163,9 @@ class Graph:
         values.update({number: tensor.clone() for number, tensor in self.constants.items()})
         values.update({number: tensor for number, tensor in zip(self._input_values, inputs) if number is not None})
         for node in self.nodes:
-            args, kwargs = tree_map(lambda each: values[each.number] if _is_value(each) else each, (node.args, node.kwargs))
+            args, kwargs = tree_map(
+                lambda each: values[each.number] if _is_value(each) else each, (node.args, node.kwargs)
+            )
             results, _ = tree_flatten(_call(node, args, kwargs))
             tensors = [each for each in results if isinstance(each, torch.Tensor)]
             values.update({number: tensor for (number, _), tensor in zip(node.results, tensors)})
@@ -190,7 +192,7 @@ def value_of_operator(name: str) -> Any:
 
 
 def _call(node: Node, args: Any, kwargs: Any) -> Any:
-    """Calls an operator; one with half operands runs in float32 where torch has no kernel, and its result is rounded."""
+    """Calls an operator; with half operands it runs in float32, as torch lacks kernels, and its result is rounded."""
     schema = node.func._schema
     namespace, _, name = schema.name.partition("::")
     function = value_of_operator(name) if namespace == "poptorch" else node.func
