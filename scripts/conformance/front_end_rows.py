@@ -135,7 +135,7 @@ def _lost_peer(fault: str) -> Row:
 
     def row(bench: Bench, times: Times) -> Outcome:
         environment = {"FRONT_END_FAULT": fault, "FRONT_END_HOST_SYNC_S": str(times.hang_s), "FRONT_END_CALL_S": "0.1"}
-        with bench.started([*_TWO, "--updates", "60"], environment) as running:
+        with bench.started([*_TWO, "--updates", "60", "--checkpoint-every", "10 updates"], environment) as running:
             running.wait_for_calls(30)
             running.kill_instance(1)
             run = running.wait()

@@ -56,10 +56,11 @@ class Run(NamedTuple):
     output: str
 
     def losses(self) -> List[float]:
-        """The losses of its updates."""
+        """The losses of its updates, except those whose reports are lost with an instance."""
         path = self.folder / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
-        return [float(json.loads(line)["loss"]) for line in lines]
+        losses = [json.loads(line)["loss"] for line in lines]
+        return [float(loss) for loss in losses if loss is not None]
 
     def falls(self) -> bool:
         """Whether the loss of the last third of the updates is lower than that of the first."""
