@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, List, Sequence
 
-from raypod.errors import RunError
-
 
 def detach(models: Sequence[Any]) -> None:
     """Read the state of the attached model back, and release the devices."""
@@ -17,10 +15,12 @@ def check_released(models: Sequence[Any], error: Exception) -> None:
     """Check that no model holds the devices after `error`, with which `detach` or what was before it has failed.
 
     Raises:
-        RunError: one does, so that none can be attached in this process.
+        RuntimeError: one does, so that none can be attached in this process.
     """
     if _attached(models):
-        raise RunError(f"the device cannot be released after a failed call: {' '.join(str(error).split())}") from error
+        raise RuntimeError(
+            f"the device cannot be released after a failed call: {' '.join(str(error).split())}"
+        ) from error
 
 
 def _attached(models: Sequence[Any]) -> List[Any]:

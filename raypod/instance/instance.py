@@ -120,7 +120,7 @@ class Instance:
 
         The weights and the replica state are read back and the device is released, so that this process can `join`
         again with its compiled model. If the device cannot be read after a failed call, the host's last copy is kept.
-        RunError if the device cannot even be released: only the end of this process does it.
+        RuntimeError if the device cannot even be released: only the end of this process does it.
         """
         self._gate = StopGate(self._plan.config.run.report_timeout_s)
         self._model.train()

@@ -9,7 +9,7 @@ import poptorch
 import pytest
 
 from raypod.coordinator import coordinator
-from raypod.errors import CollectiveBroken, RunError
+from raypod.errors import CollectiveBroken
 from raypod.events import CallReport, EvaluationDone, Event, Repaired, RunEnded, UpdateDone
 from raypod.fleet.base import FleetBroken
 from raypod.fleet.inline import InlineFleet
@@ -145,5 +145,5 @@ def test_a_process_whose_device_cannot_be_released_is_no_survivor(
         raise poptorch.Error("Application runtime error: the device is in an error state")
 
     monkeypatch.setattr(poptorch.PoplarExecutor, "detachFromDevice", fails)
-    with pytest.raises(RunError, match="cannot be released after a failed call: Application runtime error"):
+    with pytest.raises(RuntimeError, match="cannot be released after a failed call: Application runtime error"):
         events_of(plan_for(make, "tiny"), DisconnectingFleet(plan_for(make, "tiny")))
