@@ -16,7 +16,7 @@ weights are those of a run without a failure.
 | a failure after `run.max_restarts` restarts | end the run with an exception; see note 2 | same |
 
 Note 1: the loss of one instance ends the device runs of the others. All detach, continue from the newest weights that
-one of them has read back from its devices, and attach again.
+one of them has read back from its devices, and attach again. One that cannot release its devices `raised`.
 
 Note 2: InstanceFailed for the first lost instance of that failure; RunError if only the connections failed. The message
 also quotes the first failure since the restarts were last refilled (REFILL_S).

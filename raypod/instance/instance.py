@@ -120,6 +120,7 @@ class Instance:
 
         The weights and the replica state are read back and the device is released, so that this process can `join`
         again with its compiled model. If the device cannot be read after a failed call, the host's last copy is kept.
+        RuntimeError if the device cannot even be released: only the end of this process does it.
         """
         self._gate = StopGate(self._plan.config.run.report_timeout_s)
         self._model.train()
@@ -129,7 +130,8 @@ class Instance:
             devices.detach(self._poptorch_models)
             self._host_update = self._update
             self._model.average_after(self._update)
-        except poptorch.Error:
+        except poptorch.Error as error:
+            devices.check_released(self._poptorch_models, error)
             self._update = self._host_update
         program.copy_replica_0_buffers(self._model.training_step.named_buffers(), state)
         program.load_replica_state(self._training, state)
@@ -138,10 +140,7 @@ class Instance:
         return self._update
 
     def lost_reports(self, missing: Sequence[Tuple[int, int]]) -> List[CallReport]:
-        """Return those of the missing reports whose results are in this instance's copy of the replicas' buffers.
-
-        `missing` holds (first update of the call, instance).
-        """
+        """Return the reports of (first update of the call, instance) whose results the replicas' buffers here have."""
         return list(self._model.lost_reports(self._training, missing))
 
     def abort_collectives(self) -> None:

@@ -1,1 +1,1 @@
-"""Runs the tests of PopTorch and of Horovod against the emulated SDK, for `scripts/poptorch_conformance.py`."""
+"""Runs the tests of PopTorch and of Horovod on the emulated SDK, and raypod on the front end of PopTorch itself."""

@@ -136,3 +136,14 @@ def test_an_unreadable_device_loses_the_updates_since_the_last_read_back(
     assert only(seen, Repaired).update == 8  # the last checkpoint's
     assert only(seen, RunEnded).weights_sha256 == uninterrupted
     assert [event.update for event in seen if isinstance(event, UpdateDone)] == list(range(1, 15))
+
+
+def test_a_process_whose_device_cannot_be_released_is_no_survivor(
+    make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_training: Any) -> None:
+        raise poptorch.Error("Application runtime error: the device is in an error state")
+
+    monkeypatch.setattr(poptorch.PoplarExecutor, "detachFromDevice", fails)
+    with pytest.raises(RuntimeError, match="cannot be released after a failed call: Application runtime error"):
+        events_of(plan_for(make, "tiny"), DisconnectingFleet(plan_for(make, "tiny")))

@@ -1,0 +1,223 @@
+"""The rows of the table of `real_front_end.py`."""
+
+from __future__ import annotations
+
+import signal
+from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
+
+from conformance.front_end_runs import Bench, Run, difference
+
+_PROGRAM = """
+import horovod.torch as hvd, popdist, popdist.poptorch, poptorch, torch
+
+hvd.init()
+
+class Step(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def forward(self, inputs, labels):
+        return poptorch.identity_loss(torch.nn.functional.cross_entropy(self.layer(inputs), labels), "mean")
+
+torch.manual_seed(1)
+step = Step()
+hvd.broadcast_parameters(step.state_dict(), root_rank=0)
+options = popdist.poptorch.Options()
+model = poptorch.trainingModel(step, options, poptorch.optim.SGD(step.parameters(), lr=0.5))
+torch.manual_seed(popdist.getInstanceIndex())
+inputs = torch.randn(8, 4)
+losses = [float(model(inputs, (inputs[:, 0] > 0).long()).mean()) for _ in range(20)]
+weights = hvd.allgather(step.layer.weight.detach().reshape(1, -1).clone())
+assert popdist.getNumInstances() == 2 and torch.equal(weights[0], weights[1]), weights
+assert losses[-1] < losses[0], losses
+"""
+_LIMITS = {"32.32": 1e-4, "16.32": 5e-3, "16.16": 2e-2}
+_COMPARED = 4  # the update after which weights are compared: rounding grows by a factor of up to 10 per update
+_SHORT = ("--lr-schedule", "constant", "--checkpoint-every", f"{_COMPARED} updates", "--keep-checkpoints", "100")
+_ONE = ("--fleet", "inline", "--num-instances", "1", "--replicas", "1")
+_TWO = ("--num-instances", "2", "--replicas", "2")
+_LANGUAGE = ("--task", "language-model", "task.size=tiny", "task.max_mb=0.1", "--optimizer", "adamw")
+_LANGUAGE += ("--learning-rate", "0.005")
+
+
+class Outcome(NamedTuple):
+    """One row. `problem`: what is wrong, or empty. `apart`: the distance of the weights from those expected."""
+
+    run: Run
+    problem: str
+    apart: Optional[float] = None
+    has_losses: bool = True
+
+
+class Times(NamedTuple):
+    """Seconds of the calls and loads that keep the interpreter lock, and of a hang."""
+
+    held_s: float
+    hang_s: float
+
+
+Row = Callable[[Bench, Times], Outcome]
+
+
+def _like_emulated(flags: Tuple[str, ...], precision: str = "32.32", updates: int = 24) -> Row:
+    """A training that is compared with the same one on the emulated SDK."""
+
+    def row(bench: Bench, _times: Times) -> Outcome:
+        words = ["--batch-size", "16", "--learning-rate", "0.02", *_SHORT, *flags, "--precision", precision]
+        run = bench.train([*words, "--updates", str(updates)], {"FRONT_END_COMPILE_S": "1"})
+        emulated = bench.train([*words, "--updates", str(_COMPARED)], device="emulated")
+        apart = difference(run, emulated, _COMPARED)
+        return Outcome(run, _problem(run, 0, apart, _LIMITS[precision]), apart)
+
+    return row
+
+
+def _problem(run: Run, code: int, apart: Optional[float] = None, limit: Optional[float] = None) -> str:
+    if run.code != code:
+        lines = [line for line in run.output.splitlines() if line.strip()]
+        return f"exit code {run.code}: {lines[-1] if lines else 'no output'}"
+    if not run.falls():
+        return "the loss does not fall"
+    if limit is not None and apart is None:
+        return "there are no weights to compare"
+    if limit is not None and apart is not None and not apart <= limit:
+        return f"the weights differ by {apart:.1e}, more than {limit:.0e}"
+    return ""
+
+
+def _resume(bench: Bench, _times: Times) -> Outcome:
+    flags = [*_ONE, *_LANGUAGE, "task.dropout=0.1", "--lr-schedule", "cosine", "--updates", "40"]
+    flags += ["--checkpoint-every", "20 updates"]
+    whole = bench.train(flags)
+    checkpoint = whole.folder / "checkpoints" / "update-00000020"
+    run = bench.train([*flags, "--resume", str(checkpoint), "--run-dir", str(bench.folder / "resumed")])
+    run = run._replace(folder=bench.folder / "resumed")
+    apart = difference(run, whole)
+    return Outcome(run, _problem(run, 0, apart, 0.0), apart)
+
+
+def _preemption(bench: Bench, _times: Times) -> Outcome:
+    flags = [*_TWO, *_LANGUAGE, "task.dropout=0.1", "--updates", "60"]
+    whole = bench.train(flags)
+    with bench.started(flags, {"FRONT_END_CALL_S": "0.2"}) as running:
+        running.wait_for_calls(20)
+        running.signal(signal.SIGTERM)
+        first = running.wait()
+    if first.code != 130:
+        return Outcome(first, f"SIGTERM: exit code {first.code}")
+    if any("Fatal Python error" in text for text in [first.output, *_logs(first)]):
+        return Outcome(first, "SIGTERM prints stacks")
+    with bench.started(["--resume", str(first.folder)], folder=first.folder) as running:
+        run = running.wait()
+    apart = difference(run, whole)
+    return Outcome(run, _problem(run, 0, apart, 0.0), apart)
+
+
+def _logs(run: Run) -> List[str]:
+    return [path.read_text(errors="replace") for path in run.folder.glob("logs/*")]
+
+
+def _held(setting: str) -> Row:
+    """A call, or a load, that keeps the interpreter lock, with default settings: nothing is lost."""
+
+    def row(bench: Bench, times: Times) -> Outcome:
+        run = bench.train([*_TWO, "--updates", "3"], {f"FRONT_END_{setting}": str(times.held_s)})
+        lost = run.events("instance_lost")
+        problem = "" if run.code == 0 else _problem(run, 0)
+        return Outcome(run, f"{len(lost)} instances are lost: {lost[0]}" if lost else problem, has_losses=False)
+
+    return row
+
+
+def _lost_peer(fault: str) -> Row:
+    """An instance is killed in a call; the survivor's call ends as `fault` says."""
+
+    def row(bench: Bench, times: Times) -> Outcome:
+        environment = {"FRONT_END_FAULT": fault, "FRONT_END_HOST_SYNC_S": str(times.hang_s), "FRONT_END_CALL_S": "0.1"}
+        with bench.started([*_TWO, "--updates", "60", "--checkpoint-every", "10 updates"], environment) as running:
+            running.wait_for_calls(30)
+            running.kill_instance(1)
+            run = running.wait()
+        return Outcome(run, _recovered(bench, run))
+
+    return row
+
+
+def _recovered(bench: Bench, run: Run) -> str:
+    problem = _problem(run, 0)
+    if not problem and not run.events("instance_lost"):
+        return "no instance is lost"
+    if not problem and bench.raypod("verify-data", str(run.folder)):
+        return "verify-data: not every sample was used once"
+    return problem
+
+
+def _lost_coordinator(bench: Bench, _times: Times) -> Outcome:
+    flags = [*_TWO, "--updates", "60", "--checkpoint-every", "10 updates"]
+    with bench.started(flags, {"FRONT_END_CALL_S": "0.1"}) as running:
+        running.wait_for_calls(50)
+        running.signal(signal.SIGKILL)
+        first = running.wait()
+    with bench.started(["--resume", str(first.folder)], folder=first.folder) as running:
+        run = running.wait()
+    return Outcome(run, _problem(run, 0))
+
+
+def _launch(bench: Bench, _times: Times) -> Outcome:
+    program = bench.folder / "program.py"
+    program.write_text(_PROGRAM)
+    run = bench.launch(["--num-replicas", "2", "--num-instances", "2"], ["python", str(program)])
+    return Outcome(run, "" if run.code == 0 else f"exit code {run.code}: {run.output[-300:]}", has_losses=False)
+
+
+def _launch_tests(bench: Bench, _times: Times) -> Outcome:
+    test = str(bench.folder / "tests" / "popdist_test.py")
+    words = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "-c", "/dev/null", test]
+    run = bench.launch(["--ipus-per-replica", "2"], words)
+    return Outcome(run, "" if run.code == 0 else f"exit code {run.code}: {run.output[-300:]}", has_losses=False)
+
+
+_VIT = (*_ONE, "--model", "vit_tiny", "--optimizer", "adamw", "--learning-rate", "0.001")
+_PIPELINE = ("--ipus-per-replica", "2", "--pipeline-balance", "parameters", "--gradient-accumulation", "4")
+
+ROWS: Dict[str, Row] = {
+    "default, one instance": _like_emulated(_ONE),
+    "default, 2 instances": _like_emulated(_TWO),
+    "default, 2 instances of 2 replicas": _like_emulated(("--num-instances", "2", "--replicas", "4")),
+    "adam": _like_emulated((*_ONE, "--optimizer", "adam", "--learning-rate", "0.002")),
+    "adamw, clipping": _like_emulated(
+        (*_ONE, "--optimizer", "adamw", "--learning-rate", "0.002", "--max-grad-norm", "1.0")
+    ),
+    "lamb": _like_emulated((*_ONE, "--optimizer", "lamb", "--learning-rate", "0.02")),
+    "resnet 16.32": _like_emulated(_ONE, "16.32"),
+    "resnet 16.16": _like_emulated((*_ONE, "--loss-scaling", "128"), "16.16"),
+    "vit 32.32": _like_emulated(_VIT),
+    "vit 16.32": _like_emulated(_VIT, "16.32"),
+    "vit 16.16": _like_emulated((*_VIT, "--loss-scaling", "128"), "16.16"),
+    "language model 32.32": _like_emulated((*_ONE, *_LANGUAGE)),
+    "language model 16.32": _like_emulated((*_ONE, *_LANGUAGE), "16.32"),
+    "language model 16.16": _like_emulated((*_ONE, *_LANGUAGE, "--loss-scaling", "128"), "16.16"),
+    "accumulation 2 x iterations 2": _like_emulated(
+        (*_ONE, "--gradient-accumulation", "2", "--device-iterations", "2")
+    ),
+    "reduction sum": _like_emulated(
+        (*_TWO, "--reduction", "sum", "--gradient-accumulation", "2", "--learning-rate", "0.005")
+    ),
+    "ema": _like_emulated((*_ONE, "--ema", "0.9")),
+    "pipeline over 2 IPUs": _like_emulated((*_ONE, *_PIPELINE)),
+    "evaluation every epoch and after": _like_emulated(
+        (*_ONE, "--batch-size", "64", "--evaluate-every", "1"), updates=44
+    ),
+    "save and resume with dropout": _resume,
+    "preemption": _preemption,
+    "long call": _held("CALL_S"),
+    "long load": _held("LOAD_S"),
+    "peer killed, the call raises": _lost_peer("raise"),
+    "peer killed, unrecoverable": _lost_peer("unrecoverable"),
+    "peer killed, the device is unusable": _lost_peer("unusable"),
+    "peer killed, the call hangs": _lost_peer("hang"),
+    "SIGKILL of the coordinator": _lost_coordinator,
+    "launch a popdist program": _launch,
+    "launch PopTorch's tests of popdist": _launch_tests,
+}
