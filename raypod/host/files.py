@@ -26,8 +26,8 @@ _SYNC_FILE_RANGE_WRITE = 2  # of linux/fs.h
 _MOST_UNFLUSHED_BYTES = 4 << 20
 _CLOSING_ATTEMPTS = 3
 _LOCK_POLL_S = 0.05
-MOST_LEVELS = 100  # of lists and objects in each other
-TOO_DEEP = "it is nested too deeply"
+_MOST_LEVELS = 100  # of lists and objects in each other
+_TOO_DEEP = "it is nested too deeply"
 _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{\]}]')  # of JSON: strings, whose brackets do not count, and brackets
 _STEPS = {"{": 1, "[": 1, "]": -1, "}": -1}
 Bytes = Union[bytes, memoryview]
@@ -256,10 +256,10 @@ def parse_json(text: Union[str, bytes]) -> Any:
     """
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text), "surrogatepass")
-    if text.count("{") + text.count("[") > MOST_LEVELS:
+    if text.count("{") + text.count("[") > _MOST_LEVELS:
         steps = (_STEPS.get(token, 0) for token in _TOKENS.findall(text))
-        if max(itertools.accumulate(steps)) > MOST_LEVELS:
-            raise ValueError(TOO_DEEP)
+        if max(itertools.accumulate(steps)) > _MOST_LEVELS:
+            raise ValueError(_TOO_DEEP)
     return json.loads(text)
 
 

@@ -9,8 +9,7 @@ from typing import Any, Dict, Iterator, Tuple
 
 import yaml
 
-from raypod.host.files import MOST_LEVELS, TOO_DEEP
-
+_MOST_LEVELS = 100  # of mappings and lists in each other, as in JSON: host/files.py
 _HINTS = {  # by a part of PyYAML's message
     "<block end>": ": is its indentation that of its siblings?",
     "character '\\t'": ": a tab; YAML is indented with spaces",
@@ -41,8 +40,8 @@ class UniqueKeyLoader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Return the next node of the document."""
         self._levels += 1
-        if self._levels > MOST_LEVELS:
-            raise yaml.YAMLError(TOO_DEEP)
+        if self._levels > _MOST_LEVELS:
+            raise yaml.YAMLError("it is nested too deeply")
         node = super().compose_node(parent, index)
         self._levels -= 1
         return node
