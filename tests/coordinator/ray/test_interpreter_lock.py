@@ -17,7 +17,7 @@ def test_long_calls_are_no_failure_and_the_survivor_of_a_death_ends_its_call(tmp
     sections: Any = {
         "pod": {"replicas": 2, "num_instances": 2},
         "run": {"silent_after_s": 12.0},
-        "training": {"updates": 4, "device_iterations": 2},
+        "training": {"updates": 4, "device_iterations": 2, "evaluation_iterations": 32},  # one call evaluates
     }
     undisturbed = run(plan_for(tmp_path / "short", **{**sections, "run": {"fleet": "inline"}, "pod": {"replicas": 2}}))
     with ray_cluster(variables=HELD_S) as started:
