@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -14,6 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+
+from tests.support.modules import module_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.8", "3.9", "3.10", "3.11", "3.12", "3.13")
@@ -200,12 +201,7 @@ def test_equal_versions_are_one_line() -> None:
 
 def _lock() -> Any:
     """Return the module scripts/lock.py."""
-    spec = importlib.util.spec_from_file_location("lock", ROOT / "scripts" / "lock.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(ROOT / "scripts" / "lock.py", "lock")
 
 
 def test_the_version_is_in_one_place() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Dict
 
 import pytest
@@ -19,6 +17,7 @@ from conformance.front_end.optimizers import DeviceOptimizer
 from raypod.checkpoint.tensors import write_tensors
 from raypod.host.files import new_file
 from raypod.instance.collectives import caused_by_peer
+from tests.support.modules import module_of
 
 OPTIONS = """
   registerSetter(bool_options, "use_model",
@@ -187,15 +186,10 @@ def test_mpi_is_initialized_once(monkeypatch: pytest.MonkeyPatch) -> None:
         popdist.init()
 
 
-def _popdist() -> ModuleType:
+def _popdist() -> Any:
     """The module, which is not the `popdist` of the emulated SDK."""
     path = Path(str(real_front_end.__file__)).parent / "front_end" / "popdist" / "__init__.py"
-    spec = importlib.util.spec_from_file_location("front_end_popdist", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(path, "front_end_popdist")
 
 
 def test_a_row_counts_attaches_and_bytes(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from raypod import train
 from raypod.__main__ import main
 from tests.support import ROOT
 from tests.support.bounded import COMMAND_S
+from tests.support.modules import module_of
 
 DOCS = ROOT / "docs"
 PAGES = sorted(
@@ -97,13 +97,7 @@ def generated() -> Dict[str, Callable[[], str]]:
 
 def reference_pages() -> Any:
     """Return the module scripts/reference_pages.py."""
-    path = DOCS.parent / "scripts" / "reference_pages.py"
-    spec = importlib.util.spec_from_file_location("reference_pages", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(ROOT / "scripts" / "reference_pages.py", "reference_pages")
 
 
 def modules(page: str) -> Dict[str, str]:
