@@ -134,7 +134,7 @@ class JsonLines:
             _keep_until(path, first_update)
         else:
             replace_file(path, b"")
-        self._event_type = event_type
+        self._event_type, self._warn = event_type, warn
         self._file = AppendOnlyFile(path, warn)
         self._file.end_line()
 
@@ -148,7 +148,7 @@ class JsonLines:
         with contextlib.suppress(OSError):
             if not self._file.has_unwritten:
                 _keep_until(self._file.path, update)
-                before, self._file = self._file, AppendOnlyFile(self._file.path)
+                before, self._file = self._file, AppendOnlyFile(self._file.path, self._warn)
                 before.close()
 
     def sync(self) -> None:

@@ -128,6 +128,23 @@ def test_lines_that_cannot_be_dropped_because_the_disk_is_full_stay(
     assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_a_disk_that_fails_after_lines_were_dropped_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: List[str] = []
+    disk = FullDisk(monkeypatch)
+    lines = JsonLines(tmp_path / "metrics.jsonl", UpdateDone, 0, warnings.append)
+    for number in (1, 2):
+        lines.handle(update(number))
+    lines.drop_after(1)
+    disk.free_bytes = 0
+    lines.handle(update(2))
+    disk.free_bytes = None
+    lines.close()
+    assert len(warnings) == 1, warnings
+    assert "metrics.jsonl" in warnings[0]
+
+
 def test_points_of_a_full_disk_are_written_once_there_is_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("torch.utils.tensorboard")
     is_full = False
