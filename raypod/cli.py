@@ -109,10 +109,9 @@ def tell(text: str, stream: Optional[TextIO] = None) -> None:
     """
     try:
         show(text, stream)
-    except BrokenPipeError:
-        raise
-    except OSError:
-        pass
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
 
 
 def discard_unwritten() -> None:

@@ -124,9 +124,8 @@ class Supervision:
         self._signals, self._grace_s = signals, grace_s
         self._running = {spec.index for spec in placement.instances}
         self._failed: Optional[ProgramEnd] = None
-        self._succeeded: List[
-            int
-        ] = []  # before a failure; a program that is ended by a signal may have the code 0, too
+        # Before a failure; a program that is ended by a signal may have the code 0, too.
+        self._succeeded: List[int] = []
         self._forwarded = 0  # number of received signals that were forwarded
         self._is_ending = False
         self._end_at_s: Optional[float] = None  # when to end the remaining processes

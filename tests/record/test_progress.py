@@ -52,7 +52,7 @@ def test_a_full_disk_under_the_output_does_not_end_the_run(shown: Shown) -> None
         def flush(self) -> None:
             raise BrokenPipeError
 
-    with pytest.raises(BrokenPipeError):  # nobody reads it: the command ends, as every other one
+    with pytest.raises(BrokenPipeError):  # its reader has ended: so does the command, as every other one
         shown(STARTED, out=Closed())
 
 
