@@ -177,7 +177,7 @@ def test_a_message_for_the_programs_is_passed_on_and_ends_no_launch(hosts: Scrip
 def test_a_signal_before_the_programs_run_is_raised_at_once_and_again_where_it_was_ignored() -> None:
     signals = Signals()
     with pytest.raises(Interrupted), signals.handled():
-        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGTERM)
     with pytest.raises(Interrupted) as again, signals.handled():
         raise AssertionError("Python ignores an exception in a finalizer")
-    assert again.value.exit_code == 128 + signal.SIGHUP
+    assert again.value.exit_code == 128 + signal.SIGTERM
