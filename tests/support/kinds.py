@@ -30,6 +30,9 @@ FIXTURES = {
     "session": "ray",
     "chromium": "browser",
 }
+# The commands in these have their own limits, the sum of which is above that of pyproject.toml on a busy machine.
+LONG = {"ray", "slow", "pod"}
+LONG_S = 900
 BY_DEFAULT = "end_to_end"
 COMMAND = "scripts/dev test --all"
 LEFT_OUT = pytest.StashKey["Counter[str]"]()
@@ -42,10 +45,13 @@ def kinds_of(path: Path, fixtures: List[str], tests: Path) -> Set[str]:
 
 
 def add_markers(items: List[Any], tests: Path) -> None:
-    """Mark each test with its kinds."""
+    """Mark each test with its kinds, and with the limit of its time."""
     for item in items:
-        for kind in kinds_of(item.path, item.fixturenames, tests):
+        kinds = kinds_of(item.path, item.fixturenames, tests)
+        for kind in kinds:
             item.add_marker(kind)
+        if kinds & LONG or BY_DEFAULT in item.path.parts:
+            item.add_marker(pytest.mark.timeout(LONG_S))
 
 
 def choice(config: pytest.Config) -> str:
