@@ -3,7 +3,7 @@
     raise[:ACTION]       RecoverableError; the device can still be read, and used again
     unusable[:ACTION]    RecoverableError; from then on every use of a compiled model in this process is an Error
     unrecoverable        UnrecoverableError, and the same
-    hang                 holds the interpreter lock for EMULATED_POD_TIMEOUT_S, as for a timeout of the host sync, then Error
+    hang                 holds the interpreter lock for EMULATED_POD_TIMEOUT_S; then Error: the host sync timed out
 
 ACTION is the `recovery_action`, by default IPU_RESET. Without the variable the call raises PeerFailed.
 """
