@@ -13,6 +13,7 @@
         |   `-- FunctionFailed  the function of `raypod.run` raised an exception, or its process died
         |-- DataUnreadable      the disk or network of the data has not returned in time
         |-- CollectiveBroken    a collective operation failed because another instance was lost
+        |   `-- DeviceFailed    a call ended with an error of the device
         |-- HostLost            a host, or the raypod process on it, was lost
         |-- PeerLost            an instance cannot reach another one
         |-- LeaseLost           another process has taken over the run folder
@@ -208,6 +209,20 @@ class CollectiveBroken(RunError):
 
     def __str__(self) -> str:
         return f"instance {self.instance} lost its connection to other instances: {self.cause}"
+
+
+@dataclasses.dataclass(eq=False)
+class DeviceFailed(CollectiveBroken):
+    """Raised if the SDK's core ends a call with an error of the device; its state is unknown then.
+
+    `recovery_action` is the SDK's: IPU_RESET, LINK_RESET, PARTITION_RESET or FULL_RESET, UNRECOVERABLE for an
+    UnrecoverableError, "" if it names none.
+    """
+
+    recovery_action: str
+
+    def __str__(self) -> str:
+        return f"the device of instance {self.instance} has failed: {self.cause}"
 
 
 @dataclasses.dataclass(eq=False)

@@ -10,7 +10,8 @@ from typing import Dict, NamedTuple, Optional, Tuple, Union
 
 from typing_extensions import Literal
 
-FailureKind = Literal["died", "raised", "silent", "stuck"]  # see coordinator/recovery.py for the reaction to each
+# See coordinator/recovery.py for the reaction to each.
+FailureKind = Literal["died", "raised", "silent", "stuck", "device"]
 # "starting" lasts until RunStarted and has no event. "saving" is a wait for a checkpoint that is being written.
 Phase = Literal["starting", "training", "evaluating", "saving", "repairing", "ending"]
 
@@ -141,6 +142,7 @@ class InstanceLost:
     activity: str  # last reported one; "" if unknown
     stack: str  # stack trace of its working thread; "" if unavailable
     log_file: str
+    recovery_action: str = ""  # of kind "device": what the SDK requires; see `errors.DeviceFailed`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ weights are those of a run without a failure.
 | an instance `died`, is `silent` or `stuck` | replace it; the others keep their state | same; see note 1 |
 | its program `raised` before the first complete call | end the run: a replacement would raise the same | same |
 | it `raised` later | replace it; the same exception at the same update a second time ends the run; see note 4 | same |
+| its `device` failed in a call | only by EMULATED_POD_DEVICE_FAULT | replace it, or end the run; see note 5 |
 | the instances lost their connections, all alive | form the process group again | same |
 | no instance has a state | continue from the newest valid checkpoint; without any, from the beginning | same |
 | no host can replace it, with `--elastic` | continue with fewer replicas (elastic.py) | same |
@@ -15,8 +16,9 @@ weights are those of a run without a failure.
 | place of a replacement | same host; a spare host; any host (see note 3) | same host; a spare host with free IPUs |
 | a failure after `run.max_restarts` restarts | end the run with an exception; see note 2 | same |
 
-Note 1: the loss of one instance ends the device runs of the others. All detach, continue from the newest weights that
-one of them has read back from its devices, and attach again. One that cannot release its devices `raised`.
+Note 1: the loss of one instance ends the device runs of the others. Those in a call have a failed `device`. The others
+detach, continue from the newest weights that one of them has read back, and attach again. One that cannot release its
+devices `raised`.
 
 Note 2: InstanceFailed for the first lost instance of that failure; RunError if only the connections failed. The message
 also quotes the first failure since the restarts were last refilled (REFILL_S).
@@ -25,6 +27,11 @@ Note 3: not with `--elastic`, where an instance shares its host only with those 
 
 Note 4: an instance that raised is alive. If no other one has the state, it is saved before the replacement
 (kept_state.py), and so is the newest state of any instance before the run ends.
+
+Note 5: the state of the device is unknown, so the instance is treated as lost, unlike one that was not in a call and
+can release its device. The recovery action of the SDK decides: none, or IPU_RESET: replace its process, which resets
+the IPUs as it loads its program (documented for Graphcore's other runtimes, inferred for PopTorch). FULL_RESET and an
+UnrecoverableError end the run with the reason.
 
 The words in backticks in the first column are values of `events.FailureKind`.
 """
@@ -48,6 +55,13 @@ from raypod.instance.seeding import new_seeding
 from raypod.plan.plan import Plan
 
 REFILL_S = 3600.0  # without a failure; afterwards all restarts are available again
+# Recovery actions that raypod cannot execute: PopTorch's guide requires a power cycle, and to take the system out of
+# operation.
+_GIVE_UP = {
+    "FULL_RESET": "the SDK requires FULL_RESET: power-cycle the system of this host, then the same command continues",
+    "UNRECOVERABLE": "the SDK calls it unrecoverable: take this host out of the cluster file and have it repaired, "
+    "then the same command continues",
+}
 _MAY_SHARE_HOSTS = {"emulated": True, "ipu": False}  # whether a replacement may run on an occupied host, by device
 
 
@@ -77,6 +91,9 @@ class FailurePolicy:
         if self._last_s is not None and now_s - self._last_s >= REFILL_S:
             self._remaining, self._first_failure = self._max_restarts, ""
         self._last_s = now_s
+        given_up = next((loss for loss in broken.losses if loss.recovery_action in _GIVE_UP), None)
+        if given_up is not None:
+            return self._end_run(FleetBroken((given_up,), broken.cause), _GIVE_UP[given_up.recovery_action])
         repeated = self._repeated(broken, update)
         if repeated is not None:
             return self._end_run(repeated, f"the same happened at update {update} before")

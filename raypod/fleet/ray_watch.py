@@ -11,7 +11,7 @@ import dataclasses
 import time
 from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
-from raypod.errors import CollectiveBroken, PeerLost, RaypodError, WaitTimedOut, summarize_exception
+from raypod.errors import CollectiveBroken, DeviceFailed, PeerLost, RaypodError, WaitTimedOut, summarize_exception
 from raypod.events import FailureKind, HeartbeatReport, InstanceLost
 from raypod.fleet.base import Beat, FleetBroken
 from raypod.fleet.death_cause import death_causes
@@ -331,6 +331,10 @@ class Watch:
                 if cause is not None:
                     text = f"{summarize_exception(cause)}{user_code.place_of(cause)}"
                 losses.append(self._loss(index, "raised", text))
+        for index, cause in causes.items():
+            if isinstance(cause, DeviceFailed):
+                loss = self._loss(index, "device", str(cause))
+                losses.append(dataclasses.replace(loss, recovery_action=cause.recovery_action))
         consequences = "; ".join(str(cause) for cause in causes.values() if cause is not None)
         return FleetBroken((*losses, *late), connections or consequences)
 

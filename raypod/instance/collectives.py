@@ -18,9 +18,10 @@ from raypod.host.interfaces import interface_of, local_address_to
 from raypod.instance.horovod_proxy import HorovodProxy
 
 _CONNECT_TIMEOUT_S = 60.0  # to the rendezvous server
-# Exceptions of the emulated SDK's communication, of Horovod (real or emulated), and of the real PopTorch, which fails
-# on all instances when the device run of one ends.
-_PEER_ERRORS = ("PeerFailed", "HorovodInternalError", "RecoverableError", "UnrecoverableError")
+# Exceptions of the emulated SDK's communication and of Horovod (real or emulated). Those of the device are in
+# `device_failure`: on IPUs the device runs of all instances fail when that of one ends.
+_PEER_ERRORS = ("PeerFailed", "HorovodInternalError")
+UNRECOVERABLE = "UNRECOVERABLE"
 # It can also be a plain `poptorch.Error` (inferred), by its type or its text. A floating-point exception has the same
 # type, and is of the instance's own program.
 _ENDED_RUN = re.compile(r"application[ _]runtime[ _]error|host[ -]?sync\w*\b.*\btimed?[ -]?out", re.IGNORECASE)
@@ -61,6 +62,25 @@ def caused_by_peer(error: BaseException) -> bool:
     kinds = type(error).__mro__
     if any(kind.__name__ in _PEER_ERRORS for kind in kinds):
         return True
+    return device_failure(error) is not None
+
+
+def device_failure(error: BaseException) -> Optional[str]:
+    """Return the recovery action of an error of the device, which the SDK's core has raised; None for other errors.
+
+    UNRECOVERABLE for an UnrecoverableError, "" if it names none. The state of the device is unknown then, other than
+    after a `PeerFailed` of the emulated SDK.
+    """
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if "RecoverableError" in names:
+        return str(getattr(error, "recovery_action", ""))
+    if "UnrecoverableError" in names:
+        return UNRECOVERABLE
+    return "" if _has_ended_the_run(error) else None
+
+
+def _has_ended_the_run(error: BaseException) -> bool:
+    kinds = type(error).__mro__
     is_of_poptorch = any(kind.__name__ == "Error" and kind.__module__.startswith("poptorch") for kind in kinds)
     text = f"{getattr(error, 'type', '')} {error}"
     return is_of_poptorch and _ENDED_RUN.search(text) is not None and _OWN_FAULT.search(text) is None

@@ -2,7 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Sequence
+from typing import Any, List, Optional, Sequence
+
+from raypod.instance import collectives
+
+
+class CallGuard:
+    """A context for calls: notes an error of the device, whose state is unknown from then on."""
+
+    def __init__(self) -> None:
+        self._error: Optional[BaseException] = None
+
+    def __enter__(self) -> None:
+        """Begin a call."""
+
+    def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
+        """End a call."""
+        if error is not None and collectives.device_failure(error) is not None:
+            self._error = error
+
+    def check(self) -> None:
+        """Raise the error of the device, if a call has ended with one."""
+        if self._error is not None:
+            raise self._error
+
+    def destroy(self, models: Sequence[Any]) -> None:
+        """Release devices and executables. The end of this process releases a device that has failed."""
+        try:
+            for model in models:
+                if model.isCompiled():
+                    model.destroy()
+        except Exception:  # the SDK's: it reads the weights first
+            if self._error is None:
+                raise
 
 
 def detach(models: Sequence[Any]) -> None:
@@ -25,10 +57,3 @@ def check_released(models: Sequence[Any], error: Exception) -> None:
 
 def _attached(models: Sequence[Any]) -> List[Any]:
     return [model for model in models if model.isCompiled() and model.isAttachedToDevice()]
-
-
-def destroy(models: Sequence[Any]) -> None:
-    """Release devices and executables."""
-    for model in models:
-        if model.isCompiled():
-            model.destroy()

@@ -56,6 +56,7 @@ class Instance:
         self._seeding_peer: Optional[SeedingPeer] = None
         self._saves: Optional[BackgroundWriter] = None  # only in instance 0
         self._is_evaluation_abandoned = False
+        self._guard = devices.CallGuard()
         self._timer = StepTimer()
         self._profile = Profile(plan, self._spec, sdk)
         self._cache = executable_cache.folder_of(plan, sdk)
@@ -99,10 +100,7 @@ class Instance:
         return self._group.data_address()
 
     def open_rendezvous(self, address: str, generation: int) -> Dict[str, str]:
-        """Open the rendezvous at `address`; return the environment variables with which instances connect to it.
-
-        `address` is this host's in the network between the hosts. Every repair uses the next `generation`.
-        """
+        """Open the rendezvous of a generation at `address`, this host's; return the environment to connect to it."""
         return self._group.open_rendezvous(address, generation)
 
     def join(self, environment: Dict[str, str]) -> None:
@@ -119,13 +117,14 @@ class Instance:
         """Leave the process group after an instance was lost; return the update of the state kept here, -1 for none.
 
         The weights and the replica state are read back and the device is released, so that this process can `join`
-        again with its compiled model. If the device cannot be read after a failed call, the host's last copy is kept.
-        RuntimeError if the device cannot even be released: only the end of this process does it.
+        again with its compiled model. If the device cannot be read, the host's last copy is kept. RuntimeError if it
+        cannot be released, or failed in a call.
         """
         self._gate = StopGate(self._plan.config.run.report_timeout_s)
         self._model.train()
         state = None
         try:
+            self._guard.check()
             state = program.read_replica_state(self._training)
             devices.detach(self._poptorch_models)
             self._host_update = self._update
@@ -217,7 +216,7 @@ class Instance:
             update = leg.first_update + number * device_iterations
             self._rate.set(self._training, self._model.optimizer, update)
             began, peer_wait_before = time.monotonic(), self._sdk.peer_wait_s()
-            with self.heartbeat.in_call(first_call + number):
+            with self.heartbeat.in_call(first_call + number), self._guard:
                 digest = self._feed.samples_digest()
                 inputs = (*batch, *self._model.call_words(update, digest))
                 self._random_states.compile(self._training, inputs)
@@ -325,7 +324,7 @@ class Instance:
             self._saves.close()
         if self._feed is not None:
             self._feed.close()
-        devices.destroy(self._poptorch_models)
+        self._guard.destroy(self._poptorch_models)
         hvd.shutdown()
         self._group.close()
         self._profile.close()

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional
 
-from raypod.errors import ClusterError, CollectiveBroken, ConfigError, as_utf8, summarize_exception
+from raypod.errors import ClusterError, CollectiveBroken, ConfigError, DeviceFailed, as_utf8, summarize_exception
 from raypod.events import CallReport, EvaluationReport, HeartbeatReport, InstanceStarted
 from raypod.host import process, sdk, torchvision_import
 from raypod.host.activity_record import ActivityRecord, Identity
@@ -178,6 +178,9 @@ class InstanceProcess:
         try:
             yield
         except Exception as error:
+            action = collectives.device_failure(error)
+            if action is not None and (action or self._plan.geometry.num_instances > 1):
+                raise DeviceFailed(self._index, " ".join(str(error).split()), action) from error
             if self._plan.geometry.num_instances > 1 and collectives.caused_by_peer(error):
                 raise CollectiveBroken(self._index, " ".join(str(error).split())) from error
             raise

@@ -130,18 +130,27 @@ def _held(setting: str) -> Row:
     return row
 
 
-def _lost_peer(fault: str) -> Row:
-    """An instance is killed in a call; the survivor's call ends as `fault` says."""
+def _lost_peer(fault: str, action: str = "IPU_RESET") -> Row:
+    """An instance is killed in a call; the survivor's call ends as `fault` says, with a recovery action."""
 
     def row(bench: Bench, times: Times) -> Outcome:
         environment = {"FRONT_END_FAULT": fault, "FRONT_END_HOST_SYNC_S": str(times.hang_s), "FRONT_END_CALL_S": "0.1"}
+        environment["FRONT_END_RECOVERY_ACTION"] = action
         with bench.started([*_TWO, "--updates", "60", "--checkpoint-every", "10 updates"], environment) as running:
             running.wait_for_calls(30)
             running.kill_instance(1)
             run = running.wait()
+        if fault == "unrecoverable" or action == "FULL_RESET":
+            return Outcome(run, _gave_up(run))
         return Outcome(run, _recovered(bench, run))
 
     return row
+
+
+def _gave_up(run: Run) -> str:
+    actions = [event["recovery_action"] for event in run.events("instance_lost") if event["kind"] == "device"]
+    is_told = bool(actions) and "then the same command continues" in run.output
+    return "" if run.code == 1 and is_told else f"exit code {run.code}, recovery actions {actions}: {run.output[-300:]}"
 
 
 def _recovered(bench: Bench, run: Run) -> str:
@@ -215,6 +224,7 @@ ROWS: Dict[str, Row] = {
     "long load": _held("LOAD_S"),
     "peer killed, the call raises": _lost_peer("raise"),
     "peer killed, unrecoverable": _lost_peer("unrecoverable"),
+    "peer killed, full reset": _lost_peer("unusable", "FULL_RESET"),
     "peer killed, the device is unusable": _lost_peer("unusable"),
     "peer killed, the call hangs": _lost_peer("hang"),
     "SIGKILL of the coordinator": _lost_coordinator,

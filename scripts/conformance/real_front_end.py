@@ -10,7 +10,7 @@ are from those of the emulated SDK after 4 updates, as a part of their length (f
 is a resume); how many times a device was attached; the bytes that moved between host and device. The status is 1 if a
 row has a problem.
 
-There is no row for the reset of a partition: raypod does not read `recovery_action`, and to it that is an unusable
+There is no row for the reset of a partition: raypod runs no command that resets one, and to it that is an unusable
 device. None for `popdist.init` in a launched program: nothing public says what it does without mpirun. PopTorch has no
 example of popdist; its tests of popdist take the place of one. Weights are compared with those of a run without a
 failure in the rows of a resume and a preemption only.

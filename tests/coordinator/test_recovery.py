@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import signal
 from pathlib import Path
@@ -85,6 +86,26 @@ def test_the_same_exception_at_the_same_update_ends_the_run() -> None:
     assert "ValueError: no such layer (the same happened at update 8 before)" in error
     deaths = FailurePolicy("emulated", 9)
     assert [deaths.decide(broken(lost(1)), 8, 0.0).error for _ in range(2)] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        ("FULL_RESET", "the SDK requires FULL_RESET: power-cycle the system of this host"),
+        ("UNRECOVERABLE", "the SDK calls it unrecoverable: take this host out of the cluster file"),
+        ("IPU_RESET", None),
+        ("", None),
+    ],
+)
+def test_the_recovery_action_of_a_failed_device_decides(action: str, reason: Optional[str]) -> None:
+    failed = dataclasses.replace(lost(2, "device", "the device has failed"), recovery_action=action)
+    policy = FailurePolicy("ipu", 3)
+    decisions = [policy.decide(broken(lost(1), failed), 7, 0.0) for _ in range(2)]  # not the same exception
+    if reason is None:
+        assert [each.replace for each in decisions] == [(1, 2), (1, 2)]
+    else:
+        assert str(decisions[0].error).startswith(f"instance 2 on host h2 failed: the device has failed ({reason}")
+        assert policy.restarts == 0
 
 
 @pytest.mark.parametrize(

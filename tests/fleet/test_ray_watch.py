@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
 
-from raypod.errors import ClusterError, CollectiveBroken
+from raypod.errors import ClusterError, CollectiveBroken, DeviceFailed
 from raypod.events import HeartbeatReport
 from raypod.fleet.base import FleetBroken
 from raypod.fleet.ray_wait import NO_VALUE, PauseDetector, take_ready
@@ -335,6 +335,18 @@ def test_the_death_of_an_instance_is_the_cause_of_the_errors_of_the_others(fleet
     fleet.streams[3].items.append((1000.8, ActorDied("its process ended")))
     _, broken = fleet.follow()
     assert lost(broken) == [(3, "died")]
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_survivors_whose_devices_have_failed_are_lost_after_the_cause(fleet: Fleet, dies: bool) -> None:
+    for index in (0, 2):
+        failed = DeviceFailed(index, "a link is down", "PARTITION_RESET")
+        fleet.streams[index].items.append((0.0, TaskError(failed)))
+    if dies:
+        fleet.die(3)
+    _, broken = fleet.follow()
+    assert lost(broken) == [*([(3, "died")] if dies else []), (0, "device"), (2, "device")]
+    assert {each.recovery_action for each in broken.losses if each.kind == "device"} == {"PARTITION_RESET"}
 
 
 @pytest.mark.parametrize("is_lost", [True, False])

@@ -8,8 +8,10 @@ import popdist
 import poptorch
 import pytest
 
+from raypod.checkpoint import storage
+from raypod.checkpoint.resume import newest_valid
 from raypod.coordinator import coordinator
-from raypod.errors import CollectiveBroken
+from raypod.errors import CollectiveBroken, InstanceFailed
 from raypod.events import CallReport, EvaluationDone, Event, Repaired, RunEnded, UpdateDone
 from raypod.fleet.base import FleetBroken
 from raypod.fleet.inline import InlineFleet
@@ -136,6 +138,33 @@ def test_an_unreadable_device_loses_the_updates_since_the_last_read_back(
     assert only(seen, Repaired).update == 8  # the last checkpoint's
     assert only(seen, RunEnded).weights_sha256 == uninterrupted
     assert [event.update for event in seen if isinstance(event, UpdateDone)] == list(range(1, 15))
+
+
+class Failing(DisconnectingFleet):
+    """The device fails in the call after `BREAKS_AFTER` updates."""
+
+    _is_connected = False
+
+    def run(self, leg: Leg, stop_requested: Callable[[], bool]) -> Iterator[CallReport]:
+        for report in super().run(leg, stop_requested):
+            yield report
+            if report.first_update + 1 == BREAKS_AFTER:
+                self._instance._training.__class__ = _Fails  # type: ignore[union-attr]
+
+
+class _Fails(poptorch.PoplarExecutor):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise poptorch.RecoverableError("the peer is lost")
+
+
+def test_the_state_of_a_device_that_failed_in_a_call_is_not_saved(make: Callable[..., Plan]) -> None:
+    plan = plan_for(make, "tiny")
+    seen: List[Event] = []
+    with pytest.raises(InstanceFailed, match="RecoverableError: the peer is lost"):
+        seen.extend(coordinator.run(plan, Failing(plan), MetricsAggregator(plan, 0.0)))
+    failed = newest_valid(storage.checkpoints_folder(plan.run_dir))[0]
+    assert failed is not None
+    assert failed.update == 8
 
 
 def test_a_process_whose_device_cannot_be_released_is_no_survivor(

@@ -35,6 +35,11 @@ def hold(variable: str) -> None:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
         raise Error(f"{variable}={text}: must be a number of seconds")
+    hold_for(seconds)
+
+
+def hold_for(seconds: float) -> None:
+    """Hold the interpreter lock for a time."""
     until = time.monotonic() + seconds
     while True:  # a signal ends a sleep
         left = until - time.monotonic()

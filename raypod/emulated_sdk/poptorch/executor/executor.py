@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
-from poptorch.device import interpreter_lock
+from poptorch.device import device_fault, interpreter_lock
 from poptorch.device.arguments import Arguments, BatchLayout
 from poptorch.device.program import Program, TrainingProgram
 from poptorch.device_mode import caller_modes_disabled
@@ -97,7 +97,8 @@ class PoplarExecutor(ReplicaState):
         else:
             self._upload_trained()
         with caller_modes_disabled(), Substitutions(), self._profiling.tracepoint("modelExecution"):
-            result = program.run(tensors)
+            with device_fault.at_a_lost_peer():
+                result = program.run(tensors)
             interpreter_lock.hold(interpreter_lock.CALL)
         host_state.mark_step(self._optimizer)
         return result

@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Protocol, Tupl
 import torch
 from torch.utils._pytree import tree_map
 
+from poptorch.device.device_fault import check_usable
 from poptorch.device.memory import original_class
 from poptorch.device.program import Program, TrainingProgram
 from poptorch.enums import CommGroupType, MeanReductionStrategy, VariableRetrievalMode
@@ -261,6 +262,7 @@ def unbind_optimizer(optimizer: Any, program: Program) -> None:
 def fetch_optimizer(optimizer: Any, program: Program) -> None:
     """Copy the device's state to the host's object, unless it is an optimizer of torch itself."""
     if isinstance(optimizer, Optimizer) and isinstance(program, TrainingProgram) and not optimizer._host_is_newer:
+        check_usable()
         device = program.optimizer
         optimizer._take(device.state(), encode(device.hyperparameters, device.group_names))
 

@@ -7,6 +7,7 @@ from typing import Dict, List, Optional, Tuple
 
 import torch
 
+from poptorch.device import device_fault
 from poptorch.device.arguments import CompiledInputs
 from poptorch.device.memory_estimate import IpuMemory
 from poptorch.device.program import MicroBatchTimes, Program
@@ -43,6 +44,7 @@ class Measurements:
     def _compiled(self) -> Program:
         if self._program is None:
             raise Error("Model has not been compiled or has been destroyed. Call it, or compile(), first")
+        device_fault.check_usable()
         return self._program
 
     def emulatedMemoryFormat(self) -> str:

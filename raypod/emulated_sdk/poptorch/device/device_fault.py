@@ -1,0 +1,66 @@
+"""How a call ends that loses a peer, as on IPUs. EMULATED_POD_DEVICE_FAULT is one of:
+
+    raise[:ACTION]       RecoverableError; the device can still be read, and used again
+    unusable[:ACTION]    RecoverableError; from then on every use of a compiled model in this process is an Error
+    unrecoverable        UnrecoverableError, and the same
+    hang                 holds the interpreter lock for EMULATED_POD_TIMEOUT_S; then Error: the host sync timed out
+
+ACTION is the `recovery_action`, by default IPU_RESET. Without the variable the call raises PeerFailed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Iterator, Tuple
+
+from _pod.rendezvous import timeout_s
+from _pod.store_protocol import PeerFailed
+
+from poptorch.device import interpreter_lock
+from poptorch.errors import Error, RecoverableError, UnrecoverableError
+
+VARIABLE = "EMULATED_POD_DEVICE_FAULT"
+_ACTIONS = ("IPU_RESET", "LINK_RESET", "PARTITION_RESET", "FULL_RESET")
+_APPLICATION = "poplar_application_runtime_error"
+
+
+class _Device:
+    is_usable = True  # of this process
+
+
+@contextlib.contextmanager
+def at_a_lost_peer() -> Iterator[None]:
+    """Within this context the loss of a peer ends the call as the variable says; Error if its value is unknown."""
+    fault, action = _chosen()
+    try:
+        yield
+    except PeerFailed as error:
+        if not fault:
+            raise
+        _Device.is_usable = fault in ("raise", "hang")
+        if fault == "hang":
+            interpreter_lock.hold_for(timeout_s())
+            raise Error(f"Host sync timed out: {error}", _APPLICATION) from error
+        if fault == "unrecoverable":
+            raise UnrecoverableError(str(error)) from error
+        raise RecoverableError(str(error), recovery_action=action) from error
+
+
+def check_usable() -> None:
+    """Raise Error if a fault has made the device of this process unusable."""
+    if not _Device.is_usable:
+        raise Error("Application runtime error: the device is in an error state", _APPLICATION)
+
+
+def _chosen() -> Tuple[str, str]:
+    """Return the fault, "" for none, and its recovery action."""
+    text = os.environ.get(VARIABLE, "")
+    fault, colon, action = text.partition(":")
+    has_action = fault in ("raise", "unusable")
+    if not (fault in ("", "hang", "unrecoverable") and not colon or has_action and (not colon or action in _ACTIONS)):
+        raise Error(
+            f"{VARIABLE}={text}: must be raise, unusable, unrecoverable or hang; the first two may name a recovery "
+            f"action, as in unusable:PARTITION_RESET ({', '.join(_ACTIONS)})"
+        )
+    return fault, action or "IPU_RESET"
