@@ -114,9 +114,9 @@ def test_a_folder_that_does_not_exist_is_named_with_where_it_was_looked_for(
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda folder: (folder / "train").rename(folder / "other"), r"has no class folders; .*/train/CLASS/\*\.jpg"),
-        (lambda folder: [file.unlink() for file in (folder / "train").rglob("*.*")], "contain no images"),
-        (lambda folder: (folder / "val" / "bird").mkdir(), r"val/bird is a class that .*train does not have"),
+        (lambda at: (at / "train").rename(at / "other"), r"has no class folders; expected .*/train/CLASS/\*\.jpg"),
+        (lambda at: [file.unlink() for file in (at / "train").rglob("*.*")], "contain no images"),
+        (lambda at: (at / "val" / "bird").mkdir(), r"val/bird is a class that .*train does not have"),
     ],
 )
 def test_missing_folders_and_images_are_errors(folder: Path, damage: Any, words: str) -> None:
