@@ -19,21 +19,16 @@ from raypod.datasets.image_files import SUFFIXES
 from raypod.datasets.image_reader import image_files
 from raypod.datasets.images import ImageSource
 from raypod.errors import ConfigError
-from raypod.plan.config import Config
 from raypod.plan.plan import DatasetSize
-from raypod.plan.resolve import from_values
 from raypod.plan.tables import render, render_brief
 from tests.support import image_folders
+from tests.support.image_folders import config
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (image_folders.write(tmp_path) / "train" / "cat" / "notes.txt").write_text("no image")
     return tmp_path
-
-
-def config(folder: Path, **data: object) -> Config:
-    return from_values({"data": {"dataset": "imagefolder", "data_dir": str(folder), **data}})
 
 
 def test_each_folder_is_a_class_and_evaluation_uses_the_center_crop(folder: Path) -> None:
@@ -45,8 +40,7 @@ def test_each_folder_is_a_class_and_evaluation_uses_the_center_crop(folder: Path
     with Image.open(str(folder / "val" / "cat" / "a.JPEG")) as image:
         resized = image.resize((48, 37), Image.Resampling.BILINEAR)  # 37: 32 * 256 / 224 of the shorter side
         expected = np.asarray(resized)[2:34, 8:40].transpose(2, 0, 1)
-    found = datasets.load(config(folder, image_size=32)).test[0][0].numpy()
-    assert np.abs(found.astype(int) - expected.astype(int)).max() <= 1
+    assert np.abs(splits.test[0][0].numpy().astype(int) - expected.astype(int)).max() <= 1
 
 
 def test_planning_counts_samples_and_writes_nothing(folder: Path) -> None:
@@ -73,7 +67,7 @@ def test_files_in_nested_folders_are_found(folder: Path) -> None:
 @pytest.mark.parametrize("data", [{}, {"eight_bit_io": True}])
 def test_training_crops_are_a_function_of_seed_epoch_and_sample(folder: Path, make: Any, data: Any) -> None:
     def fed(leg: int, instances: int) -> torch.Tensor:
-        own = {"dataset": "imagefolder", "data_dir": str(folder), "image_size": 16, **data}
+        own = config(folder, image_size=16, **data).data.model_dump()
         plan = make(data=own, training={"batch_size": 2, "epochs": 3}, pod={"replicas": 2, "num_instances": instances})
         source = ImageSource(plan.config, datasets.load(plan.config))
         calls = []
@@ -110,31 +104,23 @@ def test_a_damaged_image_is_named(folder: Path) -> None:
 def test_a_folder_that_does_not_exist_is_named_with_where_it_was_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(
-        ConfigError, match=f"^--data-dir {tmp_path}/none does not exist: --dataset imagefolder reads it"
-    ):
-        datasets.load(config(tmp_path / "none"))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=f"^--data-dir none does not exist in {tmp_path}: "):
-        datasets.load(config(Path("none")))
+    for name, place in ((f"{tmp_path}/none", ""), ("none", f" in {tmp_path}")):
+        message = f"^--data-dir {name} does not exist{place}: --dataset imagefolder reads it"
+        with pytest.raises(ConfigError, match=message):
+            datasets.load(config(name))
 
 
 @pytest.mark.parametrize(
-    ("broken", "words"),
+    ("damage", "words"),
     [
-        ("train", r"has no class folders; expected .*/train/CLASS/\*\.jpg"),
-        ("images", "contain no images"),
-        ("unknown", r"val/bird is a class that .*train does not have"),
+        (lambda at: (at / "train").rename(at / "other"), r"has no class folders; expected .*/train/CLASS/\*\.jpg"),
+        (lambda at: [file.unlink() for file in (at / "train").rglob("*.*")], "contain no images"),
+        (lambda at: (at / "val" / "bird").mkdir(), r"val/bird is a class that .*train does not have"),
     ],
 )
-def test_missing_folders_and_images_are_errors(folder: Path, broken: str, words: str) -> None:
-    if broken == "train":
-        (folder / "train").rename(folder / "training")
-    elif broken == "images":
-        for file in (folder / "train").rglob("*.*"):
-            file.unlink()
-    else:
-        (folder / "val" / "bird").mkdir()
+def test_missing_folders_and_images_are_errors(folder: Path, damage: Any, words: str) -> None:
+    damage(folder)
     for read in (datasets.load, datasets.dataset_size):
         with pytest.raises(ConfigError, match=words):
             read(config(folder))
@@ -265,4 +251,4 @@ def test_a_folder_that_cannot_be_read_is_an_error(folder: Path, monkeypatch: pyt
 
 def test_a_url_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"--data-dir s3://bucket/images: images are read from a folder of the host"):
-        datasets.dataset_size(from_values({"data": {"dataset": "imagefolder", "data_dir": "s3://bucket/images"}}))
+        datasets.dataset_size(config("s3://bucket/images"))

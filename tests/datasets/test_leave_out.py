@@ -19,6 +19,7 @@ from raypod.plan.plan import Plan
 from raypod.plan.resolve import from_values
 from raypod.record import ledger
 from tests.support import image_folders
+from tests.support.image_folders import config
 
 
 def test_the_next_sample_takes_the_place_of_one_that_is_left_out() -> None:
@@ -103,13 +104,6 @@ def test_a_run_continues_without_an_image_that_cannot_be_read(
 def test_the_first_sample_may_be_left_out(tmp_path: Path, make: Any) -> None:
     folder = image_folders.write(tmp_path)
     (folder / "train" / "cat" / "a.JPEG").write_bytes(b"no image")
-    data = {"dataset": "imagefolder", "data_dir": str(folder), "leave_out": [0, 1]}
-    plan = make(data=data, training={"batch_size": 2})
+    plan = make(data=config(folder, leave_out=[0, 1]).data.model_dump(), training={"batch_size": 2})
     images, labels = ImageSource(plan.config, datasets.load(plan.config)).first_batch(42)
     assert (tuple(images.shape), labels.tolist()) == ((1, 3, 224, 224), [0])
-
-
-def test_an_image_with_too_many_pixels_names_the_flag(tmp_path: Path) -> None:
-    data = {"dataset": "imagefolder", "data_dir": str(image_folders.write(tmp_path)), "max_image_pixels": 100}
-    with pytest.raises(OSError, match="accept more with --max-image-pixels, or leave it out with --leave-out 7"):
-        datasets.load(from_values({"data": data})).train[7]

@@ -15,7 +15,6 @@ from raypod import datasets
 from raypod.datasets.image_reader import ImageReader
 from raypod.datasets.pixel_limit import open_image
 from raypod.errors import ConfigError
-from raypod.plan.resolve import from_values
 from tests.support import image_folders
 
 
@@ -23,20 +22,18 @@ from tests.support import image_folders
 def test_training_and_prediction_refuse_an_image_with_more_pixels(decoder: str, tmp_path: Path) -> None:
     pytest.importorskip(decoder.replace("pillow", "PIL"))
     folder = image_folders.write(tmp_path)
-    file = folder / "train" / "cat" / "a.JPEG"
+    file, pixels = folder / "train" / "cat" / "b.jpg", 500 * 400
     image_folders.photograph(1, 500, 400).save(file, "JPEG")
-    pixels = 500 * 400
-    data = {"dataset": "imagefolder", "data_dir": str(folder), "image_size": 24, "jpeg_decoder": decoder}
+    accepted, refused = (
+        datasets.load(image_folders.config(folder, image_size=24, jpeg_decoder=decoder, max_image_pixels=limit))
+        for limit in (pixels, pixels - 1)
+    )
+    assert accepted.train[1][0].shape == ImageReader("imagefolder", accepted).read(file).shape
     message = f"{re.escape(str(file))}: it has .* pixels, more than --max-image-pixels {pixels - 1}"
-    for limit in (pixels, pixels - 1):
-        splits = datasets.load(from_values({"data": {**data, "max_image_pixels": limit}}))
-        if limit == pixels:
-            assert splits.train[0][0].shape == ImageReader("imagefolder", splits).read(file).shape
-            continue
-        with pytest.raises(OSError, match=message):
-            splits.train[0]
-        with pytest.raises(ConfigError, match=message):
-            ImageReader("imagefolder", splits).read(file)
+    with pytest.raises(OSError, match=f"{message}.* accept more with --max-image-pixels, or .* with --leave-out 1"):
+        refused.train[1]
+    with pytest.raises(ConfigError, match=message):
+        ImageReader("imagefolder", refused).read(file)
 
 
 def test_the_limit_replaces_that_of_pillow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from PIL import Image
 from raypod import datasets
 from raypod.datasets.image_reader import ImageReader
 from raypod.plan.config import Config
-from raypod.plan.resolve import from_values
 from raypod.plan.tables import render
 from tests.support import image_folders
 
@@ -26,53 +25,30 @@ SIXTEEN = (GREY.astype(np.uint16) << 8) + 77
 SEE_THROUGH = bytes([0] * 128 + [255] * 128)
 
 
-def palette(pixels: np.ndarray) -> Image.Image:
-    return Image.fromarray(pixels).quantize(256)
-
+COLORED, PALETTE = Image.fromarray(COLOR), Image.fromarray(GREY).quantize(256)
+FRAMES = {"save_all": True, "append_images": [Image.fromarray(255 - COLOR)]}
+DEEP, CLEAR = "with more than 8 bits per channel (reduced to 8)", "with transparency (dropped)"
+CMYK, FIRST = "in CMYK (converted without a color profile)", "with several frames (only the first is used)"
+ORIENTED = "with an EXIF orientation (not applied)"
 
 # What is written, with which options; the expected pixels; the warning of the plan.
 TABLE: Dict[str, Tuple[Image.Image, Dict[str, Any], np.ndarray, str]] = {
     "grey.png": (Image.fromarray(GREY), {}, GREY, ""),
-    "color.png": (Image.fromarray(COLOR), {}, COLOR, ""),
+    "color.png": (COLORED, {}, COLOR, ""),
     "one.png": (Image.fromarray(GREY > 99), {}, 255 * (GREY > 99).astype(np.uint8), ""),
-    "sixteen.png": (Image.fromarray(SIXTEEN), {}, GREY, "with more than 8 bits per channel (reduced to 8)"),
-    "sixteen.tif": (Image.fromarray(SIXTEEN), {}, GREY, "with more than 8 bits per channel (reduced to 8)"),
-    "integers.tif": (
-        Image.fromarray(SIXTEEN.astype(np.int32)),
-        {},
-        GREY,
-        "with more than 8 bits per channel (reduced to 8)",
-    ),
-    "alpha.png": (Image.fromarray(np.dstack([COLOR, GREY])), {}, COLOR, "with transparency (dropped)"),
-    "grey-alpha.png": (
-        Image.merge("LA", [Image.fromarray(GREY), Image.fromarray(GREY.T)]),
-        {},
-        GREY,
-        "with transparency (dropped)",
-    ),
-    "palette.png": (palette(GREY), {}, GREY, ""),
-    "holes.png": (palette(GREY), {"transparency": SEE_THROUGH}, GREY, "with transparency (dropped)"),
-    "hole.png": (palette(GREY), {"transparency": 3}, GREY, "with transparency (dropped)"),
-    "cmyk.tif": (
-        Image.fromarray(COLOR).convert("CMYK"),
-        {},
-        COLOR,
-        "in CMYK (converted without a color profile)",
-    ),
-    "turned.png": (Image.fromarray(COLOR), {"exif": TURNED}, COLOR, "with an EXIF orientation (not applied)"),
-    "turned.tif": (Image.fromarray(COLOR), {"exif": TURNED}, np.rot90(COLOR, -1), ""),  # by Pillow
-    "moving.png": (
-        Image.fromarray(COLOR),
-        {"save_all": True, "append_images": [Image.fromarray(255 - COLOR)]},
-        COLOR,
-        "with several frames (only the first is used)",
-    ),
-    "pages.tif": (
-        Image.fromarray(COLOR),
-        {"save_all": True, "append_images": [Image.fromarray(255 - COLOR)]},
-        COLOR,
-        "with several frames (only the first is used)",
-    ),
+    "sixteen.png": (Image.fromarray(SIXTEEN), {}, GREY, DEEP),
+    "sixteen.tif": (Image.fromarray(SIXTEEN), {}, GREY, DEEP),
+    "integers.tif": (Image.fromarray(SIXTEEN.astype(np.int32)), {}, GREY, DEEP),
+    "alpha.png": (Image.fromarray(np.dstack([COLOR, GREY])), {}, COLOR, CLEAR),
+    "grey-alpha.png": (Image.merge("LA", [Image.fromarray(GREY), Image.fromarray(GREY.T)]), {}, GREY, CLEAR),
+    "palette.png": (PALETTE, {}, GREY, ""),
+    "holes.png": (PALETTE, {"transparency": SEE_THROUGH}, GREY, CLEAR),
+    "hole.png": (PALETTE, {"transparency": 3}, GREY, CLEAR),
+    "cmyk.tif": (COLORED.convert("CMYK"), {}, COLOR, CMYK),
+    "turned.png": (COLORED, {"exif": TURNED}, COLOR, ORIENTED),
+    "turned.tif": (COLORED, {"exif": TURNED}, np.rot90(COLOR, -1), ""),  # by Pillow
+    "moving.png": (COLORED, FRAMES, COLOR, FIRST),
+    "pages.tif": (COLORED, FRAMES, COLOR, FIRST),
 }
 
 
@@ -84,7 +60,7 @@ def folder_of(tmp_path: Path, name: str, image: Image.Image, **options: Any) -> 
 
 
 def config(folder: Path, **data: object) -> Config:
-    return from_values({"data": {"dataset": "imagefolder", "data_dir": str(folder), "image_size": SIDE, **data}})
+    return image_folders.config(folder, image_size=SIDE, **data)
 
 
 @pytest.mark.parametrize("name", list(TABLE))
@@ -96,11 +72,8 @@ def test_training_evaluation_and_prediction_see_the_same_pixels(tmp_path: Path, 
     settings = config(folder_of(tmp_path, name, image, **options), jpeg_decoder=decoder, augment=False)
     splits = datasets.load(settings)
     expected = np.broadcast_to(pixels.reshape(32, 32, -1), (32, 32, 3))[2:30, 2:30].transpose(2, 0, 1)
-    for found in (
-        splits.train[0][0],
-        splits.test[0][0],
-        ImageReader("imagefolder", splits).read(tmp_path / "val" / "a" / name),
-    ):
+    predicted = ImageReader("imagefolder", splits).read(tmp_path / "val" / "a" / name)
+    for found in (splits.train[0][0], splits.test[0][0], predicted):
         assert np.array_equal(found.numpy(), expected)
     notes = datasets.dataset_size(settings).notes
     assert notes == (() if not warning else (f"WARNING: 2 of 2 images {warning}, as {tmp_path}/train/a/{name}",))
@@ -109,11 +82,7 @@ def test_training_evaluation_and_prediction_see_the_same_pixels(tmp_path: Path, 
 def test_a_jpeg_with_an_orientation_and_images_for_a_grey_model(tmp_path: Path) -> None:
     settings = config(image_folders.write(tmp_path))
     kinds = [each.partition(" images ")[2].partition(",")[0] for each in datasets.dataset_size(settings).notes]
-    assert kinds == [
-        "in CMYK (converted without a color profile)",
-        "with an EXIF orientation (not applied)",
-        "with transparency (dropped)",
-    ]
+    assert kinds == [CMYK, ORIENTED, CLEAR]
     array = datasets.ArrayDataset(np.zeros((1, 1, 32, 32), dtype=np.uint8), np.zeros(1, dtype=np.int64))
     reader = ImageReader("grey", datasets.Splits(array, array, 1, ""))
     for name in ("grey.png", "sixteen.png", "grey-alpha.png", "holes.png"):
@@ -125,14 +94,14 @@ def test_a_jpeg_with_an_orientation_and_images_for_a_grey_model(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("pixels", "words"),
     [
-        (GREY.astype(np.float32) / 255, "floating-point numbers of an unknown range: convert it to 8 or 16 bits"),
-        (GREY.astype(np.int32) * 4096, "integers of more than 16 bits: convert it to 8 or 16 bits"),
-        (GREY.astype(np.int32) - 9, "integers of more than 16 bits: convert it to 8 or 16 bits"),
+        (GREY.astype(np.float32) / 255, "floating-point numbers of an unknown range"),
+        (GREY.astype(np.int32) * 4096, "integers of more than 16 bits"),
+        (GREY.astype(np.int32) - 9, "integers of more than 16 bits"),
     ],
 )
 def test_pixels_of_an_unknown_range_are_an_error(tmp_path: Path, pixels: np.ndarray, words: str) -> None:
     splits = datasets.load(config(folder_of(tmp_path, "wide.tif", Image.fromarray(pixels))))
-    with pytest.raises(OSError, match=f"train/a/wide.tif: its pixels are {words}"):
+    with pytest.raises(OSError, match=f"train/a/wide.tif: its pixels are {words}: convert it to 8 or 16 bits"):
         splits.train[0]
 
 

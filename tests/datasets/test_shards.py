@@ -8,7 +8,7 @@ import re
 import shutil
 import tarfile
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
@@ -19,10 +19,9 @@ from raypod.datasets import packing, shards
 from raypod.datasets.loading import SeededSamples
 from raypod.errors import ConfigError
 from raypod.host.files import file_lock
-from raypod.plan.config import Config
 from raypod.plan.plan import DatasetSize
-from raypod.plan.resolve import from_values
 from tests.support import image_folders
+from tests.support.image_folders import config
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +40,8 @@ def pack(folder: Path, out: Path) -> Path:
     return out
 
 
-def config(folder: Path) -> Config:
-    return from_values({"data": {"dataset": "imagefolder", "data_dir": str(folder), "image_size": 32}})
-
-
 def load(folder: Path) -> Any:
-    return datasets.load(config(folder))
+    return datasets.load(config(folder, image_size=32))
 
 
 def bytes_in(folder: Path) -> List[bytes]:
@@ -57,7 +52,7 @@ def test_the_samples_are_those_of_the_folder(folder: Path, packed: Path) -> None
     ours, theirs = load(packed), load(folder)
     assert (ours.fingerprint, ours.names, ours.classes) == (theirs.fingerprint, ("cat", "dog"), 2)
     assert datasets.dataset_size(config(packed)) == DatasetSize(12, 2)
-    assert datasets.image_shape(config(packed)) == datasets.ImageShape(3, 32, 2)
+    assert datasets.image_shape(config(packed, image_size=32)) == datasets.ImageShape(3, 32, 2)
     for split in ("train", "test"):
         both = [SeededSamples(getattr(each, split), seed=1) for each in (ours, theirs)]
         for index in range(len(getattr(ours, split))):
@@ -118,9 +113,12 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-512])
 
 
-def edit(file: Path, **changed: object) -> None:
-    content = {**json.loads(file.read_text()), **changed}
-    file.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+def edited(**changed: object) -> Callable[[Path], object]:
+    def edit(file: Path) -> None:
+        content = {**json.loads(file.read_text()), **changed}
+        file.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+
+    return edit
 
 
 def zero(file: Path) -> None:
@@ -132,14 +130,10 @@ def zero(file: Path) -> None:
     [
         ("train/00001.tar", Path.unlink, r"shard \S+train/00001.tar cannot be read: No such file or .*; copy it again"),
         ("train/00001.tar", cut, r"shard \S+train/00001.tar has \d+ bytes, expected \d+; copy it again"),
-        (
-            "index.json",
-            lambda file: edit(file, version=2),
-            "index.json has version 2, and .* version 1: pack the image",
-        ),
+        ("index.json", edited(version=2), "index.json has version 2, and .* version 1: pack the image"),
         ("index.json", lambda file: file.write_text("{}"), r"index.json is not the index of `.*`: its format is None"),
         ("index.json", cut, r"cannot read the index \S+index.json \(.*\); copy it again, or pack again"),
-        ("index.json", lambda file: edit(file, classes=None), r"\S+index.json \(.*classes.*\); copy it again, or pack"),
+        ("index.json", edited(classes=None), r"\S+index.json \(.*classes.*\); copy it again, or pack"),
         ("index.json", Path.unlink, r"packed has shards, but no index.json: it is incomplete; copy it again"),
         ("index/train_offsets.npy", zero, r"offsets.npy \(its checksum is \w+, expected \w+\); copy it again"),
         ("index/test_files.npy", Path.unlink, r"test_files.npy \(No such file or directory\); copy it again"),

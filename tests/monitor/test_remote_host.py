@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Callable, Dict
 
 import pytest
 
@@ -16,7 +16,6 @@ from raypod.monitor.pod_source import PodSource
 from raypod.monitor.remote_host import RemoteHost
 from raypod.monitor.remote_log import RemoteLog
 from raypod.plan.cluster import Cluster, Host, Ssh
-from raypod.status import registry
 from tests.support.bounded import wait_until
 from tests.support.monitor_models import instance, make_run
 
@@ -24,15 +23,16 @@ CLUSTER = Cluster("far", (Host("203.0.113.1", "203.0.113.1", 8), Host("203.0.113
 FEED = "for last; do :; done; case $* in *113.2*) echo no route >&2; exit 255;; esac\n"
 
 
-@pytest.fixture(autouse=True)
-def _own_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(registry.VARIABLE, str(tmp_path / "registry"))
+@pytest.fixture
+def use_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: None) -> Callable[[str], None]:
+    """Let `ssh` run a script."""
 
+    def use(script: str) -> None:
+        (tmp_path / "ssh").write_text(f'#!/bin/sh\n{FEED}echo "$last" > {tmp_path}/asked\n{script}\n')
+        (tmp_path / "ssh").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
-def use_ssh(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    (folder / "ssh").write_text(f'#!/bin/sh\n{FEED}echo "$last" > {folder}/asked\n{script}\n')
-    (folder / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return use
 
 
 def feed(folder: Path, **changed: Any) -> None:
@@ -45,11 +45,9 @@ def problems(pod: Pod) -> Dict[str, str]:
     return {host.name: str(host.problem) for host in pod.hosts}
 
 
-def test_the_hosts_of_a_cluster_file_with_the_runs_of_their_monitors(
-    processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hosts_of_a_cluster_file_with_the_runs_of_their_monitors(use_ssh: Any, tmp_path: Path) -> None:
     feed(tmp_path, instances=[instance(0, host="localhost")], hosts={})
-    use_ssh(tmp_path, monkeypatch, f"echo 'Welcome {{'; cat {tmp_path}/feed.json; exec sleep 60")
+    use_ssh(f"echo 'Welcome {{'; cat {tmp_path}/feed.json; exec sleep 60")
     with PodSource(0.2, cluster=CLUSTER) as source:
         source.wait()
         pod = source.poll()
@@ -73,9 +71,9 @@ def test_the_hosts_of_a_cluster_file_with_the_runs_of_their_monitors(
     ],
 )
 def test_a_host_whose_monitor_fails(
-    processes: None, script: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    use_ssh: Any, script: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_ssh(tmp_path, monkeypatch, script)
+    use_ssh(script)
     if not script:
         monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     host = RemoteHost(CLUSTER, CLUSTER.hosts[0], 0.2)
@@ -88,12 +86,10 @@ def test_a_host_whose_monitor_fails(
         host.join()
 
 
-def test_a_host_that_becomes_silent_keeps_its_last_state(
-    processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_becomes_silent_keeps_its_last_state(use_ssh: Any, tmp_path: Path, monkeypatch: Any) -> None:
     feed(tmp_path)
     monkeypatch.setattr("raypod.monitor.remote_host._SILENT_S", 0.3)
-    use_ssh(tmp_path, monkeypatch, f"cat {tmp_path}/feed.json; exec sleep 60")
+    use_ssh(f"cat {tmp_path}/feed.json; exec sleep 60")
     with PodSource(0.1, cluster=CLUSTER) as source:
         source.wait()
         assert wait_until(lambda: "no data for" in problems(source.poll())["203.0.113.1"], 20)
@@ -102,10 +98,10 @@ def test_a_host_that_becomes_silent_keeps_its_last_state(
         assert run.update == 250
 
 
-def test_a_log_on_another_host_is_followed(processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_on_another_host_is_followed(use_ssh: Any, tmp_path: Path) -> None:
     log = tmp_path / "a log"
     log.write_text("one\n")
-    use_ssh(tmp_path, monkeypatch, 'exec sh -c "$last"')
+    use_ssh('exec sh -c "$last"')
     with PodSource(0.1, cluster=CLUSTER) as source:
         following = source.log(make_run(host="203.0.113.1"), str(log))
         try:

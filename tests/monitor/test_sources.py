@@ -29,11 +29,6 @@ from tests.support.bounded import wait_until
 from tests.support.monitor_models import instance, snapshot
 
 
-@pytest.fixture(autouse=True)
-def _own_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(registry.VARIABLE, str(tmp_path / "registry"))
-
-
 @pytest.fixture
 def host() -> Iterator[ThisHost]:
     found = ThisHost(interval_s=0.1)
@@ -136,14 +131,11 @@ def test_a_log_of_before_the_start_or_the_last_repair_has_no_last_line(folder: P
 def test_only_what_is_new_is_read_and_a_repeated_update_replaces(folder: Path) -> None:
     files = RunFiles(folder)
     files.read()
-    append(
-        folder / "metrics.jsonl", {"update": 3, "loss": None}, {"update": 2, "loss": 1.5}, {"update": 3, "loss": 1.0}
-    )
+    changed = [{"update": update, "loss": loss} for update, loss in ((3, None), (2, 1.5), (3, 1.0))]
+    append(folder / "metrics.jsonl", *changed)
     write_state(folder, message="CheckpointDamaged")
     run = files.read()
-    assert run.update == 3
-    assert run.message == "CheckpointDamaged"
-    assert run.series["loss"] == (2.0, 1.5, 1.0)
+    assert (run.update, run.message, run.series["loss"]) == (3, "CheckpointDamaged", (2.0, 1.5, 1.0))
     content = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps({**content, "state": "running", "exit_code": None}))
     assert files.read().state == "died"  # its coordinator was killed
@@ -251,33 +243,33 @@ FORMATS: List[Any] = [  # the format of gc-monitor's JSON is inferred: several s
 ]
 
 
-@pytest.mark.parametrize("content", FORMATS, ids=["flat", "cards", "processes"])
-def test_gc_monitor_is_asked_where_it_is_installed(
-    processes: None, content: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "answer.json").write_text(json.dumps(content))
-    install(tmp_path, monkeypatch, f"test $1 = --json && cat {tmp_path}/answer.json")
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    (folder / "gc-monitor").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "gc-monitor").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def devices_of_tool(wait_s: float) -> Any:
     tool = gc_monitor.GcMonitor()
     tool.start()
     try:
-        tool.wait(20)
-        assert tool.devices == (Device(0, 12, "eve", "python a.py"), Device(1))
+        tool.wait(wait_s)
+        return tool.devices
     finally:
         tool.stop()
 
 
-def install(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    path = folder / "bin"
-    path.mkdir()
-    (path / "gc-monitor").write_text(f"#!/bin/sh\n{script}\n")
-    (path / "gc-monitor").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{path}:{os.environ['PATH']}")
+@pytest.mark.parametrize("content", FORMATS, ids=["flat", "cards", "processes"])
+def test_gc_monitor_is_asked_where_it_is_installed(
+    processes: None, content: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    (tmp_path / "answer.json").write_text(json.dumps(content))
+    install(tmp_path, monkeypatch, f"test $1 = --json && cat {tmp_path}/answer.json")
+    assert devices_of_tool(20) == (Device(0, 12, "eve", "python a.py"), Device(1))
 
 
 @pytest.mark.parametrize("script", ["exit 1", "echo no JSON", "exec sleep 60"])
-def test_a_gc_monitor_that_fails_or_hangs(
-    processes: None, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gc_monitor_that_fails_or_hangs(processes: None, script: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(gc_monitor, "_TIMEOUT_S", 0.5 if "sleep" in script else 20.0)
     install(tmp_path, monkeypatch, script)
     assert gc_monitor.ask() is None
@@ -285,9 +277,5 @@ def test_a_gc_monitor_that_fails_or_hangs(
 
 def test_gc_monitor_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    tool = gc_monitor.GcMonitor()
-    tool.start()
-    tool.wait(1)
-    tool.stop()
-    assert tool.devices is None
+    assert devices_of_tool(1) is None
     assert gc_monitor.parse({"id": -1, "x": [{"id": True}, {"id": math.inf}]}) == ()

@@ -64,6 +64,14 @@ class Mirrored:
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
 
+    def __enter__(self) -> Mirrored:
+        self.mirror.__enter__()
+        self.mirror.handle(STARTED)
+        return self
+
+    def __exit__(self, *arguments: Any) -> None:
+        self.mirror.__exit__(*arguments)
+
     def look(self, after_s: float, **remembered: Any) -> int:
         """Let the coordinator look after a time, when the process remembers something; return the number of starts."""
         if remembered:
@@ -76,16 +84,18 @@ class Mirrored:
         return dict(json.loads((self.folder / "summary.json").read_text()).get("storage", {}))
 
 
+Make = Callable[..., Mirrored]
+
+
 @pytest.fixture
-def mirrored(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mirrored]:
+def mirrored(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> Make:
     return lambda **run: Mirrored(make, monkeypatch, **run)
 
 
-def test_the_process_gets_the_settings_and_the_checkpoints_of_the_run(mirrored: Callable[..., Mirrored]) -> None:
+def test_the_process_gets_the_settings_and_the_checkpoints_of_the_run(mirrored: Make) -> None:
     run = mirrored(keep_checkpoints=1, keep_remote=9)
     memory.write(run.folder, Memory("the run", "file:///remote/run", failures=7, error="of an earlier start"))
-    with run.mirror:
-        run.mirror.handle(STARTED)
+    with run:
         assert memory.read(run.folder) == Memory("the run", "file:///remote/run")
         run.mirror.handle(CheckpointSaved(4, "checkpoints/update-00000004", "0"))
         memory.write(run.folder, Memory("the run", is_complete=True))
@@ -97,10 +107,8 @@ def test_the_process_gets_the_settings_and_the_checkpoints_of_the_run(mirrored: 
     assert (run.now_s, run.warnings, run.lines, run.stored()) == (50.0, [], [], {})
 
 
-def test_a_process_that_hangs_costs_one_warning_and_the_time_limit(mirrored: Callable[..., Mirrored]) -> None:
-    run = mirrored()
-    with run.mirror:
-        run.mirror.handle(STARTED)
+def test_a_process_that_hangs_costs_one_warning_and_the_time_limit(mirrored: Make) -> None:
+    with mirrored() as run:
         run.look(30.0)
         assert run.warnings == []
         run.look(1.0)
@@ -115,11 +123,9 @@ def test_a_process_that_hangs_costs_one_warning_and_the_time_limit(mirrored: Cal
     assert run.stored()["not_mirrored"] == [missing]
 
 
-def test_an_error_is_one_warning_and_in_the_end_a_line_names_what_is_missing(mirrored: Callable[..., Mirrored]) -> None:
-    run = mirrored()
+def test_an_error_is_one_warning_and_in_the_end_a_line_names_what_is_missing(mirrored: Make) -> None:
     error = {"error": "OSError: full", "last_error": "OSError: full"}
-    with run.mirror:
-        run.mirror.handle(STARTED)
+    with mirrored() as run:
         run.look(0.5, place="x", pending=tuple("abcd"), **error)
         run.look(1.0)
         run.look(2.0)
@@ -133,12 +139,8 @@ def test_an_error_is_one_warning_and_in_the_end_a_line_names_what_is_missing(mir
 
 
 @pytest.mark.parametrize("error", ["", "OSError: an outage"])
-def test_a_process_that_dies_is_started_again_less_and_less_often(
-    mirrored: Callable[..., Mirrored], error: str
-) -> None:
-    run = mirrored()
-    with run.mirror:
-        run.mirror.handle(STARTED)
+def test_a_process_that_dies_is_started_again_less_and_less_often(mirrored: Make, error: str) -> None:
+    with mirrored() as run:
         memory.write(run.folder, Memory(place="x", error=error))
         for number, pause_s in enumerate((1.0, 5.0, 30.0, 60.0, 60.0), start=1):
             run.processes[-1].code = 75
@@ -149,17 +151,15 @@ def test_a_process_that_dies_is_started_again_less_and_less_often(
     assert len(run.processes) == 7, "once more for what is left at the end"
 
 
-def test_the_end_of_an_earlier_process_of_the_run_hides_nothing(mirrored: Callable[..., Mirrored]) -> None:
-    run = mirrored()
-    with run.mirror:
-        run.mirror.handle(STARTED)
+def test_the_end_of_an_earlier_process_of_the_run_hides_nothing(mirrored: Make) -> None:
+    with mirrored() as run:
         memory.write(run.folder, Memory("the run", is_complete=True))
     assert "does not hold everything since the last upload at the end of the run" in run.warnings[0]
     assert run.stored()["not_mirrored"] == ["everything since the last upload"]
     assert not memory.read(run.folder).is_complete
 
 
-def test_a_run_that_another_process_has_taken_over_is_left_at_once(mirrored: Callable[..., Mirrored]) -> None:
+def test_a_run_that_another_process_has_taken_over_is_left_at_once(mirrored: Make) -> None:
     run = mirrored()
     run.mirror.handle(STARTED)
     run.mirror.__exit__(LeaseLost, LeaseLost("run", "pid 7"), None)
@@ -167,16 +167,13 @@ def test_a_run_that_another_process_has_taken_over_is_left_at_once(mirrored: Cal
     assert run.processes[0].stdin.closed
 
 
-def test_a_process_that_cannot_be_started_is_a_warning(
-    mirrored: Callable[..., Mirrored], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_cannot_be_started_is_a_warning(mirrored: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise OSError(11, "Resource temporarily unavailable")
 
     run = mirrored()
     monkeypatch.setattr(mirror_module, "start_module", fail)
-    with run.mirror:
-        run.mirror.handle(STARTED)
+    with run:
         run.mirror.handle(CheckpointSaved(4, "checkpoints/update-00000004", "0"))
     (warning,) = run.warnings
     assert "cannot be used: its process cannot be started: Resource temporarily unavailable" in warning

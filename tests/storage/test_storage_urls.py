@@ -63,14 +63,12 @@ def test_secrets_of_the_files_of_backends_are_not_shown(tmp_path: Path, monkeypa
     assert shown == "OSError: *** with *** and *** and ***: denied"
 
 
-@pytest.mark.parametrize(
-    ("scheme", "package", "extra"), [("s3", "s3fs", "s3"), ("gs", "gcsfs", "gs"), ("sftp", "paramiko", "sftp")]
-)
-def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, scheme: str, package: str, extra: str) -> None:
+@pytest.mark.parametrize(("scheme", "package"), [("s3", "s3fs"), ("gs", "gcsfs"), ("sftp", "paramiko")])
+def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, scheme: str, package: str) -> None:
     find = importlib.util.find_spec
     hidden = lambda name, *more: None if name == package else find(name, *more)  # noqa: E731
     monkeypatch.setattr(backends.importlib.util, "find_spec", hidden)
-    with pytest.raises(ConfigError, match=rf"needs the package {package}, .*pip install 'raypod\[{extra}\]'"):
+    with pytest.raises(ConfigError, match=rf"needs the package {package}, .*pip install 'raypod\[{scheme}\]'"):
         backends.check_scheme(f"{scheme}://bucket/x", "--storage-path")
 
 

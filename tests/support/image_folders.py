@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Dict, Tuple
+from typing import Dict, Tuple, Union
 
 import numpy as np
 from PIL import Image
+
+from raypod.plan.config import Config
+from raypod.plan.resolve import from_values
 
 
 def photograph(seed: int, width: int, height: int) -> Image.Image:
@@ -36,6 +39,11 @@ def write(folder: Path) -> Path:
                 image = photograph(100 * number + position + 50 * (split == "val"), 130 + 7 * position, 100)
                 image.convert(mode).save(str(folder / split / name / file), **options)
     return folder
+
+
+def config(folder: Union[str, Path], **data: object) -> Config:
+    """Return the settings of a run with the images of a folder."""
+    return from_values({"data": {"dataset": "imagefolder", "data_dir": str(folder), **data}})
 
 
 def touch(folder: Path) -> None:
