@@ -272,7 +272,7 @@ class CheckpointDamaged(RunError):
 
 @dataclasses.dataclass(eq=False)
 class CheckpointNotSaved(RunError):
-    """Raised if the first or the last checkpoint cannot be written, for example because the disk is full."""
+    """Raised if the first, the last or too many checkpoints cannot be written, as on a disk that stays full."""
 
     path: str
     cause: str

@@ -40,6 +40,7 @@ class SaveReport:
     weights_sha256: str  # empty if it could not be written
     error: Optional[str]
     ema_sha256: Optional[str] = None  # of the averaged weights
+    can_pass: bool = False  # the error is one of a disk or network: a later attempt can succeed
 
 
 class Span(NamedTuple):
@@ -245,6 +246,7 @@ class CheckpointFailed:
     path: str
     cause: str
     previous: str
+    waits_s: float = 0.0  # the training stops for at most this time, until the disk returns; 0 if it goes on
 
 
 @dataclasses.dataclass(frozen=True)

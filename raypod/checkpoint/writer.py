@@ -23,6 +23,7 @@ from raypod.errors import WaitTimedOut
 from raypod.events import SaveReport
 from raypod.host import spans
 from raypod.host.files import NewFile
+from raypod.host.retries import is_passing_write
 from raypod.plan.plan import Plan
 
 _HASHING_THREADS = 2  # one for the SHA-256 of the weights, which takes longest, one for the files
@@ -175,7 +176,7 @@ class BackgroundWriter:
             self._reports.append(report)
         except Exception as error:  # noqa: BLE001 - the thread's top level: every error becomes a report
             cause = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            self._reports.append(SaveReport(manifest.update, path, "", cause))
+            self._reports.append(SaveReport(manifest.update, path, "", cause, can_pass=is_passing_write(error)))
 
 
 def _write_files(new_file: Callable[[str], ContextManager[NewFile]], manifest: Manifest, state: State) -> Manifest:

@@ -27,13 +27,19 @@ from raypod.events import (
 )
 from raypod.fleet.base import Fleet, FleetBroken
 from raypod.plan.plan import Plan
-from raypod.plan.values import parse_interval
+from raypod.plan.values import parse_interval, parse_unsaved
 from raypod.record.ledger import last_generation
 from raypod.record.metrics import MetricsAggregator
 
 
 class CheckpointSchedule:
-    """The checkpoints of one run. `last` is the newest one that was written, None before the first."""
+    """The checkpoints of one run.
+
+    Attributes:
+        last: the newest one that was written, None before the first.
+        failed: the newest one that its disk did not take, None once a later one is written.
+        generation, resizes: of the run, for the manifests.
+    """
 
     def __init__(
         self, plan: Plan, started: InstanceStarted, resumed: Optional[Checkpoint], metrics: MetricsAggregator
@@ -41,6 +47,9 @@ class CheckpointSchedule:
         """`started` is the report of instance 0, which writes the checkpoints."""
         self._plan, self._started, self._metrics = plan, started, metrics
         self._interval = parse_interval(plan.config.run.checkpoint_every)
+        self._max_unsaved = parse_unsaved(plan.config.run.max_unsaved)
+        self._failures, self._failing_since_s = 0, 0.0  # of saves since the newest checkpoint
+        self.failed: Optional[SaveReport] = None
         self._begun_s = 0.0  # when a checkpoint of the current state was last begun or found to exist
         self._begun_update: Optional[int] = None
         self._receiver: Optional[Server] = None  # of the checkpoints of instance 0, if it shares no disk with this host
@@ -61,6 +70,17 @@ class CheckpointSchedule:
             return True
         every = self._plan.save_every_updates
         return every > 0 and update > 0 and update % every == 0
+
+    def must_wait(self) -> bool:
+        """Return whether the training must stop until a checkpoint is written: see `--max-unsaved`.
+
+        So it must if there is no earlier checkpoint.
+        """
+        if self.failed is None:
+            return False
+        if self._max_unsaved.unit == "checkpoint" and self._failures >= self._max_unsaved.count:
+            return True
+        return self.last is None or time.monotonic() - self._failing_since_s >= self._max_unsaved.seconds
 
     def begin(self, fleet: Fleet, update: int, tested: Optional[Dict[str, float]] = None) -> Iterator[Event]:
         """Make instance 0 copy its state and write it in the background, unless that was begun at this update.
@@ -109,7 +129,7 @@ class CheckpointSchedule:
 
     def _continue_from(self, checkpoint: Optional[Checkpoint], generation: int) -> None:
         """Continue from a checkpoint as `generation`, which has not done the updates of later checkpoints."""
-        self._begun_update, self.last = None, None
+        self._begun_update, self.last, self.failed, self._failures = None, None, None, 0
         self._drop_resizes_after(checkpoint.update if checkpoint is not None else 0)
         self._begun_s = time.monotonic()
         if checkpoint is not None:
@@ -158,16 +178,32 @@ class CheckpointSchedule:
         """Record whether a checkpoint was written, and return the event for it.
 
         Raises:
-            CheckpointNotSaved: it could not be written, and there is no earlier one.
+            CheckpointNotSaved: it could not be written, there is no earlier one, and waiting does not help.
         """
         if report.error is None:
             self.last = CheckpointSaved(report.update, report.path, report.weights_sha256, report.ema_sha256)
+            self.failed, self._failures = None, 0
             self._add_evaluation()
             return self.last
-        if self.last is None:
+        if report.can_pass:
+            self._failing_since_s = self._failing_since_s if self._failures else time.monotonic()
+            self.failed, self._failures = report, self._failures + 1
+            if report.update == self._begun_update:
+                self._begun_update = None  # the next attempt may succeed
+        elif self.last is None:
             hint = "there is no earlier checkpoint, so the run ends here"
             raise CheckpointNotSaved(report.path, report.error, hint)
-        return CheckpointFailed(report.update, report.path, report.error, self.last.path)
+        previous = self.last.path if self.last is not None else ""
+        return CheckpointFailed(report.update, report.path, report.error, previous)
+
+    def not_saved(self, waited_s: float) -> CheckpointNotSaved:
+        """Return the error of a run that ends because of `failed`, after a wait for its disk."""
+        assert self.failed is not None, "the caller has waited for it"
+        waited = f" after {waited_s:.0f} s (--save-retry-s)" if waited_s >= 1 else ""
+        hint = "there is no earlier checkpoint; make space, and repeat the command"
+        if self.last is not None:
+            hint = f"make space, and continue from {self.last.path} with --resume {self._plan.run_dir}"
+        return CheckpointNotSaved(self.failed.path, f"{self.failed.error}{waited}", hint)
 
     def check_finite(self, update: UpdateDone) -> None:
         """Raise LossNotFinite if the loss of an update is NaN or infinite, unless --on-nonfinite is continue."""
@@ -180,10 +216,10 @@ class CheckpointSchedule:
         raise LossNotFinite(update.loss, update.update - 1, update.update, f"{hint}, or use --on-nonfinite continue")
 
     def finish(self, fleet: Fleet) -> Iterator[Event]:
-        """Wait until the checkpoint that was begun last is written.
+        """Wait until the checkpoint that was begun last is written, or its disk does not take it: see `failed`.
 
         Raises:
-            CheckpointNotSaved: it could not be written.
+            CheckpointNotSaved: it could not be written for another reason.
         """
         try:
             reports = fleet.call("finish_saves")[0]
@@ -194,9 +230,10 @@ class CheckpointSchedule:
 
     def _finished(self, reports: Iterable[SaveReport]) -> Iterator[Event]:
         for report in reports:
-            if report.error is not None and report.update == self._begun_update and self.last is not None:
+            is_lasting = report.error is not None and not report.can_pass
+            if is_lasting and report.update == self._begun_update and self.last is not None:
                 hint = f"continue from {self.last.path} with --resume {self._plan.run_dir}"
-                raise CheckpointNotSaved(report.path, report.error, hint)
+                raise CheckpointNotSaved(report.path, str(report.error), hint)
             yield self.record(report)
 
 

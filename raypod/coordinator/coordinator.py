@@ -17,6 +17,7 @@ from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint
 from raypod.coordinator.checkpoint_copies import CheckpointCopies
 from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
+from raypod.coordinator.disk_wait import DiskWait
 from raypod.coordinator.early_stopping import early_stop
 from raypod.coordinator.elastic import Elastic, resize_at_start, start
 from raypod.coordinator.instance_warnings import InstanceWarnings
@@ -189,13 +190,15 @@ class _Training:
                 self._schedule.check_finite(update)
 
     def _must_end_leg(self, leg: Leg) -> bool:
-        if self._stop.requested or self._fleet.draining():
+        if self._stop.requested or self._fleet.draining() or self._schedule.must_wait():
             return True
         # Not before the first call: loading its data can take longer than the interval, and starts again in a new leg.
         return self._metrics.position > leg.first_update and self._schedule.interval_elapsed()
 
     def _save_and_evaluate(self, update: int) -> Iterator[Event]:
         """Do what is due of both. The checkpoint comes first: an evaluation can fail."""
+        if self._schedule.must_wait():
+            yield from self._finish_save(update)
         if self._schedule.is_due(update) or self._evaluations.is_due(update):
             yield from self._save(update)
         yield from self._evaluate(update)
@@ -210,15 +213,10 @@ class _Training:
         yield from self._recovery.until_done(update, partial(self._evaluations.evaluate, update))
 
     def _finish_save(self, update: int) -> Iterator[Event]:
-        """Wait for the checkpoint of `update`; begin it first if that is not done yet."""
-
-        def save() -> Iterator[Event]:
-            yield PhaseBegun("saving", update)
-            yield from self._schedule.begin(self._fleet, update)
-            yield from self._schedule.finish(self._fleet)
-
+        """Wait for the checkpoint of `update`, and for its disk; begin it first if that is not done yet."""
+        wait = DiskWait(self._schedule, self._stop, self._plan.config.run.save_retry_s)
         with self._stop.saving():
-            yield from self._recovery.until_done(update, save)
+            yield from self._recovery.until_done(update, partial(wait.save, self._fleet, update))
 
 
 class Evaluations:

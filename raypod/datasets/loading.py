@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import queue
 import random
 import threading
@@ -32,6 +31,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from raypod.datasets.order import sample_seed
 from raypod.errors import ConfigError, DataUnreadable, summarize_exception
+from raypod.host.retries import is_passing
 from raypod.plan.placement import InstanceSpec
 
 Item = TypeVar("Item")
@@ -40,15 +40,6 @@ EpochSamples = Tuple[int, np.ndarray]  # the samples of one call: (epoch, indice
 NO_EPOCH = 1 << 32  # the epoch of evaluation, so that it draws the same random numbers each time
 _JOIN_TIMEOUT_S = 1.0  # on close, before a blocked thread or worker process is interrupted
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # before samples are read again
-# Errors of a disk or a network that may return: another attempt can succeed.
-_PASSING = frozenset(
-    getattr(errno, name)
-    for name in (
-        *("EIO", "ESTALE", "ETIMEDOUT", "ENXIO", "ENODEV", "EREMOTEIO", "ENOLINK", "ENOTCONN", "ESHUTDOWN", "EPIPE"),
-        *("ECONNRESET", "ECONNREFUSED", "ECONNABORTED", "ENETDOWN", "ENETUNREACH", "ENETRESET", "EHOSTDOWN"),
-        "EHOSTUNREACH",
-    )
-)
 
 
 class ReadFailed(OSError):
@@ -63,7 +54,7 @@ def reading() -> Iterator[None]:
     except Exception as error:
         cause: Optional[BaseException] = error
         while cause is not None:
-            if isinstance(cause, (ConnectionError, TimeoutError)) or getattr(cause, "errno", None) in _PASSING:
+            if is_passing(cause):
                 raise ReadFailed(summarize_exception(error)) from error
             cause = cause.__cause__ or cause.__context__
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import random
 import time
@@ -9,6 +10,16 @@ from typing import Callable, Optional, TypeVar
 
 T = TypeVar("T")
 _MOST_DOUBLINGS = 30  # of a pause; a larger power of two is no float
+# Errors of a disk or a network that may return: another attempt can succeed.
+_PASSING = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("EIO", "ESTALE", "ETIMEDOUT", "ENXIO", "ENODEV", "EREMOTEIO", "ENOLINK", "ENOTCONN", "ESHUTDOWN", "EPIPE"),
+        *("ECONNRESET", "ECONNREFUSED", "ECONNABORTED", "ENETDOWN", "ENETUNREACH", "ENETRESET", "EHOSTDOWN"),
+        "EHOSTUNREACH",
+    )
+)
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS))  # of a disk; somebody can make space
 
 
 def retried(
@@ -45,6 +56,16 @@ def growing(first_s: float, most_s: float) -> Callable[[int], float]:
     They are random so that many processes do not all ask a server again at the same moment.
     """
     return lambda attempt: random.uniform(0, min(most_s, first_s * 2 ** min(attempt - 1, _MOST_DOUBLINGS)))
+
+
+def is_passing(error: BaseException) -> bool:
+    """Return whether an error is one of a disk or a network that may return."""
+    return isinstance(error, (ConnectionError, TimeoutError)) or getattr(error, "errno", None) in _PASSING
+
+
+def is_passing_write(error: BaseException) -> bool:
+    """As `is_passing`, for an attempt to write: also of a disk that is full or read-only."""
+    return is_passing(error) or getattr(error, "errno", None) in _FULL
 
 
 def constant(seconds: float) -> Callable[[int], float]:

@@ -105,7 +105,9 @@ def _checkpoint_saved(record: Record) -> str:
 
 
 def _checkpoint_failed(record: Record) -> str:
-    return f"{record['path']} after update {record['update']}: {record['cause']}; {record['previous']} still exists"
+    rest = f"{record['previous']} still exists" if record["previous"] else "there is no earlier one"
+    waits = "; the training waits for the disk" if record.get("waits_s") else ""
+    return f"{record['path']} after update {record['update']}: {record['cause']}; {rest}{waits}"
 
 
 def _instance_lost(record: Record) -> str:

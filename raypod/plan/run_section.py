@@ -9,7 +9,7 @@ from pydantic import Field
 from typing_extensions import Literal
 
 from raypod.plan.section import MAX_TIMEOUT_S, Section
-from raypod.plan.values import ResumePath, StorageUrl, Trackers, Updates, parse_interval
+from raypod.plan.values import ResumePath, StorageUrl, Trackers, Updates, parse_interval, parse_unsaved
 
 # Default of `run.stuck_after_s` by device. Graphcore's training script for a POD64 waits 900 s for the host.
 CALL_TIMEOUTS_S = {"emulated": 30.0, "ipu": 900.0}
@@ -70,6 +70,17 @@ class RunSection(Section):
     )
     tensorboard: bool = Field(False, description="also write TensorBoard event files into the run folder")
     save_timeout_s: float = Field(600, gt=0, le=MAX_TIMEOUT_S, description="timeout for writing a checkpoint")
+    max_unsaved: str = Field(
+        "60 minutes",
+        description="checkpoints in a row, or time, that cannot be written before the training stops and waits for "
+        "the disk, as in 3 checkpoints, 60 minutes",
+    )
+    save_retry_s: float = Field(
+        1800,
+        ge=0,
+        le=MAX_TIMEOUT_S,
+        description="time to wait for a disk on which no checkpoint can be written, before the run ends",
+    )
     start_timeout_s: float = Field(
         120, gt=0, le=MAX_TIMEOUT_S, description="timeout for each step of starting the instances"
     )
@@ -129,4 +140,10 @@ class RunSection(Section):
     @classmethod
     def _is_an_interval(cls, value: str) -> str:
         parse_interval(value)
+        return value
+
+    @pydantic.field_validator("max_unsaved")
+    @classmethod
+    def _is_a_limit(cls, value: str) -> str:
+        parse_unsaved(value)
         return value

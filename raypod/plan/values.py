@@ -17,6 +17,7 @@ _INTERVAL = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(update|epoch|minute)s?\s*$")
 _UPDATES = re.compile(r"\s*updates?\s+(\d{1,12})(?:\s*-\s*(\d{1,12}))?\s*$")
 _IMAGE = re.compile(r"[1-9]\d*x[1-9]\d*x[1-9]\d*")
 _SAMPLE = re.compile(r"(test:)?(0|[1-9]\d{0,11})")
+_UNSAVED = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(checkpoint|minute)s?\s*$")
 _EVALUATIONS = re.compile(r"\s*(\d{1,9})\s*evaluations?\s*$")
 
 
@@ -25,7 +26,7 @@ class Interval:
     """A period such as "100 updates", "2 epochs" or "0.5 minutes"; only minutes can be fractional."""
 
     count: float
-    unit: str  # "update", "epoch" or "minute"
+    unit: str  # "update", "epoch", "minute" or "checkpoint"
 
     def updates(self, updates_per_epoch: int) -> int:
         """Return the period in updates; 0 for minutes."""
@@ -46,6 +47,17 @@ def parse_interval(text: str) -> Interval:
     if interval.count <= 0 or (interval.unit != "minute" and interval.count != int(interval.count)):
         raise ValueError("must be positive" if interval.count <= 0 else f"must be a whole number of {interval.unit}s")
     return interval
+
+
+def parse_unsaved(text: str) -> Interval:
+    """Parse "60 minutes" or "3 checkpoints". ValueError for anything else."""
+    found = _UNSAVED.match(text)
+    if found is None:
+        raise ValueError("write a number and its unit: 60 minutes, 3 checkpoints")
+    limit = Interval(float(found.group(1)), found.group(2))
+    if limit.unit == "checkpoint" and (limit.count < 1 or limit.count != int(limit.count)):
+        raise ValueError("must be a whole number of checkpoints, at least 1")
+    return limit
 
 
 def parse_evaluations(text: str) -> int:

@@ -239,7 +239,8 @@ def _resized_line(event: Resized) -> str:
 def _failure_line(event: Union[CheckpointFailed, InstanceLost, Repaired]) -> str:
     if isinstance(event, CheckpointFailed):
         previous = f"the previous one is {Path(event.previous).name}" if event.previous else "there is no previous one"
-        return f"warning: cannot write the checkpoint {event.path}: {event.cause}; {previous}"
+        waits = f"; the training stops, and waits for the disk ({event.waits_s:g} s at most)" if event.waits_s else ""
+        return f"warning: cannot write the checkpoint {event.path}: {event.cause}; {previous}{waits}"
     if isinstance(event, InstanceLost):
         is_news = event.activity and event.activity not in event.cause
         activity = f"; at its last heartbeat it was {event.activity}" if is_news else ""

@@ -138,7 +138,7 @@ def test_the_newest_and_the_most_accurate_are_kept(make: Make) -> None:
 
 
 def plan_of(make: Make, updates: int, every: int) -> Plan:
-    run_section = {"fleet": "inline", "checkpoint_every": f"{every} updates"}
+    run_section = {"fleet": "inline", "checkpoint_every": f"{every} updates", "save_retry_s": 0}
     return make(training={"model": "tiny", "updates": updates}, pod={"num_instances": 1}, run=run_section)
 
 

@@ -91,6 +91,7 @@ class MovesToOtherDisk(OtherDisk):
 
 def plan_for(make: Make, updates: int, **run: Any) -> Plan:
     run = {"fleet": "inline", "device": "emulated", "checkpoint_every": "4 updates", "keep_checkpoints": 2, **run}
+    run["save_retry_s"] = 0
     training = {"updates": updates, "model": "tiny", "lr_schedule": "constant", "evaluate_every": 2}
     return make(training=training, pod={"num_instances": 1}, run=run)
 
