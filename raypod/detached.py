@@ -35,6 +35,7 @@ from raypod.record.run_state import RunState
 RAY_JOB, PROCESS = "ray-job", "process"  # the values of --detach-as
 _POLL_S = 0.2
 _OPEN_WITHIN_S = 2.0  # for a coordinator that has written its state to open its event log
+_STOPPED_S = 2.0  # a debugger that attaches stops a process for a moment
 
 
 def detach(argv: Sequence[str], claimed: Claim, plan: Plan, way: Optional[str] = None) -> int:
@@ -180,6 +181,7 @@ def stop(run_dir: Path, within_s: float = 900.0, number: int = signal.SIGINT) ->
 
     Raises:
         RunError: the run does not end within `within_s` seconds; the default allows a long call and a large checkpoint.
+            Or its process is stopped (SIGSTOP): it gets the signal when it continues.
     """
     state = _state_of(run_dir)
     if not state.is_local:
@@ -192,7 +194,16 @@ def stop(run_dir: Path, within_s: float = 900.0, number: int = signal.SIGINT) ->
         return 0
     _signal(run_dir, state, number)
     deadline = time.monotonic() + within_s
+    continued_s = time.monotonic()  # when the process was last seen not to be stopped
     while state.is_alive:
+        if not state.is_stopped:
+            continued_s = time.monotonic()
+        elif time.monotonic() - continued_s >= _STOPPED_S:
+            raise RunError(
+                f"{run_dir}: its process is stopped (SIGSTOP, SIGTSTP or a debugger), and ends with a checkpoint when it "
+                f"continues: kill -CONT {state.pid}; or kill -KILL {state.pid} ends it at once, and the same command "
+                "resumes from the last checkpoint"
+            )
         if time.monotonic() > deadline:
             raise RunError(
                 f"{run_dir}: the run has not ended {within_s:g} s after the request; a second stop ends it at once"
