@@ -172,6 +172,31 @@ def test_stop_signals_no_process_that_does_not_hold_the_folder(
     assert signalled == [state.pid]
 
 
+@pytest.mark.parametrize("skew_s", [600.0, -600.0, 0.0])
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_the_status_on_a_host_with_another_clock_observes_the_lease(
+    skew_s: float, is_alive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s, lease = [1000.0], tmp_path / "lease-1.json"
+    (tmp_path / "state.json").write_text(json.dumps(dataclasses.asdict(dataclasses.replace(STATE, host="far-away"))))
+    lease.write_bytes(dataclasses.replace(lease_file.this_process(), host="far-away").content())
+    at_s = lease.stat().st_mtime - skew_s - (0.0 if is_alive else 60.0)
+    for path in (lease, tmp_path / "state.json"):
+        os.utime(str(path), (at_s, at_s))
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+        if is_alive:
+            os.utime(str(lease), (at_s + 5, at_s + 5))
+
+    monkeypatch.setattr(lease_file, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
+    assert main(["status", str(tmp_path)]) == (0 if is_alive else 1)
+    out = capsys.readouterr().out
+    assert ("state  running\n" in out) == is_alive
+    assert not is_alive or re.search(r"heartbeat  \d s ago", out)
+    assert not is_alive or re.search(r"updated  \d s ago", out)
+
+
 def test_stop_names_a_process_that_is_stopped_instead_of_waiting_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
