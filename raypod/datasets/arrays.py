@@ -110,7 +110,8 @@ def load_mapped(file: Path) -> np.ndarray:
     """Return the array of a .npy file, memory-mapped read-only. OSError, or ValueError if it is damaged."""
     mapped: Any = np.load(str(file), mmap_mode="r", allow_pickle=False)
     _mapped[mapped._mmap] = (file, mapped._mmap.size())
-    return mapped.view(np.ndarray)  # indexing an ndarray is several times faster than indexing a memmap
+    array: np.ndarray = mapped.view(np.ndarray)  # indexing an ndarray is several times faster than indexing a memmap
+    return array
 
 
 def check_mapped() -> None:
