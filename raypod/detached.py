@@ -28,13 +28,14 @@ from raypod.plan.plan import Plan
 from raypod.record import run_state
 from raypod.record.claim import Claim
 from raypod.record.coordinator_log import log_of
-from raypod.record.run_end import RunEndWatch, is_coordinator, may_be_alive
+from raypod.record.run_end import RunEndWatch, is_coordinator, is_observed_alive
 from raypod.record.run_folder import last_update
 from raypod.record.run_state import RunState
 
 RAY_JOB, PROCESS = "ray-job", "process"  # the values of --detach-as
 _POLL_S = 0.2
 _OPEN_WITHIN_S = 2.0  # for a coordinator that has written its state to open its event log
+_STOPPED_S = 2.0  # a debugger that attaches stops a process for a moment
 
 
 def detach(argv: Sequence[str], claimed: Claim, plan: Plan, way: Optional[str] = None) -> int:
@@ -119,8 +120,13 @@ def status(run_dir: Path) -> int:
     """Print the state of a run. Return 1 if it failed or its coordinator died, else 0."""
     found = lease_file.current(run_dir)
     state = _with_newest_update(run_dir, _state_of(run_dir))
-    silent_s = max(0.0, time.time() - found.renewed_s) if found else 0.0
-    is_alive = may_be_alive(state, found, silent_s)
+    is_alive = is_observed_alive(state, found, lambda text: show(text, sys.stderr))
+    now_s, written_s = time.time(), state.written_at_s
+    if is_alive and not state.is_local:  # by the clock of the disk, which has just renewed the lease
+        found = lease_file.current(run_dir) or found
+        with contextlib.suppress(OSError):
+            now_s, written_s = _disk_time(found, now_s), (run_dir / run_state.NAME).stat().st_mtime
+    silent_s = max(0.0, now_s - found.renewed_s) if found else 0.0
     name, is_healthy = _describe(state, is_alive)
     left = (
         "" if state.eta_s is None or not is_alive or state.is_stopped else f", {tqdm.format_interval(state.eta_s)} left"
@@ -141,9 +147,16 @@ def status(run_dir: Path) -> int:
         rows.append(
             ("heartbeat", f"{silent_s:.0f} s ago; the lease expires after {found.expires_after_s:g} s without one")
         )
-    rows.append(("updated", f"{max(0.0, time.time() - state.written_at_s):.0f} s ago"))
+    rows.append(("updated", f"{max(0.0, now_s - written_s):.0f} s ago"))
     show("\n".join(format_table([(key.rjust(12), text) for key, text in rows])))
     return 0 if is_healthy else 1
+
+
+def _disk_time(found: Optional[lease_file.LeaseFile], now_s: float) -> float:
+    """Return the time of the disk on which a live holder renews a lease, in seconds since 1970."""
+    if found is None or -lease_file.HEARTBEAT_S <= now_s - found.renewed_s < found.expires_after_s:
+        return now_s
+    return found.renewed_s
 
 
 def attach(run_dir: Path) -> int:
@@ -180,6 +193,7 @@ def stop(run_dir: Path, within_s: float = 900.0, number: int = signal.SIGINT) ->
 
     Raises:
         RunError: the run does not end within `within_s` seconds; the default allows a long call and a large checkpoint.
+            Or its process is stopped (SIGSTOP): it gets the signal when it continues.
     """
     state = _state_of(run_dir)
     if not state.is_local:
@@ -192,7 +206,16 @@ def stop(run_dir: Path, within_s: float = 900.0, number: int = signal.SIGINT) ->
         return 0
     _signal(run_dir, state, number)
     deadline = time.monotonic() + within_s
+    continued_s = time.monotonic()  # when the process was last seen not to be stopped
     while state.is_alive:
+        if not state.is_stopped:
+            continued_s = time.monotonic()
+        elif time.monotonic() - continued_s >= _STOPPED_S:
+            raise RunError(
+                f"{run_dir}: its process is stopped (SIGSTOP, SIGTSTP or a debugger), and ends with a checkpoint when "
+                f"it continues: kill -CONT {state.pid}; or kill -KILL {state.pid} ends it at once, and the same "
+                "command resumes from the last checkpoint"
+            )
         if time.monotonic() > deadline:
             raise RunError(
                 f"{run_dir}: the run has not ended {within_s:g} s after the request; a second stop ends it at once"

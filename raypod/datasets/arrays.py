@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
+import mmap
+import weakref
 from pathlib import Path
 from typing import Any, Tuple, Union
 
 import numpy as np
 
+_mapped: weakref.WeakKeyDictionary[mmap.mmap, Tuple[Path, int]] = weakref.WeakKeyDictionary()  # file, bytes
 _HASHED_IMAGES = 1024  # per split, evenly spaced: hashing takes milliseconds for any size
 
 
@@ -104,5 +108,15 @@ def fingerprint_of_values(*values: object) -> str:
 
 def load_mapped(file: Path) -> np.ndarray:
     """Return the array of a .npy file, memory-mapped read-only. OSError, or ValueError if it is damaged."""
-    mapped: np.ndarray = np.load(str(file), mmap_mode="r", allow_pickle=False)
-    return mapped.view(np.ndarray)  # indexing an ndarray is several times faster than indexing a memmap
+    mapped: Any = np.load(str(file), mmap_mode="r", allow_pickle=False)
+    _mapped[mapped._mmap] = (file, mapped._mmap.size())
+    array: np.ndarray = mapped.view(np.ndarray)  # indexing an ndarray is several times faster than indexing a memmap
+    return array
+
+
+def check_mapped() -> None:
+    """Raise OSError if a file that `load_mapped` has mapped was truncated: a read of its end kills by SIGBUS."""
+    for mapped, (file, size) in list(_mapped.items()):
+        now = mapped.size()
+        if now < size:
+            raise OSError(errno.EIO, f"it was truncated from {size} to {now} bytes while the run uses it", str(file))

@@ -14,6 +14,7 @@ from raypod.datasets.pixel_limit import open_image
 from raypod.datasets.pixels import eight_bit
 from raypod.datasets.transforms import resize
 from raypod.errors import ConfigError
+from raypod.plan import user_code
 from raypod.plan.config import MAX_IMAGE_PIXELS
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # of Pillow, by the number of channels
@@ -57,7 +58,9 @@ class ImageReader:
             ConfigError: its samples are no images from which the preparation of others follows.
         """
         split: Any = splits.test if len(splits.test) else splits.train
-        sample = torch.as_tensor(split[0][0])
+        name = "test" if len(splits.test) else "training"
+        with user_code.reported(f"{name} sample 0 of {dataset}"):
+            sample = torch.as_tensor(split[0][0])
         channels, self._height, self._width = sample.shape
         self._transform = getattr(split, "transform", None)
         self._decode = split.transform.decode if isinstance(split, ImageFiles) else None

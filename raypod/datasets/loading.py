@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from raypod.datasets.arrays import check_mapped
 from raypod.datasets.order import sample_seed
 from raypod.errors import ConfigError, DataUnreadable, summarize_exception
 from raypod.host.retries import is_passing
@@ -50,6 +51,7 @@ class ReadFailed(OSError):
 def reading() -> Iterator[None]:
     """Raise an error of the disk or the network, also if it is the cause of another one, as ReadFailed."""
     try:
+        check_mapped()
         yield
     except Exception as error:
         cause: Optional[BaseException] = error

@@ -13,6 +13,7 @@ _OF_RAY = re.compile(r"\[.*Unhandled exception: \S+ (what\(\): .*?)(?: \S+\(\S*\
 _FATAL = re.compile(r"Fatal Python error: (.+)")
 _FRAME = re.compile(r"  File \"(.+)\", line (\d+) in (.+)")
 _SIGNAL = re.compile(r"\*\*\* (SIG[A-Z]+) received at .*")
+_BUS_ERROR = ": a memory-mapped file was truncated, or its disk is full or gone"
 _LONGEST = 500  # characters of the line
 
 
@@ -34,7 +35,8 @@ def last_fault(text: str) -> Optional[str]:
             frames = (_FRAME.fullmatch(line) for line in lines[index + 1 :])
             frame = next((each for each in frames if each is not None), None)
             place = f" in {frame.group(3)}, {frame.group(1)} line {frame.group(2)}" if frame else ""
-            return f"{found.group(1)[:1].lower()}{found.group(1)[1:]}{place}"[:_LONGEST]
+            kind = f"{found.group(1)[:1].lower()}{found.group(1)[1:]}"
+            return f"{kind}{place}{_BUS_ERROR if kind == 'bus error' else ''}"[:_LONGEST]
         signal = _SIGNAL.fullmatch(lines[index])
         if signal is not None:
             return f"signal {signal.group(1)}"

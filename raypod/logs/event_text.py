@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any, Callable, Dict, FrozenSet, List, Mapping
+from typing import Any, Callable, Dict, FrozenSet, List, Mapping, Optional
 
 from raypod.errors import ConfigError
 from raypod.events import (
@@ -54,15 +54,26 @@ def parse_kinds(text: str) -> FrozenSet[str]:
 
 def text_of(record: Record) -> str:
     """Return an event as one line with its local time. A field that is missing or has another type is left out."""
-    kind, unix_s = str(record.get("event", "")), record.get("unix_s")
-    is_time = isinstance(unix_s, (int, float)) and math.isfinite(unix_s)
-    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s)) if is_time else "unknown time"
+    kind, unix_s = str(record.get("event", "")), time_of(record)
+    clock = "unknown time" if unix_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
     describe = _TEXTS.get(kind, _fields)
     try:
         detail = describe(record)
-    except (KeyError, TypeError, ValueError, AttributeError):  # written by another version
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):  # written by another version
         detail = _fields(record)
     return " ".join(f"{clock} {kind.replace('_', ' ')}{': ' if detail else ''}{detail}".split())
+
+
+def time_of(record: Record) -> Optional[float]:
+    """Return the time of an event in seconds since 1970; None if it is missing or no time."""
+    unix_s = record.get("unix_s")
+    if not isinstance(unix_s, (int, float)):
+        return None
+    try:
+        time.localtime(unix_s)
+    except (ValueError, OverflowError, OSError):  # NaN, or a year that no calendar has
+        return None
+    return float(unix_s)
 
 
 def _process_started(record: Record) -> str:

@@ -54,14 +54,20 @@ def has_proxy(plan: Mapping[str, Any]) -> bool:
     return isinstance(ssh_settings, dict) and bool(ssh_settings.get("proxy_command"))
 
 
-def processes_in(records: Iterable[Mapping[str, Any]]) -> List[Process]:
-    """Return the processes of all instances that the events name, without repetition."""
+def processes_in(records: Iterable[Mapping[str, Any]]) -> Tuple[List[Process], bool]:
+    """Return the processes of all instances that the events name, without repetition, and whether all can be read."""
     found: Dict[Process, None] = {}
+    is_complete = True
     for record in records:
         if record.get("event") in ("run_started", "repaired"):
-            for each in record.get("instances") or ():
-                found[Process(int(each["instance"]), str(each["host"]), int(each["pid"]))] = None
-    return list(found)
+            instances = record.get("instances", [])
+            is_complete = is_complete and isinstance(instances, list)
+            for each in instances if isinstance(instances, list) else ():
+                try:
+                    found[Process(int(each["instance"]), str(each["host"]), int(each["pid"]))] = None
+                except (KeyError, TypeError, ValueError):  # written by another version
+                    is_complete = False
+    return list(found), is_complete
 
 
 def elsewhere(folder: Path, cluster: Cluster, processes: Iterable[Process]) -> Tuple[Dict[str, List[int]], List[str]]:

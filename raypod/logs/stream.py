@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import math
 import shutil
 import sys
 import tempfile
@@ -120,10 +119,9 @@ class Logs:
         for record in self._events.read_records().records:
             if record.get("event") in ("run_started", "repaired"):
                 self._records.append(record)
-            unix_s = record.get("unix_s")
-            time_s = float(unix_s) if isinstance(unix_s, (int, float)) and math.isfinite(unix_s) else 0.0
+            time_s = event_text.time_of(record) or 0.0
             since_s = self._selection.since_s
-            if record.get("event") in self._selection.kinds and (since_s is None or time_s >= since_s):
+            if str(record.get("event")) in self._selection.kinds and (since_s is None or time_s >= since_s):
                 yield time_s, EVENTS, event_text.text_of(record).encode()
 
     def _open_sources(self, exists: bool) -> None:
@@ -141,7 +139,11 @@ class Logs:
         if self._cluster is None or not self._records:
             return
         records, self._records = self._records, []
-        found, unknown = elsewhere(self._folder, self._cluster, processes_in(records))
+        processes, is_complete = processes_in(records)
+        found, unknown = elsewhere(self._folder, self._cluster, processes)
+        if not is_complete:
+            events = self._folder / EVENTS_FILE
+            self._warn("", f"{events} names processes in an unknown form; their logs on other hosts are not shown")
         for name in unknown:
             self._warn(name, f"host {name} is not in {self._folder}/plan.json; logs on it are not shown")
         addresses = {host.name: host for host in self._cluster.hosts}

@@ -1,9 +1,10 @@
 """End the processes of one Ray cluster on this host, and no others: `python3 stop_cluster.py CLUSTER_NAME`.
 
 `ray stop` ends all Ray processes on the host, also those of other clusters. This script ends the processes with
-RAYPOD_CLUSTER=<name> in their environment, and their descendants: Ray's agents and workers overwrite their environment
-with a process title. It also ends agents and workers of a raylet that died, which keep its ports for a moment. The
-start commands of the cluster files run it, and `raypod down` over ssh. Python 3.6 is enough.
+RAYPOD_CLUSTER=<name> in their environment, of the user that runs it alone, and their descendants: Ray's agents and
+workers overwrite their environment with a process title. It also ends agents and workers of a raylet that died, which
+keep its ports for a moment. The start commands of the cluster files run it, and `raypod down` over ssh. Python 3.6 is
+enough.
 """
 
 import contextlib
@@ -41,11 +42,15 @@ def stop(cluster: str) -> Dict[str, int]:
 
 
 def members(cluster: str) -> Set[int]:
-    """Return the pids of marked processes, their descendants and orphans, without this process and its ancestors."""
+    """Return the pids of this user's marked processes, their descendants and orphans, without this process's ancestors.
+
+    Another user's cluster can have the same name, that of the file which raypod ships, and root can read its mark.
+    """
     mark = (MARK + "=" + cluster).encode()
     parents = {pid: _parent(pid) for pid in _pids()}
     own = _ancestry(os.getpid(), parents)
-    found = {pid for pid in parents if pid not in own and mark in _read(pid, "environ").split(b"\0")}
+    mine = {pid for pid in parents if pid not in own and _user(pid) == os.getuid()}
+    found = {pid for pid in mine if mark in _read(pid, "environ").split(b"\0")}
     sessions = {_session(pid) for pid in found} - {0}
     found |= {pid for pid in parents if _is_orphan(pid, parents) and _session(pid) in sessions}
     return found | {pid for pid in parents if pid not in own and found & set(_ancestry(pid, parents))}
@@ -77,6 +82,14 @@ def _read(pid: int, name: str) -> bytes:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:  # the process exited, or belongs to another user
         return b""
+
+
+def _user(pid: int) -> int:
+    """Return the owner of a process; -1 if it exited."""
+    try:
+        return Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return -1
 
 
 def _parent(pid: int) -> int:

@@ -8,13 +8,14 @@ from typing import NamedTuple, Optional
 
 from raypod.host import lease_file
 from raypod.host.files import parse_json
-from raypod.host.lease_file import LeaseFile
+from raypod.host.lease_file import LeaseFile, Log
 from raypod.host.process import has_open
 from raypod.record import event_log, run_state
 from raypod.record.run_state import RunState
 
 LAUNCH = "launch.json"  # written by raypod launch, with these keys and others
 _LAUNCH_KEYS = ("pid", "started_ticks", "host", "state", "exit_code")
+_DEAD_S = 3600.0  # no two clocks differ by as much
 _EXIT_S = 3.0  # a process that has recorded its end may print more for at most this time
 
 
@@ -60,6 +61,17 @@ class RunEndWatch:
 def may_be_alive(state: RunState, found: Optional[LeaseFile], silent_s: float) -> bool:
     """Return whether the coordinator lives. On another host that is judged by its lease, silent for `silent_s`."""
     return state.is_alive if state.is_local else found is not None and silent_s < found.expires_after_s
+
+
+def is_observed_alive(state: RunState, found: Optional[LeaseFile], log: Log) -> bool:
+    """Return whether the coordinator lives. `log` prints a line before a lease of another host is observed.
+
+    That host, its disk and this host have clocks of their own: the age of a heartbeat alone proves no death.
+    """
+    if state.is_local or found is None or state.has_ended:
+        return state.is_alive
+    now_s = time.time()
+    return now_s - found.renewed_s < _DEAD_S and not lease_file.has_ended(found, now_s, log)
 
 
 def is_coordinator(run_dir: Path, state: RunState) -> bool:

@@ -25,6 +25,8 @@ class Follower:
         self._started_unix_s, self._seen = started_unix_s, recorded
         self._newest_s = started_unix_s
         self._held: List[EvaluationDone] = []  # of an update whose line is not read yet
+        self._values: Dict[int, int] = {}  # hashes of the metrics, by update
+        self.abandoned: List[int] = []  # the updates whose recorded metrics a rollback has replaced by others
 
     def poll(self, is_last: bool = False) -> List[Point]:
         """Return the new points in ascending order of steps. `is_last`: the files do not grow any more.
@@ -33,6 +35,7 @@ class Follower:
         """
         points = []
         for update in _events(self._metrics, UpdateDone):
+            self._note_values(update)
             if update.update > self._seen.training:
                 self._seen = self._seen._replace(training=update.update)
                 self._newest_s = self._started_unix_s + update.time_s
@@ -46,6 +49,14 @@ class Follower:
                 self._seen = self._seen._replace(test=test.update)
                 points.append(self._point(test.update, "test", test.metrics))
         return sorted(points, key=lambda each: each.step)
+
+    def _note_values(self, update: UpdateDone) -> None:
+        """Note an update that was recorded with other metrics: no tracker can replace them."""
+        if update.missing_reports:
+            return
+        values = hash(repr(sorted(update.metrics.items())))
+        if self._values.setdefault(update.update, values) != values and update.update not in self.abandoned:
+            self.abandoned.append(update.update)
 
     def _point(self, step: int, group: str, values: Dict[str, float]) -> Point:
         return Point(step, self._newest_s, {f"{group}/{name}": value for name, value in values.items()})

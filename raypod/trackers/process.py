@@ -121,7 +121,10 @@ class Session:
         assert self._tracker is not None, "the points were recorded before"
         for path, name in artifacts_of(self._run_dir, artifacts):
             self._tracker.add_artifact(path, name)
-        self._tracker.close(word, result_of(self._run_dir))
+        facts, abandoned = result_of(self._run_dir), self._follower.abandoned if self._follower else []
+        if abandoned:
+            facts["abandoned_updates"] = f"{min(abandoned)}-{max(abandoned)}"
+        self._tracker.close(word, facts)
         self._remember(error="", is_complete=True)
 
     def _remember(self, **changed: Any) -> None:

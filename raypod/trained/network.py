@@ -50,7 +50,10 @@ class HostNetwork:
         if source.is_in_memory:
             return source.gather(split, indices, None)
         samples = SeededSamples(split, seed)
-        loaded = [samples[NO_EPOCH, int(index)][1] for index in indices]
+        loaded = []
+        for index in indices.tolist():
+            with user_code.reported(f"sample {index}"):
+                loaded.append(samples[NO_EPOCH, index][1])
         return source.to_device_format(collated(loaded, indices.tolist()))
 
     def inputs_of(self, batch: Batch) -> Inputs:
@@ -85,7 +88,8 @@ def open_network(config: Config, weights: Weights) -> Iterator[HostNetwork]:
 
 def _build(task: Task, weights: Mapping[str, torch.Tensor]) -> HostNetwork:
     seed, source = task.config.training.seed, task.load()
-    batch = source.first_batch(seed)
+    with user_code.reported(f"training sample {source.first}"):
+        batch = source.first_batch(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = task.network(batch)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Iterator, List
 
 import psutil
@@ -18,7 +19,7 @@ import pytest
 from raypod import detached as commands
 from raypod import train as train_here
 from raypod.__main__ import main
-from raypod.errors import ConfigError
+from raypod.errors import ConfigError, RunError
 from raypod.events import UpdateDone
 from raypod.host import lease_file, process
 from raypod.record import run_state
@@ -169,6 +170,47 @@ def test_stop_signals_no_process_that_does_not_hold_the_folder(
         monkeypatch.setattr(RunState, "is_alive", property(lambda self: not signalled))
         assert commands.stop(tmp_path) == 0
     assert signalled == [state.pid]
+
+
+@pytest.mark.parametrize("skew_s", [600.0, -600.0, 0.0])
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_the_status_on_a_host_with_another_clock_observes_the_lease(
+    skew_s: float, is_alive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s, lease = [1000.0], tmp_path / "lease-1.json"
+    (tmp_path / "state.json").write_text(json.dumps(dataclasses.asdict(dataclasses.replace(STATE, host="far-away"))))
+    lease.write_bytes(dataclasses.replace(lease_file.this_process(), host="far-away").content())
+    at_s = lease.stat().st_mtime - skew_s - (0.0 if is_alive else 60.0)
+    for path in (lease, tmp_path / "state.json"):
+        os.utime(str(path), (at_s, at_s))
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+        if is_alive:
+            os.utime(str(lease), (at_s + 5, at_s + 5))
+
+    monkeypatch.setattr(lease_file, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
+    assert main(["status", str(tmp_path)]) == (0 if is_alive else 1)
+    out = capsys.readouterr().out
+    assert ("state  running\n" in out) == is_alive
+    assert not is_alive or re.search(r"heartbeat  \d s ago", out)
+    assert not is_alive or re.search(r"updated  \d s ago", out)
+
+
+def test_stop_names_a_process_that_is_stopped_instead_of_waiting_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signalled: List[int] = []
+    stopped = iter([True, False, *(True for _ in range(1000))])  # first for a moment, as by a debugger
+    monkeypatch.setattr(commands, "_signal", lambda run_dir, state, number: signalled.append(number))
+    monkeypatch.setattr(run_state, "is_stopped", lambda pid: next(stopped))
+    now_s = iter(range(10_000))
+    monkeypatch.setattr(commands, "time", SimpleNamespace(monotonic=lambda: next(now_s), sleep=lambda seconds: None))
+    state = dataclasses.replace(STATE, host=run_state.socket.gethostname())
+    (tmp_path / "state.json").write_text(json.dumps(dataclasses.asdict(state)))
+    with pytest.raises(RunError, match=rf"process is stopped \(SIGSTOP.* kill -CONT {STATE.pid}; or kill -KILL"):
+        commands.stop(tmp_path)
+    assert signalled == [signal.SIGINT]
 
 
 @pytest.mark.parametrize("stopped", [True, False])

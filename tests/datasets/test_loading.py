@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Iterator, List
 
@@ -14,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypod.datasets import loading
-from raypod.datasets.loading import SampleLoader, map_ahead, prefetch, timed
+from raypod.datasets.arrays import load_mapped
+from raypod.datasets.loading import ReadFailed, SampleLoader, map_ahead, prefetch, reading, timed
 from raypod.datasets.order import augmentation_integers, call_positions, epoch_order, sample_seed
 from raypod.datasets.samples import SampleSource
 from raypod.errors import ConfigError
@@ -165,3 +167,16 @@ def test_the_error_of_an_odd_sample_of_a_task_has_its_index(odd: Any, message: s
     loader = SampleLoader(source.train, 0, 0, check)
     with pytest.raises(ConfigError, match=message):
         list(loader.load([(0, np.arange(4))]))
+
+
+def test_a_mapped_file_that_is_truncated_is_an_error_instead_of_a_sigbus(tmp_path: Path) -> None:
+    file = tmp_path / "images.npy"
+    np.save(str(file), np.zeros(10_000))
+    array = load_mapped(file)
+    with reading():
+        assert array[-1] == 0
+    with file.open("rb+") as opened:
+        opened.truncate(4096)
+    message = f"truncated from 80128 to 4096 bytes while the run uses it: '{file}'"
+    with pytest.raises(ReadFailed, match=message), reading():
+        pytest.fail("the samples were read")

@@ -40,6 +40,11 @@ FAULT = (
             f"instance 1 of 2, pid 8: a\n{SIGSEGV}{FAULT}",
             "segmentation fault in string_at, /a/ctypes/__init__.py line 519",
         ),
+        (
+            f"instance 1 of 2, pid 8: a\n{FAULT.replace('Segmentation fault', 'Bus error')}",
+            "bus error in string_at, /a/ctypes/__init__.py line 519: a memory-mapped file was truncated, or its disk "
+            "is full or gone",
+        ),
         (f"instance 1 of 2, pid 8: a\n{SIGSEGV}", "signal SIGSEGV"),
         ("instance 1 of 2, pid 8: a\n  what():  no\nFatal Python error: Aborted\n", "what(): no"),
     ],

@@ -90,7 +90,14 @@ def test_every_event_of_a_run_is_known_and_has_an_example() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    ['"event": "repaired"', '"event": "run_started", "unix_s": "soon", "instances": 3', '"unix_s": 1, "event": 4'],
+    [
+        '"event": "repaired"',
+        '"event": "run_started", "unix_s": "soon", "instances": 3',
+        '"unix_s": 1, "event": 4',
+        '"unix_s": 1e308, "event": "run_ended"',
+        f'"unix_s": 1{400 * "0"}, "event": []',
+        f'"unix_s": 1, "event": "run_started", "instances": [], "seconds": {{"join": 1{400 * "0"}}}',
+    ],
 )
 def test_an_event_of_another_version_is_still_a_line(fields: str) -> None:
     text = text_of(json.loads(f"{{{fields}}}"))

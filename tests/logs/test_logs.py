@@ -12,6 +12,7 @@ from typing import List
 import pytest
 
 from raypod.__main__ import main
+from raypod.plan.cluster import Cluster, Host
 from tests.support.bounded import COMMAND_S, wait_until
 from tests.support.log_folders import Following, RunFolder, append
 
@@ -84,6 +85,21 @@ def test_a_log_without_marks_is_shown_whole_if_it_changed(run: RunFolder, capsys
     for since, expected in (("140", 4), ("151", 0)):
         assert main(["logs", str(run.path), "--instance", "0", "--since", since]) == 0
         assert len(lines(capsys)) == expected
+
+
+@pytest.mark.parametrize("instances", [5, "ab", None, [None], [{}], [{"instance": "x", "host": "h", "pid": 1}]])
+def test_an_event_with_fields_of_a_wrong_type_is_one_warning(
+    instances: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path / "run", Cluster("pod", (Host("head", "127.0.0.1"),)))
+    folder.log(0, "zero\n", 110)
+    folder.event(120, "run_started", instances=instances)
+    folder.event(130, [])
+    assert main(["logs", str(folder.path)]) == 0
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 2
+    expected = f"{folder.path}/events.jsonl names processes in an unknown form; their logs on other hosts are not shown"
+    assert err == f"raypod: warning: {expected}\n"
 
 
 def test_a_run_without_logs_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,17 @@ def test_only_marked_processes_and_their_children_are_ended() -> None:
     assert wait_until(lambda: not stop_cluster.members("pod-ab"))
 
 
+def test_a_cluster_of_another_user_with_the_same_name_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {**os.environ, stop_cluster.MARK: "pod-c"}
+    with subprocess.Popen(["sleep", "600"], env=environment) as process:
+        try:
+            assert wait_until(lambda: stop_cluster.members("pod-c") == {process.pid})
+            monkeypatch.setattr(stop_cluster.os, "getuid", lambda: os.geteuid() + 1)  # root reads every environment
+            assert stop_cluster.members("pod-c") == set()
+        finally:
+            process.kill()
+
+
 def test_agents_of_a_dead_raylet_are_ended() -> None:
     """They have lost the mark and the marked parent, but are in the session of a marked process, like log_monitor."""
     agent = "(env -i bash -c 'exec -a ray::Agent sleep 60' & echo $!)"

@@ -31,7 +31,7 @@ class RunFolder:
         """Append to the log of an instance at a time, and mark it."""
         append(self.path / "logs" / f"instance-{instance}.log", text, at_s)
 
-    def event(self, unix_s: float, event: str, **fields: Any) -> None:
+    def event(self, unix_s: float, event: object, **fields: Any) -> None:
         """Append an event."""
         with (self.path / "events.jsonl").open("a") as file:
             file.write(json.dumps({"unix_s": unix_s, "event": event, **fields}) + "\n")

@@ -82,6 +82,12 @@ def test_points_come_once_in_the_order_of_their_steps(tmp_path: Path) -> None:
     append(tests, evaluation(9))
     assert follower.poll() == []
     assert [point.step for point in follower.poll(is_last=True)] == [9]
+    assert follower.abandoned == []
+    other = tmp_path / "other"  # an elastic run has gone back to update 2, with other replicas
+    append(other, update(1), update(2), update(3).replace('"loss": 0.3', '"loss": 0.4'), update(4), update(5))
+    other.rename(metrics)
+    assert [point.step for point in follower.poll()] == [5]
+    assert follower.abandoned == [3]
 
 
 def test_an_update_whose_reports_are_missing_has_no_metrics(tmp_path: Path) -> None:

@@ -67,6 +67,19 @@ def test_class_names_and_the_transform_of_image_folders(tmp_path: Path) -> None:
     assert {each["name"] for each in found["predictions"]} == {"cat", "dog"}
 
 
+def test_a_sample_that_cannot_be_read_is_one_line(tmp_path: Path, fails: Any) -> None:
+    folder = image_folders.write(tmp_path / "data")
+    flags = ["--dataset", "imagefolder", "--data-dir", str(folder), "--image-size", "16", "--replicas", "1"]
+    run = train_inline(tmp_path / "run", *flags, "--batch-size", "4", "--updates", "1", "--model", "tiny")
+    words = ["predict", str(run), str(folder / "val" / "dog" / "a.JPEG")]
+    for split, name in (("val", "test"), ("train", "training")):
+        path = folder / split / "cat" / "a.JPEG"
+        path.write_bytes(path.read_bytes()[:99])
+        message = fails(words)
+        assert f"{name} sample 0" in message
+        assert str(path) in message
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
