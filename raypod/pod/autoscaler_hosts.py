@@ -1,9 +1,9 @@
 """Tell the autoscaler of a running head which workers a cluster file has now.
 
-Ray's autoscaler takes the addresses of its workers from the cluster file only when it starts. Of a changed file it takes
-the number of workers, and does not find any for it. It keeps the addresses in a state file, which it reads before each
-decision, so that this script can change them: `python3 - STATE MODE ADDRESS... < autoscaler_hosts.py`, on the head.
-One file, Python 3.6, standard library. Prints a JSON object.
+Ray's autoscaler takes the addresses of its workers from the cluster file only when it starts. Of a changed file it
+takes the number of workers, and does not find any for it. It keeps the addresses in a state file, which it reads before
+each decision, so that this script can change them: `python3 - STATE MODE ADDRESS... < autoscaler_hosts.py`, on the
+head. One file, Python 3.6, standard library. Prints a JSON object.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def change(state: Path, mode: str, addresses: List[str]) -> Dict[str, Any]:
                 entries[respelled(names[ip], ip)] = _new_worker()
         if mode == ADD:
             entries.update({wanted[ip]: _new_worker() for ip in wanted if ip not in names})
-        partial = state.with_suffix(".{}".format(os.getpid()))
+        partial = state.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(entries))
         partial.replace(state)
     return {"failed": [wanted[ip] for ip in failed if ip in wanted]}
@@ -62,7 +62,7 @@ def respelled(name: str, ip: str) -> str:
     if found:
         return found.group(1) + "0" + found.group(2)
     first, _, last = ip.rpartition(".")
-    return "{}.0x{:x}".format(first, int(last))
+    return f"{first}.0x{int(last):x}"
 
 
 def _new_worker() -> Dict[str, Any]:
@@ -73,7 +73,7 @@ def _new_worker() -> Dict[str, Any]:
 def _locked(state: Path) -> Iterator[None]:
     """Hold the lock of the autoscaler."""
     if state.parent.stat().st_uid != os.getuid():
-        raise PermissionError("{} belongs to another user".format(state.parent))
+        raise PermissionError(f"{state.parent} belongs to another user")
     with state.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
