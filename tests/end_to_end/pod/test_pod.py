@@ -247,20 +247,6 @@ def test_every_port_refuses_requests_without_the_token(pod: EmulatedPod, shared:
     assert long_run.state().state == run_state.RUNNING
 
 
-def test_a_host_that_was_added_to_the_file_joins_beside_a_running_job(
-    pod: EmulatedPod, shared: Path, long_run: LongRun
-) -> None:
-    up = f"cd {shared} && python -m raypod up --no-restart {CLUSTER}"
-    (shared / CLUSTER).write_text(cluster_file(HOSTS + 1))
-    assert f"Ray runs on all {HOSTS + 1} hosts" in pod.run("op", "bash", "-c", up, within_s=250)
-    before = long_run.updates()
-    assert wait_until(lambda: long_run.updates() > before + 5, 60)
-    assert (long_run.state().state, long_run.state().restarts) == (run_state.RUNNING, 0)
-    (shared / CLUSTER).write_text(cluster_file(HOSTS))
-    pod.run("op", "bash", "-c", up, within_s=250)
-    pod.run("on", str(HOSTS + 1), "python", f"{shared}/raypod/pod/stop_cluster.py", "emulated-pod")
-
-
 def test_a_run_continues_after_a_host_loses_power(pod: EmulatedPod, long_run: LongRun) -> None:
     seen = len(long_run.output())
     pod.run("kill", "3")
