@@ -29,6 +29,7 @@ class InstanceStarted:
     seconds: Tuple[Tuple[str, float], ...]  # (phase, duration) of the start-up, in order
     data_fingerprint: str = ""  # of the data set that this instance loaded
     versions: Tuple[Tuple[str, str], ...] = ()  # (package, version)
+    sources: str = ""  # digest of raypod's files that it runs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Check that all instances train on the same data set, and decode its images alike."""
+"""Check that all instances run the same raypod on the same data set, and decode its images alike."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from raypod.plan.plan import Plan
 
 
 def check_same_data(plan: Plan, started: List[InstanceStarted], resumed: Optional[Checkpoint] = None) -> None:
-    """Check that all instances loaded the same data set, and that it is the one of the checkpoint."""
+    """Check that all instances run the same files of raypod, and loaded the same data set: that of the checkpoint."""
     first = started[0]
     for other in started:
+        if other.sources != first.sources:
+            raise ConfigError(
+                f"raypod's files on host {other.host} of instance {other.instance} differ from those on host "
+                f"{first.host} of instance {first.instance} (sha256 {other.sources[:12]} and {first.sources[:12]}); "
+                "`raypod up FILE` copies the same to all hosts, or install the same version there"
+            )
         if other.data_fingerprint != first.data_fingerprint:
             raise ConfigError(
                 f"the data set of instance {other.instance} on host {other.host} differs from that of instance "

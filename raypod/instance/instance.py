@@ -25,7 +25,7 @@ from raypod.checkpoint.writer import BackgroundWriter, State, load_or_fetch
 from raypod.datasets.feed import Feed
 from raypod.errors import CollectiveBroken
 from raypod.events import CallReport, EvaluationReport, InstanceStarted, ProcessSpans, SaveReport
-from raypod.host.process import StepTimer, versions
+from raypod.host.process import StepTimer, sources_digest, versions
 from raypod.host.sdk import Sdk
 from raypod.instance import devices, executable_cache
 from raypod.instance.control import LOADING, Heartbeat, StopGate
@@ -93,6 +93,7 @@ class Instance:
             seconds=tuple(self._timer.steps),
             data_fingerprint=source.fingerprint,
             versions=versions(),
+            sources=sources_digest(),
         )
 
     def data_address(self) -> Optional[str]:

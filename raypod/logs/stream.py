@@ -18,6 +18,7 @@ from raypod.logs.hosts import cluster_in, elsewhere, has_proxy, processes_in, re
 from raypod.logs.printer import Printer
 from raypod.logs.remote import HostLogs, Mirror, wait_synced
 from raypod.logs.sources import EVENTS, LogSource, Selection, TimedLine, label_of, logs_in
+from raypod.pod import ssh
 from raypod.record.event_log import NAME as EVENTS_FILE
 from raypod.record.growing_file import GrowingFile
 from raypod.record.run_end import RunEnd, RunEndWatch
@@ -65,6 +66,8 @@ class Logs:
         wait_synced(list(self._hosts.values()))
         self._report_problems()
         self._open_sources(exists=True)
+        if not follows:
+            self._report_missing()
         if not (self._sources or self._hosts or follows):
             which = "no log" if self._selection.instances is None else "no log of these instances"
             self._warn("", f"{which} in {self._folder / 'logs'}; only a run under Ray and a launch write them")
@@ -174,6 +177,21 @@ class Logs:
                 if has_proxy(self._plan):
                     text += "; the ssh_proxy_command in a run folder is not executed: use --cluster FILE"
                 self._warn(logs.host.name, text)
+
+    def _report_missing(self) -> None:
+        """Say where the logs of instances are that no event names, as those of a run that has failed in its start."""
+        hosts = self._cluster.hosts if self._cluster else ()
+        others = {host.name for host in hosts if not ssh.is_local(host)}
+        others -= {logs.host.name for logs in self._hosts.values() if logs.problem}
+        shown = {label.split()[-1].partition("@")[0] for label in self._sources}
+        missing: Dict[str, List[str]] = {}
+        for index, each in enumerate(self._plan.get("instances") or ()):
+            name = each.get("host") if isinstance(each, dict) else None
+            if name in others and self._selection.has(index) and str(index) not in shown:
+                missing.setdefault(str(name), []).append(str(index))
+        for name, numbers in missing.items():
+            log = f"{self._plan.get('run_dir', self._folder)}/logs/instance-{numbers[0]}.log"
+            self._warn(name, f"no log of instance {', '.join(numbers)} here: look on host {name}, as at {log}")
 
     def _warn(self, host: str, text: str) -> None:
         if self._reported.get(host) != text:

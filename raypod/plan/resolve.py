@@ -298,15 +298,16 @@ def _derive_counts(values: Mapping[str, Mapping[str, Any]], cluster_instances: O
                 "give one of --replicas and --num-ipus"
             )
         pod["replicas"] = replicas = num_ipus // per_replica
+    total = replicas or PodSection().replicas
     if pod.get("num_instances") is None:
-        total = replicas or PodSection().replicas
         inline = derived.get("run", {}).get("fleet") == "inline"
         if cluster_instances is not None and not inline:
             pod["num_instances"] = cluster_instances
-            if replicas is None:  # round the default up to a multiple of the instances
-                pod["replicas"] = -(-total // cluster_instances) * cluster_instances
         else:
             pod["num_instances"] = 1 if inline or total % 2 else 2
+    instances = _whole_number(pod["num_instances"])
+    if pod.get("replicas") is None and instances and instances > 0:  # round the default up to a multiple
+        pod["replicas"] = -(-total // instances) * instances
     return derived
 
 

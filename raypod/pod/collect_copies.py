@@ -49,12 +49,14 @@ def collect(cluster: Cluster, command: str, say: Say) -> None:
     if not runs:
         return
     wanted = {copies[0].run_dir: copies[0].facts["run_id"] for copies in runs}
-    answer = _ask(head, cluster, {"run_dirs": wanted})
+    complete = [copies[0].run_dir for copies in runs if copies[0].is_complete]
+    answer = _ask(head, cluster, {"run_dirs": wanted, "complete": complete})
     if answer is None:
         say(f"warning: {head.name}: its runs cannot be listed; no copies of checkpoints are collected")
         return
     for copies in runs:
-        _collect_run(cluster, copies, answer["runs"][copies[0].run_dir], command, say)
+        if not (copies[0].is_complete and copies[0].facts["run_id"] in answer["named"]):
+            _collect_run(cluster, copies, answer["runs"][copies[0].run_dir], command, say)
 
 
 def _collect_run(cluster: Cluster, copies: List[Copy], own: Dict[str, Any], command: str, say: Say) -> None:

@@ -3,7 +3,8 @@
 Runs over ssh on hosts without raypod: one file, Python 3.6, standard library. `checkpoint/copies.py` writes the copies.
 Prints one JSON object.
 
-    list     the copies of all runs, and for the run folders of `run_dirs` ({folder: run id}) what they hold
+    list     the copies of all runs, and for the run folders of `run_dirs` ({folder: run id}) what they hold; those of
+             `complete` are recorded if this host has nothing of them, and were recorded before if they are in `named`
     install  verify a copy, from the tar archive at standard input or in the folder `source`, and rename it to `run_dir`
 """
 
@@ -21,6 +22,7 @@ from typing import IO, Any, Dict, List, Optional
 
 FOLDER = "~/.raypod/copies"
 _INDEX, _ENDED, _IDENTITY = "run.json", "ended", "copies.json"
+_NAMED = "complete-elsewhere.json"  # beside the copies: runs that `raypod up` has named already
 _FORMAT = 1
 _NAME = re.compile(r"\d{6,}-\d{8,}$")
 _PARTIAL = ".partial"
@@ -181,6 +183,18 @@ def _check_sizes(path: Path, index: Dict[str, Any]) -> None:
             raise Damaged("{} has {} bytes, expected {}".format(name, size, record["size_bytes"]))
 
 
+def _remember(path: Path, run_ids: List[str]) -> List[str]:
+    """Add runs to a list in a file; return those that it had before."""
+    known = _json(path)
+    known = [each for each in known if isinstance(each, str)] if isinstance(known, list) else []
+    new = sorted(set(run_ids) - set(known))
+    if new:
+        with contextlib.suppress(OSError):  # a full disk: they are named again the next time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps([*known, *new]))
+    return known
+
+
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
@@ -207,8 +221,11 @@ def main(verb: str, settings: Dict[str, Any]) -> Dict[str, Any]:
     """Return the answer to a verb. An answer with `damaged` or `error` changed nothing."""
     if verb == "list":
         folder = Path(settings.get("folder", FOLDER)).expanduser()
-        runs = {run_dir: held(Path(run_dir), run_id) for run_dir, run_id in settings.get("run_dirs", {}).items()}
-        return {"copies": copies(folder), "runs": runs}
+        run_dirs = settings.get("run_dirs", {})
+        runs = {run_dir: held(Path(run_dir), run_id) for run_dir, run_id in run_dirs.items()}
+        elsewhere = [run_dirs[each] for each in settings.get("complete", []) if runs[each]["age"] is None]
+        named = _remember(folder.parent / _NAMED, elsewhere)
+        return {"copies": copies(folder), "runs": runs, "named": named}
     try:
         return install(Path(settings["run_dir"]), settings["index"], settings.get("source"))
     except Damaged as error:

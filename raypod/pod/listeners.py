@@ -29,6 +29,10 @@ def ports(expected: Expected, host: str, facts: Facts) -> Iterator[Finding]:
     for port, each in sorted(taken.items()):
         owner = f"{each['program']}, pid {each['pid']}" if each["pid"] else "a process of another user"
         of_cluster = f" of the cluster {each['cluster']}" if each["cluster"] else ""
+        if each["is_orphan"]:
+            text = f"{port} is in use by {owner}, which is left of a Ray that has ended"
+            yield Finding(WARN, host, "ports", text, "it ends by itself within a minute")
+            continue
         way_out = "stop it, or change the ports in the start commands"
         yield Finding(TROUBLE, host, "ports", f"{port} is in use by {owner}{of_cluster}", way_out)
     others = sum(1 for mark in facts["clusters"] if mark != cluster.name)

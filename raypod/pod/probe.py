@@ -29,6 +29,7 @@ _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h
 _TOOL_S = 20.0
 _PEER_S = 3.0
 _MARK = b"RAYPOD_CLUSTER="
+_UNKNOWN_OWNER = {"pid": None, "program": None, "cluster": None, "is_ray": False, "is_orphan": False}
 _BEGIN = "--- environment ---"
 _ENABLE_SDK = (
     'if test -r "$RAYPOD_SDK/enable"; then . "$RAYPOD_SDK/enable"; '
@@ -232,7 +233,7 @@ def _listening() -> List[Dict[str, Any]]:
             if words[3] == "0A":
                 address, _, port = words[1].partition(":")
                 packed = b"".join(bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8))
-                owner = owners.get(words[9], {"pid": None, "program": None, "cluster": None, "is_ray": False})
+                owner = owners.get(words[9], _UNKNOWN_OWNER)
                 found.append(dict(owner, address=socket.inet_ntop(family, packed), port=int(port, 16)))
     return found
 
@@ -252,22 +253,34 @@ def _socket_owners() -> Dict[str, Dict[str, Any]]:
             # A driver starts from a shell without the mark, but it has Ray's library mapped.
             is_ray = "/_raylet.so" in _text(Path(f"/proc/{pid}/maps"))
             owner = {"pid": pid, "program": program, "cluster": _cluster_of(pid), "is_ray": is_ray}
+            owner["is_orphan"] = program.startswith("ray::") and not _has_raylet(pid)
             owners.update(dict.fromkeys(sockets, owner))
     return owners
 
 
 def _cluster_of(pid: int) -> Optional[str]:
     """Return the cluster mark of a process or its nearest marked ancestor: Ray overwrites the mark of its agents."""
+    for each in _ancestry(pid):
+        with contextlib.suppress(OSError):
+            for entry in Path(f"/proc/{each}/environ").read_bytes().split(b"\0"):
+                if entry.startswith(_MARK):
+                    return entry[len(_MARK) :].decode(errors="replace")
+    return None
+
+
+def _has_raylet(pid: int) -> bool:
+    """Return whether a raylet has started a process: its agents and workers outlive it for some seconds."""
+    return any(_text(Path(f"/proc/{each}/cmdline")).split("\0")[0].endswith("/raylet") for each in _ancestry(pid))
+
+
+def _ancestry(pid: int) -> Iterator[int]:
+    """Yield the pids of a process and of its ancestors."""
     seen = set()
     while pid > 0 and pid not in seen:
         seen.add(pid)
-        with contextlib.suppress(OSError):
-            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                if entry.startswith(_MARK):
-                    return entry[len(_MARK) :].decode(errors="replace")
+        yield pid
         words = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
         pid = int(words[1]) if len(words) > 1 else 0
-    return None
 
 
 def _clusters() -> List[Optional[str]]:

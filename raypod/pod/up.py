@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,17 @@ from raypod.host.private import make_private
 from raypod.plan import shipped
 from raypod.plan.cluster import Cluster, Host, cluster_from, raise_mistakes, read_file
 from raypod.plan.cluster_file import ClusterFile
-from raypod.pod import collect_copies, file_checks, host_folders, loaded_sources, probe, ray_logs, ssh, stop_cluster
+from raypod.pod import (
+    autoscaler_hosts,
+    collect_copies,
+    file_checks,
+    host_folders,
+    loaded_sources,
+    probe,
+    ray_logs,
+    ssh,
+    stop_cluster,
+)
 
 _STOP_TIMEOUT_S = 60.0
 _MAX_CHANGES = 3  # in a message
@@ -41,6 +52,7 @@ def up(argv: Sequence[str]) -> int:
     parser.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="timeout of `ray up` itself [1800]")
     parser.add_argument("--no-restart", action="store_true", help="do not restart a running Ray")
     args = parser.parse_args(argv)
+    began_s = time.monotonic()
     file = _own_file(args.file)
     raise_mistakes(args.file, [*file_checks.access_errors(file), *file_checks.launch_errors(file)])
     cluster = cluster_from(file, args.file)
@@ -50,10 +62,16 @@ def up(argv: Sequence[str]) -> int:
     _check_ssh(cluster)
     _check_folders(cluster, file)
     flags = ["--no-config-cache", *(["--no-restart"] if args.no_restart else [])]
-    if not args.no_restart:
+    workers = [host.address for host in cluster.hosts[1:]]
+    if args.no_restart:
+        failed = _change_workers(cluster, file, autoscaler_hosts.KEEP, workers)
+    else:
         _remove_launcher_state(cluster)
     _run_ray("up", args.file, flags, {"RAY_UP_enable_autoscaler_v2": "0"}, args.timeout)
-    _wait_for_hosts(cluster, file, args.wait_hosts)
+    if args.no_restart:  # only now: a new host gets the files that the launcher has copied to the head
+        _change_workers(cluster, file, autoscaler_hosts.AGAIN, failed)
+        _change_workers(cluster, file, autoscaler_hosts.ADD, workers)
+    _wait_for_hosts(cluster, file, args.wait_hosts, began_s)
     _say(f"{cluster.name}: Ray runs on all {len(cluster.hosts)} hosts")
     _compare_sources(cluster, file, f"raypod up {args.file}", "compare" if args.no_restart else "record")
     _check_python(cluster, file)
@@ -211,8 +229,27 @@ def _remove_launcher_state(cluster: Cluster) -> None:
         Path(_temp_folder(), "ray", f"cluster-{cluster.name}.state").unlink()
 
 
-def _wait_for_hosts(cluster: Cluster, file: ClusterFile, within_s: float) -> None:
-    """Wait until all hosts have joined; RunError names those that have not, each with the cause."""
+def _change_workers(cluster: Cluster, file: ClusterFile, mode: str, workers: Sequence[str]) -> List[str]:
+    """Change the workers that a running autoscaler knows, see `autoscaler_hosts`; return those that it has not started.
+
+    RunError if it fails.
+    """
+    state = f"{file_checks.ray_folder(file, 'head') or '/tmp'}/ray/cluster-{shlex.quote(cluster.name)}.state"
+    words = ["bash", "-c", f'exec python3 - {state} "$@"', "bash", mode, *workers]  # a shell expands it
+    program = Path(autoscaler_hosts.__file__).read_text()
+    done = ssh.run_on(cluster.hosts[0], cluster.ssh, words, program, _SSH_SLACK_S)
+    answer = done.json_object("failed")
+    if answer is None:
+        cause = done.error or f"no JSON in {done.excerpt}"
+        raise RunError(f"cannot tell the autoscaler on {cluster.hosts[0].name} which hosts the file has: {cause}")
+    return list(answer["failed"])
+
+
+def _wait_for_hosts(cluster: Cluster, file: ClusterFile, within_s: float, began_s: float) -> None:
+    """Wait until all hosts have joined; RunError names those that have not, each with the cause.
+
+    `began_s`: when the command began (`time.monotonic`); the cause is newer.
+    """
     tls = file_checks.tls_variables(file)
     answer = _missing_hosts(cluster, tls, 0)
     if answer["missing"] and within_s > 0:
@@ -224,7 +261,7 @@ def _wait_for_hosts(cluster: Cluster, file: ClusterFile, within_s: float) -> Non
     if not answer["missing"]:
         return
     missing = [host for host in cluster.hosts if host.address in answer["missing"]]
-    reasons = ssh.map_hosts(missing, lambda host: _why_missing(host, cluster, within_s + _SSH_SLACK_S))
+    reasons = ssh.map_hosts(missing, lambda host: ray_logs.why_missing(host, cluster, began_s))
     lines = [f"{name}: {reason}" for name, reason in reasons.items()]
     lines += map(str, file_checks.key_warnings(file))
     gcs_error = f" ({answer['error']})" if answer["error"] else ""
@@ -296,20 +333,6 @@ def _check_python(cluster: Cluster, file: ClusterFile) -> None:
         text = error if cluster.python in error else f"{cluster.python}: {error}"
         where = file_checks.python_setting(file)
         _say(f"warning: {shortened(names)}: {text}; correct {where}, or setup_commands")
-
-
-def _why_missing(host: Host, cluster: Cluster, since_s: float) -> str:
-    words = ["bash", "-c", ray_logs.raylet_logs_script(since_s)]
-    done = ssh.run_on(host, cluster.ssh, words, timeout_s=_SSH_SLACK_S)
-    if not done.succeeded:
-        return done.error
-    cause = ray_logs.raylet_error(done.output)
-    if cause is None:  # the head starts the workers
-        log = ssh.run_on(
-            cluster.hosts[0], cluster.ssh, ["bash", "-c", ray_logs.MONITOR_LOG_SCRIPT], timeout_s=_SSH_SLACK_S
-        )
-        cause = f"the end of {ray_logs.MONITOR_LOG} on the head: {ray_logs.launcher_error(log.output)}"
-    return f"is reachable; {cause}"
 
 
 def _stop_processes(cluster: Cluster, hosts: Sequence[Host]) -> Dict[str, ssh.Result]:

@@ -15,6 +15,7 @@ from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.resume import manifest_of
 from raypod.checkpoint.storage import checkpoint_path, checkpoints_folder, new_checkpoint, write_manifest
 from raypod.coordinator import checkpoint_schedule
+from raypod.errors import ConfigError
 from raypod.events import CallReport, EvaluationDone, InstanceWarned, RunEnded, UpdateDone
 from raypod.fleet.scripted import ScriptedFleet
 from raypod.plan.plan import Leg, Plan
@@ -36,6 +37,16 @@ def test_a_run_of_256_instances_yields_every_update(make: Make) -> None:
         assert (event.loss, event.metrics["accuracy"]) == (pytest.approx(mean), pytest.approx(100 * mean))
     assert only(events, EvaluationDone).samples == 256
     assert not only(events[-1:], RunEnded).interrupted
+
+
+def test_hosts_with_other_files_of_raypod_are_an_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(make, 3)
+    fleet = ScriptedFleet(plan)
+    started = [dataclasses.replace(each, sources="c" if each.instance == 2 else "a") for each in fleet.start()]
+    monkeypatch.setattr(fleet, "start", lambda: started)
+    words = r"files on host .* of instance 2 differ from .* \(sha256 c and a\); `raypod up FILE` copies the same to all"
+    with pytest.raises(ConfigError, match=words):
+        events_of(plan, fleet)
 
 
 def instructions(plan: Plan) -> int:

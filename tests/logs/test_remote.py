@@ -69,6 +69,19 @@ def test_logs_on_other_hosts_are_merged_by_time(
     assert (tmp_path / "bin" / "ssh.calls").read_text() == before  # nothing is fetched that is not shown
 
 
+def test_a_run_that_has_failed_in_its_start_has_logs_on_other_hosts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = RunFolder(tmp_path / "run", cluster=CLUSTER)
+    run.log(0, "zero\n", 110)
+    assert main(["logs", str(run.path)]) == 0
+    log = f"{run.path}/logs/instance-1.log"
+    warning = f"raypod: warning: no log of instance 1 here: look on host far, as at {log}\n"
+    assert output(capfd) == (["instance 0 | zero"], warning)
+    assert main(["logs", str(run.path), "--instance", "0"]) == 0
+    assert output(capfd)[1] == ""
+
+
 @pytest.mark.parametrize("flags", [["--tail", "1"], ["--since", "115"]])
 def test_only_what_is_shown_is_transferred(
     pod: Tuple[RunFolder, Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: List[str]

@@ -96,6 +96,8 @@ def test_flags_override_yaml_and_yaml_overrides_defaults(tmp_path: Path) -> None
     assert parse("--num-ipus", "16", "--ipus-per-replica", "2").pod.replicas == 8
     for argv, instances in (((), 2), (("--replicas", "3"), 1), (("--fleet", "inline"), 1)):
         assert parse(*argv).pod.num_instances == instances
+    assert parse("--num-instances", "3").pod.replicas == 6  # the default, 4, rounded up
+    assert parse("--num-instances", "3", "--replicas", "4").pod.replicas == 4  # which the plan rejects
 
 
 @pytest.mark.parametrize("text", ["16.16", "16.32", "32.32"])

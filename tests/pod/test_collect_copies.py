@@ -215,7 +215,7 @@ def test_of_two_runs_that_have_had_the_same_folder_the_last_one_is_collected(hos
     assert [path.name for path in hosts.run_dir.parent.iterdir()] == ["digits"]
 
 
-def test_a_complete_run_is_only_named(hosts: Hosts) -> None:
+def test_a_complete_run_is_only_named_and_once(hosts: Hosts) -> None:
     copy = hosts.copy(B, 100)
     (copy.parent / "ended").write_text(copy.name)
     assert hosts.collect() == [
@@ -223,6 +223,7 @@ def test_a_complete_run_is_only_named(hosts: Hosts) -> None:
         f"in {copy}"
     ]
     assert not hosts.run_dir.exists()
+    assert hosts.collect() == []  # it was named
     hosts.on_head(100)
     assert hosts.collect() == []
 

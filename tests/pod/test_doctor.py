@@ -14,6 +14,7 @@ import pytest
 
 from raypod.__main__ import main
 from raypod.fleet import gcs
+from raypod.host.process import sources_digest
 from raypod.plan.cluster import Host
 from raypod.pod import probe, ssh
 from tests.support import ROOT
@@ -40,11 +41,13 @@ def test_probe_facts(processes: None, tmp_path: Path) -> None:
         facts = run_probe(
             python=sys.executable,
             packages=["torch", "no-such-package"],
+            environment={"PYTHONPATH": str(ROOT)},
             folders={"run folder": str(tmp_path / "to" / "come"), "data set": str(tmp_path / "none"), "cache": None},
             token=str(token),
             peers=["127.0.0.1"],
             tools=["bash", "no-such-tool"],
         )
+    assert facts["python"]["raypod_sha256"] == sources_digest()
     assert facts["hostname"] == socket.gethostname()
     assert facts["own_name"]["address"] or facts["own_name"]["error"]
     assert facts["python"]["packages"]["torch"]
@@ -59,6 +62,23 @@ def test_probe_facts(processes: None, tmp_path: Path) -> None:
     assert not facts["folders"]["data set"]["exists"]
     assert facts["token"]["mode"] == "0640"
     assert "secret" not in json.dumps(facts)
+
+
+def test_an_agent_of_a_raylet_that_has_ended_is_known(processes: None) -> None:
+    serve = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+    agent = subprocess.Popen(
+        ["ray::RuntimeEnvAgent", "-c", serve],
+        executable=sys.executable,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with agent:
+        port = int(agent.stdout.readline())  # type: ignore[union-attr]
+        listening = run_probe()["listening"]
+        agent.communicate("\n", timeout=60)
+    (own,) = [each for each in listening if each["port"] == port]
+    assert (own["program"], own["is_orphan"]) == ("ray::RuntimeEnvAgent", True)
 
 
 def test_a_missing_interpreter_is_reported(processes: None) -> None:

@@ -68,7 +68,7 @@ def bad(pod: Pod, expected: Expected = EXPECTED) -> List[Finding]:
 def listen(
     facts: Dict[str, Any], port: int, cluster: Optional[str] = "pod", address: str = "0.0.0.0", **changed: Any
 ) -> None:
-    place = {"address": address, "port": port, "cluster": cluster, "is_ray": cluster is not None}
+    place = {"address": address, "port": port, "cluster": cluster, "is_ray": cluster is not None, "is_orphan": False}
     facts["listening"].append({**place, "pid": 7, "program": "nginx", **changed})
 
 
@@ -122,6 +122,10 @@ def on_second(change: Callable[[Dict[str, Any]], Any]) -> Pod:
         (lambda f: f.update(skew_s=5.0), "warn clocks: differ by up to 5.0 s, 10.0.0.2 is ahead"),
         (lambda f: f.update(skew_s=-90.0), "trouble clocks: differ by up to 90.0 s, 10.0.0.1 is ahead"),
         (lambda f: listen(f, 6380, None), "trouble ports: 6380 is in use by nginx, pid 7"),
+        (
+            lambda f: listen(f, 6380, None, is_orphan=True),
+            "warn ports: 6380 is in use by nginx, pid 7, which is left of a Ray that has ended",
+        ),
         (lambda f: listen(f, 10500, "b"), "trouble ports: pid 7 of the cluster b"),
         (lambda f: f["clusters"].append("b"), "warn ports: 1 other Ray cluster on this host"),
         (lambda f: listen(f, 8265), "trouble dashboard: listens on 0.0.0.0:8265"),

@@ -7,6 +7,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from raypod.pod import ray_logs
 
 SLOW_AGENT = (
@@ -62,18 +64,51 @@ def test_a_raylet_that_has_not_ended_or_was_stopped_is_no_cause() -> None:
         assert ray_logs.raylet_error(log) is None
 
 
-def test_the_logs_of_a_raylet_are_printed_the_newest_last(processes: None, tmp_path: Path) -> None:
-    logs = tmp_path / "session_latest" / "logs"
-    script = ray_logs.raylet_logs_script(150).replace(ray_logs._FOLDERS, f"{tmp_path}/none {tmp_path}")
-    command = ["bash", "-c", script]
-    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout == ""
+def log_time(age_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S,123", time.localtime(time.time() - age_s))
+
+
+@pytest.fixture
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of Ray's logs on this host; it does not exist."""
+    monkeypatch.setattr(ray_logs, "_FOLDERS", f"{tmp_path}/none/ray {tmp_path}/ray")
+    return tmp_path / "ray" / "session_latest" / "logs"
+
+
+def output_of(script: str) -> str:
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_only_what_raylets_have_logged_since_the_command_is_printed(processes: None, logs: Path) -> None:
+    """The newest last."""
+    assert output_of(ray_logs.raylet_logs_script(150)) == ""
     logs.mkdir(parents=True)
-    for name, age_s in (("raylet.out", 1), ("raylet.1.out", 60), ("raylet.2.out", 200)):  # the last: an earlier start
-        (logs / name).write_text(f"of {name}\n")
+    old, new = f"[{log_time(300)} C 1 1] (raylet) a.cc:1: old\nof it\n", f"[{log_time(9)} C 1 1] (raylet) a.cc:1: new\n"
+    for name, age_s, log in (("raylet.out", 1, old + new), ("raylet.1.out", 60, old), ("raylet.2.out", 200, new)):
+        (logs / name).write_text(log)
         changed_s = time.time() - age_s
         os.utime(str(logs / name), (changed_s, changed_s))
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == f"==> {logs}/raylet.1.out <==\nof raylet.1.out\n==> {logs}/raylet.out <==\nof raylet.out\n"
+    script = ray_logs.raylet_logs_script(150)
+    assert output_of(script) == f"==> {logs}/raylet.1.out <==\n==> {logs}/raylet.out <==\n{new}"
     if os.getuid() == 0:
-        os.chown(str(tmp_path), 7, -1)  # another user's
-        assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout == ""
+        os.chown(str(logs.parents[1]), 7, -1)  # another user's
+        assert output_of(script) == ""
+
+
+def test_the_cause_in_the_log_of_the_autoscaler_is_newer_than_the_command(processes: None, logs: Path) -> None:
+    logs.mkdir(parents=True)
+    nothing = "the autoscaler on the head has logged nothing about it since this command began (/ray/session_latest"
+    log = f"{log_time(300)}\tERR updater.py:1 -- NodeUpdater: 10.0.0.13: Error\nError: old\n"
+    log += f"\x1b[0m{log_time(20)}\tINFO updater.py:210 -- New status: up-to-date\n"
+    for more, cause in (
+        ("", nothing),
+        (f"{log_time(9)}\tINFO log_timer.py:25 -- NodeUpdater: 10.0.0.12: Ray start commands succeeded\n", nothing),
+        (
+            f"{log_time(9)}\tINFO log_timer.py:25 -- NodeUpdater: 10.0.0.13: Got IP\nmkdir: no space\n"
+            f"{log_time(8)}\tERR updater.py:177 -- New status: update-failed\n",
+            "the end of /ray/session_latest/logs/monitor.out on the head: mkdir: no space",
+        ),
+    ):
+        log += more
+        (logs / "monitor.out").write_text(log)
+        assert ray_logs.autoscaler_error(output_of(ray_logs.monitor_log_script(150)), "10.0.0.13").startswith(cause)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Dict, List, Optional
@@ -306,11 +307,38 @@ def test_the_launcher_state_of_an_earlier_start_is_removed(monkeypatch: pytest.M
     assert [path.name for path in (tmp_path / "ray").iterdir()] == ["cluster-pod-b.state"]
 
 
+def test_an_added_host_is_told_to_the_running_autoscaler_after_the_files_are_on_the_head(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "id_ed25519").touch()
+    calls: List[List[str]] = []
+
+    def run_on(host: Host, _: Ssh, words: List[str], *__: Any, **___: Any) -> ssh.Result:
+        if "cluster-pod64.state" in "".join(words):
+            assert words[:3] == ["bash", "-c", 'exec python3 - /tmp/ray-$(id -un)/ray/cluster-pod64.state "$@"']
+            calls.append([host.address, *words[4:]])
+        return ssh.Result(0, json.dumps({"failed": ["10.0.0.13"], "missing": [], "raylet": 1, "changes": []}), "")
+
+    monkeypatch.setattr(ssh, "run_on", run_on)
+    monkeypatch.setattr(up, "_run_ray", lambda *_: calls.append(["ray up"]))
+    monkeypatch.setattr(up.collect_copies, "collect", lambda *_: None)
+    assert main(["up", "--no-restart", str(SHIPPED)]) == 0
+    head, workers = "10.0.0.11", ["10.0.0.12", "10.0.0.13", "10.0.0.14"]
+    expected = [[head, "keep", *workers], ["ray up"], [head, "again", "10.0.0.13"], [head, "add", *workers]]
+    assert calls == expected
+    calls.clear()
+    assert main(["up", str(SHIPPED)]) == 0
+    assert calls == [["ray up"]]
+
+
 def test_hosts_that_do_not_join_are_named_with_the_error_of_the_gcs(processes: None) -> None:
     cluster = Cluster("pod", (Host("h", "127.0.0.1"),), gcs_port=1)  # this machine, where nothing listens
     words = r"pod: 1 of 1 hosts did not join within 0 s \(--wait-hosts\) \(.*127\.0\.0\.1:1.*\)\n  h: "
     with pytest.raises(RunError, match=words):
-        up._wait_for_hosts(cluster, cluster_file.parse("provider: {type: local, head_ip: h}"), 0)
+        up._wait_for_hosts(cluster, cluster_file.parse("provider: {type: local, head_ip: h}"), 0, 0)
 
 
 def answer_missing(monkeypatch: pytest.MonkeyPatch, *answers: List[str]) -> List[str]:
@@ -329,7 +357,7 @@ def answer_missing(monkeypatch: pytest.MonkeyPatch, *answers: List[str]) -> List
 
 def wait_for_hosts(text: str, within_s: float) -> None:
     file = cluster_file.parse(text)
-    up._wait_for_hosts(cluster_from(file, "pod64"), file, within_s)
+    up._wait_for_hosts(cluster_from(file, "pod64"), file, within_s, time.monotonic())
 
 
 def test_only_the_wait_for_missing_hosts_is_announced(

@@ -24,7 +24,10 @@ class RunFolder:
         """`run_dir` is the path of the folder on the hosts."""
         self.path = path
         (path / "logs").mkdir(parents=True)
-        plan = {"cluster": dataclasses.asdict(cluster), "instances": [{"index": index} for index in range(2)]}
+        placed = [
+            {"index": index, "host": cluster.hosts[min(index, len(cluster.hosts) - 1)].name} for index in range(2)
+        ]
+        plan = {"cluster": dataclasses.asdict(cluster), "instances": placed}
         (path / "plan.json").write_text(json.dumps({**plan, "run_dir": str(run_dir or path)}))
 
     def log(self, instance: int, text: str, at_s: Optional[float] = None) -> None:
