@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
@@ -24,7 +25,18 @@ from raypod.host.private import make_private
 from raypod.plan import shipped
 from raypod.plan.cluster import Cluster, Host, cluster_from, raise_mistakes, read_file
 from raypod.plan.cluster_file import ClusterFile
-from raypod.pod import collect_copies, file_checks, host_folders, loaded_sources, probe, ray_logs, ssh, stop_cluster
+from raypod.pod import (
+    collect_copies,
+    file_checks,
+    host_folders,
+    loaded_sources,
+    probe,
+    ray_logs,
+    ssh,
+    stop_cluster,
+    stop_runs,
+    up_lock,
+)
 
 _STOP_TIMEOUT_S = 60.0
 _MAX_CHANGES = 3  # in a message
@@ -40,15 +52,27 @@ def up(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="timeout of `ray up` itself [1800]")
     parser.add_argument("--no-restart", action="store_true", help="do not restart a running Ray")
+    parser.add_argument(
+        "--stop-runs", action="store_true", help="stop active runs and launches first, trainings with a checkpoint"
+    )
     args = parser.parse_args(argv)
     file = _own_file(args.file)
-    raise_mistakes(args.file, [*file_checks.access_errors(file), *file_checks.launch_errors(file)])
+    mistakes = [*file_checks.access_errors(file), *file_checks.key_errors(file), *file_checks.launch_errors(file)]
+    raise_mistakes(args.file, mistakes)
     cluster = cluster_from(file, args.file)
     for warning in file_checks.launch_warnings(file):
         _say(f"{args.file}, {warning}")
     _prepare_token(file_checks.token_source(file))
     _check_ssh(cluster)
+    with up_lock.held(cluster, _say):
+        return _start(args, cluster, file)
+
+
+def _start(args: Namespace, cluster: Cluster, file: ClusterFile) -> int:
+    """Start Ray, or only copy the sources, while no other `raypod up` does."""
     _check_folders(cluster, file)
+    if not args.no_restart and not stop_runs.make_way(cluster, file, args.stop_runs, _say):
+        _stop_processes(cluster, cluster.hosts[:1])  # otherwise the start commands refuse to stop what is left
     flags = ["--no-config-cache", *(["--no-restart"] if args.no_restart else [])]
     if not args.no_restart:
         _remove_launcher_state(cluster)
@@ -213,14 +237,13 @@ def _remove_launcher_state(cluster: Cluster) -> None:
 
 def _wait_for_hosts(cluster: Cluster, file: ClusterFile, within_s: float) -> None:
     """Wait until all hosts have joined; RunError names those that have not, each with the cause."""
-    tls = file_checks.tls_variables(file)
-    answer = _missing_hosts(cluster, tls, 0)
+    answer = _missing_hosts(cluster, file, 0)
     if answer["missing"] and within_s > 0:
         _say(
             f"waiting up to {within_s:g} s for {len(answer['missing'])} of {len(cluster.hosts)} hosts: "
             f"{shortened(answer['missing'])} (--wait-hosts changes it)"
         )
-        answer = _missing_hosts(cluster, tls, within_s)
+        answer = _missing_hosts(cluster, file, within_s)
     if not answer["missing"]:
         return
     missing = [host for host in cluster.hosts if host.address in answer["missing"]]
@@ -232,15 +255,13 @@ def _wait_for_hosts(cluster: Cluster, file: ClusterFile, within_s: float) -> Non
     raise RunError("\n  ".join([f"{cluster.name}: {summary}{gcs_error}", *lines]))
 
 
-def _missing_hosts(cluster: Cluster, tls: Sequence[str], within_s: float) -> Dict[str, Any]:
+def _missing_hosts(cluster: Cluster, file: ClusterFile, within_s: float) -> Dict[str, Any]:
     """Return the addresses that have not joined within a time (`missing`), and the last error of the GCS (`error`).
 
     The requests to the GCS run on the head, where its port is reachable.
     """
     head, names = cluster.hosts[0], [host.address for host in cluster.hosts]
-    # A shell expands ~ and variables in the values, as it does in the start commands.
-    shell = " ".join([*(f"export {each};" for each in tls), 'exec python3 - "$@"'])
-    words = ["bash", "-c", shell, "bash", str(cluster.gcs_address), str(within_s), *names]
+    words = stop_runs.gcs_words(file, [str(cluster.gcs_address), str(within_s), *names])
     done = ssh.run_on(head, cluster.ssh, words, Path(gcs.__file__).read_text(), within_s + _SSH_SLACK_S)
     if not done.succeeded:
         raise RunError(f"cannot list the hosts of the cluster on {head.name}: {done.error}")

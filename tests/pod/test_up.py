@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ from raypod.fleet import ray_admission
 from raypod.host.private import make_private
 from raypod.plan import cluster_file
 from raypod.plan.cluster import Cluster, Host, Ssh, cluster_from
-from raypod.pod import host_folders, ssh, up
+from raypod.pod import host_folders, ssh, up, up_lock
 from raypod.pod.file_checks import (
     is_marked,
     key_warnings,
@@ -74,6 +75,7 @@ def test_the_shipped_file_has_no_errors_and_no_warnings(monkeypatch: pytest.Monk
         (launch_warnings, "host=127.0.0.1", "host=0.0.0.0", "the dashboard is open to the network"),
         (launch_warnings, "AUTH_MODE=token", "AUTH_MODE=disabled", "anyone with access to a port can run commands"),
         (launch_warnings, "python3 ~/raypod/source/raypod/pod/stop_cluster.py", "ray stop", "stops other Ray clusters"),
+        (launch_warnings, "/pod/active_runs.py", "/x", "plain `ray up` ends active runs; begin with python3"),
         (launch_warnings, "RAYPOD_CLUSTER=pod64 ", "", "export RAYPOD_CLUSTER=<cluster_name>"),
     ],
 )
@@ -89,7 +91,7 @@ def test_a_renamed_cluster_is_an_error_in_both_start_commands(path: Path) -> Non
     assert problems(renamed, name_errors) == [
         f"line {renamed.splitlines().index(f'{kind}_start_ray_commands:') + 1}: {kind}_start_ray_commands: "
         f"RAYPOD_CLUSTER={path.stem}, stop_cluster.py {path.stem}{rest} differ from cluster_name 'my pod': use one name"
-        for kind, rest in (("head", f", cluster-{path.stem}.state"), ("worker", ""))
+        for kind, rest in (("head", f", active_runs.py {path.stem}, cluster-{path.stem}.state"), ("worker", ""))
     ]
 
 
@@ -165,7 +167,7 @@ def test_a_missing_key_an_unreachable_head_and_a_renamed_cluster_end_up_before_r
     monkeypatch.setattr(ssh, "run_on", lambda *_, **__: ssh.Result(255, "", "No route to host"))
     monkeypatch.setattr(up, "_run_ray", lambda *_: pytest.fail("ray up was called"))
     assert main(["up", str(SHIPPED)]) == 2
-    assert "line 23: auth.ssh_private_key: ~/.ssh/id_ed25519 does not exist" in capsys.readouterr().err
+    assert "line 25: auth.ssh_private_key: ~/.ssh/id_ed25519 does not exist" in capsys.readouterr().err
     (tmp_path / ".ssh").mkdir()
     (tmp_path / ".ssh" / "id_ed25519").touch()
     assert main(["up", str(SHIPPED)]) == 2
@@ -174,7 +176,7 @@ def test_a_missing_key_an_unreachable_head_and_a_renamed_cluster_end_up_before_r
     monkeypatch.setattr(ssh, "run_on", lambda *_, **__: pytest.fail("a host was contacted"))
     (tmp_path / "mine.yaml").write_text(SHIPPED.read_text().replace("cluster_name: pod64", "cluster_name: mine"))
     assert main(["up", str(tmp_path / "mine.yaml")]) == 2
-    assert "RAYPOD_CLUSTER=pod64, stop_cluster.py pod64, cluster-pod64.state differ from" in capsys.readouterr().err
+    assert "RAYPOD_CLUSTER=pod64, stop_cluster.py pod64, active_runs.py pod64, cluster-pod64" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -217,6 +219,7 @@ def test_a_host_whose_folder_other_users_can_use_is_not_started(
         return ssh.Result(1, "", "/tmp/ray-root belongs to uid 7") if is_bad else ssh.Result(0, "", "")
 
     monkeypatch.setattr(ssh, "run_on", run_on)
+    monkeypatch.setattr(up_lock, "held", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(up, "_run_ray", lambda *_: pytest.fail("ray up was called"))
     assert main(["up", str(SHIPPED)]) == 2
     error = "pod64: RAY_TMPDIR of the start commands is not safe\n  10.0.0.13: /tmp/ray-root belongs to uid 7\n"
