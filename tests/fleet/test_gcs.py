@@ -117,7 +117,10 @@ def test_another_machine_gets_the_token_if_a_raylet_of_this_user_belongs_to_its_
         assert distrust_of("10.0.0.1:6379").startswith("no Ray node of uid 12345 on this machine")
 
 
-def test_the_drivers_of_a_cluster_are_known_without_those_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drivers_of_a_cluster_are_known_without_those_of_ray(
+    processes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # which the next line sets
     from ray.core.generated import gcs_service_pb2
 
     reply = gcs_service_pb2.GetAllJobInfoReply()
