@@ -3,12 +3,13 @@
 Ray's own client reports the reason of a refusal only in its log, after 20 s. The token, with which anyone can run
 commands on the cluster, is sent only to a process of this user or of root: another user could listen on the port while
 Ray does not run. This file needs only Python 3.6: it is sent to hosts that have neither Ray nor raypod, as `python3 -
-ADDRESS SECONDS HOST... < gcs.py`.
+ADDRESS SECONDS HOST... < gcs.py`, or as `python3 - --drivers ADDRESS < gcs.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -21,7 +22,9 @@ from typing import Dict, Iterator, List, NamedTuple, Optional, Set, Tuple, Union
 ANSWERED, REFUSED, SILENT, FOREIGN = "answered", "refused", "silent", "foreign"
 _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 _ALL_NODES = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
+_ALL_JOBS = "/ray.rpc.JobInfoGcsService/GetAllJobInfo"
 _GET_VALUE = "/ray.rpc.InternalKVGcsService/InternalKVGet"
+_OF_RAY = "_ray_internal_"  # begins the namespaces of Ray's own drivers, as of the dashboard
 _DATA, _HEADERS, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 4, 6, 7, 8  # RFC 7540, section 6
 _ACK = _END_STREAM = 1
 _END_HEADERS = 4
@@ -30,6 +33,7 @@ _UNAUTHENTICATED = 16  # grpc.StatusCode
 _ALIVE = 0  # GcsNodeInfo.state
 _ROOT = 0
 _ACCEPT_POLL_S = 0.01
+DRIVERS_S = 10.0  # a loaded head answers slowly
 
 
 class Answer(NamedTuple):
@@ -53,12 +57,8 @@ def check(address: str, token: Optional[str] = None, timeout_s: float = 3.0, onl
 
 def alive_addresses(address: str, token: Optional[str] = None, timeout_s: float = 3.0) -> List[str]:
     """Return the addresses of the hosts that are alive according to the GCS. OSError if it does not respond."""
-    answer = _call(address, _ALL_NODES, token, timeout_s)
-    if answer.state != ANSWERED:
-        failure = {REFUSED: "refused the request", FOREIGN: "gets no token"}.get(answer.state, "did not answer")
-        raise OSError(f"the GCS at {address} {failure}: {answer.detail}")
     found = []
-    for number, node in _fields(answer.body):
+    for number, node in _fields(_reply(address, _ALL_NODES, token, timeout_s)):
         if number == 2 and isinstance(node, bytes):  # GetAllNodeInfoReply.node_info_list
             fields = dict(_fields(node))
             if fields.get(7, _ALIVE) == _ALIVE:  # GcsNodeInfo.state; 2: .node_manager_address
@@ -66,16 +66,27 @@ def alive_addresses(address: str, token: Optional[str] = None, timeout_s: float 
     return found
 
 
+def drivers(address: str, token: Optional[str] = None, timeout_s: float = DRIVERS_S) -> List[Dict[str, object]]:
+    """Return address, pid, command line and namespace of all programs that use the cluster. OSError as above."""
+    found = []
+    request = b"\x18\x01\x20\x01"  # GetAllJobInfoRequest.skip_...: the GCS need not ask every driver
+    for number, job in _fields(_reply(address, _ALL_JOBS, token, timeout_s, request)):
+        fields = dict(_fields(job)) if number == 2 and isinstance(job, bytes) else {2: 1}  # .job_info_list
+        namespace = _text(dict(_fields(bytes(fields.get(6, b"")))).get(5))  # JobTableData.config.ray_namespace
+        if fields.get(2) or namespace.startswith(_OF_RAY):  # JobTableData.is_dead
+            continue
+        host = _text(fields.get(4)) or _text(dict(_fields(bytes(fields.get(12, b"")))).get(2))  # .driver_address
+        known = {"address": host, "pid": fields.get(5, 0), "namespace": namespace}  # type: Dict[str, object]
+        found.append({**known, "entrypoint": _text(fields.get(9))})
+    return found
+
+
 def dashboard_address(address: str, token: Optional[str] = None, timeout_s: float = 3.0) -> str:
     """Return HOST:PORT of the dashboard according to the GCS; "" if it has none. OSError if it does not respond."""
     key = b"dashboard"  # InternalKVGetRequest.key, and .namespace
     request = b"".join(bytes([number << 3 | 2, len(key)]) + key for number in (1, 2))
-    answer = _call(address, _GET_VALUE, token, timeout_s, request)
-    if answer.state != ANSWERED:
-        failure = "gets no token" if answer.state == FOREIGN else "did not answer"
-        raise OSError(f"the GCS at {address} {failure}: {answer.detail}")
-    value = dict(_fields(answer.body)).get(2, b"")  # InternalKVGetReply.value
-    return value.decode(errors="replace") if isinstance(value, bytes) else ""
+    reply = dict(_fields(_reply(address, _GET_VALUE, token, timeout_s, request)))
+    return _text(reply.get(2))  # InternalKVGetReply.value
 
 
 def own_token() -> Optional[str]:
@@ -157,6 +168,15 @@ def _gcs_addresses() -> Set[Tuple[str, int]]:
                     if word.startswith("--gcs-address="):
                         found.add((socket.gethostbyname(host), int(port)))
     return found
+
+
+def _reply(address: str, method: str, token: Optional[str], timeout_s: float, message: bytes = b"") -> bytes:
+    """Return the reply to a call. OSError if the GCS does not respond."""
+    answer = _call(address, method, token, timeout_s, message)
+    if answer.state == ANSWERED:
+        return answer.body
+    failure = {REFUSED: "refused the request", FOREIGN: "gets no token"}.get(answer.state, "did not answer")
+    raise OSError(f"the GCS at {address} {failure}: {answer.detail}")
 
 
 def _call(
@@ -280,6 +300,10 @@ def _fields(message: bytes) -> Iterator[Tuple[int, Union[int, bytes]]]:
             at += 8 if tag & 7 == 1 else 4
 
 
+def _text(value: Union[int, bytes, None]) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else ""
+
+
 def _varint(message: bytes, at: int) -> Tuple[int, int]:
     value = shift = 0
     while True:
@@ -304,12 +328,22 @@ def wait_for_hosts(address: str, within_s: float, hosts: List[str]) -> Dict[str,
         time.sleep(0.5)
 
 
-def _resolved(host: str) -> str:
+def driver_report(address: str) -> Dict[str, object]:
+    """Return the drivers of the cluster, and why they are unknown; no process listens on its port: it does not run."""
     try:
+        return {"drivers": drivers(address, own_token()), "error": ""}
+    except OSError as error:
+        is_refused = str(error).endswith(os.strerror(errno.ECONNREFUSED))
+        return {"drivers": [], "error": "" if is_refused else str(error)}
+
+
+def _resolved(host: str) -> str:
+    with contextlib.suppress(OSError):
         return socket.gethostbyname(host)
-    except OSError:
-        return host
+    return host
 
 
 if __name__ == "__main__":
-    print(json.dumps(wait_for_hosts(sys.argv[1], float(sys.argv[2]), sys.argv[3:])))  # noqa: T201 - the result
+    first, *rest = sys.argv[1:]
+    result = driver_report(rest[0]) if first == "--drivers" else wait_for_hosts(first, float(rest[0]), rest[1:])
+    print(json.dumps(result))  # noqa: T201 - the result

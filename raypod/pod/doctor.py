@@ -53,7 +53,8 @@ def doctor(argv: Sequence[str]) -> int:
     facts = probe_hosts(cluster, probe_settings(cluster, resolved), args.timeout)
     findings = examine(expected, facts)
     if file is not None:
-        errors = [(TROUBLE, each) for each in (*file_checks.access_errors(file), *file_checks.launch_errors(file))]
+        checks = (file_checks.access_errors, file_checks.key_errors, file_checks.launch_errors)
+        errors = [(TROUBLE, each) for check in checks for each in check(file)]
         warnings = [(WARN, each) for each in (*file_checks.launch_warnings(file), *file_checks.key_warnings(file))]
         of_file = [Finding(level, "", "cluster file", str(each)) for level, each in (*errors, *warnings)]
         unsafe = host_folders.problems(cluster, file, create=False)

@@ -13,6 +13,7 @@ from typing import Any, Dict, List, Optional
 from raypod.fleet import gcs
 from raypod.plan.cluster_file import ClusterFile
 from raypod.plan.cluster_section import Mistake
+from raypod.pod.ssh_key import has_passphrase
 from raypod.pod.stop_cluster import MARK
 
 HOST_TOKEN_PATH = "~/.ray/auth_token"  # where Ray reads the token
@@ -25,6 +26,7 @@ _MARKED = rf"\b{MARK}="
 _NAMED = (  # where start commands name the cluster: a pattern, and what stands before and after the name
     (_MARKED, f"{MARK}=", ""),
     (r"\bstop_cluster\.py[ \t]+", "stop_cluster.py ", ""),
+    (r"\bactive_runs\.py[ \t]+", "active_runs.py ", ""),
     (r"/cluster-(?=\S+\.state\b)", "cluster-", ".state"),  # of Ray's launcher
 )
 
@@ -71,6 +73,19 @@ def access_errors(file: ClusterFile) -> List[Mistake]:
     if key is None or Path(key).expanduser().is_file() or Path(HEAD_KEY_PATH).expanduser().is_file():
         return []
     return [Mistake(auth.line_of("ssh_private_key"), f"auth.ssh_private_key: {key} does not exist")]
+
+
+def key_errors(file: ClusterFile) -> List[Mistake]:
+    """Return that the operator's key has a passphrase: the head, which starts the workers with it, cannot enter it."""
+    auth = file.top.section("auth")
+    key = auth.text("ssh_private_key")
+    if key is None or not file.provider.texts("worker_ips") or not has_passphrase(key):
+        return []
+    text = (
+        f"auth.ssh_private_key: {key} has a passphrase, which the head cannot enter to start the workers, also with an "
+        "ssh agent here: use a key of the pod without one (ssh-keygen -t ed25519 -N '' -f ~/.ssh/pod)"
+    )
+    return [Mistake(auth.line_of("ssh_private_key"), text)]
 
 
 def key_warnings(file: ClusterFile) -> List[Mistake]:
@@ -201,6 +216,10 @@ _EXPECTED = {
     "head": [
         *_BOTH,
         (r"\bRAY_enable_autoscaler_v2=0", "autoscaler v2 starts one worker too few; export RAY_enable_autoscaler_v2=0"),
+        (
+            r"/pod/active_runs\.py ",
+            "plain `ray up` ends active runs; begin with python3 ~/raypod/source/raypod/pod/active_runs.py NAME",
+        ),
         (r"--node-ip-address", "without --node-ip-address the head may use 127.0.0.1"),
     ],
     "worker": [*_BOTH],

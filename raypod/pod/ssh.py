@@ -16,16 +16,18 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, TypeVar
 
 from raypod.errors import ClusterError
 from raypod.host.interfaces import interface_addresses
 from raypod.plan.cluster import Host, Ssh
 from raypod.pod.file_checks import HEAD_KEY_PATH
+from raypod.pod.ssh_key import has_passphrase
 
 CONNECT_S = 8
 _END_S = 10.0  # for the first command of a pipe to end after the second one
 _MAX_PARALLEL = 64
+_DENIED = "Permission denied"
 _NO_CONNECTION, _NO_COMMAND = 255, 127  # exit codes of ssh, of a shell
 
 T = TypeVar("T")
@@ -80,7 +82,30 @@ def run_on(host: Host, ssh: Ssh, words: Sequence[str], stdin: str = "", timeout_
         return Result(124, "", f"no answer within {timeout_s:g} s")
     except OSError as error:
         return Result(127, "", f"{command[0]}: {error.strerror}")
-    return _result(done.returncode, done.stdout, done.stderr)
+    result = _result(done.returncode, done.stdout, done.stderr)
+    return dataclasses.replace(result, error=result.error + _passphrase_hint(result.error, ssh))
+
+
+@contextlib.contextmanager
+def started(host: Host, ssh: Ssh, words: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command on a host within the context; its stdin ends when the context ends, or this process."""
+    with subprocess.Popen(
+        _command_on(host, ssh, words),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C ends it with this process, not before
+    ) as process:
+        assert process.stdin is not None, "it is a pipe"
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(OSError):  # it has ended
+                process.stdin.close()
+            try:
+                process.wait(timeout=_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def pipe(source: Tuple[Host, Sequence[str]], target: Tuple[Host, Sequence[str]], ssh: Ssh, timeout_s: float) -> Result:
@@ -133,7 +158,8 @@ def pass_through(host: Host, ssh: Ssh, words: Sequence[str]) -> int:
     terminal = ["-t"] if sys.stdin.isatty() and sys.stdout.isatty() else []
     code = subprocess.run([*ssh_command(host, ssh, terminal or ["-T"]), shell], check=False).returncode
     if code == _NO_CONNECTION:
-        raise ClusterError(f"host {host.name} is unreachable over ssh, or the connection was lost")
+        hint = _passphrase_hint(_DENIED, ssh)  # ssh has printed the cause
+        raise ClusterError(f"host {host.name} is unreachable over ssh, or the connection was lost{hint}")
     if code == _NO_COMMAND:
         raise ClusterError(
             f"host {host.name} has no {words[0]}: setup_commands of the cluster file install it, run by `raypod up`"
@@ -158,10 +184,23 @@ def ssh_command(host: Host, ssh: Ssh, terminal: Sequence[str] = ("-T",)) -> List
     if ssh.proxy_command:
         options.append(f"ProxyCommand={ssh.proxy_command}")
     words = ["ssh", *terminal, *(word for option in options for word in ("-o", option))]
-    keys = [Path(key).expanduser() for key in (ssh.private_key, HEAD_KEY_PATH) if key]
-    for key in [key for key in keys if key.is_file()][:1]:
+    key = _key(ssh)
+    if key is not None:
         words += ["-i", str(key), "-o", "IdentitiesOnly=yes"]
     return [*words, "--", f"{ssh.user}@{host.address}" if ssh.user else host.address]
+
+
+def _key(ssh: Ssh) -> Optional[Path]:
+    keys = [Path(key).expanduser() for key in (ssh.private_key, HEAD_KEY_PATH) if key]
+    return next((key for key in keys if key.is_file()), None)
+
+
+def _passphrase_hint(error: str, ssh: Ssh) -> str:
+    """Return the end of a message for a key that ssh, which must not ask here, cannot decrypt; "" for other causes."""
+    key = _key(ssh) if _DENIED in error else None
+    if key is None or not has_passphrase(str(key)):
+        return ""
+    return f" ({key} has a passphrase, and no ssh agent here has the key: eval $(ssh-agent); ssh-add {key})"
 
 
 def is_local(host: Host) -> bool:

@@ -7,19 +7,19 @@ the head, and every other Ray on that host; `down` stops this cluster on all hos
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
-from typing import Any, Dict, List, Sequence
+from typing import Dict, List, Sequence
 
-from raypod.cli import FlagParser, shortened, show
+from raypod.cli import FlagParser, show
 from raypod.errors import ClusterError, RunError
-from raypod.fleet import gcs, ray_admission
+from raypod.fleet import ray_admission
 from raypod.fleet.ray_folder import private_tmpdir
 from raypod.host.private import make_private
 from raypod.plan import shipped
@@ -30,15 +30,15 @@ from raypod.pod import (
     collect_copies,
     file_checks,
     host_folders,
-    loaded_sources,
-    probe,
     ray_logs,
     ssh,
+    started,
     stop_cluster,
+    stop_runs,
+    up_lock,
 )
 
 _STOP_TIMEOUT_S = 60.0
-_MAX_CHANGES = 3  # in a message
 _SSH_SLACK_S = 30.0
 _SOURCE = "~/raypod/source/raypod"  # where the cluster files of this repository copy raypod
 
@@ -51,16 +51,28 @@ def up(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="timeout of `ray up` itself [1800]")
     parser.add_argument("--no-restart", action="store_true", help="do not restart a running Ray")
+    parser.add_argument(
+        "--stop-runs", action="store_true", help="stop active runs and launches first, trainings with a checkpoint"
+    )
     args = parser.parse_args(argv)
     began_s = time.monotonic()
     file = _own_file(args.file)
-    raise_mistakes(args.file, [*file_checks.access_errors(file), *file_checks.launch_errors(file)])
+    mistakes = [*file_checks.access_errors(file), *file_checks.key_errors(file), *file_checks.launch_errors(file)]
+    raise_mistakes(args.file, mistakes)
     cluster = cluster_from(file, args.file)
     for warning in file_checks.launch_warnings(file):
         _say(f"{args.file}, {warning}")
     _prepare_token(file_checks.token_source(file))
     _check_ssh(cluster)
+    with up_lock.held(cluster, _say):
+        return _start(args, cluster, file, began_s)
+
+
+def _start(args: Namespace, cluster: Cluster, file: ClusterFile, began_s: float) -> int:
+    """Start Ray, or only copy the sources, while no other `raypod up` does."""
     _check_folders(cluster, file)
+    if not args.no_restart and not stop_runs.make_way(cluster, file, args.stop_runs, _say):
+        _stop_processes(cluster, cluster.hosts[:1])  # otherwise the start commands refuse to stop what is left
     flags = ["--no-config-cache", *(["--no-restart"] if args.no_restart else [])]
     workers = [host.address for host in cluster.hosts[1:]]
     if args.no_restart:
@@ -71,10 +83,10 @@ def up(argv: Sequence[str]) -> int:
     if args.no_restart:  # only now: a new host gets the files that the launcher has copied to the head
         _change_workers(cluster, file, autoscaler_hosts.AGAIN, failed)
         _change_workers(cluster, file, autoscaler_hosts.ADD, workers)
-    _wait_for_hosts(cluster, file, args.wait_hosts, began_s)
+    started.wait_for_hosts(cluster, file, args.wait_hosts, began_s, _say)
     _say(f"{cluster.name}: Ray runs on all {len(cluster.hosts)} hosts")
-    _compare_sources(cluster, file, f"raypod up {args.file}", "compare" if args.no_restart else "record")
-    _check_python(cluster, file)
+    started.compare_sources(cluster, file, f"raypod up {args.file}", "compare" if args.no_restart else "record", _say)
+    started.check_python(cluster, file, _say)
     train = _train_hint(cluster, file, Path(args.file))
     collect_copies.collect(cluster, train, _say)
     _say(f"next: raypod doctor --cluster {args.file}; then, {train}")
@@ -243,96 +255,6 @@ def _change_workers(cluster: Cluster, file: ClusterFile, mode: str, workers: Seq
         cause = done.error or f"no JSON in {done.excerpt}"
         raise RunError(f"cannot tell the autoscaler on {cluster.hosts[0].name} which hosts the file has: {cause}")
     return list(answer["failed"])
-
-
-def _wait_for_hosts(cluster: Cluster, file: ClusterFile, within_s: float, began_s: float) -> None:
-    """Wait until all hosts have joined; RunError names those that have not, each with the cause.
-
-    `began_s`: when the command began (`time.monotonic`); the cause is newer.
-    """
-    tls = file_checks.tls_variables(file)
-    answer = _missing_hosts(cluster, tls, 0)
-    if answer["missing"] and within_s > 0:
-        _say(
-            f"waiting up to {within_s:g} s for {len(answer['missing'])} of {len(cluster.hosts)} hosts: "
-            f"{shortened(answer['missing'])} (--wait-hosts changes it)"
-        )
-        answer = _missing_hosts(cluster, tls, within_s)
-    if not answer["missing"]:
-        return
-    missing = [host for host in cluster.hosts if host.address in answer["missing"]]
-    reasons = ssh.map_hosts(missing, lambda host: ray_logs.why_missing(host, cluster, began_s))
-    lines = [f"{name}: {reason}" for name, reason in reasons.items()]
-    lines += map(str, file_checks.key_warnings(file))
-    gcs_error = f" ({answer['error']})" if answer["error"] else ""
-    summary = f"{len(reasons)} of {len(cluster.hosts)} hosts did not join within {within_s:g} s (--wait-hosts)"
-    raise RunError("\n  ".join([f"{cluster.name}: {summary}{gcs_error}", *lines]))
-
-
-def _missing_hosts(cluster: Cluster, tls: Sequence[str], within_s: float) -> Dict[str, Any]:
-    """Return the addresses that have not joined within a time (`missing`), and the last error of the GCS (`error`).
-
-    The requests to the GCS run on the head, where its port is reachable.
-    """
-    head, names = cluster.hosts[0], [host.address for host in cluster.hosts]
-    # A shell expands ~ and variables in the values, as it does in the start commands.
-    shell = " ".join([*(f"export {each};" for each in tls), 'exec python3 - "$@"'])
-    words = ["bash", "-c", shell, "bash", str(cluster.gcs_address), str(within_s), *names]
-    done = ssh.run_on(head, cluster.ssh, words, Path(gcs.__file__).read_text(), within_s + _SSH_SLACK_S)
-    if not done.succeeded:
-        raise RunError(f"cannot list the hosts of the cluster on {head.name}: {done.error}")
-    answer = done.json_object("missing")
-    if answer is None:
-        raise RunError(f"cannot list the hosts of the cluster on {head.name}: no JSON in {done.excerpt}")
-    return answer
-
-
-def _compare_sources(cluster: Cluster, file: ClusterFile, restart: str, mode: str) -> None:
-    """Record the sources and packages with which Ray was started on each host, or say which are newer than those."""
-    folders = [target for target in file.top.value("file_mounts") or {} if target != file_checks.HOST_TOKEN_PATH]
-    words, program = ["python3", "-", mode, cluster.name, *folders], Path(loaded_sources.__file__).read_text()
-    found = ssh.map_hosts(
-        cluster.hosts, lambda host: ssh.run_on(host, cluster.ssh, words, program, loaded_sources.TIMEOUT_S)
-    )
-    changes: Dict[str, None] = {}
-    newer, older = [], []
-    for name, done in found.items():
-        answer = done.json_object("raylet")
-        if answer is None or answer["raylet"] is None:
-            cause = done.error or f"no raylet has {stop_cluster.MARK}={cluster.name} in its environment"
-            _say(f"warning: {name}: cannot compare the sources with those that Ray was started with: {cause}")
-        elif answer["changes"]:
-            newer.append(name)
-            changes.update(dict.fromkeys(answer["changes"]))
-        else:
-            older.append(name)
-    if newer:
-        rest = f" and {len(changes) - _MAX_CHANGES} more" if len(changes) > _MAX_CHANGES else ""
-        others = f" (but not on {', '.join(older)})" if older else ""
-        _say(
-            f"warning: changed on {', '.join(newer)}{others} since Ray was started: "
-            f"{', '.join(list(changes)[:_MAX_CHANGES])}{rest}; running processes keep what they have loaded: "
-            f"restart Ray with `{restart}`"
-        )
-
-
-def _check_python(cluster: Cluster, file: ClusterFile) -> None:
-    """Warn of the hosts on which the interpreter of the cluster file does not run; `ray up` does not use it."""
-    settings = {"only": "python", "python": cluster.python, "sdk": cluster.sdk}
-    words, program = ["python3", "-", json.dumps(settings)], Path(probe.__file__).read_text()
-    found = ssh.map_hosts(cluster.hosts, lambda host: ssh.run_on(host, cluster.ssh, words, program, _SSH_SLACK_S))
-    failed: Dict[str, List[str]] = {}
-    for name, done in found.items():
-        answer = done.json_object("python")
-        if answer is None:
-            cause = f"no JSON in {done.excerpt}" if done.succeeded else done.error
-            _say(f"warning: {name}: whether {cluster.python} exists was not checked: {cause}")
-        elif "error" in answer["python"]:
-            failed.setdefault(answer["python"]["error"], []).append(name)
-    for error, names in failed.items():
-        text = error if cluster.python in error else f"{cluster.python}: {error}"
-        where = file_checks.python_setting(file)
-        _say(f"warning: {shortened(names)}: {text}; correct {where}, or setup_commands")
 
 
 def _stop_processes(cluster: Cluster, hosts: Sequence[Host]) -> Dict[str, ssh.Result]:

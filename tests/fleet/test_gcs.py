@@ -16,7 +16,7 @@ from typing import Any, Dict, Iterator, List
 import pytest
 
 from raypod.fleet import gcs
-from raypod.pod import stop_cluster
+from raypod.pod import active_runs, stop_cluster
 from tests.support.bounded import wait_until
 
 
@@ -117,10 +117,30 @@ def test_another_machine_gets_the_token_if_a_raylet_of_this_user_belongs_to_its_
         assert distrust_of("10.0.0.1:6379").startswith("no Ray node of uid 12345 on this machine")
 
 
+def test_the_drivers_of_a_cluster_are_known_without_those_of_ray(
+    processes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # which the next line sets
+    from ray.core.generated import gcs_service_pb2
+
+    reply = gcs_service_pb2.GetAllJobInfoReply()
+    for namespace, pid in (("raypod", 1), ("_ray_internal_dashboard", 2), ("raypod", 3), ("", 4)):
+        job = reply.job_info_list.add(driver_ip_address="10.0.0.1", driver_pid=pid, entrypoint=f"run {pid}")
+        job.config.ray_namespace, job.is_dead = namespace, pid == 3
+    job.driver_ip_address, job.driver_address.ip_address = "", "10.0.0.2"
+    answer = gcs.Answer(gcs.ANSWERED, "", reply.SerializeToString())
+    monkeypatch.setattr(gcs, "_call", lambda *_: answer)
+    names = ("address", "pid", "entrypoint", "namespace")
+    found = [tuple(each[name] for name in names) for each in gcs.drivers("head:1")]
+    assert found == [("10.0.0.1", 1, "run 1", "raypod"), ("10.0.0.2", 4, "run 4", "")]
+
+
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("file", "arguments", "expected"),
     [
+        (gcs.__file__, ["--drivers", "127.0.0.1:1"], {"drivers": [], "error": ""}),
+        (active_runs.__file__, ["folders", "[]"], {"folders": {}}),
         (gcs.__file__, ["127.0.0.1:1", "0", "here"], {"missing": ["here"]}),
         (stop_cluster.__file__, ["no-such-cluster"], {"found": 0, "left": 0}),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import uuid
 from pathlib import Path
 from typing import List, Tuple
@@ -11,8 +12,9 @@ from typing import List, Tuple
 import pytest
 
 from raypod.__main__ import main
+from raypod.plan import cluster_file
 from raypod.plan.cluster import Host, Ssh
-from raypod.pod import ssh, up
+from raypod.pod import file_checks, ssh, up
 from tests.support import ROOT
 
 pytestmark = pytest.mark.usefixtures("processes")
@@ -53,6 +55,24 @@ def test_the_error_of_an_unreachable_head_can_have_any_bytes(
     file = use_ssh(monkeypatch, tmp_path, BANNER, "exit 255")
     assert main(["up", file]) == 2
     assert "the head 127.0.0.11 is unreachable: \\xff\\xfe last" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["-t", "ed25519"], ["-t", "rsa", "-b", "2048", "-m", "PEM"], ["-m", "PKCS8"]])
+def test_a_passphrase_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: List[str]) -> None:
+    """As the cause where ssh cannot ask for it, and before a start of workers, which the head cannot log in to."""
+    file = use_ssh(monkeypatch, tmp_path, "echo 'me@host: Permission denied (publickey).' >&2; exit 255")
+    key, host = tmp_path / ".ssh" / "id_ed25519", Host("h", "127.0.0.11")
+    for phrase, hint in (("", ""), ("secret", f" ({key} has a passphrase, and no ssh agent here has the key: eval ")):
+        key.unlink()
+        subprocess.run(["ssh-keygen", "-q", *options, "-N", phrase, "-f", str(key)], timeout=60, check=True)
+        error = ssh.run_on(host, Ssh("me", str(key)), ["true"]).error
+        assert error.startswith(f"me@host: Permission denied (publickey).{hint}")
+        assert error.endswith(")" if hint else ".")
+        text = Path(file).read_text()
+        errors = file_checks.key_errors(cluster_file.parse(text))
+        assert [f"{key.name} has a passphrase, which the head" in str(each) for each in errors] == [True] * bool(hint)
+        one_host = text.replace("worker_ips: [127.0.0.12, 127.0.0.13]", "worker_ips: []")
+        assert file_checks.key_errors(cluster_file.parse(one_host)) == []
 
 
 def test_a_host_without_facts_is_reported_with_its_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

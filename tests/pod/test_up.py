@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -19,7 +20,7 @@ from raypod.fleet import ray_admission
 from raypod.host.private import make_private
 from raypod.plan import cluster_file
 from raypod.plan.cluster import Cluster, Host, Ssh, cluster_from
-from raypod.pod import host_folders, ssh, up
+from raypod.pod import host_folders, ssh, started, up, up_lock
 from raypod.pod.file_checks import (
     is_marked,
     key_warnings,
@@ -75,6 +76,7 @@ def test_the_shipped_file_has_no_errors_and_no_warnings(monkeypatch: pytest.Monk
         (launch_warnings, "host=127.0.0.1", "host=0.0.0.0", "the dashboard is open to the network"),
         (launch_warnings, "AUTH_MODE=token", "AUTH_MODE=disabled", "anyone with access to a port can run commands"),
         (launch_warnings, "python3 ~/raypod/source/raypod/pod/stop_cluster.py", "ray stop", "stops other Ray clusters"),
+        (launch_warnings, "/pod/active_runs.py", "/x", "plain `ray up` ends active runs; begin with python3"),
         (launch_warnings, "RAYPOD_CLUSTER=pod64 ", "", "export RAYPOD_CLUSTER=<cluster_name>"),
     ],
 )
@@ -90,7 +92,7 @@ def test_a_renamed_cluster_is_an_error_in_both_start_commands(path: Path) -> Non
     assert problems(renamed, name_errors) == [
         f"line {renamed.splitlines().index(f'{kind}_start_ray_commands:') + 1}: {kind}_start_ray_commands: "
         f"RAYPOD_CLUSTER={path.stem}, stop_cluster.py {path.stem}{rest} differ from cluster_name 'my pod': use one name"
-        for kind, rest in (("head", f", cluster-{path.stem}.state"), ("worker", ""))
+        for kind, rest in (("head", f", active_runs.py {path.stem}, cluster-{path.stem}.state"), ("worker", ""))
     ]
 
 
@@ -166,7 +168,7 @@ def test_a_missing_key_an_unreachable_head_and_a_renamed_cluster_end_up_before_r
     monkeypatch.setattr(ssh, "run_on", lambda *_, **__: ssh.Result(255, "", "No route to host"))
     monkeypatch.setattr(up, "_run_ray", lambda *_: pytest.fail("ray up was called"))
     assert main(["up", str(SHIPPED)]) == 2
-    assert "line 23: auth.ssh_private_key: ~/.ssh/id_ed25519 does not exist" in capsys.readouterr().err
+    assert "line 25: auth.ssh_private_key: ~/.ssh/id_ed25519 does not exist" in capsys.readouterr().err
     (tmp_path / ".ssh").mkdir()
     (tmp_path / ".ssh" / "id_ed25519").touch()
     assert main(["up", str(SHIPPED)]) == 2
@@ -175,7 +177,7 @@ def test_a_missing_key_an_unreachable_head_and_a_renamed_cluster_end_up_before_r
     monkeypatch.setattr(ssh, "run_on", lambda *_, **__: pytest.fail("a host was contacted"))
     (tmp_path / "mine.yaml").write_text(SHIPPED.read_text().replace("cluster_name: pod64", "cluster_name: mine"))
     assert main(["up", str(tmp_path / "mine.yaml")]) == 2
-    assert "RAYPOD_CLUSTER=pod64, stop_cluster.py pod64, cluster-pod64.state differ from" in capsys.readouterr().err
+    assert "RAYPOD_CLUSTER=pod64, stop_cluster.py pod64, active_runs.py pod64, cluster-pod64" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -218,6 +220,7 @@ def test_a_host_whose_folder_other_users_can_use_is_not_started(
         return ssh.Result(1, "", "/tmp/ray-root belongs to uid 7") if is_bad else ssh.Result(0, "", "")
 
     monkeypatch.setattr(ssh, "run_on", run_on)
+    monkeypatch.setattr(up_lock, "held", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(up, "_run_ray", lambda *_: pytest.fail("ray up was called"))
     assert main(["up", str(SHIPPED)]) == 2
     error = "pod64: RAY_TMPDIR of the start commands is not safe\n  10.0.0.13: /tmp/ray-root belongs to uid 7\n"
@@ -320,9 +323,11 @@ def test_an_added_host_is_told_to_the_running_autoscaler_after_the_files_are_on_
         if "cluster-pod64.state" in "".join(words):
             assert words[:3] == ["bash", "-c", 'exec python3 - /tmp/ray-$(id -un)/ray/cluster-pod64.state "$@"']
             calls.append([host.address, *words[4:]])
-        return ssh.Result(0, json.dumps({"failed": ["10.0.0.13"], "missing": [], "raylet": 1, "changes": []}), "")
+        answers = {"failed": ["10.0.0.13"], "drivers": [], "missing": [], "error": "", "raylet": 1, "changes": []}
+        return ssh.Result(0, json.dumps(answers), "")
 
     monkeypatch.setattr(ssh, "run_on", run_on)
+    monkeypatch.setattr(up_lock, "held", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(up, "_run_ray", lambda *_: calls.append(["ray up"]))
     monkeypatch.setattr(up.collect_copies, "collect", lambda *_: None)
     assert main(["up", "--no-restart", str(SHIPPED)]) == 0
@@ -338,7 +343,7 @@ def test_hosts_that_do_not_join_are_named_with_the_error_of_the_gcs(processes: N
     cluster = Cluster("pod", (Host("h", "127.0.0.1"),), gcs_port=1)  # this machine, where nothing listens
     words = r"pod: 1 of 1 hosts did not join within 0 s \(--wait-hosts\) \(.*127\.0\.0\.1:1.*\)\n  h: "
     with pytest.raises(RunError, match=words):
-        up._wait_for_hosts(cluster, cluster_file.parse("provider: {type: local, head_ip: h}"), 0, 0)
+        started.wait_for_hosts(cluster, cluster_file.parse("provider: {type: local, head_ip: h}"), 0, 0, up._say)
 
 
 def answer_missing(monkeypatch: pytest.MonkeyPatch, *answers: List[str]) -> List[str]:
@@ -357,7 +362,7 @@ def answer_missing(monkeypatch: pytest.MonkeyPatch, *answers: List[str]) -> List
 
 def wait_for_hosts(text: str, within_s: float) -> None:
     file = cluster_file.parse(text)
-    up._wait_for_hosts(cluster_from(file, "pod64"), file, within_s, time.monotonic())
+    started.wait_for_hosts(cluster_from(file, "pod64"), file, within_s, time.monotonic(), up._say)
 
 
 def test_only_the_wait_for_missing_hosts_is_announced(
@@ -405,7 +410,7 @@ def test_an_interpreter_that_a_host_does_not_have_is_a_warning(
     answers = {"10.0.0.11": ssh.Result(255, "", "lost"), "10.0.0.12": ssh.Result(0, '{"python": {"path": "/p"}}', "")}
     missing = ssh.Result(0, json.dumps(facts), "")
     monkeypatch.setattr(ssh, "run_on", lambda host, *_, **__: answers.get(host.address, missing))
-    up._check_python(cluster_from(file, "pod64"), file)
+    started.check_python(cluster_from(file, "pod64"), file, up._say)
     assert capsys.readouterr().err == (
         "raypod: warning: 10.0.0.11: whether python4 exists was not checked: lost\n"
         "raypod: warning: 10.0.0.13, 10.0.0.14: python4 does not exist; correct metadata.raypod.python in line "

@@ -1,0 +1,163 @@
+"""The programs that use a Ray cluster, and that a restart of its head would end: their run folders and their end.
+
+`python3 active_runs.py CLUSTER`, a start command of the head in the cluster files, exits with 1 if there are any; the
+GCS of the cluster names them. `python3 - folders|stop DRIVERS < active_runs.py` is for those on this host, of which
+`raypod up` sends what `fleet/gcs.py` returns, as JSON. One file, Python 3.6, standard library.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple
+
+STOP_S = 900.0  # as `raypod stop`: for a long call and a large checkpoint
+_MARK = b"RAYPOD_CLUSTER="
+_GCS_CLIENT = "fleet/gcs.py"
+_GCS_S = 30.0
+_NAMESPACE = "raypod"  # of trainings and launches, which end by SIGINT, with a checkpoint if they write any
+_ENTRIES = Path("/tmp")  # the parent of the folders of `status/registry.py`
+_MAX_BYTES = 16384
+_POLL_S = 0.1
+Driver = Dict[str, Any]
+
+
+def check(cluster: str) -> str:
+    """Return why Ray must not be restarted on this host, the head of a cluster; "" if nothing uses the cluster."""
+    found = _gcs_server(cluster)
+    if found is None:
+        return ""
+    address, variables = found
+    script = str(Path(__file__).resolve().parent.parent / _GCS_CLIENT)
+    try:
+        done = subprocess.run(  # noqa: UP022 - Python 3.6 has no capture_output
+            [sys.executable, script, "--drivers", address],
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            timeout=_GCS_S,
+            check=True,
+        )
+        answer = json.loads(done.stdout.decode())
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        answer = {"drivers": [], "error": str(error)}
+    if answer["error"]:
+        _print_error(f"whether programs use {cluster} is unknown: {answer['error']}")
+    if not answer["drivers"]:
+        return ""
+    folders = run_folders(answer["drivers"])
+    names = [folders.get(str(each["pid"])) or each["entrypoint"] for each in answer["drivers"]]
+    named = [f"{name} (pid {each['pid']} on {each['address']})" for name, each in zip(names, answer["drivers"])]
+    return f"a restart of Ray would end active programs; `raypod up --stop-runs` stops them first: {', '.join(named)}"
+
+
+def run_folders(drivers: List[Driver]) -> Dict[str, str]:
+    """Return the run folder of every training and launch among the drivers, by pid: from its entry for the monitor."""
+    found = {}
+    for each in drivers:
+        with contextlib.suppress(OSError, StopIteration):
+            uid = _uid(each["pid"])
+            folder = _ENTRIES / f"raypod-{uid}"
+            known = folder.lstat()
+            if not stat.S_ISDIR(known.st_mode) or known.st_uid != uid or known.st_mode & 0o077:
+                continue  # another user could have written it
+            for path in folder.glob(f"{each['pid']}-*.json"):
+                entry = _entry(path)
+                if entry.get("started_ticks") == _start_ticks(each["pid"]):
+                    found[str(each["pid"])] = str(entry.get("run_dir"))
+    return found
+
+
+def stop(drivers: List[Driver], within_s: float = STOP_S) -> Dict[str, str]:
+    """Stop the drivers, trainings with a checkpoint, and wait for their end; return why the others run on, by pid."""
+    left, waiting = {}, []
+    for each in drivers:
+        pid, ticks = each["pid"], _start_ticks(each["pid"])
+        if ticks is None:
+            continue  # it has just ended
+        if not is_driver(each):  # in a container, or the pid has another process by now
+            left[str(pid)] = "its process is not visible on this host"
+            continue
+        try:
+            os.kill(pid, signal.SIGINT if each["namespace"] == _NAMESPACE else signal.SIGTERM)
+            waiting.append((pid, ticks))
+        except ProcessLookupError:
+            continue
+        except OSError as error:
+            left[str(pid)] = str(error.strerror)
+    deadline = time.monotonic() + within_s
+    while waiting and time.monotonic() < deadline:
+        waiting = [(pid, ticks) for pid, ticks in waiting if _start_ticks(pid) == ticks]
+        time.sleep(_POLL_S)
+    left.update({str(pid): f"it has not ended within {within_s:g} s" for pid, _ in waiting})
+    return left
+
+
+def is_driver(driver: Driver) -> bool:
+    """Return whether the process with the pid of a driver has its command line."""
+    words = _read(driver["pid"], "cmdline").decode(errors="replace").split("\0")[:-1]
+    return bool(words) and str(driver["entrypoint"]).endswith(subprocess.list2cmdline(words))
+
+
+def _gcs_server(cluster: str) -> Optional[Tuple[str, Dict[str, str]]]:
+    """Return the address of the cluster's GCS on this host, and the environment of its process."""
+    for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
+        words = _read(pid, "cmdline").decode(errors="replace").split("\0")
+        variables = _read(pid, "environ").split(b"\0")
+        if words[0].endswith("/gcs_server") and _MARK + os.fsencode(cluster) in variables:
+            given = dict(word[2:].partition("=")[::2] for word in words if word.startswith("--"))
+            address = f"{given.get('node-ip-address', '127.0.0.1')}:{given.get('gcs_server_port', '6379')}"
+            return address, dict(os.fsdecode(each).partition("=")[::2] for each in variables if b"=" in each)
+    return None
+
+
+def _entry(path: Path) -> Dict[str, Any]:
+    descriptor = os.open(str(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file, contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(file.read(_MAX_BYTES).decode())
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _uid(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("Uid:")))
+
+
+def _start_ticks(pid: int) -> Optional[int]:
+    """Return the start time of a process in clock ticks since boot; None if it has ended."""
+    words = _read(pid, "stat").rpartition(b")")[2].split()
+    return int(words[19]) if words and words[0] != b"Z" else None
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:  # the process exited, or belongs to another user
+        return b""
+
+
+def _print_error(text: str) -> None:
+    sys.stderr.write("raypod: " + "".join(each if each.isprintable() else "?" for each in text) + "\n")
+
+
+def main(words: List[str]) -> int:
+    """Run a mode of this file."""
+    if words[0] in ("folders", "stop"):
+        drivers = json.loads(words[1])
+        sys.stdout.write(json.dumps({words[0]: (run_folders if words[0] == "folders" else stop)(drivers)}) + "\n")
+        return 0
+    problem = check(words[0])
+    if problem:
+        _print_error(problem)
+    return 1 if problem else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""Before `raypod up` restarts Ray: the programs that use the cluster are named, and stopped only on request.
+
+The GCS knows them all, on all hosts: trainings, launches, and any other Ray program.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+from raypod.cli import shortened
+from raypod.errors import ClusterError
+from raypod.fleet import gcs
+from raypod.plan.cluster import Cluster, Host
+from raypod.plan.cluster_file import ClusterFile
+from raypod.pod import active_runs, file_checks, ssh
+from raypod.pod.collect_copies import Say
+
+_SLACK_S = 30.0
+_MAX_COMMAND = 120  # characters
+Driver = Dict[str, Any]
+
+
+def make_way(cluster: Cluster, file: ClusterFile, stops: bool, say: Say) -> bool:
+    """Check that nothing uses the cluster, or with `stops`, stop what does; trainings save a checkpoint.
+
+    Returns:
+        Whether nothing uses it now; otherwise the restart ends what is left, about which a line was printed.
+
+    Raises:
+        ClusterError: without `stops`, if programs use the cluster, or if that is unknown.
+    """
+    drivers, problem = _drivers(cluster, file)
+    if not drivers and not problem:
+        return True
+    where = _by_host(cluster, drivers)
+    names = _names(cluster, where)
+    if not stops:
+        if not drivers:
+            raise ClusterError(
+                f"{cluster.name}: whether runs are active is unknown: {problem}; --stop-runs restarts Ray all the same"
+            )
+        number = f"{len(drivers)} active programs" if drivers[1:] else "an active program"
+        summary = (
+            f"{cluster.name}: a restart of Ray would end {number}; --stop-runs stops them first, trainings with a "
+            "checkpoint; --no-restart leaves them alone"
+        )
+        raise ClusterError("\n  ".join([summary, *names]))
+    for name in names:
+        say(f"stopping {name} (within {active_runs.STOP_S:g} s)")
+    left = _stop(cluster, where)
+    for reason in [*left, *([f"whether runs are active is unknown: {problem}"] if problem else [])]:
+        say(f"warning: {reason}; the restart of Ray ends it")
+    if drivers and not left:
+        say("they have ended; once Ray runs again, the same command continues a training")
+    return not left and not problem
+
+
+def _drivers(cluster: Cluster, file: ClusterFile) -> Tuple[List[Driver], str]:
+    """Return the programs that use the cluster, and why they are unknown; no Ray on the head: there are none."""
+    words = ["--drivers", str(cluster.gcs_address)]
+    head = cluster.hosts[0]
+    done = ssh.run_on(
+        head, cluster.ssh, gcs_words(file, words), Path(gcs.__file__).read_text(), gcs.DRIVERS_S + _SLACK_S
+    )
+    answer = done.json_object("drivers")
+    if answer is None:
+        return [], f"{head.name}: {done.error or 'no JSON in ' + done.excerpt}"
+    return answer["drivers"], answer["error"]
+
+
+def gcs_words(file: ClusterFile, words: List[str]) -> List[str]:
+    """Return the command that runs `fleet/gcs.py`, from stdin, on the head with the TLS settings of the cluster."""
+    # A shell expands ~ and variables in the values, as it does in the start commands.
+    tls = file_checks.tls_variables(file)
+    return ["bash", "-c", " ".join([*(f"export {each};" for each in tls), 'exec python3 - "$@"']), "bash", *words]
+
+
+def _by_host(cluster: Cluster, drivers: List[Driver]) -> Dict[Host, List[Driver]]:
+    hosts = {host.address: host for host in cluster.hosts}
+    found: Dict[Host, List[Driver]] = {}
+    for each in drivers:
+        host = hosts.get(each["address"]) or Host(each["address"], each["address"])
+        found.setdefault(host, []).append(each)
+    return found
+
+
+def _names(cluster: Cluster, where: Dict[Host, List[Driver]]) -> List[str]:
+    """Return each program with its host, pid, run folder if it has one, and command."""
+    found = _on_hosts(cluster, where, "folders", _SLACK_S)
+    names = []
+    for host, drivers in where.items():
+        folders = found[host.name].json_object("folders") or {"folders": {}}
+        for each in drivers:
+            folder = folders["folders"].get(str(each["pid"]))
+            command = each["entrypoint"][:_MAX_COMMAND]
+            names.append(f"{host.name}: {f'{folder} ' if folder else ''}(pid {each['pid']}: {command})")
+    return names
+
+
+def _stop(cluster: Cluster, where: Dict[Host, List[Driver]]) -> List[str]:
+    """Stop the programs; return those that run on, with the reasons."""
+    found, left = _on_hosts(cluster, where, "stop", active_runs.STOP_S + _SLACK_S), []
+    for host, drivers in where.items():
+        answer = found[host.name].json_object("stop")
+        if answer is None:
+            left.append(f"{host.name}: {shortened([str(each['pid']) for each in drivers])}: {found[host.name].error}")
+        else:
+            left += [f"{host.name}: pid {pid}: {reason}" for pid, reason in answer["stop"].items()]
+    return left
+
+
+def _on_hosts(cluster: Cluster, where: Dict[Host, List[Driver]], mode: str, within_s: float) -> Dict[str, ssh.Result]:
+    program = Path(active_runs.__file__).read_text()
+
+    def run(host: Host) -> ssh.Result:
+        return ssh.run_on(host, cluster.ssh, ["python3", "-", mode, json.dumps(where[host])], program, within_s)
+
+    return ssh.map_hosts(list(where), run)

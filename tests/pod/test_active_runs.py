@@ -1,0 +1,151 @@
+"""What uses a Ray cluster is named before a restart, and stopped only on request: on the hosts, and by `raypod up`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+
+from raypod.errors import ClusterError
+from raypod.plan import cluster_file
+from raypod.plan.cluster import Host, Ssh, cluster_from
+from raypod.pod import active_runs, ssh, stop_runs, up_lock
+from raypod.status import registry
+from tests.support import ROOT
+from tests.support.bounded import wait_until
+
+FILE = cluster_file.parse((ROOT / "cluster" / "pod64.yaml").read_text())
+CLUSTER = cluster_from(FILE, "pod64")
+TRAINING = {"address": "10.0.0.11", "pid": 5, "entrypoint": "python -m raypod.train", "namespace": "raypod"}
+OTHER = {"address": "10.0.0.99", "pid": 6, "entrypoint": "python mine.py", "namespace": "x"}
+
+
+@pytest.mark.usefixtures("processes")
+def test_the_start_command_of_the_head_refuses_while_programs_use_the_cluster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = tmp_path / "gcs.py"
+    monkeypatch.setattr(active_runs, "_GCS_CLIENT", str(client))
+    words = ["/a/gcs_server", "-c", "input()", "--gcs_server_port=77", "--node-ip-address=10.0.0.1"]
+    marked = {**os.environ, "RAYPOD_CLUSTER": "pod-active", "MINE": "1"}
+    assert active_runs.main(["pod-active"]) == 0  # Ray does not run
+    with subprocess.Popen(words, executable=sys.executable, stdin=subprocess.PIPE, env=marked) as server:
+        assert wait_until(lambda: active_runs._gcs_server("pod-active") is not None)
+        assert active_runs.main(["pod"]) == 0
+        for answer, code, text in (
+            ({"drivers": [], "error": ""}, 0, ""),
+            ({"drivers": [], "error": "refused"}, 0, "raypod: whether programs use pod-active is unknown: refused\n"),
+            (
+                {"drivers": [{**TRAINING, "pid": 1 << 30}], "error": ""},
+                1,
+                "raypod: a restart of Ray would end active programs; `raypod up --stop-runs` stops them first: "
+                f"python -m raypod.train (pid {1 << 30} on 10.0.0.11)\n",
+            ),
+        ):
+            assertion = 'import os, sys; assert sys.argv[1:] == ["--drivers", "10.0.0.1:77"] and os.environ["MINE"]'
+            client.write_text(f"{assertion}; print({json.dumps(answer)!r})")
+            assert active_runs.main(["pod-active"]) == code
+            assert capsys.readouterr().err == text
+        server.communicate(b"\n")
+
+
+def test_the_run_folder_of_a_driver_is_known_from_its_entry_for_the_monitor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(registry.VARIABLE, raising=False)
+    monkeypatch.setattr(registry, "_PARENT", tmp_path)
+    monkeypatch.setattr(active_runs, "_ENTRIES", tmp_path)
+    own: Dict[str, Any] = {**TRAINING, "pid": os.getpid()}
+    with registry.registered(Path("/runs/a"), 7, "token"):
+        assert active_runs.run_folders([own, {**own, "pid": os.getppid()}]) == {str(os.getpid()): "/runs/a"}
+        (tmp_path / f"raypod-{os.getuid()}").chmod(0o755)
+        assert active_runs.run_folders([own]) == {}
+
+
+@pytest.mark.usefixtures("processes")
+def test_trainings_get_the_signal_of_raypod_stop_and_other_programs_sigterm() -> None:
+    program = "trap '{}' {}; echo; while :; do sleep 0.05; done"
+    started: Dict[str, Any] = {}
+    for name, *trap in (("training", "exit 3", "INT"), ("other", "exit 3", "TERM"), ("stuck", "", "TERM")):
+        words = ["bash", "-c", program.format(*trap)]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()  # its handler is installed
+        driver = {"pid": process.pid, "entrypoint": subprocess.list2cmdline(words)}
+        started[name] = (process, {**driver, "namespace": "raypod" if name == "training" else "x"})
+    stuck = started["stuck"][1]
+    try:
+        left = active_runs.stop([{**stuck, "entrypoint": "python another.py"}])
+        assert left == {str(stuck["pid"]): "its process is not visible on this host"}
+        assert active_runs.stop([started["training"][1], started["other"][1]]) == {}
+        assert [started[name][0].wait(10) for name in ("training", "other")] == [3, 3]
+        assert active_runs.stop([stuck], within_s=0) == {str(stuck["pid"]): "it has not ended within 0 s"}
+    finally:
+        for process, _ in started.values():
+            process.kill()
+            process.communicate()
+
+
+def answer_of_hosts(monkeypatch: pytest.MonkeyPatch, drivers: List[Dict[str, Any]], error: str, left: Any) -> List[str]:
+    """Answer for the head and the hosts of drivers; return the list of requests."""
+    asked = []
+
+    def run_on(host: Host, _: Ssh, words: List[str], *__: Any, **___: Any) -> ssh.Result:
+        if "--drivers" in words:
+            return ssh.Result(0, json.dumps({"drivers": drivers, "error": error}), "")
+        asked.append(f"{words[2]} {host.address} {[each['pid'] for each in json.loads(words[3])]}")
+        folders = {"5": "/runs/a"} if host.address == "10.0.0.11" else {}
+        of_host = {pid: reason for pid, reason in left.items() if int(pid) in [e["pid"] for e in json.loads(words[3])]}
+        return ssh.Result(0, json.dumps({"folders": folders} if words[2] == "folders" else {"stop": of_host}), "")
+
+    monkeypatch.setattr(ssh, "run_on", run_on)
+    return asked
+
+
+def test_up_names_what_is_active_and_stops_it_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: List[str] = []
+    asked = answer_of_hosts(monkeypatch, [TRAINING, OTHER], "", {})
+    names = ["10.0.0.11: /runs/a (pid 5: python -m raypod.train)", "10.0.0.99: (pid 6: python mine.py)"]
+    words = "pod64: a restart of Ray would end 2 active programs; --stop-runs stops them first, .*\n  "
+    with pytest.raises(ClusterError, match=words + re.escape("\n  ".join(names))):
+        stop_runs.make_way(CLUSTER, FILE, False, said.append)
+    assert (sorted(asked), said) == (["folders 10.0.0.11 [5]", "folders 10.0.0.99 [6]"], [])
+    assert stop_runs.make_way(CLUSTER, FILE, True, said.append)
+    assert sorted(asked)[-2:] == ["stop 10.0.0.11 [5]", "stop 10.0.0.99 [6]"]
+    assert said[:2] == [f"stopping {name} (within 900 s)" for name in names]
+    answer_of_hosts(monkeypatch, [TRAINING, OTHER], "", {"6": "Operation not permitted"})
+    assert not stop_runs.make_way(CLUSTER, FILE, True, said.append)
+    assert said[-1] == "warning: 10.0.0.99: pid 6: Operation not permitted; the restart of Ray ends it"
+
+
+def test_up_starts_ray_at_once_only_if_nothing_can_be_active(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: List[str] = []
+    answer_of_hosts(monkeypatch, [], "", {})
+    assert stop_runs.make_way(CLUSTER, FILE, False, said.append)
+    answer_of_hosts(monkeypatch, [], "no answer within 10 s", {})
+    with pytest.raises(ClusterError, match="whether runs are active is unknown: no answer within 10 s; --stop-runs"):
+        stop_runs.make_way(CLUSTER, FILE, False, said.append)
+    assert said == []
+    assert not stop_runs.make_way(CLUSTER, FILE, True, said.append)
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_second_up_says_which_one_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(ssh, "is_local", lambda host: True)
+    said: List[str] = []
+    for _ in range(2):  # the lock ends with its context
+        with up_lock.held(CLUSTER, said.append):
+            words = rf"pod64: another `raypod up` runs: pid {os.getpid()} of .*; wait until it has ended"
+            with pytest.raises(ClusterError, match=words), up_lock.held(CLUSTER, said.append):
+                pytest.fail("both hold the lock")
+    (tmp_path / ".raypod").rename(tmp_path / "before")
+    (tmp_path / ".raypod").touch()
+    with up_lock.held(CLUSTER, said.append):
+        assert said == ["warning: 10.0.0.11: cannot lock pod64; no other `raypod up` may run for it now"]
