@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
-
 import poptorch
 import pytest
 import torch
 from torch import nn
 
-from tests.support.poptorch_models import Line, options
+from tests.support.poptorch_models import Apply, on_device, options
 
 Mode = poptorch.MatMulSerializationMode
+NONE, LOOP = poptorch.OverlapMode.NoOverlap, poptorch.OverlapMode.OverlapDeviceIterationLoop
+ONE, TWO_ONES = torch.ones(1), torch.ones(2)
+overlap_input, overlap_output = poptorch.set_overlap_for_input, poptorch.set_overlap_for_output
+
+
+def hinted(x):
+    with poptorch.NameScope("hinted"):
+        x = poptorch.set_available_memory(poptorch.recomputationCheckpoint(x), 0.2)
+        return poptorch.nop(poptorch.set_available_memory(x, 1))
 
 
 def test_hints_are_differentiable_identities():
     x = torch.tensor([1.0, 2.0], requires_grad=True)
-    y = poptorch.nop(poptorch.set_available_memory(poptorch.recomputationCheckpoint(x), 0.2))
+    y = hinted(x)
     assert torch.equal(x, y)
     y.sum().backward()
     assert x.grad.tolist() == [1.0, 1.0]
+    assert on_device(hinted, x.detach()).tolist() == [1.0, 2.0]
 
 
 def test_nop_returns_a_copy():
@@ -36,86 +44,63 @@ def test_recomputation_checkpoint_keeps_the_container_type():
     assert isinstance(poptorch.recomputationCheckpoint((a,)), tuple)
 
 
-class Hinted(Line):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with poptorch.NameScope("hinted"):
-            hinted = poptorch.recomputationCheckpoint(poptorch.nop(x))
-        return super().forward(poptorch.set_available_memory(hinted, 1))
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_hints_do_not_change_training(replicas):
-    weights = []
-    for kind in (Line, Hinted):
-        model = kind()
-        training = poptorch.trainingModel(model, options(replicas), torch.optim.SGD(model.parameters(), lr=0.1))
-        training(torch.tensor([1.0, 4.0]))
-        weights.append(model.weight.item())
-    assert weights[0] == weights[1] == 0.75
-
-
 @pytest.mark.parametrize(
     ("mode", "factor"), [(Mode.InputChannels, 2), (Mode.ReducingDim, 3), (Mode.OutputChannels, 5), (Mode.Disabled, 0)]
 )
 def test_serialized_matmul_equals_matmul(mode, factor):
-    class Product(nn.Module):
-        def forward(self, lhs, rhs):
-            return poptorch.serializedMatMul(lhs, rhs, mode, factor, keep_precision=True)
-
     lhs, rhs = torch.randn(1, 4, 6), torch.randn(1, 6, 5)
-    assert torch.equal(poptorch.inferenceModel(Product(), options())(lhs, rhs), lhs @ rhs)
+    found = on_device(lambda *both: poptorch.serializedMatMul(*both, mode, factor, keep_precision=True), lhs, rhs)
+    assert torch.equal(found, lhs @ rhs)
 
 
-def test_serialized_matmul_is_differentiable():
-    lhs = torch.ones(2, 3, requires_grad=True)
-    poptorch.serializedMatMul(lhs, torch.ones(3, 4), Mode.ReducingDim, 3).sum().backward()
-    assert torch.equal(lhs.grad, torch.full((2, 3), 4.0))
+def product(*arguments):
+    return poptorch.serializedMatMul(torch.ones(4, 6), torch.ones(6, 5), *arguments)
+
+
+def multi_conv(setter, value):
+    return getattr(poptorch.MultiConv(), setter)(value)
+
+
+PARTIALS = "Invalid partials types. Expected torch.float32 or torch.float16, got"
+OVERLAP = "`mode` must be a poptorch.OverlapMode, not 'no_overlap'"
 
 
 @pytest.mark.parametrize(
-    ("mode", "factor", "size"),
-    [(Mode.InputChannels, 3, 4), (Mode.ReducingDim, 4, 6), (Mode.OutputChannels, 2, 5), (Mode.ReducingDim, 0, 6)],
+    ("call", "arguments", "error", "message"),
+    [
+        (product, (Mode.InputChannels, 3), poptorch.Error, "factor 3 .* divide the dimension of size 4"),
+        (product, (Mode.ReducingDim, 4), poptorch.Error, "factor 4 .* divide the dimension of size 6"),
+        (product, (Mode.OutputChannels, 2), poptorch.Error, "factor 2 .* divide the dimension of size 5"),
+        (product, (Mode.ReducingDim, 0), poptorch.Error, "factor 0 .* divide the dimension of size 6"),
+        (product, ("reducing_dim", 2, False), AssertionError, "serializedMatMul"),
+        (product, (Mode.ReducingDim, 2.0, False), AssertionError, "serializedMatMul"),
+        (product, (Mode.ReducingDim, 2, 1), AssertionError, "serializedMatMul"),
+        *(
+            (poptorch.set_available_memory, (ONE, share), ValueError, r"in \[0, 1\]")
+            for share in (-0.1, 1.1, "half", None, True)
+        ),
+        (poptorch.nop, ("x",), poptorch.Error, "must be a tensor, not str"),
+        (poptorch.recomputationCheckpoint, ("x",), poptorch.Error, "must be a tensor, not str"),
+        (poptorch.NameScope, (3,), AssertionError, "must be a string, not int"),
+        (overlap_input, (ONE, "no_overlap"), AssertionError, OVERLAP),
+        (overlap_output, (ONE, "no_overlap"), AssertionError, OVERLAP),
+        (multi_conv, ("availableMemoryProportions", 2.0), AssertionError, "Invalid"),
+        (multi_conv, ("availableMemoryProportions", ["a"]), AssertionError, "Invalid"),
+        (multi_conv, ("availableMemoryProportions", ()), AssertionError, "Invalid"),
+        (multi_conv, ("partialsTypes", []), AssertionError, "Invalid"),
+        (multi_conv, ("enableConvDithering", 1), AssertionError, "Invalid"),
+        (multi_conv, ("planType", "parallel"), AssertionError, "Invalid"),
+        (multi_conv, ("perConvReservedTiles", 0.5), AssertionError, "Invalid"),
+        (multi_conv, ("cycleBackOff", "much"), AssertionError, "Invalid"),
+        (multi_conv, ("partialsTypes", [torch.half, torch.int32]), ValueError, PARTIALS),
+        (multi_conv, ("partialsTypes", torch.int32), ValueError, PARTIALS),
+        (multi_conv, ("partialsTypes", "half"), ValueError, PARTIALS),
+        (multi_conv, ("partialsTypes", ["half"]), ValueError, PARTIALS),
+    ],
 )
-def test_serialization_factor_must_divide_the_dimension(mode, factor, size):
-    with pytest.raises(poptorch.Error, match=f"factor {factor} .* divide the dimension of size {size}"):
-        poptorch.serializedMatMul(torch.ones(4, 6), torch.ones(6, 5), mode, factor)
-
-
-@pytest.mark.parametrize(
-    "arguments", [("reducing_dim", 2, False), (Mode.ReducingDim, 2.0, False), (Mode.ReducingDim, 2, 1)]
-)
-def test_serialized_matmul_checks_argument_types(arguments):
-    with pytest.raises(AssertionError, match="serializedMatMul"):
-        poptorch.serializedMatMul(torch.ones(2, 2), torch.ones(2, 2), *arguments)
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.1, "half", None, True])
-def test_memory_proportion_must_be_in_0_to_1(share):
-    with pytest.raises(ValueError, match=r"in \[0, 1\]"):
-        poptorch.set_available_memory(torch.ones(1), share)
-
-
-@pytest.mark.parametrize("op", [poptorch.nop, poptorch.recomputationCheckpoint])
-def test_non_tensors_raise_error(op):
-    with pytest.raises(poptorch.Error, match="must be a tensor, not str"):
-        op("x")
-
-
-def test_name_scope_must_be_a_string():
-    with pytest.raises(AssertionError, match="must be a string, not int"):
-        poptorch.NameScope(3)
-
-
-NONE, LOOP = poptorch.OverlapMode.NoOverlap, poptorch.OverlapMode.OverlapDeviceIterationLoop
-
-
-class Calls(nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Any:
-        return self.function(x)
+def test_invalid_arguments_raise_error(call, arguments, error, message):
+    with pytest.raises(error, match=message):
+        call(*arguments)
 
 
 def overlapping() -> poptorch.Options:
@@ -126,142 +111,79 @@ def overlapping() -> poptorch.Options:
 
 
 def test_overlap_does_not_change_values():
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return poptorch.set_overlap_for_output(poptorch.set_overlap_for_input(x, LOOP) + 1, LOOP)
+    def forward(x):
+        return overlap_output(overlap_input(x, LOOP) + 1, LOOP), x * 2  # an overlapped input may have other uses
 
-    model = Calls(forward)
     x = torch.arange(2.0)
-    assert torch.equal(model(x), x + 1)
-    assert torch.equal(poptorch.inferenceModel(model, overlapping())(x), x + 1)
+    for found in (forward(x), on_device(forward, x, opts=overlapping())):
+        assert [each.tolist() for each in found] == [[1, 2], [0, 2]]
+    assert on_device(lambda x: overlap_input(x + 1, NONE), ONE).item() == 2, "other tensors may have no overlap"
 
 
 def test_overlap_of_nested_tensors():
-    nested = {"a": torch.ones(1), "b": (torch.ones(1), [torch.ones(1)])}
-    assert poptorch.set_overlap_for_input(nested, LOOP) is nested
-    model = Calls(lambda x: poptorch.set_overlap_for_input(x, LOOP)["b"][0] + 1)
-    doubled = {"a": torch.ones(2), "b": (torch.ones(2), [torch.ones(2)])}
-    assert poptorch.inferenceModel(model, overlapping())(doubled).tolist() == [2.0, 2.0]
+    nested = {"a": TWO_ONES, "b": (TWO_ONES, [TWO_ONES])}
+    assert overlap_input(nested, LOOP) is nested
+    assert on_device(lambda x: overlap_input(x, LOOP)["b"][0] + 1, nested, opts=overlapping()).tolist() == [2, 2]
 
 
 @pytest.mark.parametrize(
-    ("function", "what"),
+    ("function", "message"),
     [
-        (lambda x: poptorch.set_overlap_for_input(x + 1, LOOP), "input"),
-        (lambda x: poptorch.set_overlap_for_output(x, LOOP) + 1, "output"),
+        (
+            lambda x: overlap_input(x + 1, LOOP),
+            "set_overlap_for_input applied on a node which is not a tensor input to",
+        ),
+        (
+            lambda x: overlap_output(x, LOOP) + 1,
+            "set_overlap_for_output applied on a node which is not a tensor output",
+        ),
+        (lambda x: [overlap_output(x + 1, LOOP)] * 2, "returned twice"),
     ],
 )
-def test_overlap_of_other_tensors_raises_error(function, what):
-    with pytest.raises(
-        poptorch.Error, match=f"set_overlap_for_{what} applied on a node which is not a tensor {what} to"
-    ):
-        poptorch.inferenceModel(Calls(function), overlapping())(torch.ones(2))
+def test_overlap_of_other_tensors_raises_error(function, message):
+    with pytest.raises(poptorch.Error, match=message):
+        on_device(function, TWO_ONES, opts=overlapping())
 
 
-def test_overlapped_output_that_is_returned_twice_raises_error():
-    model = Calls(lambda x: [poptorch.set_overlap_for_output(x + 1, LOOP)] * 2)
-    with pytest.raises(poptorch.Error, match="returned twice"):
-        poptorch.inferenceModel(model, overlapping())(torch.ones(2))
+def convolutions(multi):
+    """Return a model of two convolutions, within `multi`, whose results are added."""
 
-
-def test_no_overlap_is_allowed_for_all_tensors():
-    model = Calls(lambda x: poptorch.set_overlap_for_input(x + 1, NONE))
-    assert poptorch.inferenceModel(model, options())(torch.ones(1)).item() == 2.0
-
-
-@pytest.mark.parametrize("op", [poptorch.set_overlap_for_input, poptorch.set_overlap_for_output])
-def test_overlap_mode_must_be_an_overlap_mode(op):
-    with pytest.raises(AssertionError, match="`mode` must be a poptorch.OverlapMode, not 'no_overlap'"):
-        op(torch.ones(1), "no_overlap")
-
-
-class TwoConvolutions(nn.Module):
-    def __init__(self, multi: Any) -> None:
-        super().__init__()
-        self.multi = multi
-        self.first = nn.Conv2d(1, 2, 3)
-        self.second = nn.Conv2d(1, 2, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         with self.multi:
             one, other = self.first(x), self.second(x)
-        loss = poptorch.identity_loss(one * other, "mean")
-        return one + other if not self.training else loss
+        return poptorch.identity_loss(one * other, "mean") if self.training else one + other
+
+    return Apply(forward, multi=multi, first=nn.Conv2d(1, 2, 3), second=nn.Conv2d(1, 2, 3))
 
 
-def image(samples: int = 1) -> torch.Tensor:
-    return torch.ones(samples, 1, 4, 4)
+IMAGE = torch.ones(1, 1, 4, 4)
 
 
 def test_multi_conv_does_not_change_values():
     multi = poptorch.MultiConv().availableMemoryProportions((0.1, 0.2)).partialsTypes(torch.half)
     multi = multi.enableConvDithering([True, False]).planType(poptorch.MultiConvPlanType.Parallel)
-    model = TwoConvolutions(multi.perConvReservedTiles(100).cycleBackOff(0.3)).eval()
-    expected = model.first(image()) + model.second(image())
-    assert torch.equal(poptorch.inferenceModel(model, options())(image()), expected)
-    assert torch.equal(model(image()), expected)
+    model = convolutions(multi.perConvReservedTiles(100).cycleBackOff(0.3)).eval()
+    expected = model.first(IMAGE) + model.second(IMAGE)
+    assert torch.equal(model(IMAGE), expected)
+    assert torch.equal(poptorch.inferenceModel(model, options())(IMAGE), expected)
 
 
-def test_multi_conv_in_training_on_several_replicas():
-    model = TwoConvolutions(poptorch.MultiConv())
-    before = model.first.weight.detach().clone()
-    assert poptorch.trainingModel(model, options(replicas=2))(image(2)).shape == (2,)
-    assert not torch.equal(before, model.first.weight)
-
-
-def test_multi_conv_with_a_wrong_number_of_values_raises_error():
-    model = TwoConvolutions(poptorch.MultiConv().availableMemoryProportions([0.1, 0.2, 0.3]))
+def test_multi_conv_needs_a_value_for_each_convolution_and_none_restores_the_default():
+    multi = poptorch.MultiConv().availableMemoryProportions([0.1, 0.2, 0.3]).partialsTypes(torch.half)
     with pytest.raises(poptorch.Error, match="has 3 values, but there are 2 convolutions"):
-        poptorch.trainingModel(model, options())(image())
+        poptorch.trainingModel(convolutions(multi), options())(IMAGE)
+    multi = multi.availableMemoryProportions(None).partialsTypes(None).enableConvDithering(None)
+    assert poptorch.trainingModel(convolutions(multi), options())(IMAGE).dim() == 0
 
 
-def test_multi_conv_without_convolutions_raises_error():
-    class Empty(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with poptorch.MultiConv():
-                return x + 1
+def test_a_multi_conv_is_not_empty_and_not_nested_and_an_error_leaves_no_context():
+    def empty(x):
+        with poptorch.MultiConv():
+            return x + 1
 
     with pytest.raises(poptorch.Error, match="has no convolution"):
-        poptorch.inferenceModel(Empty(), options())(torch.ones(1))
-
-
-def test_nested_multi_conv_raises_error_and_leaves_no_context():
+        on_device(empty, ONE)
     with pytest.raises(poptorch.Error, match="Nested poptorch.MultiConv"), poptorch.MultiConv(), poptorch.MultiConv():
         pass
     with poptorch.MultiConv():
         pass
-
-
-@pytest.mark.parametrize(
-    ("setter", "value"),
-    [
-        ("availableMemoryProportions", 2.0),
-        ("availableMemoryProportions", ["a"]),
-        ("availableMemoryProportions", ()),
-        ("partialsTypes", []),
-        ("enableConvDithering", 1),
-        ("planType", "parallel"),
-        ("perConvReservedTiles", 0.5),
-        ("cycleBackOff", "much"),
-    ],
-)
-def test_multi_conv_values_of_other_types_raise_error(setter, value):
-    with pytest.raises(AssertionError, match="Invalid"):
-        getattr(poptorch.MultiConv(), setter)(value)
-
-
-def test_multi_conv_partials_must_be_float_or_half():
-    for value in ([torch.half, torch.int32], torch.int32, "half", ["half"]):
-        with pytest.raises(ValueError, match="Invalid partials types. Expected torch.float32 or torch.float16, got"):
-            poptorch.MultiConv().partialsTypes(value)
-
-
-def test_multi_conv_none_restores_the_default():
-    multi = poptorch.MultiConv().availableMemoryProportions([0.1, 0.2, 0.3]).partialsTypes(torch.half)
-    multi = multi.availableMemoryProportions(None).partialsTypes(None).enableConvDithering(None)
-    assert poptorch.trainingModel(TwoConvolutions(multi), options())(image()).dim() == 0
-
-
-def test_overlapped_input_may_have_other_uses():
-    model = Calls(lambda x: (x + 1, poptorch.set_overlap_for_input(x, LOOP) + 2))
-    results = poptorch.inferenceModel(model, overlapping())(torch.ones(2))
-    assert [result.tolist() for result in results] == [[2.0, 2.0], [3.0, 3.0]]

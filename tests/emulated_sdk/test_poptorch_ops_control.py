@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
-
 import poptorch
 import pytest
 import torch
@@ -11,50 +9,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.support.poptorch_models import options
+from tests.support.poptorch_models import Apply, on_device, options, wrapped
+
+X = torch.tensor([1.0, 3.0])
 
 
-class Calls(nn.Module):
-    """A model with one weight whose forward is a function of the model and the inputs."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-        self.weight = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        return self.function(self, *inputs)
+def weighted(function):
+    """Return a model that calls a function with itself, with a weight of 2, and its inputs."""
+    return Apply(function, weight=nn.Parameter(torch.tensor(2.0)))
 
 
-def inferred(function: Callable[..., Any], *inputs: torch.Tensor, replicas: int = 1) -> Any:
-    return poptorch.inferenceModel(Calls(function), options(replicas))(*inputs)
+def repeated(model, x, count=3):
+    return poptorch.for_loop(count, lambda y: y * model.weight, [x])[0]
 
 
-def doubled(count: int) -> Callable[..., Any]:
-    return lambda model, x: poptorch.for_loop(count, lambda y: y * model.weight, [x])[0]
+def chosen(model, condition, x):
+    return poptorch.cond(condition, lambda y: y * model.weight, [x], lambda y: y - 1, [x])[0]
 
 
-@pytest.mark.parametrize("count", [0, 1, 10])
-def test_for_loop_runs_body_count_times(count):
-    x = torch.tensor([1.0, 3.0])
-    assert torch.equal(doubled(count)(Calls(None), x), x * 2**count)
-    assert torch.equal(inferred(doubled(count), x), x * 2**count)
+@pytest.mark.parametrize(
+    ("function", "inputs", "expected"),
+    [
+        *((lambda model, x, count=count: repeated(model, x, count), [X], X * 2**count) for count in (0, 1, 10)),
+        (chosen, [torch.tensor([True]), torch.tensor([3.0])], torch.tensor([6.0])),
+        (chosen, [torch.tensor([False]), torch.tensor([3.0])], torch.tensor([2.0])),
+    ],
+)
+def test_a_loop_runs_its_body_count_times_and_cond_one_branch(function, inputs, expected):
+    model = weighted(function)
+    assert torch.equal(model(*inputs), expected)
+    assert torch.equal(poptorch.inferenceModel(model, options())(*inputs), expected)
 
 
-def test_for_loop_with_several_tensors():
-    def fibonacci(model, a, b):
-        return poptorch.for_loop(5, lambda x, y: (y, x + y), [a, b])
+def test_for_loop_with_several_tensors_of_which_the_body_gets_copies():
+    def forward(a, b):
+        fibonacci = poptorch.for_loop(5, lambda x, y: (y, x + y), [a, b])
+        return (*fibonacci, *poptorch.for_loop(2, lambda y, z: (y.add_(1), y), [a, a]), a)
 
-    one, other = inferred(fibonacci, torch.tensor([0]), torch.tensor([1]))
-    assert (one.tolist(), other.tolist()) == ([5], [8])
-
-
-def test_for_loop_body_gets_copies():
-    def forward(model, x):
-        return (*poptorch.for_loop(2, lambda y, z: (y.add_(1), y), [x, x]), x)
-
-    first, second, x = inferred(forward, torch.zeros(1))
-    assert (first.item(), second.item(), x.item()) == (2.0, 2.0, 0.0)
+    found = on_device(forward, torch.tensor([0]), torch.tensor([1]))
+    assert [each.item() for each in found] == [5, 8, 2, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -80,80 +73,45 @@ def test_for_loop_body_gets_copies():
         (lambda x: poptorch.cond(x.sum() > 0, abs, [x], "abs", [x]), "`else_body` must be a function"),
     ],
 )
-@pytest.mark.parametrize("kind", [ValueError, poptorch.Error])
-def test_control_flow_rejects_invalid_arguments(call, message, kind):
-    with pytest.raises(kind, match=message):
-        call(torch.ones(2))
-    with pytest.raises(kind, match=message):
-        inferred(lambda model, x: call(x), torch.ones(2))
+def test_control_flow_rejects_invalid_arguments(call, message):
+    for run in (call, lambda x: on_device(call, x)):
+        with pytest.raises(poptorch.Error, match=message) as error:
+            run(torch.ones(2))
+        assert isinstance(error.value, ValueError)
 
 
-def chosen(model: Any, condition: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return poptorch.cond(condition, lambda y: y * model.weight, [x], lambda y: y - 1, [x])[0]
-
-
-@pytest.mark.parametrize(("condition", "expected"), [(True, 6.0), (False, 2.0)])
-def test_cond_runs_one_branch(condition, expected):
-    condition, x = torch.tensor([condition]), torch.tensor([3.0])
-    assert chosen(Calls(None), condition, x).item() == expected
-    assert inferred(chosen, condition, x).item() == expected
-
-
-def test_condition_is_evaluated_in_every_call_on_every_replica():
-    model = poptorch.inferenceModel(Calls(chosen), options(replicas=2))
+def test_conditions_and_starts_are_evaluated_in_every_call_on_every_replica():
+    model = poptorch.inferenceModel(weighted(chosen), options(replicas=2))
     x = torch.tensor([3.0, 5.0])
     assert model(torch.tensor([True, False]), x).tolist() == [6.0, 4.0]
     assert model(torch.tensor([False, True]), x).tolist() == [2.0, 10.0]
+    model = Apply(lambda x, start: poptorch.dynamic_slice(x, 1, start, 3, 2))
+    model, x = poptorch.inferenceModel(model, options(replicas=2)), torch.arange(12.0).reshape(2, 6)
+    assert model(x, torch.tensor([0, 3])).tolist() == [[0.0, 2.0], [9.0, 11.0]]
+    assert model(x, torch.tensor([2, 1])).tolist() == [[2.0, 4.0], [7.0, 9.0]]
 
 
 def test_branches_may_have_different_or_no_inputs():
-    def forward(model, x):
-        return poptorch.cond(x.sum() > 0, lambda a, b: [a + b, a], [x, x], lambda: (x * 0, x), [])
-
-    assert [each.item() for each in inferred(forward, torch.tensor([2.0]))] == [4.0, 2.0]
+    found = on_device(lambda x: poptorch.cond(x.sum() > 0, lambda a, b: [a + b, a], [x, x], lambda: (x * 0, x), []), X)
+    assert [each.tolist() for each in found] == [[2.0, 6.0], [1.0, 3.0]]
 
 
 @pytest.mark.parametrize("other", [lambda y: (y, y), lambda y: y[:0], lambda y: y.long()])
 def test_branches_with_different_outputs_raise_error(other):
     with pytest.raises(poptorch.Error, match="both branches must return the same number, shapes and dtypes"):
-        inferred(lambda model, x: poptorch.cond(x.sum() > 0, abs, [x], other, [x])[0], torch.ones(1))
+        on_device(lambda x: poptorch.cond(x.sum() > 0, abs, [x], other, [x])[0], torch.ones(1))
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda model, x: doubled(3)(model, x),
-        lambda model, x: poptorch.cond(x.sum() > 0, lambda y: y * model.weight, [x], abs, [x])[0],
-    ],
-    ids=["for_loop", "cond"],
-)
+@pytest.mark.parametrize("call", [repeated, lambda model, x: chosen(model, x.sum() > 0, x)], ids=["for_loop", "cond"])
 def test_loops_and_branches_in_training_raise_error(call):
-    model = Calls(lambda model, x: poptorch.identity_loss(call(model, x), "sum"))
-    training = poptorch.trainingModel(model, options(), poptorch.optim.SGD(model.parameters(), lr=1.0))
+    training = wrapped(weighted(lambda model, x: poptorch.identity_loss(call(model, x), "sum")))
     with pytest.raises(poptorch.Error, match=r"poptorch\.(for_loop|cond)\(\) is only supported in inference"):
         training(torch.ones(1))
 
 
-class Slice(nn.Module):
-    def forward(self, x: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-        return poptorch.dynamic_slice(x, 1, start, 3, 2)
-
-
-class Update(nn.Module):
-    def forward(self, x: torch.Tensor, src: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-        return poptorch.dynamic_update(x, src, 1, start, 2)
-
-
-def test_slice_start_is_evaluated_in_every_call_on_every_replica():
-    model = poptorch.inferenceModel(Slice(), options(replicas=2))
-    x = torch.arange(12.0).reshape(2, 6)
-    assert model(x, torch.tensor([0, 3])).tolist() == [[0.0, 2.0], [9.0, 11.0]]
-    assert model(x, torch.tensor([2, 1])).tolist() == [[2.0, 4.0], [7.0, 9.0]]
-
-
 def test_dynamic_update_does_not_modify_its_input():
     x, src = torch.zeros(1, 4), torch.ones(1, 2)
-    model = poptorch.inferenceModel(Update(), options())
+    model = poptorch.inferenceModel(Apply(lambda *inputs: poptorch.dynamic_update(*inputs[:2], 1, inputs[2], 2)))
     assert model(x, src, torch.tensor([1])).tolist() == [[0.0, 1.0, 1.0, 0.0]]
     assert model(x, src, torch.tensor([2])).tolist() == [[0.0, 0.0, 1.0, 1.0]]
     assert not x.any()
@@ -202,11 +160,7 @@ def test_dynamic_ops_reject_invalid_arguments(call, message):
 
 
 def test_a_model_is_compiled_whatever_the_start_of_its_slices_is():
-    class Slice(torch.nn.Module):
-        def forward(self, x, start):
-            return poptorch.dynamic_slice(x, 0, start, 2, 1)
-
-    model = poptorch.inferenceModel(Slice())
+    model = poptorch.inferenceModel(Apply(lambda x, start: poptorch.dynamic_slice(x, 0, start, 2, 1)))
     model.compile(torch.zeros(4), torch.tensor([20]))
     assert model(torch.arange(4.0), torch.tensor([1])).tolist() == [1, 2]
     with pytest.raises(poptorch.Error, match="exceeds dimension 0"):
