@@ -104,6 +104,7 @@ EXAMPLES = {
     errors.ProgramFailed: errors.ProgramFailed(3, "h1", "exit code 4", "logs/instance-3.log", 4),
     FleetBroken: FleetBroken((), "rank 1 has lost rank 0"),
     errors.CollectiveBroken: errors.CollectiveBroken(1, "the barrier: lost the connection"),
+    errors.DeviceFailed: errors.DeviceFailed(1, "the call: RecoverableError", "IPU_RESET"),
     errors.HostLost: errors.HostLost("h1", (2, 3), "no answer", "logs"),
     errors.PeerLost: errors.PeerLost(1, "h2", 0, "h1", "it closed the connection"),
     errors.WaitTimedOut: errors.WaitTimedOut("the actors", 5.0, "run.start_timeout_s"),
