@@ -121,6 +121,8 @@ def status(run_dir: Path) -> int:
     found = lease_file.current(run_dir)
     state = _with_newest_update(run_dir, _state_of(run_dir))
     is_alive = is_observed_alive(state, found, lambda text: show(text, sys.stderr))
+    if not is_alive and not state.is_local:  # it may have ended while it was observed
+        state = _with_newest_update(run_dir, _state_of(run_dir))
     now_s, written_s = time.time(), state.written_at_s
     if is_alive and not state.is_local:  # by the clock of the disk, which has just renewed the lease
         found = lease_file.current(run_dir) or found

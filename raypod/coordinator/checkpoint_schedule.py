@@ -200,9 +200,10 @@ class CheckpointSchedule:
         """Return the error of a run that ends because of `failed`, after a wait for its disk."""
         assert self.failed is not None, "the caller has waited for it"
         waited = f" after {waited_s:.0f} s (--save-retry-s)" if waited_s >= 1 else ""
-        hint = "there is no earlier checkpoint; make space, and repeat the command"
+        hint = "there is no earlier checkpoint; once the disk can be written, repeat the command"
         if self.last is not None:
-            hint = f"make space, and continue from {self.last.path} with --resume {self._plan.run_dir}"
+            resume = f"continue from {self.last.path} with --resume {self._plan.run_dir}"
+            hint = f"once the disk can be written, {resume}"
         return CheckpointNotSaved(self.failed.path, f"{self.failed.error}{waited}", hint)
 
     def check_finite(self, update: UpdateDone) -> None:

@@ -34,7 +34,7 @@ class DiskWait:
         while True:
             yield from self._schedule.begin(fleet, update)
             for event in self._schedule.finish(fleet):
-                if not isinstance(event, CheckpointFailed):
+                if not isinstance(event, CheckpointFailed) or event.update != update:
                     yield event
                 elif self._deadline_s is None and self._limit_s and not self._stop.requested:
                     yield dataclasses.replace(event, waits_s=self._limit_s)

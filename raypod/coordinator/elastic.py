@@ -98,6 +98,8 @@ class Elastic:
         """
         with self._stop.saving():
             yield from self._kept.save()
+        if self._schedule.last is None and self._schedule.failed is not None:
+            raise self._schedule.not_saved(0.0)
         yield from self._resize_until_done(f"host {gone.host} is lost", began_s, gone)
 
     def can_grow(self) -> bool:

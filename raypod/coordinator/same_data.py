@@ -15,7 +15,7 @@ def check_same_data(plan: Plan, started: List[InstanceStarted], resumed: Optiona
     """Check that all instances run the same files of raypod, and loaded the same data set: that of the checkpoint."""
     first = started[0]
     for other in started:
-        if other.sources != first.sources:
+        if other.host != first.host and other.sources != first.sources:  # one host has one folder of them
             raise ConfigError(
                 f"raypod's files on host {other.host} of instance {other.instance} differ from those on host "
                 f"{first.host} of instance {first.instance} (sha256 {other.sources[:12]} and {first.sources[:12]}); "

@@ -6,8 +6,6 @@ Ray does not run. This file needs only Python 3.6: it is sent to hosts that have
 ADDRESS SECONDS HOST... < gcs.py`, or as `python3 - --drivers ADDRESS < gcs.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

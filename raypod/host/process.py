@@ -194,9 +194,15 @@ def sources_digest() -> str:
 
     `pod/probe.py` computes the same.
     """
-    folder, files = Path(__file__).parents[1], b""
+    return digest_of_modules(Path(__file__).parents[1])
+
+
+def digest_of_modules(folder: Path) -> str:
+    """Return a digest of the Python files in a folder: of their paths in it and their contents."""
+    files = b""
     for path in sorted(folder.rglob("*.py")):
-        files += str(path.relative_to(folder)).encode() + hashlib.sha256(path.read_bytes()).digest()
+        if path.is_file() and not path.name.startswith("."):  # editors leave hidden links, which lead nowhere
+            files += str(path.relative_to(folder)).encode() + hashlib.sha256(path.read_bytes()).digest()
     return hashlib.sha256(files).hexdigest()
 
 

@@ -65,7 +65,7 @@ def processes_in(records: Iterable[Mapping[str, Any]]) -> Tuple[List[Process], b
             for each in instances if isinstance(instances, list) else ():
                 try:
                     found[Process(int(each["instance"]), str(each["host"]), int(each["pid"]))] = None
-                except (KeyError, TypeError, ValueError):  # written by another version
+                except (KeyError, TypeError, ValueError, OverflowError):  # written by another version
                     is_complete = False
     return list(found), is_complete
 

@@ -43,6 +43,7 @@ class Logs:
         self._mirror_folder: Optional[Path] = None
         self._reported: Dict[str, str] = {}  # problems by host
         self._records: List[Dict[str, Any]] = []  # events that name processes of instances
+        self._are_named = False
 
     def __enter__(self) -> Logs:
         return self
@@ -66,7 +67,7 @@ class Logs:
         wait_synced(list(self._hosts.values()))
         self._report_problems()
         self._open_sources(exists=True)
-        if not follows:
+        if not follows and not self._are_named:
             self._report_missing()
         if not (self._sources or self._hosts or follows):
             which = "no log" if self._selection.instances is None else "no log of these instances"
@@ -122,6 +123,7 @@ class Logs:
         for record in self._events.read_records().records:
             if record.get("event") in ("run_started", "repaired"):
                 self._records.append(record)
+                self._are_named = True
             time_s = event_text.time_of(record) or 0.0
             since_s = self._selection.since_s
             if str(record.get("event")) in self._selection.kinds and (since_s is None or time_s >= since_s):
@@ -185,8 +187,9 @@ class Logs:
         others -= {logs.host.name for logs in self._hosts.values() if logs.problem}
         shown = {label.split()[-1].partition("@")[0] for label in self._sources}
         missing: Dict[str, List[str]] = {}
-        for index, each in enumerate(self._plan.get("instances") or ()):
-            name = each.get("host") if isinstance(each, dict) else None
+        instances = self._plan.get("instances")
+        for index, each in enumerate(instances if isinstance(instances, list) else ()):
+            name = str(each.get("host")) if isinstance(each, dict) else None
             if name in others and self._selection.has(index) and str(index) not in shown:
                 missing.setdefault(str(name), []).append(str(index))
         for name, numbers in missing.items():

@@ -47,7 +47,8 @@ def check(cluster: str) -> str:
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         answer = {"drivers": [], "error": str(error)}
     if answer["error"]:
-        _print_error(f"whether programs use {cluster} is unknown: {answer['error']}")
+        advice = "`raypod up --stop-runs` restarts Ray all the same"
+        return f"whether programs use {cluster} is unknown: {answer['error']}; {advice}"
     if not answer["drivers"]:
         return ""
     folders = run_folders(answer["drivers"])
@@ -93,6 +94,9 @@ def stop(drivers: List[Driver], within_s: float = STOP_S) -> Dict[str, str]:
     deadline = time.monotonic() + within_s
     while waiting and time.monotonic() < deadline:
         waiting = [(pid, ticks) for pid, ticks in waiting if _start_ticks(pid) == ticks]
+        for pid in [pid for pid, _ in waiting if _state(pid) == b"T"]:
+            left[str(pid)] = f"it is stopped (SIGSTOP); `kill -CONT {pid}` lets it end"
+        waiting = [(pid, ticks) for pid, ticks in waiting if str(pid) not in left]
         time.sleep(_POLL_S)
     left.update({str(pid): f"it has not ended within {within_s:g} s" for pid, _ in waiting})
     return left
@@ -105,8 +109,10 @@ def is_driver(driver: Driver) -> bool:
 
 
 def _gcs_server(cluster: str) -> Optional[Tuple[str, Dict[str, str]]]:
-    """Return the address of the cluster's GCS on this host, and the environment of its process."""
+    """Return the address of this user's GCS of the cluster on this host, and the environment of its process."""
     for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
+        if not _is_own(pid):  # root can read every environment, and must not run a program in it
+            continue
         words = _read(pid, "cmdline").decode(errors="replace").split("\0")
         variables = _read(pid, "environ").split(b"\0")
         if words[0].endswith("/gcs_server") and _MARK + os.fsencode(cluster) in variables:
@@ -125,6 +131,13 @@ def _entry(path: Path) -> Dict[str, Any]:
     return {}
 
 
+def _is_own(pid: int) -> bool:
+    try:
+        return _uid(pid) == os.getuid()
+    except (OSError, StopIteration):  # it has ended
+        return False
+
+
 def _uid(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("Uid:")))
@@ -132,8 +145,17 @@ def _uid(pid: int) -> int:
 
 def _start_ticks(pid: int) -> Optional[int]:
     """Return the start time of a process in clock ticks since boot; None if it has ended."""
-    words = _read(pid, "stat").rpartition(b")")[2].split()
+    words = _stat(pid)
     return int(words[19]) if words and words[0] != b"Z" else None
+
+
+def _state(pid: int) -> bytes:
+    """Return the letter of the state of a process, as in proc(5); empty if it has ended."""
+    return b"".join(_stat(pid)[:1])
+
+
+def _stat(pid: int) -> List[bytes]:
+    return _read(pid, "stat").rpartition(b")")[2].split()
 
 
 def _read(pid: int, name: str) -> bytes:

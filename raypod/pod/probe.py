@@ -4,8 +4,6 @@ Runs over ssh on hosts without Ray and raypod: one file, Python 3.6, standard li
 login shell, as `ray up` starts Ray, each with a timeout.
 """
 
-from __future__ import annotations
-
 import array
 import contextlib
 import fcntl
@@ -53,7 +51,8 @@ spec = importlib.util.find_spec("raypod")
 if spec is not None and spec.origin:
     folder = pathlib.Path(spec.origin).parent
     for path in sorted(folder.rglob("*.py")):
-        files += str(path.relative_to(folder)).encode() + hashlib.sha256(path.read_bytes()).digest()
+        if path.is_file() and not path.name.startswith("."):
+            files += str(path.relative_to(folder)).encode() + hashlib.sha256(path.read_bytes()).digest()
 print(json.dumps({"path": sys.executable, "version": platform.python_version(), "packages": found,
                   "raypod_sha256": hashlib.sha256(files).hexdigest() if files else None}))
 """

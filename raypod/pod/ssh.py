@@ -83,7 +83,9 @@ def run_on(host: Host, ssh: Ssh, words: Sequence[str], stdin: str = "", timeout_
     except OSError as error:
         return Result(127, "", f"{command[0]}: {error.strerror}")
     result = _result(done.returncode, done.stdout, done.stderr)
-    return dataclasses.replace(result, error=result.error + _passphrase_hint(result.error, ssh))
+    is_refused = result.exit_code == _NO_CONNECTION and not is_local(host)
+    hint = _passphrase_hint(result.error, ssh) if is_refused else ""
+    return dataclasses.replace(result, error=result.error + hint)
 
 
 @contextlib.contextmanager
@@ -159,7 +161,8 @@ def pass_through(host: Host, ssh: Ssh, words: Sequence[str]) -> int:
     code = subprocess.run([*ssh_command(host, ssh, terminal or ["-T"]), shell], check=False).returncode
     if code == _NO_CONNECTION:
         hint = _passphrase_hint(_DENIED, ssh)  # ssh has printed the cause
-        raise ClusterError(f"host {host.name} is unreachable over ssh, or the connection was lost{hint}")
+        cause = f"; if the key was refused{hint}" if hint else ""
+        raise ClusterError(f"host {host.name} is unreachable over ssh, or the connection was lost{cause}")
     if code == _NO_COMMAND:
         raise ClusterError(
             f"host {host.name} has no {words[0]}: setup_commands of the cluster file install it, run by `raypod up`"

@@ -22,18 +22,17 @@ _MAX_COMMAND = 120  # characters
 Driver = Dict[str, Any]
 
 
-def make_way(cluster: Cluster, file: ClusterFile, stops: bool, say: Say) -> bool:
+def make_way(cluster: Cluster, file: ClusterFile, stops: bool, say: Say) -> None:
     """Check that nothing uses the cluster, or with `stops`, stop what does; trainings save a checkpoint.
 
-    Returns:
-        Whether nothing uses it now; otherwise the restart ends what is left, about which a line was printed.
+    What does not end is named in a line: the restart ends it.
 
     Raises:
         ClusterError: without `stops`, if programs use the cluster, or if that is unknown.
     """
     drivers, problem = _drivers(cluster, file)
     if not drivers and not problem:
-        return True
+        return
     where = _by_host(cluster, drivers)
     names = _names(cluster, where)
     if not stops:
@@ -54,7 +53,6 @@ def make_way(cluster: Cluster, file: ClusterFile, stops: bool, say: Say) -> bool
         say(f"warning: {reason}; the restart of Ray ends it")
     if drivers and not left:
         say("they have ended; once Ray runs again, the same command continues a training")
-    return not left and not problem
 
 
 def _drivers(cluster: Cluster, file: ClusterFile) -> Tuple[List[Driver], str]:

@@ -55,6 +55,8 @@ def up(argv: Sequence[str]) -> int:
         "--stop-runs", action="store_true", help="stop active runs and launches first, trainings with a checkpoint"
     )
     args = parser.parse_args(argv)
+    if args.no_restart and args.stop_runs:
+        parser.error("--no-restart ends no run: omit --stop-runs")
     began_s = time.monotonic()
     file = _own_file(args.file)
     mistakes = [*file_checks.access_errors(file), *file_checks.key_errors(file), *file_checks.launch_errors(file)]
@@ -71,8 +73,10 @@ def up(argv: Sequence[str]) -> int:
 def _start(args: Namespace, cluster: Cluster, file: ClusterFile, began_s: float) -> int:
     """Start Ray, or only copy the sources, while no other `raypod up` does."""
     _check_folders(cluster, file)
-    if not args.no_restart and not stop_runs.make_way(cluster, file, args.stop_runs, _say):
-        _stop_processes(cluster, cluster.hosts[:1])  # otherwise the start commands refuse to stop what is left
+    if not args.no_restart:
+        stop_runs.make_way(cluster, file, args.stop_runs, _say)
+        if args.stop_runs:  # otherwise the start commands refuse to stop what is left
+            _stop_processes(cluster, cluster.hosts[:1])
     flags = ["--no-config-cache", *(["--no-restart"] if args.no_restart else [])]
     workers = [host.address for host in cluster.hosts[1:]]
     if args.no_restart:

@@ -1,6 +1,7 @@
 """Only one `raypod up` at a time starts a cluster, from whichever machine and user: they would undo each other's steps.
 
 A process on the head holds a lock for as long as its ssh connection lasts, so that none stays when `up` is killed.
+After a lost network, sshd can keep the connection for hours: the message names the process.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ file, holder = open(os.path.join(folder, sys.argv[1]), "a+"), ""
 try:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     file.truncate(0)
-    file.write(sys.argv[2])
+    file.write("%s; if it has ended, `kill %d` on the head" % (sys.argv[2], os.getpid()))
     file.flush()
 except BlockingIOError:
     file.seek(0)
@@ -57,7 +58,7 @@ def held(cluster: Cluster, say: Callable[[str], None]) -> Iterator[None]:
             say(f"warning: {head.name}: cannot lock {cluster.name}; no other `raypod up` may run for it now")
         elif answer["holder"]:
             raise ClusterError(
-                f"{cluster.name}: another `raypod up` runs: {answer['holder']}; wait until it has ended, or end it"
+                f"{cluster.name}: another `raypod up` runs: {answer['holder']}; otherwise wait until it has ended"
             )
         yield
 

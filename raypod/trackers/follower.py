@@ -11,6 +11,8 @@ from raypod.record.growing_file import GrowingFile
 from raypod.record.run_folder import EVALUATIONS, METRICS
 from raypod.trackers.tracker import Point, Steps
 
+_MOST_VALUES = 100_000  # updates: a rollback to a checkpoint repeats fewer
+
 
 class Follower:
     """Follows `metrics.jsonl` and `evaluations.jsonl` of a run folder.
@@ -55,8 +57,14 @@ class Follower:
         if update.missing_reports:
             return
         values = hash(repr(sorted(update.metrics.items())))
+        if len(self._values) > _MOST_VALUES:
+            del self._values[next(iter(self._values))]
         if self._values.setdefault(update.update, values) != values and update.update not in self.abandoned:
             self.abandoned.append(update.update)
+
+    def take_notes_of(self, before: Follower) -> None:
+        """Take over what the follower before this one, in the same process, has noted of rollbacks."""
+        self._values, self.abandoned = before._values, before.abandoned
 
     def _point(self, step: int, group: str, values: Dict[str, float]) -> Point:
         return Point(step, self._newest_s, {f"{group}/{name}": value for name, value in values.items()})

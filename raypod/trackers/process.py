@@ -112,7 +112,10 @@ class Session:
             steps, found = self._memory.steps, tracker.recorded()
             if found is not None:  # what was recorded just before this process died is not in the memory
                 steps = Steps(max(steps.training, found.training), max(steps.test, found.test))
+            before = self._follower
             self._follower, self._points = Follower(self._run_dir, self._started_unix_s, steps), []
+            if before is not None:
+                self._follower.take_notes_of(before)
             self._tracker = tracker
             self._remember(training=steps.training, test=steps.test, error="")
         return self._tracker, self._follower

@@ -42,9 +42,11 @@ def test_a_run_of_256_instances_yields_every_update(make: Make) -> None:
 def test_hosts_with_other_files_of_raypod_are_an_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(make, 3)
     fleet = ScriptedFleet(plan)
-    started = [dataclasses.replace(each, sources="c" if each.instance == 2 else "a") for each in fleet.start()]
-    monkeypatch.setattr(fleet, "start", lambda: started)
-    words = r"files on host .* of instance 2 differ from .* \(sha256 c and a\); `raypod up FILE` copies the same to all"
+    first, *others = fleet.start()
+    other = dataclasses.replace(others[-1], host="another", sources="c")
+    started = [dataclasses.replace(first, sources="a"), dataclasses.replace(others[0], sources="b"), other]
+    monkeypatch.setattr(fleet, "start", lambda: started)  # instance 1 started on the same host, after an edit
+    words = r"files on host another of instance 2 differ from .* \(sha256 c and a\); `raypod up FILE` copies the same"
     with pytest.raises(ConfigError, match=words):
         events_of(plan, fleet)
 

@@ -86,7 +86,10 @@ def test_a_disk_without_space_ends_the_run_after_a_stated_time(make: Make, monke
     error = ended_by(plan, fleet, events)
     assert fleet.waited_s == pytest.approx(WAIT_S)
     assert updates_of(events) == [1, 2, 3, 4, 5]
-    assert f"no space after {WAIT_S:.0f} s (--save-retry-s); make space, and continue from update-2" in str(error)
+    assert (
+        f"no space after {WAIT_S:.0f} s (--save-retry-s); once the disk can be written, continue from update-2"
+        in str(error)
+    )
 
 
 def test_the_first_and_the_last_checkpoint_wait_for_the_disk(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

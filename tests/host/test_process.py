@@ -13,7 +13,7 @@ from typing import Any, Callable, List, Optional
 
 import pytest
 
-from raypod.host.process import StepTimer, cpu_seconds, log_stream, process_start_ticks
+from raypod.host.process import StepTimer, cpu_seconds, digest_of_modules, log_stream, process_start_ticks
 from raypod.host.session_process import end_session
 
 PROGRAM = """
@@ -126,3 +126,15 @@ def test_a_log_on_a_full_disk_raises_nothing(tmp_path: Path) -> None:
         stream.flush()
         os.close(descriptor)
         assert not content or path.read_text() == content
+
+
+def test_the_digest_of_modules_is_that_of_their_names_and_contents(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("1")
+    first = digest_of_modules(tmp_path)
+    (tmp_path / ".#a.py").symlink_to("user@host.1")  # of an editor, for a file that is not saved
+    (tmp_path / "lost.py").symlink_to("removed.py")
+    (tmp_path / "a.txt").touch()
+    assert digest_of_modules(tmp_path) == first
+    (tmp_path / "b.py").touch()
+    (tmp_path / "a.py").write_text("2")
+    assert len({first, digest_of_modules(tmp_path)}) == 2

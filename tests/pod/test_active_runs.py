@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -38,9 +39,17 @@ def test_the_start_command_of_the_head_refuses_while_programs_use_the_cluster(
     with subprocess.Popen(words, executable=sys.executable, stdin=subprocess.PIPE, env=marked) as server:
         assert wait_until(lambda: active_runs._gcs_server("pod-active") is not None)
         assert active_runs.main(["pod"]) == 0
+        with monkeypatch.context() as another:
+            another.setattr(active_runs.os, "getuid", lambda: os.geteuid() + 1)
+            assert active_runs._gcs_server("pod-active") is None, "that of another user"
         for answer, code, text in (
             ({"drivers": [], "error": ""}, 0, ""),
-            ({"drivers": [], "error": "refused"}, 0, "raypod: whether programs use pod-active is unknown: refused\n"),
+            (
+                {"drivers": [], "error": "no answer"},
+                1,
+                "raypod: whether programs use pod-active is unknown: no answer; `raypod up --stop-runs` restarts Ray "
+                "all the same\n",
+            ),
             (
                 {"drivers": [{**TRAINING, "pid": 1 << 30}], "error": ""},
                 1,
@@ -86,6 +95,9 @@ def test_trainings_get_the_signal_of_raypod_stop_and_other_programs_sigterm() ->
         assert active_runs.stop([started["training"][1], started["other"][1]]) == {}
         assert [started[name][0].wait(10) for name in ("training", "other")] == [3, 3]
         assert active_runs.stop([stuck], within_s=0) == {str(stuck["pid"]): "it has not ended within 0 s"}
+        started["stuck"][0].send_signal(signal.SIGSTOP)
+        (reason,) = active_runs.stop([stuck]).values()
+        assert reason.startswith("it is stopped (SIGSTOP); ")
     finally:
         for process, _ in started.values():
             process.kill()
@@ -116,23 +128,24 @@ def test_up_names_what_is_active_and_stops_it_only_on_request(monkeypatch: pytes
     with pytest.raises(ClusterError, match=words + re.escape("\n  ".join(names))):
         stop_runs.make_way(CLUSTER, FILE, False, said.append)
     assert (sorted(asked), said) == (["folders 10.0.0.11 [5]", "folders 10.0.0.99 [6]"], [])
-    assert stop_runs.make_way(CLUSTER, FILE, True, said.append)
+    stop_runs.make_way(CLUSTER, FILE, True, said.append)
     assert sorted(asked)[-2:] == ["stop 10.0.0.11 [5]", "stop 10.0.0.99 [6]"]
     assert said[:2] == [f"stopping {name} (within 900 s)" for name in names]
     answer_of_hosts(monkeypatch, [TRAINING, OTHER], "", {"6": "Operation not permitted"})
-    assert not stop_runs.make_way(CLUSTER, FILE, True, said.append)
+    stop_runs.make_way(CLUSTER, FILE, True, said.append)
     assert said[-1] == "warning: 10.0.0.99: pid 6: Operation not permitted; the restart of Ray ends it"
 
 
 def test_up_starts_ray_at_once_only_if_nothing_can_be_active(monkeypatch: pytest.MonkeyPatch) -> None:
     said: List[str] = []
     answer_of_hosts(monkeypatch, [], "", {})
-    assert stop_runs.make_way(CLUSTER, FILE, False, said.append)
+    stop_runs.make_way(CLUSTER, FILE, False, said.append)
     answer_of_hosts(monkeypatch, [], "no answer within 10 s", {})
     with pytest.raises(ClusterError, match="whether runs are active is unknown: no answer within 10 s; --stop-runs"):
         stop_runs.make_way(CLUSTER, FILE, False, said.append)
     assert said == []
-    assert not stop_runs.make_way(CLUSTER, FILE, True, said.append)
+    stop_runs.make_way(CLUSTER, FILE, True, said.append)
+    assert said == ["warning: whether runs are active is unknown: no answer within 10 s; the restart of Ray ends it"]
 
 
 @pytest.mark.usefixtures("processes")
@@ -142,7 +155,7 @@ def test_a_second_up_says_which_one_runs(monkeypatch: pytest.MonkeyPatch, tmp_pa
     said: List[str] = []
     for _ in range(2):  # the lock ends with its context
         with up_lock.held(CLUSTER, said.append):
-            words = rf"pod64: another `raypod up` runs: pid {os.getpid()} of .*; wait until it has ended"
+            words = rf"another `raypod up` runs: pid {os.getpid()} of .*; if it has ended, `kill \d+` on the head; "
             with pytest.raises(ClusterError, match=words), up_lock.held(CLUSTER, said.append):
                 pytest.fail("both hold the lock")
     (tmp_path / ".raypod").rename(tmp_path / "before")

@@ -88,6 +88,11 @@ def test_points_come_once_in_the_order_of_their_steps(tmp_path: Path) -> None:
     other.rename(metrics)
     assert [point.step for point in follower.poll()] == [5]
     assert follower.abandoned == [3]
+    later = Follower(tmp_path, 1000.0, Steps(5, 9))  # the tracker has failed, and is opened again
+    later.take_notes_of(follower)
+    append(metrics, update(4).replace("0.25", "0.5"))
+    assert later.poll() == []
+    assert later.abandoned == [3, 4]
 
 
 def test_an_update_whose_reports_are_missing_has_no_metrics(tmp_path: Path) -> None:
