@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Callable, Optional
 
 import horovod.torch as hvd
 import poptorch
@@ -10,7 +10,10 @@ import poptorch.errors
 import pytest
 from _pod.store_protocol import PeerFailed
 
+from raypod.errors import CollectiveBroken, DeviceFailed
 from raypod.instance import collectives
+from raypod.instance.process import InstanceProcess
+from raypod.plan.plan import Plan
 
 APPLICATION = "poplar_application_runtime_error"
 
@@ -50,3 +53,23 @@ def test_an_error_of_the_core_means_that_the_state_of_the_device_is_unknown(
     error: Exception, action: Optional[str]
 ) -> None:
     assert collectives.device_failure(error) == action
+
+
+@pytest.mark.parametrize(
+    ("error", "instances", "kind", "action"),
+    [
+        (poptorch.RecoverableError("a link is down", recovery_action="LINK_RESET"), 1, DeviceFailed, "LINK_RESET"),
+        (poptorch.Error("the device run has ended", APPLICATION), 2, DeviceFailed, ""),
+        (poptorch.Error("the device run has ended", APPLICATION), 1, poptorch.Error, None),
+        (PeerFailed("rank 1 has ended"), 2, CollectiveBroken, None),
+        (PeerFailed("rank 1 has ended"), 1, PeerFailed, None),
+    ],
+)
+def test_the_process_of_an_instance_reports_an_error_of_its_device_and_of_a_peer(
+    make: Callable[..., Plan], error: Exception, instances: int, kind: type, action: Optional[str]
+) -> None:
+    process = object.__new__(InstanceProcess)  # without the output and the thread of a real one
+    process._plan, process._index = make(pod={"num_instances": instances}), 0
+    with pytest.raises(Exception, match=str(error)) as raised, process._convert_peer_errors():
+        raise error
+    assert (type(raised.value), getattr(raised.value, "recovery_action", None)) == (kind, action)
