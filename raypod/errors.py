@@ -17,6 +17,7 @@
         |-- HostLost            a host, or the raypod process on it, was lost
         |-- PeerLost            an instance cannot reach another one
         |-- LeaseLost           another process has taken over the run folder
+        |   `-- FolderLost      the disk of the run folder was unmounted, or the folder moved or removed
         |-- WaitTimedOut        a wait exceeded its timeout
         |-- WeightsDiffer       instances start from different weights
         |-- CheckpointDamaged   a checkpoint file does not match its checksum
@@ -234,6 +235,20 @@ class LeaseLost(RunError):
 
     def __str__(self) -> str:
         return f"{self.holder} has taken over {self.folder}; this run ends and writes nothing more into it"
+
+
+class FolderLost(LeaseLost):
+    """Raised in a run whose run folder is gone: its disk was unmounted, or it was moved or removed."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder, "")
+
+    def __str__(self) -> str:
+        return (
+            f"the path {self.folder} leads no longer to the folder that this run has written into: its disk was "
+            "unmounted, or the folder was moved or removed; this run ends and writes nothing more. Once it is back, "
+            f"continue with --resume {self.folder}; else with that of --storage-path or a copy on another host"
+        )
 
 
 @dataclasses.dataclass(eq=False)

@@ -26,7 +26,7 @@ from raypod.errors import (
     UserError,
     summarize_exception,
 )
-from raypod.events import CheckpointSaved, EvaluationDone, Event, InstanceWarned, Repaired, RunStarted
+from raypod.events import CheckpointBegun, CheckpointSaved, EvaluationDone, Event, InstanceWarned, Repaired, RunStarted
 from raypod.fleet.base import Fleet
 from raypod.fleet.choice import fleet_for
 from raypod.host.abort import on_abort
@@ -205,6 +205,8 @@ class Training:
             with self._opened(fleet, copies) as (events, sinks):
                 for event in events:
                     lease.check()
+                    if isinstance(event, CheckpointBegun):
+                        lease.check_folder()
                     self._record(event, [sinks, *recorders])
                     if is_closed:
                         continue

@@ -207,7 +207,7 @@ def new_checkpoint(checkpoints: Path, update: int) -> Iterator[Path]:
     Raises:
         OSError: the file system's own, also from the block. Partial files are removed.
     """
-    checkpoints.mkdir(parents=True, exist_ok=True)
+    checkpoints.mkdir(exist_ok=True)  # not its parents: the disk of the run folder may be unmounted
     _remove_leftovers(checkpoints)
     target, latest = checkpoint_path(checkpoints, update), checkpoints / _LATEST
     partial, partial_latest = (path.with_name(path.name + _PARTIAL) for path in (target, latest))

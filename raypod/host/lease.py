@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Iterator, List, Optional, Tuple
 
-from raypod.errors import LeaseHeld, LeaseLost
+from raypod.errors import FolderLost, LeaseHeld, LeaseLost
 from raypod.host import lease_file
 from raypod.host.files import new_file, replace_file
 from raypod.host.lease_file import EXPIRES_AFTER_S, GONE, POLL_S, Holder, LeaseFile, Log
@@ -89,6 +89,7 @@ class Lease:
     def __init__(self, path: Path, holder: Holder, log: Log) -> None:
         self._path, self._holder, self._log = path, holder, log
         self._lost: Optional[LeaseLost] = None
+        self._descriptor = os.open(str(path.parent), os.O_RDONLY | os.O_DIRECTORY)  # knows it without its path
         self._renewed_s = time.monotonic()
         self._is_late = self._has_warned = self._has_ended = self._interrupts = False
         self._lock = threading.Lock()  # of _interrupts
@@ -133,6 +134,11 @@ class Lease:
         if self._lost is not None:
             raise self._lost
 
+    def check_folder(self) -> None:
+        """Raise FolderLost if the path of the folder leads elsewhere by now, before something is written into it."""
+        if not os.path.lexists(str(self._path)) and self._is_elsewhere():
+            raise FolderLost(str(self.folder))
+
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
         """Raise LeaseLost in the main thread, if it enters this context, as soon as another process takes over.
@@ -167,6 +173,9 @@ class Lease:
         self._has_ended = True
         self._wake.set()
         self._thread.join(_WAKE_S)
+        if not self._thread.is_alive() and self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def release(self) -> None:
         """End the lease. May be called repeatedly."""
@@ -207,14 +216,31 @@ class Lease:
         except OSError as error:
             if error.errno not in GONE:
                 raise
+            if self._is_elsewhere():
+                self._lose(FolderLost(str(self.folder)))
+                return
         newest = lease_file.current(self.folder)
         if newest is None:  # removed by hand
             replace_file(self._path, self._holder.content())
-        elif newest.owner not in ("", self.owner) and self._lost is None:
-            self._lost = LeaseLost(str(self.folder), str(newest))
-            with self._lock:
-                if self._interrupts:
-                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
+        elif newest.owner not in ("", self.owner):
+            self._lose(LeaseLost(str(self.folder), str(newest)))
+
+    def _lose(self, lost: LeaseLost) -> None:
+        if self._lost is not None:
+            return
+        self._lost = lost
+        with self._lock:
+            if self._interrupts:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
+
+    def _is_elsewhere(self) -> bool:
+        """Return whether the path of the folder leads to another folder, or to none, than when it was acquired."""
+        try:
+            return not os.path.samestat(os.fstat(self._descriptor), self.folder.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:  # the disk does not answer
+            return False
 
     def _warn(self, cause: str) -> None:
         if not self._has_warned:

@@ -113,6 +113,7 @@ EXAMPLES = {
     errors.LossNotFinite: errors.LossNotFinite(float("inf"), 43, 44, "go on from update-00000022"),
     errors.WeightsDiffer: errors.WeightsDiffer({0: "aa", 1: "bb"}),
     errors.LeaseHeld: errors.LeaseHeld("runs/a", "pid 7 on host h1", "--take-over ends it"),
+    errors.FolderLost: errors.FolderLost("runs/a"),
     errors.LeaseLost: errors.LeaseLost("runs/a", "pid 8 on host h2"),
 }
 

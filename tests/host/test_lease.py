@@ -16,7 +16,7 @@ from typing import Any, Callable, Iterator, List
 
 import pytest
 
-from raypod.errors import LeaseHeld, LeaseLost
+from raypod.errors import FolderLost, LeaseHeld, LeaseLost
 from raypod.host import lease, lease_file
 from raypod.host.lease import Lease
 from tests.support.bounded import wait_until
@@ -234,3 +234,33 @@ def test_a_full_disk_does_not_prevent_heartbeats(
         assert not warnings
     finally:
         held.release()
+
+
+@pytest.mark.parametrize("is_below", [True, False])
+def test_nothing_is_written_where_the_folder_was(tmp_path: Path, is_below: bool) -> None:
+    """As after `umount -l`: the path leads to the folder below the mount point, or to none."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    held = lease.acquire(folder)
+    try:
+        held.check_folder()
+        folder.rename(tmp_path / "unmounted")
+        if is_below:
+            folder.mkdir()
+        with pytest.raises(FolderLost, match="its disk was unmounted"):
+            held.check_folder()
+        with pytest.raises(FolderLost):
+            wait_until(lambda: held.check() is not None)
+    finally:
+        held.release()
+    assert is_below is folder.exists()
+    assert not is_below or not entries(folder)
+
+
+def test_a_lease_that_was_removed_by_hand_is_written_again(tmp_path: Path, acquire: Acquire) -> None:
+    held = acquire()
+    (path,) = tmp_path.iterdir()
+    path.unlink()
+    held.check_folder()
+    assert wait_until(path.exists)
+    held.check()
