@@ -161,7 +161,7 @@ def make(tmp_path: object) -> Callable[..., Plan]:
 
     def build(**sections: dict[str, object]) -> Plan:
         config: Config = from_values(sections)
-        Path(f"{tmp_path}/run").mkdir(exist_ok=True)
+        Path(f"{tmp_path}/run").mkdir(parents=True, exist_ok=True)  # as `run_folder.create` does
         return make_plan(config, LOCAL, facts_of(config), f"{tmp_path}/run")
 
     return build

@@ -184,7 +184,6 @@ def test_a_first_checkpoint_that_cannot_be_sent_ends_the_run(make: Make, tmp_pat
 def test_a_checkpoints_folder_that_cannot_be_created_is_an_error_of_the_run(make: Make) -> None:
     plan = plan_for(make, 4)
     checkpoints = checkpoints_folder(plan.run_dir)
-    checkpoints.parent.mkdir(parents=True)
     checkpoints.touch()
     with pytest.raises(CheckpointNotSaved, match="cannot write the checkpoint .*update-00000004"):
         train(plan, InlineFleet(plan))

@@ -150,7 +150,6 @@ def test_a_generation_with_another_global_batch_is_not_proved() -> None:
 
 def test_a_truncated_line_does_not_affect_the_others(make: Callable[..., Plan], tmp_path: Path) -> None:
     plan = make()
-    Path(plan.run_dir).mkdir()
     for generation in (1, 2):
         file = Ledger(plan)
         file.begin(generation, generation - 1)

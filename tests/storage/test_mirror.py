@@ -52,7 +52,6 @@ class Mirrored:
         monkeypatch.setattr(mirror_module, "end_session", FakeProcess.end)
         plan = make(run={"storage_path": "file:///remote", "storage_timeout_s": 9, **run})
         self.folder = Path(plan.run_dir)
-        self.folder.mkdir()
         (self.folder / "summary.json").write_text("{}")
         self.mirror = Mirror(plan, self.warnings.append, self.lines.append)
 
