@@ -160,9 +160,6 @@ def test_points_of_a_full_disk_are_written_once_there_is_space(tmp_path: Path, m
             super().flush()
 
     monkeypatch.setattr(module, "SummaryWriter", FullDisk)
-    # TensorBoard reads files in the order of their names, which is that of their numbers for ten files in a second.
-    files = importlib.import_module("tensorboard.summary.writer.event_file_writer")
-    monkeypatch.setattr(files, "_global_uid", files.AtomicCounter(0))
     writer = TensorBoardWriter(tmp_path, 0)
     for number in range(1, 7):
         is_full = 2 <= number < 5
