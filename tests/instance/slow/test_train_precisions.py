@@ -15,15 +15,17 @@ from raypod.fleet.inline import InlineFleet
 from raypod.plan.plan import Plan
 from raypod.record.metrics import MetricsAggregator
 
+VIT = {"model": "vit_tiny", "optimizer": "adam", "learning_rate": 0.001, "updates": 120}
+
 
 @pytest.mark.parametrize(
     ("flags", "least", "dtype"),
     [
         ({"precision": "16.16", "learning_rate": 0.05}, 0.95, torch.float16),
         ({"precision": "16.32", "learning_rate": 0.05}, 0.95, torch.float32),
-        ({"model": "vit_tiny", "precision": "16.16", "learning_rate": 0.02}, 0.95, torch.float16),
-        ({"model": "vit_tiny", "precision": "16.32", "learning_rate": 0.02}, 0.95, torch.float32),
-        ({"model": "vit_tiny", "precision": "32.32", "learning_rate": 0.02}, 0.95, torch.float32),
+        ({**VIT, "precision": "16.16"}, 0.95, torch.float16),
+        ({**VIT, "precision": "16.32"}, 0.95, torch.float32),
+        ({**VIT, "precision": "32.32"}, 0.95, torch.float32),
         ({"optimizer": "adam", "learning_rate": 0.003}, 0.8, torch.float32),
         ({"optimizer": "adamw", "learning_rate": 0.003}, 0.8, torch.float32),
     ],
