@@ -178,7 +178,7 @@ def unique_file(checkpoints: Path) -> Iterator[Optional[Path]]:
     """Create a file in the folder that no other disk has, for the duration of the block; yield None if that fails."""
     path = checkpoints / (secrets.token_hex(16) + _PARTIAL)  # a killed process leaves it to `new_checkpoint`
     try:
-        checkpoints.mkdir(parents=True, exist_ok=True)
+        checkpoints.mkdir(exist_ok=True)  # as `new_checkpoint`
         path.touch(exist_ok=False)
     except OSError:
         yield None

@@ -222,3 +222,12 @@ def test_a_write_that_is_interrupted_before_its_thread_has_started_can_be_closed
         background.begin(resume.manifest_of(plan, 1, 1, "", {}), writer.State({"weight": torch.ones(2)}, {}))
     background.close()
     assert background.finish() == ()
+
+
+def test_a_run_folder_that_is_gone_is_not_created_again(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    with storage.unique_file(checkpoints) as path:
+        assert path is None
+    with pytest.raises(FileNotFoundError), storage.new_checkpoint(checkpoints, 4):
+        pytest.fail("the folder of an unmounted disk was created")
+    assert not list(tmp_path.iterdir())

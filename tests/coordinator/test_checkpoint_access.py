@@ -129,7 +129,7 @@ def test_an_instance_that_moves_to_another_disk_loads_and_writes_there_no_checkp
 ) -> None:
     plan = plan_for(make, 14)
     whole = ended(train(plan, InlineFleet(plan)))
-    shutil.rmtree(plan.run_dir)
+    shutil.rmtree(str(checkpoints_folder(plan.run_dir)))
     fleet = MovesToOtherDisk(plan, tmp_path / "there")
     events = train(plan, fleet)
     (repaired,) = (event for event in events if isinstance(event, Repaired))
