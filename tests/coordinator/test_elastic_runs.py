@@ -15,7 +15,15 @@ from raypod.checkpoint import storage, writer
 from raypod.checkpoint.format import Retention
 from raypod.coordinator import coordinator
 from raypod.coordinator.stop import Stop
-from raypod.errors import ClusterError, HostLost, InstanceFailed, LossNotFinite, PodTooSmall, Preempted
+from raypod.errors import (
+    CheckpointNotSaved,
+    ClusterError,
+    HostLost,
+    InstanceFailed,
+    LossNotFinite,
+    PodTooSmall,
+    Preempted,
+)
 from raypod.events import (
     CallReport,
     CheckpointSaved,
@@ -169,6 +177,22 @@ def test_the_run_continues_after_the_update_of_a_survivor_and_grows_at_the_next_
         {"update": 13, "replicas": 4, "gradient_accumulation": 2},
         {"update": 30, "replicas": 8, "gradient_accumulation": 1},
     )
+
+
+def test_a_state_that_no_disk_takes_before_the_first_checkpoint_ends_the_run(tmp_path: Path) -> None:
+    plan = plan_on(tmp_path)
+
+    class Full(Pod):
+        def _written(self, manifest: Any) -> SaveReport:
+            if manifest.update != 5:  # a run that began again would complete
+                return super()._written(manifest)
+            return SaveReport(5, "update-5", "", "no space", can_pass=True)
+
+    fleet = Full(plan)
+    fleet.fails_at = {5: (3,)}
+    with pytest.raises(CheckpointNotSaved, match="update-5.*no space.*there is no earlier checkpoint"):
+        recorded(plan, fleet)
+    assert fleet.saved_on == [0]
 
 
 def test_a_host_that_returns_in_time_leaves_the_bits_as_they_are(tmp_path: Path) -> None:
