@@ -25,6 +25,7 @@ from raypod.pod.file_checks import HEAD_KEY_PATH
 from raypod.pod.ssh_key import has_passphrase
 
 CONNECT_S = 8
+SLACK_S = 30.0  # for ssh and Python to start on a host, beyond the time of the program itself
 _END_S = 10.0  # for the first command of a pipe to end after the second one
 _MAX_PARALLEL = 64
 _DENIED = "Permission denied"

@@ -15,7 +15,6 @@ from raypod.pod import file_checks, loaded_sources, probe, ray_logs, ssh, stop_c
 from raypod.pod.collect_copies import Say
 
 _MAX_CHANGES = 3  # in a message
-_SSH_SLACK_S = 30.0
 
 
 def wait_for_hosts(cluster: Cluster, file: ClusterFile, within_s: float, began_s: float, say: Say) -> None:
@@ -48,7 +47,7 @@ def _missing_hosts(cluster: Cluster, file: ClusterFile, within_s: float) -> Dict
     """
     head, names = cluster.hosts[0], [host.address for host in cluster.hosts]
     words = stop_runs.gcs_words(file, [str(cluster.gcs_address), str(within_s), *names])
-    done = ssh.run_on(head, cluster.ssh, words, Path(gcs.__file__).read_text(), within_s + _SSH_SLACK_S)
+    done = ssh.run_on(head, cluster.ssh, words, Path(gcs.__file__).read_text(), within_s + ssh.SLACK_S)
     if not done.succeeded:
         raise RunError(f"cannot list the hosts of the cluster on {head.name}: {done.error}")
     answer = done.json_object("missing")
@@ -90,7 +89,7 @@ def check_python(cluster: Cluster, file: ClusterFile, say: Say) -> None:
     """Warn of the hosts on which the interpreter of the cluster file does not run; `ray up` does not use it."""
     settings = {"only": "python", "python": cluster.python, "sdk": cluster.sdk}
     words, program = ["python3", "-", json.dumps(settings)], Path(probe.__file__).read_text()
-    found = ssh.map_hosts(cluster.hosts, lambda host: ssh.run_on(host, cluster.ssh, words, program, _SSH_SLACK_S))
+    found = ssh.map_hosts(cluster.hosts, lambda host: ssh.run_on(host, cluster.ssh, words, program, ssh.SLACK_S))
     failed: Dict[str, List[str]] = {}
     for name, done in found.items():
         answer = done.json_object("python")

@@ -17,7 +17,6 @@ from raypod.plan.cluster_file import ClusterFile
 from raypod.pod import active_runs, file_checks, ssh
 from raypod.pod.collect_copies import Say
 
-_SLACK_S = 30.0
 _MAX_COMMAND = 120  # characters
 Driver = Dict[str, Any]
 
@@ -60,7 +59,7 @@ def _drivers(cluster: Cluster, file: ClusterFile) -> Tuple[List[Driver], str]:
     words = ["--drivers", str(cluster.gcs_address)]
     head = cluster.hosts[0]
     done = ssh.run_on(
-        head, cluster.ssh, gcs_words(file, words), Path(gcs.__file__).read_text(), gcs.DRIVERS_S + _SLACK_S
+        head, cluster.ssh, gcs_words(file, words), Path(gcs.__file__).read_text(), gcs.DRIVERS_S + ssh.SLACK_S
     )
     answer = done.json_object("drivers")
     if answer is None:
@@ -86,7 +85,7 @@ def _by_host(cluster: Cluster, drivers: List[Driver]) -> Dict[Host, List[Driver]
 
 def _names(cluster: Cluster, where: Dict[Host, List[Driver]]) -> List[str]:
     """Return each program with its host, pid, run folder if it has one, and command."""
-    found = _on_hosts(cluster, where, "folders", _SLACK_S)
+    found = _on_hosts(cluster, where, "folders", ssh.SLACK_S)
     names = []
     for host, drivers in where.items():
         folders = found[host.name].json_object("folders") or {"folders": {}}
@@ -99,7 +98,7 @@ def _names(cluster: Cluster, where: Dict[Host, List[Driver]]) -> List[str]:
 
 def _stop(cluster: Cluster, where: Dict[Host, List[Driver]]) -> List[str]:
     """Stop the programs; return those that run on, with the reasons."""
-    found, left = _on_hosts(cluster, where, "stop", active_runs.STOP_S + _SLACK_S), []
+    found, left = _on_hosts(cluster, where, "stop", active_runs.STOP_S + ssh.SLACK_S), []
     for host, drivers in where.items():
         answer = found[host.name].json_object("stop")
         if answer is None:

@@ -39,7 +39,6 @@ from raypod.pod import (
 )
 
 _STOP_TIMEOUT_S = 60.0
-_SSH_SLACK_S = 30.0
 _SOURCE = "~/raypod/source/raypod"  # where the cluster files of this repository copy raypod
 
 
@@ -181,7 +180,7 @@ def _check_ssh(cluster: Cluster) -> None:
 
     An unreachable head raises ClusterError at once: `ray up` would retry for minutes, and it does not check keys.
     """
-    found = ssh.map_hosts(cluster.hosts, lambda host: ssh.run_on(host, cluster.ssh, ["true"], timeout_s=_SSH_SLACK_S))
+    found = ssh.map_hosts(cluster.hosts, lambda host: ssh.run_on(host, cluster.ssh, ["true"], timeout_s=ssh.SLACK_S))
     bad = {name: done.error for name, done in found.items() if not done.succeeded}
     if cluster.hosts[0].name in bad:
         raise ClusterError(f"the head {cluster.hosts[0].name} is unreachable: {bad[cluster.hosts[0].name]}")
@@ -253,7 +252,7 @@ def _change_workers(cluster: Cluster, file: ClusterFile, mode: str, workers: Seq
     state = f"{file_checks.ray_folder(file, 'head') or '/tmp'}/ray/cluster-{shlex.quote(cluster.name)}.state"
     words = ["bash", "-c", f'exec python3 - {state} "$@"', "bash", mode, *workers]  # a shell expands it
     program = Path(autoscaler_hosts.__file__).read_text()
-    done = ssh.run_on(cluster.hosts[0], cluster.ssh, words, program, _SSH_SLACK_S)
+    done = ssh.run_on(cluster.hosts[0], cluster.ssh, words, program, ssh.SLACK_S)
     answer = done.json_object("failed")
     if answer is None:
         cause = done.error or f"no JSON in {done.excerpt}"
