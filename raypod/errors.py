@@ -245,9 +245,9 @@ class FolderLost(LeaseLost):
 
     def __str__(self) -> str:
         return (
-            f"the path {self.folder} leads no longer to the folder that this run has written into: its disk was "
+            f"the path {self.folder} no longer leads to the folder that this run has written into: its disk was "
             "unmounted, or the folder was moved or removed; this run ends and writes nothing more. Once it is back, "
-            f"continue with --resume {self.folder}; else with that of --storage-path or a copy on another host"
+            f"continue with --resume {self.folder}; otherwise resume from --storage-path, or a copy on another host"
         )
 
 

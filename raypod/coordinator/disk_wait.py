@@ -16,7 +16,7 @@ _POLL_S = 0.2  # for a signal
 
 
 class DiskWait:
-    """The attempts to write one checkpoint. A requested stop ends them: nobody waits for a disk then."""
+    """The attempts to write one checkpoint. A requested stop ends the run without a further attempt."""
 
     def __init__(self, schedule: CheckpointSchedule, stop: Stop, limit_s: float) -> None:
         """`limit_s` is the time from the first failure to the end of the run."""

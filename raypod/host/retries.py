@@ -19,7 +19,7 @@ _PASSING = frozenset(
         "EHOSTUNREACH",
     )
 )
-_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS))  # of a disk; somebody can make space
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS))  # of a disk, until space is freed or it is remounted
 
 
 def retried(

@@ -34,7 +34,7 @@ class Interval:
 
     @property
     def seconds(self) -> float:
-        """The period in seconds; infinity for updates and epochs."""
+        """The period in seconds; infinity for other units than minutes."""
         return self.count * 60 if self.unit == "minute" else float("inf")
 
 
