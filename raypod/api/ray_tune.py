@@ -13,6 +13,7 @@ from raypod.api.fit import Stream, stream
 from raypod.api.request import plan_of
 from raypod.checkpoint import resume, storage
 from raypod.events import CheckpointSaved, EvaluationDone, Event, UpdateDone
+from raypod.fleet.ray_nodes import alive_nodes
 from raypod.plan.plan import Plan
 
 try:
@@ -40,7 +41,7 @@ class Trainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types here
     def default_resource_request(cls, config: Dict[str, Any]) -> Any:
         """Return the bundles of a trial: one per host."""
         plan = _plan_of(config)
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        nodes = [node["Resources"] for node in alive_nodes(ray)]
         cpus = max((node.get("CPU", 1.0) for node in nodes), default=1.0)
         bundles: List[Dict[str, float]] = []
         for index, host in enumerate(plan.placement.hosts):

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, Dict, Optional
 
+from raypod.fleet.ray_nodes import alive_nodes
 from raypod.fleet.ray_reservation import node_affinity
 from raypod.host.cpp_exception import last_exception, last_fault
 from raypod.instance.process import log_header
@@ -88,7 +89,7 @@ def exception_in(log_file: str, header: str) -> Optional[str]:
 
 
 def _node_at(ray: Any, address: str) -> Optional[Dict[str, Any]]:
-    return next((node for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == address), None)
+    return next((node for node in alive_nodes(ray) if node["NodeManagerAddress"] == address), None)
 
 
 def _field(error: str, name: str) -> str:

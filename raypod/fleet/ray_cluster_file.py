@@ -16,6 +16,7 @@ import yaml
 
 from raypod.cli import FlagParser, show
 from raypod.errors import ClusterError, ConfigError
+from raypod.fleet.ray_nodes import alive_nodes
 from raypod.fleet.ray_session import running_session
 from raypod.host.files import replace_file
 
@@ -82,7 +83,7 @@ def _nodes(ray: Any, hosts: int, within_s: float) -> List[Dict[str, Any]]:
     """Return the first `hosts` live nodes, the head first, the others by address."""
     deadline, logged_s = time.monotonic() + within_s, time.monotonic()
     while True:
-        alive = [node for node in ray.nodes() if node["Alive"]]
+        alive = alive_nodes(ray)
         if len(alive) >= hosts:
             alive.sort(key=lambda node: (_HEAD not in node["Resources"], _sort_key(node["NodeManagerAddress"])))
             return alive[:hosts]

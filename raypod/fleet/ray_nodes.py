@@ -5,15 +5,19 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import threading
 import time
-from typing import Any, Callable, Dict, List, Sequence, Set
+from typing import Any, Callable, Dict, List, Sequence, Set, TypeVar
 
 from raypod.errors import ClusterError, PodTooSmall
 from raypod.plan.cluster import LOCAL, Cluster, Host
 from raypod.plan.placement import Placement
 
+_T = TypeVar("_T")
+
 _POLL_INTERVAL_S = 0.5
 _LOG_INTERVAL_S = 10.0
+_ANSWER_S = 60.0  # of the GCS, which a busy head host delays; Ray itself waits without a limit
 
 
 def wait_for_nodes(
@@ -48,7 +52,7 @@ def match_hosts(ray: Any, placement: Placement) -> List[Dict[str, Any]]:
         PodTooSmall: hosts are missing, or have fewer IPUs than the plan needs.
         ClusterError: hosts are the same node.
     """
-    alive = [node for node in ray.nodes() if node["Alive"]]
+    alive = alive_nodes(ray)
     missing = missing_hosts(ray, placement)
     if missing:
         raise PodTooSmall(
@@ -83,9 +87,14 @@ def is_in_cluster(placement: Placement, node: Dict[str, Any]) -> bool:
     return any(_is_on(host, node) for host in placement.cluster.hosts)
 
 
+def alive_nodes(ray: Any) -> List[Dict[str, Any]]:
+    """Return the live nodes of the cluster. ClusterError if Ray does not answer within 60 s."""
+    return [node for node in _answer_of(ray.nodes) if node["Alive"]]
+
+
 def nodes_of(ray: Any, hosts: Sequence[Host]) -> List[Dict[str, Any]]:
     """Return the live node of each host; {} for none."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
+    alive = alive_nodes(ray)
 
     def is_node_of(host: Host, node: Dict[str, Any]) -> bool:
         if host.address == LOCAL.hosts[0].address:
@@ -132,7 +141,28 @@ def draining_nodes() -> Set[str]:
     except (ImportError, AttributeError) as error:
         _log_missing_api(str(error))
         return set()
-    return set(get_draining_nodes())
+    return set(_answer_of(get_draining_nodes))
+
+
+def _answer_of(question: Callable[[], _T]) -> _T:
+    """Return what a call to the GCS returns, for which Ray sets no limit; raise what it raises."""
+    answers: List[_T] = []
+    errors: List[BaseException] = []
+
+    def ask() -> None:
+        try:
+            answers.append(question())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, name="question to Ray", daemon=True)
+    thread.start()
+    thread.join(_ANSWER_S)
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise ClusterError(f"Ray's GCS has not answered this process for {_ANSWER_S:g} s; start again, or restart Ray")
+    return answers[0]
 
 
 @functools.lru_cache(maxsize=None)

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 from raypod.checkpoint.resume import way_to_continue
 from raypod.errors import HostLost
-from raypod.fleet.ray_nodes import draining_nodes, host_name, is_in_cluster
+from raypod.fleet.ray_nodes import alive_nodes, draining_nodes, host_name, is_in_cluster
 from raypod.fleet.ray_reservation import Reservation, node_affinity
 from raypod.host.activity_record import Identity
 from raypod.host.process import process_start_ticks
@@ -166,7 +166,7 @@ class Replacements:
         """Return the live nodes for an instance, best first: its own, unused ones, used ones."""
         own, placement = nodes[index]["NodeID"], self._plan.placement
         draining = draining_nodes()
-        alive = [node for node in self._ray.nodes() if node["Alive"] and node["NodeID"] not in draining]
+        alive = [node for node in alive_nodes(self._ray) if node["NodeID"] not in draining]
         used = {node["NodeID"] for other, node in enumerate(nodes) if other not in lost}
         candidates = [node for node in alive if node["NodeID"] == own]
         if not placement.cluster.is_local:

@@ -15,6 +15,7 @@ import time
 from typing import Any, Dict, List, Sequence, Tuple
 
 from raypod.errors import ClusterError, WaitTimedOut
+from raypod.fleet.ray_nodes import alive_nodes
 from raypod.plan.placement import Placement
 
 _NODE_ID_LABEL = "ray.io/node-id"  # Ray sets it on every node
@@ -134,7 +135,7 @@ def _label_selector(ray: Any, nodes: Sequence[Dict[str, Any]]) -> Dict[str, Any]
 
 def _check_alive(ray: Any, placement: Placement, nodes: Sequence[Dict[str, Any]]) -> None:
     """Raise ClusterError if a node has ended: the wait for a bundle that is pinned to it would not end."""
-    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    alive = {node["NodeID"] for node in alive_nodes(ray)}
     gone = [host.name for host, node in zip(placement.hosts, nodes) if node["NodeID"] not in alive]
     if gone:
         raise ClusterError(f"the Ray node of {', '.join(gone)} has ended while it was being reserved; start again")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, Callable, Dict, List, Tuple
 
-from raypod.fleet.ray_nodes import draining_nodes, nodes_of
+from raypod.fleet.ray_nodes import alive_nodes, draining_nodes, nodes_of
 from raypod.fleet.ray_reservation import node_affinity
 from raypod.plan.cluster import Host
 from raypod.plan.elastic import Room
@@ -65,7 +65,7 @@ class HostRoom:
     def _replicas_on(self, node: Dict[str, Any]) -> int:
         """Return the replicas for which a node has IPUs. On a pod without IPUs: those that the plan puts on a host."""
         geometry, hosts = self._full.geometry, len(self._full.placement.hosts)
-        has_ipus = any(each["Resources"].get("IPU") for each in self._ray.nodes() if each["Alive"])
+        has_ipus = any(each["Resources"].get("IPU") for each in alive_nodes(self._ray))
         if not has_ipus:
             return geometry.total_replicas // hosts
         return int(node["Resources"].get("IPU", 0)) // geometry.ipus_per_replica

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Dict, Iterator, List, Set
@@ -43,6 +44,15 @@ def draining(monkeypatch: pytest.MonkeyPatch) -> Set[str]:
 
 def placed(hosts: str, replicas: int = 2) -> Placement:
     return place(cluster_of(hosts), Sizes(replicas, 2, 1))
+
+
+def test_the_wait_for_hosts_ends_if_the_gcs_does_not_answer(ray: ScriptedRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr(ray, "nodes", answer.wait)
+    monkeypatch.setattr(ray_nodes, "_ANSWER_S", 0.05)
+    with pytest.raises(ClusterError, match="Ray's GCS has not answered this process for 0.05 s"):
+        wait_for_nodes(ray, placed("a,b"), 10, print)
+    answer.set()
 
 
 # ---- hosts -----------------------------------------------------------------------------------------------------------
