@@ -17,6 +17,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, OrderedDict, Tuple
 
 from raypod.errors import ConfigError
 from raypod.record import event_log, run_folder, run_state
+from raypod.record.run_end import RunEndWatch
 from raypod.report.run_data import RunReader, is_run_folder
 
 _FILES = (
@@ -58,6 +59,7 @@ class RunsFolder:
             raise ConfigError(f"dashboard {folder}: {problem}; give the folder that holds the runs")
         self._entries: Dict[str, Entry] = {}
         self._readers: OrderedDict[str, _Reader] = collections.OrderedDict()
+        self._ends: Dict[str, RunEndWatch] = {}  # of runs whose coordinator is on another host
         self._lock = threading.Lock()
         try:
             self._paths()
@@ -72,7 +74,7 @@ class RunsFolder:
                 entry = _read(path, before.get(name))
                 if entry is not None:
                     self._entries[name] = entry
-            found = [_listed(name, entry) for name, entry in self._entries.items() if entry.is_shown]
+            found = [self._listed(name, entry) for name, entry in self._entries.items() if entry.is_shown]
         return sorted(found, key=lambda run: (run["state"] not in _ALIVE, -run["modified_s"], run["name"]))
 
     def data(self, name: str, max_rows: int, known: str) -> Optional[Version]:
@@ -101,6 +103,27 @@ class RunsFolder:
             return {self.folder.name: self.folder}
         with os.scandir(self.folder) as entries:
             return {entry.name: Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)}
+
+    def _listed(self, name: str, entry: Entry) -> Dict[str, Any]:
+        state = entry.state
+        shown: Dict[str, Any] = {"name": name, "modified_s": entry.modified_s, "state": "unknown"}
+        if state is not None:
+            shown.update(
+                state="died" if self._has_died(name, state) else state.state,
+                update=state.update,
+                total_updates=state.total_updates,
+                loss=state.loss,
+                samples_per_s=state.samples_per_s,
+                restarts=state.restarts,
+            )
+        return shown
+
+    def _has_died(self, name: str, state: run_state.RunState) -> bool:
+        if state.has_ended or state.is_local:
+            self._ends.pop(name, None)
+            return not state.has_ended and not state.is_alive
+        path = self.folder if is_run_folder(self.folder) else self.folder / name
+        return self._ends.setdefault(name, RunEndWatch(path)).has_died
 
 
 class _Reader:
@@ -155,19 +178,3 @@ def _has_only_files(path: Path) -> bool:
         except OSError:
             return False
     return True
-
-
-def _listed(name: str, entry: Entry) -> Dict[str, Any]:
-    state = entry.state
-    shown: Dict[str, Any] = {"name": name, "modified_s": entry.modified_s, "state": "unknown"}
-    if state is not None:
-        died = not state.has_ended and state.is_local and not state.is_alive
-        shown.update(
-            state="died" if died else state.state,
-            update=state.update,
-            total_updates=state.total_updates,
-            loss=state.loss,
-            samples_per_s=state.samples_per_s,
-            restarts=state.restarts,
-        )
-    return shown

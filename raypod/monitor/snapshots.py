@@ -155,6 +155,7 @@ _TEXTS: Dict[str, Callable[[Mapping[str, Any]], str]] = {
     "checkpoint_saved": lambda record: f"saved after update {record['update']}: {record['path'].rpartition('/')[2]}",
     "checkpoint_failed": lambda record: f"checkpoint after update {record['update']} failed: {record['cause']}",
     "instance_lost": _lost,
+    "instance_warned": lambda record: f"warning of instance {record['instance']}: {record['text']}",
     "repaired": _repaired,
     "resized": lambda record: f"continues on {counted(record['replicas'], 'replica')} after update {record['update']}",
     "stopped_early": lambda record: f"stops early after update {record['update']}: {record['metric']}",

@@ -30,6 +30,7 @@ _EVENTS = {
     "instance_lost": BAD,
     "process_failed": BAD,
     "checkpoint_failed": BAD,
+    "instance_warned": WARN,
     "repaired": WARN,
     "resized": WARN,
     "checkpoint_saved": NOTE,

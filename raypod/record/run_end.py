@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -37,6 +38,18 @@ class RunEndWatch:
         self._run_dir, self.is_known = run_dir, False
         self._renewed_s, self._changed_s = 0.0, 0.0  # of the lease; by its clock and by the clock of this process
         self._ended_s: Optional[float] = None  # when this process read the end
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the coordinator has ended without recording it, as far as this is known at the time of the call."""
+        end = self.poll()
+        return end is not None and end.exit_code is None
+
+    def observe(self, log: Log) -> None:
+        """Wait until it is known whether the coordinator lives, if another host holds the lease; see `has_ended`."""
+        state, found = run_state.read(self._run_dir), lease_file.current(self._run_dir)
+        if state is not None and found is not None and not is_observed_alive(state, found, log):
+            self._renewed_s, self._changed_s = found.renewed_s, -math.inf
 
     def poll(self) -> Optional[RunEnd]:
         """Return the end of the run; None while it runs or prints its last output, and without a `state.json`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Dict, List, Sequence
@@ -23,7 +24,7 @@ def report(argv: Sequence[str]) -> int:
     default = f"RUN/{NAME} for one run, {NAME} in the current folder for several or a URL"
     parser.add_argument("--output", metavar="FILE", help=f"the file [{default}]")
     args = parser.parse_args(argv)
-    readers = _readers(args.runs)
+    readers = _readers(args.runs, observe=True)
     is_copy = snapshots.is_copy(readers[0].folder)
     target = readers[0].folder / NAME if len(readers) == 1 and not is_copy else Path(NAME)
     if args.output == "":
@@ -51,13 +52,18 @@ def write_report(folder: Path) -> float:
     return time.monotonic() - began_s
 
 
-def _readers(folders: Sequence[str]) -> List[RunReader]:
-    """Return the readers of run folders, each folder once, after the first read."""
+def _readers(folders: Sequence[str], observe: bool = False) -> List[RunReader]:
+    """Return the readers of run folders, each folder once, after the first read.
+
+    `observe`: wait until it is known whether the coordinators on other hosts live.
+    """
     readers: Dict[Path, RunReader] = {}
     for name in folders:
         reader = RunReader(snapshots.local_folder(name, "report"))
         readers.setdefault(reader.folder, reader)
     for reader in readers.values():
+        if observe:
+            reader.observe(lambda text: show(text, sys.stderr))
         reader.refresh()
     return list(readers.values())
 

@@ -44,16 +44,19 @@ import yaml
 
 from raypod.errors import ConfigError
 from raypod.host.files import parse_json
+from raypod.host.lease_file import Log
 from raypod.plan.effect import with_effect
 from raypod.plan.unique_keys import UniqueKeyLoader
 from raypod.record import event_log, run_state
 from raypod.record.growing_file import GrowingFile
+from raypod.record.run_end import RunEndWatch
 from raypod.record.run_folder import CONFIG, EVALUATIONS, METRICS, PLAN, SUMMARY
 from raypod.report.call_windows import CallWindows
 from raypod.report.curves import MAX_ROWS, Curves, evaluation_data
 from raypod.report.plan_data import plan_data
 from raypod.report.starts import Starts
 from raypod.report.timeline import Timeline
+from raypod.storage import snapshots
 
 _MARKS = (METRICS, PLAN, run_state.NAME, event_log.NAME)  # a folder with one of them is a run folder
 _DIED = "died"  # no end on record, and the coordinator is gone
@@ -82,6 +85,7 @@ class RunReader:
         self._restart_events()
         self._contents: Dict[str, Tuple[Tuple[int, int], Any]] = {}  # by name of the file, with its identity
         self._state: Dict[str, Any] = {}
+        self._end = None if snapshots.is_copy(folder) else RunEndWatch(folder)  # a copy has no lease
 
     def refresh(self) -> bool:
         """Read what is new; return whether there is anything. ConfigError if a file cannot be read."""
@@ -95,10 +99,15 @@ class RunReader:
             ]
         except OSError as error:
             raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
-        state = _state_of(self.folder)
+        state = _state_of(self.folder, has_died=self._end is not None and self._end.has_died)
         changed.append(state != self._state)
         self._state = state
         return any(changed)
+
+    def observe(self, log: Log) -> None:
+        """Wait until it is known whether a coordinator on another host lives; `log` prints a line before that."""
+        if self._end is not None:
+            self._end.observe(log)
 
     def data(self, max_rows: int = MAX_ROWS) -> Dict[str, Any]:
         """Return the run as plain data with at most `max_rows` rows of the curves."""
@@ -192,8 +201,8 @@ class RunReader:
         return content if isinstance(content, dict) else {}
 
 
-def _state_of(folder: Path) -> Dict[str, Any]:
-    """Return the state of the run, from `state.json` and its process."""
+def _state_of(folder: Path, has_died: bool) -> Dict[str, Any]:
+    """Return the state of the run, from `state.json` and whether its coordinator has died."""
     state = run_state.read(folder)
     if state is None:
         return {
@@ -204,11 +213,8 @@ def _state_of(folder: Path) -> Dict[str, Any]:
             "total_updates": None,
             "restarts": 0,
         }
-    name = state.state
-    if not state.has_ended and state.is_local and not state.is_alive:
-        name = _DIED
     return {
-        "state": name,
+        "state": _DIED if has_died and not state.has_ended else state.state,
         "exit_code": state.exit_code,
         "message": state.message[:_MAX_TEXT],
         "update": state.update,

@@ -186,6 +186,7 @@ _TEXTS: Dict[str, Callable[[Dict[str, Any]], str]] = {
     "instance_lost": lambda record: (
         f"instance {record.get('instance')} on {record.get('host')} {record.get('kind')}: {record.get('cause')}"
     ),
+    "instance_warned": lambda record: f"instance {record.get('instance')}: {record.get('text')}",
     "repaired": lambda record: (
         f"{_instances(record.get('lost'))} replaced on {_listed(record.get('hosts'))} "
         f"in {record.get('seconds') or 0:.3g} s, weights from {record.get('seeded_from')}"

@@ -25,6 +25,7 @@ from raypod.events import (
     HostUsage,
     InstanceLost,
     InstanceStarted,
+    InstanceWarned,
     PhaseBegun,
     Repaired,
     Resized,
@@ -47,7 +48,7 @@ _RECENT_EVENTS = 50
 _RECENT_UPDATES = 512  # for sparklines
 _LOGGED = (
     *(RunStarted, CheckpointSaved, CheckpointFailed, EvaluationDone, EpochDone),
-    *(InstanceLost, Repaired, Resized, StoppedEarly, RunEnded),
+    *(InstanceLost, InstanceWarned, Repaired, Resized, StoppedEarly, RunEnded),
 )
 _NOT_SHOWN = ("stack", "instances", "seconds", "device_line")  # of an event: long, or elsewhere in the snapshot
 

@@ -2,17 +2,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import typing
 from pathlib import Path
-from typing import Any, Dict, FrozenSet, List, Optional, Tuple
+from typing import Any, Callable, Dict, FrozenSet, List, Optional, Tuple
 
 import pytest
 
 from raypod import events
 from raypod.errors import ConfigError, InstanceFailed
 from raypod.logs.event_text import ALL, SHOWN, parse_kinds, text_of
+from raypod.monitor.snapshots import event_lines
+from raypod.plan.plan import Plan
 from raypod.record.event_log import NAME, EventLog, event_name
 from raypod.record.growing_file import parse_records
+from raypod.report import timeline
+from raypod.status.run_status import RunStatus
 
 INSTANCES = tuple(
     events.InstanceStarted(index, f"host-{index}", 7, "emulated", "", 1, (("load data", 2.0),), "", ())
@@ -86,6 +91,23 @@ def test_every_event_of_a_run_is_known_and_has_an_example() -> None:
     process = {"process_started", "process_failed", "process_interrupted", "process_preempted", "call_times"}
     assert process | {event_name(each) for each in logged_types} == ALL
     assert SHOWN < ALL
+
+
+@pytest.mark.parametrize(("event", "_"), EXAMPLES)
+def test_every_view_shows_every_main_event(event: events.Event, _: str, tmp_path: Path, make: Callable[..., Plan]) -> None:
+    (record,) = [each for each in logged(tmp_path, event) if each["event"] == event_name(type(event))]
+    if record["event"] not in SHOWN:
+        return
+    assert len(event_lines([record])) == 1
+    status = RunStatus(make(), dict)
+    status.handle(event)
+    assert [each["event"] for each in status.snapshot()["events"]] == [record["event"]]
+    folded = timeline.Timeline()
+    folded.handle(record)
+    data = folded.data()
+    assert data["counts"] or data["generations"][-1]["ready_s"] is not None, "the report does not show it"
+    script = Path(timeline.__file__).with_name("assets") / "timeline.js"
+    assert set(data["counts"]) <= set(re.findall(r"^  (\w+): \{ name", script.read_text(), re.MULTILINE))
 
 
 @pytest.mark.parametrize(

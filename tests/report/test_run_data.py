@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -11,7 +12,9 @@ from typing import Any, List
 
 import pytest
 
+from raypod.dashboard.runs import RunsFolder
 from raypod.errors import ConfigError
+from raypod.host import lease_file
 from raypod.host.files import strict_json
 from raypod.report.call_windows import CallWindows
 from raypod.report.curves import MAX_ROWS
@@ -19,6 +22,7 @@ from raypod.report.decimation import Row, decimate
 from raypod.report.run_data import RunReader
 from raypod.report.starts import Starts
 from raypod.report.timeline import Timeline
+from raypod.storage import snapshots
 from tests.support.run_folders import call_times, event, update_record, write_lines, write_run
 
 
@@ -157,6 +161,34 @@ def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
         RunReader(tmp_path)
     with pytest.raises(ConfigError, match="does not exist"):
         RunReader(tmp_path / "missing")
+
+
+def test_a_run_whose_coordinator_died_on_another_host_has_died_there_and_in_the_dashboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    write_run(folder)
+    state = {"pid": 1, "started_ticks": 0, "host": "elsewhere", "state": "running", "update": 9, "total_updates": 99}
+    (folder / "state.json").write_text(json.dumps(state))
+    holder = dataclasses.replace(lease_file.this_process(), host="elsewhere")
+    file = folder / "lease-1.json"
+    file.write_bytes(holder.content())
+    reader, runs = RunReader(folder), RunsFolder(tmp_path)
+    reader.refresh()
+    assert [reader.data()["state"], *(run["state"] for run in runs.list())] == ["running", "running"]
+    file.write_bytes(dataclasses.replace(holder, expires_after_s=0.0).content())
+    reader.refresh()
+    assert [reader.data()["state"], *(run["state"] for run in runs.list())] == ["died", "died"]
+    monkeypatch.setattr(lease_file, "HEARTBEAT_S", 0.1)
+    observed, waits = RunReader(folder), []  # type: ignore[var-annotated]
+    observed.observe(waits.append)
+    observed.refresh()
+    assert (observed.data()["state"], len(waits)) == ("died", 1), "known after one look"
+    file.unlink()
+    monkeypatch.setattr(snapshots, "is_copy", lambda folder: True)
+    copy = RunReader(folder)
+    copy.refresh()
+    assert copy.data()["state"] == "running", "the copy of a run on a store has no lease"
 
 
 def timeline_of(*events: Any) -> Any:

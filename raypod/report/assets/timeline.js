@@ -4,6 +4,7 @@ const MARKS = {
   checkpoint_failed: { name: "not saved", symbol: "triangle", size: 12, colour: "repairing" },
   evaluation_done: { name: "evaluated", symbol: "circle", size: 8, colour: "evaluating" },
   instance_lost: { name: "instance lost", symbol: "diamond", size: 14, colour: "repairing" },
+  instance_warned: { name: "warning", symbol: "rect", size: 9, colour: "saving" },
   repaired: { name: "repaired", symbol: "diamond", size: 14, colour: "evaluating" },
   resized: { name: "resized", symbol: "roundRect", size: 12, colour: "evaluating" },
   stopped_early: { name: "stopped early", symbol: "rect", size: 9, colour: "ending" },
@@ -13,7 +14,7 @@ const MARKS = {
   run_ended: { name: "ended", symbol: "rect", size: 9, colour: "training" },
 };
 const CAUSES = { started: "started", resumed: "resumed", repaired: "after a repair" };
-const IN_TABLE = ["instance_lost", "repaired", "resized", "checkpoint_failed", "stopped_early", "process_failed",
+const IN_TABLE = ["instance_lost", "instance_warned", "repaired", "resized", "checkpoint_failed", "stopped_early", "process_failed",
   "process_interrupted", "process_preempted"];
 
 function timelineOf(run) {
@@ -46,10 +47,10 @@ function markList(run) {
 
 function eventTable(run) {
   const marks = run.timeline.marks.filter(([kind]) => IN_TABLE.includes(kind)), shown = marks.slice(-200);
-  if (!shown.length) return h("p", { class: "hint" }, "No instance was lost, and no checkpoint failed.");
+  if (!shown.length) return h("p", { class: "hint" }, "No instance was lost or gave a warning, and no checkpoint failed.");
   const rows = shown.map(([kind, , at, update, text]) => [seconds(at), MARKS[kind].name, isNumber(update) ? number(update) : "–", text]);
   const left = marks.length > shown.length ? h("p", { class: "hint" }, `The newest ${shown.length} of ${marks.length}.`) : null;
-  return [h("h4", {}, "Faults and repairs"), left, table(["time", "event", "update", "details"], rows, { class: "wide-last" })];
+  return [h("h4", {}, "Faults, warnings and repairs"), left, table(["time", "event", "update", "details"], rows, { class: "wide-last" })];
 }
 
 function drawSpan(parameters, api) {
