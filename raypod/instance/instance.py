@@ -17,10 +17,9 @@ import numpy as np
 import poptorch
 import torch
 
-from raypod.checkpoint import initial_weights, tensors
+from raypod.checkpoint import tensors
 from raypod.checkpoint.format import Checkpoint, Manifest
 from raypod.checkpoint.transfer import Server
-from raypod.checkpoint.weights_file import find_weights
 from raypod.checkpoint.writer import BackgroundWriter, State, load_or_fetch
 from raypod.datasets.feed import Feed
 from raypod.errors import CollectiveBroken
@@ -35,6 +34,7 @@ from raypod.instance.random_states import RandomStates
 from raypod.instance.rate import ScheduledRate
 from raypod.instance.replica_model import EvaluationSums, ReplicaModel
 from raypod.instance.seeding import Endpoint, Seeding, SeedingPeer
+from raypod.instance.training_state import TrainingState
 from raypod.model import program
 from raypod.plan.plan import Leg, Plan
 from raypod.tasks.registry import task_of_plan
@@ -82,6 +82,7 @@ class Instance:
         )
         self._inference = poptorch.inferenceModel(model.evaluation_step, program.inference_options(plan, self._cache))
         self._poptorch_models = [self._training, self._inference]
+        self._state = TrainingState(model, self._training, self._random_states)
         self._timer.end("build model")
         return InstanceStarted(
             instance=self._spec.index,
@@ -168,26 +169,13 @@ class Instance:
         return state is not None
 
     def load_weights(self, flat: np.ndarray) -> str:
-        """Load weights alone, for an evaluation; return their hash.
-
-        Args:
-            flat: the buffers of `tensors.pack_flat` of a state dict, concatenated: uint8 [bytes].
-
-        Raises:
-            ConfigError: they are those of another model.
-        """
-        way_out = "evaluate with data and task options that give the network the shapes of the training"
-        tensors.load_weights(self._model.network, tensors.unpack_flat(flat), way_out)
-        self._model.reset_average()
-        return self._model.weights_sha256()
+        """Load weights alone, for an evaluation; return their hash. See `ReplicaModel.load_weights`."""
+        return self._model.load_weights(flat)
 
     def load_initial_weights(self) -> None:
         """Load the file of `--init-weights` in instance 0. ConfigError as `initial_weights.load`."""
-        training = self._plan.config.training
-        if self._spec.index == 0 and training.init_weights is not None:
-            path = find_weights(self._plan, training.init_weights)
-            initial_weights.load(self._model.network, path, training.init_ignore or ())
-            self._model.reset_average()
+        if self._spec.index == 0:
+            self._model.load_initial_weights(self._plan)
 
     def seed_weights(self, seeding: Seeding) -> str:
         """Broadcast the root's weights and optimizer state to the receivers; return the hash of this one's weights.
@@ -197,7 +185,7 @@ class Instance:
         assert self._seeding_peer is not None, "call open_seeding first"
         with contextlib.closing(self._seeding_peer) as peer:
             if self._spec.index == seeding.root:
-                peer.send(seeding, tensors.pack_flat({**self._state(), "update": self._update}))
+                peer.send(seeding, tensors.pack_flat({**self._state.of_host(), "update": self._update}))
             elif self._spec.index in seeding.receivers:
                 self._load_state(tensors.unpack_flat(peer.receive(seeding)))
         return self._model.weights_sha256()
@@ -292,18 +280,16 @@ class Instance:
     def save(self, manifest: Manifest) -> None:
         """Read the state back, in all instances; instance 0 copies it and writes it in the background."""
         self._read_back()
-        state = self._model.state()  # reading the optimizer state is a collective if it is sharded or off the chip
-        random_states = self._random_states.gather(self._training)
-        if self._saves is not None:
-            replicas = random_states or self._model.replica_state(self._training)
-            self._saves.begin(self._model.recorded(manifest, self._training), State(**state, replicas=replicas))
+        state = self._state.gather(is_needed=self._saves is not None)
+        if self._saves is not None and state is not None:
+            self._saves.begin(self._model.recorded(manifest, self._training), State(**state))
 
     def save_kept(self, manifest: Manifest, server: Optional[Server]) -> Tuple[SaveReport, ...]:
         """Write the state that `leave` has kept, in any instance; return the reports not returned yet."""
         self._saves = self._saves or BackgroundWriter(self._plan)
         if server is not None:
             self._saves.send_to(server)
-        self._saves.begin(self._model.recorded(manifest, self._training), State(**self._state()))
+        self._saves.begin(self._model.recorded(manifest, self._training), State(**self._state.of_host()))
         return self._saves.finish()
 
     def has_file(self, path: str) -> bool:
@@ -330,15 +316,10 @@ class Instance:
         self._group.close()
         self._profile.close()
 
-    def _state(self) -> Dict[str, Any]:
-        return {**self._model.state(), "replicas": self._model.replica_state(self._training)}
-
     def _load_state(self, state: Dict[str, Any]) -> None:
         self._update = self._host_update = -1  # there is no state until all of it is loaded
-        self._model.load_state(state)
+        self._state.load(state)
         self._rate.is_set = False
-        self._model.load_replica_state(self._training, state["replicas"])
-        self._random_states.load(self._training, state["replicas"])
         self._update = self._host_update = state.get("update", -1)
         self._model.begin_average_at(self._update)
 

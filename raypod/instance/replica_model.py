@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 from typing import Any, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
 
+import numpy as np
 import torch
 
-from raypod.checkpoint import tensors
+from raypod.checkpoint import initial_weights, tensors
 from raypod.checkpoint.format import Manifest
 from raypod.checkpoint.resume import MEMORY_FORMAT
+from raypod.checkpoint.weights_file import find_weights
 from raypod.datasets.source import Batch
 from raypod.events import CallReport, EvaluationReport
 from raypod.model import evaluation_check, freezing, program, recent_results
@@ -61,6 +63,28 @@ class ReplicaModel:
         if self.average is not None:
             self.average.load(state["ema"])
         program.load_optimizer_state(self.optimizer, state["optimizer"])
+
+    def load_weights(self, flat: np.ndarray) -> str:
+        """Load weights alone, for an evaluation; return their hash.
+
+        Args:
+            flat: the buffers of `tensors.pack_flat` of a state dict, concatenated: uint8 [bytes].
+
+        Raises:
+            ConfigError: they are those of another model.
+        """
+        way_out = "evaluate with data and task options that give the network the shapes of the training"
+        tensors.load_weights(self.network, tensors.unpack_flat(flat), way_out)
+        self.reset_average()
+        return self.weights_sha256()
+
+    def load_initial_weights(self, plan: Plan) -> None:
+        """Load the file of `--init-weights`, if the plan has one. ConfigError as `initial_weights.load`."""
+        training = plan.config.training
+        if training.init_weights is not None:
+            path = find_weights(plan, training.init_weights)
+            initial_weights.load(self.network, path, training.init_ignore or ())
+            self.reset_average()
 
     def average_after(self, update: int) -> None:
         """Add the weights after `update` updates to the average, once."""

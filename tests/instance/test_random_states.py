@@ -14,6 +14,7 @@ from raypod import train
 from raypod.checkpoint.tensors import read_nested
 from raypod.instance.instance import Instance
 from raypod.instance.random_states import RandomStates
+from raypod.instance.training_state import TrainingState
 from raypod.plan.plan import Plan
 
 LARGEST_SEED = (1 << 64) - 1
@@ -89,14 +90,16 @@ def test_a_checkpoint_of_ipus_continues_on_the_emulated_sdk_and_back(
 def test_every_instance_reads_its_whole_state_for_a_checkpoint(index: int) -> None:
     """Reading the optimizer state is a collective if it is sharded over the replicas or off the chip."""
     instance, called = object.__new__(Instance), []
-    model = SimpleNamespace(
+    model: Any = SimpleNamespace(
         state=lambda: called.append("state") or {"weights": {}, "optimizer": {}},
         replica_state=lambda training: None,
         recorded=lambda manifest, training: manifest,
     )
+    training = SimpleNamespace(isCompiled=lambda: True, copyWeightsToHostIfNeeded=lambda: called.append("weights"))
+    random_states: Any = SimpleNamespace(gather=lambda training: called.append("random numbers"))
     instance.__dict__.update(
-        _training=SimpleNamespace(isCompiled=lambda: True, copyWeightsToHostIfNeeded=lambda: called.append("weights")),
-        _random_states=SimpleNamespace(gather=lambda training: called.append("random numbers")),
+        _training=training,
+        _state=TrainingState(model, training, random_states),
         _saves=SimpleNamespace(begin=lambda manifest, state: called.append("begin")) if index == 0 else None,
         _model=model,
         _update=7,
