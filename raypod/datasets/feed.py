@@ -2,7 +2,8 @@
 
 `order` decides which samples a call gets; the shuffling and partitioning of `poptorch.DataLoader` are not used, so that
 the order does not depend on the number of instances. Arrays are gathered a whole call at a time in a background thread;
-other data sets are loaded sample by sample, in worker processes.
+other data sets are loaded sample by sample, in worker processes. With an SDK that holds the interpreter lock during its
+calls, worker processes do both: a thread would stand still meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import numpy as np
 
 from raypod.datasets.loading import (
     NO_EPOCH,
+    CallLoader,
     EpochSamples,
+    GatherLoader,
     ReadFailed,
     Retry,
     SampleLoader,
@@ -41,25 +44,47 @@ class Feed:
     """
 
     def __init__(
-        self, plan: Plan, spec: InstanceSpec, source: Source, pause: Callable[[float], object] = time.sleep
+        self,
+        plan: Plan,
+        spec: InstanceSpec,
+        source: Source,
+        pause: Callable[[float], object] = time.sleep,
+        in_processes: bool = False,
     ) -> None:
-        """`pause` waits some seconds before samples are read again; what it raises ends the attempts."""
+        """Load nothing yet.
+
+        Args:
+            plan, spec: of the run and of the instance.
+            source: of the samples.
+            pause: waits some seconds before samples are read again; what it raises ends the attempts.
+            in_processes: nothing is loaded in threads of this process, as its SDK holds the interpreter lock.
+        """
         self._new_retry = functools.partial(Retry, spec, plan.config.run.read_retry_s, pause)
         self._plan, self._spec, self._source = plan, spec, source
-        self._loader: Optional[SampleLoader] = None
-        self._test_loader: Optional[SampleLoader] = None
+        self._loader, self._test_loader = self._loaders(int(in_processes))
+        self._has_thread = plan.config.data.async_dataloader and not in_processes
         self._stream: Optional[Generator[Call, None, None]] = None
         self._samples = np.zeros(0, dtype=np.int64)  # indices of the call that `calls` yielded last
         self._is_interrupted = False
         self._next_update = 0  # the update whose batch the stream yields next
-        if not source.is_in_memory:
-            data = plan.config.data
-            # The samples may draw from the process's global generators, as the replicas do: a background thread must
-            # therefore load them in another process.
-            workers = max(data.num_workers, int(data.async_dataloader))
-            seed, check = plan.config.training.seed, functools.partial(_check, source)
-            self._loader = SampleLoader(source.train, seed, workers, functools.partial(check, "training"))
-            self._test_loader = SampleLoader(source.test, seed, data.num_workers, functools.partial(check, "test"))
+
+    def _loaders(self, least_workers: int) -> Tuple[Optional[CallLoader], Optional[CallLoader]]:
+        """Return the loaders of the training and of the test split; None if threads of this process gather batches."""
+        data, source, seed = self._plan.config.data, self._source, self._plan.config.training.seed
+        workers = max(data.num_workers, least_workers)
+        if source.is_in_memory:
+            if not least_workers:
+                return None, None
+            train, test = (functools.partial(self._gather_call, split) for split in (source.train, source.test))
+            return GatherLoader(train, workers), GatherLoader(test, 1)
+        # The samples may draw from the process's global generators, as the replicas do: a background thread must
+        # therefore load them in another process.
+        workers_ahead = max(workers, int(data.async_dataloader))
+        finish, check = source.to_device_format, functools.partial(_check, source)
+        return (
+            SampleLoader(source.train, seed, workers_ahead, finish, functools.partial(check, "training")),
+            SampleLoader(source.test, seed, workers, finish, functools.partial(check, "test")),
+        )
 
     def calls(self, leg: Leg) -> Iterator[Batch]:
         """Yield the batch of each call of a leg; every tensor is [combined_batch_size, ...].
@@ -145,7 +170,7 @@ class Feed:
             workers = max(1, data.num_workers)
             depth = max(workers, _ASYNC_AHEAD if data.async_dataloader else _AHEAD)
             yield from map_ahead(functools.partial(self._gather_call, self._source.train), samples, workers, depth)
-        elif data.async_dataloader:
+        elif self._has_thread:
             yield from prefetch(self._load_calls(self._loader, samples), _ASYNC_AHEAD, self._loader.close)
         else:
             yield from self._load_calls(self._loader, samples)
@@ -180,8 +205,8 @@ class Feed:
         finally:
             self._test_loader.close()  # idle workers would occupy memory until the next evaluation
 
-    def _load_calls(self, loader: SampleLoader, calls: Iterable[EpochSamples]) -> Iterator[Call]:
-        return ((samples.numpy(), self._source.to_device_format(batch)) for samples, batch in loader.load(calls))
+    def _load_calls(self, loader: CallLoader, calls: Iterable[EpochSamples]) -> Iterator[Call]:
+        return ((samples.numpy(), tuple(batch)) for samples, batch in loader.load(calls))
 
     def _gather_call(self, split: Any, call: EpochSamples) -> Call:
         epoch, samples = call

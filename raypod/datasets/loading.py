@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import queue
 import random
 import threading
@@ -182,40 +183,33 @@ def _join(thread: threading.Thread, interrupt: Callable[[], None]) -> None:
         interrupt()
 
 
-class SampleLoader:
-    """A torch DataLoader over a map-style data set that loads given samples, call by call.
+class CallLoader:
+    """A torch DataLoader that loads given calls.
 
     Args:
-        data: the map-style data set.
-        seed: of the random numbers that the data set draws (see `SeededSamples`).
+        data: the map-style data set of torch's DataLoader.
         num_workers: worker processes, kept alive between iterations; 0 loads in the calling thread.
-        check: called with each sample and its index; it raises ConfigError for one that cannot be used.
+        batching: further arguments of the DataLoader. The sampler that it names gets the calls.
     """
 
-    def __init__(
-        self, data: Any, seed: int, num_workers: int, check: Optional[Callable[[Any, int], object]] = None
-    ) -> None:
+    def __init__(self, data: Any, num_workers: int, sampler: str, **batching: Any) -> None:
         self._calls = _Calls()
-        self._samples = SeededSamples(data, seed, check)
-        samples: Any = self._samples
-        calls: Any = self._calls
         self._loader: Any = DataLoader(
-            samples,
-            batch_sampler=calls,
+            data,
             num_workers=num_workers,
-            collate_fn=_collate,
             persistent_workers=num_workers > 0,
             generator=torch.Generator(),  # without it every iteration draws from torch's global generator
+            **{sampler: self._calls},  # type: ignore[arg-type]
+            **batching,
         )
 
     def load(self, calls: Iterable[EpochSamples]) -> Iterator[Any]:
-        """Yield (indices, samples) of each call: an int64 tensor as the workers received it, and a collated batch."""
-        self._calls.keys = ([(epoch, int(sample)) for sample in samples] for epoch, samples in calls)
+        """Yield (indices, batch) of each call: an int64 tensor as the workers received it, and the batch."""
+        self._calls.keys = calls
         return _with_short_errors(iter(self._loader))
 
     def interrupt(self) -> None:
-        """End a wait of another thread for samples by an exception there, at the latest when its sample is loaded."""
-        self._samples.is_interrupted = True
+        """End a wait of another thread for a call by an exception there."""
         self.close()
 
     def close(self) -> None:
@@ -235,13 +229,69 @@ class SampleLoader:
         iterator._worker_result_queue.close()  # otherwise a thread in `next(iterator)` waits forever
 
 
+class SampleLoader(CallLoader):
+    """Loads calls sample by sample from a map-style data set.
+
+    Args:
+        data: the map-style data set.
+        seed: of the random numbers that the data set draws (see `SeededSamples`).
+        num_workers: as in `CallLoader`.
+        finish: makes the batch from collated samples.
+        check: called with each sample and its index; it raises ConfigError for one that cannot be used.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        seed: int,
+        num_workers: int,
+        finish: Callable[[Any], Any],
+        check: Optional[Callable[[Any, int], object]] = None,
+    ) -> None:
+        self._samples = SeededSamples(data, seed, check)
+        super().__init__(
+            self._samples, num_workers, "batch_sampler", collate_fn=functools.partial(_collate, finish=finish)
+        )
+
+    def load(self, calls: Iterable[EpochSamples]) -> Iterator[Any]:
+        """As `CallLoader.load`."""
+        keys: Any = ([(epoch, int(sample)) for sample in samples] for epoch, samples in calls)
+        return super().load(keys)
+
+    def interrupt(self) -> None:
+        """End a wait of another thread for samples by an exception there, at the latest when its sample is loaded."""
+        self._samples.is_interrupted = True
+        super().interrupt()
+
+
+class GatherLoader(CallLoader):
+    """Gathers whole calls in worker processes.
+
+    They work while the SDK holds the interpreter lock, for which a thread waits. A batch comes in shared memory.
+    """
+
+    def __init__(self, gather: Callable[[EpochSamples], Any], num_workers: int) -> None:
+        """`gather` returns the samples of a call, int64 [combined_batch_size], and their batch."""
+        super().__init__(_Gathered(gather), num_workers, "sampler", batch_size=None)
+
+
+class _Gathered:
+    """Maps each call to its batch."""
+
+    def __init__(self, gather: Callable[[EpochSamples], Any]) -> None:
+        self._gather = gather
+
+    def __getitem__(self, call: EpochSamples) -> Any:
+        return self._gather(call)
+
+
 class _Calls:
-    """A batch sampler whose batches are assigned before each iteration."""
+    """A sampler whose keys are assigned before each iteration."""
 
     def __init__(self) -> None:
-        self.keys: Iterable[List[Tuple[int, int]]] = ()
+        self.keys: Iterable[Any] = ()
 
-    def __iter__(self) -> Iterator[List[Tuple[int, int]]]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.keys)
 
 
@@ -284,9 +334,9 @@ def collated(samples: List[Any], indices: Sequence[int], name: str = "samples") 
         raise
 
 
-def _collate(samples: List[Tuple[int, Any]]) -> Any:
+def _collate(samples: List[Tuple[int, Any]], finish: Callable[[Any], Any]) -> Any:
     indices = [index for index, _ in samples]
-    return torch.tensor(indices), collated([sample for _, sample in samples], indices)
+    return torch.from_numpy(np.array(indices)), finish(collated([sample for _, sample in samples], indices))
 
 
 def _difference(one: Any, other: Any) -> str:

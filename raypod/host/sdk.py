@@ -21,6 +21,8 @@ from raypod.errors import SdkError
 
 EMULATED_SDK = str(Path(__file__).resolve().parent.parent / "emulated_sdk")
 
+_HOLDS_LOCK = ("EMULATED_POD_CALL_S", "EMULATED_POD_LOAD_S")  # the emulated SDK holds the interpreter lock as IPUs do
+
 
 @dataclasses.dataclass(frozen=True)
 class Sdk:
@@ -43,6 +45,11 @@ class Sdk:
     def has_ipus(self) -> bool:
         """Whether this is the real SDK, which needs partitions and IPUs."""
         return self.device == "ipu"
+
+    @property
+    def holds_interpreter_lock(self) -> bool:
+        """Whether no thread of this process runs while the SDK executes a call or loads a program."""
+        return self.has_ipus or any(os.environ.get(name) for name in _HOLDS_LOCK)
 
 
 def select(device: str) -> Sdk:

@@ -7,6 +7,7 @@ imported. The fleet calls its methods; results are returned as records (events.p
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from pathlib import Path
@@ -68,7 +69,8 @@ class Instance:
         self._timer.begin()
         task = task_of_plan(plan)
         source = task.load()
-        self._feed = Feed(plan, self._spec, source, lambda seconds: self._gate.wait_to_load(seconds, self.heartbeat))
+        pause = functools.partial(self._gate.wait_to_load, heartbeat=self.heartbeat)
+        self._feed = Feed(plan, self._spec, source, pause, in_processes=self._sdk.holds_interpreter_lock)
         self._timer.end("load data")
         if self._spec.index == 0:
             torch.manual_seed(plan.config.training.seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -171,6 +172,29 @@ def test_samples_do_not_depend_on_the_instances(make: Any, own: str) -> None:
 @pytest.mark.parametrize("section", [{"async_dataloader": True}, {"num_workers": 2}])
 def test_samples_do_not_depend_on_worker_processes(make: Any, own: str, section: Any, processes: None) -> None:
     check_samples(make, own, **section)
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_no_thread_loads_for_an_sdk_that_holds_the_interpreter_lock(
+    make: Any, own: str, monkeypatch: pytest.MonkeyPatch, is_own: bool, processes: None
+) -> None:
+    section = {"dataset": own} if is_own else {}
+    plan = make(data={**section, "async_dataloader": True}, training=SMALL, pod=ONE)
+    (expected,), source = calls(plan), source_of(plan)
+    makers = []
+    finish, gather = source.to_device_format, source.gather
+    monkeypatch.setattr(source, "to_device_format", lambda batch: (*finish(batch), torch.tensor([os.getpid()])))
+    monkeypatch.setattr(source, "gather", lambda *call: (*gather(*call), torch.tensor([os.getpid()])))
+    feed = Feed(plan, plan.placement.instances[0], source, in_processes=True)
+    threads = {thread.name for thread in threading.enumerate()}
+    for batch, same in zip(feed.calls(plan.legs()[0]), expected):
+        assert all(torch.equal(each, other) for each, other in zip(batch, same))
+        makers.append(int(batch[-1]))
+    for batch, _ in feed.evaluation_calls():
+        makers.append(int(batch[-1]))
+    assert not [name for name in {each.name for each in threading.enumerate()} - threads if name.startswith("feed")]
+    assert os.getpid() not in makers
+    feed.close()
 
 
 def check_during_a_compilation(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,7 @@ def test_the_error_of_an_odd_sample_of_a_task_has_its_index(odd: Any, message: s
     def check(sample: Any, index: int) -> None:
         source.check_sample(sample, f"training sample {index}")
 
-    loader = SampleLoader(source.train, 0, 0, check)
+    loader = SampleLoader(source.train, 0, 0, source.to_device_format, check)
     with pytest.raises(ConfigError, match=message):
         list(loader.load([(0, np.arange(4))]))
 

@@ -94,7 +94,9 @@ def test_every_event_of_a_run_is_known_and_has_an_example() -> None:
 
 
 @pytest.mark.parametrize(("event", "_"), EXAMPLES)
-def test_every_view_shows_every_main_event(event: events.Event, _: str, tmp_path: Path, make: Callable[..., Plan]) -> None:
+def test_every_view_shows_every_main_event(
+    event: events.Event, _: str, tmp_path: Path, make: Callable[..., Plan]
+) -> None:
     (record,) = [each for each in logged(tmp_path, event) if each["event"] == event_name(type(event))]
     if record["event"] not in SHOWN:
         return
