@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -41,10 +42,15 @@ class Kind(NamedTuple):
 
 
 class Emulation:
-    """A Python function that computes what a custom operator computes; call it as `poptorch.custom_op` does."""
+    """A Python function that computes what a custom operator computes; call it as `poptorch.custom_op` does.
 
-    def __init__(self, operator: OperatorId, function: Callable[..., Any]) -> None:
-        self.operator = operator
+    Attributes:
+        operator: the operator.
+        is_flat: the outputs have one dimension in PopART, and in PopTorch the shapes of the examples.
+    """
+
+    def __init__(self, operator: OperatorId, function: Callable[..., Any], is_flat: bool = False) -> None:
+        self.operator, self.is_flat = operator, is_flat
         self._function = function
         self._gradients: Optional[Callable[..., Any]] = None
         self.__doc__ = function.__doc__
@@ -126,12 +132,12 @@ def run(
     """
     # The modes of the forward see one function of the inputs, not the implementation's operators.
     if has_torch_function(tuple(inputs)):
-        outputs: List[torch.Tensor] = handle_torch_function(
-            run, tuple(inputs), emulation, kinds, attributes, inputs
-        )
+        outputs: List[torch.Tensor] = handle_torch_function(run, tuple(inputs), emulation, kinds, attributes, inputs)
         return outputs
     with off_device():
         computed = emulation(*inputs, **attributes)
+        if emulation.is_flat:
+            computed = tuple(map(_shaped, computed, kinds))
     found = [Kind.of(output) for output in computed]
     if found != list(kinds):
         raise Error(
@@ -139,6 +145,10 @@ def run(
             f"poptorch.custom_op are {_listed(kinds)}"
         )
     return list(computed)
+
+
+def _shaped(output: torch.Tensor, kind: Kind) -> torch.Tensor:
+    return output.view(kind.shape) if output.numel() == math.prod(kind.shape) else output
 
 
 def _listed(kinds: Sequence[Kind]) -> str:

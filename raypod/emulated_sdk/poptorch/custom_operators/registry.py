@@ -19,7 +19,7 @@ MODULES = "EMULATED_POD_CUSTOM_OPS"
 ENTRY_POINTS = "emulated_pod.custom_ops"
 
 # Imported when the first custom operator runs; each imports `built_in_emulation` from here.
-_BUILT_IN: Tuple[str, ...] = ()
+_BUILT_IN = ("poptorch.custom_operators.collectives",)
 
 _Function = Callable[..., Any]
 _registered: Dict[OperatorId, Emulation] = {}
@@ -40,14 +40,18 @@ def custom_op_emulation(name: str, *, domain: str, version: int = 1) -> Callable
     return _registrar(_registered, OperatorId(name, domain, version))
 
 
-def built_in_emulation(name: str, domain: str = "ai.graphcore", version: int = 1) -> Callable[[_Function], Emulation]:
-    """Register an implementation that is part of the emulated SDK."""
-    return _registrar(_built_in, OperatorId(name, domain, version))
+def built_in_emulation(
+    name: str, domain: str = "ai.graphcore", version: int = 1, is_flat: bool = False
+) -> Callable[[_Function], Emulation]:
+    """Register an implementation that is part of the emulated SDK; for `is_flat` see `Emulation`."""
+    return _registrar(_built_in, OperatorId(name, domain, version), is_flat)
 
 
-def _registrar(table: Dict[OperatorId, Emulation], operator: OperatorId) -> Callable[[_Function], Emulation]:
+def _registrar(
+    table: Dict[OperatorId, Emulation], operator: OperatorId, is_flat: bool = False
+) -> Callable[[_Function], Emulation]:
     def register(function: _Function) -> Emulation:
-        table[operator] = Emulation(operator, function)
+        table[operator] = Emulation(operator, function, is_flat)
         return table[operator]
 
     return register
