@@ -107,9 +107,13 @@ def test_custom_op_rejects_attributes_that_have_no_type(attributes):
         poptorch.custom_op([torch.ones(1)], "Cube", "com.acme", 1, [torch.ones(1)], attributes)
 
 
-def test_custom_op_raises_error_with_alternatives_on_the_device():
-    with pytest.raises(poptorch.Error, match=r"com.acme.Cube:1 is C\+\+ for the IPU .* call a torch implementation"):
-        on_device(lambda x: poptorch.custom_op([x], "Cube", "com.acme", 1, [x])[0], torch.ones(1))
+def test_custom_operation_takes_no_attributes_on_the_device():
+    def call(x):
+        return torch.ops.poptorch.custom_operation([x], "Cube", "com.acme", 1, 1, [x], "0")[0]
+
+    assert torch.equal(call(torch.ones(1)), torch.ones(1))
+    with pytest.raises(poptorch.Error, match="pass the attributes of Cube by poptorch.custom_op"):
+        on_device(call, torch.ones(1))
 
 
 class Hooked(nn.Module):

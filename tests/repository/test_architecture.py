@@ -51,7 +51,8 @@ SDK_DIRECTIONS = {
     "device": "optimizers parallel ops data",
     "optimizers": "options",
     "parallel": "options",
-    "ops": "parallel options",  # poptorch.ops also exports the blocks
+    "ops": "parallel custom_operators",  # poptorch.ops also exports the blocks
+    "custom_operators": "options",
     "data": "options",
     "options": "",
 }

@@ -11,6 +11,7 @@ from typing import Any
 from poptorch import _impl as _impl  # programs read these two as attributes of the package
 from poptorch import _poplar_executor as _poplar_executor
 from poptorch import enums, environment, ops, optim, options, poptorch_core, printing, profiling, testing
+from poptorch.custom_operators.native_libraries import tolerate_absent
 from poptorch.data.accessor import AsynchronousDataAccessor
 from poptorch.data.loader import DataLoader
 from poptorch.device_mode import isRunningOnIpu
@@ -63,6 +64,7 @@ __all__.sort()
 os.environ.setdefault("RDMAV_FORK_SAFE", "1")
 environment.set_level_from_environment()
 register_geometric()
+tolerate_absent()
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Se
 
 import torch
 
+from poptorch.custom_operators.exchange import ReplicaExchange
 from poptorch.device import convolution, memory_format
 from poptorch.device.arguments import Arguments, BatchLayout, synthetic_inputs
 from poptorch.device.compilation import Trace, TraceSettings, trace
@@ -84,9 +85,11 @@ class Program:
         self._transaction = NoTransaction()
         compiler = options._Popart.options
         self._checks_numbers = compiler.get("enableFloatingPointChecks")
-        self._threads = ReplicaThreads(self.layout.replicas)
+        self._exchange = ReplicaExchange(placement)
         self._synthetic = synthetic_inputs(arguments.spec, self.layout) if compiler.get("syntheticDataMode") else None
-        self.memory, self.traced = self._compiled(model, user_model, groups)
+        with self._exchange.compiling():
+            self.memory, self.traced = self._compiled(model, user_model, groups)
+        self._threads = ReplicaThreads(self.layout.replicas, at_once=self._exchange.is_used)
         check_placement(self.traced.placement, options, self.is_training)
         check_overlap(options, self.traced.overlapped)
         adapts_loss_scaling = self.is_training and compiler.get(_AUTO_LOSS_SCALING)
@@ -132,7 +135,8 @@ class Program:
         self._transaction.begin()
         try:
             for iteration in range(self.layout.device_iterations):
-                self._threads.each(functools.partial(self._run_micro_batches, iteration, call))
+                run = functools.partial(self._run_micro_batches, iteration, call)
+                self._threads.each(self._exchange.around(run))
                 self._update.apply(self._threads, iteration == last)
                 call.anchors.add_updated(iteration, self.memory.parameters)
                 if self._checks_numbers and self.is_training:
@@ -188,6 +192,7 @@ class Program:
     def close_connections(self) -> None:
         """Close broken connections to other processes: the next call opens new ones."""
         self._update.close_connections()
+        self._exchange.close_connections()
 
     def close(self) -> None:
         """Stop the replicas' threads."""

@@ -150,16 +150,19 @@ class Replica:
 class ReplicaThreads:
     """Runs each replica in a thread, as many at a time as there are cores; a single one runs in the caller's thread.
 
+    Replicas that wait for one another (`at_once`) all run at the same time.
+
     `EMULATED_POD_REPLICAS_AT_A_TIME` limits their number where several processes share the cores.
     `EMULATED_POD_REPLICA_CPUS` (as in `0,1;2,3`) binds the threads to CPUs, and each replica to one of the threads, so
     that it stays near its memory.
     """
 
-    def __init__(self, replicas: int) -> None:
+    def __init__(self, replicas: int, at_once: bool = False) -> None:
         self._replicas = replicas
         self._pools: List[ThreadPoolExecutor] = []
         cpus = _replica_cpus()[:replicas]
-        for each, workers in [(each, 1) for each in cpus] or [([], min(replicas, _at_a_time()))]:
+        in_pool = replicas if at_once else 1
+        for each, workers in [(each, in_pool) for each in cpus] or [([], min(replicas, max(in_pool, _at_a_time())))]:
             if replicas > 1:
                 # A new thread takes torch's number of intra-op threads only at its first parallel region, when oneDNN
                 # may have read OpenMP's number already.

@@ -5,6 +5,7 @@ They work in wrapped models and, as ordinary functions of tensors, everywhere el
 
 from __future__ import annotations
 
+from poptorch.custom_operators.custom_op import custom_op
 from poptorch.ops.annotations import (
     MultiConv,
     NameScope,
@@ -18,7 +19,6 @@ from poptorch.ops.annotations import (
 )
 from poptorch.ops.control import cond, dynamic_slice, dynamic_update, for_loop
 from poptorch.ops.ctc import ctc_beam_search_decoder
-from poptorch.ops.custom import custom_op
 from poptorch.ops.host import CPU, ipu_print_tensor
 from poptorch.ops.points import fps, nearest
 from poptorch.parallel.blocks import BeginBlock, Block, BlockFunction, LegacyBeginBlockFn, removeBlocks

@@ -1,4 +1,4 @@
-"""`custom_op`: an operator that a program brings as C++ and vertex code for the IPU."""
+"""`custom_op`: an operator that a program brings as C++ and vertex code for the IPU, or one of PopART's own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any, Dict, Iterable, List, Optional
 
 import torch
 
+from poptorch.custom_operators import registry
+from poptorch.custom_operators.emulated import Kind, OperatorId, run
 from poptorch.device_mode import is_on_device
 from poptorch.errors import Error
 
@@ -20,19 +22,23 @@ def custom_op(
     example_outputs: Iterable[torch.Tensor],
     attributes: Optional[Dict[str, Any]] = None,
 ) -> List[torch.Tensor]:
-    """Return zeros of the shapes and dtypes of `example_outputs` on the host, as the SDK does.
+    """Return what the Python implementation of the operator computes (`poptorch.emulation`).
+
+    On the host, as in the SDK, return zeros of the shapes and dtypes of `example_outputs`.
 
     Args:
         attributes: floats, ints, strings, or lists of one of these, by ASCII names.
 
     Raises:
         ValueError: other attributes.
-        poptorch.Error: on the device, where the operator is code for the IPU.
+        poptorch.Error: on the device: there is no implementation, or it returns other outputs.
     """
     for key, value in (attributes or {}).items():
         _check_attribute(key, value)
-    outputs = [torch.zeros_like(output, requires_grad=output.requires_grad) for output in example_outputs]
-    return custom_operation(inputs, name, domain, domain_version, len(outputs), outputs, "")
+    examples = list(example_outputs)
+    if not is_on_device():
+        return [torch.zeros_like(output, requires_grad=output.requires_grad) for output in examples]
+    return _on_device(inputs, OperatorId(name, domain, domain_version), examples, attributes or {})
 
 
 def custom_operation(
@@ -44,14 +50,22 @@ def custom_operation(
     outputs: List[torch.Tensor],
     attributes: str,
 ) -> List[torch.Tensor]:
-    """Return `outputs` on the host; Error on the device."""
-    if is_on_device():
-        raise Error(
-            f"poptorch.custom_op: the custom operator {domain}.{name}:{domain_version} is C++ for the IPU and cannot "
-            "run on the emulated SDK. Run the program on IPUs, or call a torch implementation of the operator where "
-            "poptorch.ipuHardwareIsAvailable() is False"
-        )
-    return outputs
+    """Return `outputs` on the host, and those of the implementation on the device.
+
+    Raises:
+        poptorch.Error: on the device: as `custom_op`, or `attributes`, which PopTorch numbers internally, is not empty.
+    """
+    if not is_on_device():
+        return outputs
+    if attributes:
+        raise Error(f"torch.ops.poptorch.custom_operation: pass the attributes of {name} by poptorch.custom_op")
+    return _on_device(inputs, OperatorId(name, domain, domain_version), outputs, {})
+
+
+def _on_device(
+    inputs: Iterable[torch.Tensor], operator: OperatorId, examples: List[torch.Tensor], attributes: Dict[str, Any]
+) -> List[torch.Tensor]:
+    return run(registry.find(operator), [Kind.of(example) for example in examples], attributes, list(inputs))
 
 
 def _check_attribute(key: Any, value: Any) -> None:

@@ -1,0 +1,108 @@
+"""The Python implementations of custom operators, by name, domain and version of the domain.
+
+`EMULATED_POD_CUSTOM_OPS=module[,module]` and the entry points `emulated_pod.custom_ops` name modules that register
+theirs when they are imported. They have precedence over those of this package.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import os
+from typing import Any, Callable, Dict, List, Tuple
+
+from poptorch.custom_operators.emulated import Emulation, OperatorId
+from poptorch.errors import Error
+
+MODULES = "EMULATED_POD_CUSTOM_OPS"
+ENTRY_POINTS = "emulated_pod.custom_ops"
+
+# Imported when the first custom operator runs; each imports `built_in_emulation` from here.
+_BUILT_IN = ("poptorch.custom_operators.collectives",)
+
+_Function = Callable[..., Any]
+_registered: Dict[OperatorId, Emulation] = {}
+_built_in: Dict[OperatorId, Emulation] = {}
+
+
+def custom_op_emulation(name: str, *, domain: str, version: int = 1) -> Callable[[_Function], Emulation]:
+    """Register the decorated function as the implementation of a custom operator; a later one replaces it.
+
+    The function gets the tensors of `poptorch.custom_op`'s `inputs` as positional arguments and its `attributes` by
+    name, and returns the output, or a tuple of the outputs. Gradients are those of autograd, unless
+    `@function.backward` decorates a function that computes them: it gets the tuples of inputs, outputs and gradients of
+    the outputs, and the attributes by name, and returns the gradient of each input or None.
+
+    Args:
+        name, domain, version: as passed to `poptorch.custom_op`.
+    """
+    return _registrar(_registered, OperatorId(name, domain, version))
+
+
+def built_in_emulation(
+    name: str, domain: str = "ai.graphcore", version: int = 1, is_flat: bool = False
+) -> Callable[[_Function], Emulation]:
+    """Register an implementation that is part of the emulated SDK; for `is_flat` see `Emulation`."""
+    return _registrar(_built_in, OperatorId(name, domain, version), is_flat)
+
+
+def _registrar(
+    table: Dict[OperatorId, Emulation], operator: OperatorId, is_flat: bool = False
+) -> Callable[[_Function], Emulation]:
+    def register(function: _Function) -> Emulation:
+        table[operator] = Emulation(operator, function, is_flat)
+        return table[operator]
+
+    return register
+
+
+def find(operator: OperatorId) -> Emulation:
+    """Return the implementation of an operator.
+
+    Raises:
+        poptorch.Error: there is none, or a named module cannot be imported.
+    """
+    load()
+    found = _registered.get(operator) or _built_in.get(operator)
+    if found is None:
+        raise Error(
+            f"poptorch.custom_op: the custom operator {operator} is C++ for the IPU, and the emulated SDK has no "
+            f"implementation of it. Register one in Python by @custom_op_emulation({operator.name!r}, "
+            f"domain={operator.domain!r}, version={operator.version}) of poptorch.emulation, in a module that "
+            f"{MODULES} names"
+        )
+    return found
+
+
+def is_named() -> bool:
+    """Return whether EMULATED_POD_CUSTOM_OPS or an entry point names a module."""
+    return bool(_names() or _entry_points())
+
+
+def load() -> None:
+    """Import the modules with implementations, once. Raises Error if one that the user names cannot be imported."""
+    for module in _BUILT_IN:
+        importlib.import_module(module)
+    for entry in _entry_points():
+        _import(f"the entry point {entry.name!r} of {ENTRY_POINTS}", entry.load)
+    for name in _names():
+        _import(f"{MODULES}={os.environ[MODULES]}", functools.partial(importlib.import_module, name))
+
+
+def _names() -> List[str]:
+    return [name.strip() for name in os.environ.get(MODULES, "").split(",") if name.strip()]
+
+
+@functools.lru_cache(maxsize=None)
+def _entry_points() -> Tuple[Any, ...]:
+    found: Any = importlib.metadata.entry_points()
+    # A dictionary before Python 3.10.
+    return tuple(found.select(group=ENTRY_POINTS) if hasattr(found, "select") else found.get(ENTRY_POINTS, ()))
+
+
+def _import(what: str, load_module: Callable[[], Any]) -> None:
+    try:
+        load_module()
+    except ImportError as error:
+        raise Error(f"{what} cannot be imported: {error}. Its folder must be in PYTHONPATH") from error
