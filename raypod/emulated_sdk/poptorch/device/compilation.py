@@ -9,10 +9,11 @@ import torch
 
 from poptorch.device.arguments import Arguments
 from poptorch.device.half import HalfMode
-from poptorch.device.memory import PythonState, ReplicaMemory
+from poptorch.device.memory import ReplicaMemory
 from poptorch.device.numerics import DrawKernelDetector, detect_random
 from poptorch.device.operator_check import OperatorCheck
 from poptorch.device.outputs import AnchorRecorder
+from poptorch.device.python_state import Changes, TracedState
 from poptorch.device_mode import API_DTYPE, DeviceMode, to_device
 from poptorch.enums import OverlapMode
 from poptorch.errors import Error
@@ -46,7 +47,7 @@ class Trace(NamedTuple):
         has_half: whether any tensor is half.
         loss_output: the index of the output that is the final loss itself; None if there is none.
         trained: the parameters that the loss depends on; empty for inference.
-        changed_modules: the names of the modules whose Python attributes the forward changes.
+        changes: what the forward changes of Python objects.
         changed_inputs: the indices of the input tensors that the forward changes in place.
         placement: the stages and tensors on each IPU.
         overlapped: "inputs", "outputs" or both, if overlap of their transfers with compute is requested.
@@ -63,7 +64,7 @@ class Trace(NamedTuple):
     has_half: bool
     loss_output: Optional[int]
     trained: FrozenSet[str]
-    changed_modules: Tuple[str, ...]
+    changes: Changes
     changed_inputs: Tuple[int, ...]
     placement: Placement
     overlapped: FrozenSet[str]
@@ -90,14 +91,19 @@ def trace(
     activations = ActivationRecorder(recorder, _weights(scratch), tensors)
     anchor_recorder = AnchorRecorder(scratch.module)
     args, kwargs = arguments.unflatten(tensors)
-    python_state, checks = PythonState(scratch.module), _TensorChecks(scratch)
+    python_state = TracedState(scratch.host_module, scratch.module, scratch.originals.values())
+    checks = _TensorChecks(scratch)
     versions = [tensor._version for tensor in tensors]
     backward_draws = False
     trained: FrozenSet[str] = frozenset()
     with torch.set_grad_enabled(settings.is_training), detect_random() as generator:
         anchor_recorder.begin(arguments.spec.names, tensors)
-        with half, recorder, mode, check.functions, activations.saving():
-            outputs, structure = flatten(scratch.module(*args, **kwargs))
+        try:
+            with half, recorder, mode, check.functions, activations.saving():
+                outputs, structure = flatten(scratch.module(*args, **kwargs))
+            changes = python_state.changes()
+        finally:
+            python_state.undo()
         check.report()
         check.check_outputs(outputs)
         check_transfers(mode.overlaps, tensors, outputs)
@@ -108,7 +114,6 @@ def trace(
             with half:
                 backward_draws = generator.has_drawn_so_far() and _backward_draws(loss)
     loss_output = _loss_output(outputs, mode)
-    python_state.copy_changed_tensors(scratch.host_module)  # the SDK traces the host's module itself
     return Trace(
         structure=structure,
         dtypes=[API_DTYPE.get(output.dtype, output.dtype) for output in outputs],
@@ -123,7 +128,7 @@ def trace(
         overlapped=_overlapped(mode),
         tensor_names=anchor_recorder.names,
         activations=activations.stages(len(recorder.stages())),
-        changed_modules=python_state.changed(),
+        changes=changes,
         changed_inputs=tuple(index for index, tensor in enumerate(tensors) if tensor._version != versions[index]),
     )
 

@@ -87,6 +87,7 @@ class Program:
         self._threads = ReplicaThreads(self.layout.replicas)
         self._synthetic = synthetic_inputs(arguments.spec, self.layout) if compiler.get("syntheticDataMode") else None
         self.memory, self.traced = self._compiled(model, user_model, groups)
+        self.traced.changes.show()
         check_placement(self.traced.placement, options, self.is_training)
         check_overlap(options, self.traced.overlapped)
         adapts_loss_scaling = self.is_training and compiler.get(_AUTO_LOSS_SCALING)
