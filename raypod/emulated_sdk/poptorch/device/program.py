@@ -216,11 +216,14 @@ class Program:
         for step in range(self.layout.accumulation_steps):
             with torch.set_grad_enabled(self.is_training), replica.arithmetic():
                 started = time.perf_counter()
-                forward = replica.forward(self._inputs(call.inputs, iteration, step, index))
-                if self._checks_numbers:
-                    _check_numbers(forward)
-                with replica.backward_random():
-                    self._update.backward(index, forward.loss)
+                try:
+                    forward = replica.forward(self._inputs(call.inputs, iteration, step, index))
+                    if self._checks_numbers:
+                        _check_numbers(forward)
+                    with replica.backward_random():
+                        self._update.backward(index, forward.loss)
+                finally:
+                    replica.end_micro_batch()
                 computed = time.perf_counter()
                 call.outputs.add(iteration, step, index, forward.outputs)
                 if replica.anchor_recorder is not None:

@@ -100,6 +100,12 @@ class Replica:
             raise Error(f"forward returned {structure}, but {self._traced.structure} when it was compiled")
         return Forward([self._detached(tensor) for tensor in tensors], self._loss(tensors))
 
+    def end_micro_batch(self) -> None:
+        """Release the graph of buffers that forward has updated: a buffer is state, not a part of the next graph."""
+        for buffer in self.memory.buffers.values():
+            if buffer.requires_grad:
+                buffer.detach_()
+
     def _loss(self, outputs: List[torch.Tensor]) -> Optional[torch.Tensor]:
         if self._mode is not None:
             return self._mode.marks[-1] if self._mode.marks else None
