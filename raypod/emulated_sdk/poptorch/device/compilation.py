@@ -11,7 +11,7 @@ from poptorch.device.arguments import Arguments
 from poptorch.device.half import HalfMode
 from poptorch.device.memory import ReplicaMemory
 from poptorch.device.numerics import DrawKernelDetector, detect_random
-from poptorch.device.operator_check import OperatorCheck
+from poptorch.device.operator_check import NeedsGradients, OperatorCheck, needs_gradients
 from poptorch.device.outputs import AnchorRecorder
 from poptorch.device.python_state import Changes, TracedState
 from poptorch.device_mode import API_DTYPE, DeviceMode, to_device
@@ -27,9 +27,13 @@ from poptorch.pytree import TreeSpec, flatten
 
 
 class TraceSettings(NamedTuple):
-    """How a model is traced: for training or not, with which checks, and by which execution strategy."""
+    """How a model is traced: for training or not, with which checks, and by which execution strategy.
+
+    `gradients`: with autograd. PopTorch never disables it; inference here is faster without.
+    """
 
     is_training: bool
+    gradients: bool
     reject_changed_buffers: bool
     strategy: _IExecutionStrategy
 
@@ -40,6 +44,7 @@ class Trace(NamedTuple):
     Attributes:
         structure: how the outputs nest.
         dtypes: the dtypes of the outputs at the API.
+        gradients: whether the forward runs with autograd: in training, and if it computes gradients itself.
         draws: whether the forward draws random numbers.
         backward_draws: whether the backward pass draws random numbers, as it recomputes part of the forward.
         is_plain: whether the forward computes the same without a `DeviceMode`.
@@ -57,6 +62,7 @@ class Trace(NamedTuple):
 
     structure: TreeSpec
     dtypes: List[torch.dtype]
+    gradients: bool
     draws: bool
     backward_draws: bool
     is_plain: bool
@@ -80,6 +86,7 @@ def trace(
     Raises:
         Error: a training model does not have exactly one final loss, or the forward uses parameters or buffers in a
             way that the device does not support.
+        NeedsGradients: the forward computes gradients, and the settings are without.
     """
     tensors = [to_device(tensor) for tensor in inputs]
     mode = DeviceMode(is_compiling=True, originals=scratch.originals)
@@ -96,12 +103,16 @@ def trace(
     versions = [tensor._version for tensor in tensors]
     backward_draws = False
     trained: FrozenSet[str] = frozenset()
-    with torch.set_grad_enabled(settings.is_training), detect_random() as generator:
+    with torch.set_grad_enabled(settings.gradients), detect_random() as generator:
         anchor_recorder.begin(arguments.spec.names, tensors)
         try:
             with half, recorder, mode, check.functions, activations.saving():
                 outputs, structure = flatten(scratch.module(*args, **kwargs))
             changes = python_state.changes()
+        except RuntimeError as error:
+            if settings.gradients or not needs_gradients(error):
+                raise
+            raise NeedsGradients from error
         finally:
             python_state.undo()
         check.report()
@@ -117,6 +128,7 @@ def trace(
     return Trace(
         structure=structure,
         dtypes=[API_DTYPE.get(output.dtype, output.dtype) for output in outputs],
+        gradients=settings.gradients,
         draws=generator.has_drawn,
         backward_draws=backward_draws,
         is_plain=not mode.has_replaced and (loss_output is not None or not settings.is_training),
