@@ -174,7 +174,7 @@ def test_phases_have_stages_and_options_a_copy_of_their_strategy(tmp_path):
 
 def test_replica_has_all_ipus_up_to_the_highest_a_power_of_two_unless_rounded():
     model = compiled((0, 3), poptorch.ShardedExecution())
-    assert model._compiled().traced.changed_modules == (), "recording stages changes no modules"
+    assert model._compiled().traced.changes.copied == (), "recording stages changes no modules"
     placement = model.emulatedPlacement()
     assert placement.ipus_per_replica == 4
     assert [ipu.stages for ipu in placement.ipus] == [(0,), (), (), (1,)]

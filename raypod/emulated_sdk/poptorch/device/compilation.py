@@ -9,10 +9,11 @@ import torch
 
 from poptorch.device.arguments import Arguments
 from poptorch.device.half import HalfMode
-from poptorch.device.memory import PythonState, ReplicaMemory
+from poptorch.device.memory import ReplicaMemory
 from poptorch.device.numerics import DrawKernelDetector, detect_random
-from poptorch.device.operator_check import OperatorCheck
+from poptorch.device.operator_check import NeedsGradients, OperatorCheck, needs_gradients
 from poptorch.device.outputs import AnchorRecorder
+from poptorch.device.python_state import Changes, TracedState
 from poptorch.device_mode import API_DTYPE, DeviceMode, to_device
 from poptorch.enums import OverlapMode
 from poptorch.errors import Error
@@ -26,9 +27,13 @@ from poptorch.pytree import TreeSpec, flatten
 
 
 class TraceSettings(NamedTuple):
-    """How a model is traced: for training or not, with which checks, and by which execution strategy."""
+    """How a model is traced: for training or not, with which checks, and by which execution strategy.
+
+    `gradients`: with autograd. PopTorch never disables it; inference here is faster without.
+    """
 
     is_training: bool
+    gradients: bool
     reject_changed_buffers: bool
     strategy: _IExecutionStrategy
 
@@ -39,6 +44,7 @@ class Trace(NamedTuple):
     Attributes:
         structure: how the outputs nest.
         dtypes: the dtypes of the outputs at the API.
+        gradients: whether the forward runs with autograd: in training, and if it computes gradients itself.
         draws: whether the forward draws random numbers.
         backward_draws: whether the backward pass draws random numbers, as it recomputes part of the forward.
         is_plain: whether the forward computes the same without a `DeviceMode`.
@@ -46,7 +52,7 @@ class Trace(NamedTuple):
         has_half: whether any tensor is half.
         loss_output: the index of the output that is the final loss itself; None if there is none.
         trained: the parameters that the loss depends on; empty for inference.
-        changed_modules: the names of the modules whose Python attributes the forward changes.
+        changes: what the forward changes of Python objects.
         changed_inputs: the indices of the input tensors that the forward changes in place.
         placement: the stages and tensors on each IPU.
         overlapped: "inputs", "outputs" or both, if overlap of their transfers with compute is requested.
@@ -56,6 +62,7 @@ class Trace(NamedTuple):
 
     structure: TreeSpec
     dtypes: List[torch.dtype]
+    gradients: bool
     draws: bool
     backward_draws: bool
     is_plain: bool
@@ -63,7 +70,7 @@ class Trace(NamedTuple):
     has_half: bool
     loss_output: Optional[int]
     trained: FrozenSet[str]
-    changed_modules: Tuple[str, ...]
+    changes: Changes
     changed_inputs: Tuple[int, ...]
     placement: Placement
     overlapped: FrozenSet[str]
@@ -79,6 +86,7 @@ def trace(
     Raises:
         Error: a training model does not have exactly one final loss, or the forward uses parameters or buffers in a
             way that the device does not support.
+        NeedsGradients: the forward computes gradients, and the settings are without.
     """
     tensors = [to_device(tensor) for tensor in inputs]
     mode = DeviceMode(is_compiling=True, originals=scratch.originals)
@@ -90,14 +98,23 @@ def trace(
     activations = ActivationRecorder(recorder, _weights(scratch), tensors)
     anchor_recorder = AnchorRecorder(scratch.module)
     args, kwargs = arguments.unflatten(tensors)
-    python_state, checks = PythonState(scratch.module), _TensorChecks(scratch)
+    python_state = TracedState(scratch.host_module, scratch.module, scratch.originals.values())
+    checks = _TensorChecks(scratch)
     versions = [tensor._version for tensor in tensors]
     backward_draws = False
     trained: FrozenSet[str] = frozenset()
-    with torch.set_grad_enabled(settings.is_training), detect_random() as generator:
+    with torch.set_grad_enabled(settings.gradients), detect_random() as generator:
         anchor_recorder.begin(arguments.spec.names, tensors)
-        with half, recorder, mode, check.functions, activations.saving():
-            outputs, structure = flatten(scratch.module(*args, **kwargs))
+        try:
+            with half, recorder, mode, check.functions, activations.saving():
+                outputs, structure = flatten(scratch.module(*args, **kwargs))
+            changes = python_state.changes()
+        except RuntimeError as error:
+            if settings.gradients or not needs_gradients(error):
+                raise
+            raise NeedsGradients from error
+        finally:
+            python_state.undo()
         check.report()
         check.check_outputs(outputs)
         check_transfers(mode.overlaps, tensors, outputs)
@@ -108,10 +125,10 @@ def trace(
             with half:
                 backward_draws = generator.has_drawn_so_far() and _backward_draws(loss)
     loss_output = _loss_output(outputs, mode)
-    python_state.copy_changed_tensors(scratch.host_module)  # the SDK traces the host's module itself
     return Trace(
         structure=structure,
         dtypes=[API_DTYPE.get(output.dtype, output.dtype) for output in outputs],
+        gradients=settings.gradients,
         draws=generator.has_drawn,
         backward_draws=backward_draws,
         is_plain=not mode.has_replaced and (loss_output is not None or not settings.is_training),
@@ -123,7 +140,7 @@ def trace(
         overlapped=_overlapped(mode),
         tensor_names=anchor_recorder.names,
         activations=activations.stages(len(recorder.stages())),
-        changed_modules=python_state.changed(),
+        changes=changes,
         changed_inputs=tuple(index for index, tensor in enumerate(tensors) if tensor._version != versions[index]),
     )
 

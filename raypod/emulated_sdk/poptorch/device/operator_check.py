@@ -25,6 +25,7 @@ _PACKAGE = f"{Path(__file__).resolve().parent.parent}/"
 _OWN_OPS = f"{_PACKAGE}ops/"
 _COMPILATION = f"{_PACKAGE}device/compilation.py"
 _TORCH = f"{Path(torch.__file__).resolve().parent}/"
+_AUTOGRAD = (f"{_TORCH}autograd/__init__.py", f"{_TORCH}autograd/graph.py")
 _DISTRIBUTIONS = f"{_TORCH}distributions/"  # validates its arguments, which PopTorch disables
 
 # What PopTorch lowers as a whole, and a CPU computes by operators that PopTorch does not have.
@@ -67,7 +68,20 @@ _TAKES_HOST = frozenset(
     )
 )
 
+# What a forward calls that computes gradients itself, as of the forces of an energy.
+_GRADIENTS = frozenset(
+    (torch.autograd.grad, torch.Tensor.backward, torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+)
+_NO_GRADIENT = "does not require grad"  # in torch's error, where none of these was seen
+
 _References = Dict[int, Any]  # weak references to tensors, by id
+
+
+class NeedsGradients(BaseException):
+    """The forward of an inference model computes gradients: it has to be traced with gradients enabled.
+
+    Not an Exception, which the program might catch.
+    """
 
 
 class OperatorCheck:
@@ -122,6 +136,8 @@ class OperatorCheck:
         """Check and run one call of a torch function."""
         if isinstance(function, torch._ops.OpOverload):  # an operator that `observe` checks
             return function(*args, **kwargs)
+        if function in _GRADIENTS and not torch.is_grad_enabled():
+            raise NeedsGradients
         operands = tensors_in((args, kwargs))
         on_host = [tensor for tensor in operands if id(tensor) not in self._on_device]
         if on_host and len(on_host) < len(operands) and function not in _TAKES_HOST:
@@ -185,6 +201,11 @@ class OperatorCheck:
             places.append(place)
 
 
+def needs_gradients(error: RuntimeError) -> bool:
+    """Return whether a forward without gradients fails because it needs them."""
+    return _NO_GRADIENT in str(error)
+
+
 class _FunctionCheck(TorchFunctionMode):
     """Passes the torch functions that the program calls to an `OperatorCheck`; enter it last."""
 
@@ -206,12 +227,12 @@ def _track(references: _References, tensor: torch.Tensor) -> None:
 def _line_of_program() -> Optional[str]:
     """Return file and line of the call in the program, after a comma; empty if only torch's modules are between.
 
-    None if an op of this package, or a check of torch's own, makes the call.
+    None if an op of this package, a check of torch's own, or autograd makes the call: PopTorch lowers what it makes.
     """
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != _COMPILATION:
         file = frame.f_code.co_filename
-        if file.startswith((_OWN_OPS, _DISTRIBUTIONS)):
+        if file.startswith((_OWN_OPS, _DISTRIBUTIONS, *_AUTOGRAD)):
             return None
         if not file.startswith((_PACKAGE, _TORCH, "<")):
             return f", {Path(file).name}:{frame.f_lineno}"

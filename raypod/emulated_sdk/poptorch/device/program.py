@@ -15,6 +15,7 @@ from poptorch.device.compilation import Trace, TraceSettings, trace
 from poptorch.device.memory import DeviceMemory
 from poptorch.device.memory_estimate import IpuMemory, Usage, check_memory, estimate_memory
 from poptorch.device.numerics import rounds_stochastically
+from poptorch.device.operator_check import NeedsGradients
 from poptorch.device.outputs import FINAL_LOSS_SCALE, AnchorOutputs, OutputCollector, anchors_of, check_output_period
 from poptorch.device.replica import Forward, Replica, ReplicaThreads
 from poptorch.device.replica_groups import Groupings, ReplicaGroups, groups_of
@@ -89,6 +90,7 @@ class Program:
         self._synthetic = synthetic_inputs(arguments.spec, self.layout) if compiler.get("syntheticDataMode") else None
         with self._exchange.compiling():
             self.memory, self.traced = self._compiled(model, user_model, groups)
+        self.traced.changes.show()
         self._threads = ReplicaThreads(self.layout.replicas, at_once=self._exchange.is_used)
         check_placement(self.traced.placement, options, self.is_training)
         check_overlap(options, self.traced.overlapped)
@@ -204,13 +206,19 @@ class Program:
         """Return the memory and the trace of a model, in the memory format of `memory_format`."""
         options, first = self._options, placement_of(self._options).first_replica
         reject_changed_buffers = self.layout.input_groups > 1 and options.broadcast_buffers
-        settings = TraceSettings(self.is_training, reject_changed_buffers, options._execution_strategy)
+        settings = TraceSettings(
+            self.is_training, self.is_training, reject_changed_buffers, options._execution_strategy
+        )
         example_inputs = self._synthetic or self.arguments.example_inputs
 
         def compiled(channels_last: FrozenSet[str]) -> Tuple[DeviceMemory, Trace]:
             memory = DeviceMemory(model, self.layout.replicas, user_model, groups, first, channels_last)
             memory.check_buffers(options._Popart.options.get("updatableNamedBuffers") or ())
-            return memory, trace(memory.scratch(), self.arguments, example_inputs, settings)
+            try:
+                return memory, trace(memory.scratch(), self.arguments, example_inputs, settings)
+            except NeedsGradients:
+                with_gradients = settings._replace(gradients=True)
+                return memory, trace(memory.scratch(), self.arguments, example_inputs, with_gradients)
 
         return memory_format.choose(memory_format.convolution_weights(model, groups), compiled)
 
@@ -218,13 +226,16 @@ class Program:
         """Run one replica's micro-batches of one device iteration."""
         replica = self._replicas[index]
         for step in range(self.layout.accumulation_steps):
-            with torch.set_grad_enabled(self.is_training), replica.arithmetic():
+            with torch.set_grad_enabled(self.traced.gradients), replica.arithmetic():
                 started = time.perf_counter()
-                forward = replica.forward(self._inputs(call.inputs, iteration, step, index))
-                if self._checks_numbers:
-                    _check_numbers(forward)
-                with replica.backward_random():
-                    self._update.backward(index, forward.loss)
+                try:
+                    forward = replica.forward(self._inputs(call.inputs, iteration, step, index))
+                    if self._checks_numbers:
+                        _check_numbers(forward)
+                    with replica.backward_random():
+                        self._update.backward(index, forward.loss)
+                finally:
+                    replica.end_micro_batch()
                 computed = time.perf_counter()
                 call.outputs.add(iteration, step, index, forward.outputs)
                 if replica.anchor_recorder is not None:

@@ -16,9 +16,10 @@ from torch.overrides import _get_current_function_mode_stack
 from poptorch.device.arguments import Arguments
 from poptorch.device.compilation import Trace
 from poptorch.device.half import HalfMode
-from poptorch.device.memory import PythonState, ReplicaMemory
+from poptorch.device.memory import ReplicaMemory
 from poptorch.device.numerics import device_random, mixed_seed
 from poptorch.device.outputs import AnchorRecorder
+from poptorch.device.python_state import ReplicaObjects
 from poptorch.device_mode import DeviceMode, OnDevice, to_device
 from poptorch.errors import Error
 from poptorch.pytree import flatten
@@ -73,7 +74,7 @@ class Replica:
         if not traced.is_plain:
             self._mode = DeviceMode(originals=originals)
         self._half_mode = HalfMode(is_stochastic) if traced.has_half else None
-        self._python_state = PythonState(memory.module, traced.changed_modules)
+        self._objects = ReplicaObjects(memory.module, traced.changes)
         self.save_constants()
         groups: List[Dict[str, Any]] = [memory.parameters, memory.buffers, memory.constants]
         self._memory_addresses = frozenset(
@@ -89,15 +90,21 @@ class Replica:
         args, kwargs = self._arguments.unflatten(on_device)
         self._restore_constants()
         try:
-            with self._random(self._traced.draws), self._mode or _ON_DEVICE:
+            with self._objects.shared, self._random(self._traced.draws), self._mode or _ON_DEVICE:
                 tensors, structure = flatten(self.memory.module(*args, **kwargs))
         finally:
-            self._python_state.restore()
+            self._objects.restore()
         self.micro_batches += 1
         self._copy_changed_inputs(on_device, inputs)
         if structure != self._traced.structure:
             raise Error(f"forward returned {structure}, but {self._traced.structure} when it was compiled")
         return Forward([self._detached(tensor) for tensor in tensors], self._loss(tensors))
+
+    def end_micro_batch(self) -> None:
+        """Release the graph of buffers that forward has updated: a buffer is state, not a part of the next graph."""
+        for buffer in self.memory.buffers.values():
+            if buffer.requires_grad:
+                buffer.detach_()
 
     def _loss(self, outputs: List[torch.Tensor]) -> Optional[torch.Tensor]:
         if self._mode is not None:

@@ -9,6 +9,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 import torch
 
+from poptorch.device.python_state import visible_objects
 from poptorch.device_mode import compiling_mode, from_host, is_on_device, off_device, to_device
 from poptorch.errors import Error
 from poptorch.ops.arguments import checked_callable, checked_tensor
@@ -75,7 +76,7 @@ class CPU:
 
     def _call_from_device(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         tensors, arguments = flatten((args, kwargs))
-        with _host_lock, off_device(), torch.no_grad():
+        with visible_objects(), _host_lock, off_device(), torch.no_grad():
             on_host = [_to_host(tensor) for tensor in tensors]
             args, kwargs = arguments.unflatten(on_host)
             returned, spec = flatten(self._layer_to_call(*args, **kwargs))
