@@ -30,7 +30,7 @@ Driver = Dict[str, Any]
 
 
 class _Waited(NamedTuple):
-    """A driver that was signalled: its start time, until when it is awaited, what is wrong then, and the run's lease."""
+    """A driver that was signalled: its start time, until when it is awaited, what is wrong then, its run's lease."""
 
     ticks: int
     deadline_s: float
@@ -108,18 +108,30 @@ def stop(drivers: List[Driver], run_s: float = STOP_S, end_s: float = END_S) -> 
             continue
         except OSError as error:
             left[str(pid)] = str(error.strerror)
+    left.update(_await_ends(waiting))
+    return left
+
+
+def _await_ends(waiting: Dict[int, _Waited]) -> Dict[str, str]:
+    """Wait for the ends of drivers; return why the others run on, by pid."""
+    left = {}
     while waiting:
-        waiting = {pid: waited for pid, waited in waiting.items() if _start_ticks(pid) == waited.ticks}
-        for pid, waited in list(waiting.items()):
-            if waited.lease is not None and not waited.lease.exists():
-                waited = waiting[pid] = _waited(waited.ticks, _EXIT_S, "")._replace(reason="its run has ended, but the program goes on")
-            if _state(pid) == b"T":
-                waited = waited._replace(deadline_s=0, reason=f"it is stopped (SIGSTOP); `kill -CONT {pid}` lets it end")
-            if time.monotonic() >= waited.deadline_s:
-                left[str(pid)] = waited.reason
-                del waiting[pid]
+        waiting = {pid: _now(pid, waited) for pid, waited in waiting.items() if _start_ticks(pid) == waited.ticks}
+        now_s = time.monotonic()
+        left.update({str(pid): waited.reason for pid, waited in waiting.items() if now_s >= waited.deadline_s})
+        waiting = {pid: waited for pid, waited in waiting.items() if str(pid) not in left}
         time.sleep(_POLL_S if waiting else 0)
     return left
+
+
+def _now(pid: int, waited: _Waited) -> _Waited:
+    """Return until when a driver is awaited by now, and what is wrong then."""
+    if _state(pid) == b"T":
+        return waited._replace(deadline_s=0, reason=f"it is stopped (SIGSTOP); `kill -CONT {pid}` lets it end")
+    if waited.lease is not None and not waited.lease.exists():
+        reason = "its run has ended, but the program goes on"
+        return _waited(waited.ticks, _EXIT_S, "")._replace(reason=reason)
+    return waited
 
 
 def _waited(ticks: int, within_s: float, addition: str) -> _Waited:
