@@ -240,14 +240,19 @@ class LeaseLost(RunError):
 class FolderLost(LeaseLost):
     """Raised in a run whose run folder is gone: its disk was unmounted, or it was moved or removed."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, way_on: str = "") -> None:
+        """`way_on` says where the newest state was saved, and how the run continues from there."""
         super().__init__(folder, "")
+        self.way_on = way_on
 
     def __str__(self) -> str:
+        way_on = self.way_on or (
+            f"once it is back, continue with --resume {self.folder}; otherwise resume from --storage-path, or a copy "
+            "on another host"
+        )
         return (
             f"the path {self.folder} no longer leads to the folder that this run has written into: its disk was "
-            "unmounted, or the folder was moved or removed; this run ends and writes nothing more. Once it is back, "
-            f"continue with --resume {self.folder}; otherwise resume from --storage-path, or a copy on another host"
+            f"unmounted, or the folder was moved or removed; this run ends and writes nothing more; {way_on}"
         )
 
 

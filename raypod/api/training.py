@@ -12,14 +12,17 @@ from typing import Any, Dict, Generator, Iterator, List, Optional, Sequence, Tup
 from typing_extensions import Protocol
 
 from raypod import planning
+from raypod.api.rescue import Part, Rescue
 from raypod.checkpoint import resume, weights_file
 from raypod.coordinator import coordinator
 from raypod.coordinator.checkpoint_copies import CheckpointCopies
 from raypod.coordinator.early_stopping import early_stop
+from raypod.coordinator.elsewhere import Elsewhere
 from raypod.coordinator.stop import Stop, deadline_of
 from raypod.errors import (
     ConfigError,
     DataUnreadable,
+    FolderLost,
     HostLost,
     InstanceFailed,
     LeaseLost,
@@ -181,6 +184,7 @@ class Training:
         self._started_at_s = time.monotonic() if started_at_s is None else started_at_s
         self._started_unix_s = time.time() - (time.monotonic() - self._started_at_s)
         self.metrics = MetricsAggregator(run.plan, self._started_at_s)
+        self._elsewhere, self._state = Elsewhere(run.plan), None  # type: Elsewhere, Optional[run_state.StateFile]
 
     def events(self) -> Generator[Event, None, None]:
         """Yield the events of the run, and write its files: after the last event `summary.json` and `report.html`.
@@ -201,12 +205,11 @@ class Training:
             fleet = fleet_for(plan, self._reporter.print_line)
             warn, print_line = self._reporter.warn, self._reporter.print_line
             copies = CheckpointCopies(plan, fleet, warn, print_line, self._stop.seconds_left)
-            recorders = [*self._recorders(fleet, stack), trackers, mirror, copies]
+            rescue = Rescue(plan, self._elsewhere, mirror, copies, warn)
+            recorders = [*self._recorders(fleet, stack, rescue.parts), trackers, mirror, rescue]
             with self._opened(fleet, copies) as (events, sinks):
-                for event in events:
-                    lease.check()
-                    if isinstance(event, CheckpointBegun):
-                        lease.check_folder()
+                rescue.parts.append(sinks)
+                for event in self._checked(events):
                     self._record(event, [sinks, *recorders])
                     if is_closed:
                         continue
@@ -215,14 +218,42 @@ class Training:
                     except GeneratorExit:  # from here on the generator must not yield
                         is_closed = True
                         self._stop.request("the stream of events was closed")
+            lease.check_folder()
             more = copies.summary()
             before = self._restarts_before
             run_folder.write_summary(plan, self.metrics, self._last_events, self._evaluations, more, before)
 
-    def _recorders(self, fleet: Fleet, stack: contextlib.ExitStack) -> Iterator[Recorder]:
-        """Open what shows the run to other processes: `state.json`, the status endpoint and `events.jsonl`."""
+    def _checked(self, events: coordinator.Events) -> Iterator[Event]:
+        """Yield the events, and check the run folder; a lost one is thrown into them before a checkpoint is begun.
+
+        Then no call is in progress, so that the newest state can be saved elsewhere.
+        """
+        lease = self._run.claim.lease
+        lost: Optional[FolderLost] = None
+        while True:
+            try:
+                event = next(events) if lost is None else events.throw(lost)
+            except StopIteration:
+                return
+            lost = None
+            lease.check()
+            if isinstance(event, CheckpointBegun):
+                try:
+                    lease.check_folder()
+                except FolderLost as error:
+                    self._leave_folder(error)
+                    lost = error
+                    continue
+            yield event
+
+    def _recorders(self, fleet: Fleet, stack: contextlib.ExitStack, parts: List[Part]) -> Iterator[Recorder]:
+        """Open what shows the run to other processes: `state.json`, the status endpoint and `events.jsonl`.
+
+        `parts` gets the writers of the two files.
+        """
         plan, folder = self._run.plan, self._run.claim.folder
-        state = stack.enter_context(run_state.StateFile(folder, plan, self._stop.exit_code))
+        state = self._state = stack.enter_context(run_state.StateFile(folder, plan, self._stop.exit_code))
+        parts.append(state)
         yield state
         yield CoordinatorLogTimes(folder)
         status = RunStatus(plan, fleet.heartbeats)
@@ -232,7 +263,9 @@ class Training:
         routes = {"/status": snapshot_route(status.snapshot), "/metrics": metrics}
         stack.enter_context(served(routes, folder, plan.config.run.status_port, state))
         counts = {"total_updates": plan.total_updates, **topology_summary(plan)}
-        yield stack.enter_context(EventLog(folder, counts, self._reporter.warn))
+        log = stack.enter_context(EventLog(folder, counts, self._reporter.warn))
+        parts.append(log)
+        yield log
         window = window_of(plan)
         if window is not None:
             source = ProfileSource(fleet.clocks, lambda: fleet.call("take_profile"))
@@ -253,7 +286,9 @@ class Training:
         with contextlib.ExitStack() as stack:
             stack.callback(reporter.close)
             sinks = stack.enter_context(Sinks(plan, reporter.warn))
-            events = coordinator.run(plan, fleet, self.metrics, resumed, self._known, self._stop, copies)
+            events = coordinator.run(
+                plan, fleet, self.metrics, resumed, self._known, self._stop, copies, self._elsewhere
+            )
             stack.enter_context(contextlib.closing(events))
             stack.enter_context(self._run.claim.lease.interrupting())
             yield events, sinks
@@ -261,6 +296,8 @@ class Training:
     def _record(self, event: Event, recorders: Sequence[Recorder]) -> None:
         if isinstance(event, RunStarted):
             self._run.claim.keep()
+            if self._elsewhere.is_wanted:
+                self._run.claim.lease.on_folder_lost = self._leave_folder
         self._last_events[type(event)] = event
         for recorder in recorders:
             recorder.handle(event)
@@ -271,6 +308,12 @@ class Training:
         if isinstance(event, InstanceWarned):
             self._reporter.warn(f"{event.text} (instance {event.instance}; its log: {event.log_file})")
         self._reporter.show(event)
+
+    def _leave_folder(self, lost: FolderLost) -> None:
+        """End the calls in progress: then the state is saved elsewhere. Called in the thread of the lease."""
+        if self._state is not None:
+            self._state.is_lost = True
+        self._stop.request(f"{lost.folder} is lost")
 
     def _show_way_on(self, kind: Optional[type], error: Optional[BaseException], _: object) -> None:
         """Show how a run that has failed continues, unless its error says that."""

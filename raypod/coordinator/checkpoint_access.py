@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Optional, Tuple
 
 from raypod.checkpoint import storage
@@ -43,10 +44,17 @@ def write_kept(fleet: Fleet, root: int, manifest: Manifest, run_dir: str) -> Tup
     checkpoints = storage.checkpoints_folder(run_dir)
     with storage.unique_file(checkpoints) as path:
         has_folder = path is not None and fleet.call_on((root,), "has_file", str(path))[root]
-    server = None if has_folder else fleet.serve(CheckpointReceiver, str(checkpoints))
-    try:
-        reports: Tuple[SaveReport, ...] = fleet.call_on((root,), "save_kept", manifest, server)[root]
-        return reports
-    finally:
-        if server is not None:
-            server.close()
+    if has_folder:
+        return _saved_by(fleet, root, manifest, None)
+    return write_kept_into(fleet, root, manifest, Path(run_dir))
+
+
+def write_kept_into(fleet: Fleet, root: int, manifest: Manifest, folder: Path) -> Tuple[SaveReport, ...]:
+    """As `write_kept`, into any folder of this host."""
+    with contextlib.closing(fleet.serve(CheckpointReceiver, str(storage.checkpoints_folder(folder)))) as server:
+        return _saved_by(fleet, root, manifest, server)
+
+
+def _saved_by(fleet: Fleet, root: int, manifest: Manifest, server: Optional[Server]) -> Tuple[SaveReport, ...]:
+    reports: Tuple[SaveReport, ...] = fleet.call_on((root,), "save_kept", manifest, server)[root]
+    return reports

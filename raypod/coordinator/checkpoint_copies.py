@@ -30,7 +30,10 @@ _FLAG = "--checkpoint-copies"
 
 
 class CheckpointCopies:
-    """The copies of one run: a context that ends the thread, to be left before the fleet is closed."""
+    """The copies of one run: a context that ends the thread, to be left before the fleet is closed.
+
+    `run_id` is the name of the run on other hosts, once it has begun.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,8 @@ class CheckpointCopies:
         self._copies, self._timeout_s = run.checkpoint_copies, run.save_timeout_s
         self._start_timeout_s, self._stop_timeout_s = run.start_timeout_s, run.stop_timeout_s
         self._warn, self._print_line, self._seconds_left = warn, print_line, seconds_left
-        self._run_id = ""
+        self._files: Optional[Path] = None  # the folder of the files of the run, if it is not the run folder
+        self.run_id = ""
         self._changed = threading.Condition()
         self._queued: Optional[Path] = None
         self._is_busy = self._has_ended = self._is_short = False
@@ -81,6 +85,20 @@ class CheckpointCopies:
         while self._messages:
             self._warn(self._messages.popleft())
 
+    def send_from(self, folder: Path, checkpoint: Path) -> List[str]:
+        """Copy a checkpoint of another folder, which has the files of the run, and wait until that is done.
+
+        Returns the hosts that have it.
+        """
+        if self._targets is None:
+            return []
+        self._files = folder
+        self._queue(checkpoint)
+        self._finish(is_complete=False)
+        while self._messages:
+            self._warn(self._messages.popleft())
+        return self._held if self._newest == checkpoint else []
+
     def summary(self) -> Dict[str, Any]:
         """Return the entry of `summary.json`; {} without copies."""
         if self._copies == 1:
@@ -88,7 +106,7 @@ class CheckpointCopies:
         hosts = [socket.gethostname(), *self._held]
         name = self._newest.name if self._newest else None
         counts = {"wanted": self._copies, "held": len(hosts), "failed": self._failed}
-        return {"checkpoint_copies": {"run_id": self._run_id, "checkpoint": name, **counts, "hosts": hosts}}
+        return {"checkpoint_copies": {"run_id": self.run_id, "checkpoint": name, **counts, "hosts": hosts}}
 
     def __enter__(self) -> CheckpointCopies:
         return self
@@ -110,11 +128,11 @@ class CheckpointCopies:
             alive = f"only {others} other host{' is' if others == 1 else 's are'} alive"
             self._warn(f"{_FLAG} {self._copies}: {alive}, so there are fewer copies until more hosts join")
         try:
-            self._run_id = copy_sender.run_id(self._run_dir)
+            self.run_id = copy_sender.run_id(self._run_dir)
         except OSError as error:
             self._warn(f"{_FLAG}: no copies are kept: {error.strerror or error}")
             return
-        self._targets = CopyTargets(self._fleet, self._folder, self._run_id, self._copies, self._start_timeout_s)
+        self._targets = CopyTargets(self._fleet, self._folder, self.run_id, self._copies, self._start_timeout_s)
         thread = threading.Thread(target=self._run, args=(self._targets,), name="checkpoint copies", daemon=True)
         thread.start()  # a lost lease can interrupt it: a thread that has not started cannot be joined
         self._thread = thread
@@ -175,7 +193,7 @@ class CheckpointCopies:
     def _copy(self, targets: CopyTargets, path: Path) -> None:
         """Copy a checkpoint to as many hosts as are wanted."""
         try:
-            with copy_sender.opened(self._run_dir, path) as source:
+            with copy_sender.opened(self._run_dir, path, self._files) as source:
                 self._newest, self._age, self._held = path, source.age, []
                 attempts: Counter[str] = Counter()
                 while True:
@@ -200,7 +218,7 @@ class CheckpointCopies:
         try:
             if targets.open(host) != source.age:
                 server, is_abandoned = targets.server(host), lambda: self._has_ended
-                copy_sender.send(server, source, self._run_id, self._timeout_s, is_abandoned)
+                copy_sender.send(server, source, self.run_id, self._timeout_s, is_abandoned)
             self._held = [*self._held, host]
         except SharedDisk as shared:
             self._messages.append(f"host {host} keeps no copies of checkpoints: {shared}")

@@ -13,7 +13,7 @@ from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint, Manifest
 from raypod.checkpoint.resume import manifest_of
 from raypod.checkpoint.transfer import Server
-from raypod.coordinator.checkpoint_access import write_here, write_kept
+from raypod.coordinator.checkpoint_access import write_here, write_kept, write_kept_into
 from raypod.errors import CheckpointDamaged, CheckpointNotSaved, LossNotFinite
 from raypod.events import (
     CheckpointBegun,
@@ -94,9 +94,15 @@ class CheckpointSchedule:
         fleet.call("save", self._manifest(update, tested))
         self._begun_update, self._begun_s = update, time.monotonic()
 
-    def save_on(self, fleet: Fleet, root: int, update: int) -> Iterator[Event]:
-        """Write the state after `update` updates that instance `root` has kept, unless there is that checkpoint."""
-        if self.last is None or self.last.update != update:
+    def save_on(self, fleet: Fleet, root: int, update: int, folder: Optional[Path] = None) -> Iterator[Event]:
+        """Write the state after `update` updates that instance `root` has kept, unless there is that checkpoint.
+
+        `folder` is another one than the run folder.
+        """
+        if folder is not None:
+            report = write_kept_into(fleet, root, self._manifest(update), folder)[-1]
+            yield self.record(report if report.error is None else dataclasses.replace(report, can_pass=True))
+        elif self.last is None or self.last.update != update:
             yield CheckpointBegun(update)
             yield from map(self.record, write_kept(fleet, root, self._manifest(update), self._plan.run_dir))
 

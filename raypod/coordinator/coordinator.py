@@ -20,6 +20,7 @@ from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
 from raypod.coordinator.disk_wait import DiskWait
 from raypod.coordinator.early_stopping import early_stop
 from raypod.coordinator.elastic import Elastic, resize_at_start, start
+from raypod.coordinator.elsewhere import Elsewhere
 from raypod.coordinator.instance_warnings import InstanceWarnings
 from raypod.coordinator.kept_state import KeptState
 from raypod.coordinator.recovery import FailurePolicy, Recovery, begin
@@ -55,6 +56,7 @@ def run(
     earlier_evaluations: Sequence[EvaluationDone] = (),
     stop: Optional[Stop] = None,
     copies: Optional[CheckpointCopies] = None,
+    elsewhere: Optional[Elsewhere] = None,
 ) -> Events:
     """Run a plan on a fleet; yield the events of the run as they happen.
 
@@ -66,6 +68,7 @@ def run(
         earlier_evaluations: the evaluations that a resumed run had made before.
         stop: with which the caller can request a stop.
         copies: uses the fleet until it is closed.
+        elsewhere: takes the newest state if the run folder does not.
     """
     first_update, stop = resumed.update if resumed else 0, stop or Stop()
     with stop_on_signal(stop), contextlib.closing(fleet), copies or contextlib.nullcontext():
@@ -80,7 +83,8 @@ def run(
         metrics.begin_at(first_update)
         schedule.use_new_writer(fleet)
         policy = FailurePolicy(started[0].device, plan.config.run.max_restarts, plan.config.pod.is_elastic)
-        kept = KeptState(plan, fleet, metrics, schedule)
+        elsewhere = elsewhere or Elsewhere(plan)
+        kept = KeptState(plan, fleet, metrics, schedule, elsewhere)
         elastic = None
         if plan.config.pod.is_elastic and plan.config.run.fleet == "ray":
             on_ray = cast(ElasticFleet, fleet)
@@ -101,6 +105,8 @@ def run(
         except RaypodError as error:  # the instances have ended their calls
             with stop.saving():
                 yield from kept.save_at_end(error)
+            if elsewhere.way_on:
+                raise elsewhere.named(error) from error
             raise
         stop.begin_end()
         assert schedule.last is not None, "a run ends with a checkpoint"

@@ -14,7 +14,7 @@ import re
 import time
 import uuid
 from pathlib import Path
-from typing import Any, BinaryIO, Callable, Dict, Iterator, NamedTuple
+from typing import Any, BinaryIO, Callable, Dict, Iterator, NamedTuple, Optional
 
 from raypod.checkpoint import storage, transfer
 from raypod.checkpoint.copies import Age
@@ -73,8 +73,8 @@ def run_id(run_dir: Path) -> str:
 
 
 @contextlib.contextmanager
-def opened(run_dir: Path, path: Path) -> Iterator[Source]:
-    """Open a checkpoint and the files of its run.
+def opened(run_dir: Path, path: Path, folder: Optional[Path] = None) -> Iterator[Source]:
+    """Open a checkpoint and the files of its run, which are in `folder` (default: the run folder).
 
     Raises:
         CheckpointDamaged: its manifest cannot be read.
@@ -89,11 +89,11 @@ def opened(run_dir: Path, path: Path) -> Iterator[Source]:
         files = {}
         for name in _FILES:
             with contextlib.suppress(FileNotFoundError):
-                file = stack.enter_context((run_dir / name).open("rb"))
+                file = stack.enter_context(((folder or run_dir) / name).open("rb"))
                 files[name] = Part(
                     file, _whole_lines(file) if name.endswith(_LINES) else os.fstat(file.fileno()).st_size
                 )
-        yield Source(run_dir, checkpoint, tensors, files, _interrupted_state(run_dir, checkpoint))
+        yield Source(run_dir, checkpoint, tensors, files, _interrupted_state(folder or run_dir, checkpoint))
 
 
 def send(server: Server, source: Source, run: str, timeout_s: float, is_abandoned: Callable[[], bool]) -> None:

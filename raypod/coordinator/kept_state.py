@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Dict, Iterator, List, Optional, Set
 
 from raypod.checkpoint import storage
 from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
+from raypod.coordinator.elsewhere import Elsewhere
 from raypod.errors import (
     CheckpointDamaged,
     CheckpointNotSaved,
@@ -21,7 +23,7 @@ from raypod.fleet.base import Fleet, FleetBroken
 from raypod.plan.plan import Plan
 from raypod.record.metrics import MetricsAggregator
 
-# After these errors there is no state to save, no place for it, or the folder belongs to another run.
+# After these errors there is no state to save, no place for it in the run folder, or that belongs to another run.
 _WITHOUT_STATE = (CheckpointDamaged, CheckpointNotSaved, LeaseLost, LossNotFinite, WeightsDiffer)
 
 
@@ -33,18 +35,27 @@ class KeptState:
         lost: the instances that hold none: they were lost, or have replaced others and are not seeded yet.
     """
 
-    def __init__(self, plan: Plan, fleet: Fleet, metrics: MetricsAggregator, schedule: CheckpointSchedule) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        fleet: Fleet,
+        metrics: MetricsAggregator,
+        schedule: CheckpointSchedule,
+        elsewhere: Optional[Elsewhere] = None,
+    ) -> None:
         self._plan, self._fleet, self.metrics, self.schedule = plan, fleet, metrics, schedule
+        self._elsewhere = elsewhere or Elsewhere(plan)
         self.lost: Set[int] = set()
 
     def lose_all(self) -> None:
         """Note that no instance holds the state, however many there are."""
         self.lost = set(range(self._plan.geometry.total_replicas))
 
-    def save(self) -> Iterator[Event]:
+    def save(self, folder: Optional[Path] = None) -> Iterator[Event]:
         """Make an instance with the newest state write it as a checkpoint; repeat if that loses further instances.
 
-        All instances leave the process group: they must be replaced or end afterwards.
+        All instances leave the process group: they must be replaced or end afterwards. `folder` is another one than the
+        run folder.
 
         Raises:
             CheckpointNotSaved: it could not be written, and there is no earlier one.
@@ -54,7 +65,7 @@ class KeptState:
             if not holders:
                 return
             try:
-                yield from self._save_state_of(holders)
+                yield from self._save_state_of(holders, folder)
                 return
             except FleetBroken as broken:
                 yield from broken.losses
@@ -63,10 +74,10 @@ class KeptState:
                     return
                 self.lost = self.lost | further
 
-    def try_to_save(self) -> Iterator[Event]:
+    def try_to_save(self, is_elsewhere: bool = False) -> Iterator[Event]:
         """Save the state; if that fails, the event says why."""
         try:
-            yield from self.save()
+            yield from self.save(self._elsewhere.folder() if is_elsewhere else None)
         except Exception as error:  # noqa: BLE001 - also Ray's; what must be told first is why the state is saved
             update, last = self.metrics.position, self.schedule.last
             path = storage.checkpoint_path(storage.checkpoints_folder(self._plan.run_dir), update)
@@ -75,10 +86,11 @@ class KeptState:
 
     def save_at_end(self, error: RaypodError) -> Iterator[Event]:
         """Save the state if `error` ends the run after further updates."""
-        if self.metrics.last is not None and not isinstance(error, _WITHOUT_STATE):
-            yield from self.try_to_save()
+        is_elsewhere = self._elsewhere.is_for(error)
+        if self.metrics.last is not None and (is_elsewhere or not isinstance(error, _WITHOUT_STATE)):
+            yield from self.try_to_save(is_elsewhere)
 
-    def _save_state_of(self, holders: List[int]) -> Iterator[Event]:
+    def _save_state_of(self, holders: List[int], folder: Optional[Path]) -> Iterator[Event]:
         positions = self._fleet.release(holders)
         root = newest(positions)
         if root is None:
@@ -86,12 +98,12 @@ class KeptState:
         missing = self.metrics.missing_reports(positions[root])
         for reports in self._fleet.call_on(holders, "lost_reports", missing).values() if missing else ():
             self.metrics.add_lost_reports(reports or ())
-        if 0 in holders:
+        if 0 in holders and folder is None:
             yield from map(self.schedule.record, self._fleet.call_on((0,), "finish_saves")[0])
         updates = self.metrics.rollback_to(positions[root], time.monotonic())
         yield from self.metrics.take_calls()
         yield from updates
-        yield from self.schedule.save_on(self._fleet, root, positions[root])
+        yield from self.schedule.save_on(self._fleet, root, positions[root], folder)
 
 
 def newest(positions: Dict[int, int]) -> Optional[int]:

@@ -172,6 +172,16 @@ class AppendOnlyFile:
                 if file.read() != b"\n":
                     self.write(b"\n")
 
+    def copy_to(self, path: Path) -> None:
+        """Write what the file has, and what is kept in memory, into another one. OSError as from the file systems.
+
+        It is read without its path, which leads elsewhere after its disk was unmounted.
+        """
+        with path.open("wb") as target:
+            with contextlib.suppress(OSError), Path(f"/proc/self/fd/{self._descriptor}").open("rb") as source:
+                shutil.copyfileobj(source, target)
+            target.write(self._unwritten)
+
     def sync(self) -> None:
         """Flush everything to disk, if the disk permits."""
         if self._drain() is None and self._flush() is None:

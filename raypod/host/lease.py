@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Iterator, List, Optional, Tuple
+from typing import Callable, Iterator, List, Optional, Tuple
 
 from raypod.errors import FolderLost, LeaseHeld, LeaseLost
 from raypod.host import lease_file
@@ -89,6 +89,9 @@ class Lease:
     def __init__(self, path: Path, holder: Holder, log: Log) -> None:
         self._path, self._holder, self._log = path, holder, log
         self._lost: Optional[LeaseLost] = None
+        # Called once, in the thread of the lease, instead of an interruption if the folder is lost: the process ends
+        # its calls, and then calls `check_folder`.
+        self.on_folder_lost: Optional[Callable[[FolderLost], None]] = None
         self._descriptor = os.open(str(path.parent), os.O_RDONLY | os.O_DIRECTORY)  # knows it without its path
         self._renewed_s = time.monotonic()
         self._is_late = self._has_warned = self._has_ended = self._interrupts = False
@@ -226,6 +229,10 @@ class Lease:
             self._lose(LeaseLost(str(self.folder), str(newest)))
 
     def _lose(self, lost: LeaseLost) -> None:
+        if isinstance(lost, FolderLost) and self.on_folder_lost is not None:
+            notify, self.on_folder_lost = self.on_folder_lost, lambda lost: None
+            notify(lost)
+            return
         if self._lost is not None:
             return
         self._lost = lost

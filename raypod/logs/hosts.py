@@ -11,6 +11,7 @@ from raypod.plan.cluster import Cluster, Host, Ssh
 from raypod.plan.cluster_file import is_host, is_user
 from raypod.pod import ssh
 from raypod.record import run_folder
+from raypod.record.run_end import LAUNCH
 
 
 class Process(NamedTuple):
@@ -28,6 +29,15 @@ def read_plan(folder: Path) -> Dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def launch_hosts(folder: Path) -> List[str]:
+    """Return the host of each instance of a launch; [] for a training."""
+    try:
+        names = parse_json((folder / LAUNCH).read_text())["hosts"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def cluster_in(plan: Mapping[str, Any]) -> Optional[Cluster]:

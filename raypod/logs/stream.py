@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -14,10 +15,11 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 from raypod.cli import show
 from raypod.errors import ConfigError, RunError
 from raypod.logs import event_text
-from raypod.logs.hosts import cluster_in, elsewhere, has_proxy, processes_in, read_plan
+from raypod.logs.hosts import cluster_in, elsewhere, has_proxy, launch_hosts, processes_in, read_plan
 from raypod.logs.printer import Printer
 from raypod.logs.remote import HostLogs, Mirror, wait_synced
 from raypod.logs.sources import EVENTS, LogSource, Selection, TimedLine, label_of, logs_in
+from raypod.plan.cluster import Host
 from raypod.pod import ssh
 from raypod.record.event_log import NAME as EVENTS_FILE
 from raypod.record.growing_file import GrowingFile
@@ -182,12 +184,13 @@ class Logs:
 
     def _report_missing(self) -> None:
         """Say where the logs of instances are that no event names, as those of a run that has failed in its start."""
-        hosts = self._cluster.hosts if self._cluster else ()
-        others = {host.name for host in hosts if not ssh.is_local(host)}
+        launched = launch_hosts(self._folder)
+        hosts = self._cluster.hosts if self._cluster else [Host(name, name) for name in set(launched)]
+        others = {host.name for host in hosts if not ssh.is_local(host) and host.name != socket.gethostname()}
         others -= {logs.host.name for logs in self._hosts.values() if logs.problem}
         shown = {label.split()[-1].partition("@")[0] for label in self._sources}
         missing: Dict[str, List[str]] = {}
-        instances = self._plan.get("instances")
+        instances = [{"host": name} for name in launched] or self._plan.get("instances")
         for index, each in enumerate(instances if isinstance(instances, list) else ()):
             name = str(each.get("host")) if isinstance(each, dict) else None
             if name in others and self._selection.has(index) and str(index) not in shown:

@@ -27,7 +27,7 @@ class RemoteHost:
     def __init__(self, cluster: Cluster, host: Host, interval_s: float) -> None:
         self.host = host
         self.first_try = threading.Event()
-        self._interval_s = interval_s
+        self._interval_s, self._ssh = interval_s, cluster.ssh
         words = [cluster.python, "-m", "raypod", "monitor", "--json", "--follow", "--interval", f"{interval_s:g}"]
         self._command = [*ssh.ssh_command(host, cluster.ssh), ssh.login_command(words)]
         self._state: Optional[Tuple[HostFacts, List[Run]]] = None
@@ -89,7 +89,8 @@ class RemoteHost:
         self._process = None
         code = process.returncode
         if code == _NO_CONNECTION:
-            return f"unreachable ({errors[-1] if errors else 'ssh: no connection'})"
+            cause = errors[-1] if errors else "ssh: no connection"
+            return f"unreachable ({cause}{ssh.passphrase_hint(cause, self._ssh)})"
         return errors[-1] if errors else f"the monitor there ended with exit code {code}"
 
     def _take(self, line: bytes) -> None:

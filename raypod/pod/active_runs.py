@@ -14,9 +14,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 STOP_S = 900.0  # as `raypod stop`: for a long call and a large checkpoint
+END_S = 30.0  # for a program without a run: raypod knows of nothing that it could save
+_EXIT_S = 10.0  # for the process of a run to end after it
 _MARK = b"RAYPOD_CLUSTER="
 _GCS_CLIENT = "fleet/gcs.py"
 _GCS_S = 30.0
@@ -25,6 +27,15 @@ _ENTRIES = Path("/tmp")  # the parent of the folders of `status/registry.py`
 _MAX_BYTES = 16384
 _POLL_S = 0.1
 Driver = Dict[str, Any]
+
+
+class _Waited(NamedTuple):
+    """A driver that was signalled: its start time, until when it is awaited, what is wrong then, its run's lease."""
+
+    ticks: int
+    deadline_s: float
+    reason: str
+    lease: Optional[Path]
 
 
 def check(cluster: str) -> str:
@@ -74,9 +85,13 @@ def run_folders(drivers: List[Driver]) -> Dict[str, str]:
     return found
 
 
-def stop(drivers: List[Driver], within_s: float = STOP_S) -> Dict[str, str]:
-    """Stop the drivers, trainings with a checkpoint, and wait for their end; return why the others run on, by pid."""
-    left, waiting = {}, []
+def stop(drivers: List[Driver], run_s: float = STOP_S, end_s: float = END_S) -> Dict[str, str]:
+    """Stop the drivers, trainings with a checkpoint, and wait for their ends; return why the others run on, by pid.
+
+    A run is awaited for `run_s`. It has ended once its process has released the lease of the run folder, even if that
+    goes on, as a notebook does. A program without a run is awaited for `end_s`.
+    """
+    left, waiting, folders = {}, {}, run_folders(drivers)  # type: Dict[str, str], Dict[int, _Waited], Dict[str, str]
     for each in drivers:
         pid, ticks = each["pid"], _start_ticks(each["pid"])
         if ticks is None:
@@ -84,22 +99,47 @@ def stop(drivers: List[Driver], within_s: float = STOP_S) -> Dict[str, str]:
         if not is_driver(each):  # in a container, or the pid has another process by now
             left[str(pid)] = "its process is not visible on this host"
             continue
+        folder = folders.get(str(pid))
+        waited = _waited_run(pid, ticks, folder, run_s) if folder else _waited(ticks, end_s, ": it has no active run")
         try:
-            os.kill(pid, signal.SIGINT if each["namespace"] == _NAMESPACE else signal.SIGTERM)
-            waiting.append((pid, ticks))
+            os.kill(pid, signal.SIGINT if folder or each["namespace"] == _NAMESPACE else signal.SIGTERM)
+            waiting[pid] = waited
         except ProcessLookupError:
             continue
         except OSError as error:
             left[str(pid)] = str(error.strerror)
-    deadline = time.monotonic() + within_s
-    while waiting and time.monotonic() < deadline:
-        waiting = [(pid, ticks) for pid, ticks in waiting if _start_ticks(pid) == ticks]
-        for pid in [pid for pid, _ in waiting if _state(pid) == b"T"]:
-            left[str(pid)] = f"it is stopped (SIGSTOP); `kill -CONT {pid}` lets it end"
-        waiting = [(pid, ticks) for pid, ticks in waiting if str(pid) not in left]
-        time.sleep(_POLL_S)
-    left.update({str(pid): f"it has not ended within {within_s:g} s" for pid, _ in waiting})
+    left.update(_await_ends(waiting))
     return left
+
+
+def _await_ends(waiting: Dict[int, _Waited]) -> Dict[str, str]:
+    """Wait for the ends of drivers; return why the others run on, by pid."""
+    left = {}
+    while waiting:
+        waiting = {pid: _now(pid, waited) for pid, waited in waiting.items() if _start_ticks(pid) == waited.ticks}
+        now_s = time.monotonic()
+        left.update({str(pid): waited.reason for pid, waited in waiting.items() if now_s >= waited.deadline_s})
+        waiting = {pid: waited for pid, waited in waiting.items() if str(pid) not in left}
+        time.sleep(_POLL_S if waiting else 0)
+    return left
+
+
+def _now(pid: int, waited: _Waited) -> _Waited:
+    """Return until when a driver is awaited by now, and what is wrong then."""
+    if _state(pid) == b"T":
+        return waited._replace(deadline_s=0, reason=f"it is stopped (SIGSTOP); `kill -CONT {pid}` lets it end")
+    if waited.lease is not None and not waited.lease.exists():
+        reason = "its run has ended, but the program goes on"
+        return _waited(waited.ticks, _EXIT_S, "")._replace(reason=reason)
+    return waited
+
+
+def _waited(ticks: int, within_s: float, addition: str) -> _Waited:
+    return _Waited(ticks, time.monotonic() + within_s, f"it has not ended within {within_s:g} s{addition}", None)
+
+
+def _waited_run(pid: int, ticks: int, folder: str, within_s: float) -> _Waited:
+    return _waited(ticks, within_s, "")._replace(lease=_lease_of(folder, pid, ticks))
 
 
 def is_driver(driver: Driver) -> bool:
@@ -119,6 +159,16 @@ def _gcs_server(cluster: str) -> Optional[Tuple[str, Dict[str, str]]]:
             given = dict(word[2:].partition("=")[::2] for word in words if word.startswith("--"))
             address = f"{given.get('node-ip-address', '127.0.0.1')}:{given.get('gcs_server_port', '6379')}"
             return address, dict(os.fsdecode(each).partition("=")[::2] for each in variables if b"=" in each)
+    return None
+
+
+def _lease_of(folder: str, pid: int, ticks: int) -> Optional[Path]:
+    """Return the file of the lease of a run folder that a process of this host holds (see `host/lease_file.py`)."""
+    for path in Path(folder).glob("lease-*.json"):
+        with contextlib.suppress(OSError):
+            holder = _entry(path)
+            if (holder.get("pid"), holder.get("started_ticks")) == (pid, ticks):
+                return path
     return None
 
 

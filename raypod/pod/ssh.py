@@ -85,7 +85,7 @@ def run_on(host: Host, ssh: Ssh, words: Sequence[str], stdin: str = "", timeout_
         return Result(127, "", f"{command[0]}: {error.strerror}")
     result = _result(done.returncode, done.stdout, done.stderr)
     is_refused = result.exit_code == _NO_CONNECTION and not is_local(host)
-    hint = _passphrase_hint(result.error, ssh) if is_refused else ""
+    hint = passphrase_hint(result.error, ssh) if is_refused else ""
     return dataclasses.replace(result, error=result.error + hint)
 
 
@@ -161,7 +161,7 @@ def pass_through(host: Host, ssh: Ssh, words: Sequence[str]) -> int:
     terminal = ["-t"] if sys.stdin.isatty() and sys.stdout.isatty() else []
     code = subprocess.run([*ssh_command(host, ssh, terminal or ["-T"]), shell], check=False).returncode
     if code == _NO_CONNECTION:
-        hint = _passphrase_hint(_DENIED, ssh)  # ssh has printed the cause
+        hint = passphrase_hint(_DENIED, ssh)  # ssh has printed the cause
         cause = f"; if the key was refused{hint}" if hint else ""
         raise ClusterError(f"host {host.name} is unreachable over ssh, or the connection was lost{cause}")
     if code == _NO_COMMAND:
@@ -199,7 +199,7 @@ def _key(ssh: Ssh) -> Optional[Path]:
     return next((key for key in keys if key.is_file()), None)
 
 
-def _passphrase_hint(error: str, ssh: Ssh) -> str:
+def passphrase_hint(error: str, ssh: Ssh) -> str:
     """Return the end of a message for a key that ssh, which must not ask here, cannot decrypt; "" for other causes."""
     key = _key(ssh) if _DENIED in error else None
     if key is None or not has_passphrase(str(key)):

@@ -33,7 +33,7 @@ def make_way(cluster: Cluster, file: ClusterFile, stops: bool, say: Say) -> None
     if not drivers and not problem:
         return
     where = _by_host(cluster, drivers)
-    names = _names(cluster, where)
+    names, runs = _names(cluster, where)
     if not stops:
         if not drivers:
             raise ClusterError(
@@ -45,12 +45,15 @@ def make_way(cluster: Cluster, file: ClusterFile, stops: bool, say: Say) -> None
             "checkpoint; --no-restart leaves them alone"
         )
         raise ClusterError("\n  ".join([summary, *names]))
-    for name in names:
-        say(f"stopping {name} (within {active_runs.STOP_S:g} s)")
+    for name, is_run in zip(names, runs):
+        within_s = active_runs.STOP_S if is_run else active_runs.END_S
+        say(f"stopping {name} (within {within_s:g} s{'' if is_run else ': no active run'})")
     left = _stop(cluster, where)
-    for reason in [*left, *([f"whether runs are active is unknown: {problem}"] if problem else [])]:
-        say(f"warning: {reason}; the restart of Ray ends it")
-    if drivers and not left:
+    for reason in left:
+        say(f"warning: {reason}; the restart of Ray takes its cluster away")
+    if problem:
+        say(f"warning: whether runs are active is unknown: {problem}; the restart of Ray ends them")
+    if any(runs) and not left:
         say("they have ended; once Ray runs again, the same command continues a training")
 
 
@@ -83,17 +86,18 @@ def _by_host(cluster: Cluster, drivers: List[Driver]) -> Dict[Host, List[Driver]
     return found
 
 
-def _names(cluster: Cluster, where: Dict[Host, List[Driver]]) -> List[str]:
-    """Return each program with its host, pid, run folder if it has one, and command."""
+def _names(cluster: Cluster, where: Dict[Host, List[Driver]]) -> Tuple[List[str], List[bool]]:
+    """Return each program with its host, pid, run folder and command, and whether it has a run folder."""
     found = _on_hosts(cluster, where, "folders", ssh.SLACK_S)
-    names = []
+    names, runs = [], []
     for host, drivers in where.items():
         folders = found[host.name].json_object("folders") or {"folders": {}}
         for each in drivers:
             folder = folders["folders"].get(str(each["pid"]))
             command = each["entrypoint"][:_MAX_COMMAND]
             names.append(f"{host.name}: {f'{folder} ' if folder else ''}(pid {each['pid']}: {command})")
-    return names
+            runs.append(folder is not None)
+    return names, runs
 
 
 def _stop(cluster: Cluster, where: Dict[Host, List[Driver]]) -> List[str]:

@@ -71,6 +71,10 @@ class EventLog:
         if isinstance(event, CheckpointBegun) or time.monotonic() - self._synced_s > _SYNC_INTERVAL_S:
             self._sync()
 
+    def copy_to(self, folder: Path) -> None:
+        """Copy the log into another run folder, with what its own disk does not take. OSError as from the disk."""
+        self._file.copy_to(folder / NAME)
+
     def __enter__(self) -> EventLog:
         self._stack.enter_context(on_abort(self._write_end))
         return self

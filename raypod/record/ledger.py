@@ -100,6 +100,10 @@ class Ledger:
         """Flush all lines to the disk."""
         self._file.sync()
 
+    def copy_to(self, folder: Path) -> None:
+        """Copy the file into another run folder, with what its own disk does not take. OSError as from the disk."""
+        self._file.copy_to(folder / NAME)
+
     def close(self) -> None:
         """Close the file. OSError if lines could not be written."""
         self._file.close()

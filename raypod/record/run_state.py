@@ -117,7 +117,7 @@ def end_of(error: BaseException) -> Tuple[str, int, str]:
 
 
 class StateFile:
-    """Writes the state of the run of this process."""
+    """Writes the state of the run of this process; nothing once its folder `is_lost`."""
 
     def __init__(self, run_dir: Path, plan: Plan, preemption_exit_code: int = cli.INTERRUPTED) -> None:
         self._path, self._plan, self._preemption_exit_code = run_dir / NAME, plan, preemption_exit_code
@@ -125,7 +125,7 @@ class StateFile:
         own = (os.getpid(), ticks, socket.gethostname())
         job, samples_are = submission_id_of(os.environ), plan.task.samples_are
         self._state = RunState(*own, STARTING, 0, plan.total_updates, submission_id=job, samples_are=samples_are)
-        self._next_write_s = 0.0
+        self._next_write_s, self.is_lost = 0.0, False
         self._stack = contextlib.ExitStack()
         self._write(self._state)
 
@@ -155,6 +155,11 @@ class StateFile:
                 code, state = self._preemption_exit_code, PREEMPTED
             self._state = dataclasses.replace(self._state, state=state, exit_code=code, update=event.updates)
 
+    def copy_to(self, folder: Path) -> None:
+        """Write into another run folder that the run has failed. OSError as from the disk."""
+        failed = dataclasses.replace(self._state, state=FAILED, exit_code=1, status_port=None, status_token_file=None)
+        replace_file(folder / NAME, (strict_json(dataclasses.asdict(failed)) + "\n").encode())
+
     def __enter__(self) -> StateFile:
         self._stack.enter_context(on_abort(self._record_end))
         return self
@@ -175,6 +180,8 @@ class StateFile:
 
     def _write(self, state: RunState) -> None:
         self._state, began_s = state, time.monotonic()
+        if self.is_lost:
+            return
         content = strict_json(dataclasses.asdict(dataclasses.replace(state, written_at_s=time.time())))
         with contextlib.suppress(OSError):  # a full disk: the file keeps an older state
             replace_file(self._path, (content + "\n").encode())

@@ -39,6 +39,9 @@ class Sink(Protocol):
     def sync(self) -> None:
         """Flush everything to the disk, if there is space."""
 
+    def copy_to(self, folder: Path) -> None:
+        """Copy the file into another run folder, with what its own disk does not take. OSError as from the disk."""
+
     def close(self) -> None:
         """Close the file. OSError if something could not be written."""
 
@@ -100,6 +103,11 @@ class Sinks:
             if isinstance(event, CheckpointBegun):  # a run that resumes from it finds every line before it
                 sink.sync()
 
+    def copy_to(self, folder: Path) -> None:
+        """Copy all files into another run folder. OSError if that fails."""
+        for sink in self._sinks:
+            sink.copy_to(folder)
+
     def __enter__(self) -> Sinks:
         return self
 
@@ -154,6 +162,10 @@ class JsonLines:
     def sync(self) -> None:
         """Flush all lines to the disk, if there is space."""
         self._file.sync()
+
+    def copy_to(self, folder: Path) -> None:
+        """See `Sink.copy_to`."""
+        self._file.copy_to(folder / self._file.path.name)
 
     def close(self) -> None:
         """Close the file. OSError if lines could not be written."""
@@ -222,6 +234,9 @@ class TensorBoardWriter:
         """Write all points to the disk, if there is space."""
         with contextlib.suppress(OSError):
             self._flush()
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy nothing: no run continues from the points."""
 
     def close(self) -> None:
         """Close the event file. OSError if points could not be written."""

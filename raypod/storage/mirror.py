@@ -39,6 +39,7 @@ class Mirror:
         self._keep = run.keep_remote or run.keep_checkpoints
         self._writer = uuid.uuid4().hex
         self._process: Optional[subprocess.Popen[bytes]] = None
+        self._known = memory.Memory()  # what it has remembered last
         self._has_warned = False
         self._looked_s, self._started_s, self._starts = 0.0, 0.0, 0
 
@@ -67,6 +68,21 @@ class Mirror:
                 self._finish()
         finally:
             self._kill()
+
+    def send_from(self, folder: Path) -> str:
+        """Mirror another folder of the same run and name to the same place, and wait until that is done.
+
+        Returns the URL; "" if it does not hold the newest checkpoint, or there is no mirror.
+        """
+        if self._path is None:
+            return ""
+        self._kill()
+        with contextlib.suppress(OSError):
+            (folder / LOGS).mkdir(exist_ok=True)
+            memory.write(folder, self._known)
+        self._folder = folder
+        self._begin()
+        return self.url if self._finish() else ""
 
     def _begin(self) -> None:
         try:
@@ -115,7 +131,7 @@ class Mirror:
         if self._process is None or now_s - self._looked_s < _LOOK_S:
             return None
         self._looked_s = now_s
-        found = memory.read(self._folder)
+        found = self._known = memory.read(self._folder)
         if found.error:
             self._warn_once(f"fails: {found.error}; the run continues, and the mirror tries again")
         return found
@@ -124,7 +140,8 @@ class Mirror:
         """Return whether the process has ended, unless another one has the place; an outage is no reason to end."""
         return self._process is not None and self._process.poll() not in (None, TAKEN)
 
-    def _finish(self) -> None:
+    def _finish(self) -> bool:
+        """End the process once it has uploaded the rest, within the time; return whether the storage has everything."""
         if self._has_died():
             self._kill()
             self._start()
@@ -139,7 +156,7 @@ class Mirror:
         is_complete = self._process is not None and self._process.poll() == 0
         self._kill()
         if is_complete:
-            return
+            return True
         found = memory.read(self._folder)
         # A process that has not reached the storage has not noted what is missing.
         pending = found.pending or ("everything since the last upload",)
@@ -149,6 +166,7 @@ class Mirror:
             if (self._folder / SUMMARY).is_file():
                 add_to_summary(self._folder, found, self.url)
         self._report(found)
+        return False
 
     def _report(self, found: memory.Memory) -> None:
         names = ", ".join(found.pending[:_NAMED]) + (", ..." if len(found.pending) > _NAMED else "")

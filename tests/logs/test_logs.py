@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -109,6 +110,17 @@ def test_a_run_without_logs_is_a_warning(tmp_path: Path, capsys: pytest.CaptureF
         assert main(["logs", str(folder.path), *flags]) == 0
         text = f"raypod: warning: {which} in {folder.path}/logs; only a run under Ray and a launch write them\n"
         assert capsys.readouterr().err == text
+
+
+def test_logs_of_a_launch_on_other_hosts_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.log(0, "zero\n", 110)
+    (folder.path / "launch.json").write_text(json.dumps({"hosts": ["127.0.0.1", "10.0.0.2", "10.0.0.2", "10.0.0.3"]}))
+    assert main(["logs", str(folder.path)]) == 0
+    text = "raypod: warning: no log of instance {} here: look on host {}, as at {}/logs/instance-{}.log\n"
+    found = sorted(capsys.readouterr().err.splitlines(keepends=True))
+    expected = [("1, 2", "10.0.0.2", folder.path, 1), ("3", "10.0.0.3", folder.path, 3)]
+    assert found == [text.format(*each) for each in expected]
 
 
 def test_of_a_progress_bar_the_last_state_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any, Callable, Dict
@@ -16,6 +17,7 @@ from raypod.monitor.pod_source import PodSource
 from raypod.monitor.remote_host import RemoteHost
 from raypod.monitor.remote_log import RemoteLog
 from raypod.plan.cluster import Cluster, Host, Ssh
+from raypod.pod import ssh
 from tests.support.bounded import wait_until
 from tests.support.monitor_models import instance, make_run
 
@@ -81,6 +83,21 @@ def test_a_host_whose_monitor_fails(
         assert host.first_try.wait(20)
         facts, runs, found = host.poll()
         assert (facts.name, runs, found) == ("203.0.113.1", [], problem)
+    finally:
+        host.stop()
+        host.join()
+
+
+def test_a_passphrase_is_named(use_ssh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_ssh("echo 'u@h: Permission denied (publickey).' >&2; exit 255")
+    key = tmp_path / "key"
+    key.touch()
+    monkeypatch.setattr(ssh, "has_passphrase", lambda path: path == str(key))
+    cluster = dataclasses.replace(CLUSTER, ssh=dataclasses.replace(CLUSTER.ssh, private_key=str(key)))
+    host = RemoteHost(cluster, cluster.hosts[0], 0.2)
+    try:
+        assert host.first_try.wait(20)
+        assert f"(publickey). ({key} has a passphrase, and no ssh agent here has the key" in str(host.poll()[2])
     finally:
         host.stop()
         host.join()

@@ -14,6 +14,7 @@ from typing import Any, Dict, List
 import pytest
 
 from raypod.errors import ClusterError
+from raypod.host.process import process_start_ticks
 from raypod.plan import cluster_file
 from raypod.plan.cluster import Host, Ssh, cluster_from
 from raypod.pod import active_runs, ssh, stop_runs, up_lock
@@ -78,23 +79,35 @@ def test_the_run_folder_of_a_driver_is_known_from_its_entry_for_the_monitor(
 
 
 @pytest.mark.usefixtures("processes")
-def test_trainings_get_the_signal_of_raypod_stop_and_other_programs_sigterm() -> None:
+def test_trainings_get_the_signal_of_raypod_stop_and_other_programs_sigterm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(active_runs, "_EXIT_S", 0)
     program = "trap '{}' {}; echo; while :; do sleep 0.05; done"
     started: Dict[str, Any] = {}
-    for name, *trap in (("training", "exit 3", "INT"), ("other", "exit 3", "TERM"), ("stuck", "", "TERM")):
+    lease = tmp_path / "lease-2.json"
+    for name, *trap in (
+        *(("training", "exit 3", "INT"), ("other", "exit 3", "TERM"), ("stuck", "", "TERM")),
+        ("notebook", f"rm {lease}", "INT"),  # it goes on after its run
+    ):
         words = ["bash", "-c", program.format(*trap)]
         process = subprocess.Popen(words, stdout=subprocess.PIPE)
         assert process.stdout is not None
         process.stdout.readline()  # its handler is installed
         driver = {"pid": process.pid, "entrypoint": subprocess.list2cmdline(words)}
         started[name] = (process, {**driver, "namespace": "raypod" if name == "training" else "x"})
-    stuck = started["stuck"][1]
+    stuck, notebook = started["stuck"][1], started["notebook"][1]
+    holder = {"pid": notebook["pid"], "started_ticks": process_start_ticks(notebook["pid"])}
+    lease.write_text(json.dumps(holder))
+    monkeypatch.setattr(active_runs, "run_folders", lambda drivers: {str(notebook["pid"]): str(tmp_path)})
     try:
         left = active_runs.stop([{**stuck, "entrypoint": "python another.py"}])
         assert left == {str(stuck["pid"]): "its process is not visible on this host"}
         assert active_runs.stop([started["training"][1], started["other"][1]]) == {}
         assert [started[name][0].wait(10) for name in ("training", "other")] == [3, 3]
-        assert active_runs.stop([stuck], within_s=0) == {str(stuck["pid"]): "it has not ended within 0 s"}
+        reason = "it has not ended within 0 s: it has no active run"
+        assert active_runs.stop([stuck], end_s=0) == {str(stuck["pid"]): reason}
+        assert active_runs.stop([notebook]) == {str(notebook["pid"]): "its run has ended, but the program goes on"}
         started["stuck"][0].send_signal(signal.SIGSTOP)
         (reason,) = active_runs.stop([stuck]).values()
         assert reason.startswith("it is stopped (SIGSTOP); ")
@@ -130,10 +143,10 @@ def test_up_names_what_is_active_and_stops_it_only_on_request(monkeypatch: pytes
     assert (sorted(asked), said) == (["folders 10.0.0.11 [5]", "folders 10.0.0.99 [6]"], [])
     stop_runs.make_way(CLUSTER, FILE, True, said.append)
     assert sorted(asked)[-2:] == ["stop 10.0.0.11 [5]", "stop 10.0.0.99 [6]"]
-    assert said[:2] == [f"stopping {name} (within 900 s)" for name in names]
+    assert said[:2] == [f"stopping {names[0]} (within 900 s)", f"stopping {names[1]} (within 30 s: no active run)"]
     answer_of_hosts(monkeypatch, [TRAINING, OTHER], "", {"6": "Operation not permitted"})
     stop_runs.make_way(CLUSTER, FILE, True, said.append)
-    assert said[-1] == "warning: 10.0.0.99: pid 6: Operation not permitted; the restart of Ray ends it"
+    assert said[-1] == "warning: 10.0.0.99: pid 6: Operation not permitted; the restart of Ray takes its cluster away"
 
 
 def test_up_starts_ray_at_once_only_if_nothing_can_be_active(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +158,7 @@ def test_up_starts_ray_at_once_only_if_nothing_can_be_active(monkeypatch: pytest
         stop_runs.make_way(CLUSTER, FILE, False, said.append)
     assert said == []
     stop_runs.make_way(CLUSTER, FILE, True, said.append)
-    assert said == ["warning: whether runs are active is unknown: no answer within 10 s; the restart of Ray ends it"]
+    assert said == ["warning: whether runs are active is unknown: no answer within 10 s; the restart of Ray ends them"]
 
 
 @pytest.mark.usefixtures("processes")
