@@ -7,6 +7,7 @@ from typing import Dict, Iterator, List, Optional, Set
 
 from raypod.checkpoint import storage
 from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
+from raypod.coordinator.snapshots import Snapshot, Snapshots
 from raypod.errors import (
     CheckpointDamaged,
     CheckpointNotSaved,
@@ -29,17 +30,36 @@ class KeptState:
     """The state that the instances of a run hold.
 
     Attributes:
-        metrics, schedule: of the run.
+        metrics, schedule, snapshots: of the run.
         lost: the instances that hold none: they were lost, or have replaced others and are not seeded yet.
     """
 
-    def __init__(self, plan: Plan, fleet: Fleet, metrics: MetricsAggregator, schedule: CheckpointSchedule) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        fleet: Fleet,
+        metrics: MetricsAggregator,
+        schedule: CheckpointSchedule,
+        snapshots: Snapshots,
+    ) -> None:
         self._plan, self._fleet, self.metrics, self.schedule = plan, fleet, metrics, schedule
+        self.snapshots = snapshots
         self.lost: Set[int] = set()
 
     def lose_all(self) -> None:
         """Note that no instance holds the state, however many there are."""
         self.lost = set(range(self._plan.geometry.total_replicas))
+
+    def newest_snapshot(self, update: int) -> Optional[Snapshot]:
+        """Return the snapshot from which the run continues; None if one is not newer than the state after `update`.
+
+        That is the newest state of the instances, -1 for none. Nor is one used that is older than a checkpoint.
+        """
+        if update >= self.metrics.position:
+            return None
+        found, last = self.snapshots.newest(self.metrics.position), self.schedule.last
+        is_newest = found is not None and found.update > update and (last is None or found.update >= last.update)
+        return found if is_newest else None
 
     def save(self) -> Iterator[Event]:
         """Make an instance with the newest state write it as a checkpoint; repeat if that loses further instances.

@@ -1,9 +1,11 @@
-"""The state of a training, as checkpoints and broadcasts contain it."""
+"""The state of a training, as checkpoints, snapshots and broadcasts contain it."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional
+import warnings
+from typing import Any, Callable, Dict, Optional
 
+from raypod.checkpoint import snapshots, tensors
 from raypod.instance.random_states import RandomStates
 from raypod.instance.replica_model import ReplicaModel
 
@@ -32,3 +34,25 @@ class TrainingState:
         self._model.load_state(state)
         self._model.load_replica_state(self._training, state["replicas"])
         self._random_states.load(self._training, state["replicas"])
+
+
+class Snapshots:
+    """Writes the snapshots of a host, if `place` is where they are; None: another instance of the host does that."""
+
+    def __init__(self, place: Optional[snapshots.Place]) -> None:
+        self._place = place
+
+    def take(self, update: int, gather: Callable[[bool], Optional[Dict[str, Any]]]) -> None:
+        """Write the state after `update` updates that `gather` returns: `TrainingState.gather`, a collective.
+
+        If it cannot be written, a warning says so, and this instance writes none from then on.
+        """
+        state = gather(self._place is not None)
+        if self._place is None or state is None:
+            return
+        try:
+            snapshots.write(self._place, update, tensors.pack_flat({**state, "update": update}))
+        except OSError as error:
+            self._place = None
+            text = f"no snapshots of this host until the next repair: {error.strerror or error}"
+            warnings.warn(f"--snapshot-every: {text}", stacklevel=2)
