@@ -190,7 +190,9 @@ def render_with_pipeline(plan: Plan) -> str:
     parts.append(render_memory(found.memory))
     if plan.config.run.snapshot_every:
         size = snapshot_bytes(plan, found)
-        parts[-1] += f"\n{'host memory':>12}  {size / 1e6:.1f} MB of each host for the snapshots ({size} bytes, an estimate)"
+        parts[-1] += (
+            f"\n{'host memory':>12}  {size / 1e6:.1f} MB of each host for the snapshots ({size} bytes, an estimate)"
+        )
     return "\n\n".join(parts)
 
 

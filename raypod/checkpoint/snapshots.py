@@ -4,11 +4,12 @@ A process per host, `SnapshotMemory`, has two anonymous files. An instance write
 bytes of a broadcast (`tensors.pack_flat`), and then a header that makes it complete: the other one stays valid
 meanwhile. The files end with that process, so that nothing is left behind, however it ends.
 
-Does not import torch.
+Does not import torch, unless a snapshot is written as a checkpoint.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import struct
 import zlib
@@ -17,8 +18,13 @@ from typing import Iterable, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 
+from raypod.checkpoint.format import Manifest
+from raypod.checkpoint.resume import record_memory_format
+from raypod.checkpoint.transfer import Server
+from raypod.events import SaveReport
 from raypod.host.process import process_start_ticks
 from raypod.host.shared_memory import anonymous_file, path_of
+from raypod.plan.plan import Plan
 from raypod.plan.run_section import SNAPSHOTS_KEPT
 
 _FIELDS = struct.Struct("<qq")  # updates done, bytes of the state
@@ -50,6 +56,22 @@ class SnapshotMemory:
         """Return the updates after which the complete snapshots were taken, in no order."""
         found = [_complete(path) for path in _paths(self.place())]
         return [each[0] for each in found if each is not None]
+
+    def has_file(self, path: str) -> bool:
+        """Return whether a file exists on this host."""
+        return Path(path).exists()
+
+    def save(self, plan: Plan, manifest: Manifest, server: Optional[Server]) -> Tuple[SaveReport, ...]:
+        """Write the snapshot after `manifest.update` updates as a checkpoint, on this host or through `server`."""
+        from raypod.checkpoint import tensors, writer  # they import torch, which this process needs only here
+
+        state = tensors.unpack_flat(read(self.place(), manifest.update))
+        fields = {field.name: state[field.name] for field in dataclasses.fields(writer.State)}
+        saves = writer.BackgroundWriter(plan)
+        if server is not None:
+            saves.send_to(server)
+        saves.begin(record_memory_format(manifest, state["memory_format"]), writer.State(**fields))
+        return saves.finish()
 
     def close(self) -> None:
         """Drop the snapshots, as the end of the process does."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Optional, Tuple
+import functools
+from typing import Callable, Optional, Tuple
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint, Manifest
@@ -40,13 +41,30 @@ def write_here(fleet: Fleet, run_dir: str) -> Optional[Server]:
 
 def write_kept(fleet: Fleet, root: int, manifest: Manifest, run_dir: str) -> Tuple[SaveReport, ...]:
     """Write the state that instance `root` has kept after `release` into the run folder of this host."""
+    call = functools.partial(fleet.call_on, (root,))
+    return write_from_host(
+        *(fleet, run_dir),
+        has_file=lambda path: call("has_file", path)[root],
+        write=lambda server: call("save_kept", manifest, server)[root],
+    )
+
+
+def write_from_host(
+    fleet: Fleet,
+    run_dir: str,
+    has_file: Callable[[str], bool],
+    write: Callable[[Optional[Server]], Tuple[SaveReport, ...]],
+) -> Tuple[SaveReport, ...]:
+    """Write a checkpoint of a process on any host into the run folder of this one.
+
+    `has_file` returns whether that host has a file; `write` writes there, or through the server that it gets.
+    """
     checkpoints = storage.checkpoints_folder(run_dir)
     with storage.unique_file(checkpoints) as path:
-        has_folder = path is not None and fleet.call_on((root,), "has_file", str(path))[root]
+        has_folder = path is not None and has_file(str(path))
     server = None if has_folder else fleet.serve(CheckpointReceiver, str(checkpoints))
     try:
-        reports: Tuple[SaveReport, ...] = fleet.call_on((root,), "save_kept", manifest, server)[root]
-        return reports
+        return write(server)
     finally:
         if server is not None:
             server.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Dict, Iterator, List, Optional, Set
 
@@ -64,11 +65,20 @@ class KeptState:
     def save(self) -> Iterator[Event]:
         """Make an instance with the newest state write it as a checkpoint; repeat if that loses further instances.
 
+        If none has it, the newest snapshot is written.
+
         All instances leave the process group: they must be replaced or end afterwards.
 
         Raises:
             CheckpointNotSaved: it could not be written, and there is no earlier one.
         """
+        yield from self._save_held()
+        snapshot = self.newest_snapshot(self.schedule.last.update if self.schedule.last is not None else -1)
+        if snapshot is not None:
+            yield from self._go_to(snapshot.update)
+            yield from self.schedule.save_by(functools.partial(self.snapshots.save, snapshot), snapshot.update)
+
+    def _save_held(self) -> Iterator[Event]:
         while True:
             holders = [index for index in range(len(self._fleet.hosts())) if index not in self.lost]
             if not holders:
@@ -108,10 +118,13 @@ class KeptState:
             self.metrics.add_lost_reports(reports or ())
         if 0 in holders:
             yield from map(self.schedule.record, self._fleet.call_on((0,), "finish_saves")[0])
-        updates = self.metrics.rollback_to(positions[root], time.monotonic())
+        yield from self._go_to(positions[root])
+        yield from self.schedule.save_on(self._fleet, root, positions[root])
+
+    def _go_to(self, update: int) -> Iterator[Event]:
+        updates = self.metrics.rollback_to(update, time.monotonic())
         yield from self.metrics.take_calls()
         yield from updates
-        yield from self.schedule.save_on(self._fleet, root, positions[root])
 
 
 def newest(positions: Dict[int, int]) -> Optional[int]:

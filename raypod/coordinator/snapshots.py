@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
-from typing import Any, Dict, List, NamedTuple, Optional
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
+from raypod.checkpoint import storage
+from raypod.checkpoint.format import Manifest
 from raypod.checkpoint.snapshots import Place, SnapshotMemory
 from raypod.checkpoint.transfer import Server
+from raypod.coordinator.checkpoint_access import write_from_host
+from raypod.events import SaveReport
 from raypod.fleet.base import Fleet
 from raypod.plan.plan import Plan
 
@@ -27,25 +33,25 @@ class Snapshots:
     """The processes that keep the snapshots, by host. Without `--snapshot-every` there are none."""
 
     def __init__(self, plan: Plan, fleet: Fleet) -> None:
-        self._is_on = plan.config.run.snapshot_every > 0
-        self._start_timeout_s, self._fleet = plan.config.run.start_timeout_s, fleet
+        self._plan, self._fleet = plan, fleet
         self._servers: Dict[str, Server] = {}
         self._places: Dict[str, Place] = {}
 
     def begin(self) -> None:
-        """Start a process on each host of the run that has none, and tell the instances where they write.
+        """Start a process on each host of the run that has none any more, and tell the instances where they write.
 
         A host on which none can be started has no snapshots.
         """
-        if not self._is_on:
+        if not self._plan.config.run.snapshot_every:
             return
         hosts = self._fleet.hosts()
-        for host in dict.fromkeys(hosts):
-            if host not in self._servers:
-                with contextlib.suppress(OSError):
-                    self._servers[host] = self._fleet.serve_on(host, SnapshotMemory)
-        new = [host for host in self._servers if host not in self._places]
-        self._places.update(self._ask("place", new, self._start_timeout_s))
+        self._ask("place", [host for host in self._servers if host in hosts], _ANSWER_S)
+        new = [host for host in dict.fromkeys(hosts) if host not in self._servers]
+        for host in new:
+            with contextlib.suppress(OSError):
+                self._servers[host] = self._fleet.serve_on(host, SnapshotMemory)
+        started = [host for host in new if host in self._servers]
+        self._places.update(self._ask("place", started, self._plan.config.run.start_timeout_s))
         # The first instance of each host writes.
         places = [self._places.get(host) if hosts.index(host) == index else None for index, host in enumerate(hosts)]
         self._fleet.call("keep_snapshots", places)
@@ -67,6 +73,24 @@ class Snapshots:
         if known:
             return max(known, key=lambda each: each.update)
         return min(found, key=lambda each: each.update, default=None)
+
+    def save(self, snapshot: Snapshot, manifest: Manifest) -> Tuple[SaveReport, ...]:
+        """Write a snapshot as a checkpoint into the run folder of this host."""
+        run_dir, timeout_s = str(Path(self._plan.run_dir).absolute()), self._plan.config.run.save_timeout_s
+        plan, server = dataclasses.replace(self._plan, run_dir=run_dir), self._servers[snapshot.host]
+
+        def ask(method: str, *arguments: Any) -> Any:
+            return server.result(server.request(method, *arguments), timeout_s)
+
+        try:
+            return write_from_host(
+                *(self._fleet, run_dir),
+                has_file=lambda path: bool(ask("has_file", path)),
+                write=lambda receiver: tuple(ask("save", plan, manifest, receiver)),
+            )
+        except OSError as error:
+            path = storage.checkpoint_path(storage.checkpoints_folder(run_dir), manifest.update)
+            return (SaveReport(manifest.update, str(path), "", error.strerror or str(error)),)
 
     def close(self) -> None:
         """End the processes, with the snapshots."""

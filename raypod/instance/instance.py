@@ -243,7 +243,7 @@ class Instance:
             if self._plan.config.run.has_snapshot_after(self._update):
                 with self.heartbeat.set_activity(SNAPSHOT), self._guard:
                     self._read_back()
-                    self._snapshots.take(self._update, self._state.gather)
+                    self._snapshots.take(self._update, self._state)
 
     def take_profile(self) -> ProcessSpans:
         """Return what was recorded for the profile since the last report."""

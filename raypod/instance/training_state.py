@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Dict, Optional
 
 from raypod.checkpoint import snapshots, tensors
 from raypod.instance.random_states import RandomStates
@@ -27,7 +27,12 @@ class TrainingState:
         random_states = self._random_states.gather(self._training)
         if not is_needed:
             return None
-        return {**state, "replicas": random_states or self._model.replica_state(self._training)}
+        replicas = random_states or self._model.replica_state(self._training)
+        return {**state, "replicas": replicas}
+
+    def memory_format(self) -> Optional[str]:
+        """Return the memory format of the model; see `ReplicaModel.memory_format`."""
+        return self._model.memory_format(self._training)
 
     def load(self, state: Dict[str, Any]) -> None:
         """Load a state of `of_host` or `gather`. ConfigError if it is that of another model."""
@@ -42,16 +47,17 @@ class Snapshots:
     def __init__(self, place: Optional[snapshots.Place]) -> None:
         self._place = place
 
-    def take(self, update: int, gather: Callable[[bool], Optional[Dict[str, Any]]]) -> None:
-        """Write the state after `update` updates that `gather` returns: `TrainingState.gather`, a collective.
+    def take(self, update: int, training: TrainingState) -> None:
+        """Write the state after `update` updates. Called by all instances, which gather it.
 
         If it cannot be written, a warning says so, and this instance writes none from then on.
         """
-        state = gather(self._place is not None)
+        state = training.gather(is_needed=self._place is not None)
         if self._place is None or state is None:
             return
+        further = {"update": update, "memory_format": training.memory_format()}
         try:
-            snapshots.write(self._place, update, tensors.pack_flat({**state, "update": update}))
+            snapshots.write(self._place, update, tensors.pack_flat({**state, **further}))
         except OSError as error:
             self._place = None
             text = f"no snapshots of this host until the next repair: {error.strerror or error}"

@@ -5,14 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
-import numpy as np
 import pytest
+import torch
 
-from raypod.checkpoint import snapshots
+from raypod.checkpoint import snapshots, tensors
+from raypod.checkpoint.resume import newest_valid
 from raypod.checkpoint.snapshots import Place, SnapshotMemory
-from raypod.events import CallReport, EpochDone, Repaired, RunEnded, UpdateDone
+from raypod.checkpoint.storage import checkpoints_folder
+from raypod.checkpoint.writer import load_checkpoint
+from raypod.coordinator import coordinator
+from raypod.errors import InstanceFailed
+from raypod.events import CallReport, EpochDone, Event, Repaired, RunEnded, UpdateDone
 from raypod.fleet.inline import InlineServer
 from raypod.plan.plan import Leg, Plan
+from raypod.record.metrics import MetricsAggregator
 from tests.support.saved_runs import save
 from tests.support.scripted_runs import Breaks, broken, events_of, lost, of, only, updates_of
 
@@ -64,7 +70,7 @@ class Keeps(Breaks):
             (self.places,) = arguments
         elif method == "load_snapshot":
             root, place, update = arguments
-            assert snapshots.read(place, update).view(np.int64).tolist() == [update]
+            assert tensors.unpack_flat(snapshots.read(place, update))["update"] == update
             self.loaded.append((root, update))
         elif method == "load_checkpoint":
             self.checkpoint = arguments[1].manifest.weights_sha256
@@ -80,7 +86,9 @@ class Keeps(Breaks):
         """Write the snapshot of an instance after its report."""
         place, update = self.places[report.instance], report.first_update + 1
         if place is not None and self._plan.config.run.has_snapshot_after(update):
-            snapshots.write(place, update, [np.array([update]).view(np.uint8)])
+            weights = {"weight": torch.full((2,), float(update))}
+            state = {"weights": weights, "optimizer": {}, "ema": None, "replicas": None, "memory_format": None}
+            snapshots.write(place, update, tensors.pack_flat({**state, "update": update}))
 
     def repair(self, lost: Tuple[int, ...], may_share_hosts: bool) -> Dict[int, int]:
         for host in self.lose:
@@ -154,6 +162,26 @@ def test_the_snapshot_of_a_lost_host_is_on_the_others_and_its_replacement_writes
     ]
     assert fleet.loaded == [(1, 4), (1, 6)]
     assert fleet.places[0] is not None
+
+
+def test_a_host_whose_snapshots_are_lost_gets_a_new_process_at_the_next_repair(make: Make) -> None:
+    plan = plan_of(make)
+    fleet = Keeps(plan, {(5, 0): broken(lost(1))}, repairs=[{0: 5}])
+    fleet.lose = ("b",)
+    assert only(events_of(plan, fleet), Repaired).seeded_from == "instance 0"
+    assert fleet.places[1] is not None
+    assert not fleet.memories["b"].is_lost
+
+
+def test_a_run_that_ends_leaves_the_newest_snapshot_as_a_checkpoint(make: Make) -> None:
+    plan = plan_of(make, max_restarts=0)
+    seen: List[Event] = []
+    with pytest.raises(InstanceFailed):
+        seen.extend(coordinator.run(plan, Keeps(plan, {(5, 0): ALL_LOST}), MetricsAggregator(plan, 0.0)))
+    newest, damaged = newest_valid(checkpoints_folder(plan.run_dir))
+    assert newest is not None
+    assert (newest.update, damaged) == (4, [])
+    assert load_checkpoint(newest.path)["weights"]["weight"].tolist() == [4.0, 4.0]
 
 
 def test_one_instance_of_a_host_writes(make: Make) -> None:

@@ -6,6 +6,11 @@ import signal
 from pathlib import Path
 from typing import Any, List
 
+import pytest
+
+from raypod.checkpoint.resume import newest_valid
+from raypod.checkpoint.storage import checkpoints_folder
+from raypod.errors import InstanceFailed
 from raypod.plan.cluster import Cluster, Host
 from raypod.plan.plan import Plan
 from raypod.record import ledger
@@ -43,6 +48,16 @@ def test_a_repair_without_a_usable_device_repeats_the_updates_since_the_snapshot
             else:
                 assert Path(repair.seeded_from).name == "update-00000010"
                 assert repeated >= KILLED_AT - 10
+        section = {"pod": {"num_instances": 2}, "run": {"snapshot_every": EVERY, "max_restarts": 0}}
+        ended = plan_of("ended", Cluster("two", hosts), **section)
+        with pytest.raises(InstanceFailed, match="failed"):
+            run(ended, [(KILLED_AT, send(signal.SIGKILL, 1))])
+    newest, _ = newest_valid(checkpoints_folder(ended.run_dir))
+    assert newest is not None
+    assert newest.update >= KILLED_AT - EVERY
+    assert newest.update % 10
+    resumed = plan_of("ended", pod={"num_instances": 1}, run={"fleet": "inline", "resume": ended.run_dir})
+    assert run(resumed).sha256 == undisturbed.sha256
 
 
 def calls_before(plan: Plan, generation: int) -> List[int]:
