@@ -275,7 +275,7 @@ class Repaired:
 
     lost: Tuple[int, ...]
     hosts: Tuple[str, ...]  # the new host of each lost instance
-    seeded_from: str  # "instance 1", or the path of a checkpoint
+    seeded_from: str  # "instance 1", "the snapshot of host a", or the path of a checkpoint
     update: int
     seconds: float
     restarts: int  # number of repairs since the coordinator was started

@@ -179,7 +179,7 @@ def render_without_model(plan: Plan) -> str:
 def render_with_pipeline(plan: Plan) -> str:
     """Return `tables.render` as above, the pipeline if a replica has several IPUs, and the estimated memory."""
     from raypod.model.memory_bars import render_memory
-    from raypod.model.pipeline_table import inspect_pipeline, render_pipeline
+    from raypod.model.pipeline_table import inspect_pipeline, render_pipeline, snapshot_bytes
 
     parts = [tables.render(plan, width_of(sys.stdout))]
     found = _inspected(plan, inspect_pipeline)
@@ -187,19 +187,28 @@ def render_with_pipeline(plan: Plan) -> str:
         return f"{parts[0]}\n\n{'memory':>12}  no estimate: {found}"
     if plan.geometry.ipus_per_replica > 1:
         parts.append(render_pipeline(found, plan.config.training.execution))
-    return "\n\n".join([*parts, render_memory(found.memory)])
+    parts.append(render_memory(found.memory))
+    if plan.config.run.snapshot_every:
+        size = snapshot_bytes(plan, found)
+        parts[-1] += (
+            f"\n{'host memory':>12}  {size / 1e6:.1f} MB of each host for the snapshots ({size} bytes, an estimate)"
+        )
+    return "\n\n".join(parts)
 
 
 def describe_with_pipeline(plan: Plan) -> Dict[str, Any]:
     """Return `tables.describe(plan)` with the estimated memory, and the pipeline if a replica has several IPUs."""
     from raypod.model.memory_bars import describe_memory
-    from raypod.model.pipeline_table import describe_pipeline, inspect_pipeline
+    from raypod.model.pipeline_table import describe_pipeline, inspect_pipeline, snapshot_bytes
 
     found = _inspected(plan, inspect_pipeline)
     if isinstance(found, str):
         return {**tables.describe(plan), "memory": {"error": found}}
     pipeline = {"pipeline": describe_pipeline(found)} if plan.geometry.ipus_per_replica > 1 else {}
-    return {**tables.describe(plan), **pipeline, "memory": describe_memory(found.memory)}
+    memory = describe_memory(found.memory)
+    if plan.config.run.snapshot_every:
+        memory["snapshot_bytes_per_host"] = snapshot_bytes(plan, found)
+    return {**tables.describe(plan), **pipeline, "memory": memory}
 
 
 def _inspected(plan: Plan, inspect: Callable[[Plan, Any], Any]) -> Any:

@@ -2,7 +2,7 @@
 
 * Save and load: seconds per GB of a state of random weights and momentum, compared with `torch.save` (with an fsync,
   for durability) and `torch.load(weights_only=True)` of the same state in the same folder. raypod hashes every byte
-  while it writes, and again when `--resume` looks for the newest valid checkpoint.
+  while it writes, and again when `--resume` looks for the newest valid checkpoint. A snapshot is not hashed.
 * Memory: the peak resident memory of a process while it saves, verifies and loads, beyond that of the state.
 * Share of the training: ResNet-18 on 3x32x32 synthetic images, one checkpoint per epoch of 512 images. The work between
   two calls (reading back and copying) is measured in wall-clock time, that of the writer thread in CPU time. Finally,
@@ -15,6 +15,7 @@ absolute figures.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -30,7 +31,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from raypod.checkpoint import resume, storage, writer
+from raypod.checkpoint import resume, snapshots, storage, tensors, writer
 from raypod.checkpoint.format import Retention
 from raypod.checkpoint.resume import manifest_of
 from raypod.checkpoint.storage import checkpoint_path, checkpoints_folder
@@ -48,6 +49,7 @@ SAMPLES_PER_EPOCH = 512
 
 def plan_in(where: str, **sections: Dict[str, Any]) -> Plan:
     config = from_values({"run": {"fleet": "inline", "device": "emulated", **sections.pop("run", {})}, **sections})
+    Path(where, "run").mkdir(exist_ok=True)  # as `run_folder.create` does
     return make_plan(config, LOCAL, facts_of(config), f"{where}/run")
 
 
@@ -75,29 +77,36 @@ def torch_save(state: writer.State, path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def snapshot(place: snapshots.Place, update: int, state: writer.State) -> None:
+    snapshots.write(place, update, tensors.pack_flat({"weights": state.weights, "optimizer": state.optimizer}))
+
+
 def save_and_load(rounds: int, megabytes: int) -> None:
     state, gigabytes = state_of(megabytes), 8 * max(1, megabytes // 8) * 1024**2 / 1e9
-    took: Dict[str, List[float]] = {name: [] for name in ("save", "torch.save", "load", "verify", "torch.load")}
-    with tempfile.TemporaryDirectory() as where:
+    names = ("snapshot", "save", "torch.save", "load", "verify", "torch.load")
+    took: Dict[str, List[float]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as where, contextlib.closing(snapshots.SnapshotMemory()) as memory:
         plan, checkpoints, file = plan_in(where), checkpoints_folder(f"{where}/run"), Path(where, "torch.pt")
         kept = Retention(3, plan.best_metric)
-        for number in range(rounds + 1):  # the first one is a warm-up
+        for number in range(rounds + 2):  # the first two are a warm-up
             manifest = manifest_of(plan, 44, 1, "", {})
             shutil.rmtree(str(checkpoints), ignore_errors=True)
             file.unlink() if file.exists() else None
+            took["snapshot"].append(timed(lambda update=number: snapshot(memory.place(), update, state)))
             took["save"].append(timed(lambda m=manifest: writer.write_checkpoint(checkpoints, m, state, kept)))
             took["torch.save"].append(timed(lambda: torch_save(state, file)))
             newest = checkpoint_path(checkpoints, 44)
             took["load"].append(timed(lambda path=newest: writer.load_checkpoint(path)))
             took["torch.load"].append(timed(lambda: torch.load(str(file), weights_only=True)))
             took["verify"].append(timed(lambda: resume.newest_valid(checkpoints)))
-            if not number:
+            if number == 1:  # by then both files of the snapshots have their memory
                 took = {name: [] for name in took}
     took["verify and load"] = [verify + load for verify, load in zip(took["verify"], took["load"])]
     per_gb = {name: [value / gigabytes for value in values] for name, values in took.items()}
     print(f"\n{gigabytes:.2f} GB, {rounds} rounds, load of this host {os.getloadavg()[0]:.1f}; seconds per GB\n")
     print("| | raypod | torch | ratio | target |\n|---|---|---|---|---|")
     for name, ours, theirs, target in (
+        ("snapshot (a copy in memory)", per_gb["snapshot"], per_gb["torch.save"], 0.5),
         ("save (both with fsync; raypod hashes every byte)", per_gb["save"], per_gb["torch.save"], 1.1),
         ("load", per_gb["load"], per_gb["torch.load"], 1.0),
         ("find the newest valid one (hash every byte) and load", per_gb["verify and load"], per_gb["torch.load"], 1.5),

@@ -31,6 +31,7 @@ KINDS: Dict[str, Dict[str, Any]] = {  # instances x replicas
     BASELINE: {"num_instances": 1, "fleet": "inline"},
     "Ray, 1 x 2": {"num_instances": 1, "fleet": "ray"},
     "Ray, 2 x 1": {"num_instances": 2, "fleet": "ray"},
+    "Ray, 2 x 1, a snapshot per update": {"num_instances": 2, "fleet": "ray", "snapshot_every": 1},
     "Ray, 2 x 1, 16 device iterations": {"num_instances": 2, "fleet": "ray", "device_iterations": 16},
 }
 TARGETS = {"Ray, 2 x 1": 1600}

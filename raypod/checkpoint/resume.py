@@ -81,6 +81,13 @@ def recorded_memory_format(manifest: Manifest) -> str:
     return str(manifest.settings.get(MEMORY_FORMAT, "contiguous"))
 
 
+def record_memory_format(manifest: Manifest, chosen: Optional[str]) -> Manifest:
+    """Return the manifest with the memory format that the SDK has chosen, if the plan leaves the choice to it."""
+    if chosen is None or manifest.settings.get(MEMORY_FORMAT) != "auto":
+        return manifest
+    return dataclasses.replace(manifest, settings={**manifest.settings, MEMORY_FORMAT: chosen})
+
+
 def in_recorded_format(plan: Plan, manifest: Manifest) -> Plan:
     """Return the plan with the memory format of a checkpoint if it leaves the choice to the SDK."""
     if plan.config.training.memory_format != "auto":

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
-from typing import Optional, Tuple
+from typing import Callable, Optional, Tuple
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint, Manifest
@@ -41,20 +42,38 @@ def write_here(fleet: Fleet, run_dir: str) -> Optional[Server]:
 
 def write_kept(fleet: Fleet, root: int, manifest: Manifest, run_dir: str) -> Tuple[SaveReport, ...]:
     """Write the state that instance `root` has kept after `release` into the run folder of this host."""
+    call = functools.partial(fleet.call_on, (root,))
+    return write_from_host(
+        *(fleet, run_dir),
+        has_file=lambda path: call("has_file", path)[root],
+        write=lambda server: call("save_kept", manifest, server)[root],
+    )
+
+
+def write_from_host(
+    fleet: Fleet,
+    run_dir: str,
+    has_file: Callable[[str], bool],
+    write: Callable[[Optional[Server]], Tuple[SaveReport, ...]],
+) -> Tuple[SaveReport, ...]:
+    """Write a checkpoint of a process on any host into the run folder of this one.
+
+    `has_file` returns whether that host has a file; `write` writes there, or through the server that it gets.
+    """
     checkpoints = storage.checkpoints_folder(run_dir)
     with storage.unique_file(checkpoints) as path:
-        has_folder = path is not None and fleet.call_on((root,), "has_file", str(path))[root]
-    if has_folder:
-        return _saved_by(fleet, root, manifest, None)
-    return write_kept_into(fleet, root, manifest, Path(run_dir))
+        has_folder = path is not None and has_file(str(path))
+    return write(None) if has_folder else _write_through_server(fleet, checkpoints, write)
 
 
 def write_kept_into(fleet: Fleet, root: int, manifest: Manifest, folder: Path) -> Tuple[SaveReport, ...]:
     """As `write_kept`, into any folder of this host."""
-    with contextlib.closing(fleet.serve(CheckpointReceiver, str(storage.checkpoints_folder(folder)))) as server:
-        return _saved_by(fleet, root, manifest, server)
+    call = functools.partial(fleet.call_on, (root,), "save_kept", manifest)
+    return _write_through_server(fleet, storage.checkpoints_folder(folder), lambda server: call(server)[root])
 
 
-def _saved_by(fleet: Fleet, root: int, manifest: Manifest, server: Optional[Server]) -> Tuple[SaveReport, ...]:
-    reports: Tuple[SaveReport, ...] = fleet.call_on((root,), "save_kept", manifest, server)[root]
-    return reports
+def _write_through_server(
+    fleet: Fleet, checkpoints: Path, write: Callable[[Optional[Server]], Tuple[SaveReport, ...]]
+) -> Tuple[SaveReport, ...]:
+    with contextlib.closing(fleet.serve(CheckpointReceiver, str(checkpoints))) as server:
+        return write(server)

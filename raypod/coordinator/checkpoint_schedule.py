@@ -7,7 +7,7 @@ import dataclasses
 import math
 import time
 from pathlib import Path
-from typing import Dict, Iterable, Iterator, List, Optional, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint, Manifest
@@ -102,9 +102,14 @@ class CheckpointSchedule:
         if folder is not None:
             report = write_kept_into(fleet, root, self._manifest(update), folder)[-1]
             yield self.record(report if report.error is None else dataclasses.replace(report, can_pass=True))
-        elif self.last is None or self.last.update != update:
+        else:
+            yield from self.save_by(lambda manifest: write_kept(fleet, root, manifest, self._plan.run_dir), update)
+
+    def save_by(self, write: Callable[[Manifest], Tuple[SaveReport, ...]], update: int) -> Iterator[Event]:
+        """Write the state after `update` updates with `write`, unless there is that checkpoint."""
+        if self.last is None or self.last.update != update:
             yield CheckpointBegun(update)
-            yield from map(self.record, write_kept(fleet, root, self._manifest(update), self._plan.run_dir))
+            yield from map(self.record, write(self._manifest(update)))
 
     def _manifest(self, update: int, tested: Optional[Dict[str, float]] = None) -> Manifest:
         versions = dict(self._started.versions)

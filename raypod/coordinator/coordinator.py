@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Dict, Generator, Iterator, List, Optional, Sequence, Tuple, cast
@@ -25,6 +26,7 @@ from raypod.coordinator.instance_warnings import InstanceWarnings
 from raypod.coordinator.kept_state import KeptState
 from raypod.coordinator.recovery import FailurePolicy, Recovery, begin
 from raypod.coordinator.same_data import check_same_data
+from raypod.coordinator.snapshots import Snapshots
 from raypod.coordinator.stop import Stop, stop_on_signal
 from raypod.errors import RaypodError
 from raypod.events import (
@@ -71,7 +73,8 @@ def run(
         elsewhere: takes the newest state if the run folder does not.
     """
     first_update, stop = resumed.update if resumed else 0, stop or Stop()
-    with stop_on_signal(stop), contextlib.closing(fleet), copies or contextlib.nullcontext():
+    snapshots = Snapshots(plan, fleet)
+    with stop_on_signal(stop), closing(fleet), copies or contextlib.nullcontext(), closing(snapshots):
         stop.describe = partial(describe_unsaved, plan, fleet, metrics)
         stop.abandon_loading = lambda: fleet.abandon_loading()
         current, started, missing = start(plan, fleet)
@@ -84,12 +87,13 @@ def run(
         schedule.use_new_writer(fleet)
         policy = FailurePolicy(started[0].device, plan.config.run.max_restarts, plan.config.pod.is_elastic)
         elsewhere = elsewhere or Elsewhere(plan)
-        kept = KeptState(plan, fleet, metrics, schedule, elsewhere)
+        kept = KeptState(plan, fleet, metrics, schedule, snapshots, elsewhere)
         elastic = None
         if plan.config.pod.is_elastic and plan.config.run.fleet == "ray":
             on_ray = cast(ElasticFleet, fleet)
             on_ray.must_leave = lambda: stop.must_leave
             elastic = Elastic(plan, current, on_ray, kept, policy, stop, resumed)
+        snapshots.begin()
         recovery = Recovery(plan, fleet, kept, policy, resumed, elastic)
         evaluations = Evaluations(plan, fleet, schedule, earlier_evaluations, stop)
         metrics.on_repeat = evaluations.drop_after

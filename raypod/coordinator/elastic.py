@@ -191,11 +191,13 @@ class Elastic:
             self._schedule.add_resize(event)
             yield event
         self._kept.lose_all()
+        self._kept.snapshots.close()  # with other replicas the updates have other bits
         started = self._fleet.resize(plan)
         check_same_data(plan, started, checkpoint)
         self._schedule.resize(plan, started[0])
         begin(plan, self._fleet, checkpoint)
         self._kept.lost = set()
+        self._kept.snapshots.begin()
         self._schedule.use_new_writer(self._fleet)
         self._schedule.generation += 1
         source = "the beginning" if checkpoint is None else str(checkpoint.path)

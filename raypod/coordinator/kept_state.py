@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 from typing import Dict, Iterator, List, Optional, Set
@@ -9,6 +10,7 @@ from typing import Dict, Iterator, List, Optional, Set
 from raypod.checkpoint import storage
 from raypod.coordinator.checkpoint_schedule import CheckpointSchedule
 from raypod.coordinator.elsewhere import Elsewhere
+from raypod.coordinator.snapshots import Snapshot, Snapshots
 from raypod.errors import (
     CheckpointDamaged,
     CheckpointNotSaved,
@@ -31,7 +33,7 @@ class KeptState:
     """The state that the instances of a run hold.
 
     Attributes:
-        metrics, schedule: of the run.
+        metrics, schedule, snapshots: of the run.
         lost: the instances that hold none: they were lost, or have replaced others and are not seeded yet.
     """
 
@@ -41,9 +43,11 @@ class KeptState:
         fleet: Fleet,
         metrics: MetricsAggregator,
         schedule: CheckpointSchedule,
+        snapshots: Snapshots,
         elsewhere: Optional[Elsewhere] = None,
     ) -> None:
         self._plan, self._fleet, self.metrics, self.schedule = plan, fleet, metrics, schedule
+        self.snapshots = snapshots
         self._elsewhere = elsewhere or Elsewhere(plan)
         self.lost: Set[int] = set()
 
@@ -51,8 +55,21 @@ class KeptState:
         """Note that no instance holds the state, however many there are."""
         self.lost = set(range(self._plan.geometry.total_replicas))
 
+    def newest_snapshot(self, update: int) -> Optional[Snapshot]:
+        """Return the snapshot from which the run continues; None if one is not newer than the state after `update`.
+
+        That is the newest state of the instances, -1 for none. Nor is one used that is older than a checkpoint.
+        """
+        if update >= self.metrics.position:
+            return None
+        found, last = self.snapshots.newest(self.metrics.position), self.schedule.last
+        is_newest = found is not None and found.update > update and (last is None or found.update >= last.update)
+        return found if is_newest else None
+
     def save(self, folder: Optional[Path] = None) -> Iterator[Event]:
         """Make an instance with the newest state write it as a checkpoint; repeat if that loses further instances.
+
+        If none has it, the newest snapshot is written, but only into the run folder.
 
         All instances leave the process group: they must be replaced or end afterwards. `folder` is another one than the
         run folder.
@@ -60,6 +77,15 @@ class KeptState:
         Raises:
             CheckpointNotSaved: it could not be written, and there is no earlier one.
         """
+        yield from self._save_held(folder)
+        if folder is not None:
+            return
+        snapshot = self.newest_snapshot(self.schedule.last.update if self.schedule.last is not None else -1)
+        if snapshot is not None:
+            yield from self._go_to(snapshot.update)
+            yield from self.schedule.save_by(functools.partial(self.snapshots.save, snapshot), snapshot.update)
+
+    def _save_held(self, folder: Optional[Path]) -> Iterator[Event]:
         while True:
             holders = [index for index in range(len(self._fleet.hosts())) if index not in self.lost]
             if not holders:
@@ -100,10 +126,13 @@ class KeptState:
             self.metrics.add_lost_reports(reports or ())
         if 0 in holders and folder is None:
             yield from map(self.schedule.record, self._fleet.call_on((0,), "finish_saves")[0])
-        updates = self.metrics.rollback_to(positions[root], time.monotonic())
+        yield from self._go_to(positions[root])
+        yield from self.schedule.save_on(self._fleet, root, positions[root], folder)
+
+    def _go_to(self, update: int) -> Iterator[Event]:
+        updates = self.metrics.rollback_to(update, time.monotonic())
         yield from self.metrics.take_calls()
         yield from updates
-        yield from self.schedule.save_on(self._fleet, root, positions[root], folder)
 
 
 def newest(positions: Dict[int, int]) -> Optional[int]:

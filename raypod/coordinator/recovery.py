@@ -10,7 +10,7 @@ weights are those of a run without a failure.
 | it `raised` later | replace it; the same exception at the same update a second time ends the run; see note 4 | same |
 | its `device` failed in a call | only by EMULATED_POD_DEVICE_FAULT | replace it, or end the run; see note 5 |
 | the instances lost their connections, all alive | form the process group again | same |
-| no instance has a state | continue from the newest valid checkpoint; without any, from the beginning | same |
+| no instance has a state | continue from the newest snapshot or valid checkpoint, or from the beginning | same |
 | no host can replace it, with `--elastic` | continue with fewer replicas (elastic.py) | same |
 | Ray drains a host | move its instances (not counted); if that is impossible, save a checkpoint and end | same |
 | place of a replacement | same host; a spare host; any host (see note 3) | same host; a spare host with free IPUs |
@@ -29,7 +29,8 @@ Note 4: an instance that raised is alive. If no other one has the state, it is s
 (kept_state.py), and so is the newest state of any instance before the run ends.
 
 Note 5: the state of the device is unknown, so the instance is treated as lost, unlike one that was not in a call and
-can release its device. The recovery action of the SDK decides: none, or IPU_RESET: replace its process, which resets
+can release its device. Without a survivor the run continues from the newest snapshot (snapshots.py), or from a newer
+checkpoint. The recovery action of the SDK decides: none, or IPU_RESET: replace its process, which resets
 the IPUs as it loads its program (documented for Graphcore's other runtimes, inferred for PopTorch). FULL_RESET and an
 UnrecoverableError end the run with the reason.
 
@@ -238,6 +239,7 @@ class Recovery:
         self._recover_reports(positions)
         source, update, damaged = self._restore_state(positions)
         self._kept.lost = set()
+        self._kept.snapshots.begin()
         if 0 in replaced:
             self._schedule.use_new_writer(self._fleet)
         updates = self._metrics.rollback_to(update, time.monotonic())
@@ -263,6 +265,11 @@ class Recovery:
         `positions` holds the update of each survivor's state, -1 for none.
         """
         root = newest(positions)
+        snapshot = self._kept.newest_snapshot(-1 if root is None else positions[root])
+        if snapshot is not None:
+            self._fleet.call("load_snapshot", snapshot.root, snapshot.place, snapshot.update)
+            seed(self._fleet, None, snapshot.root)
+            return f"the snapshot of host {snapshot.host}", snapshot.update, ()
         if root is not None:
             seed(self._fleet, None, root, receivers(positions, root, len(self._fleet.hosts())))
             return f"instance {root}", positions[root], ()

@@ -17,7 +17,7 @@ from typing import Dict, Iterable, List, Optional
 
 from raypod.events import FailureKind, HeartbeatReport
 from raypod.host.activity_record import Activity
-from raypod.instance.control import IDLE, LOADING, RETRYING
+from raypod.instance.control import IDLE, LOADING, RETRYING, SNAPSHOT
 from raypod.plan.run_section import CALL_TIMEOUTS_S, RunSection
 
 SLOWEST_CALL_FACTOR = 3.0  # a call may take this many times the slowest call so far
@@ -134,10 +134,10 @@ def _find_silent(heartbeats: Dict[int, LastHeartbeat], now_s: float, bounds: Run
 
 
 def is_training(report: Optional[HeartbeatReport]) -> bool:
-    """Return whether the instance runs a call. Everything else (saving, evaluating) has its own timeout."""
+    """Return whether the instance runs a call, or what is between two calls. All else has its own timeout."""
     if report is None:
         return False
-    return report.activity in (LOADING, RETRYING) or report.activity.startswith("in call")
+    return report.activity in (LOADING, RETRYING, SNAPSHOT) or report.activity.startswith("in call")
 
 
 def _stuck_bound_s(reports: List[HeartbeatReport], bounds: RunSection) -> float:

@@ -15,10 +15,10 @@ import signal
 import struct
 import time
 import zlib
-from pathlib import Path
-from typing import IO, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 from raypod.host.process import cpu_seconds_of_thread, is_stopped, process_start_ticks
+from raypod.host.shared_memory import anonymous_file, path_of
 
 _FIELDS = struct.Struct("<d q d q 80s")  # since, calls, slowest call, thread, activity
 _CHECKSUM = struct.Struct("<I")
@@ -55,7 +55,7 @@ class ActivityRecord:
     """
 
     def __init__(self) -> None:
-        self._file, self._stacks = _anonymous("raypod-activity"), _anonymous("raypod-stacks")
+        self._file, self._stacks = anonymous_file("raypod-activity"), anonymous_file("raypod-stacks")
         self._file.truncate(_BYTES)
         self._map = mmap.mmap(self._file.fileno(), _BYTES)
         faulthandler.register(_STACK_SIGNAL, file=self._stacks, all_threads=True)
@@ -79,7 +79,7 @@ def read(identity: Identity) -> Optional[Activity]:
         return None
     for _ in range(_READS):
         with contextlib.suppress(OSError, struct.error):
-            content = _path(identity.pid, identity.record).read_bytes()
+            content = path_of(identity.pid, identity.record).read_bytes()
             fields, checksum = content[: _FIELDS.size], content[_FIELDS.size :]
             if _CHECKSUM.pack(zlib.crc32(fields)) == checksum:
                 since_s, calls, slowest, thread, name = _FIELDS.unpack(fields)
@@ -94,7 +94,7 @@ def stacks(identity: Identity) -> str:
     """Return the stacks of all threads of a process of this host, as faulthandler prints them; "" if it has none."""
     if process_start_ticks(identity.pid) != identity.start_ticks:
         return ""
-    path = _path(identity.pid, identity.stacks)
+    path = path_of(identity.pid, identity.stacks)
     with contextlib.suppress(OSError):
         before = size = path.stat().st_size
         os.kill(identity.pid, _STACK_SIGNAL)
@@ -108,11 +108,3 @@ def stacks(identity: Identity) -> str:
             file.seek(before)
             return file.read(_STACK_BYTES).decode(errors="replace")
     return ""
-
-
-def _anonymous(name: str) -> IO[bytes]:
-    return os.fdopen(os.memfd_create(name), "r+b", buffering=0)
-
-
-def _path(pid: int, descriptor: int) -> Path:
-    return Path(f"/proc/{pid}/fd/{descriptor}")

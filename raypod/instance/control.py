@@ -20,6 +20,7 @@ from raypod.host.usage import HostMeter
 IDLE = "idle"
 LOADING = "loading data"
 RETRYING = "waiting to load data again"
+SNAPSHOT = "taking a snapshot"
 # Files whose frames on a stack mean that the thread waits for other instances: the emulated SDK's and Horovod's.
 _COMMUNICATION_FILES = (
     "/emulated_sdk/_pod/",

@@ -18,8 +18,9 @@ import numpy as np
 import poptorch
 import torch
 
-from raypod.checkpoint import tensors
+from raypod.checkpoint import snapshots, tensors
 from raypod.checkpoint.format import Checkpoint, Manifest
+from raypod.checkpoint.snapshots import Place
 from raypod.checkpoint.transfer import Server
 from raypod.checkpoint.writer import BackgroundWriter, State, load_or_fetch
 from raypod.datasets.feed import Feed
@@ -28,14 +29,14 @@ from raypod.events import CallReport, EvaluationReport, InstanceStarted, Process
 from raypod.host.process import StepTimer, sources_digest, versions
 from raypod.host.sdk import Sdk
 from raypod.instance import devices, executable_cache
-from raypod.instance.control import LOADING, Heartbeat, StopGate
+from raypod.instance.control import LOADING, SNAPSHOT, Heartbeat, StopGate
 from raypod.instance.process_group import ProcessGroup
 from raypod.instance.profile import Profile
 from raypod.instance.random_states import RandomStates
 from raypod.instance.rate import ScheduledRate
 from raypod.instance.replica_model import EvaluationSums, ReplicaModel
 from raypod.instance.seeding import Endpoint, Seeding, SeedingPeer
-from raypod.instance.training_state import TrainingState
+from raypod.instance.training_state import Snapshots, TrainingState
 from raypod.model import program
 from raypod.plan.plan import Leg, Plan
 from raypod.tasks.registry import task_of_plan
@@ -56,6 +57,7 @@ class Instance:
         self._group = ProcessGroup(plan.placement.cluster.data_network)
         self._seeding_peer: Optional[SeedingPeer] = None
         self._saves: Optional[BackgroundWriter] = None  # only in instance 0
+        self._snapshots = Snapshots(None)
         self._is_evaluation_abandoned = False
         self._guard = devices.CallGuard()
         self._timer = StepTimer()
@@ -179,6 +181,15 @@ class Instance:
         if self._spec.index == 0:
             self._model.load_initial_weights(self._plan)
 
+    def keep_snapshots(self, places: Sequence[Optional[Place]]) -> None:
+        """Write the snapshots to the place of this instance, by index; None: another one of its host writes them."""
+        self._snapshots = Snapshots(places[self._spec.index])
+
+    def load_snapshot(self, root: int, place: Place, update: int) -> None:
+        """Load the snapshot after `update` updates in instance `root`. OSError if it cannot be read."""
+        if self._spec.index == root:
+            self._load_state(tensors.unpack_flat(snapshots.read(place, update)))
+
     def seed_weights(self, seeding: Seeding) -> str:
         """Broadcast the root's weights and optimizer state to the receivers; return the hash of this one's weights.
 
@@ -230,6 +241,11 @@ class Instance:
                 peer_wait_s=peer_wait_s,
                 profile=self._profile.end_call(self._update),
             )
+            # After the report, so that the coordinator has those of the updates in a snapshot.
+            if self._plan.config.run.has_snapshot_after(self._update):
+                with self.heartbeat.set_activity(SNAPSHOT), self._guard:
+                    self._read_back()
+                    self._snapshots.take(self._update, self._state)
 
     def take_profile(self) -> ProcessSpans:
         """Return what was recorded for the profile since the last report."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from typing import Any, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 
 from raypod.checkpoint import initial_weights, tensors
 from raypod.checkpoint.format import Manifest
-from raypod.checkpoint.resume import MEMORY_FORMAT
+from raypod.checkpoint.resume import record_memory_format
 from raypod.checkpoint.weights_file import find_weights
 from raypod.datasets.source import Batch
 from raypod.events import CallReport, EvaluationReport
@@ -109,12 +108,14 @@ class ReplicaModel:
         """Return the hash of the weights, as checkpoints record it."""
         return tensors.weights_sha256(self.network.state_dict())
 
-    def recorded(self, manifest: Manifest, training: Any) -> Manifest:
-        """Return the manifest with the memory format that the SDK has chosen, if the plan leaves the choice to it."""
+    def memory_format(self, training: Any) -> Optional[str]:
+        """Return the memory format that the SDK has chosen; None if it has not, or is PopTorch's."""
         chosen = getattr(training, "emulatedMemoryFormat", None) if training.isCompiled() else None
-        if chosen is None or manifest.settings.get(MEMORY_FORMAT) != "auto":
-            return manifest
-        return dataclasses.replace(manifest, settings={**manifest.settings, MEMORY_FORMAT: chosen()})
+        return None if chosen is None else str(chosen())
+
+    def recorded(self, manifest: Manifest, training: Any) -> Manifest:
+        """Return the manifest with the memory format; see `record_memory_format`."""
+        return record_memory_format(manifest, self.memory_format(training))
 
     def num_parameters(self) -> int:
         """Return the number of scalars in all parameters."""

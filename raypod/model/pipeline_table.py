@@ -13,6 +13,7 @@ from raypod.host import sdk
 from raypod.model.schedule import StageCost, compare_strategies
 from raypod.plan import user_code
 from raypod.plan.plan import Plan
+from raypod.plan.run_section import SNAPSHOTS_KEPT
 
 _SAMPLES = 2  # BatchNorm needs more than one
 _COLUMNS = 22  # cycles shown at most
@@ -63,6 +64,16 @@ def inspect_pipeline(plan: Plan, task: Any) -> Pipeline:
         {accumulation * factor: compare_strategies(costs, accumulation * factor) for factor in _FACTORS},
         memory,
     )
+
+
+def snapshot_bytes(plan: Plan, pipeline: Pipeline) -> int:
+    """Return the memory that the snapshots of `--snapshot-every` take on each host, in bytes; an estimate."""
+    from raypod.model import program
+
+    training = plan.config.training
+    copies = 1 if training.ema is None else 2
+    states = sum(each.parameters for each in pipeline.stages) * program.optimizer_state_bytes(training)
+    return SNAPSHOTS_KEPT * (copies * sum(each.weight_bytes for each in pipeline.stages) + states)
 
 
 def describe_pipeline(pipeline: Pipeline) -> Dict[str, Any]:

@@ -270,10 +270,16 @@ def build_optimizer(config: Config, groups: Sequence[Dict[str, Any]]) -> Any:
 
 def optimizer_bytes(training: TrainingSection) -> int:
     """Return the bytes per parameter of the accumulated gradient and the states of `build_optimizer`."""
-    accumulator, states = _optimizer_dtypes(training)
+    accumulator, _ = _optimizer_dtypes(training)
+    return torch.finfo(accumulator).bits // 8 + optimizer_state_bytes(training)
+
+
+def optimizer_state_bytes(training: TrainingSection) -> int:
+    """Return the bytes per parameter of the states of `build_optimizer` alone, which checkpoints contain."""
+    _, states = _optimizer_dtypes(training)
     if not training.momentum:
         states.pop("velocity", None)
-    return sum(torch.finfo(dtype).bits // 8 for dtype in (accumulator, *states.values()))
+    return sum(torch.finfo(dtype).bits // 8 for dtype in states.values())
 
 
 def _optimizer_dtypes(training: TrainingSection) -> Tuple[torch.dtype, Dict[str, torch.dtype]]:

@@ -7,6 +7,7 @@ from typing import Sequence
 from raypod.errors import ConfigError
 from raypod.plan.config import IMAGE_CLASSIFICATION, IMAGE_FOLDERS, WITHOUT_FILES, Config
 from raypod.plan.learning_rate import check_settings
+from raypod.plan.values import parse_interval
 
 
 def check_compatible(config: Config) -> None:
@@ -23,6 +24,8 @@ def check_compatible(config: Config) -> None:
         raise ConfigError(
             "--bind-cores has no effect with --fleet inline, whose instance runs in this process; omit it"
         )
+    if config.run.snapshot_every and config.run.fleet == "inline":
+        raise ConfigError("--snapshot-every has no effect with --fleet inline, which repairs no instance; omit it")
     if training.init_ignore and not training.init_weights:
         raise ConfigError(f"--init-ignore {','.join(training.init_ignore)} has no effect without --init-weights")
 
@@ -35,6 +38,25 @@ def check_data_folder(config: Config) -> None:
             f"--data-dir has no effect on --dataset {data.dataset}: omit it, or add --dataset imagefolder for a "
             "folder of class folders"
         )
+
+
+def check_whole_calls(config: Config) -> None:
+    """Raise ConfigError for a number of updates that ends within a call."""
+    every = parse_interval(config.run.checkpoint_every)
+    updates = {
+        "--updates": config.training.updates,
+        "--checkpoint-every": int(every.count) if every.unit == "update" else None,
+        "--snapshot-every": config.run.snapshot_every,
+    }
+    iterations = config.training.device_iterations
+    for flag, count in updates.items():
+        if count is not None and count % iterations:
+            below = count // iterations * iterations
+            allowed = " or ".join(str(n) for n in (below, below + iterations) if n)
+            raise ConfigError(
+                f"{flag} {count} is not a whole number of calls of {iterations} updates (device iterations); "
+                f"use {allowed}"
+            )
 
 
 def check_min_hosts(config: Config, replicas: int, hosts: int) -> None:

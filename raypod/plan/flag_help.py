@@ -35,7 +35,7 @@ _GROUP_OF_KEY = {
         "pod": ("device", "fleet", "collectives", "strict"),
         "checkpoints": (
             *("resume", "resume_anyway", "checkpoint_every", "keep_checkpoints", "best_metric", "save_timeout_s"),
-            *("checkpoint_copies", "max_unsaved", "save_retry_s"),
+            *("snapshot_every", "checkpoint_copies", "max_unsaved", "save_retry_s"),
             *("storage_path", "storage_timeout_s", "keep_remote"),
         ),
         "failures": (

@@ -11,7 +11,7 @@ from typing import Dict, List, Optional, Sequence, Tuple
 from raypod.cli import counted
 from raypod.errors import ConfigError
 from raypod.plan.cluster import Cluster
-from raypod.plan.compatibility import check_compatible, check_metrics, check_min_hosts
+from raypod.plan.compatibility import check_compatible, check_metrics, check_min_hosts, check_whole_calls
 from raypod.plan.config import Config, PodSection
 from raypod.plan.fitting import is_power_of_two, way_out
 from raypod.plan.metric import LOSS, Metric
@@ -328,21 +328,7 @@ def _check_against_data(geometry: Geometry, size: DatasetSize, config: Config) -
             f"{geometry.samples_per_call} samples, and the training split has {size.train_samples}; "
             "reduce one of the four"
         )
-    if training.updates is not None:
-        _check_whole_calls("--updates", training.updates, training.device_iterations)
-    every = parse_interval(config.run.checkpoint_every)
-    if every.unit == "update":
-        _check_whole_calls("--checkpoint-every", int(every.count), training.device_iterations)
-
-
-def _check_whole_calls(flag: str, updates: int, device_iterations: int) -> None:
-    if updates % device_iterations:
-        below = updates // device_iterations * device_iterations
-        allowed = [n for n in (below, below + device_iterations) if n]
-        raise ConfigError(
-            f"{flag} {updates} is not a whole number of calls of {device_iterations} updates "
-            f"(device iterations); use {' or '.join(map(str, allowed))}"
-        )
+    check_whole_calls(config)
 
 
 def default_run_dir(config: Config, now: str) -> str:

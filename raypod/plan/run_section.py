@@ -14,6 +14,8 @@ from raypod.plan.values import ResumePath, StorageUrl, Trackers, Updates, parse_
 # Default of `run.stuck_after_s` by device. Graphcore's training script for a POD64 waits 900 s for the host.
 CALL_TIMEOUTS_S = {"emulated": 30.0, "ipu": 900.0}
 
+SNAPSHOTS_KEPT = 2  # in the memory of each host: one is complete while the other one is written
+
 
 class RunSection(Section):
     """How the run is executed, and where its files are."""
@@ -37,6 +39,12 @@ class RunSection(Section):
     )
     checkpoint_every: str = Field("1 epoch", description="interval, as in 100 updates, 2 epochs, 10 minutes")
     keep_checkpoints: int = Field(3, ge=1, description="newest checkpoints to keep, besides the best by --best-metric")
+    snapshot_every: int = Field(
+        0,
+        ge=0,
+        description="updates between two copies of the state in the memory of each host, to which a repair goes back "
+        "that has lost the state of all devices; 0: none, it goes back to a checkpoint",
+    )
     checkpoint_copies: int = Field(
         1, ge=1, description="hosts that keep the newest checkpoint, that of the coordinator among them"
     )
@@ -125,6 +133,10 @@ class RunSection(Section):
     def on_device(self, device: str) -> RunSection:
         """Return these settings with the defaults of a device, "ipu" or "emulated"."""
         return self if self.stuck_after_s else self.model_copy(update={"stuck_after_s": CALL_TIMEOUTS_S[device]})
+
+    def has_snapshot_after(self, update: int) -> bool:
+        """Return whether a snapshot is taken after `update` updates, which are whole calls."""
+        return self.snapshot_every > 0 and update % self.snapshot_every == 0
 
     @property
     def call_timeout_s(self) -> float:

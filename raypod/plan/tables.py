@@ -94,6 +94,7 @@ def render(plan: Plan, width: Optional[int] = None) -> str:
             f"{counted(plan.total_updates, 'update')}, {_per_epoch(plan)}, {counted(len(plan.legs()), 'leg')}",
         ),
         ("bits", _reproducibility(plan)),
+        *_snapshot_rows(plan),
         ("run folder", plan.run_dir),
     ]
     return "\n".join([*aligned(rows, width), "", *aligned(_instance_rows(placement))])
@@ -206,6 +207,14 @@ def _conflict_rows(placement: Placement) -> List[Tuple[str, str]]:
     vipu = placement.cluster.vipu
     conflict = partition_conflict(vipu, placement) if vipu is not None else None
     return [("", f"a run on IPUs would fail: {conflict}")] if conflict else []
+
+
+def _snapshot_rows(plan: Plan) -> List[Tuple[str, str]]:
+    every = plan.config.run.snapshot_every
+    if not every:
+        return []
+    text = "each host keeps two copies of the state in memory (--memory: how large they are)"
+    return [("snapshots", f"every {counted(every, 'update')}: {text}")]
 
 
 def _elastic_rows(plan: Plan) -> List[Tuple[str, str]]:

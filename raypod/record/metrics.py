@@ -166,6 +166,8 @@ class MetricsAggregator:
                 )
             )
         self.position = updates[-1].update
+        if self._plan.config.run.has_snapshot_after(self.position):
+            self.know_epoch_sums(self.position, self.epoch_sums())
         new = [update for update in updates if update.update > self._emitted]
         if new:
             self.last, self._emitted = new[-1], new[-1].update

@@ -460,3 +460,5 @@ def test_an_interval_that_is_invalid_or_ends_within_a_call_is_refused(make: Make
             from_values({"run": {"checkpoint_every": every}})
     with pytest.raises(ConfigError, match="--checkpoint-every 10 is not a whole number of calls of 4 .* use 8 or 12"):
         make(training={"device_iterations": 4}, run={"checkpoint_every": "10 updates"})
+    with pytest.raises(ConfigError, match="--snapshot-every 3 is not a whole number of calls of 4 .* use 4"):
+        make(training={"device_iterations": 4}, run={"snapshot_every": 3})

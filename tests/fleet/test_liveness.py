@@ -9,7 +9,7 @@ import pytest
 
 from raypod.events import HeartbeatReport
 from raypod.fleet.liveness import BUSY_FACTOR, LastHeartbeat, Suspect, find_suspects, find_unreleased
-from raypod.instance.control import IDLE, LOADING, RETRYING
+from raypod.instance.control import IDLE, LOADING, RETRYING, SNAPSHOT
 from raypod.plan.run_section import RunSection
 
 NOW_S = 1000.0
@@ -66,6 +66,7 @@ WAITING = report(0, IN_CALL, 60.0, waits=True)
         ([WAITING, report(1, IN_CALL, 60.0)], [1]),  # the one that does not wait for others
         ([WAITING, report(1, LOADING, 60.0)], [1]),
         ([WAITING, report(1, RETRYING, 5.0)], []),
+        ([WAITING, report(1, SNAPSHOT, 60.0)], [1]),
         ([WAITING, report(1, LOADING, 29.0)], []),  # it reaches its own bound later
         ([WAITING, report(1, IN_CALL, 60.0, waits=True, calls=5)], [1]),  # if all wait, that with the fewest calls
         ([WAITING, report(1, IN_CALL, 60.0, waits=True)], [0, 1]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import popdist
@@ -10,11 +11,13 @@ import pytest
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.resume import newest_valid
+from raypod.checkpoint.snapshots import Place
 from raypod.coordinator import coordinator
 from raypod.errors import CollectiveBroken, InstanceFailed
 from raypod.events import CallReport, EvaluationDone, Event, Repaired, RunEnded, UpdateDone
 from raypod.fleet.base import FleetBroken
 from raypod.fleet.inline import InlineFleet
+from raypod.instance.training_state import Snapshots
 from raypod.plan.plan import Leg, Plan
 from raypod.record.metrics import MetricsAggregator
 
@@ -138,6 +141,18 @@ def test_an_unreadable_device_loses_the_updates_since_the_last_read_back(
     assert only(seen, Repaired).update == 8  # the last checkpoint's
     assert only(seen, RunEnded).weights_sha256 == uninterrupted
     assert [event.update for event in seen if isinstance(event, UpdateDone)] == list(range(1, 15))
+
+
+def test_an_instance_that_cannot_write_a_snapshot_trains_on() -> None:
+    taken: List[bool] = []
+    state: Any = SimpleNamespace(
+        gather=lambda is_needed: taken.append(is_needed) or {"weights": {}}, memory_format=lambda: None
+    )
+    snapshots = Snapshots(Place(1 << 22, 1, (3,)))
+    with pytest.warns(UserWarning, match="--snapshot-every: no snapshots of this host until .* has ended"):
+        snapshots.take(2, state)
+    snapshots.take(4, state)
+    assert taken == [True, False]  # it still takes part in the collective
 
 
 class Failing(DisconnectingFleet):

@@ -156,6 +156,20 @@ def test_the_plan_shows_a_bar_for_each_ipu_and_json(make: Any) -> None:
     assert ipu["share"] == pytest.approx(ipu["total"] / described["bytes_per_ipu"], abs=1e-3)
 
 
+def test_the_memory_of_a_host_for_snapshots_is_two_copies_of_weights_and_optimizer_state(make: Any) -> None:
+    def size(**training: Any) -> int:
+        plan = make(run={"snapshot_every": 2}, training=training)
+        found: int = planning.describe_with_pipeline(plan)["memory"]["snapshot_bytes_per_host"]
+        assert f" MB of each host for the snapshots ({found} bytes" in planning.render_with_pipeline(plan)
+        return found
+
+    (stage,) = inspect(make()).stages
+    weights, state = 2 * stage.weight_bytes, 2 * 4 * stage.parameters
+    assert size(momentum=0.0) == weights
+    assert size(momentum=0.9, ema=0.9) == 2 * weights + state
+    assert size(optimizer="adamw") == weights + 2 * state
+
+
 def test_activations_are_those_of_the_plans_micro_batch(make: Any) -> None:
     memory = [inspect(make(training={"batch_size": size})).memory[0] for size in (8, 16)]
     assert memory[1].activations == 2 * memory[0].activations

@@ -99,20 +99,22 @@ def test_settings_without_a_meaning_are_errors(make: Any, training: Any, pod: An
 
 
 @pytest.mark.parametrize(
-    ("data", "pod", "words"),
+    ("sections", "words"),
     [
-        ({}, {"num_instances": 2}, "--num-instances 1"),
-        ({}, {"num_instances": 1, "bind_cores": True}, "--bind-cores has no effect with --fleet inline"),
+        ({"pod": {"num_instances": 2}}, "--num-instances 1"),
+        ({"pod": {"num_instances": 1, "bind_cores": True}}, "--bind-cores has no effect with --fleet inline"),
+        ({"run": {"snapshot_every": 2}}, "--snapshot-every has no effect with --fleet inline"),
         *(
-            ({"dataset": name, "data_dir": "/images"}, {"num_instances": 1}, f"--data-dir has no effect on {rest}")
+            ({"data": {"dataset": name, "data_dir": "/images"}}, f"--data-dir has no effect on {rest}")
             for name in ("digits", "synthetic")
             for rest in [f"--dataset {name}: omit it, or add --dataset imagefolder for a folder"]
         ),
     ],
 )
-def test_settings_without_effect_on_an_inline_run_are_errors(make: Any, data: Any, pod: Any, words: str) -> None:
+def test_settings_without_effect_on_an_inline_run_are_errors(make: Any, sections: Any, words: str) -> None:
+    run = {"fleet": "inline", **sections.get("run", {})}
     with pytest.raises(ConfigError, match=words):
-        make(data=data, pod=pod, run={"fleet": "inline"})
+        make(**{"pod": {"num_instances": 1}, **sections, "run": run})
 
 
 def test_evaluation_iterations_default_to_the_pipeline_stages(make: Any) -> None:
