@@ -223,7 +223,7 @@ class Instance:
                 self._random_states.compile(self._training, inputs)
                 outputs = self._training(*inputs)
             self._update = update + device_iterations
-            if self._model.average is not None:
+            if self._model.is_averaged_after(self._update):
                 self._read_back()
                 self._model.average_after(self._update)
             call_s, peer_wait_s = wait_s + time.monotonic() - began, self._sdk.peer_wait_s()
