@@ -43,6 +43,8 @@ from raypod.tasks.registry import task_of_plan
 class Instance:
     """The replicas of one host process, with their model, optimizer and feed. Call `build` first."""
 
+    reset_devices = staticmethod(devices.reset)
+
     def __init__(self, plan: Plan, index: int, sdk: Sdk) -> None:
         self._plan, self._spec, self._sdk = plan, plan.placement.instances[index], sdk
         self._gate = StopGate(plan.config.run.report_timeout_s)
@@ -56,8 +58,7 @@ class Instance:
         self._seeding_peer: Optional[SeedingPeer] = None
         self._saves: Optional[BackgroundWriter] = None  # only in instance 0
         self._is_evaluation_abandoned = False
-        self._guard = devices.CallGuard()
-        self._timer = StepTimer()
+        self._guard, self._timer = devices.CallGuard(), StepTimer()
         self._profile = Profile(plan, self._spec, sdk)
         self._cache = executable_cache.folder_of(plan, sdk)
 

@@ -46,6 +46,8 @@ _GROUP_OF_KEY = {
                 "read_retry_s",
                 "preemption_grace_s",
                 "preemption_exit_code",
+                "reset_command",
+                "reset_timeout_s",
                 "elastic",
                 "min_hosts",
             ),
