@@ -282,6 +282,7 @@ class Repaired:
     generation: int  # of the fleet after the repair
     passed_over: Tuple[str, ...] = ()  # damaged checkpoints newer than the one used: messages
     instances: Tuple[InstanceStarted, ...] = ()  # all of the repaired fleet, in instance order
+    reset_on: Tuple[str, ...] = ()  # hosts on which the reset command was executed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,7 +85,9 @@ def run(
         schedule = CheckpointSchedule(current, started[0], resumed, metrics)
         metrics.begin_at(first_update)
         schedule.use_new_writer(fleet)
-        policy = FailurePolicy(started[0].device, plan.config.run.max_restarts, plan.config.pod.is_elastic)
+        run = plan.config.run
+        can_reset = run.reset_command is not None
+        policy = FailurePolicy(started[0].device, run.max_restarts, plan.config.pod.is_elastic, can_reset)
         elsewhere = elsewhere or Elsewhere(plan)
         kept = KeptState(plan, fleet, metrics, schedule, snapshots, elsewhere)
         elastic = None

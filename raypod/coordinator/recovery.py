@@ -32,7 +32,8 @@ Note 5: the state of the device is unknown, so the instance is treated as lost, 
 can release its device. Without a survivor the run continues from the newest snapshot (snapshots.py), or from a newer
 checkpoint. The recovery action of the SDK decides: none, or IPU_RESET: replace its process, which resets
 the IPUs as it loads its program (documented for Graphcore's other runtimes, inferred for PopTorch). FULL_RESET and an
-UnrecoverableError end the run with the reason.
+UnrecoverableError end the run with the reason. With `run.reset_command` every reset is that command: it runs on the
+hosts of the failed devices once all instances have released theirs and the processes of lost ones have ended.
 
 The words in backticks in the first column are values of `events.FailureKind`.
 """
@@ -49,8 +50,9 @@ from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.resume import restart_point
 from raypod.coordinator.checkpoint_access import load_on
 from raypod.coordinator.kept_state import KeptState, newest
+from raypod.coordinator.resets import Resets, resets_for
 from raypod.errors import CheckpointDamaged, HostLost, RunError, WeightsDiffer
-from raypod.events import Event, PhaseBegun, Repaired
+from raypod.events import Event, InstanceLost, PhaseBegun, Repaired
 from raypod.fleet.base import Fleet, FleetBroken, failure_of
 from raypod.instance.seeding import new_seeding
 from raypod.plan.plan import Plan
@@ -59,7 +61,8 @@ REFILL_S = 3600.0  # without a failure; afterwards all restarts are available ag
 # Recovery actions that raypod cannot execute: PopTorch's guide requires a power cycle, and to take the system out of
 # operation.
 _GIVE_UP = {
-    "FULL_RESET": "the SDK requires FULL_RESET: power-cycle the system of this host, then the same command continues",
+    "FULL_RESET": "the SDK requires FULL_RESET: power-cycle the system of this host, then the same command continues; "
+    "or have --reset-command do it",
     "UNRECOVERABLE": "the SDK calls it unrecoverable: take this host out of the cluster file and have it repaired, "
     "then the same command continues",
 }
@@ -68,17 +71,20 @@ _MAY_SHARE_HOSTS = {"emulated": True, "ipu": False}  # whether a replacement may
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """Replace these instances; or end the run with `error`."""
+    """Replace these instances, and reset the devices of those of `resets`; or end the run with `error`."""
 
     replace: Tuple[int, ...]
     may_share_hosts: bool
     error: Optional[RunError] = None
+    resets: Tuple[InstanceLost, ...] = ()  # one for each reset command
 
 
 class FailurePolicy:
     """Decides what to do about each failure of a run. Performs no I/O."""
 
-    def __init__(self, device: str, max_restarts: int, is_elastic: bool = False) -> None:
+    def __init__(self, device: str, max_restarts: int, is_elastic: bool = False, can_reset: bool = False) -> None:
+        """`can_reset`: the user has configured a reset command."""
+        self._can_reset = can_reset
         self.may_share_hosts = _MAY_SHARE_HOSTS[device] and not is_elastic
         self.uses_partition = not _MAY_SHARE_HOSTS[device]  # a V-IPU partition, if the cluster file has one
         self._max_restarts = self._remaining = max_restarts
@@ -92,7 +98,9 @@ class FailurePolicy:
         if self._last_s is not None and now_s - self._last_s >= REFILL_S:
             self._remaining, self._first_failure = self._max_restarts, ""
         self._last_s = now_s
-        given_up = next((loss for loss in broken.losses if loss.recovery_action in _GIVE_UP), None)
+        resets = resets_for(broken.losses) if self._can_reset else ()
+        reset = [loss.recovery_action for loss in resets]
+        given_up = next((loss for loss in broken.losses if loss.recovery_action in set(_GIVE_UP) - set(reset)), None)
         if given_up is not None:
             return self._end_run(FleetBroken((given_up,), broken.cause), _GIVE_UP[given_up.recovery_action])
         repeated = self._repeated(broken, update)
@@ -104,7 +112,7 @@ class FailurePolicy:
         self.restarts += 1
         self._first_failure = self._first_failure or str(broken)
         lost = tuple(sorted({loss.instance for loss in broken.losses}))
-        return Decision(lost, self.may_share_hosts)
+        return Decision(lost, self.may_share_hosts, resets=resets)
 
     def _repeated(self, broken: FleetBroken, update: int) -> Optional[FleetBroken]:
         """Return the exceptions that were raised at the same update before: a restart would raise them again."""
@@ -117,8 +125,12 @@ class FailurePolicy:
         if not self._max_restarts:
             return ""
         is_same = str(broken) == self._first_failure
+        required = next((loss.recovery_action for loss in broken.losses if loss.recovery_action), "")
+        hint = f"; the SDK requires {required}: --reset-command executes it" if required and not self._can_reset else ""
         first = "had the same cause" if is_same else f"was: {self._first_failure}"
-        return f"not repaired: the limit --max-restarts {self._max_restarts} is reached; the first failure {first}"
+        return (
+            f"not repaired: the limit --max-restarts {self._max_restarts} is reached; the first failure {first}{hint}"
+        )
 
     def _end_run(self, broken: FleetBroken, reason: str) -> Decision:
         suffix = f" ({reason})" if reason else ""
@@ -202,7 +214,7 @@ class Recovery:
 
         `replaced` holds the instances that an interrupted replacement has replaced already.
         """
-        began_s = time.monotonic()
+        began_s, resets = time.monotonic(), Resets(self._plan, self._fleet)
         while True:
             if self._metrics.last is None and broken.losses and broken.losses[0].kind == "raised":
                 raise failure_of(broken.losses[0]) from broken
@@ -212,11 +224,12 @@ class Recovery:
             decision = self._policy.decide(broken, self._metrics.position, time.monotonic())
             if decision.error is not None:
                 raise decision.error from broken
+            resets.add(decision.resets)
             replaced = replaced | set(decision.replace)
             if raised and len(replaced) == len(self._fleet.hosts()):
                 yield from self._kept.try_to_save()
             try:
-                yield from self._replace(decision.replace, replaced, decision.may_share_hosts, began_s)
+                yield from self._replace(decision.replace, replaced, decision.may_share_hosts, began_s, resets)
                 return
             except FleetBroken as again:
                 broken = again
@@ -230,12 +243,19 @@ class Recovery:
         yield from self._elastic.shrink(gone, began_s)
 
     def _replace(
-        self, lost: Tuple[int, ...], replaced: Set[int], may_share_hosts: bool, began_s: float
+        self,
+        lost: Tuple[int, ...],
+        replaced: Set[int],
+        may_share_hosts: bool,
+        began_s: float,
+        resets: Optional[Resets] = None,
     ) -> Iterator[Event]:
         """Replace `lost` and restore the state. `replaced` holds all replacements since training was interrupted."""
         yield PhaseBegun("repairing", self._metrics.position)
         self._kept.lost |= replaced
         positions = self._fleet.repair(lost, may_share_hosts)
+        if resets is not None:
+            resets.run()
         self._recover_reports(positions)
         source, update, damaged = self._restore_state(positions)
         self._kept.lost = set()
@@ -251,7 +271,8 @@ class Recovery:
         seconds = time.monotonic() - began_s
         restarts, generation = self._policy.restarts, self._schedule.generation
         started = tuple(self._fleet.started())
-        yield Repaired(new, new_hosts, source, update, seconds, restarts, generation, damaged, started)
+        reset = resets.hosts if resets is not None else ()
+        yield Repaired(new, new_hosts, source, update, seconds, restarts, generation, damaged, started, reset)
 
     def _recover_reports(self, positions: Dict[int, int]) -> None:
         """Fetch the reports that lost instances did not send, from the survivors, before they load another state."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any, List, Optional, Sequence
 
+from raypod.host.session_process import end_session
 from raypod.instance import collectives
 
 
@@ -53,6 +57,34 @@ def check_released(models: Sequence[Any], error: Exception) -> None:
         raise RuntimeError(
             f"the device cannot be released after a failed call: {' '.join(str(error).split())}"
         ) from error
+
+
+def reset(command: str, recovery_action: str, timeout_s: float) -> str:
+    """Run the user's command that resets devices of this host, which no process may hold.
+
+    It has no input, the SDK's recovery action as RAYPOD_RECOVERY_ACTION, and writes into the log of this instance.
+
+    Returns:
+        Why it has failed, in one line; "" if its exit code is 0.
+    """
+    sys.stderr.write(f"reset of the devices ({recovery_action}): {command}\n")
+    with subprocess.Popen(
+        ["/bin/sh", "-c", command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "RAYPOD_RECOVERY_ACTION": recovery_action},
+        start_new_session=True,
+    ) as process:
+        try:
+            output = process.communicate(timeout=timeout_s)[0].decode(errors="replace")
+        except subprocess.TimeoutExpired:
+            return f"not done within {timeout_s:g} s (run.reset_timeout_s)"
+        finally:
+            end_session(process)
+    sys.stderr.write(output)
+    last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "no output")
+    return f"exit code {process.returncode}: {last}" if process.returncode else ""
 
 
 def _attached(models: Sequence[Any]) -> List[Any]:

@@ -45,6 +45,8 @@ from raypod.tasks.registry import task_of_plan
 class Instance:
     """The replicas of one host process, with their model, optimizer and feed. Call `build` first."""
 
+    reset_devices = staticmethod(devices.reset)
+
     def __init__(self, plan: Plan, index: int, sdk: Sdk) -> None:
         self._plan, self._spec, self._sdk = plan, plan.placement.instances[index], sdk
         self._gate = StopGate(plan.config.run.report_timeout_s)
@@ -59,8 +61,7 @@ class Instance:
         self._saves: Optional[BackgroundWriter] = None  # only in instance 0
         self._snapshots = Snapshots(None)
         self._is_evaluation_abandoned = False
-        self._guard = devices.CallGuard()
-        self._timer = StepTimer()
+        self._guard, self._timer = devices.CallGuard(), StepTimer()
         self._profile = Profile(plan, self._spec, sdk)
         self._cache = executable_cache.folder_of(plan, sdk)
 
@@ -224,7 +225,7 @@ class Instance:
                 self._random_states.compile(self._training, inputs)
                 outputs = self._training(*inputs)
             self._update = update + device_iterations
-            if self._model.average is not None:
+            if self._model.is_averaged_after(self._update):
                 self._read_back()
                 self._model.average_after(self._update)
             call_s, peer_wait_s = wait_s + time.monotonic() - began, self._sdk.peer_wait_s()

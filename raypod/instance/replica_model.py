@@ -35,9 +35,8 @@ class ReplicaModel:
         self.training_step = program.TrainingStep(task, metrics, self.network, prepare, recent)
         self.train()
         self.evaluation_step = program.EvaluationStep(task, metrics, self.network, prepare)
-        decay = plan.config.training.ema
-        iterations = plan.geometry.device_iterations
-        self.average = None if decay is None else WeightAverage(self.network, decay, iterations)
+        decay, self._average_every = plan.config.training.ema, plan.config.training.ema_interval
+        self.average = None if decay is None else WeightAverage(self.network, decay, self._average_every)
         groups = task.parameter_groups(self.network, plan.config.training.weight_decay)
         self.optimizer = program.build_optimizer(plan.config, groups)
 
@@ -85,9 +84,13 @@ class ReplicaModel:
             initial_weights.load(self.network, path, training.init_ignore or ())
             self.reset_average()
 
+    def is_averaged_after(self, update: int) -> bool:
+        """Return whether the weights after `update` updates are due to be added to the average."""
+        return self.average is not None and self.average.update != update and update % self._average_every == 0
+
     def average_after(self, update: int) -> None:
-        """Add the weights after `update` updates to the average, once."""
-        if self.average is not None and self.average.update != update:
+        """Add the weights after `update` updates, which are on the host, to the average if they are due."""
+        if self.average is not None and self.is_averaged_after(update):
             self.average.add(update)
 
     def begin_average_at(self, update: int) -> None:

@@ -10,14 +10,14 @@ from torch import nn
 
 
 class WeightAverage:
-    """The average of the parameters after each call, in float32. It begins with the initial parameters.
+    """The average of the parameters after every `every` updates, in float32. It begins with the initial parameters.
 
-    Its arithmetic is per element and depends on the parameters and the number of calls only. Buffers, such as the
+    Its arithmetic is per element and depends on the parameters and the number of additions only. Buffers, such as the
     statistics of BatchNorm, are not averaged.
     """
 
-    def __init__(self, network: nn.Module, decay: float, updates_per_call: int) -> None:
-        self._network, self._share = network, 1 - decay**updates_per_call
+    def __init__(self, network: nn.Module, decay: float, every: int) -> None:
+        self._network, self._share = network, 1 - decay**every
         self.update = -1  # that of the newest parameters in the average; -1: not trained yet
         self.reset()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Sequence
 
 from raypod.errors import ConfigError
-from raypod.plan.config import IMAGE_CLASSIFICATION, IMAGE_FOLDERS, WITHOUT_FILES, Config
+from raypod.plan.config import IMAGE_CLASSIFICATION, IMAGE_FOLDERS, WITHOUT_FILES, Config, TrainingSection
 from raypod.plan.learning_rate import check_settings
 from raypod.plan.values import parse_interval
 
@@ -26,8 +26,21 @@ def check_compatible(config: Config) -> None:
         )
     if config.run.snapshot_every and config.run.fleet == "inline":
         raise ConfigError("--snapshot-every has no effect with --fleet inline, which repairs no instance; omit it")
+    if training.ema_every is not None:
+        check_average(training, training.ema_every)
     if training.init_ignore and not training.init_weights:
         raise ConfigError(f"--init-ignore {','.join(training.init_ignore)} has no effect without --init-weights")
+
+
+def check_average(training: TrainingSection, every: int) -> None:
+    """Raise ConfigError if the average of the weights cannot be updated every `every` updates."""
+    if training.ema is None:
+        raise ConfigError(f"--ema-every {every} has no effect without --ema")
+    if every % training.device_iterations:
+        raise ConfigError(
+            f"--ema-every {every} is no multiple of --device-iterations {training.device_iterations}: the weights can "
+            "be read after whole calls"
+        )
 
 
 def check_data_folder(config: Config) -> None:

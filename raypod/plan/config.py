@@ -29,6 +29,7 @@ MAX_IMAGE_PIXELS = 89_478_485  # of an image file, as Pillow's own limit: 268 MB
 IMAGE_SIDE = 224  # default height and width of the images of folders
 CONTENTS = "-"  # in a data fingerprint, between the hash of names and labels and that of the contents of files
 TEST_SAMPLE = "test:"  # before the number of a test sample in `data.leave_out`
+_EMA_SHARE = 0.1  # of the average that an addition changes at most, unless it is due after every call
 IMAGE_CLASSIFICATION, LANGUAGE_MODEL = "image-classification", "language-model"
 LR_SCHEDULES = ("constant", "step", "linear", "cosine", "polynomial")
 
@@ -158,6 +159,12 @@ class TrainingSection(Section):
         lt=1,
         description="decay per update of the moving average of the weights, which is evaluated, as in 0.999",
     )
+    ema_every: Optional[int] = Field(
+        None,
+        ge=1,
+        description="updates between two additions of the weights to the average, which read them back (default: as "
+        "many as change a tenth of it)",
+    )
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of SGD")
     weight_decay: float = Field(
         5e-4, ge=0, allow_inf_nan=False, description="weight decay of parameters with more than one dimension"
@@ -188,6 +195,14 @@ class TrainingSection(Section):
         description="device iterations of an evaluation call (default: the minimum of the pipeline)",
     )
     seed: int = Field(42, ge=0, lt=2**31, description="seed of weights, sample order, augmentation and dropout")
+
+    @property
+    def ema_interval(self) -> int:
+        """The updates between two additions to the average, a number of whole calls; 0 without `ema`."""
+        if self.ema is None:
+            return 0
+        calls = int(_EMA_SHARE / (1 - self.ema) / self.device_iterations + 1e-6)  # 0.99: 10, in spite of its rounding
+        return self.ema_every or max(1, calls) * self.device_iterations
 
     @pydantic.field_validator("model")
     @classmethod

@@ -30,7 +30,7 @@ _GROUP_OF_KEY = {
     for group, keys in {
         "model": (
             *("model", "stem", "norm", "pipeline_splits", "pipeline_balance", "execution", "precision", "init_weights"),
-            *("memory_format", "init_ignore", "freeze", "ema"),
+            *("memory_format", "init_ignore", "freeze", "ema", "ema_every"),
         ),
         "pod": ("device", "fleet", "collectives", "strict"),
         "checkpoints": (
@@ -46,6 +46,8 @@ _GROUP_OF_KEY = {
                 "read_retry_s",
                 "preemption_grace_s",
                 "preemption_exit_code",
+                "reset_command",
+                "reset_timeout_s",
                 "elastic",
                 "min_hosts",
             ),

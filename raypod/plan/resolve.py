@@ -155,6 +155,7 @@ def _check_stored(values: Values, path: Path, is_resumed: bool, resume: str = ""
     if is_resumed or (path.name == CONFIG_FILE and any((path.parent / mark).exists() for mark in marks)):
         stored_code.check(values, path)
         stored_code.check_storage(values, path, resume)
+        stored_code.check_commands(values, path)
 
 
 def _given(args: argparse.Namespace, schema: Schema) -> Dict[str, Any]:

@@ -99,6 +99,11 @@ class RunSection(Section):
     max_restarts: int = Field(
         3, ge=0, description="repairs before the run fails; an hour without a failure resets the count"
     )
+    reset_command: Optional[str] = Field(
+        None,
+        description="shell command that resets devices when the SDK requires it, as in vipu reset partition NAME",
+    )
+    reset_timeout_s: float = Field(300, gt=0, le=MAX_TIMEOUT_S, description="time limit of --reset-command")
     dead_after_s: float = Field(
         1,
         gt=0,

@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import shlex
 import stat
 from pathlib import Path
 from typing import Any, Collection, Dict, List, Mapping, Optional, Tuple
@@ -77,6 +78,16 @@ def check_storage(values: Mapping[str, Mapping[str, Any]], path: Path, resume: s
         f"{path} asks to mirror the run to {url}, and was not written by you on this host; add --storage-path {url} "
         "to do so, or run.storage_path=null"
     )
+
+
+def check_commands(values: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Raise ConfigError if a run that is not this user's own decides which shell command a repair executes."""
+    command = values.get("run", {}).get("reset_command")
+    if command is not None and not is_own(path.parent):
+        raise ConfigError(
+            f"{path} has the command run.reset_command = {command!r}, and was not written by you on this host; add "
+            f"--reset-command {shlex.quote(str(command))} to use it, or run.reset_command=null"
+        )
 
 
 def seal_of(content: bytes) -> Optional[str]:

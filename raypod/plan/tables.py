@@ -93,6 +93,7 @@ def render(plan: Plan, width: Optional[int] = None) -> str:
             "length",
             f"{counted(plan.total_updates, 'update')}, {_per_epoch(plan)}, {counted(len(plan.legs()), 'leg')}",
         ),
+        *_transfer_rows(plan),
         ("bits", _reproducibility(plan)),
         *_snapshot_rows(plan),
         ("run folder", plan.run_dir),
@@ -160,6 +161,29 @@ def _data_rows(plan: Plan) -> List[Tuple[str, str]]:
     decoded = f", {side}x{side} pixels, decoded by {plan.config.decoder}" if side else ""
     text = f"{plan.task.data}: {size.train_samples} training, {tested}{published}{decoded}"
     return [("data", text), *(("", note) for note in size.notes)]
+
+
+def _transfer_rows(plan: Plan) -> List[Tuple[str, str]]:
+    """Return the rows for what moves the weights between a device and its host, besides checkpoints."""
+    training, rows = plan.config.training, []
+    during = sum(plan.is_evaluated_after(leg.end) for leg in plan.legs()[:-1])
+    if during:
+        rows.append(("evaluation", f"{counted(during, 'time')} during the training; on IPUs each {_moves(3, 2, 2)}"))
+    if plan.dataset_size.test_samples:
+        rows.append(("" if during else "evaluation", f"after the training; on IPUs it {_moves(2, 1, 1)}"))
+    if training.ema is not None:
+        rows.append(
+            ("average", f"of the weights, which are read back every {counted(training.ema_interval, 'update')}")
+        )
+    return rows
+
+
+def _moves(weights: int, optimizer: int, attaches: int) -> str:
+    """Return what an evaluation costs an instance: PopTorch attaches one model at a time, with all of its state."""
+    return (
+        f"transfers the weights {weights} x and the optimizer state {optimizer} x per instance, and attaches a model "
+        f"{attaches} x"
+    )
 
 
 def _per_epoch(plan: Plan) -> str:

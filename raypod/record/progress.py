@@ -248,7 +248,8 @@ def _failure_line(event: Union[CheckpointFailed, InstanceLost, Repaired]) -> str
         return f"Instance {event.instance} on host {event.host} is lost: {cause}"
     new = ", ".join(f"instance {index} on {host}" for index, host in zip(event.lost, event.hosts))
     damaged = "".join(f"warning: {each}\n" for each in event.passed_over)
+    reset = f"devices reset on {', '.join(event.reset_on)}, " if event.reset_on else ""
     return damaged + (
-        f"Repaired in {event.seconds:.1f} s: {f'new {new}' if new else 'process group re-formed'}, with the state of "
-        f"{event.seeded_from}; continuing after update {event.update} (restart {event.restarts})"
+        f"Repaired in {event.seconds:.1f} s: {reset}{f'new {new}' if new else 'process group re-formed'}, "
+        f"with the state of {event.seeded_from}; continuing after update {event.update} (restart {event.restarts})"
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
+from collections import Counter
+from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 from conformance.front_end_runs import Bench, Run, difference
 
@@ -37,6 +38,11 @@ _COMPARED = 4  # the update after which weights are compared: rounding grows by 
 _SHORT = ("--lr-schedule", "constant", "--checkpoint-every", f"{_COMPARED} updates", "--keep-checkpoints", "100")
 _ONE = ("--fleet", "inline", "--num-instances", "1", "--replicas", "1")
 _TWO = ("--num-instances", "2", "--replicas", "2")
+_DISTURBED = (*_TWO, "--updates", "60", "--checkpoint-every", "10 updates")  # runs in which something fails
+_RESET = (
+    'cd "$FRONT_END_FOLDER" && test "$RAYPOD_RECOVERY_ACTION" = PARTITION_RESET && '
+    "for lock in device-*.lock; do flock -n $lock true || exit 9; done && rm broken-partition"
+)
 _LANGUAGE = ("--task", "language-model", "task.size=tiny", "task.max_mb=0.1", "--optimizer", "adamw")
 _LANGUAGE += ("--learning-rate", "0.005")
 
@@ -60,15 +66,21 @@ class Times(NamedTuple):
 Row = Callable[[Bench, Times], Outcome]
 
 
-def _like_emulated(flags: Tuple[str, ...], precision: str = "32.32", updates: int = 24) -> Row:
-    """A training that is compared with the same one on the emulated SDK."""
+def _like_emulated(
+    flags: Tuple[str, ...], precision: str = "32.32", updates: int = 24, moves: Mapping[str, int] = {}
+) -> Row:
+    """A training that is compared with the same one on the emulated SDK. `moves`: how many times the core does what."""
 
     def row(bench: Bench, _times: Times) -> Outcome:
         words = ["--batch-size", "16", "--learning-rate", "0.02", *_SHORT, *flags, "--precision", precision]
         run = bench.train([*words, "--updates", str(updates)], {"FRONT_END_COMPILE_S": "1"})
         emulated = bench.train([*words, "--updates", str(_COMPARED)], device="emulated")
         apart = difference(run, emulated, _COMPARED)
-        return Outcome(run, _problem(run, 0, apart, _LIMITS[precision]), apart)
+        done = Counter(event["event"] for event in run.core())
+        other = ", ".join(
+            f"{name} {done[name]} x, not {count} x" for name, count in moves.items() if done[name] != count
+        )
+        return Outcome(run, _problem(run, 0, apart, _LIMITS[precision]) or other, apart)
 
     return row
 
@@ -99,7 +111,7 @@ def _resume(bench: Bench, _times: Times) -> Outcome:
 
 def _preemption(bench: Bench, _times: Times) -> Outcome:
     flags = [*_TWO, *_LANGUAGE, "task.dropout=0.1", "--updates", "60"]
-    whole = bench.train(flags)
+    whole = bench.undisturbed(flags)
     with bench.started(flags, {"FRONT_END_CALL_S": "0.2"}) as running:
         running.wait_for_calls(20)
         running.signal(signal.SIGTERM)
@@ -130,47 +142,57 @@ def _held(setting: str) -> Row:
     return row
 
 
-def _lost_peer(fault: str, action: str = "IPU_RESET") -> Row:
-    """An instance is killed in a call; the survivor's call ends as `fault` says, with a recovery action."""
+def _lost_peer(fault: str, action: str = "IPU_RESET", resets: bool = False) -> Row:
+    """An instance is killed in a call; the survivor's call ends as `fault` says, with a recovery action.
+
+    `resets`: there is a reset command, which fails while a process holds a device.
+    """
 
     def row(bench: Bench, times: Times) -> Outcome:
         environment = {"FRONT_END_FAULT": fault, "FRONT_END_HOST_SYNC_S": str(times.hang_s), "FRONT_END_CALL_S": "0.1"}
         environment["FRONT_END_RECOVERY_ACTION"] = action
-        with bench.started([*_TWO, "--updates", "60", "--checkpoint-every", "10 updates"], environment) as running:
+        flags = [*_DISTURBED, *(("--reset-command", _RESET) if resets else ())]
+        with bench.started(flags, environment) as running:
             running.wait_for_calls(30)
             running.kill_instance(1)
             run = running.wait()
         if fault == "unrecoverable" or action == "FULL_RESET":
-            return Outcome(run, _gave_up(run))
-        return Outcome(run, _recovered(bench, run))
+            return Outcome(run, _gave_up(run, "then the same command continues"))
+        if fault == "partition" and not resets:
+            return Outcome(run, _gave_up(run, "the SDK requires PARTITION_RESET: --reset-command executes it"))
+        outcome = _recovered(bench, run)
+        if resets and not outcome.problem and not any(event["reset_on"] for event in run.events("repaired")):
+            return outcome._replace(problem="the reset command was not executed")
+        return outcome
 
     return row
 
 
-def _gave_up(run: Run) -> str:
+def _gave_up(run: Run, hint: str) -> str:
     actions = [event["recovery_action"] for event in run.events("instance_lost") if event["kind"] == "device"]
-    is_told = bool(actions) and "then the same command continues" in run.output
+    is_told = bool(actions) and hint in run.output
     return "" if run.code == 1 and is_told else f"exit code {run.code}, recovery actions {actions}: {run.output[-300:]}"
 
 
-def _recovered(bench: Bench, run: Run) -> str:
-    problem = _problem(run, 0)
+def _recovered(bench: Bench, run: Run) -> Outcome:
+    apart = difference(run, bench.undisturbed(_DISTURBED))
+    problem = _problem(run, 0, apart, 0.0)
     if not problem and not run.events("instance_lost"):
-        return "no instance is lost"
+        problem = "no instance is lost"
     if not problem and bench.raypod("verify-data", str(run.folder)):
-        return "verify-data: not every sample was used once"
-    return problem
+        problem = "verify-data: not every sample was used once"
+    return Outcome(run, problem, apart)
 
 
 def _lost_coordinator(bench: Bench, _times: Times) -> Outcome:
-    flags = [*_TWO, "--updates", "60", "--checkpoint-every", "10 updates"]
-    with bench.started(flags, {"FRONT_END_CALL_S": "0.1"}) as running:
+    with bench.started(_DISTURBED, {"FRONT_END_CALL_S": "0.1"}) as running:
         running.wait_for_calls(50)
         running.signal(signal.SIGKILL)
         first = running.wait()
     with bench.started(["--resume", str(first.folder)], folder=first.folder) as running:
         run = running.wait()
-    return Outcome(run, _problem(run, 0))
+    apart = difference(run, bench.undisturbed(_DISTURBED))
+    return Outcome(run, _problem(run, 0, apart, 0.0), apart)
 
 
 def _launch(bench: Bench, _times: Times) -> Outcome:
@@ -214,9 +236,15 @@ ROWS: Dict[str, Row] = {
         (*_TWO, "--reduction", "sum", "--gradient-accumulation", "2", "--learning-rate", "0.005")
     ),
     "ema": _like_emulated((*_ONE, "--ema", "0.9")),
+    "ema every 3 updates": _like_emulated(
+        (*_ONE, "--ema", "0.9", "--ema-every", "3"),
+        moves={"weights to host": 12},  # 6 x for checkpoints, 2 x for both
+    ),
     "pipeline over 2 IPUs": _like_emulated((*_ONE, *_PIPELINE)),
     "evaluation every epoch and after": _like_emulated(
-        (*_ONE, "--batch-size", "64", "--evaluate-every", "1"), updates=44
+        (*_ONE, "--batch-size", "64", "--evaluate-every", "1"),
+        updates=44,
+        moves={"attach": 4, "weights to host": 12, "optimizer to host": 12, "weights to device": 4},
     ),
     "save and resume with dropout": _resume,
     "preemption": _preemption,
@@ -227,6 +255,8 @@ ROWS: Dict[str, Row] = {
     "peer killed, full reset": _lost_peer("unusable", "FULL_RESET"),
     "peer killed, the device is unusable": _lost_peer("unusable"),
     "peer killed, the call hangs": _lost_peer("hang"),
+    "partition reset": _lost_peer("partition", resets=True),
+    "partition reset, no command": _lost_peer("partition"),
     "SIGKILL of the coordinator": _lost_coordinator,
     "launch a popdist program": _launch,
     "launch PopTorch's tests of popdist": _launch_tests,

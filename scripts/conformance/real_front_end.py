@@ -6,14 +6,12 @@
 GIT_DIR is a clone of graphcore/poptorch, bare or not. Its folder `python/` is used unchanged; the docstring of
 `front_end/__init__.py` lists what the core assumes. The script runs with the interpreter of the script, Python 3.8 with
 torch 2.0.1, in a temporary folder that is removed. The columns: exit code; whether the loss falls; how far the weights
-are from those of the emulated SDK after 4 updates, as a part of their length (from the uninterrupted run where the row
-is a resume); how many times a device was attached; the bytes that moved between host and device. The status is 1 if a
-row has a problem.
+are from those of the emulated SDK after 4 updates, as a part of their length (where something fails, and after a
+resume: from those of a run on the front end without a failure); how many times a device was attached; the bytes that
+moved between host and device. The status is 1 if a row has a problem.
 
-There is no row for the reset of a partition: raypod runs no command that resets one, and to it that is an unusable
-device. None for `popdist.init` in a launched program: nothing public says what it does without mpirun. PopTorch has no
-example of popdist; its tests of popdist take the place of one. Weights are compared with those of a run without a
-failure in the rows of a resume and a preemption only.
+There is no row for `popdist.init` in a launched program: nothing public says what it does without mpirun. PopTorch has
+no example of popdist; its tests of popdist take the place of one.
 """
 
 from __future__ import annotations

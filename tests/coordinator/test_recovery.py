@@ -27,6 +27,7 @@ from raypod.events import (
     SaveReport,
     UpdateDone,
 )
+from raypod.fleet.base import FleetBroken
 from raypod.fleet.scripted import ScriptedFleet
 from raypod.plan.plan import Leg, Plan
 from raypod.record.metrics import MetricsAggregator
@@ -106,6 +107,44 @@ def test_the_recovery_action_of_a_failed_device_decides(action: str, reason: Opt
     else:
         assert str(decisions[0].error).startswith(f"instance 2 on host h2 failed: the device has failed ({reason}")
         assert policy.restarts == 0
+
+
+def device_failure(instance: int, action: str, host: str = "") -> InstanceLost:
+    return dataclasses.replace(lost(instance, "device", "the device has failed", host), recovery_action=action)
+
+
+@pytest.mark.parametrize(
+    ("losses", "resets"),
+    [
+        ([device_failure(2, "PARTITION_RESET"), device_failure(1, "IPU_RESET")], [2]),
+        (
+            [
+                device_failure(3, "IPU_RESET", "a"),
+                device_failure(1, "IPU_RESET", "b"),
+                device_failure(2, "IPU_RESET", "a"),
+            ],
+            [1, 3],
+        ),
+        ([device_failure(1, "LINK_RESET"), device_failure(2, "FULL_RESET")], [2]),
+        ([lost(0), device_failure(1, ""), lost(2)], []),
+        ([device_failure(1, "UNRECOVERABLE"), device_failure(2, "IPU_RESET")], None),
+    ],
+)
+def test_a_reset_command_is_due_once_per_host_or_partition(
+    losses: List[InstanceLost], resets: Optional[List[int]]
+) -> None:
+    decision = FailurePolicy("ipu", 3, can_reset=True).decide(broken(*losses), 7, 0.0)
+    assert (decision.error is not None) is (resets is None)
+    assert [loss.instance for loss in decision.resets] == (resets or [])
+
+
+def test_without_a_reset_command_the_last_restart_names_it() -> None:
+    error = str(FailurePolicy("ipu", 1).decide(broken(device_failure(1, "PARTITION_RESET")), 5, 0.0).error)
+    assert "--reset-command" not in error
+    policy = FailurePolicy("ipu", 1)
+    for _ in range(2):
+        error = str(policy.decide(broken(device_failure(1, "PARTITION_RESET")), 5, 0.0).error)
+    assert "; the SDK requires PARTITION_RESET: --reset-command executes it)" in error
 
 
 @pytest.mark.parametrize(
@@ -233,6 +272,47 @@ def test_an_exception_before_the_first_call_is_complete_ends_the_run(
     with pytest.raises(InstanceFailed, match="instance 1 on host h1 failed: ValueError: no such layer; its log"):
         events_of(plan, fleet)
     assert fleet.repaired == []
+
+
+class Resets(Breaks):
+    """Instances whose reset command ends for `reason`; one can be lost meanwhile."""
+
+    reason = ""
+    in_reset: Optional[FleetBroken] = None
+
+    def call_on(self, instances: Sequence[int], method: str, *arguments: Any) -> Dict[int, Any]:
+        if method != "reset_devices":
+            return dict.fromkeys(instances, ())
+        self.called.append(f"{method} {list(instances)} {arguments} after {self.repaired}")
+        error, self.in_reset = self.in_reset, None
+        if error is not None:
+            raise error
+        return dict.fromkeys(instances, self.reason)
+
+
+@pytest.mark.parametrize("repairs", [[(1, 2, 3)], [(1, 2, 3), (3,)]])
+def test_the_reset_command_runs_before_the_state_is_restored(make: Make, repairs: List[Tuple[int, ...]]) -> None:
+    plan = plan_of(make, instances=4, max_restarts=9, reset_command="reset it", reset_timeout_s=7)
+    failure = broken(lost(1), device_failure(2, "PARTITION_RESET"), device_failure(3, "PARTITION_RESET"))
+    fleet = Resets(plan, {(2, 0): failure}, repairs=[{0: 2} for _ in repairs])
+    fleet.in_reset = broken(lost(3)) if len(repairs) > 1 else None
+    events = events_of(plan, fleet)
+    repaired = only(events, Repaired)
+    assert (repaired.lost, repaired.update, repaired.reset_on) == ((1, 2, 3), 2, (fleet.hosts()[2],))
+    assert updates_of(events) == [1, 2, 3, 4]
+    done = [each for each in fleet.called if each.startswith("reset") or each == "seed_weights"][1:]
+    command = "reset_devices [2] ('reset it', 'PARTITION_RESET', 7.0) after "
+    assert done == [*(f"{command}{repairs[: number + 1]}" for number in range(len(repairs))), "seed_weights"]
+
+
+def test_a_reset_command_that_fails_ends_the_run(make: Make) -> None:
+    plan = plan_of(make, max_restarts=9, reset_command="reset it")
+    fleet = Resets(plan, {(2, 0): broken(device_failure(1, "FULL_RESET"))}, repairs=[{0: 2}])
+    fleet.reason = "exit code 3: no such partition"
+    match = "the device has failed; the reset command 'reset it' on host .* has failed: exit code 3: no such partition;"
+    with pytest.raises(InstanceFailed, match=match):
+        events_of(plan, fleet)
+    assert fleet.repaired == [(1,)]
 
 
 class Holds(Loads):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any, Callable, List
 
 import numpy
@@ -182,3 +183,44 @@ def test_an_output_on_the_host_warns():
     model = poptorch.inferenceModel(Calls(lambda x, _: (x, HOST)), options(iterations=2))
     with pytest.warns(UserWarning, match="Output expected to be on the IPU but is on cpu"):
         assert model(torch.ones(2, 4))[1].shape == (8,)  # in the SDK (4,): the tensor itself
+
+
+class Mixed(nn.Module):
+    """A half layer, and operators whose operands are in half and float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.conv, self.norm = nn.Linear(4, 4), nn.Conv1d(1, 1, 1), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor, is_cast: bool = False) -> torch.Tensor:
+        x = x.half()
+        if is_cast:
+            x = F.linear(x, self.linear.weight.half(), self.linear.bias.half())
+            x = F.batch_norm(x, self.norm.running_mean, self.norm.running_var, self.norm.weight.half())
+            x *= torch.tensor(2.0)
+            return x.float() + self.linear.bias + x.to(self.linear.bias.dtype)
+        x = self.linear(x) + self.linear(x * 2)
+        x = self.conv(x[:, None])[:, 0]
+        return torch.cat([x.half(), self.linear.weight]) * x.half().sum()
+
+
+def _mixed(caplog: Any, model: nn.Module, *inputs: Any) -> List[str]:
+    with caplog.at_level(logging.WARNING, "poptorch"):
+        poptorch.inferenceModel(model, options()).compile(torch.ones(3, 4), *inputs)
+    return [each.getMessage() for each in caplog.records if "in half and in float32" in each.getMessage()]
+
+
+def test_strict_mode_names_each_operator_with_operands_in_half_and_float(strict, caplog):
+    linear, conv, cat = _mixed(caplog, Mixed())
+    place = r"test_poptorch_strict.py:\d+"
+    assert re.search(rf"^linear has .* cast one of them. Called by linear \(Linear\), {place}.$", linear)
+    assert re.search(rf"^conv1d has .* Called by conv \(Conv1d\), {place}.$", conv)
+    assert re.search(rf"^cat has .* Called by Mixed, {place}.$", cat)
+
+
+def test_operands_that_are_cast_or_keep_their_dtype_have_no_message(strict, caplog):
+    assert _mixed(caplog, Mixed(), True) == []
+
+
+def test_without_strict_mode_mixed_operands_have_no_message(caplog):
+    assert _mixed(caplog, Mixed()) == []

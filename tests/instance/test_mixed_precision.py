@@ -28,13 +28,15 @@ def uncast(mode: Any, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: D
 
 @pytest.mark.parametrize("flags", [["--model", "resnet8", "--norm", "frozen"], ["--model", "vit_tiny"], TEXT])
 def test_layers_that_cast_their_weights_and_those_that_do_not_train_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: List[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flags: List[str]
 ) -> None:
     if flags is TEXT:
         (tmp_path / "text.txt").write_text("one two three " * 40)
         flags = [*flags, str(tmp_path / "text.txt")]
     flags = [*flags, "--precision", "16.32"]
-    cast = weights_of(tmp_path / "cast", *flags)
+    with caplog.at_level("WARNING", "poptorch"):
+        cast = weights_of(tmp_path / "cast", *flags, "--strict")
+    assert "operands in half and in float32" not in caplog.text
     layers = device_mode._functions(device_mode._LAYER_NAMES)
     monkeypatch.setattr(device_mode, "_HANDLERS", {**device_mode._HANDLERS, **dict.fromkeys(layers, uncast)})
     monkeypatch.setattr(device_mode, "_weights_like_input", uncast)

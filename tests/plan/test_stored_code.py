@@ -46,6 +46,7 @@ CASES = {
     "training: {model: foreign:make}": "training.model = 'foreign:make'.*--model foreign:make",
     "training: {lr_schedule: foreign:make}": "--lr-schedule foreign:make",
     "run: {trackers: [foreign:make]}": "--tracker foreign:make",
+    "run: {reset_command: 'touch x'}": "add --reset-command 'touch x' to use it",
     "run: {storage_path: 's3://theirs/x'}": "add --storage-path s3://theirs/x",
 }
 

@@ -105,3 +105,13 @@ def test_the_placement_says_how_many_ipus_of_the_cluster_are_used(make: Any) -> 
     for text in (render(plan), render_brief(plan)):
         assert "= 4 IPUs of 32" in text
     assert " of " not in render_brief(alone).split("placement")[1].splitlines()[0]
+
+
+def test_the_plan_shows_what_evaluations_and_the_average_transfer(make: Any) -> None:
+    shown = render(make(training={"epochs": 3}))
+    assert "evaluation  after the training; on IPUs it transfers the weights 2 x and the optimizer state 1 x" in shown
+    assert "during the training" not in shown
+    assert "average" not in shown
+    shown = render(make(training={"epochs": 3, "evaluate_every": 1, "ema": 0.99}))
+    assert "evaluation  2 times during the training; on IPUs each transfers the weights 3 x and the optimizer" in shown
+    assert "average  of the weights, which are read back every 10 updates\n" in shown

@@ -124,6 +124,20 @@ def test_the_loss_of_a_peer_ends_the_call_as_the_fault_says(fault: str, monkeypa
             Device(0).attach()
 
 
+def test_a_broken_partition_works_after_its_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FRONT_END_FAULT", "partition")
+    for access in (lambda: Device.fail("instance 1 is lost"), Device(0).attach):
+        with pytest.raises(device.RecoverableError) as raised:
+            access()
+        assert raised.value.recovery_action == "PARTITION_RESET"
+
+    device.broken_partition().unlink()
+
+    attached = Device(0)
+    attached.attach()
+    attached.detach()
+
+
 def test_a_dead_peer_ends_a_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMULATED_POD_RENDEZVOUS", "host:1")
     place = tmp_path / "host-1-training-0"

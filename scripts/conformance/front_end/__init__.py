@@ -20,8 +20,9 @@ Assumed, as the device and PopDist are not public, or simplified:
   compilation (COMPILE_S) does not hold it; the replacement of torch's factories is the front end's own.
 - All instances meet when an engine is loaded and at each weight update, by files. An instance that waits for a dead one
   ends its call as FAULT says: `raise` (RecoverableError; the device can be read), `unusable` (RecoverableError; then
-  every access is an Error until the process ends), `unrecoverable` (UnrecoverableError, and the same), `hang` (holds
-  the lock for HOST_SYNC_S, then an Error).
+  every access is an Error until the process ends), `unrecoverable` (UnrecoverableError, and the same), `partition`
+  (RecoverableError with PARTITION_RESET, and so is every access of all instances until a command resets the partition),
+  `hang` (holds the lock for HOST_SYNC_S, then an Error).
 - Which instances are of one fleet is known from EMULATED_POD_RENDEZVOUS, as nothing public says how the SDK meets.
 - An executable is cached by its graph and options; a hit costs no compilation.
 - `popdist.init` is an error without mpirun (FRONT_END_MPI=1), a second time, and after `finalizeBackend`.

@@ -76,6 +76,11 @@ def _folder() -> Path:
     return Path(os.environ["FRONT_END_FOLDER"])
 
 
+def broken_partition() -> Path:
+    """The file that exists while no device of the partition works. Its removal is the reset of the partition."""
+    return _folder() / "broken-partition"
+
+
 class Device:
     """The device of an executable. A process that dies gives it back; a broken one stays broken until then."""
 
@@ -118,7 +123,10 @@ class Device:
 
     @classmethod
     def check(cls) -> None:
-        """Error if the device of this process is broken."""
+        """Error if the device of this process, or the partition, is broken."""
+        if broken_partition().exists():
+            reason = "the partition is in an error state"
+            raise error(reason, "poplar_recoverable_runtime_error", "PARTITION_RESET", RecoverableError)
         if cls._is_broken:
             raise error(
                 "application runtime error: the device is in an error state", "poplar_application_runtime_error"
@@ -132,6 +140,9 @@ class Device:
         if fault == "hang":
             hold("HOST_SYNC_S")
             raise error(f"Host sync timed out: {reason}", "poplar_application_runtime_error")
+        if fault == "partition":
+            broken_partition().touch()
+            cls.check()
         cls._is_broken = fault in ("unusable", "unrecoverable")
         if fault == "unrecoverable":
             raise error(reason, "poplar_unrecoverable_runtime_error", of=UnrecoverableError)

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from poptorch.device_mode import is_on_device
+from poptorch.environment import logger
 from poptorch.parallel.operator_limits import function_limit, kernel_limit
 from poptorch.parallel.supported_operators import base_name, is_supported
 from poptorch.parallel.tracing import StageRecorder, tensors_in
-from poptorch.strict import reject
+from poptorch.strict import is_strict, reject
 
 _PACKAGE = f"{Path(__file__).resolve().parent.parent}/"
 _OWN_OPS = f"{_PACKAGE}ops/"
@@ -73,6 +74,12 @@ _GRADIENTS = frozenset(
     (torch.autograd.grad, torch.Tensor.backward, torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 )
 _NO_GRADIENT = "does not require grad"  # in torch's error, where none of these was seen
+# Operands that keep their dtype beside a half input: they are no operands of the arithmetic in half.
+_STATISTICS = {F.batch_norm: (1, 2), F.instance_norm: (1, 2), torch.batch_norm: (3, 4), torch.instance_norm: (3, 4)}
+_MIXED = (
+    "{} has operands in half and in float32: whether its result is half or float32 depends on how the SDK resolves "
+    "them, about which its tests, its guide and its source disagree; cast one of them. {}."
+)
 
 _References = Dict[int, Any]  # weak references to tensors, by id
 
@@ -103,6 +110,7 @@ class OperatorCheck:
         self._on_device: _References = {}  # the tensors on the device; those that forward finds elsewhere are not
         self._unsupported: Dict[str, List[str]] = {}  # places by operator
         self._rejected: Dict[str, List[str]] = {}  # places by reason
+        self._mixed: Dict[str, List[str]] = {}  # places by function
         self._depth = 0
         self.functions = _FunctionCheck(self)
         for tensor in inputs:
@@ -142,6 +150,8 @@ class OperatorCheck:
         on_host = [tensor for tensor in operands if id(tensor) not in self._on_device]
         if on_host and len(on_host) < len(operands) and function not in _TAKES_HOST:
             self._reject(_ON_HOST.format(list(on_host[0].shape), str(on_host[0].dtype).replace("torch.", "")))
+        if _is_mixed(function, args, kwargs) and any(id(tensor) in self._known for tensor in operands):
+            self._add(self._mixed, function.__name__)
         result = self._run(function, args, kwargs)
         to = (*args[1:], *kwargs.values())
         is_moved = function in _MOVES and any(isinstance(value, (str, torch.device, torch.Tensor)) for value in to)
@@ -171,7 +181,10 @@ class OperatorCheck:
             warnings.warn("Output expected to be on the IPU but is on cpu", stacklevel=2)
 
     def report(self) -> None:
-        """Warn of what was found; in strict mode raise Error."""
+        """Warn of what was found; in strict mode raise Error, and warn of what an IPU may compute in two ways."""
+        if is_strict():
+            for name, places in self._mixed.items():
+                logger.warning("%s", _MIXED.format(name, _places(places)))
         messages = [f"{reason}. {_places(places)}." for reason, places in self._rejected.items()]
         if self._unsupported:
             names = ", ".join(sorted(self._unsupported))
@@ -204,6 +217,19 @@ class OperatorCheck:
 def needs_gradients(error: RuntimeError) -> bool:
     """Return whether a forward without gradients fails because it needs them."""
     return _NO_GRADIENT in str(error)
+
+
+def _is_mixed(function: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> bool:
+    """Whether the dtype of the result depends on the meaning of operands in half and float32."""
+    name = getattr(function, "__name__", "")
+    is_in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    if function in _TAKES_HOST or is_in_place:
+        return False
+    statistics = _STATISTICS.get(function, ())
+    named = {key: value for key, value in kwargs.items() if not statistics or not key.startswith("running_")}
+    operands = tensors_in(([each for index, each in enumerate(args) if index not in statistics], named))
+    deciding = [operand for operand in operands if operand.dim()] or operands  # as torch's type promotion
+    return {torch.float16, torch.float32} <= {operand.dtype for operand in deciding}
 
 
 class _FunctionCheck(TorchFunctionMode):
