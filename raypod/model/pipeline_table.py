@@ -91,13 +91,14 @@ def _placement(plan: Plan, task: Any) -> Tuple[Any, Tuple[Any, ...], int]:
     import torch
     from poptorch.device.memory_estimate import check_memory
 
-    from raypod.model import program
+    from raypod.model import program, sdk_options
 
     config = plan.config
     options = poptorch.Options()
     options.Training.gradientAccumulation(plan.geometry.gradient_accumulation)
     options.setExecutionStrategy(program.execution_strategy(config.training.execution))
     options.showCompilationProgressBar(False)
+    sdk_options.make_calls(options, config)
     samples = _SAMPLES * plan.geometry.gradient_accumulation
     with user_code.reported(config.model_name):
         batch = task.example(samples)

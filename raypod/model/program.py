@@ -14,7 +14,7 @@ from typing_extensions import Protocol
 
 from raypod.datasets.transforms import activation_dtype
 from raypod.errors import ConfigError
-from raypod.model import freezing
+from raypod.model import freezing, sdk_options
 from raypod.model.recent_results import RecentResults
 from raypod.model.task_network import TaskNetwork
 from raypod.plan import user_code
@@ -218,6 +218,7 @@ def training_options(plan: Plan, cache: Optional[str] = None) -> Any:
     """
     training = plan.config.training
     options = _common_options(plan, cache)
+    sdk_options.make_calls(options, plan.config)
     options.deviceIterations(training.device_iterations)
     options.Training.gradientAccumulation(training.gradient_accumulation)
     options.Training.accumulationAndReplicationReductionType(_REDUCTIONS[training.reduction])
@@ -236,6 +237,7 @@ def keeps_recent_results(plan: Plan) -> bool:
 def inference_options(plan: Plan, cache: Optional[str] = None) -> Any:
     """Return the `popdist.poptorch.Options` of evaluation; see `training_options`."""
     options = _common_options(plan, cache)
+    sdk_options.make_calls(options, plan.config, is_training=False)
     options.deviceIterations(plan.geometry.evaluation_iterations)
     return options.outputMode(poptorch.OutputMode.All)
 

@@ -19,6 +19,7 @@ GROUPS = {
     "data": "Data",
     "model": "Model",
     "training": "Training",
+    "ipu": "IPU",
     "pod": "Pod",
     "checkpoints": "Checkpoints",
     "failures": "Failure handling",
