@@ -107,7 +107,7 @@ def _placement(plan: Plan, task: Any) -> Tuple[Any, Tuple[Any, ...], int]:
         groups = task.parameter_groups(network, config.training.weight_decay)
         model = poptorch.trainingModel(step, options, program.build_optimizer(config, groups))
         model.compile(*batch)
-        memory = model.emulatedMemory(config.training.batch_size / _SAMPLES)
+        memory = model.emulatedMemory(config.training.batch_size / _SAMPLES, plan.geometry.local_replicas)
         if sdk.is_strict():  # otherwise the table says that the model does not fit
             check_memory(memory)
     return model.emulatedPlacement(), memory, program.optimizer_bytes(config.training)

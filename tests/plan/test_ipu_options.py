@@ -6,11 +6,12 @@ from typing import Any, Dict, List
 
 import pytest
 
+from raypod.cli import FlagParser
 from raypod.errors import ConfigError
-from raypod.plan import ipu_options
+from raypod.plan import flags, ipu_options
 from raypod.plan.compatibility import check_compatible
 from raypod.plan.config import Config
-from raypod.plan.resolve import from_values
+from raypod.plan.resolve import from_values, resolve
 
 
 def config(ipu: Dict[str, Any], training: Dict[str, Any], pod: Dict[str, Any]) -> Config:
@@ -32,9 +33,55 @@ def test_half_weights_have_the_numerics_of_graphcores_applications_and_others_th
     assert half[0] not in evaluation
 
 
+def test_shares_of_memory_are_one_value_or_one_for_each_ipu() -> None:
+    pod = {"ipus_per_replica": 2}
+    for given, shares in (("0.2", [0.2, 0.2]), ("0.2,0.3", [0.2, 0.3]), ([0.1, 0.4], [0.1, 0.4]), (0.5, [0.5, 0.5])):
+        found = ipu_options.calls_of(config({"available_memory_proportion": given}, {}, pod))[0]
+        assert found.arguments == ({f"IPU{index}": share for index, share in enumerate(shares)},)
+    for wrong, words in (("1.5", "at most 1"), ("x", "must be a number"), ("0.1,,0.2", "empty entries")):
+        with pytest.raises(ConfigError, match=words):
+            from_values({"ipu": {"available_memory_proportion": wrong}})
+    with pytest.raises(ConfigError, match="known are optimizer, weights, activations, accumulators"):
+        from_values({"ipu": {"off_chip": "gradients"}})
+
+
+def test_options_by_their_own_names_are_pairs_and_flags_can_be_repeated() -> None:
+    parser = FlagParser(prog="test")
+    flags.add_flags(parser)
+    words = [
+        "--popart",
+        "a=1",
+        "--popart",
+        "b=[x, y]",
+        "--engine-option",
+        "k=l=m",
+        "--popart-pattern",
+        "TiedGather=true",
+    ]
+    found = resolve(flags.parse_arguments(parser, words)).ipu
+    assert found.popart == {"a": 1, "b": ["x", "y"]}
+    assert (found.engine_options, found.popart_patterns) == ({"k": "l=m"}, {"TiedGather": True})
+    assert from_values({"ipu": {"popart": found.popart}}).ipu.popart == found.popart
+    for wrong, message in (("a", "write KEY=VALUE"), ("=1", "write KEY=VALUE"), (["a=1", "a=2"], "a is given twice")):
+        with pytest.raises(ConfigError, match=message):
+            from_values({"ipu": {"popart": wrong}})
+
+
 @pytest.mark.parametrize(
     ("ipu", "training", "words"),
-    [({"automatic_loss_scaling": True}, {}, "--automatic-loss-scaling needs gradients in half")],
+    [
+        ({"automatic_loss_scaling": True}, {}, "--automatic-loss-scaling needs gradients in half"),
+        ({"available_memory_proportion": "0.2,0.3"}, {}, "2 values, and a replica has 1 IPU: give"),
+        ({"recomputation": "pipeline"}, {}, "--recomputation pipeline has no effect without a pipeline"),
+        ({"recomputation_checkpoints": "a"}, {}, "with --recomputation none; add --recomputation all"),
+        ({"replicated_tensor_sharding": "activations"}, {}, "each replica has its own"),
+        ({"off_chip_min_elements": 3}, {}, "--off-chip-min-elements has no effect without --off-chip"),
+        ({"io_tiles": 33}, {}, "--io-tiles 33 must be an even number"),
+        ({"overlap_io": "accumulation-loop", "io_tiles": 32}, {}, "needs --io-tiles, as 32, and --execution sharded"),
+        ({"overlap_io": "accumulation-loop"}, {"execution": "sharded"}, "needs --io-tiles"),
+        ({"popart_patterns": "TiedGather=1"}, {}, "write TiedGather=true or TiedGather=false"),
+        ({"popart": "disableOptimizerStateTensorStreams=true"}, {}, "checkpoints and repairs read the optimizer"),
+    ],
 )
 def test_what_the_sdk_would_reject_after_compiling_is_a_mistake(
     ipu: Dict[str, Any], training: Dict[str, Any], words: str
