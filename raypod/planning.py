@@ -37,7 +37,7 @@ _SWITCHES = {
     "--detach": "run in the background; control it with `raypod status|attach|stop RUN_FOLDER`",
     "--detach-as": "--detach, as a Ray job or as a process; default: a Ray job where Ray's job server runs",
     "--quiet": "print only warnings, errors and the result",
-    "--verbose": "also print the placement of every instance and the versions",
+    "--verbose": "also print the options of the SDK, and of a training the instances and the versions",
     "--take-over": (
         "end the run that uses the run folder, also on another host, and continue it here; for a host that is lost, "
         f"wait until its lease has expired ({EXPIRES_AFTER_S:g} s after its last heartbeat) instead"
@@ -170,18 +170,18 @@ def needs_model(plan: Plan) -> bool:
         return plan.geometry.ipus_per_replica > 1 or sdk.is_strict()
 
 
-def render_without_model(plan: Plan) -> str:
+def render_without_model(plan: Plan, is_verbose: bool = False) -> str:
     """Return `tables.render` for the terminal of stdout, and what shows the memory. Imports no torch."""
-    table = tables.render(plan, width_of(sys.stdout))
+    table = tables.render(plan, width_of(sys.stdout), is_verbose)
     return f"{table}\n\n{'memory':>12}  --memory estimates it: it imports torch and compiles the model"
 
 
-def render_with_pipeline(plan: Plan) -> str:
+def render_with_pipeline(plan: Plan, is_verbose: bool = False) -> str:
     """Return `tables.render` as above, the pipeline if a replica has several IPUs, and the estimated memory."""
     from raypod.model.memory_bars import render_memory
     from raypod.model.pipeline_table import inspect_pipeline, render_pipeline, snapshot_bytes
 
-    parts = [tables.render(plan, width_of(sys.stdout))]
+    parts = [tables.render(plan, width_of(sys.stdout), is_verbose)]
     found = _inspected(plan, inspect_pipeline)
     if isinstance(found, str):
         return f"{parts[0]}\n\n{'memory':>12}  no estimate: {found}"

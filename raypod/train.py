@@ -53,7 +53,7 @@ def _train_until(stop: Stop, argv: Sequence[str], started_at_s: float) -> int:
             raise ConfigError("--quiet and --verbose contradict each other; give one of them")
         if args.dry_run:
             plan, _ = resume_point(check(plan))
-            show(planning.render_with_pipeline(plan))
+            show(planning.render_with_pipeline(plan, args.verbose))
             return 0
         is_detached = args.detach or args.detach_as is not None
         if not is_detached:

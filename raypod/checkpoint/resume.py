@@ -13,6 +13,7 @@ from raypod.checkpoint import storage
 from raypod.checkpoint.format import Checkpoint, Manifest
 from raypod.cli import counted
 from raypod.errors import CheckpointDamaged, ConfigError
+from raypod.plan import ipu_options
 from raypod.plan.config import CHECKPOINTS, CONFIG_FILE, CONTENTS, Config
 from raypod.plan.learning_rate import DEPEND_ON_LENGTH
 from raypod.plan.metric import EpochSums
@@ -60,6 +61,7 @@ _SAFE_TO_CHANGE = {
     "training.momentum",
     "training.weight_decay",
     "training.loss_scaling",
+    *(f"ipu.{key}" for key in ipu_options.CHANGE_RESULTS),
     "pod.threads_per_replica",
 }
 # With --elastic these may differ, if the global batch and the micro-batch are the same: so are the samples of every
@@ -89,11 +91,19 @@ def record_memory_format(manifest: Manifest, chosen: Optional[str]) -> Manifest:
 
 
 def in_recorded_format(plan: Plan, manifest: Manifest) -> Plan:
-    """Return the plan with the memory format of a checkpoint if it leaves the choice to the SDK."""
-    if plan.config.training.memory_format != "auto":
-        return plan
-    training = plan.config.training.model_copy(update={"memory_format": recorded_memory_format(manifest)})
-    return dataclasses.replace(plan, config=plan.config.model_copy(update={"training": training}))
+    """Return the plan with the memory format and the numerics of a checkpoint, where it leaves the choice to defaults.
+
+    A checkpoint without a record of the numerics is of a version that left them to the SDK.
+    """
+    config = plan.config
+    if config.training.memory_format == "auto":
+        training = config.training.model_copy(update={"memory_format": recorded_memory_format(manifest)})
+        config = config.model_copy(update={"training": training})
+    numerics = {key: manifest.settings.get(f"ipu.{key}", value) for key, value in ipu_options.SDK_NUMERICS.items()}
+    left = {key: value for key, value in numerics.items() if getattr(config.ipu, key) is None}
+    if left != {key: value for key, value in ipu_options.numerics_of(config).items() if key in left}:
+        config = config.model_copy(update={"ipu": config.ipu.model_copy(update=left)})
+    return dataclasses.replace(plan, config=config)
 
 
 def find_checkpoint(plan: Plan, was_cut_off: bool = False, verify: bool = True) -> ResumePoint:
@@ -226,6 +236,8 @@ def settings_of(plan: Plan) -> Dict[str, Any]:
         for key, value in getattr(config, section).model_dump(mode="json").items():
             if f"{section}.{key}" not in _WITHOUT_EFFECT:
                 settings[f"{section}.{key}"] = value
+    ipu = {**config.ipu.model_dump(mode="json"), **ipu_options.numerics_of(config)}
+    settings.update({f"ipu.{key}": ipu[key] for key in ipu_options.CHANGE_RESULTS})
     settings["pod.threads_per_replica"] = config.pod.threads_per_replica
     schedule = config.training.lr_schedule
     settings[LENGTH] = plan.total_updates if schedule in DEPEND_ON_LENGTH or ":" in schedule else None
@@ -236,6 +248,7 @@ def first_difference(manifest: Manifest, settings: Dict[str, Any], allowed: List
     """Describe the first setting that differs from the checkpoint's and is not in `allowed`; None if there is none."""
     sections = Config().model_dump(mode="json").items()
     defaults = {f"{name}.{key}": value for name, section in sections for key, value in section.items()}
+    defaults.update({f"ipu.{key}": value for key, value in ipu_options.SDK_NUMERICS.items()})
     for name, ours in settings.items():
         theirs = manifest.settings.get(name, defaults.get(name))
         if name == MEMORY_FORMAT:

@@ -25,13 +25,13 @@ def plan(argv: Sequence[str]) -> int:
     """Print the plan of a `raypod train` command line as a table or as JSON."""
     from raypod import planning
 
-    planned, args = planning.plan_of(argv, "raypod plan", ["--json", "--memory"])
+    planned, args = planning.plan_of(argv, "raypod plan", ["--json", "--memory", "--verbose"])
     if args.json:
         show(json.dumps(planning.describe_with_pipeline(planned), indent=2))
     else:
         shows_model = args.memory or planning.needs_model(planned)  # otherwise nothing imports torch
         render = planning.render_with_pipeline if shows_model else planning.render_without_model
-        show(render(planned))
+        show(render(planned, args.verbose))
     return 0
 
 

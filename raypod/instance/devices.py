@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from typing import Any, List, Optional, Sequence
 
+from raypod.errors import ConfigError
 from raypod.host.session_process import end_session
 from raypod.instance import collectives
+
+# What PopTorch's compiler says of names that it does not have, or that have values of another type.
+_REJECTED_OPTION = re.compile(r"Unknown (?:\w+ )?(?:option|pattern) '?([\w.]+)'?")
 
 
 class CallGuard:
@@ -21,7 +26,10 @@ class CallGuard:
         """Begin a call."""
 
     def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
-        """End a call."""
+        """End a call. ConfigError if its compilation has rejected an option of the section `ipu` by its name."""
+        rejected = _REJECTED_OPTION.search(str(error)) if error is not None else None
+        if rejected is not None:
+            raise ConfigError(f"--popart: the SDK rejects {rejected.group(1)}: {rejected.group(0)}") from error
         if error is not None and collectives.device_failure(error) is not None:
             self._error = error
 

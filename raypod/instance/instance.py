@@ -38,6 +38,7 @@ from raypod.instance.replica_model import EvaluationSums, ReplicaModel
 from raypod.instance.seeding import Endpoint, Seeding, SeedingPeer
 from raypod.instance.training_state import Snapshots, TrainingState
 from raypod.model import program
+from raypod.plan import ipu_options
 from raypod.plan.plan import Leg, Plan
 from raypod.tasks.registry import task_of_plan
 
@@ -94,7 +95,7 @@ class Instance:
             host=self._spec.host,
             pid=os.getpid(),
             device=self._sdk.device,
-            device_line=self._sdk.line,
+            device_line=self._sdk.line + ipu_options.without_effect(plan.config, self._sdk.has_ipus),
             parameters=model.num_parameters(),
             seconds=tuple(self._timer.steps),
             data_fingerprint=source.fingerprint,

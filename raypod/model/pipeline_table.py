@@ -102,13 +102,14 @@ def _placement(plan: Plan, task: Any) -> Tuple[Any, Tuple[Any, ...], int]:
     import torch
     from poptorch.device.memory_estimate import check_memory
 
-    from raypod.model import program
+    from raypod.model import program, sdk_options
 
     config = plan.config
     options = poptorch.Options()
     options.Training.gradientAccumulation(plan.geometry.gradient_accumulation)
     options.setExecutionStrategy(program.execution_strategy(config.training.execution))
     options.showCompilationProgressBar(False)
+    sdk_options.make_calls(options, config)
     samples = _SAMPLES * plan.geometry.gradient_accumulation
     with user_code.reported(config.model_name):
         batch = task.example(samples)
@@ -117,7 +118,7 @@ def _placement(plan: Plan, task: Any) -> Tuple[Any, Tuple[Any, ...], int]:
         groups = task.parameter_groups(network, config.training.weight_decay)
         model = poptorch.trainingModel(step, options, program.build_optimizer(config, groups))
         model.compile(*batch)
-        memory = model.emulatedMemory(config.training.batch_size / _SAMPLES)
+        memory = model.emulatedMemory(config.training.batch_size / _SAMPLES, plan.geometry.local_replicas)
         if sdk.is_strict():  # otherwise the table says that the model does not fit
             check_memory(memory)
     return model.emulatedPlacement(), memory, program.optimizer_bytes(config.training)

@@ -14,7 +14,7 @@ from typing_extensions import Protocol
 
 from raypod.datasets.transforms import activation_dtype
 from raypod.errors import ConfigError
-from raypod.model import freezing
+from raypod.model import freezing, sdk_options
 from raypod.model.recent_results import RecentResults
 from raypod.model.task_network import TaskNetwork
 from raypod.plan import user_code
@@ -147,9 +147,12 @@ class TrainingStep(_Step):
     ) -> None:
         super().__init__(task, metrics, network, prepare)
         self.recent_results = recent_results
+        self._overlap = sdk_options.overlap_mode(task.config)
 
     def forward(self, *arguments: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
         """Return the loss, 0-d, and numerator and denominator of each metric, float32 [2 x metrics]."""
+        if self._overlap is not None:
+            arguments = poptorch.set_overlap_for_input(arguments, self._overlap)
         batch = arguments if self.recent_results is None else arguments[:-1]
         outputs = self._outputs(self._task.training_outputs, batch)
         loss, ratios = outputs if isinstance(outputs, (tuple, list)) and len(outputs) == 2 else (None, None)
@@ -161,6 +164,8 @@ class TrainingStep(_Step):
         sums = torch.stack([_scalar(each, loss) for each in self._sums(ratios, "training_outputs")])
         if self.recent_results is not None:
             self.recent_results(sums, arguments[-1])
+        if self._overlap is not None:
+            loss, sums = poptorch.set_overlap_for_output((loss, sums), self._overlap)
         return loss, sums
 
 
@@ -208,6 +213,7 @@ def finish_network(plan: Plan, network: nn.Module) -> nn.Module:
     if plan.config.training.precision.endswith(".16"):
         network.half()
     freezing.freeze(network, plan.config.training.freeze or ())
+    sdk_options.keep_outputs(network, plan.config.ipu.recomputation_checkpoints or ())
     return network
 
 
@@ -218,6 +224,7 @@ def training_options(plan: Plan, cache: Optional[str] = None) -> Any:
     """
     training = plan.config.training
     options = _common_options(plan, cache)
+    sdk_options.make_calls(options, plan.config)
     options.deviceIterations(training.device_iterations)
     options.Training.gradientAccumulation(training.gradient_accumulation)
     options.Training.accumulationAndReplicationReductionType(_REDUCTIONS[training.reduction])
@@ -236,6 +243,7 @@ def keeps_recent_results(plan: Plan) -> bool:
 def inference_options(plan: Plan, cache: Optional[str] = None) -> Any:
     """Return the `popdist.poptorch.Options` of evaluation; see `training_options`."""
     options = _common_options(plan, cache)
+    sdk_options.make_calls(options, plan.config, is_training=False)
     options.deviceIterations(plan.geometry.evaluation_iterations)
     return options.outputMode(poptorch.OutputMode.All)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Sequence
 
 from raypod.errors import ConfigError
+from raypod.plan import ipu_options
 from raypod.plan.config import IMAGE_CLASSIFICATION, IMAGE_FOLDERS, WITHOUT_FILES, Config, TrainingSection
 from raypod.plan.learning_rate import check_settings
 from raypod.plan.values import parse_interval
@@ -14,6 +15,7 @@ def check_compatible(config: Config) -> None:
     """Raise ConfigError for settings that contradict each other in every task."""
     training = config.training
     check_settings(training)
+    ipu_options.check(config)
     check_data_folder(config)
     if config.data.jpeg_decoder != "pillow" and config.decoder is None:
         sets = " or ".join(IMAGE_FOLDERS)

@@ -14,6 +14,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 from typing_extensions import Literal
 
+from raypod.plan.ipu_section import IpuSection
 from raypod.plan.run_section import RunSection
 from raypod.plan.section import MAX_TIMEOUT_S, Section
 from raypod.plan.values import Epochs, ImageShape, Names, Samples, parse_evaluations
@@ -278,6 +279,7 @@ class Config(pydantic.BaseModel):
     task: TaskSection = TaskSection()
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
+    ipu: IpuSection = IpuSection()
     pod: PodSection = PodSection()
     run: RunSection = RunSection()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, List, Optional, Sequence, Type
+from typing import Any, Dict, List, Optional, Sequence, Type
 
 from pydantic.fields import FieldInfo
 
@@ -13,8 +13,18 @@ from raypod.plan import flag_help
 from raypod.plan.config import Config, TaskOptions, fields
 from raypod.plan.resolve import NO_SCHEMA, TASK_NAME, Schema
 
-ALIASES = {"replicas": ["--num-replicas"], "image_size": ["--resize"], "trackers": ["--tracker"]}
-_REPEATED = ("trackers",)  # keys whose flag can be given several times
+ALIASES = {
+    "replicas": ["--num-replicas"],
+    "image_size": ["--resize"],
+    "trackers": ["--tracker"],
+    "engine_options": ["--engine-option"],
+    "popart_patterns": ["--popart-pattern"],
+}
+# Keys whose flag can be given several times, and the action that collects the values.
+_REPEATED: Dict[str, Any] = {
+    "trackers": Joined,
+    **dict.fromkeys(("engine_options", "popart", "popart_patterns"), "append"),
+}
 # Flags of the commands that take those of a config; the options of a task must not have their names.
 _OF_COMMANDS = (
     *("--help", "--help-all", "--config", "--dry-run", "--json", "--detach", "--detach-as", "--take-over"),
@@ -74,7 +84,7 @@ def add_flag(
         parser.add_argument(names[-1], dest=target, action="store_false", default=None, help=argparse.SUPPRESS)
         return parser.add_argument(*names[:-1], dest=target, action="store_true", default=None, help=help_text)
     metavar = flag_help.metavar_of(key, field)
-    action = Joined if key in _REPEATED else "store"
+    action = _REPEATED.get(key, "store")
     return parser.add_argument(*names, dest=target, metavar=metavar, help=help_text, action=action)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from raypod.cli import counted, format_table
-from raypod.plan import shipped
+from raypod.plan import ipu_options, shipped
 from raypod.plan.cluster import Host, VipuPartition
 from raypod.plan.elastic import smaller_plans
 from raypod.plan.placement import (
@@ -47,6 +47,7 @@ def describe(plan: Plan) -> Dict[str, Any]:
         "instances": [{**dataclasses.asdict(spec), **_devices(placement, spec)} for spec in placement.instances],
         "legs": [dataclasses.asdict(leg) for leg in plan.legs()],
         "pipeline_splits": list(plan.pipeline_splits),
+        "ipu_options": ipu_options.describe(plan.config),
         "run_dir": plan.run_dir,
     }
 
@@ -62,8 +63,11 @@ def topology_summary(plan: Plan) -> Dict[str, int]:
     }
 
 
-def render(plan: Plan, width: Optional[int] = None) -> str:
-    """Return the plan as a table: the sizes, folded to `width` as by `render_brief`, and one line per instance."""
+def render(plan: Plan, width: Optional[int] = None, is_verbose: bool = False) -> str:
+    """Return the plan as a table: the sizes, folded to `width` as by `render_brief`, and one line per instance.
+
+    `is_verbose`: with the options of the SDK.
+    """
     placement, geometry, training = plan.placement, plan.geometry, plan.config.training
     rows = [
         ("pod", f"{placement.cluster.name}: {counted(len(placement.hosts), 'host')} ({_names(placement.hosts)})"),
@@ -94,6 +98,7 @@ def render(plan: Plan, width: Optional[int] = None) -> str:
             f"{counted(plan.total_updates, 'update')}, {_per_epoch(plan)}, {counted(len(plan.legs()), 'leg')}",
         ),
         *_transfer_rows(plan),
+        *(ipu_options.rows(plan.config) if is_verbose else ()),
         ("bits", _reproducibility(plan)),
         *_snapshot_rows(plan),
         ("run folder", plan.run_dir),

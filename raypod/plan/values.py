@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import pydantic
+import yaml
 from pydantic import Field
 from typing_extensions import Annotated
 
 from raypod.plan.urls import check_url, is_url
 
+TENSOR_KINDS = ("optimizer", "weights", "activations", "accumulators")
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 _INTERVAL = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(update|epoch|minute)s?\s*$")
 _UPDATES = re.compile(r"\s*updates?\s+(\d{1,12})(?:\s*-\s*(\d{1,12}))?\s*$")
@@ -124,6 +126,37 @@ def _check_ascending(numbers: Optional[Tuple[int, ...]]) -> Optional[Tuple[int, 
     return numbers
 
 
+def _check_tensor_kinds(kinds: Optional[Tuple[str, ...]]) -> Optional[Tuple[str, ...]]:
+    for kind in kinds or ():
+        if kind not in TENSOR_KINDS:
+            raise ValueError(f"known are {', '.join(TENSOR_KINDS)}")
+    return kinds
+
+
+def _split_shares(value: Any) -> Any:
+    """Split a list of numbers of the command line; one number is a list of one."""
+    return [value] if isinstance(value, (int, float)) else _split_words(value)
+
+
+def _parse_pairs(value: Any) -> Any:
+    """Return KEY=VALUE texts as a mapping, with values as YAML reads them; a YAML mapping passes unchanged."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, (list, tuple)):
+        return texts
+    pairs = {}
+    for text in texts:
+        key, equals, word = str(text).partition("=")
+        if not (key.strip() and equals and word.strip()):
+            raise ValueError("write KEY=VALUE")
+        if key.strip() in pairs:
+            raise ValueError(f"{key.strip()} is given twice")
+        try:
+            pairs[key.strip()] = yaml.safe_load(word)
+        except yaml.YAMLError:
+            raise ValueError(f"cannot read the value of {key.strip()}") from None
+    return pairs
+
+
 def _check_trackers(names: Optional[Tuple[str, ...]]) -> Optional[Tuple[str, ...]]:
     for name in names or ():
         if name not in TRACKERS and ":" not in name:
@@ -165,6 +198,9 @@ Samples = Annotated[
     pydantic.AfterValidator(_check_samples),
     pydantic.AfterValidator(_check_different),
 ]
+Shares = Annotated[Optional[Tuple[Annotated[float, Field(ge=0, le=1)], ...]], pydantic.BeforeValidator(_split_shares)]
+Pairs = Annotated[Optional[Dict[str, Any]], pydantic.BeforeValidator(_parse_pairs)]
+TensorKinds = Annotated[Names, pydantic.AfterValidator(_check_tensor_kinds)]
 ImageShape = Annotated[str, pydantic.AfterValidator(_check_image)]
 Trackers = Annotated[Names, pydantic.AfterValidator(_check_trackers)]
 Updates = Annotated[Optional[str], pydantic.AfterValidator(_check_updates)]

@@ -10,7 +10,7 @@ from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 from raypod import planning
 from raypod.cli import suggestion
 from raypod.errors import ConfigError
-from raypod.plan import flags, resolve
+from raypod.plan import flags, ipu_options, resolve
 from raypod.plan.compatibility import check_data_folder
 from raypod.plan.config import Config, fields
 from raypod.plan.plan import Plan, pipeline_stages
@@ -160,6 +160,7 @@ def plan_of(config: Config, changes: Mapping[str, Any], source: str) -> Plan:
             pod.pop("replicas", None)
     values["run"] = {key: run[key] for key in _OF_RUN}
     values["training"] = {key: training[key] for key in _OF_NETWORK}
+    values["ipu"] = {key: values["ipu"][key] for key in ipu_options.OF_EVALUATION}
     # A plan checks the sizes of a training, too: this is its smallest one.
     values["training"]["gradient_accumulation"] = 2 * pipeline_stages(config_of(values, source)) - 1
     plan = planning.plan_from(values, source)

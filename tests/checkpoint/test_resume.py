@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -22,6 +23,7 @@ from raypod.checkpoint.resume import manifest_of
 from raypod.checkpoint.storage import checkpoints_folder
 from raypod.errors import ConfigError, InstanceFailed
 from raypod.events import CheckpointSaved, Event, Resized, RunEnded, UpdateDone
+from raypod.plan import ipu_options
 from raypod.plan.cluster import LOCAL
 from raypod.plan.plan import DatasetSize, Plan, TaskFacts, make_plan
 from raypod.plan.resolve import from_values
@@ -177,6 +179,10 @@ def test_the_message_about_a_finished_training_names_all_that_is_needed_to_conti
         ({"training": {"learning_rate": 0.2}}, "learning_rate is 0.1 and this run's is 0.2; --resume-anyway learning"),
         ({"training": {"lr_schedule": "constant"}}, "and this run's is constant; --resume-anyway lr_schedule"),
         (
+            {"ipu": {"stochastic_rounding": True}},
+            "ipu.stochastic_rounding is False and this run's is True; --resume-anyway stochastic_rounding",
+        ),
+        (
             {"training": {"memory_format": "channels_last"}},
             "memory_format is contiguous and this run's is channels_last; --resume-anyway memory_format",
         ),
@@ -188,6 +194,17 @@ def test_a_different_setting_is_refused_with_both_values(make: Make, sections: D
         find(make, path, **sections)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_run_in_half_continues_with_the_numerics_of_its_checkpoint(make: Make, is_recorded: bool) -> None:
+    plan = make(training={"precision": "16.16"})
+    manifest = manifest_of(plan, 44, 1, "", {})
+    of_older_version = {key: value for key, value in manifest.settings.items() if not key.startswith("ipu.")}
+    recorded = manifest if is_recorded else dataclasses.replace(manifest, settings=of_older_version)
+    assert resume.difference_to(plan, recorded, []) is None
+    found = ipu_options.numerics_of(resume.in_recorded_format(plan, recorded).config)
+    assert found == {"stochastic_rounding": is_recorded, "partials": "half" if is_recorded else "float"}
 
 
 def test_the_placement_may_differ_and_safe_settings_if_resume_anyway_names_them(make: Make) -> None:

@@ -118,6 +118,21 @@ def test_automatic_loss_scaling_makes_the_loss_scaling_variable(is_automatic):
             training.setOptimizer(training._optimizer)
 
 
+@pytest.mark.parametrize(("replicas", "accumulation"), [(1, 1), (1, 2), (2, 2)])
+def test_automatic_loss_scaling_doubles_until_gradients_come_near_the_largest_half(replicas, accumulation):
+    """Gradients of 1024 pass the bin edge, an eighth of 65504, with a factor of 8 or more."""
+    opts = options(replicas, accumulation)
+    opts.Training.setAutomaticLossScaling(True)
+    model = Line().half()
+    training = wrapped(model, opts, lr=1e-4)
+    factors = []
+    for _ in range(6):
+        training(torch.full((replicas * accumulation,), 1024.0, dtype=torch.half))
+        factors.append(training._optimizer.state_dict()["ipu_state"]["lossScaleUpdateFactor"].item())
+    assert factors == [2, 4, 8, 4, 8, 4]
+    assert model.weight.item() == pytest.approx(1 - 6 * 1e-4 * 1024, rel=1e-2), "the factor is divided out"
+
+
 def test_stochastic_rounding_keeps_small_updates_on_average():
     def weights_after_10_updates(seed, is_stochastic=True):
         opts = options(iterations=10).randomSeed(seed)

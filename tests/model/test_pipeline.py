@@ -42,6 +42,28 @@ def inspect(plan: Plan) -> Pipeline:
     return inspect_pipeline(plan, task_of(plan.config))
 
 
+@pytest.mark.parametrize(
+    ("ipu", "part", "share"),
+    [
+        ({"recomputation": "all", "recomputation_checkpoints": ["features.[3-9]"]}, "activations", (0.1, 0.7)),
+        ({"recomputation": "standard"}, "activations", (0.1, 0.9)),
+        ({"off_chip": ["optimizer"], "off_chip_min_elements": 0}, "optimizer", (0.1, 0.6)),
+        ({"replicated_tensor_sharding": ["optimizer"], "sharding_min_elements": 0}, "optimizer", (0.49, 0.51)),
+        ({"replicated_tensor_sharding": ["weights"], "sharding_min_elements": 0}, "weights", (0.49, 0.52)),
+        ({"off_chip": ["accumulators"], "off_chip_min_elements": 0}, "gradients", (0.1, 0.6)),
+    ],
+)
+def test_the_estimate_counts_recomputation_and_what_is_off_chip_or_divided_among_replicas(
+    make: Any, ipu: Dict[str, Any], part: str, share: Tuple[float, float]
+) -> None:
+    def estimated(ipu: Dict[str, Any]) -> int:
+        training = {"model": "resnet20", "gradient_accumulation": 2}
+        plan = make(ipu=ipu, training=training, pod={"replicas": 4, "num_instances": 2})
+        return int(getattr(inspect_pipeline(plan, task_of(plan.config)).memory[0], part))
+
+    assert share[0] < estimated(ipu) / estimated({}) < share[1]
+
+
 @example(costs=[4, 6, 3, 2, 7, 10], stages=4)  # the sum of squares of a prefix depends on the most expensive stage
 @given(costs=st.lists(st.integers(0, 50), min_size=1, max_size=7), stages=st.integers(1, 4))
 def test_balanced_splits_minimize_the_cost_of_the_most_expensive_stage(costs: List[int], stages: int) -> None:

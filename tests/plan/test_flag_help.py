@@ -54,7 +54,7 @@ def test_an_entry_has_type_range_and_default(group: str, lines: Sequence[str], c
 
 def test_an_unknown_group_is_a_mistake_and_other_parsers_keep_their_help(capsys: Any) -> None:
     assert main(["train", "--help", "dta"]) == 2
-    groups = "task, data, model, training, pod, checkpoints, failures, output"
+    groups = "task, data, model, training, ipu, pod, checkpoints, failures, output"
     assert capsys.readouterr().err == f"raypod: error: --help dta: no such group (of {groups}); did you mean data?\n"
     parser = FlagParser(prog="test")
     flags.add_flags(parser)

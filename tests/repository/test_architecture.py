@@ -57,7 +57,14 @@ SDK_DIRECTIONS = {
     "options": "",
 }
 SDK = {"poptorch", "popdist", "horovod", "popart", "_pod"}
-SDK_USERS = {"model/program", "model/pipeline_table", "instance/instance", "instance/collectives", "host/sdk"}
+SDK_USERS = {
+    "model/program",
+    "model/sdk_options",
+    "model/pipeline_table",
+    "instance/instance",
+    "instance/collectives",
+    "host/sdk",
+}
 SDK_USERS |= {"tasks/image_classification"}
 RAY_USERS = ["fleet/ray*", "fleet/gcs", "launcher/ray_hosts", "api/ray_tune"]
 IDS = [file.relative_to(PACKAGE).with_suffix("").as_posix() for file in MODULES]

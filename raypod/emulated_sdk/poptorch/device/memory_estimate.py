@@ -74,7 +74,7 @@ class Usage(NamedTuple):
         parameters: elements of each parameter on the device, by name.
         trained: names of the parameters that are trained; empty for inference.
         optimizer: the optimizer; None for inference.
-        replicas: number of replicas of all processes.
+        replicas: number of replicas of a process, among which sharded tensors are divided.
     """
 
     parameters: Mapping[str, torch.Tensor]

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import struct
 import threading
-from typing import Any, Callable, Iterator, List, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Tuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -106,6 +106,36 @@ class HalfWeights:
             for weight, copy in self._weights:
                 weight.copy_(round_stochastically(copy, self._generator) if self._is_stochastic else copy)
                 copy.copy_(weight)
+
+
+class LossScaleUpdates:
+    """Automatic loss scaling: halves the factor of the loss if gradients come near the largest half, else doubles it.
+
+    As PopART's, it counts the gradients above a bin edge: if their share exceeds a threshold, the next update has half
+    the factor. PopART counts every gradient in half; here it is those of the parameters, by their mean magnitude over
+    the micro-batches of an update.
+    """
+
+    def __init__(self, options: Options, micro_batches: int, count_micro_batches: Callable[[], int]) -> None:
+        settings, name = options._Popart.options, "automaticLossScalingSettings"
+        self._edge = float(settings.get(f"{name}.binEdgeLocation", 0.125)) * torch.finfo(torch.half).max
+        self._threshold = float(settings.get(f"{name}.thresholdUpperCountProportion", 1e-7))
+        self._period = int(settings.get(f"{name}.updatePeriod", 1))
+        self._edge *= micro_batches
+        self._accumulation = int(options.Training.gradient_accumulation)
+        self._count_micro_batches = count_micro_batches
+
+    def count(self, gradients: List[Optional[torch.Tensor]]) -> List[float]:
+        """Return the numbers of elements above the bin edge, and of all elements."""
+        present = [gradient for gradient in gradients if gradient is not None]
+        upper = sum(int((gradient.abs() > self._edge).sum()) for gradient in present)
+        return [float(upper), float(sum(gradient.numel() for gradient in present))]
+
+    def factor(self, upper: float, total: float) -> float:
+        """Return what the factor of the loss is multiplied by after an update with these counts of all replicas."""
+        if self._count_micro_batches() // self._accumulation % self._period or not total:
+            return 1.0
+        return 0.5 if upper > self._threshold * total else 2.0
 
 
 class HalfAccumulator:

@@ -172,11 +172,12 @@ class Program:
         for replica in self._replicas:
             replica.seed, replica.micro_batches = state
 
-    def estimated_memory(self, micro_batch_factor: float = 1.0) -> Tuple[IpuMemory, ...]:
-        """Return the estimated memory of each IPU; the micro-batch is this factor times the compiled one."""
+    def estimated_memory(
+        self, micro_batch_factor: float = 1.0, replicas: Optional[int] = None
+    ) -> Tuple[IpuMemory, ...]:
+        """Return the estimated memory of each IPU; see `PoplarExecutor.emulatedMemory`."""
         values = None if self.optimizer is None else self.optimizer.hyperparameters
-        replicas = placement_of(self._options).total_replicas
-        usage = Usage(self.memory.parameters, self.traced.trained, values, replicas)
+        usage = Usage(self.memory.parameters, self.traced.trained, values, replicas or self.layout.replicas)
         return estimate_memory(self.traced.placement, self.traced.activations, self._options, usage, micro_batch_factor)
 
     def upload(self) -> None:

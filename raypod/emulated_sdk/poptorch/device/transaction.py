@@ -60,6 +60,7 @@ class CallTransaction(NoTransaction):
         self._micro_batches: List[int] = []
         self._weights: List[torch.Tensor] = []
         self._optimizer_state: List[Any] = []
+        self._loss_scale_factor: Optional[float] = None
 
     def begin(self) -> None:
         """Save what the call changes."""
@@ -68,6 +69,7 @@ class CallTransaction(NoTransaction):
             with torch.no_grad():
                 self._weights = [weight.clone() for weight in self._memory.updated.values()]
             self._optimizer_state = self._optimizer.snapshot()
+            self._loss_scale_factor = self._optimizer.loss_scale_update_factor
 
     def roll_back(self) -> None:
         """Restore the state before the call."""
@@ -80,6 +82,7 @@ class CallTransaction(NoTransaction):
                     self._memory.updated[name].copy_(value)
                     self._memory.parameters[name].copy_(value)
             self._optimizer.restore(self._optimizer_state)
+            self._optimizer.loss_scale_update_factor = self._loss_scale_factor
 
     def commit(self) -> None:
         """Store the exchanged buffers."""

@@ -16,7 +16,7 @@ from _pod.gradient_sum import GradientSum, Placement
 
 from poptorch.device.gradient_accumulation import Accumulating
 from poptorch.device.memory import DeviceMemory
-from poptorch.device.numerics import HalfAccumulator, HalfWeights
+from poptorch.device.numerics import HalfAccumulator, HalfWeights, LossScaleUpdates
 from poptorch.device.outputs import Scales
 from poptorch.device.replica import ReplicaThreads
 from poptorch.device.replica_groups import stacked
@@ -97,6 +97,12 @@ class WeightUpdate(NoUpdate):
             for replica in memory.replicas
         ]
         self._is_in_graph = torch.tensor([float(name in in_graph) for name in names])
+        self._loss_scale: Optional[LossScaleUpdates] = None
+        if optimizer.loss_scale_update_factor is not None and has_half:
+            is_mean = bool(self._accumulators) and self._accumulators[0].is_running
+            steps = 1 if is_mean else int(options.Training.gradient_accumulation)
+            self._loss_scale = LossScaleUpdates(options, steps, count_micro_batches)
+            self._is_in_graph = torch.cat((self._is_in_graph, torch.zeros(2)))  # the counts of gradients
         # Besides the gradients the reduction counts the replicas that have a gradient of each parameter, and those that
         # changed each buffer. A single replica needs no reduction.
         like = [*self._weights, self._is_in_graph, buffers.changed(0, is_last=False)]
@@ -124,11 +130,11 @@ class WeightUpdate(NoUpdate):
         All waits for other processes come before the first weight changes.
         """
         if self._sum is None:
-            self._complete()
+            counts = self._complete()
             if is_last:
                 self._buffers.exchange(self._buffers.changed(0, is_last).tolist(), _gather_single_process)
         else:
-            self._reduce(self._sum, is_last)
+            counts = self._reduce(self._sum, is_last)
         if self.optimizer.hyperparameters.max_grad_norm == float("inf"):
             threads.each(self._scale_and_step)
         else:
@@ -136,6 +142,8 @@ class WeightUpdate(NoUpdate):
             self.optimizer.clip()
             threads.each(self.optimizer.step)
         self._half_weights.round()
+        if self._loss_scale is not None:
+            self.optimizer.update_loss_scale(self._loss_scale.factor(*counts))
         self.discard_gradients()
 
     def abort(self) -> None:
@@ -165,17 +173,27 @@ class WeightUpdate(NoUpdate):
             if gradient is not None:
                 updated.grad = gradient.float() if updated.grad is None else updated.grad.add_(gradient)
 
-    def _complete(self) -> None:
+    def _complete(self) -> List[float]:
+        """Set the gradients of the only replica; return `_counts`."""
+        counts = self._counts(0)
         for parameter, gradient, is_in_graph in zip(self._weights, self._gradients(0), self._is_in_graph.tolist()):
             parameter.grad = torch.zeros_like(parameter) if gradient is None and is_in_graph else gradient
+        return counts
 
-    def _reduce(self, gradient_sum: GradientSum, is_last: bool) -> None:
-        """Set the sums as gradients of replica 0, whose parameters the optimizer updates."""
+    def _counts(self, index: int) -> List[float]:
+        """Return the counts of automatic loss scaling for the gradients of a replica; [] without it."""
+        return [] if self._loss_scale is None else self._loss_scale.count(self._gradients(index))
+
+    def _reduce(self, gradient_sum: GradientSum, is_last: bool) -> List[float]:
+        """Set the sums as gradients of replica 0, whose parameters the optimizer updates; return `_counts` of all."""
         with torch.no_grad():
             with spans.measured("sum the gradients", "reduction"):
                 *sums, replicas, changed = gradient_sum(
                     [
-                        [*_with_flags(self._gradients(index)), self._buffers.changed(index, is_last)]
+                        [
+                            *_with_flags(self._gradients(index), self._counts(index)),
+                            self._buffers.changed(index, is_last),
+                        ]
                         for index in range(len(self._trained))
                     ]
                 )
@@ -185,6 +203,7 @@ class WeightUpdate(NoUpdate):
                 sums = [total.clone() for total in sums]
         for parameter, total, having in zip(self._weights, sums, (replicas + self._is_in_graph).tolist()):
             parameter.grad = total if having else None
+        return replicas[len(self._weights) :].tolist()
 
     def _gradients(self, index: int) -> List[Optional[torch.Tensor]]:
         """Return the gradients of one local replica, with the shapes of `self._weights`."""
@@ -214,9 +233,9 @@ def _gather_single_process(row: torch.Tensor) -> torch.Tensor:
     return row.unsqueeze(0)
 
 
-def _with_flags(gradients: List[Optional[torch.Tensor]]) -> List[Optional[torch.Tensor]]:
-    """Return a replica's gradients, followed by a tensor of flags that are 1 for the gradients that exist."""
-    return [*gradients, torch.tensor([float(gradient is not None) for gradient in gradients])]
+def _with_flags(gradients: List[Optional[torch.Tensor]], counts: List[float]) -> List[Optional[torch.Tensor]]:
+    """Return a replica's gradients, followed by a tensor: 1 for each gradient that exists, and `counts`."""
+    return [*gradients, torch.tensor([*(float(gradient is not None) for gradient in gradients), *counts])]
 
 
 def placement_of(options: Options) -> Placement:

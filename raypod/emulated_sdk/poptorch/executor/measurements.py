@@ -153,10 +153,11 @@ class Measurements:
         """Return the stages and tensors on each IPU. Only the emulation has this method."""
         return self._compiled().traced.placement
 
-    def emulatedMemory(self, micro_batch_factor: float = 1.0) -> Tuple[IpuMemory, ...]:
+    def emulatedMemory(self, micro_batch_factor: float = 1.0, replicas: Optional[int] = None) -> Tuple[IpuMemory, ...]:
         """Return an estimate of the memory of each IPU of a replica. Only the emulation has this method.
 
         Args:
             micro_batch_factor: the micro-batch is this factor times the compiled one.
+            replicas: the replicas of this process, which share sharded tensors; default: those of the options.
         """
-        return self._compiled().estimated_memory(micro_batch_factor)
+        return self._compiled().estimated_memory(micro_batch_factor, replicas)

@@ -57,13 +57,17 @@ class DeviceOptimizer:
         ]
         self._names = {id(parameter): name for name, parameter in updated.items()}
         self._half_state = _half_state(hyperparameters)
-        self.loss_scale_update_factor: Optional[float] = None  # with automatic loss scaling, which does not adapt it
+        self.loss_scale_update_factor: Optional[float] = None  # of automatic loss scaling
 
     @property
     def loss_scaling(self) -> float:
         """Factor of the loss."""
         factor = self.loss_scale_update_factor
         return self._hyperparameters.loss_scaling * (1.0 if factor is None else factor)
+
+    def update_loss_scale(self, factor: float) -> None:
+        """Multiply the factor of automatic loss scaling."""
+        self.loss_scale_update_factor = (self.loss_scale_update_factor or 1.0) * factor
 
     @property
     def hyperparameters(self) -> Hyperparameters:

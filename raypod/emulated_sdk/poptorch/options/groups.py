@@ -60,7 +60,10 @@ class _TrainingOptions(OptionsDict):
         return self
 
     def setAutomaticLossScaling(self, enabled: bool) -> _TrainingOptions:
-        """Let `loss_scaling` change after compilation. It is not adapted: the emulation's gradients are float32."""
+        """Double or halve the loss scaling after each update of a model in half; see `numerics.LossScaleUpdates`.
+
+        `loss_scaling` can then change after compilation.
+        """
         self._popart.set("automaticLossScalingSettings.enabled", enabled)
         return self
 
