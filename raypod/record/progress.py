@@ -167,7 +167,8 @@ class Progress:
         if not event.has_results:
             results = [f"{' and '.join(metric.label or metric.name for metric in task.metrics)} unknown"]
         rates = {f"{task.samples_are}_per_s": event.samples_per_s} if task.parts is None else event.part_rates
-        return [*results, *(f"{rate:.0f} {name.replace('_per_s', '/s')}" for name, rate in rates.items())]
+        known = [] if event.learning_rate is None else [f"lr={event.learning_rate:.3g}"]
+        return [*results, *known, *(f"{rate:.0f} {name.replace('_per_s', '/s')}" for name, rate in rates.items())]
 
     def _time_left(self) -> Optional[str]:
         left_s = self._remaining.left_s

@@ -11,9 +11,11 @@ null). Its size is bounded, whatever the length of the run. Keys:
     task, device, device_line, parameters, raypod
     metrics      names of the metrics of the updates, the loss first
     rates        names of further rates, as tokens_per_s
-    curves       {columns: ["update", "samples", "time_s", *metrics, "samples_per_s", "data_wait_share", *rates],
-                 rows: [[number or null, ...], ...], updates: lines of metrics.jsonl, decimated: whether rows were left
-                 out}. Samples count from the start of the training; `time_s` is the time in seconds over all starts
+    traces       names of what is known of the optimizer: learning_rate, and norms of `--log`
+    curves       {columns: ["update", "samples", "time_s", *metrics, *traces, "samples_per_s", "data_wait_share",
+                 *rates], rows: [[number or null, ...], ...], updates: lines of metrics.jsonl, decimated: whether rows
+                 were left out}. Samples count from the start of the training; `time_s` is the time in seconds over all
+                 starts
     evaluations  {columns: ["update", "samples", "time_s", *metrics], rows}
     calls        null, or the windows of the call times: {instances: [index, ...], end_s, first_update, calls: [per
                  window], p50_s, p95_s, slowest_s, busy_s: [per instance][per window], straggler_ratio, totals:
@@ -119,6 +121,7 @@ class RunReader:
             **self._starts.facts,
             "metrics": self._curves.metrics,
             "rates": self._curves.rates,
+            "traces": self._curves.traces,
             "curves": curves,
             "evaluations": evaluation_data(self._evaluated, self._curves),
             "calls": self._calls.data(),

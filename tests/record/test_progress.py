@@ -148,6 +148,11 @@ def test_a_change_of_the_replicas_says_that_the_bits_differ(shown: Shown) -> Non
     )
 
 
+def test_the_line_of_an_update_has_its_learning_rate(shown: Shown) -> None:
+    _, err = shown(dataclasses.replace(update(1), learning_rate=0.0123456), err=Terminal())
+    assert "acc=50.0, lr=0.0123, 1000 images/s" in err
+
+
 @pytest.mark.parametrize("columns", [160, 80, 60])
 def test_the_bar_fits_into_the_terminal(shown: Shown, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
