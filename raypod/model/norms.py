@@ -55,9 +55,10 @@ class NormMeter:
 
     def after_call(self) -> Norms:
         """Return the norms of each update of a call, and note its weights. Those of weights are in the last update."""
-        found: List[Dict[str, float]] = [{} for _ in range(self._iterations)]
+        unknown = dict.fromkeys(self._names, math.nan)
+        found: List[Dict[str, float]] = [dict(unknown) for _ in range(self._iterations)]
         if self._has_gradients:
-            found = [{"grad_norm": norm} for norm in self._training.emulatedGradientNorms()]
+            found = [{"grad_norm": each, **unknown} for each in self._training.emulatedGradientNorms()]
         weights = {"weight_norm": self._weight_norm, "update_ratio": self._update_ratio}
         found[-1].update({name: weights[name]() for name in self._names})
         self._note_weights()

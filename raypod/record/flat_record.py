@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Dict, Type, TypeVar, Union
 
 from raypod.events import EvaluationDone, UpdateDone
@@ -36,4 +37,5 @@ def from_flat_record(event_type: Type[_Measured], record: Dict[str, Any]) -> _Me
 def traces_of(update: UpdateDone) -> Dict[str, float]:
     """Return what is known of the optimizer in an update, by the names of `plan.values.TRACES`."""
     of_optimizer = {"learning_rate": update.learning_rate, "loss_scaling": update.loss_scaling}
-    return {**{name: value for name, value in of_optimizer.items() if value is not None}, **update.norms}
+    known = {name: value for name, value in of_optimizer.items() if value is not None}
+    return {**known, **{name: value for name, value in update.norms.items() if not math.isnan(value)}}

@@ -83,7 +83,7 @@ class Curves:
         names = [name for name, value in record.items() if name not in _FACTS and isinstance(value, (int, float))]
         self.rates = [name for name in names if name.endswith(_RATE_END)]
         self.metrics = [name for name in names if name not in self.rates]
-        self.traces = [name for name in TRACES if name in record]
+        self.traces = [name for name in TRACES if name in record and name != "loss_scaling"]
         self.columns = ["update", "samples", "time_s", *self.metrics, *self.traces, *_ALWAYS, *self.rates]
 
 

@@ -13,7 +13,7 @@ function curveKeys() {
 
 function traceKeys() {
   const names = [];
-  for (const run of runs) for (const name of run.traces) if (name !== "loss_scaling" && !names.includes(name)) names.push(name);
+  for (const run of runs) for (const name of run.traces) if (!names.includes(name)) names.push(name);
   return names;
 }
 
