@@ -23,7 +23,7 @@ def report(argv: Sequence[str]) -> int:
     default = f"RUN/{NAME} for one run, {NAME} in the current folder for several or a URL"
     parser.add_argument("--output", metavar="FILE", help=f"the file [{default}]")
     args = parser.parse_args(argv)
-    readers = _readers(args.runs)
+    readers = read_runs(args.runs)
     is_copy = snapshots.is_copy(readers[0].folder)
     target = readers[0].folder / NAME if len(readers) == 1 and not is_copy else Path(NAME)
     if args.output == "":
@@ -47,15 +47,15 @@ def write_report(folder: Path) -> float:
         OSError: the report cannot be written.
     """
     began_s = time.monotonic()
-    _write(_readers([str(folder)]), folder / NAME)
+    _write(read_runs([str(folder)]), folder / NAME)
     return time.monotonic() - began_s
 
 
-def _readers(folders: Sequence[str]) -> List[RunReader]:
-    """Return the readers of run folders, each folder once, after the first read."""
+def read_runs(folders: Sequence[str], setting: str = "report") -> List[RunReader]:
+    """Return the readers of run folders, each folder once, after the first read. `setting`: for messages."""
     readers: Dict[Path, RunReader] = {}
     for name in folders:
-        reader = RunReader(snapshots.local_folder(name, "report"))
+        reader = RunReader(snapshots.local_folder(name, setting))
         readers.setdefault(reader.folder, reader)
     for reader in readers.values():
         reader.refresh()

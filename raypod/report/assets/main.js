@@ -49,7 +49,7 @@ function sectionSignature(name) {
     plan: (run) => [run.plan, run.instances, run.calls && run.calls.totals.map((total) => isSlow(run, total))],
     settings: (run) => run.config,
     environment: (run) => [run.versions, run.instances, run.summary],
-    overview: (run) => [run.state, run.message, factsOf(run).map(String)],
+    overview: (run) => [run.state, run.message, run.config, run.results, factsOf(run).map(String)],
   }[name];
   return JSON.stringify([theme(), [...view.hidden], runs.map((run) => [run.id, used(run)])]);
 }
