@@ -24,6 +24,7 @@ from raypod.events import (
     UpdateDone,
 )
 from raypod.plan.plan import Plan
+from raypod.record import progress
 from raypod.record.progress import NORMAL, QUIET, VERBOSE, Progress
 from raypod.record.summary_table import render
 
@@ -86,6 +87,25 @@ def test_a_resumed_bar_starts_inside_the_epoch(shown: Shown) -> None:
     assert "17/44" in err  # updates 45..60 were done before the resume
     assert "?it/s" not in err, "no bar without figures"
     assert "44/44" in err
+
+
+def test_a_notebook_has_one_bar_for_the_run(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Notebook(io.StringIO):
+        __module__ = "ipykernel.iostream"
+
+    bars: list[Any] = []
+
+    class Bar(progress.tqdm):  # type: ignore[misc,name-defined]
+        def close(self) -> None:
+            if self not in bars:
+                bars.append(self)
+            super().close()
+
+    monkeypatch.setattr(progress, "tqdm", Bar)
+    events = [*map(update, range(1, 45)), EPOCH, evaluation(44, 91.9), *map(update, range(45, 61)), update(50)]
+    out, _ = shown(*events, err=Notebook())
+    assert [(bar.total, bar.n, bar.desc) for bar in bars] == [(88, 50, "[Epoch 02]")]
+    assert "[Epoch 01] loss: 1.835" in out
 
 
 def test_without_a_terminal_plain_lines_are_printed(shown: Shown) -> None:
