@@ -10,8 +10,7 @@ from typing import Dict, NamedTuple, Optional, Tuple, Union
 
 from typing_extensions import Literal
 
-# See coordinator/recovery.py for the reaction to each.
-FailureKind = Literal["died", "raised", "silent", "stuck", "device"]
+FailureKind = Literal["died", "raised", "silent", "stuck", "device"]  # coordinator/recovery.py: the reaction to each
 # "starting" lasts until RunStarted and has no event. "saving" is a wait for a checkpoint that is being written.
 Phase = Literal["starting", "training", "evaluating", "saving", "repairing", "ending"]
 
@@ -90,6 +89,7 @@ class CallReport:
     samples_digest: str = ""  # of the sample indices of the call (record/ledger.py)
     profile: Optional[ProcessSpans] = None  # in the window of --profile
     warnings: Tuple[str, ...] = ()  # of instance 0: new since the previous report
+    norms: Tuple[Dict[str, float], ...] = ()  # of each update, by name (`model/norms.py`); equal in all instances
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +202,9 @@ class UpdateDone:
     data_wait_share: float = 0.0  # fraction of the call's duration that was spent waiting for data
     missing_reports: Tuple[int, ...] = ()  # of these instances: they were lost; then all metrics are NaN
     part_rates: Dict[str, float] = dataclasses.field(default_factory=dict)  # see `TaskFacts.part_rates`
+    learning_rate: Optional[float] = None  # of groups without their own; None in files of earlier versions
+    loss_scaling: Optional[float] = None
+    norms: Dict[str, float] = dataclasses.field(default_factory=dict)  # of `--log`, by name: `plan.values.NORMS`
 
     @property
     def has_results(self) -> bool:
@@ -311,9 +314,8 @@ class StoppedEarly:
     def reason(self) -> str:
         """Why the run ends, for people."""
         times = "evaluation" if self.patience == 1 else f"{self.patience} evaluations"
-        return (
-            f"{self.metric} has not improved for {times}; the best is {self.best:.5g}, after update {self.best_update}"
-        )
+        best = f"the best is {self.best:.5g}, after update {self.best_update}"
+        return f"{self.metric} has not improved for {times}; {best}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,8 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 from raypod import datasets  # noqa: E402
 from raypod.datasets import packing  # noqa: E402
-from raypod.datasets.loading import SampleLoader, SeededSamples  # noqa: E402
+from raypod.datasets.loaders import SampleLoader  # noqa: E402
+from raypod.datasets.loading import SeededSamples  # noqa: E402
 from raypod.datasets.order import epoch_order  # noqa: E402
 from raypod.host import torchvision_import  # noqa: E402
 from raypod.plan.resolve import from_values  # noqa: E402
@@ -60,7 +61,7 @@ def splits_of(folder: Path, decoder: str) -> Any:
 
 def raypod_loader(data: Any) -> Loader:
     """Return what loads samples as an instance does."""
-    loader = SampleLoader(data, SEED, num_workers=0)
+    loader = SampleLoader(data, SEED, 0, finish=lambda batch: batch)
 
     def load(samples: np.ndarray) -> Iterator[Any]:
         return loader.load((0, samples[first : first + BATCH]) for first in range(0, len(samples), BATCH))

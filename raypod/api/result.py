@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 import importlib.util
 import os
@@ -44,6 +45,24 @@ class Result:
         tested = {name: value for name, value in self.summary.items() if name.startswith("test_") and value is not None}
         shown = "".join(f", {name}={value:.4g}" for name, value in tested.items())
         return f"<raypod.Result of {self.run_dir}: {state}{shown}>"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the state, the results and the curves."""
+        from raypod.api.result_html import result_html
+
+        return result_html(self.run_dir)
+
+    def report(self) -> ReportPage:
+        """Write `report.html` into the run folder, and return it; a notebook shows it below the cell.
+
+        Raises:
+            ConfigError: a file of the run cannot be read.
+            OSError: the report cannot be written.
+        """
+        from raypod.report import command
+
+        command.write_report(self.run_dir)
+        return ReportPage(self.run_dir / command.NAME)
 
     @property
     def metrics(self) -> Any:
@@ -95,6 +114,23 @@ class Result:
         if wrong:
             raise ConfigError(f"the weights of {path} do not fit the module: {'; '.join(wrong)}")
         module.load_state_dict(saved)
+
+
+class ReportPage:
+    """The report of a run: `path` is its file. A notebook shows the page itself."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        return f"<raypod report {self.path}>"
+
+    def _repr_html_(self) -> str:
+        page = html.escape(self.path.read_text(encoding="utf-8"))
+        return f'<iframe srcdoc="{page}" width="100%" height="700" style="border:0"></iframe>'
 
 
 class Interrupted(KeyboardInterrupt):

@@ -50,6 +50,7 @@ GROUPS: Dict[str, Dict[str, Command]] = {
         "monitor": Command("show the pod and its runs live in the terminal", "raypod.monitor.command", "main"),
         "dashboard": Command("show the runs of a folder live in a browser", "raypod.dashboard.command", "main"),
         "report": Command("write an HTML page that shows and compares runs", "raypod.report.command", "report"),
+        "compare": Command("print what differs between runs, and their results", "raypod.report.compare", "compare"),
         "verify-data": Command("prove that each epoch used each sample once", "raypod.commands.runs", "verify_data"),
     },
     "Use a trained model": {

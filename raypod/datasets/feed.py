@@ -14,14 +14,12 @@ from typing import Any, Callable, ContextManager, Generator, Iterable, Iterator,
 
 import numpy as np
 
+from raypod.datasets.loaders import CallLoader, GatherLoader, SampleLoader
 from raypod.datasets.loading import (
     NO_EPOCH,
-    CallLoader,
     EpochSamples,
-    GatherLoader,
     ReadFailed,
     Retry,
-    SampleLoader,
     map_ahead,
     prefetch,
     reading,

@@ -37,7 +37,7 @@ from raypod.instance.rate import ScheduledRate
 from raypod.instance.replica_model import EvaluationSums, ReplicaModel
 from raypod.instance.seeding import Endpoint, Seeding, SeedingPeer
 from raypod.instance.training_state import Snapshots, TrainingState
-from raypod.model import program
+from raypod.model import norms, program
 from raypod.plan import ipu_options
 from raypod.plan.plan import Leg, Plan
 from raypod.tasks.registry import task_of_plan
@@ -83,12 +83,12 @@ class Instance:
         self._model = model = ReplicaModel(plan, task, first_batch)
         if self._spec.index == 0:
             model.check_evaluation(plan, task, first_batch)
-        self._training = poptorch.trainingModel(
-            model.training_step, options=program.training_options(plan, self._cache), optimizer=model.optimizer
-        )
+        options = program.training_options(plan, self._cache)
+        self._training = poptorch.trainingModel(model.training_step, options, model.optimizer)
         self._inference = poptorch.inferenceModel(model.evaluation_step, program.inference_options(plan, self._cache))
         self._poptorch_models = [self._training, self._inference]
         self._state = TrainingState(model, self._training, self._random_states)
+        self._norms = norms.NormMeter(plan, model.network, self._training)
         self._timer.end("build model")
         return InstanceStarted(
             instance=self._spec.index,
@@ -213,6 +213,7 @@ class Instance:
         self._update = leg.first_update
         self._model.begin_average_at(self._update)
         self._profile.begin_call(leg.first_update)
+        self._norms.begin(self._read_back)
         batches = self._feed.timed_calls(leg, lambda: self.heartbeat.set_activity(LOADING))
         for number, (batch, wait_s) in enumerate(batches):
             if not self._gate.enter(first_call + number):
@@ -226,12 +227,11 @@ class Instance:
                 self._random_states.compile(self._training, inputs)
                 outputs = self._training(*inputs)
             self._update = update + device_iterations
-            if self._model.is_averaged_after(self._update):
+            if self._model.is_averaged_after(self._update) or self._norms.reads_weights:
                 self._read_back()
                 self._model.average_after(self._update)
             call_s, peer_wait_s = wait_s + time.monotonic() - began, self._sdk.peer_wait_s()
-            if peer_wait_s is not None:
-                peer_wait_s -= peer_wait_before or 0.0
+            peer_wait_s = None if peer_wait_s is None else peer_wait_s - (peer_wait_before or 0.0)
             yield CallReport(
                 instance=self._spec.index,
                 first_update=update,
@@ -242,6 +242,7 @@ class Instance:
                 call_s=call_s,
                 peer_wait_s=peer_wait_s,
                 profile=self._profile.end_call(self._update),
+                norms=self._norms.after_call(),
             )
             # After the report, so that the coordinator has those of the updates in a snapshot.
             if self._plan.config.run.has_snapshot_after(self._update):
@@ -277,14 +278,13 @@ class Instance:
     def evaluate(self, is_abandoned: Callable[[], bool] = lambda: False) -> EvaluationReport:
         """Evaluate this instance's share of the test split, with the BatchNorm statistics of global replica 0."""
         assert self._feed is not None, "call build first"
-        network = self._model.network
         self._read_back()
-        hvd.broadcast_parameters(dict(network.named_buffers()), root_rank=0)
+        hvd.broadcast_parameters(dict(self._model.network.named_buffers()), root_rank=0)
         state = program.read_replica_state(self._training)
         devices.detach(self._poptorch_models)
         program.load_replica_state(self._training, state)
         # PopTorch compiles a model in the mode (train or eval) that its network has then, and both share the network.
-        network.eval()
+        self._model.network.eval()
         sums = EvaluationSums(2 * len(self._plan.task.metrics))
         with self._model.evaluated_weights():
             for batch, valid in self._feed.evaluation_calls():

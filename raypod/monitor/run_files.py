@@ -10,6 +10,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 from raypod.host.files import parse_json
 from raypod.monitor.model import Instance, Run
 from raypod.monitor.snapshots import event_lines
+from raypod.plan.values import TRACES
 from raypod.record import run_state
 from raypod.record.event_log import NAME as EVENTS
 from raypod.record.growing_file import GrowingFile
@@ -21,7 +22,7 @@ METRICS, PLAN, SUMMARY = "metrics.jsonl", "plan.json", "summary.json"
 _KEPT_UPDATES, _KEPT_EVENTS = 512, 200
 _TAIL_BYTES = 512 << 10  # of metrics.jsonl
 _NO_METRIC = frozenset(
-    ("update", "epoch", "samples", "samples_per_s", "time_s", "data_wait_share", "missing_reports")
+    ("update", "epoch", "samples", "samples_per_s", "time_s", "data_wait_share", "missing_reports", *TRACES)
 )  # keys of a line of metrics.jsonl
 _CALL_KEYS = ("data_wait_share", "p50_s", "p95_s", "slowest_s", "busy_ratio")
 

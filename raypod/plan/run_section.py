@@ -9,7 +9,7 @@ from pydantic import Field
 from typing_extensions import Literal
 
 from raypod.plan.section import MAX_TIMEOUT_S, Section
-from raypod.plan.values import ResumePath, StorageUrl, Trackers, Updates, parse_interval, parse_unsaved
+from raypod.plan.values import Logged, ResumePath, StorageUrl, Trackers, Updates, parse_interval, parse_unsaved
 
 # Default of `run.stuck_after_s` by device. Graphcore's training script for a POD64 waits 900 s for the host.
 CALL_TIMEOUTS_S = {"emulated": 30.0, "ipu": 900.0}
@@ -75,6 +75,11 @@ class RunSection(Section):
     )
     tracker_timeout_s: float = Field(
         30, gt=0, le=MAX_TIMEOUT_S, description="time that trackers have at the end of the run to record the rest"
+    )
+    log: Logged = Field(
+        None,
+        description="also measure in every update: grad-norm (emulated SDK only), weight-norm, update-ratio, as in "
+        "grad-norm,weight-norm; the last two read the weights back after every call",
     )
     tensorboard: bool = Field(False, description="also write TensorBoard event files into the run folder")
     save_timeout_s: float = Field(600, gt=0, le=MAX_TIMEOUT_S, description="timeout for writing a checkpoint")

@@ -14,6 +14,9 @@ from typing_extensions import Annotated
 from raypod.plan.urls import check_url, is_url
 
 TENSOR_KINDS = ("optimizer", "weights", "activations", "accumulators")
+LOGGED = ("grad-norm", "weight-norm", "update-ratio")
+NORMS = tuple(name.replace("-", "_") for name in LOGGED)  # their keys in metrics.jsonl
+TRACES = ("learning_rate", "loss_scaling", *NORMS)
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 _INTERVAL = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(update|epoch|minute)s?\s*$")
 _UPDATES = re.compile(r"\s*updates?\s+(\d{1,12})(?:\s*-\s*(\d{1,12}))?\s*$")
@@ -164,6 +167,13 @@ def _check_trackers(names: Optional[Tuple[str, ...]]) -> Optional[Tuple[str, ...
     return names
 
 
+def _check_logged(names: Optional[Tuple[str, ...]]) -> Optional[Tuple[str, ...]]:
+    for name in names or ():
+        if name not in LOGGED:
+            raise ValueError(f"{name!r} is not known; known are {', '.join(LOGGED)}")
+    return names
+
+
 def _check_image(text: str) -> str:
     if _IMAGE.fullmatch(text) is None:
         raise ValueError("must be channels x height x width, as in 3x32x32")
@@ -202,6 +212,7 @@ Shares = Annotated[Optional[Tuple[Annotated[float, Field(ge=0, le=1)], ...]], py
 Pairs = Annotated[Optional[Dict[str, Any]], pydantic.BeforeValidator(_parse_pairs)]
 TensorKinds = Annotated[Names, pydantic.AfterValidator(_check_tensor_kinds)]
 ImageShape = Annotated[str, pydantic.AfterValidator(_check_image)]
+Logged = Annotated[Names, pydantic.AfterValidator(_check_logged)]
 Trackers = Annotated[Names, pydantic.AfterValidator(_check_trackers)]
 Updates = Annotated[Optional[str], pydantic.AfterValidator(_check_updates)]
 StorageUrl = Annotated[Optional[str], pydantic.AfterValidator(_check_storage)]

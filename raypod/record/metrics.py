@@ -11,6 +11,7 @@ import math
 from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from raypod.events import CallDone, CallReport, CallTimes, EpochDone, UpdateDone
+from raypod.plan.learning_rate import learning_rate
 from raypod.plan.metric import EpochSums, ExactSum, add_sums, values_of
 from raypod.plan.plan import Plan
 from raypod.record.throughput import RecentThroughput
@@ -146,7 +147,12 @@ class MetricsAggregator:
         profiles = tuple(each.profile for each in reports if each.profile is not None)
         self._completed_calls.append(CallDone(first_update, digests, times, profiles))
         share = _data_wait_share(reports)
-        updates, metrics = [], self._plan.task.metrics
+        updates, metrics, training = [], self._plan.task.metrics, self._plan.config.training
+        norms = next((each.norms for each in reports if each.norms), ())
+        # The optimizer's values change between calls only.
+        of_schedule = learning_rate(
+            self._plan.config, first_update, self._plan.total_updates, self._plan.updates_per_epoch
+        )
         for index in range(self._plan.geometry.device_iterations):
             update = first_update + index + 1
             sums = add_sums([of_replica for report in reports for of_replica in report.sums[index]])
@@ -163,6 +169,9 @@ class MetricsAggregator:
                     data_wait_share=share,
                     missing_reports=missing,
                     part_rates=self._plan.task.part_rates(rate),
+                    learning_rate=of_schedule,
+                    loss_scaling=training.loss_scaling,
+                    norms=norms[index] if norms else {},
                 )
             )
         self.position = updates[-1].update

@@ -54,8 +54,8 @@ class Progress:
         """`detail` is QUIET: warnings and the result; NORMAL; or VERBOSE: also the whole plan and the versions."""
         self._plan, self._out, self._err, self._detail = plan, out or sys.stdout, err or sys.stderr, detail
         self._bar: Optional[Any] = None
-        is_shown = self._err.isatty() or type(self._err).__module__.startswith("ipykernel.")
-        self._has_bar = is_shown and detail > QUIET
+        self._is_notebook = type(self._err).__module__.startswith("ipykernel.")
+        self._has_bar = (self._err.isatty() or self._is_notebook) and detail > QUIET
         self._remaining = RemainingTime(plan.total_updates, plan.geometry.device_iterations)
         self._last_line_s = time.monotonic()
         self._warned_nonfinite = False
@@ -125,7 +125,10 @@ class Progress:
 
     def close(self) -> None:
         """Close the progress bar."""
-        self._close_bar()
+        if self._bar is not None:
+            self._bar.refresh()
+            self._bar.close()
+            self._bar = None
 
     def _line_of(self, event: Event) -> Optional[str]:
         """Return the line of an event; None for an event that is not shown."""
@@ -167,7 +170,8 @@ class Progress:
         if not event.has_results:
             results = [f"{' and '.join(metric.label or metric.name for metric in task.metrics)} unknown"]
         rates = {f"{task.samples_are}_per_s": event.samples_per_s} if task.parts is None else event.part_rates
-        return [*results, *(f"{rate:.0f} {name.replace('_per_s', '/s')}" for name, rate in rates.items())]
+        known = [] if event.learning_rate is None else [f"lr={event.learning_rate:.3g}"]
+        return [*results, *known, *(f"{rate:.0f} {name.replace('_per_s', '/s')}" for name, rate in rates.items())]
 
     def _time_left(self) -> Optional[str]:
         left_s = self._remaining.left_s
@@ -198,6 +202,8 @@ class Progress:
             done = (event.update - 1) % self._plan.updates_per_epoch
             left = self._plan.total_updates - (event.update - 1 - done)
             total = min(self._plan.updates_per_epoch, left)
+            if self._is_notebook:  # a bar is a widget there: one for the whole run
+                done, total = event.update - 1, self._plan.total_updates
             label = f"[Epoch {event.epoch:02d}]"
             # The delay: no bar without figures, which an interruption would leave in the terminal.
             self._bar = tqdm(desc=label, total=total, initial=done, file=self._err, leave=False, delay=1e-9)
@@ -207,7 +213,11 @@ class Progress:
         self._bar.bar_format = _BAR if columns > counts + len(figures) + _LEAST_BAR else _NO_BAR
         self._bar.ncols = columns
         self._bar.set_postfix_str(figures, refresh=False)
-        self._bar.update(1)
+        if self._is_notebook:
+            self._bar.set_description_str(f"[Epoch {event.epoch:02d}]", refresh=False)
+            self._bar.update(event.update - self._bar.n)  # less than 0 after a rollback
+        else:
+            self._bar.update(1)
         if is_new:
             self._bar.refresh()
 
@@ -221,10 +231,9 @@ class Progress:
         self.print_line(f"[Epoch {last.epoch:02d}, update {last.update}] {shown}")
 
     def _close_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.refresh()
-            self._bar.close()
-            self._bar = None
+        """Remove the bar, so that a line can be printed; in a notebook the bar stays until the run ends."""
+        if not self._is_notebook:
+            self.close()
 
 
 def _resized_line(event: Resized) -> str:

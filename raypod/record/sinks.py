@@ -17,7 +17,7 @@ from raypod.host.files import AppendOnlyFile, keep_beginning, parse_json, replac
 from raypod.plan import user_code
 from raypod.plan.config import Config
 from raypod.plan.plan import Plan
-from raypod.record.flat_record import flat_record
+from raypod.record.flat_record import flat_record, traces_of
 from raypod.record.growing_file import last_lines
 from raypod.record.ledger import Ledger
 from raypod.record.run_folder import EVALUATIONS, METRICS
@@ -210,7 +210,7 @@ class TensorBoardWriter:
         points: List[Tuple[str, float, int]] = []
         if isinstance(event, UpdateDone):
             values = {**(event.metrics if event.has_results else {}), "samples_per_s": event.samples_per_s}
-            values.update(event.part_rates)
+            values.update({**event.part_rates, **traces_of(event)})
             points = [(f"training/{name}", value, event.update) for name, value in values.items()]
         elif isinstance(event, EvaluationDone):
             points = [(f"test/{name}", value, event.update) for name, value in event.metrics.items()]

@@ -24,7 +24,7 @@ def report(argv: Sequence[str]) -> int:
     default = f"RUN/{NAME} for one run, {NAME} in the current folder for several or a URL"
     parser.add_argument("--output", metavar="FILE", help=f"the file [{default}]")
     args = parser.parse_args(argv)
-    readers = _readers(args.runs, observe=True)
+    readers = read_runs(args.runs, observe=True)
     is_copy = snapshots.is_copy(readers[0].folder)
     target = readers[0].folder / NAME if len(readers) == 1 and not is_copy else Path(NAME)
     if args.output == "":
@@ -48,18 +48,21 @@ def write_report(folder: Path) -> float:
         OSError: the report cannot be written.
     """
     began_s = time.monotonic()
-    _write(_readers([str(folder)]), folder / NAME)
+    _write(read_runs([str(folder)]), folder / NAME)
     return time.monotonic() - began_s
 
 
-def _readers(folders: Sequence[str], observe: bool = False) -> List[RunReader]:
+def read_runs(folders: Sequence[str], setting: str = "report", observe: bool = False) -> List[RunReader]:
     """Return the readers of run folders, each folder once, after the first read.
 
-    `observe`: wait until it is known whether the coordinators on other hosts live.
+    Args:
+        folders: paths or URLs.
+        setting: for messages.
+        observe: wait until it is known whether the coordinators on other hosts live.
     """
     readers: Dict[Path, RunReader] = {}
     for name in folders:
-        reader = RunReader(snapshots.local_folder(name, "report"))
+        reader = RunReader(snapshots.local_folder(name, setting))
         readers.setdefault(reader.folder, reader)
     for reader in readers.values():
         if observe:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any, Dict, Iterable, List, Optional, Tuple
 
+from raypod.plan.values import TRACES
 from raypod.report.decimation import FIRST_VALUE, Row, decimate
 
 MAX_ROWS = 4000  # of a run in a page
-_FACTS = {"update", "epoch", "samples", "time_s", "missing_reports", "samples_per_s", "data_wait_share"}
+_FACTS = {"update", "epoch", "samples", "time_s", "missing_reports", "samples_per_s", "data_wait_share", *TRACES}
 _ALWAYS = ("samples_per_s", "data_wait_share")
 _RATE_END = "_per_s"  # of the names of the rates of a task, as in tokens_per_s
 _NAN = math.nan
@@ -24,6 +25,7 @@ class Curves:
         self.columns: List[str] = []
         self.metrics: List[str] = []
         self.rates: List[str] = []
+        self.traces: List[str] = []
         self.updates = 0
         self.epoch: Optional[int] = None
         self._rows: List[Row] = []
@@ -69,7 +71,7 @@ class Curves:
     def data(self, max_rows: int = MAX_ROWS) -> Dict[str, Any]:
         """Return the curves as plain data; see `run_data`."""
         rows = self.rows(max_rows)
-        exact = FIRST_VALUE + len(self.metrics)
+        exact = FIRST_VALUE + len(self.metrics) + len(self.traces)
         return {
             "columns": self.columns,
             "rows": [row[:exact] + [_short(value) for value in row[exact:]] for row in rows],
@@ -81,7 +83,8 @@ class Curves:
         names = [name for name, value in record.items() if name not in _FACTS and isinstance(value, (int, float))]
         self.rates = [name for name in names if name.endswith(_RATE_END)]
         self.metrics = [name for name in names if name not in self.rates]
-        self.columns = ["update", "samples", "time_s", *self.metrics, *_ALWAYS, *self.rates]
+        self.traces = [name for name in TRACES if name in record and name != "loss_scaling"]
+        self.columns = ["update", "samples", "time_s", *self.metrics, *self.traces, *_ALWAYS, *self.rates]
 
 
 def evaluation_data(records: Iterable[Dict[str, Any]], curves: Curves) -> Dict[str, Any]:

@@ -11,10 +11,13 @@ null). Its size is bounded, whatever the length of the run. Keys:
     task, device, device_line, parameters, raypod
     metrics      names of the metrics of the updates, the loss first
     rates        names of further rates, as tokens_per_s
-    curves       {columns: ["update", "samples", "time_s", *metrics, "samples_per_s", "data_wait_share", *rates],
-                 rows: [[number or null, ...], ...], updates: lines of metrics.jsonl, decimated: whether rows were left
-                 out}. Samples count from the start of the training; `time_s` is the time in seconds over all starts
+    traces       names of what is known of the optimizer: learning_rate, and norms of `--log`
+    curves       {columns: ["update", "samples", "time_s", *metrics, *traces, "samples_per_s", "data_wait_share",
+                 *rates], rows: [[number or null, ...], ...], updates: lines of metrics.jsonl, decimated: whether rows
+                 were left out}. Samples count from the start of the training; `time_s` is the time in seconds over all
+                 starts
     evaluations  {columns: ["update", "samples", "time_s", *metrics], rows}
+    results      [{name, split: "training" or "test", last, best, update of the best}]; null for what is unknown
     calls        null, or the windows of the call times: {instances: [index, ...], end_s, first_update, calls: [per
                  window], p50_s, p95_s, slowest_s, busy_s: [per instance][per window], straggler_ratio, totals:
                  [{instance, p50_s, p95_s, mean_s, busy_s, slowest_s, data_wait_share, peer_wait_share, busy_ratio,
@@ -54,6 +57,7 @@ from raypod.record.run_folder import CONFIG, EVALUATIONS, METRICS, PLAN, SUMMARY
 from raypod.report.call_windows import CallWindows
 from raypod.report.curves import MAX_ROWS, Curves, evaluation_data
 from raypod.report.plan_data import plan_data
+from raypod.report.results import results_of
 from raypod.report.starts import Starts
 from raypod.report.timeline import Timeline
 from raypod.storage import snapshots
@@ -119,6 +123,8 @@ class RunReader:
         if state["state"] == _DIED and curves["rows"]:
             # state.json is written from time to time: metrics.jsonl has what a killed process did after that
             state["update"] = int(curves["rows"][-1][0])
+        evaluations = evaluation_data(self._evaluated, self._curves)
+        better = plan.get("metrics")
         return {
             "id": str(self.folder),
             "name": self.folder.name,
@@ -128,8 +134,12 @@ class RunReader:
             **self._starts.facts,
             "metrics": self._curves.metrics,
             "rates": self._curves.rates,
+            "traces": self._curves.traces,
             "curves": curves,
-            "evaluations": evaluation_data(self._evaluated, self._curves),
+            "evaluations": evaluations,
+            "results": results_of(
+                curves, evaluations, self._curves.metrics, better if isinstance(better, dict) else {}
+            ),
             "calls": self._calls.data(),
             "timeline": self._timeline.data(time.time() if is_running else None),
             "starts": self._starts.starts,

@@ -11,6 +11,7 @@ from raypod.events import EvaluationDone, UpdateDone
 from raypod.plan.config import Config, TaskOptions
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.plan import DatasetSize, TaskFacts
+from raypod.plan.values import TRACES
 
 if TYPE_CHECKING:  # planning imports this module, and must not import torch
     import torch
@@ -22,6 +23,7 @@ Ratios = Dict[str, Tuple[Any, Any]]  # numerator and denominator by the name of 
 _RESERVED = {  # keys of metrics.jsonl, evaluations.jsonl, a checkpoint's manifest and summary.json
     *(field.name for event in (UpdateDone, EvaluationDone) for field in dataclasses.fields(event)),
     *("updates", "epochs", "evaluations", "device", "restarts", "topology", "interrupted", "preempted", "checkpoint"),
+    *TRACES,
     *("seconds_to_first_update", "seconds_to_start", "weights_sha256", "ema_sha256", "stopped_early"),
 }
 

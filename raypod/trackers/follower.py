@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Dict, List
 
 from raypod.events import EvaluationDone, UpdateDone
-from raypod.record.flat_record import from_flat_record
+from raypod.record.flat_record import from_flat_record, traces_of
 from raypod.record.growing_file import GrowingFile
 from raypod.record.run_folder import EVALUATIONS, METRICS
 from raypod.trackers.tracker import Point, Steps
@@ -42,7 +42,8 @@ class Follower:
                 self._seen = self._seen._replace(training=update.update)
                 self._newest_s = self._started_unix_s + update.time_s
                 values = update.metrics if not update.missing_reports else {}
-                points.append(self._point(update.update, "training", {**values, "samples_per_s": update.samples_per_s}))
+                values = {**values, "samples_per_s": update.samples_per_s, **traces_of(update)}
+                points.append(self._point(update.update, "training", values))
         self._held += _events(self._tests, EvaluationDone)
         ready = [each for each in self._held if is_last or each.update <= self._seen.training]
         self._held = [each for each in self._held if each not in ready]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import json
 import os
 import signal
@@ -57,6 +58,14 @@ def test_a_function_call_is_the_command(tmp_path: Path, capsys: pytest.CaptureFi
     assert result.summary["test_accuracy"] == command["test_accuracy"]
     assert (result.interrupted, result.stop_cause) == (False, "")
     assert '"state": "done"' in (tmp_path / "fit" / "report.html").read_text()
+    page = result._repr_html_()
+    assert "done, 3 of 3 updates" in page
+    assert f"<td>{result.summary['test_accuracy']:.4g}</td>" in page
+    assert [name for name in ("loss", "accuracy") if f'aria-label="{name}"' in page] == ["loss", "accuracy"]
+    report = Path(result.run_dir / "report.html")
+    report.unlink()
+    assert Path(result.report()) == report
+    assert html.escape(report.read_text()) in result.report()._repr_html_()
     shown = capsys.readouterr().out
     raypod.fit(run_dir=tmp_path / "shown", **{**QUICK, "updates": 3})
     again = capsys.readouterr().out

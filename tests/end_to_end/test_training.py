@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from raypod import train
-from raypod.events import EvaluationDone
+from raypod.events import EvaluationDone, UpdateDone
+from raypod.plan.values import TRACES
 from raypod.record import verify_data
+from raypod.record.flat_record import traces_of
 from tests.support.documented import modules
 from tests.support.faulty_runs import plan_for, run, send, starts
 
@@ -51,14 +53,17 @@ def test_a_run_resumes_in_another_folder_with_other_instances_of_which_two_are_k
         "training": {"updates": 20, "epochs": 9, "evaluate_every": 1},
         "data": {"num_workers": 1},
     }
-    one = plan_for(
-        tmp_path / "1x4", run={"fleet": "inline", "checkpoint_every": "10 updates"}, pod={"num_instances": 1}, **task
-    )
+    log = ["grad-norm", "weight-norm", "update-ratio"]
+    inline = {"fleet": "inline", "checkpoint_every": "10 updates", "log": log}
+    one = plan_for(tmp_path / "1x4", run=inline, pod={"num_instances": 1}, **task)
     whole = run(one)
     checkpoint = f"{one.run_dir}/checkpoints/update-00000010"
-    four = plan_for(tmp_path / "4x1", run={"resume": checkpoint}, pod={"num_instances": 4}, **task)
+    four = plan_for(tmp_path / "4x1", run={"resume": checkpoint, "log": log}, pod={"num_instances": 4}, **task)
     outcome = run(four, [(13, send(signal.SIGKILL, 0, 2))])
     assert (outcome.sha256, outcome.updates) == (whole.sha256, list(range(11, 21)))
     assert sorted(outcome.lost) == [(0, "died"), (2, "died")]
     assert starts(four) == [2, 1, 2, 1]
     assert outcome.of(EvaluationDone)[-1] == whole.of(EvaluationDone)[-1]
+    of_whole = [(each.update, traces_of(each)) for each in whole.of(UpdateDone)]
+    assert [(each.update, traces_of(each)) for each in outcome.of(UpdateDone)] == of_whole[10:]
+    assert set(of_whole[0][1]) == set(TRACES)

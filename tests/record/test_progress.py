@@ -24,6 +24,7 @@ from raypod.events import (
     UpdateDone,
 )
 from raypod.plan.plan import Plan
+from raypod.record import progress
 from raypod.record.progress import NORMAL, QUIET, VERBOSE, Progress
 from raypod.record.summary_table import render
 
@@ -88,6 +89,25 @@ def test_a_resumed_bar_starts_inside_the_epoch(shown: Shown) -> None:
     assert "44/44" in err
 
 
+def test_a_notebook_has_one_bar_for_the_run(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Notebook(io.StringIO):
+        __module__ = "ipykernel.iostream"
+
+    bars: list[Any] = []
+
+    class Bar(progress.tqdm):  # type: ignore[misc,name-defined]
+        def close(self) -> None:
+            if self not in bars:
+                bars.append(self)
+            super().close()
+
+    monkeypatch.setattr(progress, "tqdm", Bar)
+    events = [*map(update, range(1, 45)), EPOCH, evaluation(44, 91.9), *map(update, range(45, 61)), update(50)]
+    out, _ = shown(*events, err=Notebook())
+    assert [(bar.total, bar.n, bar.desc) for bar in bars] == [(88, 50, "[Epoch 02]")]
+    assert "[Epoch 01] loss: 1.835" in out
+
+
 def test_without_a_terminal_plain_lines_are_printed(shown: Shown) -> None:
     assert shown(*map(update, range(1, 45)), EPOCH) == ("[Epoch 01] loss: 1.835, acc: 32.3\n", "")
 
@@ -146,6 +166,11 @@ def test_a_change_of_the_replicas_says_that_the_bits_differ(shown: Shown) -> Non
         "Elastic: 2 replicas x accumulation 4 from update 14 on, instead of 4 replicas (host b is lost): every update "
         "has the same samples, but sums them in another order, so the bits of the weights differ\n"
     )
+
+
+def test_the_line_of_an_update_has_its_learning_rate(shown: Shown) -> None:
+    _, err = shown(dataclasses.replace(update(1), learning_rate=0.0123456), err=Terminal())
+    assert "acc=50.0, lr=0.0123, 1000 images/s" in err
 
 
 @pytest.mark.parametrize("columns", [160, 80, 60])

@@ -14,6 +14,7 @@ import pytest
 
 from raypod import train
 from raypod.events import EvaluationDone, UpdateDone
+from raypod.record.flat_record import flat_record, from_flat_record
 from raypod.record.run_folder import last_update
 from raypod.record.sinks import JsonLines, TensorBoardWriter
 from tests.support.event_files import scalars
@@ -38,6 +39,15 @@ def write(path: Path, resumed_from: int, numbers: Iterable[int]) -> None:
     for number in numbers:
         lines.handle(update(number))
     lines.close()
+
+
+def test_lines_of_an_earlier_version_have_no_learning_rate_and_are_read() -> None:
+    old = flat_record(update(3))
+    assert "learning_rate" not in old
+    assert from_flat_record(UpdateDone, old) == update(3)
+    new = dataclasses.replace(update(3), learning_rate=0.1, loss_scaling=8.0, norms={"grad_norm": 0.5})
+    line = flat_record(new)
+    assert (line["learning_rate"], line["grad_norm"], from_flat_record(UpdateDone, line)) == (0.1, 0.5, new)
 
 
 def updates_in(path: Path) -> List[int]:

@@ -11,6 +11,12 @@ function curveKeys() {
   return names;
 }
 
+function traceKeys() {
+  const names = [];
+  for (const run of runs) for (const name of run.traces) if (!names.includes(name)) names.push(name);
+  return names;
+}
+
 function rateKeys() {
   const names = [];
   for (const run of runs) for (const name of ["samples_per_s", "data_wait_share", ...run.rates]) if (!names.includes(name) && run.curves.columns.includes(name)) names.push(name);
@@ -155,7 +161,7 @@ function curvesSection() {
   if (!names.length && !rates.length) return [h("p", { class: "empty" }, "No update is done yet.")];
   return [
     h("p", { class: "hint" }, `Solid: training. Dashed with points: evaluation.${hint} Drag over a chart to zoom, double-click to reset.`),
-    h("div", { class: "charts" }, names.map((name) => figure(`curve:${name}`, titleOf(name), UNITS[name] ? "in percent" : "", 320, curveOption(name)))),
+    h("div", { class: "charts" }, [...names, ...traceKeys()].map((name) => figure(`curve:${name}`, titleOf(name), UNITS[name] ? "in percent" : "", 320, curveOption(name)))),
   ];
 }
 

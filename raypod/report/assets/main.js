@@ -41,7 +41,7 @@ function redraw(isForced) {
 // A section is drawn again only if its data has changed, so that a selected text or a focus is not lost.
 function sectionSignature(name) {
   const used = {
-    curves: (run) => [run.metrics, run.curves.decimated, run.curves.updates, run.evaluations.rows.length],
+    curves: (run) => [run.metrics, run.traces, run.curves.decimated, run.curves.updates, run.evaluations.rows.length],
     throughput: (run) => [run.rates, run.curves.updates],
     instances: (run) => [run.calls, run.instances, run.timeline.end_s],
     timeline: (run) => run.timeline,
@@ -49,7 +49,7 @@ function sectionSignature(name) {
     plan: (run) => [run.plan, run.instances, run.calls && run.calls.totals.map((total) => isSlow(run, total))],
     settings: (run) => run.config,
     environment: (run) => [run.versions, run.instances, run.summary],
-    overview: (run) => [run.state, run.message, factsOf(run).map(String)],
+    overview: (run) => [run.state, run.message, run.config, run.results, factsOf(run).map(String)],
   }[name];
   return JSON.stringify([theme(), [...view.hidden], runs.map((run) => [run.id, used(run)])]);
 }

@@ -49,15 +49,30 @@ function overview() {
     const facts = new Map(factsOf(run));
     return [h("span", { class: "name" }, swatch(runColour(run)), runName(run)), stateOf(run), ...names.map((name) => facts.get(name) || "–")];
   });
-  return [h("div", { class: "scroll" }, table(["run", "state", ...names], rows, { class: "numbers" })), runs.map(message)];
+  return [h("div", { class: "scroll" }, comparison()), h("div", { class: "scroll" }, table(["run", "state", ...names], rows, { class: "numbers" })), runs.map(message)];
 }
+
+// What `raypod compare` prints: the settings that differ, and the best and last value of each metric.
+function comparison() {
+  const rows = differentSettings().filter((name) => name !== "run.run_dir").map((name) => [name, ...runs.map((run) => settingText(run.config[name]))]);
+  const keyOf = (result) => `${result.split} ${result.name}`, keys = [...new Set(runs.flatMap((run) => run.results.map(keyOf)))];
+  for (const key of keys) {
+    const results = runs.map((run) => run.results.find((result) => keyOf(result) === key) || {});
+    rows.push([`${key}, best`, ...results.map((result) => (isNumber(result.best) ? `${number(result.best)} (update ${result.update})` : "–"))]);
+    rows.push([`${key}, last`, ...results.map((result) => (isNumber(result.last) ? number(result.last) : "–"))]);
+  }
+  return table(["", ...runs.map(runName)], rows, { class: "compare results" });
+}
+
+const allSettings = () => [...new Set(runs.flatMap((run) => Object.keys(run.config)))];
+const settingDiffers = (name) => runs.some((run) => settingText(run.config[name]) !== settingText(runs[0].config[name]));
+const differentSettings = () => allSettings().filter(settingDiffers);
 
 const settingText = (value) => (value === null || value === undefined ? "–" : String(value));
 
 function settingsSection() {
-  const names = [...new Set(runs.flatMap((run) => Object.keys(run.config)))];
+  const names = allSettings();
   if (!names.length) return [h("p", { class: "empty" }, "The run folder has no configuration.")];
-  const differs = (name) => runs.some((run) => settingText(run.config[name]) !== settingText(runs[0].config[name]));
   if (runs.length === 1) {
     const sections = new Map();
     for (const name of names) {
@@ -67,9 +82,9 @@ function settingsSection() {
     return [h("div", { class: "settings" }, [...sections].map(([section, pairs]) => h("div", {}, h("h4", {}, section),
       h("dl", {}, pairs.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", { class: value === "–" ? "none" : null }, value)))))))];
   }
-  const different = names.filter(differs), shown = view.allSettings ? names : different;
+  const different = differentSettings(), shown = view.allSettings ? names : different;
   const box = h("input", { type: "checkbox", checked: view.allSettings, onchange: (event) => { view.allSettings = event.target.checked; redraw(true); } });
-  const rows = shown.map((name) => [name, ...runs.map((run) => ({ content: settingText(run.config[name]), class: differs(name) ? "different" : null }))]);
+  const rows = shown.map((name) => [name, ...runs.map((run) => ({ content: settingText(run.config[name]), class: settingDiffers(name) ? "different" : null }))]);
   return [
     h("p", { class: "hint" }, `${different.length} of ${names.length} settings differ. `, h("label", {}, box, " show all settings")),
     shown.length ? table(["setting", ...runs.map(runName)], rows, { class: "compare" }) : h("p", { class: "empty" }, "The settings of these runs are equal."),

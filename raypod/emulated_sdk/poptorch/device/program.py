@@ -284,7 +284,7 @@ class TrainingProgram(Program):
         if adapts_loss_scaling:
             self.optimizer.loss_scale_update_factor = 1.0
         buffers = self._buffers = ReplicaBuffers(self.memory, placement_of(options))
-        self._update = WeightUpdate(
+        self._update = self._weight_update = WeightUpdate(
             self.memory,
             self.optimizer,
             options,
@@ -300,6 +300,14 @@ class TrainingProgram(Program):
     def replica_state(self) -> Dict[str, Any]:
         """Return a copy of the state of each replica of all processes after the last complete call."""
         return {"buffers": self._buffers.state(), "rng_state": self.rng_state}
+
+    def measure_gradients(self) -> None:
+        """Measure the norm of the gradients in every update from now on."""
+        self._weight_update.measures_gradients = True
+
+    def gradient_norms(self) -> List[float]:
+        """Return the norm of the gradients of each update of the last call, before they are clipped."""
+        return list(self._weight_update.gradient_norms)
 
     def load_replica_state(self, state: Dict[str, Any]) -> None:
         """Load a `replica_state()`. Raises Error if its buffers or its number of replicas differ."""

@@ -7,9 +7,12 @@ distributed over threads and processes.
 
 from __future__ import annotations
 
+import collections
 import contextlib
-from typing import Any, Callable, Dict, FrozenSet, List, Optional, Tuple
+import math
+from typing import Any, Callable, Deque, Dict, FrozenSet, List, Optional, Tuple
 
+import numpy as np
 import torch
 from _pod import spans
 from _pod.gradient_sum import GradientSum, Placement
@@ -77,6 +80,8 @@ class WeightUpdate(NoUpdate):
         has_half: bool,
     ) -> None:
         self.optimizer = optimizer
+        self.measures_gradients = False
+        self.gradient_norms: Deque[float] = collections.deque(maxlen=options.device_iterations)  # of the last updates
         self._memory = memory
         self._buffers = buffers
         placement = placement_of(options)
@@ -135,10 +140,12 @@ class WeightUpdate(NoUpdate):
                 self._buffers.exchange(self._buffers.changed(0, is_last).tolist(), _gather_single_process)
         else:
             counts = self._reduce(self._sum, is_last)
-        if self.optimizer.hyperparameters.max_grad_norm == float("inf"):
+        if self.optimizer.hyperparameters.max_grad_norm == float("inf") and not self.measures_gradients:
             threads.each(self._scale_and_step)
         else:
             threads.each(self._scale)
+            if self.measures_gradients:
+                self.gradient_norms.append(_norm([parameter.grad for parameter in self._weights]))
             self.optimizer.clip()
             threads.each(self.optimizer.step)
         self._half_weights.round()
@@ -227,6 +234,15 @@ class WeightUpdate(NoUpdate):
     def _scale_and_step(self, part: int) -> None:
         self._scale(part)
         self.optimizer.step(part)
+
+
+def _norm(gradients: List[Optional[torch.Tensor]]) -> float:
+    """Return the norm of all gradients together; it does not depend on the number of threads, as torch's does."""
+    flat = (each.detach().reshape(-1).double().numpy() for each in gradients if each is not None)
+    try:
+        return math.sqrt(math.fsum(float(np.add.reduce(np.square(values))) for values in flat))
+    except (OverflowError, ValueError):
+        return math.nan
 
 
 def _gather_single_process(row: torch.Tensor) -> torch.Tensor:

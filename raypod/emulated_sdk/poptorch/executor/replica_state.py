@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional
 
 from poptorch.device.program import TrainingProgram
 from poptorch.errors import Error
@@ -17,6 +17,7 @@ class ReplicaState(Measurements):
         super().__init__(options)
         self._loaded_replica_state: Optional[Dict[str, Any]] = None  # and not uploaded yet
         self._is_attached = False
+        self._measures_gradients = False
 
     def emulatedReplicaState(self) -> Dict[str, Any]:
         """Return the state of each replica of ALL processes after the last complete call; only the emulation has this.
@@ -41,6 +42,22 @@ class ReplicaState(Measurements):
         self._loaded_replica_state = state
         if self._is_attached:
             self._upload_replica_state()
+
+    def emulatedMeasureGradients(self) -> None:
+        """Measure the norm of the gradients in every update; call it before the first call.
+
+        Only the emulation has this.
+        """
+        self._measures_gradients = True
+
+    def emulatedGradientNorms(self) -> List[float]:
+        """Return the norm of all gradients together of each update of the last call; only the emulation has this.
+
+        The gradients are those of all replicas, scaled as the optimizer gets them, before `max_grad_norm` clips them.
+
+        Raises Error unless the model is a compiled training model.
+        """
+        return self._training_program().gradient_norms()
 
     def _training_program(self) -> TrainingProgram:
         program = self._compiled()
