@@ -25,6 +25,17 @@ class Counter:
         return Counter.total
 
 
+class Guard:
+    __slots__ = ("unset",)
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"{name} of a class that is not complete, as pydantic's")
+
+
+class Guarded(Counter):
+    guard = Guard()
+
+
 class Slots:
     __slots__ = ("count",)
 
@@ -56,6 +67,11 @@ def in_slots():
 def in_a_class():
     Counter.total = 0
     return Counter(), lambda holder: holder.bump(), lambda: Counter.total
+
+
+def in_a_class_with_an_object_that_has_no_attributes():
+    Counter.total = 0
+    return Guarded(), lambda holder: holder.bump(), lambda: Counter.total
 
 
 def in_a_closure():
@@ -122,6 +138,7 @@ def in_a_tensor():
         in_a_container(set, lambda kept: kept.add(len(kept))),
         in_slots,
         in_a_class,
+        in_a_class_with_an_object_that_has_no_attributes,
         in_a_closure,
         in_a_module,
         in_a_list_of_a_module,

@@ -111,7 +111,7 @@ class _Walk:
 
     def _attributes(self, path: ObjectPath, value: Any) -> None:
         """Visit the attributes of an object, and of its class and the functions that it defines."""
-        if hasattr(value, "__dict__") or _slots(type(value)):
+        if _has(value, "__dict__") or _slots(type(value)):
             content = _read_attributes(value)
             parts = [(key, inner) for key, inner in content.parts() if key not in _TENSORS]
             self._add((*path, "."), value, _read_attributes, _write_attributes, parts)
@@ -119,7 +119,7 @@ class _Walk:
             if id(kind) not in self._seen and not _is_foreign(kind.__module__):
                 self._seen[id(kind)] = kind
                 name = ("class", kind.__module__, kind.__qualname__)
-                self._add(name, kind, _read_class, _write_class, list(vars(kind).items()))
+                self._add(name, kind, _read_class, _write_class, _parts_of_class(kind))
 
     def _function(self, path: ObjectPath, function: types.FunctionType) -> None:
         """Visit the variables that a function can change: of closures, of its module, defaults and attributes."""
@@ -145,6 +145,11 @@ def _parts_of_callable(value: Any) -> List[Tuple[str, Any]]:
     if isinstance(value, (staticmethod, classmethod)):
         return [("function", value.__func__)]
     return [("get", value.fget)] if isinstance(value, property) else []
+
+
+def _parts_of_class(kind: type) -> List[Tuple[str, Any]]:
+    """Return what a class defines, without the records of Python and of libraries, as of the fields of a dataclass."""
+    return [(name, value) for name, value in vars(kind).items() if not name.startswith("__") or callable(value)]
 
 
 def _belongs(value: Any, package: str) -> bool:
@@ -229,10 +234,24 @@ def _slots(kind: type) -> Tuple[str, ...]:
     return _slot_names[kind]
 
 
+def _has(owner: Any, name: str) -> bool:
+    """Return whether an object has an attribute of its own: `__getattr__` of its class can do anything."""
+    try:
+        object.__getattribute__(owner, name)
+    except AttributeError:
+        return False
+    return True
+
+
+def _dictionary(owner: Any) -> Dict[str, Any]:
+    found = object.__getattribute__(owner, "__dict__") if _has(owner, "__dict__") else {}
+    return found if isinstance(found, dict) else {}
+
+
 def _read_attributes(owner: Any) -> Content:
-    found = dict(getattr(owner, "__dict__", {}))
+    found = dict(_dictionary(owner))
     for name in _slots(type(owner)):
-        if hasattr(owner, name):
+        if _has(owner, name):
             found[name] = object.__getattribute__(owner, name)
     return Content(list(found), list(found.values()))
 
@@ -242,11 +261,11 @@ def _write_attributes(owner: Any, content: Content) -> None:
     for name in _slots(type(owner)):
         if name in values:
             object.__setattr__(owner, name, values.pop(name))
-        elif hasattr(owner, name):
+        elif _has(owner, name):
             object.__delattr__(owner, name)
-    if hasattr(owner, "__dict__"):
-        vars(owner).clear()
-        vars(owner).update(values)
+    if _has(owner, "__dict__"):
+        _dictionary(owner).clear()
+        _dictionary(owner).update(values)
 
 
 def _read_class(owner: type) -> Content:
