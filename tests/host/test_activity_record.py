@@ -69,8 +69,8 @@ def test_a_record_that_is_being_written_is_read_again(monkeypatch: pytest.Monkey
             record._map[:] = whole
         return original(*arguments)
 
-    original = activity_record._path
-    monkeypatch.setattr(activity_record, "_path", path)
+    original = activity_record.path_of
+    monkeypatch.setattr(activity_record, "path_of", path)
     found = activity_record.read(record.identity)
     assert isinstance(found, Activity)
     assert (found.name, found.calls, found.slowest_call_s, found.cpu_s, len(reads)) == ("saving", 0, None, 0.0, 3)

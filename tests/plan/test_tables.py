@@ -17,6 +17,8 @@ def test_the_plan_shows_every_product_and_a_boxed_table_of_the_topology(make: An
     described = json.loads(json.dumps(describe(plan)))
     assert described["geometry"]["global_batch_size"] == 64
     assert "8 (micro-batch) x 1 (accumulation) x 8 (replicas) = 64 samples per update" in render(plan)
+    assert "snapshots" not in render(plan)
+    assert "snapshots  every 2 updates: each host keeps two" in render(make(run={"snapshot_every": 2}))
     placement = place(cluster_of("a,b"), Sizes(4, 2, 1))
     assert render_topology(placement, 2).splitlines() == [
         "+------+-----+----------+----------+------+",

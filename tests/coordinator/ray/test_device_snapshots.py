@@ -17,6 +17,12 @@ from raypod.record import ledger
 from tests.support.faulty_runs import assert_undisturbed, plan_for, run, send
 from tests.support.ray_cluster import SECOND_HOST, ray_cluster
 
+# Ray's own code leaves sockets and files to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 # Calls take longer than a report on its way: two snapshots do not overtake it.
 UNUSABLE = {"EMULATED_POD_DEVICE_FAULT": "unusable", "EMULATED_POD_CALL_S": "0.1"}
 EVERY = 2
