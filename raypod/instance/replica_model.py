@@ -14,7 +14,7 @@ from raypod.checkpoint.resume import record_memory_format
 from raypod.checkpoint.weights_file import find_weights
 from raypod.datasets.source import Batch
 from raypod.events import CallReport, EvaluationReport
-from raypod.model import evaluation_check, freezing, program, recent_results
+from raypod.model import evaluation_check, freezing, optimizers, program, recent_results
 from raypod.model.weight_average import WeightAverage
 from raypod.plan.metric import exact_parts
 from raypod.plan.plan import Plan
@@ -38,7 +38,7 @@ class ReplicaModel:
         decay, self._average_every = plan.config.training.ema, plan.config.training.ema_interval
         self.average = None if decay is None else WeightAverage(self.network, decay, self._average_every)
         groups = task.parameter_groups(self.network, plan.config.training.weight_decay)
-        self.optimizer = program.build_optimizer(plan.config, groups)
+        self.optimizer = optimizers.build_optimizer(plan.config, groups)
 
     def check_evaluation(self, plan: Plan, task: Task, first_batch: Batch) -> None:
         """Check the metrics that a task of the user returns; see `evaluation_check.check`."""
@@ -60,7 +60,7 @@ class ReplicaModel:
         tensors.load_weights(self.network, state["weights"])
         if self.average is not None:
             self.average.load(state["ema"])
-        program.load_optimizer_state(self.optimizer, state["optimizer"])
+        optimizers.load_optimizer_state(self.optimizer, state["optimizer"])
 
     def load_weights(self, flat: np.ndarray) -> str:
         """Load weights alone, for an evaluation; return their hash.

@@ -72,7 +72,7 @@ def snapshot_bytes(plan: Plan, pipeline: Pipeline) -> int:
 
     training = plan.config.training
     copies = 1 if training.ema is None else 2
-    states = sum(each.parameters for each in pipeline.stages) * program.optimizer_state_bytes(training)
+    states = sum(each.parameters for each in pipeline.stages) * optimizers.optimizer_state_bytes(training)
     return SNAPSHOTS_KEPT * (copies * sum(each.weight_bytes for each in pipeline.stages) + states)
 
 
@@ -97,12 +97,12 @@ def render_pipeline(pipeline: Pipeline, execution: str) -> str:
 
 
 def _placement(plan: Plan, task: Any) -> Tuple[Any, Tuple[Any, ...], int]:
-    """Return the emulated SDK's placement and estimate of the memory, and `program.optimizer_bytes`."""
+    """Return the emulated SDK's placement and estimate of the memory, and `optimizers.optimizer_bytes`."""
     import poptorch
     import torch
     from poptorch.device.memory_estimate import check_memory
 
-    from raypod.model import program, sdk_options
+    from raypod.model import optimizers, program, sdk_options
 
     config = plan.config
     options = poptorch.Options()
@@ -116,12 +116,12 @@ def _placement(plan: Plan, task: Any) -> Tuple[Any, Tuple[Any, ...], int]:
         network = program.finish_network(plan, task.network(batch))
         step = program.TrainingStep(task, plan.task.metrics, network, torch.nn.Identity()).train()
         groups = task.parameter_groups(network, config.training.weight_decay)
-        model = poptorch.trainingModel(step, options, program.build_optimizer(config, groups))
+        model = poptorch.trainingModel(step, options, optimizers.build_optimizer(config, groups))
         model.compile(*batch)
         memory = model.emulatedMemory(config.training.batch_size / _SAMPLES, plan.geometry.local_replicas)
         if sdk.is_strict():  # otherwise the table says that the model does not fit
             check_memory(memory)
-    return model.emulatedPlacement(), memory, program.optimizer_bytes(config.training)
+    return model.emulatedPlacement(), memory, optimizers.optimizer_bytes(config.training)
 
 
 def _cost(stage: Any) -> StageCost:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, Optional, Sequence, Tuple
 
 import popdist.poptorch
 import poptorch
@@ -18,28 +18,12 @@ from raypod.model import freezing, sdk_options
 from raypod.model.recent_results import RecentResults
 from raypod.model.task_network import TaskNetwork
 from raypod.plan import user_code
-from raypod.plan.config import Config, TrainingSection
+from raypod.plan.config import Config
 from raypod.plan.metric import Metric
 from raypod.plan.plan import Plan
 
 Ratios = Dict[str, Tuple[Any, Any]]  # numerator and denominator by the name of the metric
 _REDUCTIONS = {"sum": poptorch.ReductionType.Sum, "mean": poptorch.ReductionType.Mean}
-
-
-class _Optimizer(NamedTuple):
-    create: Any  # the class
-    states: Tuple[str, ...]  # per parameter; the option STATE_accum_type sets the dtype of each
-    settings: Tuple[str, ...] = ()  # further settings of the section `training` that the class has as options
-
-
-_MOMENTS = ("first_order_momentum", "second_order_momentum")
-_OPTIMIZERS = {
-    "sgd": _Optimizer(poptorch.optim.SGD, ("velocity",), ("momentum",)),
-    "adam": _Optimizer(poptorch.optim.Adam, _MOMENTS),
-    "adamw": _Optimizer(poptorch.optim.AdamW, _MOMENTS),
-    "lamb": _Optimizer(poptorch.optim.LAMB, _MOMENTS),
-}
-_FLOAT32_STATES = {"second_order_momentum"}  # half precision would underflow
 
 
 class TaskOutputs(Protocol):
@@ -261,48 +245,6 @@ def _common_options(plan: Plan, cache: Optional[str]) -> Any:
 def execution_strategy(execution: str) -> Any:
     """Return the PopTorch strategy for several IPUs per replica: "pipelined" or "sharded"."""
     return poptorch.PipelinedExecution() if execution == "pipelined" else poptorch.ShardedExecution()
-
-
-def build_optimizer(config: Config, groups: Sequence[Dict[str, Any]]) -> Any:
-    """Return the poptorch optimizer of a config for a task's parameter groups."""
-    training = config.training
-    chosen = _OPTIMIZERS[training.optimizer]
-    accumulator, states = _optimizer_dtypes(training)
-    options: Dict[str, Any] = {f"{state}_accum_type": dtype for state, dtype in states.items()}
-    options.update({name: getattr(training, name) for name in chosen.settings})
-    if training.max_grad_norm is not None:
-        options["max_grad_norm"] = training.max_grad_norm
-    common: Dict[str, Any] = {"lr": training.learning_rate, "loss_scaling": training.loss_scaling}
-    return chosen.create(freezing.trained_groups(groups), accum_type=accumulator, **common, **options)
-
-
-def optimizer_bytes(training: TrainingSection) -> int:
-    """Return the bytes per parameter of the accumulated gradient and the states of `build_optimizer`."""
-    accumulator, _ = _optimizer_dtypes(training)
-    return torch.finfo(accumulator).bits // 8 + optimizer_state_bytes(training)
-
-
-def optimizer_state_bytes(training: TrainingSection) -> int:
-    """Return the bytes per parameter of the states of `build_optimizer` alone, which checkpoints contain."""
-    _, states = _optimizer_dtypes(training)
-    if not training.momentum:
-        states.pop("velocity", None)
-    return sum(torch.finfo(dtype).bits // 8 for dtype in states.values())
-
-
-def _optimizer_dtypes(training: TrainingSection) -> Tuple[torch.dtype, Dict[str, torch.dtype]]:
-    """Return the dtype of the accumulated gradient, and of each optimizer state: that of the weights, mostly."""
-    dtype = torch.float16 if training.precision == "16.16" else torch.float32
-    states = _OPTIMIZERS[training.optimizer].states
-    return dtype, {state: torch.float32 if state in _FLOAT32_STATES else dtype for state in states}
-
-
-def load_optimizer_state(optimizer: Any, state: Dict[str, Any]) -> None:
-    """Load a `state_dict()` but keep the optimizer's own hyperparameters, which a resumed run may change."""
-    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    optimizer.load_state_dict(state)
-    for group, own in zip(optimizer.param_groups, settings):
-        group.update(own)
 
 
 def has_replica_state(training: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Sequence
 from raypod.errors import ConfigError
 from raypod.plan import ipu_options
 from raypod.plan.config import IMAGE_CLASSIFICATION, IMAGE_FOLDERS, WITHOUT_FILES, Config, TrainingSection
+from raypod.plan.effect import OF_OPTIMIZERS
 from raypod.plan.learning_rate import check_settings
 from raypod.plan.values import parse_interval
 
@@ -20,8 +21,7 @@ def check_compatible(config: Config) -> None:
     if config.data.jpeg_decoder != "pillow" and config.decoder is None:
         sets = " or ".join(IMAGE_FOLDERS)
         raise ConfigError(f"--jpeg-decoder {config.data.jpeg_decoder} has no effect without --dataset {sets}")
-    if training.max_grad_norm is not None and training.optimizer == "lamb":
-        raise ConfigError("--max-grad-norm: poptorch.optim.LAMB cannot clip gradients; use sgd, adam or adamw")
+    _check_optimizer(config)
     if config.pod.bind_cores and config.run.fleet == "inline":
         raise ConfigError(
             "--bind-cores has no effect with --fleet inline, whose instance runs in this process; omit it"
@@ -43,6 +43,27 @@ def check_average(training: TrainingSection, every: int) -> None:
             f"--ema-every {every} is no multiple of --device-iterations {training.device_iterations}: the weights can "
             "be read after whole calls"
         )
+
+
+def _check_optimizer(config: Config) -> None:
+    """Raise ConfigError for settings of another optimizer than the chosen one. The momentum has a default."""
+    training = config.training
+    if training.max_grad_norm is not None and training.optimizer in ("lamb", "rmsprop"):
+        name = {"lamb": "LAMB", "rmsprop": "RMSprop"}[training.optimizer]
+        raise ConfigError(f"--max-grad-norm: poptorch.optim.{name} cannot clip gradients; use sgd, adam or adamw")
+    for key, optimizers in OF_OPTIMIZERS.items():
+        is_given = key != "momentum" and getattr(training, key) not in (None, False)
+        if (is_given or (key == "bias_correction" and training.bias_correction is False)) and (
+            training.optimizer not in optimizers
+        ):
+            flag = f"--{key.replace('_', '-')}"
+            raise ConfigError(f"{flag} has no effect on --optimizer {training.optimizer}; it is for {_or(optimizers)}")
+    if training.velocity_scaling is not None and not training.combined_accumulator:
+        raise ConfigError("--velocity-scaling has no effect without --combined-accumulator")
+
+
+def _or(words: Sequence[str]) -> str:
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def check_data_folder(config: Config) -> None:

@@ -17,7 +17,7 @@ from typing_extensions import Literal
 from raypod.plan.ipu_section import IpuSection
 from raypod.plan.run_section import RunSection
 from raypod.plan.section import MAX_TIMEOUT_S, Section
-from raypod.plan.values import Epochs, ImageShape, Names, Samples, parse_evaluations
+from raypod.plan.values import Betas, Epochs, ImageShape, Names, Samples, parse_evaluations
 
 CHECKPOINTS, CONFIG_FILE = "checkpoints", "config.yaml"  # of a run folder
 MANIFEST = "manifest.json"  # its presence makes a folder a checkpoint
@@ -32,7 +32,7 @@ CONTENTS = "-"  # in a data fingerprint, between the hash of names and labels an
 TEST_SAMPLE = "test:"  # before the number of a test sample in `data.leave_out`
 _EMA_SHARE = 0.1  # of the average that an addition changes at most, unless it is due after every call
 IMAGE_CLASSIFICATION, LANGUAGE_MODEL = "image-classification", "language-model"
-LR_SCHEDULES = ("constant", "step", "linear", "cosine", "polynomial")
+LR_SCHEDULES = ("constant", "step", "exponential", "linear", "cosine", "polynomial")
 
 
 class TaskOptions(Section):
@@ -131,19 +131,21 @@ class TrainingSection(Section):
     device_iterations: int = Field(1, ge=1, description="weight updates per call")
     epochs: int = Field(15, ge=1, le=100_000, description="passes over the training split")
     updates: Optional[int] = Field(None, ge=1, description="stop after this many updates")
-    optimizer: Literal["sgd", "adam", "adamw", "lamb"] = Field("sgd", description="poptorch.optim class")
+    optimizer: Literal["sgd", "adam", "adamw", "lamb", "rmsprop"] = Field("sgd", description="poptorch.optim class")
     learning_rate: float = Field(0.1, gt=0, allow_inf_nan=False, description="peak learning rate")
     lr_schedule: str = Field(
         "cosine",
-        description="learning rate over the whole run: constant, step, linear, cosine, polynomial, or module:function, "
-        "which returns the factor of an update from (update, total_updates)",
+        description="learning rate over the whole run: constant, step, exponential, linear, cosine, polynomial, or "
+        "module:function, which returns the factor of an update from (update, total_updates)",
     )
     lr_floor: float = Field(
         0.0, ge=0, le=1, description="linear, cosine, polynomial: rate at the end, as a fraction of the peak rate"
     )
     lr_power: float = Field(1.0, gt=0, le=100, description="polynomial schedule: exponent of the remaining fraction")
     lr_steps: Epochs = Field(None, description="step schedule: epochs after which the rate drops, as in 30,60,80")
-    lr_gamma: float = Field(0.1, gt=0, allow_inf_nan=False, description="step schedule: factor of a drop")
+    lr_gamma: float = Field(
+        0.1, gt=0, allow_inf_nan=False, description="step schedule: factor of a drop; exponential: of an epoch"
+    )
     warmup_updates: int = Field(20, ge=0, description="updates of linear warm-up (0 for module:function)")
     init_weights: Optional[str] = Field(
         None,
@@ -166,7 +168,36 @@ class TrainingSection(Section):
         description="updates between two additions of the weights to the average, which read them back (default: as "
         "many as change a tenth of it)",
     )
-    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of SGD")
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of SGD and RMSprop")
+    combined_accumulator: bool = Field(
+        False,
+        description="use_combined_accum of SGD: one tensor for the gradients and the velocity, to save memory; less "
+        "stable in half",
+    )
+    velocity_scaling: Optional[float] = Field(
+        None, gt=0, allow_inf_nan=False, description="factor of a combined velocity (default: --loss-scaling)"
+    )
+    betas: Betas = Field(
+        None, description="adam, adamw, lamb: decay of the two moments, as in 0.9,0.98 (default: 0.9,0.999)"
+    )
+    eps: Optional[float] = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="adam, adamw, lamb, rmsprop: term of the denominator (default: 1e-8)",
+    )
+    bias_correction: Optional[bool] = Field(
+        None, description="adamw, lamb: correct the moments of the first updates (default: yes)"
+    )
+    max_weight_norm: Optional[float] = Field(
+        None, gt=0, allow_inf_nan=False, description="lamb: bound of the norm of a weight (default: 65500)"
+    )
+    rmsprop_alpha: Optional[float] = Field(
+        None, ge=0, lt=1, description="rmsprop: decay of the squared gradients (default: 0.99)"
+    )
+    rmsprop_tf: bool = Field(
+        False, description="use_tf_variant of RMSprop: as TensorFlow, with which EfficientNet and MobileNet are trained"
+    )
     weight_decay: float = Field(
         5e-4, ge=0, allow_inf_nan=False, description="weight decay of parameters with more than one dimension"
     )

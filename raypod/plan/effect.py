@@ -12,6 +12,18 @@ IMAGE_KEYS = (
     *("data.augment", "data.crop_padding", "data.flip", "data.image_size", "data.eight_bit_io"),
     *("data.max_image_pixels", "training.model", "training.stem", "training.norm", "training.label_smoothing"),
 )
+# The optimizers that have each key of the section `training`.
+OF_OPTIMIZERS: Dict[str, Tuple[str, ...]] = {
+    "momentum": ("sgd", "rmsprop"),
+    "combined_accumulator": ("sgd",),
+    "velocity_scaling": ("sgd",),
+    "betas": ("adam", "adamw", "lamb"),
+    "eps": ("adam", "adamw", "lamb", "rmsprop"),
+    "bias_correction": ("adamw", "lamb"),
+    "max_weight_norm": ("lamb",),
+    "rmsprop_alpha": ("rmsprop",),
+    "rmsprop_tf": ("rmsprop",),
+}
 # Of keys that need certain values of another one: that one, and the values.
 _NEEDS: Dict[str, Tuple[str, Tuple[Any, ...]]] = {
     "data.samples": ("data.dataset", ("synthetic",)),
@@ -24,8 +36,8 @@ _NEEDS: Dict[str, Tuple[str, Tuple[Any, ...]]] = {
     "training.lr_floor": ("training.lr_schedule", ("linear", "cosine", "polynomial")),
     "training.lr_power": ("training.lr_schedule", ("polynomial",)),
     "training.lr_steps": ("training.lr_schedule", ("step",)),
-    "training.lr_gamma": ("training.lr_schedule", ("step",)),
-    "training.momentum": ("training.optimizer", ("sgd",)),
+    "training.lr_gamma": ("training.lr_schedule", ("step", "exponential")),
+    **{f"training.{key}": ("training.optimizer", optimizers) for key, optimizers in OF_OPTIMIZERS.items()},
 }
 _OF_CUSTOM_DATA = ("data.classes",)  # the number of classes, unless the user's function returns it
 _OF_TRACKERS = ("run.tracker_artifacts", "run.tracker_timeout_s")

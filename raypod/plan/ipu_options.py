@@ -153,7 +153,7 @@ def _execution(config: Config) -> Iterator[Call]:
         yield _popart("merged_all_reduces", "accumulateOuterFragmentSettings.schedule", _SCHEDULER)
         for name in ("prepareScheduleForMergingCollectives", "mergeAllReduceCollectives"):
             yield _popart("merged_all_reduces", f"replicatedCollectivesSettings.{name}", True)
-    if not ipu.accumulator_streams:
+    if not ipu.accumulator_streams and not config.training.combined_accumulator:  # else they have the velocity
         yield _popart("accumulator_streams", "disableGradAccumulationTensorStreams", True)
 
 

@@ -52,6 +52,9 @@ def learning_rate(config: Config, update: int, total_updates: int, updates_per_e
     if training.lr_schedule == "step":
         steps_done = sum(update >= epoch * updates_per_epoch for epoch in training.lr_steps or ())
         return training.learning_rate * training.lr_gamma**steps_done
+    if training.lr_schedule == "exponential":
+        epochs = (update - training.warmup_updates) / updates_per_epoch
+        return float(training.learning_rate * training.lr_gamma**epochs)
     span = max(1, total_updates - training.warmup_updates)
     left = _DECAYS[training.lr_schedule](training, update - training.warmup_updates, span)
     return training.learning_rate * (training.lr_floor + (1 - training.lr_floor) * left)

@@ -28,18 +28,20 @@ FLAGS = {
     "training.lr_schedule": "--lr-schedule",
     "run.trackers": "--tracker",
 }
+_CODELETS = ("customCodelets", "customCodeletCompileFlags")  # options of PopART: source files that it compiles
 _KEY_BYTES = 32
 
 
 def names_of(values: Mapping[str, Mapping[str, Any]]) -> List[Tuple[str, str]]:
-    """Return key and name of each `module:function` among the values of a config, by section."""
+    """Return key and name of each `module:function` among the values of a config, and of PopART's code for tiles."""
     found: List[Tuple[str, str]] = []
     for full in FLAGS:
         section, _, key = full.partition(".")
         value = values.get(section, {}).get(key)
         texts = value if isinstance(value, (list, tuple)) else str(value or "").split(",")
         found += [(full, text) for text in map(str, texts) if ":" in text]
-    return found
+    popart = str(values.get("ipu", {}).get("popart"))  # a mapping, or KEY=VALUE
+    return [*found, *(("ipu.popart", name) for name in _CODELETS if name in popart)]
 
 
 def check(
@@ -60,7 +62,7 @@ def check(
     if not foreign or is_own(path.parent):
         return
     what = ", ".join(f"{key} = {name!r}" for key, name in foreign)
-    flags = " ".join(f"{flag or FLAGS[key]} {name}" for key, name in foreign)
+    flags = " ".join(f"{flag or FLAGS.get(key, '--popart')} {name}" for key, name in foreign)
     raise ConfigError(
         f"{path} names code, {what}, and was not written by you on this host; if you trust this code, add {flags}"
     )

@@ -209,6 +209,10 @@ Samples = Annotated[
     pydantic.AfterValidator(_check_different),
 ]
 Shares = Annotated[Optional[Tuple[Annotated[float, Field(ge=0, le=1)], ...]], pydantic.BeforeValidator(_split_shares)]
+Betas = Annotated[
+    Optional[Tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]],
+    pydantic.BeforeValidator(_split_words),
+]
 Pairs = Annotated[Optional[Dict[str, Any]], pydantic.BeforeValidator(_parse_pairs)]
 TensorKinds = Annotated[Names, pydantic.AfterValidator(_check_tensor_kinds)]
 ImageShape = Annotated[str, pydantic.AfterValidator(_check_image)]

@@ -212,6 +212,13 @@ def _launch_tests(bench: Bench, _times: Times) -> Outcome:
 _VIT = (*_ONE, "--model", "vit_tiny", "--optimizer", "adamw", "--learning-rate", "0.001")
 _PIPELINE = ("--ipus-per-replica", "2", "--pipeline-balance", "parameters", "--gradient-accumulation", "4")
 
+_IPU = (
+    *("--execution", "sharded", "--io-tiles", "32", "--overlap-io", "accumulation-loop", "--prefetch-depth", "3"),
+    *("--recomputation", "all", "--recomputation-checkpoints", "features.[3-5]", "--off-chip", "optimizer"),
+    *("--replicated-tensor-sharding", "weights", "--available-memory-proportion", "0.2", "--no-stable-norm"),
+    *("--floating-point-exceptions", "--engine-option", "opt.internalExchangeOptimisationTarget=memory"),
+    *("--popart", "outlineThreshold=10.0", "--popart-pattern", "TiedGather=true"),
+)
 ROWS: Dict[str, Row] = {
     "default, one instance": _like_emulated(_ONE),
     "default, 2 instances": _like_emulated(_TWO),
@@ -221,6 +228,7 @@ ROWS: Dict[str, Row] = {
         (*_ONE, "--optimizer", "adamw", "--learning-rate", "0.002", "--max-grad-norm", "1.0")
     ),
     "lamb": _like_emulated((*_ONE, "--optimizer", "lamb", "--learning-rate", "0.02")),
+    "options of the section ipu": _like_emulated((*_ONE, *_IPU, "--loss-scaling", "128"), "16.16"),
     "resnet 16.32": _like_emulated(_ONE, "16.32"),
     "resnet 16.16": _like_emulated((*_ONE, "--loss-scaling", "128"), "16.16"),
     "vit 32.32": _like_emulated(_VIT),

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from raypod.instance.rate import ScheduledRate
-from raypod.model import program
+from raypod.model import optimizers
 from raypod.plan.learning_rate import learning_rate
 from raypod.plan.plan import Plan
 
@@ -30,7 +30,7 @@ def test_a_group_with_its_own_rate_follows_the_schedule_from_there(make: Callabl
     layer = nn.Linear(2, 2)
     groups: List[Any] = [{"params": [layer.weight]}, {"params": [layer.bias]}]
     groups = [{**group, **({} if rate is None else {"lr": rate})} for group, rate in zip(groups, own)]
-    optimizer, device, scheduled = program.build_optimizer(plan.config, groups), Device(), ScheduledRate(plan)
+    optimizer, device, scheduled = optimizers.build_optimizer(plan.config, groups), Device(), ScheduledRate(plan)
     expected = []
     for update in range(8):
         scheduled.set(device, optimizer, update)
@@ -45,7 +45,7 @@ def test_a_group_with_its_own_rate_follows_the_schedule_from_there(make: Callabl
 def test_a_constant_rate_is_set_once_for_the_whole_run(make: Callable[..., Plan]) -> None:
     plan = make(training={"learning_rate": 0.2, "updates": 8, "warmup_updates": 0, "lr_schedule": "constant"})
     groups: List[Any] = [{"params": nn.Linear(2, 2).parameters(), "lr": 0.03}]
-    optimizer, device, scheduled = program.build_optimizer(plan.config, groups), Device(), ScheduledRate(plan)
+    optimizer, device, scheduled = optimizers.build_optimizer(plan.config, groups), Device(), ScheduledRate(plan)
     for update in range(8):
         scheduled.set(device, optimizer, update)
     assert device.rates == []

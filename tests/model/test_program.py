@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from raypod.errors import ConfigError
 from raypod.events import CallReport
-from raypod.model import program, recent_results
+from raypod.model import optimizers, program, recent_results
+from raypod.plan.compatibility import check_compatible
 from raypod.plan.config import Config
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.plan import Geometry
@@ -46,11 +48,11 @@ def test_the_training_step_has_the_loss_and_gradients_of_torch(smoothing: float)
         torch.testing.assert_close(before[name] - after[name], gradient)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lamb"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lamb", "rmsprop"])
 @pytest.mark.parametrize(("precision", "dtype"), [("16.16", torch.float16), ("16.32", torch.float32)])
 def test_optimizer_states_have_the_precision_of_the_weights(name: str, precision: str, dtype: Any) -> None:
     parameters = [{"params": nn.Linear(2, 2).parameters()}]
-    optimizer: Any = program.build_optimizer(config(optimizer=name, precision=precision), parameters)
+    optimizer: Any = optimizers.build_optimizer(config(optimizer=name, precision=precision), parameters)
     assert type(optimizer).__name__.lower() == name
     assert optimizer.accum_type == dtype
     if name == "sgd":
@@ -58,6 +60,45 @@ def test_optimizer_states_have_the_precision_of_the_weights(name: str, precision
     else:
         assert optimizer.first_order_momentum_accum_type == dtype
         assert optimizer.second_order_momentum_accum_type == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"optimizer": "adam", "betas": "0.8,0.9", "eps": 1e-6}, {"betas": (0.8, 0.9), "eps": 1e-6}),
+        ({"optimizer": "adamw", "bias_correction": False}, {"bias_correction": False, "betas": (0.9, 0.999)}),
+        ({"optimizer": "lamb", "max_weight_norm": 10.0}, {"max_weight_norm": 10.0}),
+        (
+            {"optimizer": "rmsprop", "rmsprop_tf": True, "rmsprop_alpha": 0.9, "eps": 1e-3, "momentum": 0.5},
+            {"use_tf_variant": True, "alpha": 0.9, "eps": 1e-3, "momentum": 0.5},
+        ),
+        (
+            {"combined_accumulator": True, "loss_scaling": 128.0},
+            {"use_combined_accum": True, "velocity_scaling": 128.0, "loss_scaling": 128.0},
+        ),
+        ({"combined_accumulator": True, "velocity_scaling": 4.0}, {"velocity_scaling": 4.0}),
+        ({}, {"use_combined_accum": False, "momentum": 0.9}),
+    ],
+)
+def test_settings_of_an_optimizer_are_those_of_poptorchs(settings: Dict[str, Any], expected: Dict[str, Any]) -> None:
+    optimizer: Any = optimizers.build_optimizer(config(**settings), [{"params": nn.Linear(2, 2).parameters()}])
+    found = {name: optimizer.param_groups[0].get(name, getattr(optimizer, name, None)) for name in expected}
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"betas": "0.8,0.9"}, "--betas has no effect on --optimizer sgd; it is for adam, adamw or lamb"),
+        ({"bias_correction": False}, "it is for adamw or lamb"),
+        ({"optimizer": "adam", "combined_accumulator": True}, "it is for sgd"),
+        ({"velocity_scaling": 2.0}, "--velocity-scaling has no effect without --combined-accumulator"),
+        ({"optimizer": "rmsprop", "max_grad_norm": 1.0}, "RMSprop cannot clip gradients"),
+    ],
+)
+def test_settings_of_another_optimizer_are_mistakes(settings: Dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_compatible(config(**settings))
 
 
 def step_with_results(network: nn.Module, geometry: Geometry) -> program.TrainingStep:

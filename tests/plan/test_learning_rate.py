@@ -70,6 +70,7 @@ def test_learning_rates(schedule: Dict[str, object], expected: Dict[int, float])
         ({"lr_schedule": "linear", "lr_floor": 0.1}, "LinearLR", (1.0, 0.1, UPDATES)),
         ({"lr_schedule": "cosine", "lr_floor": 0.2}, "CosineAnnealingLR", (UPDATES, 0.2)),
         ({"lr_schedule": "polynomial", "lr_power": 2.5}, "PolynomialLR", (UPDATES, 2.5)),
+        ({"lr_schedule": "exponential", "lr_gamma": 0.9}, "ExponentialLR", (0.9**0.1,)),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -89,7 +90,10 @@ def test_a_custom_schedule_has_no_warmup_by_default() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("--lr-schedule cosin", "known are constant, step, linear, cosine, polynomial, or module:function"),
+        (
+            "--lr-schedule cosin",
+            "known are constant, step, exponential, linear, cosine, polynomial, or module:function",
+        ),
         ("--lr-schedule no_such_module:rate", "no_such_module"),
         (f"--lr-schedule {__name__}:missing", "has no 'missing'"),
         (f"--lr-schedule {__name__}:negative_at_the_end", "returned -1.0 for update 7 of 8"),

@@ -45,6 +45,7 @@ CASES = {
     "task: {name: foreign:make}": "task.name = 'foreign:make'.*--task foreign:make",
     "training: {model: foreign:make}": "training.model = 'foreign:make'.*--model foreign:make",
     "training: {lr_schedule: foreign:make}": "--lr-schedule foreign:make",
+    "ipu: {popart: {customCodelets: [x.cpp]}}": "ipu.popart = 'customCodelets'.*--popart customCodelets",
     "run: {trackers: [foreign:make]}": "--tracker foreign:make",
     "run: {reset_command: 'touch x'}": "add --reset-command 'touch x' to use it",
     "run: {storage_path: 's3://theirs/x'}": "add --storage-path s3://theirs/x",

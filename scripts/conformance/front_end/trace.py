@@ -186,7 +186,7 @@ def _internal_cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
 
 def value_of_operator(name: str) -> Any:
     """The function of an operator of PopTorch; None if it has no value."""
-    if name in ("nop", "recomputation_checkpoint", "set_available_memory", "set_overlap_for_input"):
+    if name in ("nop", "recomputation_checkpoint", "set_available_memory") or name.startswith("set_overlap_for_"):
         return lambda tensor, *_: tensor.clone()
     return {"identity_loss": _identity_loss, "internal_cast": _internal_cast}.get(name)
 

@@ -1,0 +1,87 @@
+"""The optimizers of PopTorch with the settings of a config, and their size."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Mapping, NamedTuple, Sequence, Tuple
+
+import poptorch
+import torch
+
+from raypod.model import freezing
+from raypod.plan.config import Config, TrainingSection
+
+
+class _Optimizer(NamedTuple):
+    create: Any  # the class
+    states: Tuple[str, ...]  # per parameter; the option STATE_accum_type sets the dtype of each
+    settings: Mapping[str, str] = {}  # the class's options by further keys of the section `training`; None is no value
+
+
+_ADAM = {"betas": "betas", "eps": "eps"}
+_MOMENTS = ("first_order_momentum", "second_order_momentum")
+_OPTIMIZERS = {
+    "sgd": _Optimizer(poptorch.optim.SGD, ("velocity",), {"momentum": "momentum"}),
+    "adam": _Optimizer(poptorch.optim.Adam, _MOMENTS, _ADAM),
+    "adamw": _Optimizer(poptorch.optim.AdamW, _MOMENTS, {**_ADAM, "bias_correction": "bias_correction"}),
+    "lamb": _Optimizer(
+        poptorch.optim.LAMB,
+        _MOMENTS,
+        {**_ADAM, "bias_correction": "bias_correction", "max_weight_norm": "max_weight_norm"},
+    ),
+    "rmsprop": _Optimizer(
+        poptorch.optim.RMSprop, _MOMENTS, {"momentum": "momentum", "eps": "eps", "rmsprop_alpha": "alpha"}
+    ),
+}
+_FLOAT32_STATES = {"second_order_momentum"}  # half precision would underflow
+
+
+def build_optimizer(config: Config, groups: Sequence[Dict[str, Any]]) -> Any:
+    """Return the poptorch optimizer of a config for a task's parameter groups."""
+    training = config.training
+    chosen = _OPTIMIZERS[training.optimizer]
+    accumulator, states = _optimizer_dtypes(training)
+    options: Dict[str, Any] = {f"{state}_accum_type": dtype for state, dtype in states.items()}
+    given = {option: getattr(training, key) for key, option in chosen.settings.items()}
+    options.update({option: value for option, value in given.items() if value is not None})
+    if training.combined_accumulator:
+        scaling = training.velocity_scaling or training.loss_scaling
+        options.update(use_combined_accum=True, velocity_scaling=scaling)
+    if training.rmsprop_tf:
+        options["use_tf_variant"] = True
+    if training.max_grad_norm is not None:
+        options["max_grad_norm"] = training.max_grad_norm
+    common: Dict[str, Any] = {"lr": training.learning_rate, "loss_scaling": training.loss_scaling}
+    return chosen.create(freezing.trained_groups(groups), accum_type=accumulator, **common, **options)
+
+
+def optimizer_bytes(training: TrainingSection) -> int:
+    """Return the bytes per parameter of the accumulated gradient and the states of `build_optimizer`."""
+    accumulator, states = _optimizer_dtypes(training)
+    if not training.momentum or training.combined_accumulator:
+        states.pop("velocity", None)
+    if not training.momentum and training.optimizer == "rmsprop":
+        states.pop("first_order_momentum")
+    return sum(torch.finfo(dtype).bits // 8 for dtype in (accumulator, *states.values()))
+
+
+def optimizer_state_bytes(training: TrainingSection) -> int:
+    """Return the bytes per parameter of the states of `build_optimizer` alone, which checkpoints contain."""
+    accumulator, _ = _optimizer_dtypes(training)
+    accumulator_bytes = torch.finfo(accumulator).bits // 8
+    # A combined accumulator holds the velocity, too.
+    return accumulator_bytes if training.combined_accumulator else optimizer_bytes(training) - accumulator_bytes
+
+
+def _optimizer_dtypes(training: TrainingSection) -> Tuple[torch.dtype, Dict[str, torch.dtype]]:
+    """Return the dtype of the accumulated gradient, and of each optimizer state: that of the weights, mostly."""
+    dtype = torch.float16 if training.precision == "16.16" else torch.float32
+    states = _OPTIMIZERS[training.optimizer].states
+    return dtype, {state: torch.float32 if state in _FLOAT32_STATES else dtype for state in states}
+
+
+def load_optimizer_state(optimizer: Any, state: Dict[str, Any]) -> None:
+    """Load a `state_dict()` but keep the optimizer's own hyperparameters, which a resumed run may change."""
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, own in zip(optimizer.param_groups, settings):
+        group.update(own)
