@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from raypod.api.ray_tune import Trainable as Trainable
     from raypod.api.result import Interrupted as Interrupted
     from raypod.api.result import Result as Result
+    from raypod.datasets.collate import pad_collate as pad_collate
     from raypod.datasets.samples import Arrays as Arrays
     from raypod.plan.config import Config as Config
     from raypod.plan.config import TaskOptions as TaskOptions
@@ -57,6 +58,7 @@ _MODULES = {  # of the names that are imported when they are used
     "Interrupted": "raypod.api.result",
     "Result": "raypod.api.result",
     "Arrays": "raypod.datasets.samples",
+    "pad_collate": "raypod.datasets.collate",
     "Config": "raypod.plan.config",
     "TaskOptions": "raypod.plan.config",
     "Metric": "raypod.plan.metric",
@@ -93,6 +95,7 @@ __all__ = [
     "WaitTimedOut",
     "WeightsDiffer",
     "fit",
+    "pad_collate",
     "run",
     "stream",
 ]

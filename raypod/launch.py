@@ -94,7 +94,7 @@ def _run(programs: Programs, sdk: Sdk, signals: Signals) -> int:
             needed = dataclasses.replace(placement, sizes=dataclasses.replace(placement.sizes, ipus_per_replica=0))
         hosts = RayHosts(needed, request.cluster, request.start_timeout)
         stack.callback(hosts.close)
-        hosts.join()
+        hosts.join(_say)
         stack.enter_context(signals.handled())  # a signal may have been lost while Ray started
         hosts.open()
         # Not before `join`, which ends this process without cleanup if Ray hangs, and only on reserved hosts.

@@ -70,7 +70,7 @@ def plan_of(
         UserError: a flag, the config, the cluster file or the data set is wrong.
     """
     check_words(argv)
-    snapshots.take_resumed(_value_of(argv, "--resume", "run.resume"))
+    snapshots.take_resumed(value_of(argv, "--resume", "run.resume"))
     parser = FlagParser(prog=prog, add_help=False, description=_TRAIN if "--dry-run" in switches else _PLAN)
     schema = schema_for(argv)
     groups = flags.add_flags(parser, schema)
@@ -156,7 +156,7 @@ def _check_utf8(plan: Plan) -> None:
             )
 
 
-def _value_of(argv: Sequence[str], flag: str, key: str) -> Optional[str]:
+def value_of(argv: Sequence[str], flag: str, key: str) -> Optional[str]:
     """Return the value of a flag, or of the override of its key; None without one."""
     words = list(argv)
     following = [after for word, after in zip(words, words[1:]) if word == flag]

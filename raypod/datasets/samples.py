@@ -9,10 +9,13 @@ import numpy as np
 import torch
 
 from raypod.datasets.arrays import fingerprint_of_bytes, fingerprint_of_values
+from raypod.datasets.collate import Collate, Collated, PadCollate
+from raypod.datasets.foreign import way_to_use
 from raypod.datasets.loading import NO_EPOCH, SeededSamples, collated
 from raypod.datasets.source import FIRST, Batch, Source
 from raypod.errors import ConfigError
 
+_CHECKED_SAMPLES = 16  # of each split, evenly spaced
 _HASHED_ROWS = 1024  # of each array, evenly spaced
 
 
@@ -70,6 +73,7 @@ class SampleSource(Source):
         splits: the training split, and the test split or None.
         seed: of the random numbers that samples draw.
         first: see `Source`.
+        collate: `Task.collate`, or None.
 
     Attributes:
         names: of the tensors of a batch, if samples are dicts.
@@ -78,9 +82,11 @@ class SampleSource(Source):
         ConfigError: the splits cannot be used.
     """
 
-    def __init__(self, task: str, splits: Any, seed: int, first: int = 0) -> None:
+    def __init__(self, task: str, splits: Any, seed: int, first: int = 0, collate: Optional[Collate] = None) -> None:
         self._task, self.first = task, first
         self.train, self.test = _checked_splits(task, splits)
+        if collate is not None:
+            self.train, self.test = _collated_splits(task, self.train, self.test, collate, seed)
         self.is_in_memory = isinstance(self.train, Arrays)
         self.names: Optional[Tuple[str, ...]] = None
         if isinstance(self.train, Arrays):
@@ -106,7 +112,8 @@ class SampleSource(Source):
         for name, split in (("training", self.train), ("test", self.test)) if not self.is_in_memory else ():
             loaded: Dict[int, Any] = {}
             samples = SeededSamples(split, seed)
-            for index in sorted({0, 1, len(split) // 2, len(split) - 1} & set(range(len(split)))):
+            spread = range(0, len(split), max(1, len(split) // _CHECKED_SAMPLES))
+            for index in sorted({1, *spread, len(split) - 1} & set(range(len(split)))):
                 with contextlib.suppress(Exception):
                     loaded[index] = samples[NO_EPOCH, index][1]
             for index, sample in loaded.items():
@@ -151,11 +158,15 @@ def _array(name: str, values: Any) -> np.ndarray:
 
 def _checked_splits(task: str, splits: Any) -> Tuple[Any, Any]:
     if not isinstance(splits, (tuple, list)) or len(splits) != 2:
-        raise ConfigError(f"task {task}: datasets() must return (train, test), and returned {type(splits).__name__}")
+        hint = ', as in data["train"], data["test"]' if isinstance(splits, dict) else ""
+        raise ConfigError(
+            f"task {task}: datasets() must return (train, test){hint}, and returned {type(splits).__name__}"
+        )
     train, test = splits
     for name, split in (("train", train), ("test", test)):
-        if split is not None and not (hasattr(split, "__len__") and hasattr(split, "__getitem__")):
-            raise ConfigError(f"task {task}: the {name} split is not a map-style data set (no __len__ or __getitem__)")
+        other_kind = None if split is None else way_to_use(split)
+        if other_kind is not None:
+            raise ConfigError(f"task {task}: the {name} split is {other_kind}")
     if train is None:
         raise ConfigError(f"task {task}: datasets() returned no training split")
     if test is None:
@@ -167,6 +178,18 @@ def _checked_splits(task: str, splits: Any) -> Tuple[Any, Any]:
             f"task {task}: the splits have different arrays: {', '.join(train.fields)} and {', '.join(test.fields)}"
         )
     return train, test
+
+
+def _collated_splits(task: str, train: Any, test: Any, collate: Collate, seed: int) -> Tuple[Any, Any]:
+    """Return the splits with samples that have passed `Task.collate`. ConfigError if one cannot be padded."""
+    if isinstance(train, Arrays):
+        raise ConfigError(f"task {task}: collate has no effect on Arrays, whose rows have one shape; omit it")
+    if isinstance(collate, PadCollate):
+        try:
+            collate = collate.for_splits({"training": train, "test": test}, seed)
+        except ConfigError as error:
+            raise ConfigError(f"task {task}: {error}") from None
+    return Collated(train, collate), Collated(test, collate)
 
 
 def _fingerprint(task: str, train: Any, test: Any) -> str:

@@ -69,7 +69,7 @@ class RayFleet:
     def start(self) -> List[InstanceStarted]:
         """See `Fleet.start`."""
         self._timer.begin()
-        self._ray = self._session.open()
+        self._ray = self._session.open(self._log)
         self._killer = ProcessKiller(self._ray)
         self._timer.end("start or join Ray")
         placement = self._plan.placement

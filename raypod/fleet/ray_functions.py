@@ -41,7 +41,7 @@ class RayFunctions:
         Raises:
             RaypodError: hosts are missing, a process does not start, or the SDK cannot be imported.
         """
-        self._ray = self._session.open()
+        self._ray = self._session.open(log)
         nodes = wait_for_nodes(self._ray, self._placement, wait_hosts_s, log)
         self._reservation = reserve(self._ray, self._placement, nodes, (self._timeout_s, _SETTING))
         actor_class = self._ray.remote(FunctionProcess)

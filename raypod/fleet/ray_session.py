@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, Optional, Tuple
@@ -28,7 +29,8 @@ from raypod.plan.placement import Placement
 
 _CONNECT_S = 2.0
 _JOIN_S = 60.0  # longer than all of Ray's own timeouts
-_START_TRIES = 2  # of a local session: a host can be busy for a while
+# Of a local session, as a host can be busy for a while: the longest time of each try, as a share of the start timeout.
+_TRIES = (1 / 6, 2 / 6, 3 / 6, 3 / 6)
 _START_BOUND = (120.0, "start timeout")
 _DEAF_S = 10  # in which no signal is handled while Ray waits for its raylet
 _START_WAIT = "RAY_raylet_start_wait_time_s"
@@ -38,9 +40,11 @@ _OBJECT_STORE_BYTES = 80_000_000  # it carries only reports; Ray's minimum is 75
 # slower with 2.10, which restarts such workers for the job.
 _PRELOADS_SINCE = (2, 50)
 # The raylet often connects to its object store before that listens, and would wait a second before the next attempt.
+_RAYLET_ATTEMPTS = "RAY_raylet_client_num_connect_attempts"
+_CONNECT_ATTEMPTS = 500  # 10 s in all, as by default; the raylets of later tries have longer
 _RAYLET_RETRIES = {
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
-    "RAY_raylet_client_num_connect_attempts": "500",  # 10 s in all, as by default
+    _RAYLET_ATTEMPTS: str(_CONNECT_ATTEMPTS),
 }
 _INIT_OPTIONS: Dict[str, Any] = {"namespace": "raypod", "log_to_driver": False, "logging_level": "ERROR"}
 
@@ -76,8 +80,8 @@ class RaySession:
         self._processes: Optional[RayProcesses] = None  # of a local session
         self._head: Optional[HeadWatch] = None
 
-    def open(self) -> Any:
-        """Connect, and return the `ray` module.
+    def open(self, log: Callable[[str], None] = lambda line: None) -> Any:
+        """Connect, and return the `ray` module. `log` receives a line for the user before another try.
 
         Raises:
             ClusterError: a cluster file was given and no Ray cluster is running, or it rejects this process.
@@ -91,7 +95,7 @@ class RaySession:
                 f"no Ray cluster is running for {cluster.name}; start it with {self._start_command}, then run this "
                 "command on the head host"
             )
-        ray = self._start_local() if running is None else self._join(running)
+        ray = self._start_local(log) if running is None else self._join(running)
         _silence_worker_deaths(ray)
         self._head = self._watch_head(ray.get_runtime_context().gcs_address, is_local=running is None)
         return ray
@@ -115,45 +119,47 @@ class RaySession:
         self._started_here = True
         return _join(address, min(self._start_bound[0], _JOIN_S))
 
-    def _start_local(self) -> Any:
+    def _start_local(self, log: Callable[[str], None]) -> Any:
+        """Start a session, in several tries, each for longer, within the start timeout."""
         self._started_here = True
-        with environment_variables(self._variables()):
+        bound_s, began_s = self._start_bound[0], time.monotonic()
+        try_s = shortest_s = max(1, int(bound_s * _TRIES[0]))
+        with environment_variables(self._variables(try_s)):
             ray = importlib.import_module("ray")
-            for left in reversed(range(_START_TRIES)):
+            for number in range(1, len(_TRIES) + 1):
+                os.environ[_RAYLET_ATTEMPTS] = str(number * _CONNECT_ATTEMPTS)
                 try:
-                    self._start_processes(ray)
+                    self._start_processes(ray, try_s)
                     break
                 except Exception as error:  # Ray raises this very class if its processes do not start in time
-                    if not left:
-                        raise RunError(self._start_failure(error)) from error
+                    took_s = time.monotonic() - began_s
+                    if number == len(_TRIES) or bound_s - took_s < shortest_s:
+                        raise RunError(self._start_failure(error, number, took_s)) from error
+                    try_s = max(1, int(min(bound_s * _TRIES[number], bound_s - took_s)))
+                    log(f"Ray did not start ({_line(error)}); this host may be busy: trying again, for up to {try_s} s")
                 with postponed_signals():  # as in `close`
                     self._shut_down()
         return ray
 
-    def _start_processes(self, ray: Any) -> None:
+    def _start_processes(self, ray: Any, try_s: int) -> None:
         self._processes, services = RayProcesses(), ray._private.services
         with _keep_sigterm_handler(ray), only_needed(ray), self._processes.started_by(services), patient(
-            services, self._try_s
+            services, try_s
         ):
             ray.init(address="local", include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES, **_INIT_OPTIONS)
 
-    def _start_failure(self, error: Exception) -> str:
+    def _start_failure(self, error: Exception, tries: int, took_s: float) -> str:
         seconds, setting = self._start_bound
         without_ray = f", or {self._without_ray}" if self._without_ray else ""
         return (
-            f"cannot start a local Ray session on this host ({_START_TRIES} tries): "
-            f"{' '.join(str(error).split()).rstrip('.')}; if this host is busy, use a longer {setting} (now "
-            f"{seconds:g} s){without_ray}"
+            f"cannot start a local Ray session on this host ({tries} tries in {took_s:.0f} s): {_line(error)}; "
+            f"if this host is busy, use a longer {setting} (now {seconds:g} s){without_ray}"
         )
 
-    @property
-    def _try_s(self) -> int:
-        return max(1, int(self._start_bound[0] / _START_TRIES))
-
-    def _variables(self) -> Dict[str, str]:
+    def _variables(self, try_s: int) -> Dict[str, str]:
         """Return the environment of a local session. Most of it is read when ray is imported or the raylet starts."""
         variables = {"RAY_TMPDIR": socket_folder(), **_RAYLET_RETRIES}
-        variables[_START_WAIT] = os.environ.get(_START_WAIT) or str(min(_DEAF_S, self._try_s))
+        variables[_START_WAIT] = os.environ.get(_START_WAIT) or str(min(_DEAF_S, try_s))
         variables["RAY_worker_niceness"] = "0"  # Ray lowers the priority of workers by default
         if "ray" not in sys.modules:
             # Ray listens on all interfaces; a random token prevents other users from connecting.
@@ -218,6 +224,10 @@ def _join(address: str, within_s: float) -> Any:
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ClusterError(f"cannot join the Ray cluster at {address}: {' '.join(str(error).split())}") from error
     return ray
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
 
 
 def _is_connected() -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from raypod.errors import HostLost, RaypodError, RunError, WaitTimedOut
 from raypod.fleet.death_cause import death_reason
@@ -46,10 +46,10 @@ class RayHosts:
         self._timer = StepTimer()
         self.start_seconds = self._timer.steps
 
-    def join(self) -> None:
+    def join(self, log: Callable[[str], None]) -> None:
         """Join or start Ray, which replaces the signal handlers."""
         self._timer.begin()
-        self._ray = self._session.open()
+        self._ray = self._session.open(log)
         self._timer.end("start or join Ray")
 
     def open(self) -> None:

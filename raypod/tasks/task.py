@@ -41,8 +41,12 @@ class Task(abc.ABC):
         best: name of the metric by which the best checkpoint is kept.
         defaults: of other keys of the config, as in `{"training.learning_rate": 0.01}`.
         samples_are: what a sample is, in the plural.
+        collate: makes a batch of a list of samples: `raypod.pad_collate(64, 128)`, or a method with the argument
+            `samples`. It gets one sample at a time, so that a batch does not depend on the placement, and must return
+            the same shapes for all. None: samples have the same shapes.
     """
 
+    collate: Any = None
     Options: ClassVar[Type[TaskOptions]] = TaskOptions
     metrics: ClassVar[Tuple[Metric, ...]] = ()
     best: ClassVar[str] = LOSS.name
@@ -106,9 +110,8 @@ class Task(abc.ABC):
         """Load the data. ConfigError if it cannot be used."""
         from raypod.datasets.samples import SampleSource  # imports torch
 
-        source = SampleSource(
-            self.config.task.name, self.datasets(), self.config.training.seed, self.config.data.first_sample
-        )
+        seed, first = self.config.training.seed, self.config.data.first_sample
+        source = SampleSource(self.config.task.name, self.datasets(), seed, first, self.collate)
         self.names = source.names
         return source
 

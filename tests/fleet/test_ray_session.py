@@ -190,10 +190,10 @@ def test_a_folder_that_is_too_long_for_a_socket_is_an_error_before_ray_starts(
     assert ray.done == done
 
 
-def test_a_session_that_does_not_start_is_tried_once_more_and_then_an_error_in_one_line(
+def test_a_session_that_does_not_start_is_tried_again_for_longer_and_then_an_error_in_one_line(
     ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits, now_s, services = [], [0.0], ray._private.services
+    waits, now_s, services, said = [], [0.0], ray._private.services, []
 
     def unknown(*names: str) -> None:
         now_s[0] += 10.0
@@ -207,22 +207,33 @@ def test_a_session_that_does_not_start_is_tried_once_more_and_then_an_error_in_o
         with pytest.raises(RuntimeError):
             services.get_node("gcs", "node")
         one_wait = dict(os.environ)["RAY_raylet_start_wait_time_s"]
-        waits.append((one_wait, now_s[0] - began_s, services.wait_for_node("gcs")))
+        attempts = int(dict(os.environ)["RAY_raylet_client_num_connect_attempts"])
+        waits.append((one_wait, attempts, now_s[0] - began_s, services.wait_for_node("gcs")))
         fails("The current node timed out during startup.\nSee the logs.")
 
     ray.during = start
     bound = (300.0, "run.start_timeout_s")
     session = RaySession(place(LOCAL, Sizes(1, 1, 1)), start_bound=bound, without_ray="--fleet inline")
     message = (
-        r"^cannot start a local Ray session on this host \(2 tries\): The current node timed out during startup. See "
-        r"the logs; if this host is busy, use a longer run.start_timeout_s \(now 300 s\), or --fleet inline$"
+        r"^cannot start a local Ray session on this host \(3 tries in 310 s\): The current node timed out during "
+        r"startup. See the logs; if this host is busy, use a longer run.start_timeout_s \(now 300 s\), or "
+        r"--fleet inline$"
     )
     with pytest.raises(RunError, match=message):
-        session.open()
+        session.open(said.append)
     session.close()
-    assert waits == [("10", 160.0, 150)] * 2
+    assert waits == [("10", 500, 60.0, 50), ("10", 1000, 110.0, 100), ("10", 1500, 140.0, 130)]
+    assert [line.rpartition("; ")[2] for line in said] == [
+        f"this host may be busy: trying again, for up to {seconds} s" for seconds in (100, 130)
+    ]
     assert (services.get_node, services.wait_for_node("gcs")) == (unknown, 30)
-    assert ray.done == ["shutdown", "processes"] * 2
+    assert ray.done == ["shutdown", "processes"] * 3
+
+
+def test_a_session_whose_tries_end_early_has_four(ray: FakeRay) -> None:
+    ray.during = fails
+    with pytest.raises(RunError, match=r"\(4 tries in 0 s\)"):
+        RaySession(place(LOCAL, Sizes(1, 1, 1))).open()
 
 
 def test_a_session_that_starts_in_the_second_try_is_as_any_other(ray: FakeRay, unopened: RaySession) -> None:

@@ -84,7 +84,7 @@ def test_a_plain_program_has_the_partition_of_its_caller(monkeypatch: pytest.Mon
 def test_no_partition_is_created_before_the_cluster_is_joined(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def hangs() -> None:
+    def hangs(log: object) -> None:
         raise ClusterError("no Ray cluster responds at h:1: no answer within 3 s")
 
     tool, closed = FakeVipu(monkeypatch), []

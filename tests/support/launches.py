@@ -52,7 +52,7 @@ def launcher(capture: pytest.CaptureFixture[bytes]) -> Launch:
 def use_inline_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let launches run on two hosts of an InlineRay."""
     ray = InlineRay("127.0.0.1", SECOND_HOST)
-    session = SimpleNamespace(open=lambda: ray, close=lambda: None)
+    session = SimpleNamespace(open=lambda log: ray, close=lambda: None)
     reservation = SimpleNamespace(options=lambda host, share: {}, release=lambda ray: None)
     monkeypatch.setattr(ray_hosts, "RaySession", lambda *_: session)
     monkeypatch.setattr(ray_hosts, "reserve", lambda *_: reservation)

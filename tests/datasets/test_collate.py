@@ -1,0 +1,122 @@
+"""`Task.collate`, `pad_collate`, and the messages about other kinds of data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import raypod
+from raypod.datasets.samples import SampleSource
+from raypod.errors import ConfigError
+
+WORDS = [{"tokens": torch.arange(1, 2 + index % 5), "label": torch.tensor(index % 2)} for index in range(64)]
+
+
+def kind(module: str, name: str, **attributes: Any) -> Any:
+    """Return an object of a package that is not installed."""
+    methods = {"__len__": lambda _: 1, "__getitem__": lambda _, index: {"x": [1.0]}, "__module__": module}
+    return type(name, (), {**methods, **attributes})()
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter(WORDS)
+
+
+def test_samples_are_padded_to_the_smallest_length_that_holds_all() -> None:
+    pad = raypod.pad_collate(32, 4, 8, value={"tokens": -1}, mask="mask")
+    source = SampleSource("t", (WORDS, WORDS[:3]), 0, 0, pad)
+    assert source.names == ("tokens", "label", "mask")
+    sample = source.train[2]
+    assert sample["tokens"].tolist() == [1, 2, 3, -1, -1, -1, -1, -1]
+    assert sample["mask"].tolist() == [1.0] * 3 + [0.0] * 5
+    assert sample["label"].shape == ()
+    source.check_batches(0)
+    only_first = raypod.pad_collate(2, fields=[0])
+    assert [each.tolist() for each in only_first([(torch.ones(1), torch.ones(3))])] == [[[1, 0]], [[1, 1, 1]]]
+
+
+def test_known_lengths_are_not_loaded() -> None:
+    class Known(List[Any]):
+        lengths = (3, 5)
+
+        def __getitem__(self, index: Any) -> Any:
+            loaded.append(index)
+            return torch.ones(self.lengths[index])
+
+    loaded: List[int] = []
+    pad = raypod.pad_collate(4, 6, 8).for_splits({"training": Known([0, 1])}, 0)
+    assert (loaded, pad([torch.ones(5)]).shape) == ([], (1, 6))
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        (DataLoader(WORDS), "`loader.dataset`"),  # type: ignore[arg-type]
+        (Stream(), "`list(dataset)`"),
+        (kind("ray.data.dataset", "MaterializedDataset"), "raypod.Arrays(**dataset.take_batch(dataset.count()))"),
+        (kind("datasets.dataset_dict", "DatasetDict"), 'data["train"].with_format("torch")'),
+        (kind("datasets.arrow_dataset", "Dataset", format={"type": None}), '`dataset.with_format("torch")`'),
+        (kind("datasets.iterable_dataset", "IterableDataset"), "without `streaming=True`"),
+        (object(), "no __len__ or __getitem__"),
+    ],
+)
+def test_other_kinds_of_data_are_named_with_their_way(split: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        SampleSource("t", (split, None), 0)
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_cannot_be_padded_is_one_line() -> None:
+    long = [*WORDS, {"tokens": torch.arange(9), "label": torch.tensor(0)}]
+    with pytest.raises(
+        ConfigError, match=r"task t: training sample 64: its length is 9, and the longest length .* is 8"
+    ):
+        SampleSource("t", (long, None), 0, 0, raypod.pad_collate(4, 8))
+    with pytest.raises(ConfigError, match="collate has no effect on Arrays"):
+        SampleSource("t", (raypod.Arrays(x=[1.0]), None), 0, 0, raypod.pad_collate(4))
+    with pytest.raises(ConfigError, match="positive integers"):
+        raypod.pad_collate(0)
+    with pytest.raises(ConfigError, match="collate = raypod.pad_collate"):
+        SampleSource("t", (WORDS, None), 0).check_batches(0)
+
+
+class Parity(raypod.Task):
+    collate = raypod.pad_collate(4, 8, mask="mask")
+
+    def datasets(self) -> Any:
+        return WORDS, WORDS[:8]
+
+    def network(self, first_batch: Any) -> nn.Module:
+        return nn.Embedding(8, 2)
+
+    def logits(self, network: Any, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        mean: torch.Tensor = (network(tokens) * mask.unsqueeze(2)).sum(dim=1) / mask.sum(dim=1, keepdim=True)
+        return mean
+
+    def training_outputs(self, network: Any, *_: Any, **batch: torch.Tensor) -> Any:
+        return nn.functional.cross_entropy(self.logits(network, batch["tokens"], batch["mask"]), batch["label"]), {}
+
+    def evaluation_outputs(self, network: Any, *_: Any, **batch: torch.Tensor) -> Dict[str, Any]:
+        logits = self.logits(network, batch["tokens"], batch["mask"])
+        return {"loss": (nn.functional.cross_entropy(logits, batch["label"], reduction="none"), 1)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ragged_samples_train_alike_for_any_size_of_the_calls(tmp_path: Path, workers: int, processes: None) -> None:
+    """The same samples per update, in calls of one and of two updates."""
+    hashes = set()
+    for iterations in (1, 2):
+        flags: Dict[str, Any] = {"device_iterations": iterations, "num_workers": workers, "updates": 4, "epochs": 2}
+        flags.update(fleet="inline", device="emulated", replicas=2, batch_size=4, lr_schedule="constant")
+        result = raypod.fit(Parity, run_dir=tmp_path / str(iterations), progress=False, warmup_updates=0, **flags)
+        hashes.add(result.summary["weights_sha256"])
+        assert json.loads((result.run_dir / "summary.json").read_text())["test_loss"] > 0
+    assert len(hashes) == 1
