@@ -28,7 +28,7 @@ from raypod.coordinator.recovery import FailurePolicy, Recovery, begin
 from raypod.coordinator.same_data import check_same_data
 from raypod.coordinator.snapshots import Snapshots
 from raypod.coordinator.stop import Stop, stop_on_signal
-from raypod.errors import RaypodError
+from raypod.errors import CheckpointNotSaved, RaypodError
 from raypod.events import (
     EvaluationDone,
     EvaluationReport,
@@ -183,7 +183,20 @@ class _Training:
             if not (is_last or draining or self._stop.requested) and self._elastic is not None:
                 must_resize = "hosts have returned" if self._elastic.can_grow() else ""
         if draining or must_resize:
-            yield from self._finish_save(update)
+            yield from self._change_hosts(update, draining, must_resize)
+
+    def _change_hosts(self, update: int, draining: List[str], must_resize: str) -> Iterator[Event]:
+        """Leave the hosts that are `draining`, or use others, too. A full disk is not waited for: hosts end meanwhile.
+
+        `must_resize` is why all instances start again, from a checkpoint; "" if they do not.
+        """
+        try:
+            yield from self._finish_save(update, 0.0)
+        except CheckpointNotSaved:
+            if self._schedule.failed is None or (draining and must_resize and self._schedule.last is None):
+                raise
+            if not draining:
+                return  # hosts have returned, and are still there when the disk has space
         if must_resize and self._elastic is not None:
             yield from self._elastic.resize(must_resize)
         elif draining:
@@ -224,9 +237,10 @@ class _Training:
     def _evaluate(self, update: int) -> Iterator[Event]:
         yield from self._recovery.until_done(update, partial(self._evaluations.evaluate, update))
 
-    def _finish_save(self, update: int) -> Iterator[Event]:
+    def _finish_save(self, update: int, limit_s: Optional[float] = None) -> Iterator[Event]:
         """Wait for the checkpoint of `update`, and for its disk; begin it first if that is not done yet."""
-        wait = DiskWait(self._schedule, self._stop, self._plan.config.run.save_retry_s)
+        limit_s = self._plan.config.run.save_retry_s if limit_s is None else limit_s
+        wait = DiskWait(self._schedule, self._stop, limit_s)
         with self._stop.saving():
             yield from self._recovery.until_done(update, partial(wait.save, self._fleet, update))
 

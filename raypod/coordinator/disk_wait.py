@@ -36,7 +36,7 @@ class DiskWait:
             for event in self._schedule.finish(fleet):
                 if not isinstance(event, CheckpointFailed) or event.update != update:
                     yield event
-                elif self._deadline_s is None and self._limit_s and not self._stop.requested:
+                elif self._deadline_s is None and not self._stop.requested:
                     yield dataclasses.replace(event, waits_s=self._limit_s)
             if self._schedule.failed is None:
                 return

@@ -7,16 +7,16 @@ has, so that no update is lost. The samples of every update stay the same; `plan
 from __future__ import annotations
 
 import time
-from typing import Iterator, List, Optional, Sequence, Tuple, cast
+from typing import Iterator, List, Optional, Sequence, Set, Tuple, cast
 
 from raypod.checkpoint.format import Checkpoint
 from raypod.checkpoint.resume import restart_point
 from raypod.coordinator.kept_state import KeptState
 from raypod.coordinator.recovery import FailurePolicy, begin
-from raypod.coordinator.same_data import check_same_data
+from raypod.coordinator.same_data import COPY_FILES, check_same_data
 from raypod.coordinator.stop import Stop
 from raypod.errors import ClusterError, ConfigError, HostLost, PodTooSmall, WaitTimedOut
-from raypod.events import Event, InstanceStarted, PhaseBegun, Repaired, Resized
+from raypod.events import Event, InstanceStarted, InstanceWarned, PhaseBegun, Repaired, Resized
 from raypod.fleet.base import ElasticFleet, Fleet, FleetBroken, failure_of
 from raypod.plan.elastic import Room, largest_fit, sizes_of
 from raypod.plan.plan import Plan
@@ -88,6 +88,8 @@ class Elastic:
         self._full, self.plan = full, plan
         self._fleet, self._kept, self._metrics, self._schedule = fleet, kept, kept.metrics, kept.schedule
         self._policy, self._stop, self._resumed = policy, stop, resumed
+        self._sources = fleet.started()[0].sources  # the files of raypod with which the run began
+        self._skipped: Set[str] = set()  # hosts with other files
 
     def shrink(self, gone: HostLost, began_s: float) -> Iterator[Event]:
         """Continue on the hosts that are left, after `gone`: no host can replace it.
@@ -127,9 +129,14 @@ class Elastic:
 
     def _fit(self, room: List[Room]) -> Optional[Plan]:
         try:
-            return largest_fit(self._full, room, self._policy.uses_partition)
+            return self._largest_fit(room)
         except ConfigError:
             return None
+
+    def _largest_fit(self, room: List[Room]) -> Plan:
+        """Return the largest plan for the hosts that are not skipped. ConfigError if none fits."""
+        usable = [each for each in room if each.host not in self._skipped]
+        return largest_fit(self._full, usable, self._policy.uses_partition)
 
     def _roll_back_to(self, update: int) -> Iterator[Event]:
         updates = self._metrics.rollback_to(update, time.monotonic())
@@ -139,10 +146,11 @@ class Elastic:
     def _resize_until_done(self, cause: str, began_s: float, gone: Optional[HostLost]) -> Iterator[Event]:
         """Start the largest plan that fits, from the newest checkpoint; choose again if a host is lost meanwhile."""
         while True:
-            plan = self._choose(gone)
+            plan, skipped = self._choose(gone), len(self._skipped)
             try:
                 yield from self._resize(plan, cause, began_s)
-                return
+                if len(self._skipped) == skipped:
+                    return
             except (FleetBroken, ClusterError, WaitTimedOut) as error:
                 broken = error if isinstance(error, FleetBroken) else FleetBroken((), str(error))
                 yield from broken.losses
@@ -158,13 +166,14 @@ class Elastic:
 
         def is_enough(room: List[Room]) -> bool:
             plan = self._fit(room)
-            return gone is None or (plan is not None and sizes_of(plan) == sizes_of(self._full))
+            is_all = bool(self._skipped) or gone is None  # a skipped host does not return
+            return is_all or (plan is not None and sizes_of(plan) == sizes_of(self._full))
 
         self._leave_if_noticed()
         room = self._fleet.wait_for_room(is_enough, lambda: self._stop.requested)
         self._leave_if_noticed()
         try:
-            return largest_fit(self._full, room, self._policy.uses_partition)
+            return self._largest_fit(room)
         except ConfigError as error:
             if self._stop.requested:
                 self._stop.leave()
@@ -193,6 +202,16 @@ class Elastic:
         self._kept.lose_all()
         self._kept.snapshots.close()  # with other replicas the updates have other bits
         started = self._fleet.resize(plan)
+        different = [each for each in started if each.sources != self._sources]
+        if len(different) == len(started):  # an edit on a disk that all share
+            different = []
+        for each in different:
+            if each.host not in self._skipped:
+                self._skipped.add(each.host)
+                text = f"host {each.host} is skipped: raypod's files there differ from those of the run; {COPY_FILES}"
+                yield InstanceWarned(each.instance, text, self.plan.log_file(each.instance))
+        if different:
+            return
         check_same_data(plan, started, checkpoint)
         self._schedule.resize(plan, started[0])
         begin(plan, self._fleet, checkpoint)

@@ -51,6 +51,7 @@ from raypod.checkpoint.resume import restart_point
 from raypod.coordinator.checkpoint_access import load_on
 from raypod.coordinator.kept_state import KeptState, newest
 from raypod.coordinator.resets import Resets, resets_for
+from raypod.coordinator.same_data import check_same_data
 from raypod.errors import CheckpointDamaged, HostLost, RunError, WeightsDiffer
 from raypod.events import Event, InstanceLost, PhaseBegun, Repaired
 from raypod.fleet.base import Fleet, FleetBroken, failure_of
@@ -254,6 +255,7 @@ class Recovery:
         yield PhaseBegun("repairing", self._metrics.position)
         self._kept.lost |= replaced
         positions = self._fleet.repair(lost, may_share_hosts)
+        self._check_replacements(replaced)
         if resets is not None:
             resets.run()
         self._recover_reports(positions)
@@ -273,6 +275,12 @@ class Recovery:
         started = tuple(self._fleet.started())
         reset = resets.hosts if resets is not None else ()
         yield Repaired(new, new_hosts, source, update, seconds, restarts, generation, damaged, started, reset)
+
+    def _check_replacements(self, replaced: Set[int]) -> None:
+        """Raise ConfigError, which names the host, if a replacement has other files of raypod, or another data set."""
+        hosts = self._fleet.hosts()
+        started = [dataclasses.replace(each, host=hosts[each.instance]) for each in self._fleet.started()]
+        check_same_data(self._plan, sorted(started, key=lambda each: each.instance in replaced))
 
     def _recover_reports(self, positions: Dict[int, int]) -> None:
         """Fetch the reports that lost instances did not send, from the survivors, before they load another state."""

@@ -10,6 +10,8 @@ from raypod.errors import ConfigError
 from raypod.events import InstanceStarted
 from raypod.plan.plan import Plan
 
+COPY_FILES = "`raypod up FILE` copies the same to all hosts, or install the same version there"
+
 
 def check_same_data(plan: Plan, started: List[InstanceStarted], resumed: Optional[Checkpoint] = None) -> None:
     """Check that all instances run the same files of raypod, and loaded the same data set: that of the checkpoint."""
@@ -19,7 +21,7 @@ def check_same_data(plan: Plan, started: List[InstanceStarted], resumed: Optiona
             raise ConfigError(
                 f"raypod's files on host {other.host} of instance {other.instance} differ from those on host "
                 f"{first.host} of instance {first.instance} (sha256 {other.sources[:12]} and {first.sources[:12]}); "
-                "`raypod up FILE` copies the same to all hosts, or install the same version there"
+                f"{COPY_FILES}"
             )
         if other.data_fingerprint != first.data_fingerprint:
             raise ConfigError(

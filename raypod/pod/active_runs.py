@@ -8,6 +8,7 @@ GCS of the cluster names them. `python3 - folders|stop DRIVERS < active_runs.py`
 import contextlib
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -63,7 +64,7 @@ def check(cluster: str) -> str:
     if not answer["drivers"]:
         return ""
     folders = run_folders(answer["drivers"])
-    names = [folders.get(str(each["pid"])) or each["entrypoint"] for each in answer["drivers"]]
+    names = [folders.get(str(each["pid"])) or without_values(each["entrypoint"]) for each in answer["drivers"]]
     named = [f"{name} (pid {each['pid']} on {each['address']})" for name, each in zip(names, answer["drivers"])]
     return f"a restart of Ray would end active programs; `raypod up --stop-runs` stops them first: {', '.join(named)}"
 
@@ -140,6 +141,11 @@ def _waited(ticks: int, within_s: float, addition: str) -> _Waited:
 
 def _waited_run(pid: int, ticks: int, folder: str, within_s: float) -> _Waited:
     return _waited(ticks, within_s, "")._replace(lease=_lease_of(folder, pid, ticks))
+
+
+def without_values(command: str) -> str:
+    """Return a command line without the values of `raypod launch -x NAME=VALUE`, which can be secrets."""
+    return re.sub(r"(-x\s+\w+=)('[^']*'|\"[^\"]*\"|\S+)", r"\1***", command)
 
 
 def is_driver(driver: Driver) -> bool:

@@ -94,7 +94,7 @@ def _names(cluster: Cluster, where: Dict[Host, List[Driver]]) -> Tuple[List[str]
         folders = found[host.name].json_object("folders") or {"folders": {}}
         for each in drivers:
             folder = folders["folders"].get(str(each["pid"]))
-            command = each["entrypoint"][:_MAX_COMMAND]
+            command = active_runs.without_values(each["entrypoint"])[:_MAX_COMMAND]
             names.append(f"{host.name}: {f'{folder} ' if folder else ''}(pid {each['pid']}: {command})")
             runs.append(folder is not None)
     return names, runs
@@ -116,6 +116,8 @@ def _on_hosts(cluster: Cluster, where: Dict[Host, List[Driver]], mode: str, with
     program = Path(active_runs.__file__).read_text()
 
     def run(host: Host) -> ssh.Result:
-        return ssh.run_on(host, cluster.ssh, ["python3", "-", mode, json.dumps(where[host])], program, within_s)
+        # Not on the command line, which every user of the hosts can read: those of the drivers can have secrets.
+        drivers = f"import sys; sys.argv.append({json.dumps(where[host])!r})\n"
+        return ssh.run_on(host, cluster.ssh, ["python3", "-", mode], drivers + program, within_s)
 
     return ssh.map_hosts(list(where), run)

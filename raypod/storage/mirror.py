@@ -131,7 +131,8 @@ class Mirror:
         if self._process is None or now_s - self._looked_s < _LOOK_S:
             return None
         self._looked_s = now_s
-        found = self._known = memory.read(self._folder)
+        found = memory.read(self._folder)
+        self._known = found if found.run_id else self._known  # not that of a folder that is lost
         if found.error:
             self._warn_once(f"fails: {found.error}; the run continues, and the mirror tries again")
         return found

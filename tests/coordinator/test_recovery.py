@@ -12,9 +12,9 @@ import pytest
 
 from raypod.checkpoint import storage
 from raypod.checkpoint.resume import newest_valid
-from raypod.coordinator import coordinator
+from raypod.coordinator import coordinator, disk_wait
 from raypod.coordinator.recovery import REFILL_S, FailurePolicy, newest, receivers
-from raypod.errors import CheckpointDamaged, DataMissing, HostLost, InstanceFailed, RaypodError
+from raypod.errors import CheckpointDamaged, ConfigError, DataMissing, HostLost, InstanceFailed, RaypodError
 from raypod.events import (
     CallReport,
     CheckpointFailed,
@@ -452,6 +452,37 @@ def test_a_drained_host_costs_no_restart_and_no_update(make: Make, room: bool) -
     ended = only(events, RunEnded)
     assert ended.checkpoint == f"update-{len(updates_of(events))}"
     assert ended.cause == ("" if room else "Ray drains host b")
+
+
+def test_a_drained_host_is_left_although_the_disk_is_full(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    class FullWhileDrained(Drained):
+        room = True
+
+        def call(self, method: str, *arguments: Any) -> List[Any]:
+            results = super().call(method, *arguments)
+            if method == "save" and not self.moved:
+                self._saves = (SaveReport(arguments[0].update, "update", "", "no space", can_pass=True),)
+            return results
+
+    monkeypatch.setattr(disk_wait.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    plan = plan_of(make, max_restarts=0)
+    events = events_of(plan, FullWhileDrained(plan))
+    assert of(events, CheckpointFailed)
+    assert [each.hosts for each in of(events, Repaired)] == [("c",)]
+    assert only(events, RunEnded).checkpoint == "update-4"
+
+
+def test_a_replacement_with_other_files_of_raypod_is_refused(make: Make) -> None:
+    class OtherFiles(Drained):
+        room = True
+
+        def started(self) -> List[InstanceStarted]:
+            first, second = super().started()
+            return [first, dataclasses.replace(second, sources="b" if self.moved else first.sources)]
+
+    plan = plan_of(make, max_restarts=0)
+    with pytest.raises(ConfigError, match="files on host c of instance 1 differ .* `raypod up FILE` copies the same"):
+        events_of(plan, OtherFiles(plan))
 
 
 class IgnoresAnException(ScriptedFleet):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from tests.support.bounded import wait_until
 FILE = cluster_file.parse((ROOT / "cluster" / "pod64.yaml").read_text())
 CLUSTER = cluster_from(FILE, "pod64")
 TRAINING = {"address": "10.0.0.11", "pid": 5, "entrypoint": "python -m raypod.train", "namespace": "raypod"}
-OTHER = {"address": "10.0.0.99", "pid": 6, "entrypoint": "python mine.py", "namespace": "x"}
+OTHER = {"address": "10.0.0.99", "pid": 6, "entrypoint": "python mine.py -x TOKEN=secret -x A", "namespace": "x"}
 
 
 @pytest.mark.usefixtures("processes")
@@ -121,12 +122,13 @@ def answer_of_hosts(monkeypatch: pytest.MonkeyPatch, drivers: List[Dict[str, Any
     """Answer for the head and the hosts of drivers; return the list of requests."""
     asked = []
 
-    def run_on(host: Host, _: Ssh, words: List[str], *__: Any, **___: Any) -> ssh.Result:
+    def run_on(host: Host, _: Ssh, words: List[str], program: str, *__: Any) -> ssh.Result:
         if "--drivers" in words:
             return ssh.Result(0, json.dumps({"drivers": drivers, "error": error}), "")
-        asked.append(f"{words[2]} {host.address} {[each['pid'] for each in json.loads(words[3])]}")
+        pids = [each["pid"] for each in json.loads(ast.literal_eval(program[program.index("(") : program.index("\n")]))]
+        asked.append(f"{words[2]} {host.address} {pids}")
         folders = {"5": "/runs/a"} if host.address == "10.0.0.11" else {}
-        of_host = {pid: reason for pid, reason in left.items() if int(pid) in [e["pid"] for e in json.loads(words[3])]}
+        of_host = {pid: reason for pid, reason in left.items() if int(pid) in pids}
         return ssh.Result(0, json.dumps({"folders": folders} if words[2] == "folders" else {"stop": of_host}), "")
 
     monkeypatch.setattr(ssh, "run_on", run_on)
@@ -136,7 +138,10 @@ def answer_of_hosts(monkeypatch: pytest.MonkeyPatch, drivers: List[Dict[str, Any
 def test_up_names_what_is_active_and_stops_it_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     said: List[str] = []
     asked = answer_of_hosts(monkeypatch, [TRAINING, OTHER], "", {})
-    names = ["10.0.0.11: /runs/a (pid 5: python -m raypod.train)", "10.0.0.99: (pid 6: python mine.py)"]
+    names = [
+        "10.0.0.11: /runs/a (pid 5: python -m raypod.train)",
+        "10.0.0.99: (pid 6: python mine.py -x TOKEN=*** -x A)",
+    ]
     words = "pod64: a restart of Ray would end 2 active programs; --stop-runs stops them first, .*\n  "
     with pytest.raises(ClusterError, match=words + re.escape("\n  ".join(names))):
         stop_runs.make_way(CLUSTER, FILE, False, said.append)
