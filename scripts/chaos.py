@@ -215,8 +215,9 @@ def rollbacks(events: List[Event]) -> List[Tuple[int, int]]:
     found, update = [], 0
     for event in events:
         update = event.update if isinstance(event, UpdateDone) else update
-        if isinstance(event, Repaired) and event.update < update:
-            found.append((update, event.update))
+        if isinstance(event, Repaired):
+            found += [(update, event.update)] if event.update < update else []
+            update = event.update
     return found
 
 
