@@ -4,8 +4,8 @@ Four instances under Ray train on digits while processes are killed (one, two at
 another) and frozen, inside training, pauses, checkpoints, evaluations and repairs (see chaos_faults.py), or one is
 killed and the devices of the others fail, so that the run goes back to a checkpoint, until SIGTERM ends the run. Then
 one instance in this process does the same updates without faults. The exit code is 0 if every update has the same loss
-and accuracy, every evaluation the same result, no sample and no update is lost or repeated (after a rollback only those
-since the checkpoint), and the weights are bitwise equal. The last line is the summary.
+and accuracy, every evaluation the same result, no sample and no update is lost or recorded twice, and the weights are
+bitwise equal. The last line is the summary.
 
 With `--elastic` the instances are on two hosts, of which one ends in the middle of the time and stays lost: the run
 continues with half of the replicas, and further faults. From there on the bits differ; the mean loss must not.
@@ -226,7 +226,7 @@ def summarize(plan: Plan, events: List[Event], faults: FaultInjector, wrong: Lis
     done = [event.update for event in events if isinstance(event, UpdateDone)]
     updates, samples = max(done), plan.geometry.global_batch_size
     again = sum(after - update for after, update in rollbacks(events))
-    lost, repeated = (updates - len(set(done))) * samples, (len(done) - len(set(done)) - again) * samples
+    lost, repeated = (updates - len(set(done))) * samples, (len(done) - len(set(done))) * samples
     repairs = sum(isinstance(event, Repaired) for event in events)
     by_kind = {kind: sum(count for (of, _), count in faults.injected.items() if of == kind) for kind in KINDS}
     kinds = ", ".join(f"{kind} {count}" for kind, count in by_kind.items())
@@ -234,8 +234,8 @@ def summarize(plan: Plan, events: List[Event], faults: FaultInjector, wrong: Lis
     expected = "DIFFERENT" if not resized else f"different since update {resized[0].update}, as expected"
     print(
         f"chaos: {sum(faults.injected.values())} faults injected ({kinds}), {repairs} repairs, {updates} updates, "
-        f"{again} again after a rollback, samples lost {lost}, samples repeated {repeated}, differences {len(wrong)}, "
-        f"hash {'equal' if is_equal else expected}"
+        f"{again} computed again after rollbacks, samples lost {lost}, samples repeated {repeated}, "
+        f"differences {len(wrong)}, hash {'equal' if is_equal else expected}"
     )
     return 0 if is_equal != bool(resized) and not lost and not repeated and not wrong else 1
 
