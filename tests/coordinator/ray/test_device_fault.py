@@ -7,12 +7,19 @@ import signal
 from pathlib import Path
 from typing import Any, List
 
+import pytest
+
 from raypod.plan.cluster import Cluster, Host
 from raypod.plan.plan import Plan
 from raypod.record import verify_data
 from tests.support.faulty_runs import plan_for, run, send, starts
 from tests.support.ray_cluster import SECOND_HOST, ray_cluster
 
+# Ray's own code leaves sockets and files to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 # The calls take so long that the survivor is in one, whenever the coordinator hears of an update.
 FAULT = {"EMULATED_POD_DEVICE_FAULT": "unusable", "EMULATED_POD_CALL_S": "0.2"}
 
