@@ -1,10 +1,11 @@
 """A long training with faults: `python scripts/chaos.py --minutes 5 --seed 1`.
 
 Four instances under Ray train on digits while processes are killed (one, two at once, or one during the repair of
-another) and frozen, inside training, pauses, checkpoints, evaluations and repairs (see chaos_faults.py), until SIGTERM
-ends the run. Then one instance in this process does the same updates without faults. The exit code is 0 if every update
-has the same loss and accuracy, every evaluation the same result, no sample and no update is lost or repeated, and the
-weights are bitwise equal. The last line is the summary.
+another) and frozen, inside training, pauses, checkpoints, evaluations and repairs (see chaos_faults.py), or one is
+killed and the devices of the others fail, so that the run goes back to a checkpoint, until SIGTERM ends the run. Then
+one instance in this process does the same updates without faults. The exit code is 0 if every update has the same loss
+and accuracy, every evaluation the same result, no sample and no update is lost or recorded twice, and the weights are
+bitwise equal. The last line is the summary.
 
 With `--elastic` the instances are on two hosts, of which one ends in the middle of the time and stays lost: the run
 continues with half of the replicas, and further faults. From there on the bits differ; the mean loss must not.
@@ -19,6 +20,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import signal
 import statistics
 import sys
@@ -179,12 +181,14 @@ def main() -> int:
     if args.storage and missing_packages():
         parser.error(f"--storage needs {', '.join(missing_packages())}: pip install 'raypod[dev,s3]'")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        device_fault = Path(folder, "device-fault")
+        os.environ["EMULATED_POD_DEVICE_FAULT"] = f"@{device_fault}"  # before any process of Ray starts
         cluster, lose = stack.enter_context(two_hosts()) if args.elastic else (LOCAL, None)
         storage = KilledServer(args.seed) if args.storage else None
         if storage is not None:
             stack.enter_context(storage.running())
         plan = plan_for(Path(folder, "faulty"), "ray", ENDLESS, cluster, URL if storage else None)
-        faults = FaultInjector(plan, args.seed)
+        faults = FaultInjector(plan, args.seed, device_fault)
         print(f"with faults (seed {args.seed})", flush=True)
         disturbed = events_of(plan, faults, FAULTY_SHARE * 60 * args.minutes, lose, storage)
         verdict = verify_data.verify(Path(plan.run_dir))
@@ -206,10 +210,22 @@ def main() -> int:
     return summarize(plan, disturbed, faults, wrong, ended.weights_sha256 == expected.weights_sha256)
 
 
+def rollbacks(events: List[Event]) -> List[Tuple[int, int]]:
+    """Return the update before and after each repair that went back to a checkpoint, as failed devices require."""
+    found, update = [], 0
+    for event in events:
+        update = event.update if isinstance(event, UpdateDone) else update
+        if isinstance(event, Repaired):
+            found += [(update, event.update)] if event.update < update else []
+            update = event.update
+    return found
+
+
 def summarize(plan: Plan, events: List[Event], faults: FaultInjector, wrong: List[str], is_equal: bool) -> int:
     """Print the summary; return the exit code."""
     done = [event.update for event in events if isinstance(event, UpdateDone)]
     updates, samples = max(done), plan.geometry.global_batch_size
+    again = sum(after - update for after, update in rollbacks(events))
     lost, repeated = (updates - len(set(done))) * samples, (len(done) - len(set(done))) * samples
     repairs = sum(isinstance(event, Repaired) for event in events)
     by_kind = {kind: sum(count for (of, _), count in faults.injected.items() if of == kind) for kind in KINDS}
@@ -218,8 +234,8 @@ def summarize(plan: Plan, events: List[Event], faults: FaultInjector, wrong: Lis
     expected = "DIFFERENT" if not resized else f"different since update {resized[0].update}, as expected"
     print(
         f"chaos: {sum(faults.injected.values())} faults injected ({kinds}), {repairs} repairs, {updates} updates, "
-        f"samples lost {lost}, samples repeated {repeated}, differences {len(wrong)}, hash "
-        f"{'equal' if is_equal else expected}"
+        f"{again} computed again after rollbacks, samples lost {lost}, samples repeated {repeated}, "
+        f"differences {len(wrong)}, hash {'equal' if is_equal else expected}"
     )
     return 0 if is_equal != bool(resized) and not lost and not repeated and not wrong else 1
 

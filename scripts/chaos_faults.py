@@ -1,5 +1,7 @@
 """Faults for chaos.py: processes are killed or frozen while the fleet trains, pauses, saves, evaluates or repairs.
 
+The fault `device` kills a process, after which the devices of the others are unusable as their calls end.
+
 `FaultyFleet` wraps a fleet and reports to `FaultInjector` what the fleet does. The faults follow from a seed: kind,
 phase, victims and the delay after the beginning of the phase. The next one follows when the previous one is repaired.
 """
@@ -38,6 +40,7 @@ KINDS = {
     "kill": ("training", "pause", "save", "writing", "evaluation"),
     "kill-two": ("training", "pause", "save", "evaluation"),
     "freeze": ("training", "pause", "save", "evaluation"),
+    "device": ("training",),
     "kill-again": ("repair", "rendezvous", "seeding"),  # of another instance
 }
 _PHASE_OF_METHOD = {"save": "save", "evaluate": "evaluation", "open_seeding": "seeding", "seed_weights": "seeding"}
@@ -59,8 +62,10 @@ class Fault:
 class FaultInjector:
     """Injects one fault after the other, and counts them by kind and by the phase in which the signal was sent."""
 
-    def __init__(self, plan: Plan, seed: int) -> None:
+    def __init__(self, plan: Plan, seed: int, device_fault: Path) -> None:
+        """`device_fault`: the file of EMULATED_POD_DEVICE_FAULT, which exists while a lost process fails the others."""
         self._plan, self._instances, self._random = plan, plan.geometry.num_instances, random.Random(seed)
+        self._device_fault = device_fault
         self._device_line = ""
         self._kinds: List[str] = []  # of the next faults
         self._phases: Dict[str, List[str]] = {kind: [] for kind in KINDS}  # of the next faults of each kind
@@ -81,6 +86,8 @@ class FaultInjector:
             self._instances = len(event.hosts)
         elif isinstance(event, Repaired):
             self._unrepaired -= set(event.lost)
+            with contextlib.suppress(FileNotFoundError):
+                self._device_fault.unlink()
             self._next_s = time.monotonic() + self._quiet_s
         if self._fault is not None and self._is_over(event):
             self.repaired.update([self._counted] if self._counted[0] else [])
@@ -175,6 +182,8 @@ class FaultInjector:
     def _send_fault(self) -> None:
         fault, phase = self._fault, "writing" if self._fault.phase == "writing" else self._phase
         number = signal.SIGSTOP if fault.kind == "freeze" else signal.SIGKILL
+        if fault.kind == "device":
+            self._device_fault.write_text("unusable")
         sent = [self._send(number, victim) for victim in fault.victims]
         if any(sent):
             self._counted = (fault.kind, phase)

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Callable, Iterator, Tuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT)]
 
-from ray_cluster import SECOND_HOST, end_host, ray_cluster  # noqa: E402 - the checkout's own
-
-from raypod.plan.cluster import Cluster, Host  # noqa: E402
+from raypod.plan.cluster import Cluster, Host  # noqa: E402 - the checkout's own
+from tests.support.ray_cluster import SECOND_HOST, end_host, ray_cluster  # noqa: E402
 
 
 @contextlib.contextmanager

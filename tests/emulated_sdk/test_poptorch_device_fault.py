@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from typing import Any, Callable, Dict, List
 
 import poptorch
@@ -70,11 +71,19 @@ def hangs(process: int, processes: int) -> Any:
     return survivor("hang", process, processes)
 
 
+def unusable_by_a_file(process: int, processes: int) -> Any:
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write("unusable\n")
+        file.flush()
+        return survivor(f"@{file.name}", process, processes)
+
+
 @pytest.mark.parametrize(
     ("case", "raised", "action", "is_usable"),
     [
         ("raises", "RecoverableError", "LINK_RESET", True),
         ("unusable", "RecoverableError", "IPU_RESET", False),
+        ("unusable_by_a_file", "RecoverableError", "IPU_RESET", False),
         ("unrecoverable", "UnrecoverableError", "", False),
         ("hangs", "Error", "", True),
     ],

@@ -159,6 +159,8 @@ def test_a_repair_names_the_damaged_checkpoints(shown: Shown) -> None:
     warning, line = shown(repaired)[0].splitlines()
     assert warning == f"warning: {damaged[0]}"
     assert line.startswith("Repaired in 2.0 s: new instance 0 on a, instance 1 on b, with the state of checkpoints/")
+    reset = dataclasses.replace(repaired, passed_over=(), reset_on=("a",))
+    assert shown(reset)[0].startswith("Repaired in 2.0 s: devices reset on a, new instance 0 on a, instance 1 on b")
 
 
 def test_a_change_of_the_replicas_says_that_the_bits_differ(shown: Shown) -> None:

@@ -4,6 +4,7 @@
     unusable[:ACTION]    RecoverableError; from then on every use of a compiled model in this process is an Error
     unrecoverable        UnrecoverableError, and the same
     hang                 holds the interpreter lock for EMULATED_POD_TIMEOUT_S; then Error: the host sync timed out
+    @FILE                what FILE contains as the peer is lost, for a fault in a program that runs; nothing without it
 
 ACTION is the `recovery_action`, by default IPU_RESET. Without the variable the call raises PeerFailed.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 from typing import Iterator, Tuple
 
 from _pod.rendezvous import timeout_s
@@ -32,10 +34,11 @@ class _Device:
 @contextlib.contextmanager
 def at_a_lost_peer() -> Iterator[None]:
     """Within this context the loss of a peer ends the call as the variable says; Error if its value is unknown."""
-    fault, action = _chosen()
+    _chosen()
     try:
         yield
     except PeerFailed as error:
+        fault, action = _chosen()
         if not fault:
             raise
         _Device.is_usable = fault in ("raise", "hang")
@@ -56,6 +59,9 @@ def check_usable() -> None:
 def _chosen() -> Tuple[str, str]:
     """Return the fault, "" for none, and its recovery action."""
     text = os.environ.get(VARIABLE, "")
+    if text.startswith("@"):
+        file = Path(text[1:])
+        text = file.read_text().strip() if file.exists() else ""
     fault, colon, action = text.partition(":")
     has_action = fault in ("raise", "unusable")
     if not (fault in ("", "hang", "unrecoverable") and not colon or has_action and (not colon or action in _ACTIONS)):
