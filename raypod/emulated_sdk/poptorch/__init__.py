@@ -8,15 +8,20 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from poptorch import _impl as _impl  # programs read these two as attributes of the package
+from poptorch import _args_parser as _args_parser  # programs read these as attributes of the package
+from poptorch import _impl as _impl
+from poptorch import _logging as _logging
 from poptorch import _poplar_executor as _poplar_executor
+from poptorch import _utils as _utils
 from poptorch import enums, environment, ops, optim, options, poptorch_core, printing, profiling, testing
+from poptorch._impl import createPoptorchError as createPoptorchError
 from poptorch.data.accessor import AsynchronousDataAccessor
 from poptorch.data.loader import DataLoader
 from poptorch.device_mode import isRunningOnIpu
 from poptorch.enums import *  # noqa: F403
 from poptorch.environment import VERSION as __version__
 from poptorch.environment import ipuHardwareIsAvailable, ipuHardwareVersion, setLogLevel
+from poptorch.environment import logger as logger
 from poptorch.errors import Error, RecoverableError, UnrecoverableError
 from poptorch.executor.compile_hooks import registerPostCompileHook, registerPreCompileHook
 from poptorch.executor.executor import PoplarExecutor
