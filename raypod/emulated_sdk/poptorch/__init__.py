@@ -28,6 +28,7 @@ from poptorch.executor.executor import PoplarExecutor
 from poptorch.executor.wrapping import inferenceModel, load, trainingModel
 from poptorch.ops import *  # noqa: F403
 from poptorch.options import *  # noqa: F403
+from poptorch.options.base import hint_of_removed
 from poptorch.printing import *  # noqa: F403
 from poptorch.pytree import ICustomArgParser, registerCustomArgParser
 from poptorch.substitutions import register_geometric
@@ -70,8 +71,22 @@ environment.set_level_from_environment()
 register_geometric()
 
 
+_CAST = "cast in the model: model.half(), or tensor.half() and tensor.float() in forward"
+_DISPATCH = "a model is always traced by the dispatcher"
+_REMOVED = {
+    "AnchorMode": ("2.5", "use poptorch.OutputMode"),
+    "Compiler": ("3.1", _DISPATCH),
+    "IPUScope": ("2.5", "wrap a module by poptorch.inferenceModel"),
+    "MultiConvPartialsType": ("2.1", "use torch.float or torch.half"),
+    "autocast": ("3.1", _CAST),
+    "autocasting": ("3.1", _CAST),
+    "experimental": ("3.1", "wrap a module by poptorch.inferenceModel or trainingModel"),
+    "hasMLIRSupportOnPlatform": ("3.1", _DISPATCH),
+    "hasMlirSupportOnPlatform": ("2.6", _DISPATCH),
+    "poptorchCleanUp": ("3.1", "use the executor's destroy()"),
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Raise AttributeError; its message names the replacement of a name that SDK 3 has removed."""
-    replacement = {"AnchorMode": "OutputMode"}.get(name)
-    hint = f": SDK 3.0 renamed it to poptorch.{replacement}" if replacement else ""
-    raise AttributeError(f"module 'poptorch' has no attribute {name!r}{hint}")
+    """Raise AttributeError; its message names the replacement of a name that PopTorch has removed."""
+    raise AttributeError(f"module 'poptorch' has no attribute {name!r}{hint_of_removed(_REMOVED, name)}")
