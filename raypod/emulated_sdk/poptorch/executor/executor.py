@@ -8,6 +8,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
+from poptorch import sdk_variables
 from poptorch._args_parser import ArgsParser
 from poptorch.device import device_fault, interpreter_lock
 from poptorch.device.arguments import Arguments, BatchLayout
@@ -312,6 +313,7 @@ class PoplarExecutor(ReplicaState):
             wrap(self._user_model, self)  # again, after destroy()
         self._upload_trained()
         validate(self._options._Popart.options)
+        sdk_variables.warn_once(self._options)
         with caller_modes_disabled(), Substitutions(), factory_functions.replaced():
             self._compiled_for = self._describe()
             if self._training and self._optimizer is not None:

@@ -298,7 +298,7 @@ class DiagnosticOptions(OptionsDict):
         return self
 
     def enableProfiling(self: _Self, profile_dir: str | None = None) -> _Self:
-        """Set the profile directory. No effect: the emulated device writes no profile."""
+        """Set the profile directory. The emulated device writes no profile, which is a warning at the compilation."""
         profile = {
             "debug.allowOutOfMemory": "true",
             "autoReport.directory": path_text("profile_dir", profile_dir or "."),
