@@ -68,7 +68,7 @@ def inspect_pipeline(plan: Plan, task: Any) -> Pipeline:
 
 def snapshot_bytes(plan: Plan, pipeline: Pipeline) -> int:
     """Return the memory that the snapshots of `--snapshot-every` take on each host, in bytes; an estimate."""
-    from raypod.model import program
+    from raypod.model import optimizers
 
     training = plan.config.training
     copies = 1 if training.ema is None else 2

@@ -106,8 +106,22 @@ def test_exported_names_are_sorted_and_exist():
     assert poptorch.__all__ == sorted(poptorch.__all__)
     assert all(hasattr(poptorch, name) for name in poptorch.__all__)
     assert not hasattr(poptorch, "no_such_name")
-    with pytest.raises(AttributeError, match=r"SDK 3\.0 renamed it to poptorch\.OutputMode"):
-        _ = poptorch.AnchorMode
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "words"),
+    [
+        (poptorch, "AnchorMode", r"PopTorch 2\.5 removed it; use poptorch\.OutputMode"),
+        (poptorch, "autocast", r"PopTorch 3\.1 removed it; cast in the model"),
+        (poptorch.Options(), "Popart", r"PopTorch 2\.1 removed it; use _Popart"),
+        (poptorch.Options().Precision, "autocastEnabled", r"'autocastEnabled': PopTorch 3\.1 removed it; cast in the"),
+        (poptorch.Options().Precision, "autocastPolicy", r"PopTorch 3\.1 removed it; cast in the model"),
+        (poptorch.Options().Training, "accumulationReductionType", "use accumulationAndReplicationReductionType"),
+    ],
+)
+def test_a_name_of_an_older_version_is_an_error_with_its_version_and_replacement(owner, name, words):
+    with pytest.raises(AttributeError, match=words):
+        getattr(owner, name)
 
 
 def test_importing_sets_rdmav_fork_safe():

@@ -69,7 +69,7 @@ def test_for_loop_with_several_tensors_of_which_the_body_gets_copies():
             lambda x: poptorch.cond(x.sum() > 0, abs, x, abs, [x]),
             r"input tensors \(then_inps\) to be a list of tensors. \(Object is not list\)",
         ),
-        (lambda x: poptorch.cond(x.sum() > 0, abs, [x], abs, [x, 3]), "index 1 is not torch.tensor"),
+        (lambda x: poptorch.cond(x.sum() > 0, abs, [x], abs, (x,)), r"\(else_inps\) to be a list of tensors"),
         (lambda x: poptorch.cond(x.sum() > 0, abs, [x], "abs", [x]), "`else_body` must be a function"),
     ],
 )
@@ -94,6 +94,14 @@ def test_conditions_and_starts_are_evaluated_in_every_call_on_every_replica():
 def test_branches_may_have_different_or_no_inputs():
     found = on_device(lambda x: poptorch.cond(x.sum() > 0, lambda a, b: [a + b, a], [x, x], lambda: (x * 0, x), []), X)
     assert [each.tolist() for each in found] == [[2.0, 6.0], [1.0, 3.0]]
+
+
+def test_a_branch_takes_constants():
+    def scaled(x):
+        return poptorch.cond(x.sum() > 0, lambda a, n: a * n, [x, 3], lambda a, n: a + n["n"], [x, {"n": 1}])[0]
+
+    inference = poptorch.inferenceModel(Apply(scaled), options())
+    assert [inference(torch.tensor([value])).item() for value in (1.0, -1.0)] == [3, 0]
 
 
 @pytest.mark.parametrize("other", [lambda y: (y, y), lambda y: y[:0], lambda y: y.long()])

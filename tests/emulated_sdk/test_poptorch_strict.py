@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.poptorch_models import options, trained
+from tests.support.poptorch_models import Apply, options, trained
 
 
 class Calls(nn.Module):
@@ -224,3 +224,34 @@ def test_operands_that_are_cast_or_keep_their_dtype_have_no_message(strict, capl
 
 def test_without_strict_mode_mixed_operands_have_no_message(caplog):
     assert _mixed(caplog, Mixed()) == []
+
+
+def test_a_sparse_tensor_is_used_on_the_host():
+    model = Apply(lambda model, x: x * float(model.graph.coalesce().indices().shape[1]), graph=torch.eye(3).to_sparse())
+    assert poptorch.inferenceModel(model, options())(torch.ones(2)).tolist() == [3, 3]
+
+
+def test_an_operator_on_a_sparse_tensor_is_rejected(monkeypatch):
+    monkeypatch.setenv("EMULATED_POD_STRICT", "1")
+    model = Apply(lambda model, x: torch.sparse.mm(model.graph, x), graph=torch.eye(3).to_sparse())
+    with pytest.raises(poptorch.Error, match=r"got tensor\(device=cpu, shape=\[3, 3\]"):
+        poptorch.inferenceModel(model, options())(torch.ones(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("forward", "inputs", "words"),
+    [
+        (lambda model, x: x, torch.eye(3).to_sparse(), "Tensor 0 of the arguments is sparse"),
+        (lambda model, x: x.to_sparse(), torch.ones(3), "Output number 0 is a sparse"),
+    ],
+)
+def test_sparse_tensors_of_the_device_are_rejected(forward, inputs, words):
+    with pytest.raises(poptorch.Error, match=words):
+        poptorch.inferenceModel(Apply(forward, part=1), options())(inputs)
+
+
+def test_a_sparse_buffer_is_rejected():
+    model = Apply(lambda model, x: x, part=1)
+    model.register_buffer("graph", torch.eye(3).to_sparse())
+    with pytest.raises(poptorch.Error, match="buffer 'graph' is a sparse"):
+        poptorch.inferenceModel(model, options())(torch.ones(3))

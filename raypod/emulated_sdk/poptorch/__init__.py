@@ -8,9 +8,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from poptorch import _impl as _impl  # programs read these two as attributes of the package
+from poptorch import _args_parser as _args_parser  # programs read these as attributes of the package
+from poptorch import _impl as _impl
+from poptorch import _logging as _logging
 from poptorch import _poplar_executor as _poplar_executor
+from poptorch import _utils as _utils
 from poptorch import enums, environment, ops, optim, options, poptorch_core, printing, profiling, testing
+from poptorch._impl import createPoptorchError as createPoptorchError
 from poptorch.custom_operators.native_libraries import tolerate_absent
 from poptorch.data.accessor import AsynchronousDataAccessor
 from poptorch.data.loader import DataLoader
@@ -18,12 +22,14 @@ from poptorch.device_mode import isRunningOnIpu
 from poptorch.enums import *  # noqa: F403
 from poptorch.environment import VERSION as __version__
 from poptorch.environment import ipuHardwareIsAvailable, ipuHardwareVersion, setLogLevel
+from poptorch.environment import logger as logger
 from poptorch.errors import Error, RecoverableError, UnrecoverableError
 from poptorch.executor.compile_hooks import registerPostCompileHook, registerPreCompileHook
 from poptorch.executor.executor import PoplarExecutor
 from poptorch.executor.wrapping import inferenceModel, load, trainingModel
 from poptorch.ops import *  # noqa: F403
 from poptorch.options import *  # noqa: F403
+from poptorch.options.base import hint_of_removed
 from poptorch.printing import *  # noqa: F403
 from poptorch.pytree import ICustomArgParser, registerCustomArgParser
 from poptorch.substitutions import register_geometric
@@ -67,8 +73,22 @@ register_geometric()
 tolerate_absent()
 
 
+_CAST = "cast in the model: model.half(), or tensor.half() and tensor.float() in forward"
+_DISPATCH = "a model is always traced by the dispatcher"
+_REMOVED = {
+    "AnchorMode": ("2.5", "use poptorch.OutputMode"),
+    "Compiler": ("3.1", _DISPATCH),
+    "IPUScope": ("2.5", "wrap a module by poptorch.inferenceModel"),
+    "MultiConvPartialsType": ("2.1", "use torch.float or torch.half"),
+    "autocast": ("3.1", _CAST),
+    "autocasting": ("3.1", _CAST),
+    "experimental": ("3.1", "wrap a module by poptorch.inferenceModel or trainingModel"),
+    "hasMLIRSupportOnPlatform": ("3.1", _DISPATCH),
+    "hasMlirSupportOnPlatform": ("2.6", _DISPATCH),
+    "poptorchCleanUp": ("3.1", "use the executor's destroy()"),
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Raise AttributeError; its message names the replacement of a name that SDK 3 has removed."""
-    replacement = {"AnchorMode": "OutputMode"}.get(name)
-    hint = f": SDK 3.0 renamed it to poptorch.{replacement}" if replacement else ""
-    raise AttributeError(f"module 'poptorch' has no attribute {name!r}{hint}")
+    """Raise AttributeError; its message names the replacement of a name that PopTorch has removed."""
+    raise AttributeError(f"module 'poptorch' has no attribute {name!r}{hint_of_removed(_REMOVED, name)}")

@@ -5,10 +5,18 @@ from __future__ import annotations
 from typing import Any, Dict
 
 from poptorch.device_mode import compiling_mode
+from poptorch.environment import ipuHardwareVersion, setLogLevel
 from poptorch.errors import Error, RecoverableError, UnrecoverableError
 from poptorch.options.popart_options import validate
 
-__all__ = ["Error", "RecoverableError", "UnrecoverableError", "isCompilingWithDispatcher"]
+__all__ = [
+    "Error",
+    "RecoverableError",
+    "UnrecoverableError",
+    "ipuHardwareVersion",
+    "isCompilingWithDispatcher",
+    "setLogLevel",
+]
 
 
 def isCompilingWithDispatcher() -> bool:

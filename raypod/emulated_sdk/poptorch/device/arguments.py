@@ -68,10 +68,12 @@ class BatchLayout:
         """Check the shape of every tensor.
 
         Raises:
-            Error: a tensor has no elements.
+            Error: a tensor is sparse or has no elements.
             AssertionError: dimension 0 of a tensor is no multiple of the number of micro-batches.
         """
         for index, tensor in enumerate(tensors):
+            if tensor.layout != torch.strided:
+                raise Error(f"Tensor {index} of the arguments is sparse, which the device does not have: make it dense")
             if tensor.numel() == 0:
                 raise Error(f"Zero-sized tensors are unsupported (Got shape {list(tensor.shape)})")
             size = tensor.shape[0] if tensor.dim() else 1

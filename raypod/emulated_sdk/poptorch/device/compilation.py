@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 
@@ -84,10 +84,12 @@ def trace(
     """Run the forward once on one micro-batch, on a scratch replica. The random generators are restored.
 
     Raises:
-        Error: a training model does not have exactly one final loss, or the forward uses parameters or buffers in a
-            way that the device does not support.
+        Error: a training model does not have exactly one final loss, a tensor of the device is sparse, or the forward
+            uses parameters or buffers in a way that the device does not support.
         NeedsGradients: the forward computes gradients, and the settings are without.
     """
+    named = {**scratch.parameters, **scratch.buffers, **scratch.constants}
+    _check_dense("The parameter or buffer {!r}", named)
     tensors = [to_device(tensor) for tensor in inputs]
     mode = DeviceMode(is_compiling=True, originals=scratch.originals)
     half = HalfMode()
@@ -116,6 +118,7 @@ def trace(
         finally:
             python_state.undo()
         check.report()
+        _check_dense("Output number {}", dict(enumerate(outputs)))
         check.check_outputs(outputs)
         check_transfers(mode.overlaps, tensors, outputs)
         checks.check(scratch.module, mode, settings.reject_changed_buffers)
@@ -143,6 +146,15 @@ def trace(
         changes=changes,
         changed_inputs=tuple(index for index, tensor in enumerate(tensors) if tensor._version != versions[index]),
     )
+
+
+def _check_dense(description: str, tensors: Mapping[Any, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided:
+            raise Error(
+                f"{description.format(name)} is a sparse tensor, which the device does not have: make it dense, or use "
+                "it on the host only"
+            )
 
 
 def _weights(memory: ReplicaMemory) -> List[torch.Tensor]:

@@ -11,7 +11,7 @@ import os
 import sys
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, MutableMapping, NamedTuple, Optional, Tuple
 
@@ -22,6 +22,7 @@ ObjectPath = Tuple[Any, ...]
 _TENSORS = ("_parameters", "_buffers", "_modules")
 _FOREIGN = frozenset(("torch", "torchvision", "numpy", "poptorch", "popdist", "horovod", "_pod", "ray"))
 _RECORDS = frozenset(("types", "argparse", "collections"))  # of the standard library: namespaces and containers
+_CONSTANTS = (str, bytes, int, float, type(None), torch.dtype, torch.Size)
 _NO_OBJECTS = (torch.Tensor, type, types.ModuleType)
 _STDLIB = f"{Path(os.__file__).parent}/"
 _slot_names: MutableMapping[type, Tuple[str, ...]] = weakref.WeakKeyDictionary()
@@ -82,7 +83,7 @@ class _Walk:
             self._visit(*self._pending.popleft())
 
     def _visit(self, path: ObjectPath, value: Any) -> None:
-        if id(value) in self._seen or value is None or isinstance(value, (str, bytes, int, float)):
+        if id(value) in self._seen or isinstance(value, _CONSTANTS):
             return
         self._seen[id(value)] = value
         if isinstance(value, (list, deque)):
@@ -99,7 +100,7 @@ class _Walk:
             self._function(path, value)
         elif isinstance(value, types.CellType):
             self._add(path, value, _read_cell, _write_cell, _read_cell(value).parts())
-        elif _is_record(type(value)) and not isinstance(value, _NO_OBJECTS):
+        elif type(value) is not OrderedDict and _is_record(type(value)) and not isinstance(value, _NO_OBJECTS):
             self._attributes(path, value)
 
     def _add(self, path: ObjectPath, owner: Any, read: Any, write: Any, parts: Any) -> None:
@@ -113,7 +114,7 @@ class _Walk:
         """Visit the attributes of an object, and of its class and the functions that it defines."""
         if _has(value, "__dict__") or _slots(type(value)):
             content = _read_attributes(value)
-            parts = [(key, inner) for key, inner in content.parts() if key not in _TENSORS]
+            parts = [(key, inner) for key, inner in content.parts() if not _is_of_torch(key, inner)]
             self._add((*path, "."), value, _read_attributes, _write_attributes, parts)
         for kind in type(value).__mro__:
             if id(kind) not in self._seen and not _is_foreign(kind.__module__):
@@ -135,6 +136,11 @@ class _Walk:
         package = module.split(".")[0]
         parts = [(name, function.__globals__[name]) for name in names]
         self._push(("global", module), [(name, value) for name, value in parts if _belongs(value, package)])
+
+
+def _is_of_torch(name: str, value: Any) -> bool:
+    """Return whether an attribute of a module is torch's: its tensors and modules, and hooks that it does not have."""
+    return name in _TENSORS or ("_hooks" in name and type(value) in (dict, OrderedDict) and not value)
 
 
 def _parts_of_callable(value: Any) -> List[Tuple[str, Any]]:

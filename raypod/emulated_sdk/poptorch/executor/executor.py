@@ -8,6 +8,8 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
+from poptorch import sdk_variables
+from poptorch._args_parser import ArgsParser
 from poptorch.device import device_fault, interpreter_lock
 from poptorch.device.arguments import Arguments, BatchLayout
 from poptorch.device.program import Program, TrainingProgram
@@ -17,6 +19,7 @@ from poptorch.environment import logger
 from poptorch.errors import Error
 from poptorch.executor import factory_functions, host_state, saving
 from poptorch.executor.compile_hooks import around_compilation
+from poptorch.executor.defaults import chosen_options, default_optimizer
 from poptorch.executor.host_state import executor_of, host_tensors, unwrap, wrap
 from poptorch.executor.replica_state import ReplicaState
 from poptorch.optimizers.hyperparameters import AttributeChecks, extract, warn_ignored
@@ -41,18 +44,20 @@ class PoplarExecutor(ReplicaState):
     def __init__(  # the SDK's signature
         self,
         model: torch.nn.Module,
-        options: Options,
+        options: Optional[Options],
         training: bool,
         poptorch_version: str,
         optimizer: Optional[torch.optim.Optimizer] = None,
         user_model: Optional[torch.nn.Module] = None,
     ) -> None:
+        options = chosen_options(options, training)
         super().__init__(options)
         self._model = model
+        self._args_parser = ArgsParser(model)  # programs change or replace it, which has no effect here
         self._user_model = model if user_model is None else user_model
         self._training = training
         self._poptorch_version = poptorch_version
-        self._optimizer = optimizer
+        self._optimizer = optimizer = default_optimizer(self._user_model) if training and not optimizer else optimizer
         self._compiled_for: saving.Description = {}
         self._initial_rng_state: Optional[List[int]] = None
         self._device_is_newer = False
@@ -308,6 +313,7 @@ class PoplarExecutor(ReplicaState):
             wrap(self._user_model, self)  # again, after destroy()
         self._upload_trained()
         validate(self._options._Popart.options)
+        sdk_variables.warn_once(self._options)
         with caller_modes_disabled(), Substitutions(), factory_functions.replaced():
             self._compiled_for = self._describe()
             if self._training and self._optimizer is not None:

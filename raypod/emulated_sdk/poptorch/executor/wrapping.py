@@ -6,13 +6,12 @@ from typing import Any, Callable, Optional, Union
 
 import torch
 
-from poptorch.enums import ConnectionType, OutputMode
+from poptorch.enums import ConnectionType
 from poptorch.environment import VERSION
 from poptorch.errors import Error
 from poptorch.executor.executor import PoplarExecutor
 from poptorch.executor.host_state import shallow_copy
 from poptorch.executor.saving import Filename, read_model, read_sections
-from poptorch.optim import SGD
 from poptorch.options import Options
 
 
@@ -32,24 +31,13 @@ def trainingModel(
         RuntimeError: the module is wrapped already.
     """
     module = _module_of(model)
-    chosen = _frozen(options, OutputMode.Final)
-    if optimizer is None:
-        # A model may have nothing to train, but torch's optimizers need a parameter.
-        optimizer = SGD(list(module.parameters()) or [torch.nn.Parameter(torch.zeros(()))], lr=0.01)
-    return PoplarExecutor(shallow_copy(module), chosen, True, VERSION, optimizer, module)
+    return PoplarExecutor(shallow_copy(module), options, True, VERSION, optimizer, module)
 
 
 def inferenceModel(model: Union[torch.nn.Module, PoplarExecutor], options: Optional[Options] = None) -> PoplarExecutor:
     """Wrap a module for inference. Raises Error unless gradient accumulation is 1."""
     module = _module_of(model)
-    chosen = _frozen(options, OutputMode.All)
-    if chosen.Training.gradient_accumulation != 1:
-        raise Error(
-            "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its default value (1) "
-            "when running a poptorch.inferenceModel(). "
-            f"It is {chosen.Training.gradient_accumulation}: use separate options for validation"
-        )
-    return PoplarExecutor(shallow_copy(module), chosen, False, VERSION, None, module)
+    return PoplarExecutor(shallow_copy(module), options, False, VERSION, None, module)
 
 
 def _module_of(model: Union[torch.nn.Module, PoplarExecutor]) -> torch.nn.Module:
@@ -61,19 +49,6 @@ def _module_of(model: Union[torch.nn.Module, PoplarExecutor]) -> torch.nn.Module
     if scripts:
         raise Error(f"The module {scripts[0]!r} is a torch.jit.ScriptModule: wrap the Python module it was made of")
     return model
-
-
-def _frozen(options: Optional[Options], default_mode: OutputMode) -> Options:
-    """Return a frozen clone of the options with an output mode; the given object is frozen too."""
-    given = Options() if options is None else options
-    if not isinstance(given, Options):
-        raise Error(f"options must be a poptorch.Options, not {type(given).__name__}")
-    chosen = given.clone()
-    given._freeze()
-    if chosen.defaultOutputMode():
-        chosen.outputMode(default_mode)
-    chosen._freeze()
-    return chosen
 
 
 def load(filename: Filename, edit_opts_fn: Optional[Callable[[Options], Any]] = None) -> PoplarExecutor:

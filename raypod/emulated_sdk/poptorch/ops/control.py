@@ -8,7 +8,7 @@ device.
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Sequence, Tuple, Union
+from typing import Any, Callable, List, Tuple, Union
 
 import torch
 
@@ -35,7 +35,7 @@ def for_loop(count: int, body: _Body, inputs: List[torch.Tensor]) -> List[torch.
     """
     checked_int("for_loop", "count", count, minimum=0)
     checked_callable("for_loop", "body", body)
-    state = _inputs("for_loop", "inputs", inputs, (list,))
+    state = _tensors("for_loop", "inputs", _listed("for_loop", "inputs", inputs))
     _check_inference("for_loop")
     expected = Signature.of(state)
     for iteration in range(count):
@@ -52,14 +52,15 @@ def for_loop(count: int, body: _Body, inputs: List[torch.Tensor]) -> List[torch.
 def cond(
     condition: torch.Tensor,
     then_body: _Body,
-    then_inps: Sequence[torch.Tensor],
+    then_inps: List[Any],
     else_body: _Body,
-    else_inps: Sequence[torch.Tensor],
+    else_inps: List[Any],
 ) -> List[torch.Tensor]:
     """Return the outputs of `then_body(*then_inps)` if the condition is true, else of `else_body(*else_inps)`.
 
     Args:
         condition: a tensor of one element, evaluated in every run of the model.
+        then_inps, else_inps: lists of tensors, or of constants for the bodies.
         then_body, else_body: return the same number of tensors, of the same shapes and dtypes; compilation runs both.
 
     Raises:
@@ -67,8 +68,8 @@ def cond(
         poptorch.Error and ValueError: other arguments, or different outputs of the branches.
     """
     is_true = _condition(condition)
-    then_state = _inputs("cond", "then_inps", then_inps, (list, tuple))
-    else_state = _inputs("cond", "else_inps", else_inps, (list, tuple))
+    then_state = _listed("cond", "then_inps", then_inps)
+    else_state = _listed("cond", "else_inps", else_inps)
     checked_callable("cond", "then_body", then_body)
     checked_callable("cond", "else_body", else_body)
     _check_inference("cond")
@@ -142,19 +143,23 @@ def _check_branches(then_signature: Signature, else_signature: Signature) -> Non
         )
 
 
-def _inputs(op: str, name: str, inputs: Any, kinds: Any) -> List[torch.Tensor]:
-    if not isinstance(inputs, kinds):
+def _listed(op: str, name: str, inputs: Any) -> List[Any]:
+    if not isinstance(inputs, list):
         raise ArgumentError(
             f"poptorch.{op} expects input tensors ({name}) to be a list of tensors. (Object is not list) It is "
             f"{type(inputs).__name__}"
         )
+    return list(inputs)
+
+
+def _tensors(op: str, name: str, inputs: List[Any]) -> List[torch.Tensor]:
     for index, tensor in enumerate(inputs):
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(
                 f"poptorch.{op} expects input tensors ({name}) to be a list of tensors. (Object contained in list at "
                 f"index {index} is not torch.tensor) It is {type(tensor).__name__}"
             )
-    return list(inputs)
+    return inputs
 
 
 def _outputs(op: str, name: str, outputs: Any) -> List[torch.Tensor]:
@@ -165,8 +170,8 @@ def _outputs(op: str, name: str, outputs: Any) -> List[torch.Tensor]:
     return tensors
 
 
-def _copies(tensors: List[torch.Tensor]) -> List[torch.Tensor]:
-    return [tensor.clone() for tensor in tensors]
+def _copies(values: List[Any]) -> List[Any]:
+    return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
 
 
 def _slice_start(op: str, tensor: torch.Tensor, dim: int, start: _Start, size: int) -> Tuple[int, int]:

@@ -59,7 +59,14 @@ class Options(DiagnosticOptions):
     POPTORCH_DEFAULT_OPTIONS.
     """
 
-    _renamed = MappingProxyType({"anchorMode": "outputMode", "anchor_mode": "output_mode", "Popart": "_Popart"})
+    _removed = MappingProxyType(
+        {
+            "anchorMode": ("2.5", "use outputMode"),
+            "anchor_mode": ("2.5", "use output_mode"),
+            "defaultAnchorMode": ("2.5", "use defaultOutputMode"),
+            "Popart": ("2.1", "use _Popart"),
+        }
+    )
 
     def __init__(self) -> None:
         super().__init__(

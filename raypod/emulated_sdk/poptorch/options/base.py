@@ -10,7 +10,7 @@ import json
 import numbers
 import os
 from pathlib import Path
-from typing import Any, ClassVar, Dict, List, Mapping, TypeVar
+from typing import Any, ClassVar, Dict, List, Mapping, Tuple, TypeVar
 
 import torch
 
@@ -19,6 +19,14 @@ from poptorch.errors import ConfigFileError
 
 _Self = TypeVar("_Self", bound="OptionsDict")
 _INTERNAL = ("_values", "_is_frozen")
+
+
+def hint_of_removed(removed: Mapping[str, Tuple[str, str]], name: str) -> str:
+    """Return the end of a message: since which version a name is gone, and its replacement; empty for other names."""
+    if name not in removed:
+        return ""
+    version, replacement = removed[name]
+    return f": PopTorch {version} removed it; {replacement}"
 
 
 class OptionsDict:
@@ -31,8 +39,8 @@ class OptionsDict:
         AttributeError: any change after the options were frozen.
     """
 
-    # Options of older SDKs and their present names.
-    _renamed: ClassVar[Mapping[str, str]] = {}
+    # Options of older SDKs: the version of PopTorch without them, and what to use.
+    _removed: ClassVar[Mapping[str, Tuple[str, str]]] = {}
 
     def __init__(self, **default_values: Any) -> None:
         object.__setattr__(self, "_values", default_values)
@@ -96,8 +104,7 @@ class OptionsDict:
         values = self.__dict__.get("_values", {})
         if option in values:
             return values[option]
-        hint = f": its present name is {self._renamed[option]!r}" if option in self._renamed else ""
-        raise AttributeError(f"{type(self).__name__} has no option {option!r}{hint}")
+        raise AttributeError(f"{type(self).__name__} has no option {option!r}{hint_of_removed(self._removed, option)}")
 
     def __setattr__(self, option: str, value: Any) -> None:
         if not option.startswith("_"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+from types import MappingProxyType
 from typing import List, TypeVar
 
 import torch
@@ -21,6 +22,8 @@ _Self = TypeVar("_Self", bound="DiagnosticOptions")
 
 class _TrainingOptions(OptionsDict):
     """How the gradients of micro-batches and replicas form a weight update."""
+
+    _removed = MappingProxyType({"accumulationReductionType": ("2.2", "use accumulationAndReplicationReductionType")})
 
     def __init__(self, popart: _PopartOptions) -> None:
         super().__init__(
@@ -75,6 +78,20 @@ class _TrainingOptions(OptionsDict):
 
 class _PrecisionOptions(OptionsDict):
     """Numerical modes of the device, which are options of the graph compiler."""
+
+    _removed = MappingProxyType(
+        {
+            "autocastEnabled": (
+                "3.1",
+                "cast in the model: model.half(), or tensor.half() and tensor.float() in forward",
+            ),
+            "autocastPolicy": (
+                "3.1",
+                "cast in the model: model.half(), or tensor.half() and tensor.float() in forward",
+            ),
+            "runningVarianceAlwaysFloat": ("2.2", "running statistics have the dtype of the model's buffers"),
+        }
+    )
 
     def __init__(self, popart: _PopartOptions) -> None:
         super().__init__()
@@ -284,7 +301,7 @@ class DiagnosticOptions(OptionsDict):
         return self
 
     def enableProfiling(self: _Self, profile_dir: str | None = None) -> _Self:
-        """Set the profile directory. No effect: the emulated device writes no profile."""
+        """Set the profile directory. The emulated device writes no profile, which is a warning at the compilation."""
         profile = {
             "debug.allowOutOfMemory": "true",
             "autoReport.directory": path_text("profile_dir", profile_dir or "."),

@@ -146,11 +146,15 @@ class ActivationRecorder:
         stage.checkpoints += self._size(tensor)
 
     def _size(self, tensor: torch.Tensor) -> int:
+        if tensor.layout != torch.strided:
+            return 0  # the device has no sparse tensors
         elements = min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.element_size())
         return elements * min(4, tensor.element_size())  # the device has no integers of 64 bits
 
 
 def _address(tensor: torch.Tensor) -> int:
+    if tensor.layout != torch.strided:  # a sparse tensor of the host: it has no storage of its own
+        return id(tensor)
     return int(tensor.untyped_storage().data_ptr())
 
 
