@@ -11,13 +11,14 @@ no test is selected, or if all tests run and less than 97 % of them pass or more
 from __future__ import annotations
 
 import argparse
+import functools
 import signal
 import sys
 import tempfile
 from pathlib import Path
 from typing import Callable, List, Optional
 
-from conformance import expected, horovod, runs, tables
+from conformance import custom_operators, expected, horovod, runs, tables
 from conformance.clone import CloneError
 from conformance.outcomes import FAILED, RunOptions, Suite
 
@@ -32,6 +33,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--horovod-git", metavar="DIR", type=Path, help="a clone of horovod/horovod: run its PyTorch tests"
     )
+    parser.add_argument(
+        "--addons-git", metavar="DIR", type=Path, help="a clone of poptorch-experimental-addons: run its tests"
+    )
+    parser.add_argument(
+        "--bess-git", metavar="DIR", type=Path, help="a clone of bess-kge: run its tests; needs --addons-git"
+    )
     parser.add_argument("-j", "--jobs", type=int, default=2, help="files that run at once (default: %(default)s)")
     parser.add_argument(
         "--limit", type=float, default=1800, metavar="SECONDS", help="time for one file (default: %(default)g)"
@@ -45,8 +52,10 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Optional[List[str]] = None) -> int:
     parser = _parser()
     args = parser.parse_args(arguments)
-    if args.git_dir is None and args.horovod_git is None:
-        return _refuse("give GIT_DIR, a clone of graphcore/poptorch, or --horovod-git DIR")
+    if not any((args.git_dir, args.horovod_git, args.addons_git)):
+        return _refuse("give GIT_DIR, a clone of graphcore/poptorch, --horovod-git DIR or --addons-git DIR")
+    if args.bess_git is not None and args.addons_git is None:
+        return _refuse("--bess-git needs --addons-git DIR, a clone of poptorch-experimental-addons")
     if args.jobs < 1 or args.limit <= 0:
         return _refuse("--jobs and --limit are positive")
     options = RunOptions(args.jobs, args.limit, args.only, args.keyword)
@@ -56,6 +65,11 @@ def main(arguments: Optional[List[str]] = None) -> int:
             verdicts.append(_judged("PopTorch", runs.run, args.git_dir, options, show=args.show))
         if args.horovod_git is not None:
             verdicts.append(_judged("Horovod", horovod.run, args.horovod_git, options, show=args.show))
+        if args.addons_git is not None:
+            verdicts.append(_judged("Addons", custom_operators.run_addons, args.addons_git, options, show=args.show))
+        if args.bess_git is not None:
+            run_bess = functools.partial(custom_operators.run_bess, args.addons_git)
+            verdicts.append(_judged("Bess", run_bess, args.bess_git, options, show=args.show))
     except (CloneError, expected.ListError) as error:
         return _refuse(str(error))
     if not any(verdict.counts for verdict in verdicts):

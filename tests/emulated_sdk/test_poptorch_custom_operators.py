@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import os
 import re
 import runpy
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -219,3 +221,14 @@ def test_the_documented_program_trains(monkeypatch, tmp_path, capsys):
     runpy.run_path("leaky.py")
     first, last = map(float, re.findall(r"loss (.+) -> (.+)\n", capsys.readouterr().out)[0])
     assert last < first / 2
+
+
+def test_a_library_is_tolerated_before_poptorch_is_imported(processes, tmp_path):
+    program = "import ctypes, sys; ctypes.cdll.LoadLibrary('./own.so'); print('poptorch' in sys.modules)"
+    paths = [ROOT / "raypod" / "host" / "startup", ROOT / "raypod" / "emulated_sdk"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "EMULATED_POD_CUSTOM_OPS": "json"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == "True\n"
+    assert "./own.so was not loaded" in ended.stderr

@@ -51,10 +51,10 @@ SDK_DIRECTIONS = {
     "device": "optimizers parallel ops data",
     "optimizers": "options",
     "parallel": "options",
-    "ops": "parallel custom_operators",  # poptorch.ops also exports the blocks
-    "custom_operators": "options",
+    "ops": "parallel options",  # poptorch.ops also exports the blocks
+    "custom_operators": "",
     "data": "options",
-    "options": "",
+    "options": "custom_operators",
 }
 SDK = {"poptorch", "popdist", "horovod", "popart", "_pod"}
 SDK_USERS = {

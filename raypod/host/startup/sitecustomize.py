@@ -1,10 +1,13 @@
 """Runs at the start of every Python process that raypod starts: this folder is on its PYTHONPATH.
 
-Installs the import hook for torchvision, and makes the emulated SDK's Horovod importable for a program that uses an
+Installs the import hook for torchvision, lets programs load absent custom operators before they import poptorch if
+EMULATED_POD_CUSTOM_OPS names others, and makes the emulated SDK's Horovod importable for a program that uses an
 installed SDK and finds no Horovod. Then runs the environment's own `sitecustomize`, which this file shadows.
 The hook is loaded by path, because the program may run in an environment where raypod is not installed.
 """
 
+import contextlib
+import importlib
 import importlib.machinery
 import importlib.util
 import os
@@ -31,6 +34,27 @@ class _HorovodFallback:
         return importlib.machinery.PathFinder.find_spec(name, [_fallback]) if is_of_horovod else None
 
 
+def _import_poptorch_at_failed_load() -> None:
+    import ctypes
+
+    load = ctypes.cdll.LoadLibrary
+
+    def load_library(name):  # type: ignore[no-untyped-def]
+        try:
+            return load(name)
+        except OSError:
+            if ctypes.cdll.LoadLibrary is not load_library:  # poptorch is imported
+                raise
+            ctypes.cdll.LoadLibrary = load  # type: ignore[method-assign]
+            with contextlib.suppress(ImportError):
+                importlib.import_module("poptorch")  # the emulated one replaces LoadLibrary
+            return ctypes.cdll.LoadLibrary(name)
+
+    ctypes.cdll.LoadLibrary = load_library  # type: ignore[method-assign]
+
+
+if os.environ.get("EMULATED_POD_CUSTOM_OPS"):
+    _import_poptorch_at_failed_load()
 _fallback = os.environ.get("RAYPOD_HOROVOD_FALLBACK", "")
 if _fallback:
     sys.meta_path.append(_HorovodFallback)

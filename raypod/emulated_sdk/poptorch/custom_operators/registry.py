@@ -10,7 +10,7 @@ import functools
 import importlib
 import importlib.metadata
 import os
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Set, Tuple
 
 from poptorch.custom_operators.emulated import Emulation, OperatorId
 from poptorch.errors import Error
@@ -19,11 +19,12 @@ MODULES = "EMULATED_POD_CUSTOM_OPS"
 ENTRY_POINTS = "emulated_pod.custom_ops"
 
 # Imported when the first custom operator runs; each imports `built_in_emulation` from here.
-_BUILT_IN = ("poptorch.custom_operators.collectives",)
+_BUILT_IN = tuple(f"poptorch.custom_operators.{name}" for name in ("collectives", "examples", "research"))
 
 _Function = Callable[..., Any]
 _registered: Dict[OperatorId, Emulation] = {}
 _built_in: Dict[OperatorId, Emulation] = {}
+_patterns: Set[str] = set()
 
 
 def custom_op_emulation(name: str, *, domain: str, version: int = 1) -> Callable[[_Function], Emulation]:
@@ -55,6 +56,17 @@ def _registrar(
         return table[operator]
 
     return register
+
+
+def custom_pattern(name: str) -> None:
+    """Accept the name of a pattern of a program's library in `_Popart.setPatterns`; it has no effect here."""
+    _patterns.add(name)
+
+
+def is_pattern(name: str) -> bool:
+    """Return whether a module has registered the pattern. Raises Error if a named module cannot be imported."""
+    load()
+    return name in _patterns
 
 
 def find(operator: OperatorId) -> Emulation:

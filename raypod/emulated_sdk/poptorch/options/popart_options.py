@@ -6,6 +6,7 @@ import copy
 import numbers
 from typing import Any, Dict, FrozenSet, Mapping
 
+from poptorch.custom_operators import registry
 from poptorch.errors import Error
 
 # The options of PopTorch and PopART by the kind of their values, as PopTorch's compiler registers them.
@@ -130,7 +131,7 @@ def validate(values: Mapping[str, Any]) -> None:
     patterns = values.get("patterns", {})
     if patterns and "patterns_level" not in values:
         raise Error("The PopART option 'patterns' needs 'patterns_level': call _Popart.setPatterns(patterns, level)")
-    unknown = [name for name in patterns if name not in _KNOWN["pattern"]]
+    unknown = [name for name in patterns if name not in _KNOWN["pattern"] and not registry.is_pattern(name)]
     if unknown:
         raise Error(f"Unknown pattern {unknown[0]!r}")
 
