@@ -12,10 +12,11 @@ from raypod.cli import counted
 from raypod.errors import ConfigError
 from raypod.plan.cluster import Cluster
 from raypod.plan.compatibility import check_compatible, check_metrics, check_min_hosts, check_whole_calls
-from raypod.plan.config import Config, PodSection
+from raypod.plan.config import Config
 from raypod.plan.fitting import is_power_of_two, way_out
 from raypod.plan.metric import LOSS, Metric
 from raypod.plan.placement import Placement, Sizes, place
+from raypod.plan.pod_section import PodSection
 from raypod.plan.values import parse_evaluations, parse_interval
 
 

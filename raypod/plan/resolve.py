@@ -24,10 +24,10 @@ from raypod.plan.config import (
     WITHOUT_FILES,
     Config,
     DataSection,
-    PodSection,
     TaskOptions,
     fields,
 )
+from raypod.plan.pod_section import PodSection
 from raypod.plan.unique_keys import DuplicateKey, UniqueKeyLoader, syntax_error
 from raypod.plan.urls import is_url
 from raypod.plan.validation import config_error

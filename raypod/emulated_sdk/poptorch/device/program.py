@@ -301,9 +301,9 @@ class TrainingProgram(Program):
         """Return a copy of the state of each replica of all processes after the last complete call."""
         return {"buffers": self._buffers.state(), "rng_state": self.rng_state}
 
-    def measure_gradients(self) -> None:
-        """Measure the norm of the gradients in every update from now on."""
-        self._weight_update.measures_gradients = True
+    def measure_gradients(self, is_on: bool) -> None:
+        """Measure the norm of the gradients in every update from now on, or in none."""
+        self._weight_update.measures_gradients = is_on
 
     def gradient_norms(self) -> List[float]:
         """Return the norm of the gradients of each update of the last call, before they are clipped."""

@@ -320,8 +320,7 @@ class PoplarExecutor(ReplicaState):
                 program = TrainingProgram(
                     self._model, self._options, arguments, self._optimizer, self._user_model, self.per_replica_params
                 )
-                if self._measures_gradients:
-                    program.measure_gradients()
+                program.measure_gradients(self._measures_gradients)
                 if self._options.connection_type != ConnectionType.Never:
                     host_state.bind_optimizer(self._optimizer, program)
                 self._program = program
