@@ -232,3 +232,14 @@ def test_a_model_that_is_traced_again_in_another_memory_format_shows_one_trace()
     model = Apply(forward, convolution=convolution, calls=[])
     poptorch.inferenceModel(model, options())(torch.zeros(1, 512, 4, 4))
     assert (len(calls), len(model.calls)) == (1, 1)
+
+
+def test_objects_that_raise_for_unknown_attributes_are_left_alone():
+    class Proxy:
+        __slots__ = ()
+
+        def __getattr__(self, name):
+            raise RuntimeError(name)
+
+    model = Apply(lambda model, x: x, proxy=Proxy())
+    assert poptorch.inferenceModel(model, options())(torch.ones(1)).item() == 1

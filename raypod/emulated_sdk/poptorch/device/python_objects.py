@@ -83,24 +83,25 @@ class _Walk:
             self._visit(*self._pending.popleft())
 
     def _visit(self, path: ObjectPath, value: Any) -> None:
-        if id(value) in self._seen or isinstance(value, _CONSTANTS):
+        kind = type(value)  # not by isinstance, which asks a proxy for its class
+        if id(value) in self._seen or issubclass(kind, _CONSTANTS):
             return
         self._seen[id(value)] = value
-        if isinstance(value, (list, deque)):
+        if issubclass(kind, (list, deque)):
             self._add(path, value, _read_sequence, _write_sequence, enumerate(value))
-        elif isinstance(value, dict):
+        elif issubclass(kind, dict):
             self._add(path, value, _read_dict, _write_dict, list(value.items()))
-        elif isinstance(value, set):
+        elif issubclass(kind, set):
             self._add(path, value, _read_sequence, _write_set, ())
-        elif isinstance(value, tuple):
+        elif issubclass(kind, tuple):
             self._push(path, enumerate(value))
         for key, inner in _parts_of_callable(value):
             self._push(path, [(key, inner)])
-        if isinstance(value, types.FunctionType):
+        if issubclass(kind, types.FunctionType):
             self._function(path, value)
-        elif isinstance(value, types.CellType):
+        elif issubclass(kind, types.CellType):
             self._add(path, value, _read_cell, _write_cell, _read_cell(value).parts())
-        elif type(value) is not OrderedDict and _is_record(type(value)) and not isinstance(value, _NO_OBJECTS):
+        elif kind is not OrderedDict and _is_record(kind) and not issubclass(kind, _NO_OBJECTS):
             self._attributes(path, value)
 
     def _add(self, path: ObjectPath, owner: Any, read: Any, write: Any, parts: Any) -> None:
@@ -112,7 +113,7 @@ class _Walk:
 
     def _attributes(self, path: ObjectPath, value: Any) -> None:
         """Visit the attributes of an object, and of its class and the functions that it defines."""
-        if _has(value, "__dict__") or _slots(type(value)):
+        if _dictionary(value) is not None or _slots(type(value)):
             content = _read_attributes(value)
             parts = [(key, inner) for key, inner in content.parts() if not _is_of_torch(key, inner)]
             self._add((*path, "."), value, _read_attributes, _write_attributes, parts)
@@ -240,22 +241,26 @@ def _slots(kind: type) -> Tuple[str, ...]:
     return _slot_names[kind]
 
 
-def _has(owner: Any, name: str) -> bool:
-    """Return whether an object has an attribute of its own: `__getattr__` of its class can do anything."""
+def _has(owner: Any, slot: str) -> bool:
+    """Return whether a slot of an object has a value."""
     try:
-        object.__getattribute__(owner, name)
+        object.__getattribute__(owner, slot)
     except AttributeError:
         return False
     return True
 
 
-def _dictionary(owner: Any) -> Dict[str, Any]:
-    found = object.__getattribute__(owner, "__dict__") if _has(owner, "__dict__") else {}
-    return found if isinstance(found, dict) else {}
+def _dictionary(owner: Any) -> Optional[Dict[str, Any]]:
+    """Return the attributes of an object, past its own `__getattr__`; None if it has no dictionary."""
+    try:
+        attributes: Dict[str, Any] = object.__getattribute__(owner, "__dict__")
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # of a property of the name
+        return None
+    return attributes if type(attributes) is dict else None
 
 
 def _read_attributes(owner: Any) -> Content:
-    found = dict(_dictionary(owner))
+    found = dict(_dictionary(owner) or {})
     for name in _slots(type(owner)):
         if _has(owner, name):
             found[name] = object.__getattribute__(owner, name)
@@ -269,9 +274,10 @@ def _write_attributes(owner: Any, content: Content) -> None:
             object.__setattr__(owner, name, values.pop(name))
         elif _has(owner, name):
             object.__delattr__(owner, name)
-    if _has(owner, "__dict__"):
-        _dictionary(owner).clear()
-        _dictionary(owner).update(values)
+    attributes = _dictionary(owner)
+    if attributes is not None:
+        attributes.clear()
+        attributes.update(values)
 
 
 def _read_class(owner: type) -> Content:
