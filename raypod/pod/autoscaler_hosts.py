@@ -13,12 +13,19 @@ import os
 import re
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any, Dict, Iterator, List
 
 KEEP, ADD, AGAIN = "keep", "add", "again"
 _KIND, _STATUS, _WORKER = "ray-node-type", "ray-node-status", "worker"  # tags of ray.autoscaler.tags
 _NOT_STARTED = ("uninitialized", "update-failed")
+_LOCK_S = 20.0
+# set_node_tags takes this lock before that of the object, and create_node in the other order; Ray 2.60 does not.
+_HELD = (
+    "the autoscaler has held the lock of its state file for {:g} s. That of old versions of Ray, as 2.10, can block "
+    "itself while it starts hosts: `raypod up` without --no-restart starts the cluster again"
+)
 _HEX = re.compile(r"(.*\.0x)([0-9a-f]+)")
 
 
@@ -75,9 +82,21 @@ def _locked(state: Path) -> Iterator[None]:
     if state.parent.stat().st_uid != os.getuid():
         raise PermissionError(f"{state.parent} belongs to another user")
     with state.with_suffix(".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        deadline = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(_HELD.format(_LOCK_S)) from None
+                time.sleep(0.1)
         yield
 
 
 if __name__ == "__main__":
-    print(json.dumps(change(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])))  # noqa: T201 - the result
+    try:
+        result = change(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    except TimeoutError as error:
+        sys.exit(str(error))
+    print(json.dumps(result))  # noqa: T201

@@ -9,6 +9,7 @@ from typing import Any, Dict, List
 
 import pytest
 
+from raypod.pod import autoscaler_hosts
 from raypod.pod.autoscaler_hosts import ADD, AGAIN, KEEP, change
 
 HEAD, FIRST, SECOND, THIRD = (f"10.0.0.1{last}" for last in range(1, 5))
@@ -87,6 +88,12 @@ def test_a_host_whose_start_has_failed_is_started_again(provider: Any, state: Pa
     provider.set_node_tags(again, {"ray-node-status": "up-to-date"})
     change(state, AGAIN, [SECOND])  # it was started in the meantime
     assert again in workers(provider)
+
+
+def test_an_autoscaler_that_blocks_itself_is_named(provider: Any, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autoscaler_hosts, "_LOCK_S", 0.2)
+    with provider.state.file_lock, pytest.raises(TimeoutError, match="held the lock .* starts the cluster again"):
+        change(state, ADD, [FIRST, SECOND])
 
 
 def test_without_an_autoscaler_nothing_is_written(state: Path) -> None:

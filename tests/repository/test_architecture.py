@@ -133,7 +133,7 @@ def test_every_module_states_its_duty_and_stays_short() -> None:
     for file in FILES:
         text = file.read_text()
         assert ast.get_docstring(ast.parse(text)), f"{file}: no docstring"
-        assert len(text.splitlines()) <= 350, f"{file}: over 350 lines: does it have two duties?"
+        assert len(text.splitlines()) <= 600, f"{file}: over 600 lines: does it have two duties?"
 
 
 def test_rooms_are_few() -> None:

@@ -165,10 +165,14 @@ def test_a_task_can_show_its_loss_in_its_own_way_and_help_lists_its_options(
         (
             "Ragged",
             [],
-            "training samples 0 and 1 cannot be combined to a batch: 'x': [4] and [3]; pad them by a line of the task, "
-            "`collate = raypod.pad_collate(64, 128)`, or in the data set",
+            "training samples 0 and 1 cannot be combined to a batch: 'x': [4] and [3]; resize or pad "
+            "them in the data set, or by a line of the task, `collate = raypod.pad_collate(64, 128)`",
         ),
-        ("RaggedTest", [], "test samples 0 and 3 cannot be combined to a batch: entry 0: [4] and [5]; pad them"),
+        (
+            "RaggedTest",
+            [],
+            "test samples 0 and 3 cannot be combined to a batch: entry 0: [4] and [5]; resize or pad them",
+        ),
         ("Uneven", [], "all arrays must have the same length, but there is x 3, y 4"),
         ("Task", PIPELINE, "no module 'x'"),
         ("Other", [], "is no subclass of raypod.Task"),

@@ -13,7 +13,6 @@ from poptorch.device.memory import ReplicaMemory
 from poptorch.device.numerics import DrawKernelDetector, detect_random
 from poptorch.device.operator_check import NeedsGradients, OperatorCheck, needs_gradients
 from poptorch.device.outputs import AnchorRecorder
-from poptorch.device.python_state import Changes, TracedState
 from poptorch.device_mode import API_DTYPE, DeviceMode, to_device
 from poptorch.enums import OverlapMode
 from poptorch.errors import Error
@@ -23,6 +22,7 @@ from poptorch.parallel.activations import ActivationRecorder, StageActivations
 from poptorch.parallel.blocks import block_of
 from poptorch.parallel.placement import Placement, Sizes, place
 from poptorch.parallel.tracing import StageRecorder
+from poptorch.python_state import Changes, TracedState
 from poptorch.pytree import TreeSpec, flatten
 
 

@@ -19,9 +19,9 @@ from poptorch.device.half import HalfMode
 from poptorch.device.memory import ReplicaMemory
 from poptorch.device.numerics import device_random, mixed_seed
 from poptorch.device.outputs import AnchorRecorder
-from poptorch.device.python_state import ReplicaObjects
 from poptorch.device_mode import DeviceMode, OnDevice, to_device
 from poptorch.errors import Error
+from poptorch.python_state import ReplicaObjects
 from poptorch.pytree import flatten
 
 _ON_DEVICE = OnDevice()

@@ -9,10 +9,10 @@ from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 import torch
 
-from poptorch.device.python_state import visible_objects
 from poptorch.device_mode import compiling_mode, from_host, is_on_device, off_device, to_device
 from poptorch.errors import Error
 from poptorch.ops.arguments import checked_callable, checked_tensor
+from poptorch.python_state import visible_objects
 from poptorch.pytree import flatten
 
 # The replica threads share one host, which runs one layer at a time. Reentrant, as a layer may call another.

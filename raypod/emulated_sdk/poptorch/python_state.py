@@ -14,7 +14,7 @@ from typing import Any, ContextManager, Dict, Iterable, Iterator, List, Optional
 
 import torch
 
-from poptorch.device.python_objects import Content, Node, ObjectPath, nodes
+from poptorch.python_objects import Content, Node, ObjectPath, nodes
 
 # One for all programs, as they may share objects. Reentrant: a layer on the host may run another model.
 _lock = threading.RLock()
