@@ -215,7 +215,8 @@ def collated(samples: List[Any], indices: Sequence[int], name: str = "samples") 
             if difference:
                 raise ConfigError(
                     f"{name} {indices[0]} and {index} cannot be combined to a batch: {difference}; "
-                    "resize or pad them in the data set, or by a line of the task, `collate = raypod.pad_collate(64, 128)`"
+                    "resize or pad them in the data set, or by a line of the task, "
+                    "`collate = raypod.pad_collate(64, 128)`"
                 ) from error
         raise
 
