@@ -11,6 +11,7 @@ from poptorch import device_mode
 
 from raypod import train
 
+IMAGES = ["--dataset", "synthetic", "--samples", "32", "--image", "1x8x8", "--model"]
 TEXT = ["--task", "language-model", "--sequence-length", "8", "--optimizer", "adamw", "--text"]
 
 
@@ -26,7 +27,7 @@ def uncast(mode: Any, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: D
     return func(*args, **kwargs)
 
 
-@pytest.mark.parametrize("flags", [["--model", "resnet8", "--norm", "frozen"], ["--model", "vit_tiny"], TEXT])
+@pytest.mark.parametrize("flags", [[*IMAGES, "resnet8", "--norm", "frozen"], [*IMAGES, "vit_tiny"], TEXT])
 def test_layers_that_cast_their_weights_and_those_that_do_not_train_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flags: List[str]
 ) -> None:
