@@ -20,7 +20,7 @@ from raypod.host.retries import constant, retried
 from raypod.plan.cluster import Cluster
 
 _TIMEOUT_S, _SUBMIT_S = 10.0, 30.0
-_READY_WITHIN_S, _POLL_S = 30.0, 0.5
+_READY_WITHIN_S, _POLL_S = 90.0, 0.5  # on a busy host
 _NOT_READY = "No available agent"  # of the head, which starts after the job server
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 _LONGEST_CAUSE = 300
