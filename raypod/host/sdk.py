@@ -49,7 +49,7 @@ class Sdk:
     @property
     def holds_interpreter_lock(self) -> bool:
         """Whether no thread of this process runs while the SDK executes a call or loads a program."""
-        return self.has_ipus or any(os.environ.get(name) for name in _HOLDS_LOCK)
+        return self.has_ipus or any(os.environ.get(name, "0") not in ("", "0") for name in _HOLDS_LOCK)
 
 
 def select(device: str) -> Sdk:

@@ -84,7 +84,11 @@ class DataSection(Section):
     max_image_pixels: int = Field(
         MAX_IMAGE_PIXELS, ge=1, description="an image file with more pixels is an error, before it is decoded"
     )
-    num_workers: int = Field(0, ge=0, description="loader processes per instance (threads for data in memory)")
+    num_workers: int = Field(
+        0,
+        ge=0,
+        description="loader processes per instance (threads for data in memory; on IPUs always processes, at least 1)",
+    )
     async_dataloader: bool = Field(False, description="prepare the data of the next calls in the background")
     leave_out: Samples = Field(
         None,

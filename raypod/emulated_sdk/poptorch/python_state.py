@@ -1,7 +1,7 @@
 """What a forward does to Python objects: seen once, on the user's objects, as PopTorch traces a model once.
 
 The compilation traces a copy of the model, and then gives what that forward has changed to the user's objects. All
-later forwards begin with the objects as they were before the trace, and nobody sees what they change: the copies of a
+later forwards begin with the objects as they were before the trace, and their changes are discarded: the copies of a
 replica are restored, and what the replicas share with the program (variables of modules, classes and closures, objects
 that cannot be copied) is exchanged for the time of a forward.
 """
