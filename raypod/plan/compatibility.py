@@ -26,8 +26,15 @@ def check_compatible(config: Config) -> None:
         raise ConfigError(
             "--bind-cores has no effect with --fleet inline, whose instance runs in this process; omit it"
         )
-    if config.run.snapshot_every and config.run.fleet == "inline":
-        raise ConfigError("--snapshot-every has no effect with --fleet inline, which repairs no instance; omit it")
+    for_repairs = {"--snapshot-every": config.run.snapshot_every, "--reset-command": config.run.reset_command}
+    for flag, value in for_repairs.items():
+        if value and config.run.fleet == "inline":
+            raise ConfigError(f"{flag} has no effect with --fleet inline, which repairs no instance; omit it")
+    if config.run.reset_command and config.run.reset_timeout_s >= config.run.report_timeout_s:
+        raise ConfigError(
+            f"--reset-timeout-s {config.run.reset_timeout_s:g} must be below --report-timeout-s "
+            f"{config.run.report_timeout_s:g}, which ends every request to an instance"
+        )
     if training.ema_every is not None:
         check_average(training, training.ema_every)
     if training.init_ignore and not training.init_weights:

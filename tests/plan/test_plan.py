@@ -104,6 +104,7 @@ def test_settings_without_a_meaning_are_errors(make: Any, training: Any, pod: An
         ({"pod": {"num_instances": 2}}, "--num-instances 1"),
         ({"pod": {"num_instances": 1, "bind_cores": True}}, "--bind-cores has no effect with --fleet inline"),
         ({"run": {"snapshot_every": 2}}, "--snapshot-every has no effect with --fleet inline"),
+        ({"run": {"reset_command": "reset"}}, "--reset-command has no effect with --fleet inline"),
         *(
             ({"data": {"dataset": name, "data_dir": "/images"}}, f"--data-dir has no effect on {rest}")
             for name in ("digits", "synthetic")
@@ -115,6 +116,11 @@ def test_settings_without_effect_on_an_inline_run_are_errors(make: Any, sections
     run = {"fleet": "inline", **sections.get("run", {})}
     with pytest.raises(ConfigError, match=words):
         make(**{"pod": {"num_instances": 1}, **sections, "run": run})
+
+
+def test_a_reset_must_end_before_the_request_for_it(make: Any) -> None:
+    with pytest.raises(ConfigError, match="--reset-timeout-s 300 must be below --report-timeout-s 60"):
+        make(run={"reset_command": "reset", "report_timeout_s": 60})
 
 
 def test_evaluation_iterations_default_to_the_pipeline_stages(make: Any) -> None:
