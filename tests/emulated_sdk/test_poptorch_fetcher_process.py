@@ -160,7 +160,8 @@ def continues(connection):
     samples = iter(data)
     try:
         connection.send("started")
-        time.sleep(20)
+        for _ in range(200):  # a signal just before a long sleep would be handled only at its end
+            time.sleep(0.1)
     except KeyboardInterrupt:
         connection.send([len(epoch(samples)), len(epoch(data))])
 

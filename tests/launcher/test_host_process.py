@@ -131,7 +131,11 @@ def test_a_signal_reaches_the_process_group_with_its_default_handler(host: Calla
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in Ray's workers; children inherit it
     try:
         found = host(
-            python("import time\ntry: print('up'); time.sleep(60)\nexcept KeyboardInterrupt: print('interrupted')")
+            # Short sleeps: a signal just before a sleep is handled only at its end.
+            python(
+                "import time\ntry:\n print('up')\n for _ in range(600): time.sleep(0.1)\n"
+                "except KeyboardInterrupt: print('interrupted')"
+            )
         )
     finally:
         signal.signal(signal.SIGINT, before)
